@@ -17,11 +17,18 @@ from pathlib import Path
 from tests.warm import Popen, run
 
 PROJECT = Path(__file__).parent.parent
-BARE = ["logging.tensorboard=false", "logging.verdict=false"]  # a run of few steps takes half the time without
+# A run of few steps takes half the time without.
+BARE = [
+    "logging.tensorboard=false",
+    "logging.verdict=false",
+]
 WHOLE = ["logging.progress=false", "logging.every_steps=1", "logging.warmup_steps=1"]
 QUIET = [*WHOLE, *BARE]
-# What changes a run, and what is read when it is needed.
-AMBIENT = "NPROC|NNODES|NODE_RANK|PET_|RANK|WORLD_SIZE|LOCAL_|MASTER_|SLURM_|TORCHELASTIC_|TRAINER_(?!DATA$)"
+# Variables that change a run, and variables that are read only when they are needed.
+AMBIENT = (
+    "NPROC|NNODES|NODE_RANK|PET_|RANK|WORLD_SIZE|LOCAL_|MASTER_|SLURM_|TORCHELASTIC_|"
+    "TRAINER_(?!DATA$)"
+)
 LATE = f"{AMBIENT}|TRAINER_DATA|FAULTY_|GLOO_|HOME$|MLFLOW_|WANDB_|PATH$|PYTHONPATH$|TORCH_HOME$"
 
 
@@ -31,57 +38,92 @@ def digest(path):
 
 
 def environment(**changes):
-    """This process's environment without what would change a run, on the CPU."""
-    plain = {key: value for key, value in os.environ.items() if not re.match(f"{AMBIENT}|OMP_", key)}
-    # One thread a process: where several tests run at once, threads wait for each other's turn.
-    return {**plain, "PYTHONPATH": str(PROJECT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **changes}
+    """Return the environment of this process for a run on the CPU, without the variables that would
+    change the run.
+    """
+    plain = {
+        key: value for key, value in os.environ.items() if not re.match(f"{AMBIENT}|OMP_", key)
+    }
+    # A process has one thread, because threads of tests that run at the same time wait for each
+    # other.
+    return {
+        **plain,
+        "PYTHONPATH": str(PROJECT),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        **changes,
+    }
 
 
 def trainer(*words, env=None, timeout=180, cwd=None, python=()):
-    """Run `python -m trainer words...`; returns the finished process.
+    """Run `python -m trainer words...`; return the finished process.
 
-    It is forked from a process that has imported torch already (see `tests.warm`), unless `env` says what others read
-    as they are imported.
+    It is forked from a process that has imported torch already (see `tests.warm`), unless `env`
+    says what others read as they are imported.
     """
-    start = run if not python and all(re.match(LATE, name) for name in env or {}) else subprocess.run
+    start = (
+        run if not python and all(re.match(LATE, name) for name in env or {}) else subprocess.run
+    )
     command = [sys.executable, *python, "-m", "trainer", *map(str, words)]
-    return start(command, env=environment(**(env or {})), timeout=timeout, cwd=cwd, capture_output=True, text=True)
+    return start(
+        command,
+        env=environment(**(env or {})),
+        timeout=timeout,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+    )
 
 
 def ok(*words, **options):
-    done = trainer(*words, **options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
+    completed = trainer(*words, **options)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return completed
 
 
 def python(*words, start=subprocess.run, **options):
-    """Run Python, a new process unless `start` is `tests.warm.run`; returns the finished process."""
-    usual = {"cwd": PROJECT, "env": environment(), "timeout": 60, "capture_output": True, "text": True}
+    """Run Python, a new process unless `start` is `tests.warm.run`; returns the finished
+    process.
+    """
+    usual = {
+        "cwd": PROJECT,
+        "env": environment(),
+        "timeout": 60,
+        "capture_output": True,
+        "text": True,
+    }
     return start([sys.executable, *map(str, words)], **{**usual, **options})
 
 
 def within(seconds, condition):
-    """What a condition is as soon as it holds, and after so many seconds in any case."""
+    """Return the value of a condition as soon as it is true, and after `seconds` in any case."""
     deadline = time.monotonic() + seconds
-    while not (found := condition()) and time.monotonic() < deadline:
+    while not (actual := condition()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return found
+    return actual
 
 
 def suggested(text):
-    """The settings that a message tells to write, as in "try batch_size=64"."""
+    """Return the settings that a message suggests, as "try batch_size=64" does."""
     value = r"\[[^]]*\]|[^\s.,;:?)][^\s,;:?)]*"
-    return re.findall(rf"(?:did you mean|as in|or|set|try|type|use|write) ([a-z_]+(?:\.[a-z_]+)?=(?:{value}))", text)
+    return re.findall(
+        rf"(?:did you mean|as in|or|set|try|type|use|write) ([a-z_]+(?:\.[a-z_]+)?=(?:{value}))",
+        text,
+    )
 
 
-def told_to_type(text):
-    """The commands that a message tells to type, whole."""
-    told = re.findall(r"type ((?:python -m trainer|\./launch\.sh|torchrun) .*?)(?:$|[,;:] | without | \()", text, re.M)
-    return [command.replace(" ... ", " recipe=digits ") for command in told]
+def suggested_commands(text):
+    """Return the whole commands that a message suggests."""
+    message = re.findall(
+        r"type ((?:python -m trainer|\./launch\.sh|torchrun) .*?)(?:$|[,;:] | without | \()",
+        text,
+        re.M,
+    )
+    return [command.replace(" ... ", " recipe=digits ") for command in message]
 
 
 def latest(*words):
-    """Words of which each key counts as it was given last."""
+    """Return the arguments without those whose key is given again later."""
     return [*{word.partition("=")[0]: word for word in words}.values()]
 
 
@@ -106,18 +148,36 @@ def result(folder):
 @contextmanager
 def torchrun(*words, arguments=(), env=None, cwd=None):
     """A torchrun that the user starts, as a process; it does not outlive the block."""
-    command = [sys.executable, "-m", "torch.distributed.run", *arguments, "-m", "trainer", *map(str, words)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *arguments,
+        "-m",
+        "trainer",
+        *map(str, words),
+    ]
     pipe = subprocess.PIPE
-    started = Popen(command, env=environment(**(env or {})), stdout=pipe, stderr=subprocess.STDOUT, text=True, cwd=cwd)
+    started = Popen(
+        command,
+        env=environment(**(env or {})),
+        stdout=pipe,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=cwd,
+    )
     try:
         yield started
     finally:
-        started.kill()  # its ranks ask the kernel to die with it
+        started.kill()  # The kernel kills the ranks with it, because they asked for that.
         started.wait()
 
 
 def wait_for(condition, process=None, seconds=60):
-    """Until it holds; a process that is to bring it about runs on till then."""
+    """Wait until a condition is true.
+
+    Assert that `process`, which should make it true, has not ended before.
+    """
     deadline = time.monotonic() + seconds
     while not condition():
         assert process is None or process.poll() is None, "ended early"
@@ -140,16 +200,47 @@ def alive(pid):
 
 
 def blocks():
-    """Blocks of shared memory that have a name; semaphores are not counted, which any program may have for a moment."""
+    """Blocks of shared memory that have a name; semaphores are not counted, which any program may
+    have for a moment.
+    """
     with os.scandir("/dev/shm") as entries:
-        return {entry.name for entry in entries if not entry.name.startswith("sem.") and not entry.is_dir()}
+        return {
+            entry.name
+            for entry in entries
+            if not entry.name.startswith("sem.") and not entry.is_dir()
+        }
 
 
 def orphaned_blocks(before):
-    """Blocks that are new and that no living process maps; other programs, and tests beside this one, have some too."""
+    """Return new blocks of shared memory that no living process maps; other programs and other
+    tests have blocks, too.
+    """
     left = blocks() - before
     for pid in filter(str.isdigit, os.listdir("/proc")) if left else ():
         with suppress(OSError):
             maps = Path(f"/proc/{pid}/maps").read_text()
             left -= {name for name in left if name in maps}
     return {name for name in left if (Path("/dev/shm") / name).exists()}
+
+
+def written(folder):
+    """(tag, step) of every value, sorted."""
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+    events = []
+    for path in filter(Path.is_file, folder.glob("*tfevents*")):
+        for event in LegacyEventFileLoader(str(path)).Load():
+            events += [(value.tag, event.step) for value in event.summary.value]
+    return sorted(events)
+
+
+def scalars(folder):
+    """(step, value) of every scalar, by tag."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), {"scalars": 0})
+    events.Reload()
+    return {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }

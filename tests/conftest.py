@@ -1,4 +1,6 @@
-"""What all tests share: `--slow` for what takes seconds, `--all` for full counts too, `-m gpu` for a CUDA device."""
+"""Options of the test run: `--slow` adds tests of several seconds, `--all` the full counts, `-m
+gpu` runs tests on a CUDA device.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,22 @@ import pytest
 
 from tests import warm
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; see `tests.command_line.environment`
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's `&` has it, and all that is started from here
+# Before torch is imported; see `tests.command_line.environment`.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell's `&` ignores this signal for all its child processes.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup has it
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # The command nohup ignores this signal.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 _numbers = itertools.count()
-warm.what_is_asked_for()  # multiprocessing's servers need not import torch either
+warm.start_requested_warm()  # multiprocessing's servers need not import torch either
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run tests of several seconds too")
-    parser.addoption("--all", action="store_true", help="and the full counts instead of a sample of each")
+    parser.addoption(
+        "--all", action="store_true", help="and the full counts instead of a sample of each"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,14 +41,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config) -> None:
-    """The processes that run tests are forked warm too; not where they use a GPU, which goes with no fork."""
+    """Fork the processes that run tests warm, except if they use a GPU, because CUDA does not
+    survive a fork.
+    """
     if config.option.markexpr != "gpu":
-        warm.everything()
+        warm.start_all_warm()
 
 
 @pytest.fixture(autouse=True)
 def _same_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What a run in this process sets for libraries is gone with its test, and what it keeps for this machine."""
+    """Restore the environment after each test, and use a new folder for files that a run keeps for
+    this machine.
+    """
     before = {**os.environ}
     os.environ["TRAINER_DATA"] = f"{tmp_path_factory.getbasetemp()}/kept-{next(_numbers)}"
     yield
@@ -51,8 +61,10 @@ def _same_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 
 @pytest.fixture(autouse=True)
-def _room_on_the_card(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Tests that need a GPU may run side by side, but for those that fill it."""
+def _room_on_the_card(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """Allow GPU tests to run at the same time, except those that fill the memory of the GPU."""
     if request.node.get_closest_marker("gpu") is None:
         yield
         return
@@ -64,9 +76,9 @@ def _room_on_the_card(request: pytest.FixtureRequest, tmp_path_factory: pytest.T
 @pytest.fixture
 def warm_commands() -> Iterator[None]:
     """Commands that the code under test starts from this process are forked warm too."""
-    warm.everything()
+    warm.start_all_warm()
     yield
-    warm.what_is_asked_for()
+    warm.start_requested_warm()
 
 
 @pytest.fixture
@@ -83,10 +95,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=f"{reason}: --all"))
             elif item.get_closest_marker("slow") and not config.getoption("--slow"):
                 item.add_marker(pytest.mark.skip(reason="takes seconds: --slow"))
-    from trainer.recipe.checks import refused_schedules
+    from trainer.recipe.checks import list_refused_schedules
 
-    refused = re.compile(rf"\b({'|'.join(refused_schedules())})\b")
-    for item in items if refused_schedules() else ():
+    refused = re.compile(rf"\b({'|'.join(list_refused_schedules())})\b")
+    for item in items if list_refused_schedules() else ():
         if hasattr(item, "callspec") and refused.search(str(item.callspec.params)):
             item.add_marker(pytest.mark.skip(reason="of a schedule that needs a newer torch"))
     marked = [item for item in items if item.get_closest_marker("gpu")]

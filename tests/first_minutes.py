@@ -1,17 +1,20 @@
-"""The first minutes on a machine with a card that is at hand for a short while, perhaps without a network, in one go.
+"""Checks and timings for the first minutes on a machine with a GPU, which is available for a short
+time and maybe without a network.
 
     python tests/first_minutes.py --out results --wheels wheels --seconds 480
 
-Its parts, in this order: CUDA graphs, equal to the bit and timed; two ranks on one card over NCCL, under graphs; a
-pipeline on one card beside the whole model; the tests that need a card; what of `prove` measures speed. Each may take
-its share of the time that is left when it begins, and one that fails or hangs stops no other; what was not reached is
-told. `--cpu` tries the script: all of it, tiny, without graphs.
+Its parts, in this order: CUDA graphs, equal to the bit and timed; two ranks on one card over NCCL,
+under graphs; a pipeline on one card compared with the whole model; the tests that need a card; what
+of `prove` measures speed. Each may take its share of the time that is left when it begins, and one
+that fails or hangs stops no other; what was not reached is printed. `--cpu` tries the script: all
+of it, tiny, without graphs.
 
-What the machine lacks of Python's packages is taken from a folder of wheels (`pip wheel --wheel-dir wheels omegaconf
-pytest`, made where there is a network): those that are not installed are unpacked for a Python of its own that also has
-all that is installed, so that neither pip nor a package index is needed. `results` gets at most eight files of at most
-16 MiB, while they grow: cut off at any moment, it holds what was done by then. `results.jsonl` has a line for each
-figure, `results.md` the table for the guide's page of figures.
+What the machine lacks of Python's packages is taken from a folder of wheels (`pip wheel --wheel-dir
+wheels omegaconf pytest`, made where there is a network): those that are not installed are unpacked
+for a Python of its own that also has all that is installed, so that neither pip nor a package index
+is needed. `results` gets at most eight files of at most 16 MiB, while they grow: cut off at any
+moment, it holds what was done by then. `results.jsonl` has a line for each figure, `results.md` the
+table for the guide's page of figures.
 """
 
 from __future__ import annotations
@@ -44,20 +47,27 @@ INSIDE = "FIRST_MINUTES"  # a variable: this Python is the one that has all pack
 REPORT = ("proof.json", "proof.md", "kept.json")
 LARGEST = 15 * 2**20  # bytes of a file that is brought home
 LEAST, EVERY, GRACE = 5.0, 0.2, 10.0  # seconds: worth a start; between looks; to end in
-SHARES = {"graphs": 4.0, "nccl": 0.5, "pipeline": 1.2, "tests": 3.0, "prove": 2.0}  # of the time
+# Fractions of the time.
+SHARES = {"graphs": 4.0, "nccl": 0.5, "pipeline": 1.2, "tests": 3.0, "prove": 2.0}
 CLOCKS = ("seconds", "samples_per_sec")  # columns of steps.csv that two equal runs differ in
 ALWAYS = "optimizer.lr=0.0001 precision=bf16 epochs=1 logging.progress=false"
-COMPARED = "deterministic=true ema=0.99 clip_grad_norm=5 epochs=2 logging.every_steps=3 logging.verdict=false"
-CARD = "import torch; print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else 'CPU', torch.__version__)"
+COMPARED = (
+    "deterministic=true ema=0.99 clip_grad_norm=5 epochs=2 "
+    "logging.every_steps=3 logging.verdict=false"
+)
+CARD = (
+    "import torch; print(torch.cuda.get_device_name(0) if "
+    "torch.cuda.is_available() else 'CPU', torch.__version__)"
+)
 FAST = """
 from trainer import __main__ as cli
 from trainer.commands.prove import proving
 
 class Fast(proving.Proving):
-    def _chosen(self):
+    def _choose(self):
         every, self.checks = self.checks, [check for check in self.checks if check.part == "fast"]
         try:
-            return super()._chosen()
+            return super()._choose()
         finally:
             self.checks = every
 
@@ -72,16 +82,21 @@ LATE = "time was up"
 
 @dataclass(frozen=True)
 class Net:
-    """What is trained on made-up images, in batches of so many, and for how many steps it is timed."""
+    """A network to train on synthetic images, with its batch size and the number of steps that are
+    timed.
+    """
 
     title: str
     words: str
     batch: int
     steps: int
-    exact: bool = True  # all its kernels have a deterministic way
+    exact: bool = True  # Whether all kernels have a deterministic version.
 
     def run_of(self, steps: int, *more: str) -> list[str]:
-        words = f"{self.words} batch_size={self.batch} data.name=synthetic data.samples={self.batch * steps} {ALWAYS}"
+        words = (
+            f"{self.words} batch_size={self.batch} data.name=synthetic "
+            f"data.samples={self.batch * steps} {ALWAYS}"
+        )
         return [*{word.partition("=")[0]: word for word in [*words.split(), *more]}.values()]
 
 
@@ -97,20 +112,39 @@ NETS = (
 )
 TINY = (
     Net("ResNet-8, 16 px, batch 16", "model.name=resnet8 data.image_size=16", 16, 2),
-    Net("vit_tiny with Muon, 32 px, batch 16", "model.name=vit_tiny data.image_size=32 optimizer.name=muon", 16, 2),
+    Net(
+        "vit_tiny with Muon, 32 px, batch 16",
+        "model.name=vit_tiny data.image_size=32 optimizer.name=muon",
+        16,
+        2,
+    ),
 )
 
 
 class Trip:
-    """What all parts use: where things go, the time that is left, how runs are started."""
+    """State that all parts use: the output folder, the remaining time, and how runs are started."""
 
-    def __init__(self, home: Path, out: Path, cpu: bool, words: list[str]) -> None:
-        self.home, self.out, self.cpu, self.words, self.until = home, out, cpu, words, 0.0
+    def __init__(
+        self,
+        home: Path,
+        out: Path,
+        cpu: bool,
+        words: list[str],
+    ) -> None:
+        self.home = home
+        self.out = out
+        self.cpu = cpu
+        self.words = words
+        self.until = 0.0
         self.nets, self.warm, self.device = (TINY, 1, "cpu") if cpu else (NETS, 10, "cuda:0")
         self.flags = [[], []] if cpu else [["graphs=false"], ["graphs=true"]]
         self.most = 300.0 if cpu else 75.0  # seconds of a run; a CPU may be shared with other tests
         self.pair = "the same twice" if cpu else "graphs=true / graphs=false"
-        self.environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TRAINER_PARENT": str(os.getpid())}
+        self.environment = {
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            "TRAINER_PARENT": str(os.getpid()),
+        }
         self.start: Any = subprocess.Popen
         with suppress(Exception):  # else each run imports torch for itself
             from tests import warm
@@ -124,7 +158,10 @@ class Trip:
     def finish(
         self, children: list[subprocess.Popen], most: float, look: Callable[[], object] = time.time
     ) -> list[int]:
-        """Exit codes of all, 124 of those that are ended since time is up; `look` is called meanwhile."""
+        """Return all exit codes; a process that is ended because time is up has 124.
+
+        `look` is called during the wait.
+        """
         end = min(self.until, time.monotonic() + most)
         try:
             while time.monotonic() < end and any(child.poll() is None for child in children):
@@ -133,7 +170,7 @@ class Trip:
         finally:
             late = [child for child in children if child.poll() is None]
             for child in late:
-                child.send_signal(signal.SIGTERM)  # it keeps what is done
+                child.send_signal(signal.SIGTERM)  # The process keeps its finished parts.
             for child in late:
                 with suppress(subprocess.TimeoutExpired):
                     child.wait(GRACE)
@@ -142,43 +179,81 @@ class Trip:
             look()
         return [124 if child in late else child.returncode for child in children]
 
-    def train(self, runs: dict[str, list[str]], launchers: Launchers = ()) -> list[Row]:
-        """result.json of runs side by side, each of them by all the launchers. Raises RuntimeError."""
-        children, logs = [], []
+    def train(
+        self,
+        runs: dict[str, list[str]],
+        launchers: Launchers = (),
+    ) -> list[Row]:
+        """result.json of runs side by side, each of them by all the launchers.
+
+        Raises RuntimeError.
+        """
+        children = []
+        logs = []
         for name, words in runs.items():
             shutil.rmtree(self.home / name, ignore_errors=True)
             for rank, before in enumerate(launchers or [[]]):
-                command = [sys.executable, *before, "-m", "trainer", *words, f"output={self.home / name}"]
-                variables = {**self.environment, "NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+                command = [
+                    sys.executable,
+                    *before,
+                    "-m",
+                    "trainer",
+                    *words,
+                    f"output={self.home / name}",
+                ]
+                variables = {
+                    **self.environment,
+                    "NCCL_HOSTID": f"host{rank}",
+                    "NCCL_SOCKET_IFNAME": "lo",
+                }
                 if launchers:
-                    del variables["TRAINER_PARENT"]  # whom a rank ends with: it is the launcher's
-                logs.append(self.home / "logs" / f"{len(os.listdir(self.home / 'logs')):03}-{name}.log")
+                    # The variable names the process with which a rank ends: the launcher.
+                    del variables["TRAINER_PARENT"]
+                logs.append(
+                    self.home / "logs" / f"{len(os.listdir(self.home / 'logs')):03}-{name}.log"
+                )
                 with logs[-1].open("w") as log:
                     print("$", *command, file=log, flush=True)
                     streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
                     children.append(self.start(command, env=variables, **streams))
         for code, log in zip(self.finish(children, self.most), logs, strict=True):
             if code:
-                raise RuntimeError(LATE if code == 124 else f"exit code {code}: {last_line(log)[:300]}")
+                raise RuntimeError(
+                    LATE if code == 124 else f"exit code {code}: {last_line(log)[:300]}"
+                )
         return [json.loads((self.home / name / "result.json").read_text()) for name in runs]
 
 
 def graphs(trip: Trip) -> Iterator[Job]:
-    """Each network with and without graphs: side by side to compare, one after the other to time."""
+    """Run each network with and without graphs: at the same time to compare, one after the other to
+    time.
+    """
     one = ["mode=single", f"devices=[{trip.device}]"]
     for net in trip.nets:
         if net.exact:
-            yield f"{net.title}, {trip.pair}", partial(compared, trip, net.run_of(12, *COMPARED.split(), *one))
-        yield f"{net.title}, {trip.pair}", partial(timed, trip, net, *([*one, *flags] for flags in trip.flags))
+            yield (
+                f"{net.title}, {trip.pair}",
+                partial(compared, trip, net.run_of(12, *COMPARED.split(), *one)),
+            )
+        yield (
+            f"{net.title}, {trip.pair}",
+            partial(timed, trip, net, *([*one, *flags] for flags in trip.flags)),
+        )
 
 
 def nccl(trip: Trip) -> Iterator[Job]:
-    """Two launchers of a rank each: NCCL takes these for ranks of two hosts, and lets them share a card."""
+    """Run two launchers with one rank each.
+
+    NCCL considers these ranks of two hosts, and lets them share a card.
+    """
     words = trip.nets[0].run_of(12, *COMPARED.split(), "mode=ddp", *["devices=[cpu]"] * trip.cpu)
     met = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1"]
     met += [f"--master_port={20_000 + os.getpid() % 9999}"]
     launchers = [["-m", "torch.distributed.run", *met, f"--node_rank={rank}"] for rank in range(2)]
-    yield f"{trip.nets[0].title}, two ranks on one device, {trip.pair}", partial(compared, trip, words, launchers)
+    yield (
+        f"{trip.nets[0].title}, two ranks on one device, {trip.pair}",
+        partial(compared, trip, words, launchers),
+    )
 
 
 def pipeline(trip: Trip) -> Iterator[Job]:
@@ -186,59 +261,116 @@ def pipeline(trip: Trip) -> Iterator[Job]:
     net = trip.nets[0] if trip.cpu else NETS[3]
     for flags in trip.flags:
         whole = ["mode=single", f"devices=[{trip.device}]", *flags]
-        stages = ["mode=pipeline", f"devices=[{trip.device},{trip.device}]", "pipeline.microbatches=4", *flags]
+        stages = [
+            "mode=pipeline",
+            f"devices=[{trip.device},{trip.device}]",
+            "pipeline.microbatches=4",
+            *flags,
+        ]
         what = " ".join([f"{net.title}, two stages on one device, 4 micro-batches / whole", *flags])
         yield what, partial(timed, trip, net, whole, stages)
 
 
 def compared(trip: Trip, words: list[str], launchers: Launchers = ()) -> Row:
-    """Whether runs with and without graphs are equal to the bit, and whether one had graphs indeed."""
-    runs = {name: [*words, *flags] for name, flags in zip(("launched", "replayed"), trip.flags, strict=True)}
-    apart = [{name: run} for name, run in runs.items()] if launchers else [runs]  # so many ranks are too many at once
+    """Whether runs with and without graphs are equal to the bit, and whether one had
+    graphs indeed.
+    """
+    runs = {
+        name: [*words, *flags]
+        for name, flags in zip(("launched", "replayed"), trip.flags, strict=True)
+    }
+    # The number of ranks is too large for this machine.
+    apart = [{name: run} for name, run in runs.items()] if launchers else [runs]
     results = [result for each in apart for result in trip.train(each, launchers)]
     differ, count = differences(trip.home / "launched", trip.home / "replayed")
-    figure = f"DIFFERENT: {', '.join(differ[:3])}" if differ else f"equal to the bit: {count} tensors, and steps.csv"
-    return judged(trip, [*runs.values()], results, figure, not differ, differ=differ[:20])
+    figure = (
+        f"DIFFERENT: {', '.join(differ[:3])}"
+        if differ
+        else f"equal to the bit: {count} tensors, and steps.csv"
+    )
+    return judged(
+        trip,
+        [*runs.values()],
+        results,
+        figure,
+        not differ,
+        differ=differ[:20],
+    )
 
 
 def timed(trip: Trip, net: Net, *sides: list[str]) -> Row:
     """The second of two runs in the first's speed."""
-    words = [net.run_of(trip.warm + net.steps, f"logging.warmup_steps={trip.warm}", *side) for side in sides]
+    words = [
+        net.run_of(trip.warm + net.steps, f"logging.warmup_steps={trip.warm}", *side)
+        for side in sides
+    ]
     results = [trip.train({"timed": run})[0] for run in words]
     before, after = (result["throughput"]["samples_per_sec"] for result in results)
     figure = f"{after / before:.2f} times as fast: {after:,.0f} in place of {before:,.0f} images/s"
     kept = ("throughput", "step_time_s", "peak_memory_bytes", "verdict")
-    return judged(trip, words, results, figure, runs=[{key: result.get(key) for key in kept} for result in results])
+    return judged(
+        trip,
+        words,
+        results,
+        figure,
+        runs=[{key: result.get(key) for key in kept} for result in results],
+    )
 
 
-def judged(trip: Trip, words: list[list[str]], results: list[Row], figure: str, right: bool = True, **more: Any) -> Row:
+def judged(
+    trip: Trip,
+    words: list[list[str]],
+    results: list[Row],
+    figure: str,
+    right: bool = True,
+    **more: Any,
+) -> Row:
     """A row, with what the runs differ in; graphs that were not used are no answer."""
     ways = [result.get("graphs") for result in results]
     asked = ["replayed" if "graphs=true" in run else "launched" for run in words]
     if not trip.cpu and ways != asked:
-        figure, right = f"{figure}; but graphs were: {ways[0]}, {ways[1]}", False
+        figure = f"{figure}; but graphs were: {ways[0]}, {ways[1]}"
+        right = False
     return {"figure": figure, "command": words[1], "right": right, "graphs": ways, **more}
 
 
 def differences(first: Path, second: Path) -> tuple[list[str], int]:
-    """What two runs do not have alike of their tensors, and of steps.csv but for the clocks; the number of tensors."""
-    from safetensors import deserialize  # which may have come with a wheel
+    """List the tensors and the columns of steps.csv, without the clocks, that two runs do not
+    share; return the number of tensors, too.
+    """
+    from safetensors import deserialize  # The package may have been installed from a wheel by now.
 
-    held: list[dict[str, object]] = []
+    kept: list[dict[str, object]] = []
     for folder in (first, second):
-        found: dict[str, object] = {}
-        for path in [folder / "last.safetensors", *sorted(folder.glob("checkpoints/*/*.safetensors"))]:
-            found |= {f"{path.relative_to(folder)} {name}": one for name, one in deserialize(path.read_bytes())}
-        count = len(found)
+        collected: dict[str, object] = {}
+        for path in [
+            folder / "last.safetensors",
+            *sorted(folder.glob("checkpoints/*/*.safetensors")),
+        ]:
+            collected |= {
+                f"{path.relative_to(folder)} {name}": one
+                for name, one in deserialize(path.read_bytes())
+            }
+        count = len(collected)
         with (folder / "steps.csv").open(newline="") as file:
             for row in csv.DictReader(file):
-                found |= {f"step {row['step']} {key}": text for key, text in row.items() if key not in CLOCKS}
-        held.append(found)
-    return [name for name in {**held[0], **held[1]} if held[0].get(name) != held[1].get(name)], count
+                collected |= {
+                    f"step {row['step']} {key}": text
+                    for key, text in row.items()
+                    if key not in CLOCKS
+                }
+        kept.append(collected)
+    return [
+        name for name in {**kept[0], **kept[1]} if kept[0].get(name) != kept[1].get(name)
+    ], count
 
 
 def tests(trip: Trip) -> Iterator[Job]:
-    marked = [str(path) for path in sorted(PROJECT.glob("tests/**/test_*.py")) if "mark.gpu" in path.read_text()]
+    marked = [
+        str(path)
+        for path in sorted(PROJECT.glob("tests/**/test_*.py"))
+        if "mark.gpu" in path.read_text()
+    ]
     words = ["-m", "pytest", "-m", "gpu", "-v", "--rootdir", str(PROJECT), *marked]
     yield "tests that need a card", partial(told, trip, words, ["test", "-m", "gpu"])
 
@@ -248,34 +380,56 @@ def prove(trip: Trip) -> Iterator[Job]:
 
 
 def proved(trip: Trip) -> Row:
-    minutes = f"minutes={0.9 * trip.left() / 60:.2f}"  # a check that is at work when they are over comes to its end
-    words = ["prove", minutes, f"output={trip.home / 'proof'}", *["devices=[cpu]"] * trip.cpu, *trip.words]
+    # A check that is running when the time is over may finish.
+    minutes = f"minutes={0.9 * trip.left() / 60:.2f}"
+    words = [
+        "prove",
+        minutes,
+        f"output={trip.home / 'proof'}",
+        *["devices=[cpu]"] * trip.cpu,
+        *trip.words,
+    ]
     row = told(trip, ["-c", FAST, *words], ["prove"])
     checks = json.loads((trip.home / "proof" / "proof.json").read_text())["checks"]
-    done = [check for check in checks if check["part"] == "fast" and check["status"] != "left out"]
-    more = [{"what": check["title"], "figure": check["line"], "right": check["status"] != "wrong"} for check in done]
-    return {**row, "figure": f"{len(done)} figures", "more": [{**each, "command": ["prove"]} for each in more]}
+    finished = [
+        check for check in checks if check["part"] == "fast" and check["status"] != "left out"
+    ]
+    more = [
+        {"what": check["title"], "figure": check["line"], "right": check["status"] != "wrong"}
+        for check in finished
+    ]
+    return {
+        **row,
+        "figure": f"{len(finished)} figures",
+        "more": [{**each, "command": ["prove"]} for each in more],
+    }
 
 
 def told(trip: Trip, words: list[str], command: list[str]) -> Row:
-    """The last line of a command, whose output is kept."""
+    """Return the last line of a command, and keep its output."""
     log = trip.out / "parts.log"
     with log.open("a") as file:
         print("$ python", *words, file=file, flush=True)
         streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
         child = subprocess.Popen([sys.executable, *words], env=trip.environment, **streams)
-        (code,) = trip.finish([child], trip.left(), lambda: bring(trip.home, trip.out))
+        (code,) = trip.finish(
+            [child],
+            trip.left(),
+            lambda: bring(trip.home, trip.out),
+        )
     if code == 124:
         raise RuntimeError(LATE)
     return {"figure": last_line(log), "command": command, "right": code == 0, "code": code}
 
 
 def last_line(log: Path) -> str:
-    return [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1].strip("= ")
+    return [line for line in log.read_text(errors="replace").splitlines() if line.strip()][
+        -1
+    ].strip("= ")
 
 
 def bring(home: Path, out: Path) -> None:
-    """Copy the report as it stands."""
+    """Copy the present report to the output folder."""
     for name in REPORT:
         source = home / "proof" / name
         if source.is_file() and source.stat().st_size < LARGEST:
@@ -285,7 +439,7 @@ def bring(home: Path, out: Path) -> None:
 
 
 def bring_logs(home: Path, out: Path) -> None:
-    """The words of all runs, as one file: the smallest first, as many as fit."""
+    """Write the output of all runs to one file: the smallest first, and as many as fit."""
     logs = [*(home / "logs").glob("*.log"), *(home / "proof" / "logs").glob("*.log")]
     size = 0
     with tarfile.open(out / "logs.tar.gz", "w:gz") as archive:
@@ -296,8 +450,8 @@ def bring_logs(home: Path, out: Path) -> None:
 
 
 def unpacked(wheels: Path | None, site: Path) -> list[str]:
-    """The wheels that were unpacked: those of distributions that this Python does not have."""
-    done = []
+    """Return the paths of unpacked wheels that this Python does not have."""
+    finished = []
     for wheel in sorted(wheels.glob("*.whl")) if wheels is not None else ():
         name = wheel.name.split("-")[0]
         with suppress(metadata.PackageNotFoundError):
@@ -305,30 +459,46 @@ def unpacked(wheels: Path | None, site: Path) -> list[str]:
             continue
         with zipfile.ZipFile(wheel) as whole:
             whole.extractall(site)
-        done.append(wheel.name)
-    return done
+        finished.append(wheel.name)
+    return finished
 
 
 def python(home: Path, unpacked: Path) -> str:
-    """An environment's Python that finds what this one has and what was unpacked, however its children are started."""
+    """An environment's Python that finds what this one has and what was unpacked, however its
+    children are started.
+    """
     venv.create(home / "venv", symlinks=True)
     own = next((home / "venv").glob("lib/python*/site-packages"))
     places = [str(unpacked), *site.getsitepackages()]
-    (own / "first_minutes.pth").write_text("".join(f"import site; site.addsitedir({place!r})\n" for place in places))
+    (own / "first_minutes.pth").write_text(
+        "".join(f"import site; site.addsitedir({place!r})\n" for place in places)
+    )
     return str(home / "venv" / "bin" / "python")
 
 
 def travel(trip: Trip, chosen: list[str], end: float) -> int:
-    """All parts; 0, 1 if something is wrong, 124 if something was not reached."""
+    """Run all parts. Return 0, or 1 if something is wrong, or 124 if something was not reached."""
     parts = {"graphs": graphs, "nccl": nccl, "pipeline": pipeline, "tests": tests, "prove": prove}
-    asked = trip.start([sys.executable, "-c", CARD], stdout=subprocess.PIPE, text=True, env=trip.environment)
+    asked = trip.start(
+        [sys.executable, "-c", CARD],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=trip.environment,
+    )
     lines: list[str] = []
     codes = {0}
 
     def tell(row: Row) -> None:
         if not lines:
             card = asked.communicate()[0].strip()
-            lines.extend([f"{card}, {os.cpu_count()} cores", "", "| what | figure | command |", "| --- | --- | --- |"])
+            lines.extend(
+                [
+                    f"{card}, {os.cpu_count()} cores",
+                    "",
+                    "| what | figure | command |",
+                    "| --- | --- | --- |",
+                ]
+            )
         codes.add({True: 0, False: 1, None: 124}[row["right"]])
         with (trip.out / "results.jsonl").open("a") as file:
             print(json.dumps(row), file=file)
@@ -347,9 +517,19 @@ def travel(trip: Trip, chosen: list[str], end: float) -> int:
                 try:
                     row = work()
                 except Exception as error:
-                    row = {"figure": f"FAILED: {error}"[:400], "right": None if str(error) == LATE else False}
+                    row = {
+                        "figure": f"FAILED: {error}"[:400],
+                        "right": None if str(error) == LATE else False,
+                    }
             more = row.pop("more", [])
-            tell({"part": name, "what": what, **row, "seconds": round(time.monotonic() - begun, 1)})
+            tell(
+                {
+                    "part": name,
+                    "what": what,
+                    **row,
+                    "seconds": round(time.monotonic() - begun, 1),
+                }
+            )
             for each in more:
                 tell({"part": name, **each})
     print("\n".join(lines))
@@ -357,9 +537,14 @@ def travel(trip: Trip, chosen: list[str], end: float) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--out", type=Path, default=os.environ.get("OUT") or "runs/first_minutes_results", help="for results"
+        "--out",
+        type=Path,
+        default=os.environ.get("OUT") or "runs/first_minutes_results",
+        help="for results",
     )
     parser.add_argument("--wheels", type=Path, help="a folder of wheels")
     parser.add_argument("--seconds", type=float, default=480.0, help="for all of it")
@@ -367,7 +552,8 @@ def main() -> int:
     parser.add_argument("--cpu", action="store_true", help="a try on the CPU, with tiny networks")
     parser.add_argument("words", nargs="*", help="words for prove, as in 'devices=[cpu,cpu]'")
     options = parser.parse_args()
-    home, out = HOME.absolute(), Path(options.out).absolute()
+    home = HOME.absolute()
+    out = Path(options.out).absolute()
     inside = INSIDE in os.environ
     begun = float(os.environ.pop(INSIDE, 0) or time.monotonic())  # a clock of all processes
     if not inside:
@@ -377,7 +563,11 @@ def main() -> int:
         paths = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")]))
         interpreter = python(home, home / "wheels")
         words = [interpreter, "-m", "tests.first_minutes", *sys.argv[1:]]
-        os.execve(interpreter, words, {**os.environ, "PYTHONPATH": paths, INSIDE: str(begun)})
+        os.execve(
+            interpreter,
+            words,
+            {**os.environ, "PYTHONPATH": paths, INSIDE: str(begun)},
+        )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         trip = Trip(home, out, options.cpu, options.words)

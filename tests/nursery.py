@@ -1,9 +1,10 @@
-"""The process that `tests.warm` asks: it has imported what our commands import, and forks each command from there.
+"""The process that `tests.warm` asks: it has imported what our commands import, and forks each
+command from there.
 
-Asked for a command, it forks a child of its own parent, the process that asked. That runs the same module or program as
-Python would, with words, environment, folder and files of its own, and ends as the interpreter ends. It forks before
-any thread of OpenMP or gloo exists. Each command begins with a nursery for what it starts itself: the ranks of a
-launcher, fork servers, probes.
+Asked for a command, it forks a child of its own parent, the process that asked. That runs the same
+module or program as Python would, with words, environment, folder and files of its own, and ends as
+the interpreter ends. It forks before any thread of OpenMP or gloo exists. Each command begins with
+a nursery for what it starts itself: the ranks of a launcher, fork servers, probes.
 """
 
 from __future__ import annotations
@@ -35,12 +36,17 @@ import PIL
 
 from tests import warm
 
-PRELOADED = ["torch.distributed.run", "torch.utils.tensorboard", "sklearn.datasets"]  # beside all of trainer
+# Modules to import in addition to all of trainer.
+PRELOADED = [
+    "torch.distributed.run",
+    "torch.utils.tensorboard",
+    "sklearn.datasets",
+]
 PRELOADED += ["matplotlib.backends.backend_agg", "torch.distributed.pipelining"]
 PRELOADED += ["pillow_heif", *(f"PIL.{name}" for name in PIL._plugins)]
 ABOVE = 900  # no process here has as many files
 COLLAPSE = 25  # MADV_COLLAPSE
-MAIN = "trainer.__main__"  # which the server of ranks has
+MAIN = "trainer.__main__"  # The server of ranks has imported this module.
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -48,13 +54,17 @@ def serve(number: int) -> None:
     """Be the nursery of the process at the other end."""
     import trainer
 
-    for name in [*PRELOADED, *(module.name for module in pkgutil.walk_packages(trainer.__path__, "trainer."))]:
+    for name in [
+        *PRELOADED,
+        *(module.name for module in pkgutil.walk_packages(trainer.__path__, "trainer.")),
+    ]:
         if not name.endswith("__main__"):
             with suppress(ModuleNotFoundError):  # pillow_heif need not be here
                 importlib.import_module(name)
     _think_less()
     for finalizer in weakref.finalize._registry:
-        finalizer.atexit = False  # torch takes its operators apart: in a fork, which copies what it touches, in 60 ms
+        # torch takes its operators apart: in a fork, which copies what it touches, in 60 ms
+        finalizer.atexit = False
     gc.collect()
     gc.freeze()  # else each process would soon look at all of that, and so make it its own
     _have_large_pages()
@@ -62,14 +72,18 @@ def serve(number: int) -> None:
 
 
 def _think_less() -> None:
-    """torch's launcher looks at each frame's source, a second in all, for a name that it writes into no log of ours."""
+    """torch's launcher looks at each frame's source, a second in all, for a name that it writes
+    into no log of ours.
+    """
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 
 
 def _have_large_pages() -> None:
-    """Fewer for each fork to copy, which else takes three times as long; a kernel that knows none changes nothing."""
+    """Fewer for each fork to copy, which else takes three times as long; a kernel that knows none
+    changes nothing.
+    """
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, rights, *_, name = [*line.split(maxsplit=5), ""][:6]
         if rights == "rw-p" and name in ("", "[heap]"):
@@ -78,7 +92,9 @@ def _have_large_pages() -> None:
 
 
 def _nurse(wire: socket.socket) -> None:
-    """Fork what is asked for, until the other side is gone; returns in a process that is done with its command."""
+    """Fork what is asked for, until the other side is gone; returns in a process that is done with
+    its command.
+    """
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(nothing, stream)
@@ -100,7 +116,7 @@ def _nurse(wire: socket.socket) -> None:
             wire.sendall(f"{child}\n".encode())
             for fd in (begun, *asked[1]):
                 os.close(fd)
-    except (OSError, ValueError):  # who asked is gone
+    except (OSError, ValueError):  # The process that asked has ended.
         os._exit(1)
     if asked is None:
         os._exit(0)
@@ -109,11 +125,17 @@ def _nurse(wire: socket.socket) -> None:
 
 
 def _fork_for_parent() -> int:
-    """As `os.fork`, but the child is our parent's; and as C's, but for handlers of threads, which are not here."""
+    """Fork like `os.fork`, but as a child of our parent, and without the fork handlers of
+    threads.
+    """
     own = ctypes.c_ulong()
-    _libc.prctl(40, ctypes.byref(own), 0, 0, 0)  # PR_GET_TID_ADDRESS: where C keeps the number of its thread
-    number, places = (56, (0, own.value, 0)) if platform.machine() == "x86_64" else (220, (0, 0, own.value))
-    flags = 0x8000 | 0x200000 | 0x1000000 | signal.SIGCHLD  # CLONE_PARENT, CLONE_CHILD_CLEARTID, CLONE_CHILD_SETTID
+    # PR_GET_TID_ADDRESS: where C keeps the number of its thread.
+    _libc.prctl(40, ctypes.byref(own), 0, 0, 0)
+    number, places = (
+        (56, (0, own.value, 0)) if platform.machine() == "x86_64" else (220, (0, 0, own.value))
+    )
+    # CLONE_PARENT, CLONE_CHILD_CLEARTID, CLONE_CHILD_SETTID.
+    flags = 0x8000 | 0x200000 | 0x1000000 | signal.SIGCHLD
     ctypes.pythonapi.PyOS_BeforeFork()
     child = ctypes.pythonapi.syscall(*map(ctypes.c_long, (number, flags, 0, *places)))
     (ctypes.pythonapi.PyOS_AfterFork_Parent if child else ctypes.pythonapi.PyOS_AfterFork_Child)()
@@ -130,8 +152,12 @@ def _become(job: Mapping, fds: Sequence[int]) -> None:
         heard = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in job["ignored"] else heard)
     if os.getppid() != job["parent"]:
-        os._exit(1)  # it died meanwhile
-    _settle(dict(zip(job["numbers"], fds, strict=True)), job["environment"], job["cwd"])
+        os._exit(1)  # The child has died.
+    _settle(
+        dict(zip(job["numbers"], fds, strict=True)),
+        job["environment"],
+        job["cwd"],
+    )
     kind, what, words = job["command"]
     sys.argv = [what if kind == "file" else kind, *words]
     sys.path[0] = {"-m": job["cwd"], "file": os.path.dirname(os.path.abspath(what))}.get(kind, "")
@@ -139,12 +165,16 @@ def _become(job: Mapping, fds: Sequence[int]) -> None:
         _have_nursery()
     elif MAIN in what:
         _have_nursery_in_ranks()
-    if any((Path(folder) / "sitecustomize.py").exists() for folder in os.environ.get("PYTHONPATH", "").split(":")):
+    if any(
+        (Path(folder) / "sitecustomize.py").exists()
+        for folder in os.environ.get("PYTHONPATH", "").split(":")
+    ):
         sys.modules.pop("sitecustomize", None)
-        importlib.import_module("sitecustomize")  # as Python does first of all
+        importlib.import_module("sitecustomize")  # Python imports this module first.
     if job["serves"] or kind != "file":
         _leave_after(lambda: _execute_python(kind, what))
-    atexit.register(gc.unfreeze)  # else the interpreter cannot take apart what nanobind then says is leaked
+    # Else the interpreter cannot take apart what nanobind then says is leaked.
+    atexit.register(gc.unfreeze)
     _execute_python(kind, what)
 
 
@@ -164,8 +194,9 @@ def _execute_python(kind: str, what: str) -> None:
 
 
 def _leave_after(work: Callable[[], None]) -> NoReturn:
-    """As the interpreter does, but for taking all modules apart, which takes half a second; a file's program does."""
-    code, interrupted = 0, False
+    """Leave like the interpreter, but without deleting all modules, which takes half a second."""
+    code = 0
+    interrupted = False
     try:
         work()
     except SystemExit as ending:
@@ -174,10 +205,11 @@ def _leave_after(work: Callable[[], None]) -> NoReturn:
             print(ending.code, file=sys.stderr)
     except BaseException as error:
         traceback.print_exc()
-        code, interrupted = 1, isinstance(error, KeyboardInterrupt)
+        code = 1
+        interrupted = isinstance(error, KeyboardInterrupt)
     threading._shutdown()
     atexit._run_exitfuncs()
-    with suppress(ValueError):  # it may have closed them
+    with suppress(ValueError):  # The program may have closed them.
         sys.stdout.flush()
         sys.stderr.flush()
     if interrupted:
@@ -187,12 +219,18 @@ def _leave_after(work: Callable[[], None]) -> NoReturn:
 
 
 def _name(name: str) -> None:
-    """What /proc calls this process."""
+    """Set the name of this process in /proc."""
     _libc.prctl(15, name.encode(), 0, 0, 0)
 
 
-def _settle(files: Mapping[int, int], environment: Mapping[str, str], cwd: str) -> None:
-    """Have these files, under the numbers given, and no others but the streams; this environment and folder."""
+def _settle(
+    files: Mapping[int, int],
+    environment: Mapping[str, str],
+    cwd: str,
+) -> None:
+    """Have these files, under the numbers given, and no others but the streams; this environment
+    and folder.
+    """
     moved = {number: fcntl.fcntl(fd, fcntl.F_DUPFD, ABOVE) for number, fd in files.items()}
     os.closerange(3, ABOVE)
     for number, fd in moved.items():
@@ -204,37 +242,47 @@ def _settle(files: Mapping[int, int], environment: Mapping[str, str], cwd: str) 
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     os.chdir(cwd)
-    ours, theirs = ([*filter(None, at.get("PYTHONPATH", "").split(os.pathsep))] for at in (os.environ, environment))
-    if ours != theirs:
-        sys.path[1:] = [*theirs, *(path for path in sys.path[1:] if path not in ours)]
+    ours, reference = (
+        [*filter(None, at.get("PYTHONPATH", "").split(os.pathsep))]
+        for at in (os.environ, environment)
+    )
+    if ours != reference:
+        sys.path[1:] = [*reference, *(path for path in sys.path[1:] if path not in ours)]
     os.environ.clear()
     os.environ.update(environment)
     _tell_kernel(environment)
-    tempfile.tempdir = None  # which is a variable's too
-    importlib.reload(sys.modules["trainer.processes.faults"])  # which looks at the environment once
+    tempfile.tempdir = None  # The folder depends on a variable.
+    # The module reads the environment once.
+    importlib.reload(sys.modules["trainer.processes.faults"])
 
 
 def _tell_kernel(environment: Mapping[str, str]) -> None:
-    """What /proc tells of this process's environment is in its own memory, where it began."""
+    """Change the environment that /proc shows; it is read from the memory in which the process had
+    it first.
+    """
     begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
-    block = b"".join(os.fsencode(f"{name}={value}\0") for name, value in environment.items())[: end - begin]
+    block = b"".join(os.fsencode(f"{name}={value}\0") for name, value in environment.items())[
+        : end - begin
+    ]
     ctypes.memmove(begin, block.ljust(end - begin, b"\0"), end - begin)
 
 
 def _have_nursery() -> None:
     """A nursery for what this process starts, forked while nothing has happened in it."""
-    ours, theirs = socket.socketpair()
+    ours, reference = socket.socketpair()
     if os.fork() == 0:
         ours.close()
-        _nurse(theirs)
-        raise SystemExit  # as one that was forked there, whose command is done
-    theirs.close()
+        _nurse(reference)
+        raise SystemExit  # The process ends like one that was forked there.
+    reference.close()
     warm.ask(ours)
-    warm.everything()
+    warm.start_all_warm()
 
 
 def _have_nursery_in_ranks() -> None:
-    """A nursery for each rank that is forked here and may start a server of its own, for workers that read files."""
+    """A nursery for each rank that is forked here and may start a server of its own, for workers
+    that read files.
+    """
     module = importlib.import_module(MAIN)
     main = module.main
 

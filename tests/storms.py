@@ -1,10 +1,12 @@
-"""Storms: whole jobs killed, signalled and stopped at random moments, continued, and held against an undisturbed run.
+"""Storms: whole jobs are killed, signaled and stopped at random moments, resumed, and compared with
+an undisturbed run.
 
     python -m tests.storms --kills=400 --signals=600 --stops=200 --pauses=40 --starts=100
 
-A storm hits one run folder several times; each hit comes from the seed, which a failure names. After each hit: no
-process left, nothing in shared memory, no traceback, an exit code that fits; at the end every step once, and losses and
-weights of the undisturbed run, to the bit where the mode is deterministic.
+A storm hits one run folder several times; each hit comes from the seed, which a failure names.
+After each hit: no process left, nothing in shared memory, no traceback, an exit code that fits; at
+the end every step once, and losses and weights of the undisturbed run, to the bit where the mode is
+deterministic.
 """
 
 from __future__ import annotations
@@ -29,13 +31,28 @@ from safetensors.torch import load_file
 
 from tests import warm
 from tests.command_line import blocks, environment, orphaned_blocks, result, steps
-from trainer.processes.interrupts import SHORTEST
+from trainer.processes.interrupts import LOST_PEER_SECONDS
 
-WORDS = ["recipe=digits", "model.name=cnn_gn", "batch_size=64", "optimizer.lr=0.001", "epochs=6", "ema=0.9"]
-WORDS += ["threads=1", "save.every_steps=5", "logging.every_steps=1", "logging.progress=false", "resume=auto"]
+WORDS = [
+    "recipe=digits",
+    "model.name=cnn_gn",
+    "batch_size=64",
+    "optimizer.lr=0.001",
+    "epochs=6",
+    "ema=0.9",
+    "threads=1",
+    "save.every_steps=5",
+    "logging.every_steps=1",
+    "logging.progress=false",
+    "resume=auto",
+]
 PIPELINE = ["mode=pipeline", "pipeline.microbatches=4"]
-TWO, FOUR = "pipeline.cuts=['7']", "pipeline.cuts=['1','4','7']"  # by name: measured twice, two runs might differ
-REPLAYED = ["graphs=true", "plugin=tests.simulated.tape_plugin"]  # on a CPU that has graphs
+# Cuts by name, because measuring twice might give different cuts.
+TWO, FOUR = (
+    "pipeline.cuts=['7']",
+    "pipeline.cuts=['1','4','7']",
+)
+REPLAYED = ["graphs=true", "plugin=tests.simulated.tape_plugin"]  # The plugin gives the CPU graphs.
 MODES = {
     "single": ["mode=single"],
     "dp": ["mode=dp", "devices=[cpu,cpu]"],
@@ -54,20 +71,28 @@ MODES = {
     "ddp replayed": ["mode=ddp", "nproc=2", *REPLAYED],
     "streams replayed": [*PIPELINE, "devices=[cpu,cpu]", TWO, *REPLAYED],
 }
-# Runs whose start takes long: where kernels are compiled, in C++, and micro-batches measured; only signals strike them.
+# Runs with a long start, in which kernels are compiled in C++ and micro-batches measured. They only
+# get signals.
 SLOW_STARTS = {
     "single compiled": [*MODES["single"], "compile=true"],
     "ddp compiled": [*MODES["ddp"], "compile=true"],
     "1f1b measured": ["mode=pipeline", "nproc=2", "pipeline.microbatches=auto", TWO],
 }
-UNLIKE = ("hogwild", "1f1b measured")  # lock-free updates; what is measured may be another number each time
-SEVERAL = [name for name, words in MODES.items() if any(word.startswith("nproc=") for word in words)]
+# lock-free updates; what is measured may be another number each time.
+UNLIKE = (
+    "hogwild",
+    "1f1b measured",
+)
+SEVERAL = [
+    name for name, words in MODES.items() if any(word.startswith("nproc=") for word in words)
+]
 TIMEOUT = 5  # seconds that a stopped rank is waited for
-# What Python's own resource tracker, once killed and started anew, says of what the one before it knew.
+# Messages of Python's own resource tracker, if it was killed and started again, about resources of
+# the previous one.
 TRACKER = r'Traceback .*\n  File ".*/resource_tracker\.py", line .*\n.*\nKeyError: .*\n'
 PHASES = ("start-up", "loading", "banner", "steps", "steps", "evaluation", "saving", "end")
 SIGNALS = ("SIGTERM", "SIGTERM to all", "SIGINT", "SIGINT twice", "SIGHUP", "SIGUSR1", "SIGUSR2")
-HITS = {  # what they do, to which modes, and how many there are if nobody says so
+HITS = {  # Attacks: their effect, the modes they apply to, and their default number.
     "kills": (("kill",), [*MODES], 40),
     "signals": (SIGNALS, [*MODES, *SLOW_STARTS], 60),
     "stops": (("stop",), SEVERAL, 20),
@@ -82,13 +107,13 @@ def shown(code: int) -> int:
 
 
 def slack() -> float:
-    """By how much a machine that others use is slower than a quiet one."""
+    """Return how much slower the machine is than a quiet one, because others use it."""
     return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
 
 
 @dataclass
 class Hit:
-    """What was done to a job, when, and how it ended."""
+    """An attack on a job: its kind, its time, and how the job ended."""
 
     kind: str
     phase: str
@@ -100,7 +125,10 @@ class Hit:
 
 
 class Job:
-    """One start of a run, all its processes known by a mark in their environment; `start` is as `subprocess.Popen`."""
+    """A start of a run.
+
+    All its processes are known by a mark in their environment. `start` is like `subprocess.Popen`.
+    """
 
     def __init__(
         self,
@@ -117,11 +145,21 @@ class Job:
         self.rows = len(steps(folder)) if (folder / "steps.csv").exists() else 0
         self.attempts = self._count(folder / "journal.jsonl", 0)
         self.unfinished = self._unfinished()  # checkpoints that the one before it began
-        kernels = {"TORCHINDUCTOR_CACHE_DIR": str(folder.with_name(self.mark))} if "compile=true" in words else {}
+        kernels = (
+            {"TORCHINDUCTOR_CACHE_DIR": str(folder.with_name(self.mark))}
+            if "compile=true" in words
+            else {}
+        )
         before = ["-m"]
         if torchrun:  # the user's own
             count = next((word[6:] for word in words if word.startswith("nproc=")), "1")
-            before = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}", "-m"]
+            before = [
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc_per_node={count}",
+                "-m",
+            ]
             words = tuple(word for word in words if not word.startswith("nproc="))
         self.words = words
         self.main = start(
@@ -145,7 +183,7 @@ class Job:
 
     def members(self) -> dict[int, str]:
         """Living processes of this job: pid -> RANK, or "" for the launcher and helpers."""
-        found = {}
+        collected = {}
         for pid in filter(str.isdigit, os.listdir("/proc")):
             with suppress(OSError, IndexError):
                 if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
@@ -153,25 +191,28 @@ class Job:
                 words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 if f"STORM={self.mark}".encode() in words:
                     ranks = [word[5:].decode() for word in words if word.startswith(b"RANK=")]
-                    name = Path(f"/proc/{pid}/comm").read_text().strip()  # of one that is forked
+                    # The name of a forked process.
+                    name = Path(f"/proc/{pid}/comm").read_text().strip()
                     ranks += [name.removeprefix("rank ")] * name.startswith("rank ")
-                    found[int(pid)] = ranks[0] if ranks else ""
-        return found
+                    collected[int(pid)] = ranks[0] if ranks else ""
+        return collected
 
     def ranks(self) -> dict[str, int]:
-        """The pid of each rank: of its processes the one that the launcher started."""
-        found: dict[str, int] = {}
+        """Return the pid of each rank: the process that the launcher started."""
+        collected: dict[str, int] = {}
         for pid, rank in sorted(self.members().items()):
             if rank:
-                found.setdefault(rank, pid)
-        return found or {"0": self.main.pid}
+                collected.setdefault(rank, pid)
+        return collected or {"0": self.main.pid}
 
     def wait_for(self, phase: str, dice: random.Random) -> str | None:
-        """Until a moment of this phase; what it was, or None when the job ended before."""
+        """Wait for a moment of this phase. Return it, or None if the job ended before."""
         log = self.folder / "steps.csv"
         delay = dice.uniform(0, 4)
         target = dice.randint(1, 45)
-        pause = dice.uniform(0, {"loading": 0.3, "measured": 1.0, "compiled": 12.0}.get(phase, 0.05))
+        pause = dice.uniform(
+            0, {"loading": 0.3, "measured": 1.0, "compiled": 12.0}.get(phase, 0.05)
+        )
         until = {
             "start-up": lambda: time.monotonic() - self.begun > delay,
             "loading": lambda: self._count(self.folder / "journal.jsonl", 0) > self.attempts,
@@ -204,7 +245,7 @@ class Job:
             return 0
 
     def end(self, limit: float) -> tuple[int, float]:
-        """Its exit code and the seconds until all its processes were gone, which `limit` bounds."""
+        """Return the exit code and the seconds until all processes were gone, at most `limit`."""
         asked = time.monotonic()
         code = None
         while time.monotonic() - asked < limit:
@@ -217,9 +258,14 @@ class Job:
         raise AssertionError(f"after {limit:.0f} s exit code {code}, left: {left}\n{self.text()}")
 
     def ends(self, limit: float, *codes: int) -> None:
-        """With one of these exit codes, and tidily."""
+        """Assert that the job ends with one of these exit codes and leaves nothing behind."""
         code, _ = self.end(limit * slack())
-        assert shown(code) in codes and "Traceback" not in self.text(), (code, codes, self.words, self.text())
+        assert shown(code) in codes and "Traceback" not in self.text(), (
+            code,
+            codes,
+            self.words,
+            self.text(),
+        )
         assert not orphaned_blocks(self.blocks), self.words
 
     def clear(self) -> None:
@@ -229,33 +275,48 @@ class Job:
         self.main.wait()
 
 
-def strike(job: Job, kind: str, phase: str, dice: random.Random) -> Hit | None:
-    """Kill, signal or stop a job in a phase, wait for its end and look at it; None when the job had ended before."""
+def strike(
+    job: Job,
+    kind: str,
+    phase: str,
+    dice: random.Random,
+) -> Hit | None:
+    """Kill, signal or stop a job in a phase, wait for its end and check it.
+
+    Return None if the job had ended before.
+    """
     hit = Hit(kind, phase)
     at = job.wait_for(phase, dice)
     if at is None:
         return None
-    hit.at, limit = at, 5.0
-    with suppress(ProcessLookupError):  # it has just ended
+    hit.at = at
+    limit = 5.0
+    with suppress(ProcessLookupError):  # The process has just ended.
         if kind == "kill":
-            if not (members := sorted(job.members().items())):  # it has just ended
+            if not (members := sorted(job.members().items())):  # The job has just ended.
                 return None
             pid, rank = dice.choice(members)
             itself = job.ranks().get(rank) == pid  # and not, say, its watchdog
-            hit.victim = f"rank {rank}" if itself else "the launcher" if pid == job.main.pid else "a helper"
+            hit.victim = (
+                f"rank {rank}" if itself else "the launcher" if pid == job.main.pid else "a helper"
+            )
             os.kill(pid, signal.SIGKILL)
-            if hit.victim == "a helper":  # a launcher's own, or none of ours: the job need not end of it
+            # The process is a launcher's own or does not belong to us, so the job need not end.
+            if hit.victim == "a helper":
                 limit = 60.0
         elif kind == "start":
             hit.victim = "the launcher"
             job.main.kill()
         elif kind == "stop":
             rank, pid = dice.choice(sorted(job.ranks().items()))
-            # Woken, it may hear torchrun's SIGTERM before it finds its peers gone, and leaves SHORTEST seconds later.
-            hit.victim, limit = f"rank {rank}", TIMEOUT + SHORTEST + 3.0
+            # A woken rank may get torchrun's SIGTERM before it detects that its peers are gone; it
+            # leaves SHORTEST seconds later.
+            hit.victim = f"rank {rank}"
+            limit = TIMEOUT + LOST_PEER_SECONDS + 3.0
             os.kill(pid, signal.SIGSTOP)
         elif kind == "pause":
-            hit.victim, limit = "all", 120.0
+            hit.victim = "all"
+            limit = 120.0
             pause(job, TIMEOUT + dice.uniform(1, 4))
         else:
             limit = 20.0
@@ -276,7 +337,7 @@ def strike(job: Job, kind: str, phase: str, dice: random.Random) -> Hit | None:
 
 
 def pause(job: Job, seconds: float) -> None:
-    """Stop all that a job consists of, as a scheduler does that suspends it, and let it go on.
+    """Stop all processes of a job, like a scheduler that suspends it, and continue them.
 
     Its last rank first, so that the others wait for it as they are stopped.
     """
@@ -290,11 +351,19 @@ def pause(job: Job, seconds: float) -> None:
 
 
 def check(hit: Hit, job: Job) -> None:
-    """That a job ended as it should."""
-    code, name = shown(hit.code), hit.kind.split()[0]
-    finished = [0] * any('"completed"' in path.read_text() for path in job.folder.glob("result.json"))  # hit too late
+    """Assert that a job ended as it should."""
+    code = shown(hit.code)
+    name = hit.kind.split()[0]
+    # Hit too late.
+    finished = [0] * any(
+        '"completed"' in path.read_text() for path in job.folder.glob("result.json")
+    )
     if name == "kill":
-        allowed = [0, 7, 128 + signal.SIGKILL] if hit.victim == "a helper" else [7, 128 + signal.SIGKILL, *finished]
+        allowed = (
+            [0, 7, 128 + signal.SIGKILL]
+            if hit.victim == "a helper"
+            else [7, 128 + signal.SIGKILL, *finished]
+        )
     elif name == "start":
         allowed = [128 + signal.SIGKILL, *finished]
     elif name == "stop":
@@ -304,34 +373,47 @@ def check(hit: Hit, job: Job) -> None:
     elif name == "SIGINT":
         allowed = [130, *finished]
     else:
-        early = [128 + signal.Signals[name]] if hit.phase == "start-up" else []  # Python itself was still starting
+        # Python itself was still starting.
+        early = [128 + signal.Signals[name]] if hit.phase == "start-up" else []
         allowed = [143, *early, *finished]
     assert code in allowed, (code, allowed, hit.output)
     assert "Traceback" not in re.sub(TRACKER, "", hit.output), hit.output
-    if code == 143 and Job._count(job.folder / "steps.csv") != job.rows:  # what it trained is kept
-        trained, saved = int(steps(job.folder)[-1]["step"]), max((job.folder / "checkpoints").glob("step-????????"))
+    # The trained steps are kept.
+    if code == 143 and Job._count(job.folder / "steps.csv") != job.rows:
+        trained = int(steps(job.folder)[-1]["step"])
+        saved = max((job.folder / "checkpoints").glob("step-????????"))
         assert trained == int(saved.name[5:]), (trained, saved, hit.output)
-    if name == "stop" and code == 7:  # a rank that lost one of the others first cannot say for how long
-        assert re.search(rf"{hit.victim}( was silent for {TIMEOUT} s)?: it is stopped", hit.output), hit.output
+    # A rank that lost one of the others first cannot say for how long.
+    if name == "stop" and code == 7:
+        assert re.search(
+            rf"{hit.victim}( was silent for {TIMEOUT} s)?: it is stopped", hit.output
+        ), hit.output
     assert not orphaned_blocks(job.blocks)
 
 
 def same(folder: Path, whole: Path) -> None:
-    """That a run has the steps, losses and weights of another one, to the bit."""
+    """Assert that two runs have the same steps, losses and weights, to the bit."""
     rows = steps(folder), steps(whole)
     for key in ("step", "epoch", "train_loss", "lr"):
         assert [row[key] for row in rows[0]] == [row[key] for row in rows[1]], key
     for name in ("last.safetensors", "best.safetensors"):
-        one, two = load_file(folder / name), load_file(whole / name)
-        assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one), name
+        one = load_file(folder / name)
+        two = load_file(whole / name)
+        assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one), (
+            name
+        )
     assert result(folder)["losses"] == result(whole)["losses"]
 
 
 class Storms:
     """Storms over all modes, with the undisturbed run of each; `start` is as `Job` has it."""
 
-    def __init__(self, home: Path, seed: int, start: type[subprocess.Popen[bytes]] = subprocess.Popen) -> None:
-        self.home, self.seed, self.start = home, seed, start
+    def __init__(
+        self, home: Path, seed: int, start: type[subprocess.Popen[bytes]] = subprocess.Popen
+    ) -> None:
+        self.home = home
+        self.seed = seed
+        self.start = start
         self.count = 0
 
     def undisturbed(self, mode: str, words: list[str]) -> Path:
@@ -358,11 +440,11 @@ class Storms:
                 with Job(folder, *words, *soon, torchrun=torchrun, start=self.start) as job:
                     phase = dice.choice(phases)
                     hit = strike(job, kind, phase, dice)
-                if hit is None or (kind in SIGNALS and hit.code == 0):  # it had ended before
+                if hit is None or (kind in SIGNALS and hit.code == 0):  # The job had ended before.
                     break
                 hits.append(hit)
-                told = f"{mode:16} {hit.kind:16} {hit.phase:10} {hit.at:22} {hit.victim:12}"
-                print(f"{told} {hit.code} {hit.seconds:.1f} s")
+                message = f"{mode:16} {hit.kind:16} {hit.phase:10} {hit.at:22} {hit.victim:12}"
+                print(f"{message} {hit.code} {hit.seconds:.1f} s")
             self.finish(folder, *words)
             self.compare(mode, folder, words)
         except BaseException as error:
@@ -377,56 +459,95 @@ class Storms:
             job.ends(120, 0)
 
     def compare(self, mode: str, folder: Path, words: list[str]) -> None:
-        rows, facts = steps(folder), result(folder)
+        rows = steps(folder)
+        facts = result(folder)
         assert facts["status"] == "completed"
-        assert [int(row["step"]) for row in rows] == list(range(1, facts["steps"] + 1)), [row["step"] for row in rows]
+        assert [int(row["step"]) for row in rows] == list(range(1, facts["steps"] + 1)), [
+            row["step"] for row in rows
+        ]
         if mode in UNLIKE:
             return
         same(folder, self.undisturbed(mode, words))
 
-    def run(self, kinds: tuple[str, ...], count: int, modes: list[str]) -> list[Hit]:
-        """`count` hits of these kinds, one after the other, over these modes; three a storm, or six that save."""
+    def run(
+        self,
+        kinds: tuple[str, ...],
+        count: int,
+        modes: list[str],
+    ) -> list[Hit]:
+        """`count` hits of these kinds, one after the other, over these modes; three a storm, or six
+        that save.
+        """
         each = 6 if kinds == SIGNALS else 3
         hits: list[Hit] = []
         for mode in itertools.cycle(modes):
             left = count - len(hits)
             if left <= 0:
                 return hits
-            hits += self.storm(mode, [kinds[(len(hits) + n) % len(kinds)] for n in range(min(each, left))])
+            hits += self.storm(
+                mode, [kinds[(len(hits) + n) % len(kinds)] for n in range(min(each, left))]
+            )
         return hits
 
 
 def hear_signals() -> None:
-    """What a shell's `&` and nohup ignore is heard, by all that is started from here too."""
-    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    """Restore signals that a shell's `&` and nohup ignore, for all processes that are started from
+    now on, too.
+    """
+    for number, handler in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, signal.SIG_DFL),
+    ):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, (_, _, count) in HITS.items():
         parser.add_argument(f"--{name}", type=int, default=count)
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
-    parser.add_argument("--warm", action="store_true", help="jobs are forked from a process that has imported torch")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=random.SystemRandom().randrange(10**6),
+    )
+    parser.add_argument(
+        "--warm", action="store_true", help="jobs are forked from a process that has imported torch"
+    )
     every = [*MODES, *SLOW_STARTS]
     parser.add_argument("--modes", nargs="*", default=every, choices=every)
     asked = parser.parse_args()
     hear_signals()
     print(f"--seed={asked.seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="storms-") as home:
-        storms = Storms(Path(home), asked.seed, warm.Popen if asked.warm else subprocess.Popen)
+        storms = Storms(
+            Path(home),
+            asked.seed,
+            warm.Popen if asked.warm else subprocess.Popen,
+        )
         begun = time.monotonic()
         for name, (kinds, some, _) in HITS.items():
             modes = [mode for mode in asked.modes if mode in some]
             if modes and (hits := storms.run(kinds, getattr(asked, name), modes)):
                 seconds = sorted(hit.seconds for hit in hits)
-                p50, p99, most = (seconds[(len(seconds) - 1) * part // 100] for part in (50, 99, 100))
+                p50, p99, most = (
+                    seconds[(len(seconds) - 1) * part // 100] for part in (50, 99, 100)
+                )
                 within = f"ended within {p50:.1f} s (half), {p99:.1f} s (99 %), {most:.1f} s (all)"
                 print(f"{len(hits)} x {', '.join(kinds)}: {within}", flush=True)
                 for what in ("kind", "phase"):
-                    slowest = {getattr(hit, what): hit.seconds for hit in sorted(hits, key=lambda hit: hit.seconds)}
-                    print("  slowest: " + ", ".join(f"{name} {value:.1f} s" for name, value in sorted(slowest.items())))
+                    slowest = {
+                        getattr(hit, what): hit.seconds
+                        for hit in sorted(hits, key=lambda hit: hit.seconds)
+                    }
+                    print(
+                        "  slowest: "
+                        + ", ".join(
+                            f"{name} {value:.1f} s" for name, value in sorted(slowest.items())
+                        )
+                    )
         print(f"all held, {time.monotonic() - begun:.0f} s")
 
 

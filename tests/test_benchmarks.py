@@ -1,4 +1,9 @@
-"""Every benchmark runs. What it measures is looked at by people: here it is given too little to measure anything."""
+"""All benchmarks run.
+
+Their results are for people: here they get too little work to measure anything.
+
+What it measures is looked at by people: here it is given too little to measure anything.
+"""
 
 import sys
 
@@ -33,13 +38,17 @@ def photos(tmp_path_factory):
 
 
 def test_none_is_forgotten():
-    assert {command.split()[0] for command in COMMANDS} == {path.name for path in FOLDER.glob("*.py")}
+    assert {command.split()[0] for command in COMMANDS} == {
+        path.name for path in FOLDER.glob("*.py")
+    }
 
 
 @pytest.mark.full("a few minutes, on two cores")
 @pytest.mark.parametrize("command", COMMANDS)
-def test_it_runs(command, photos, tmp_path):
+def test_a_benchmark_runs(command, photos, tmp_path):
     name, *words = command.format(photos=photos).split()
     command = [sys.executable, str(FOLDER / name), *words]
-    done = warm.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    completed = warm.run(
+        command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-3000:]

@@ -1,9 +1,10 @@
-"""One image, many doors: whatever it comes in and whoever reads it, it is the same image with the same answer.
+"""An image is the same image with the same answer in every file format and for every entry point
+that reads it.
 
-The inputs are a table: files in folders, nested ones, a label table, tars, Parquet; Pillow images, arrays and tensors
-of a user's program, and a registered set. So are the doors: the evaluation of training, `evaluate`, `predict` as a
-command, `run.predict`, and an exported model with the guide's own program. What all are held to is computed by that
-program and Pillow.
+The inputs are a table: files in folders, nested ones, a label table, tars, Parquet; Pillow images,
+arrays and tensors of a user's program, and a registered set. So are the doors: the evaluation of
+training, `evaluate`, `predict` as a command, `run.predict`, and an exported model with the guide's
+own program. What all are held to is computed by that program and Pillow.
 """
 
 from __future__ import annotations
@@ -40,21 +41,38 @@ from trainer.data.photos import decoding
 from trainer.errors import SetupError
 from trainer.models.small import fast_cnn
 
-CLASSES = ("Zoo", "ant", "élan")  # in the order of their code points, as folders have them
+CLASSES = ("Zoo", "ant", "élan")  # Folders sort by code points.
 CUT, RESIZED = 48, 96  # sizes of the model's input: images are that high, or are resized first
-MEAN, STD = [0.5, 0.4, 0.3], [0.25, 0.3, 0.35]
-# Of a probability. Pillow and torchvision round the pixels of a JPEG, and of a resized image, in their own ways.
-LOSSLESS, ROUNDED = 1e-5, 5e-3
+MEAN = [0.5, 0.4, 0.3]
+STD = [0.25, 0.3, 0.35]
+# Tolerance of a probability. Pillow and torchvision round the pixels of a JPEG, and of a resized
+# image, differently.
+LOSSLESS = 1e-5
+ROUNDED = 5e-3
 WORDS = (
-    *("model.name=cnn_gn", f"data.mean={MEAN}", f"data.std={STD}", "mode=single", "augment.crop=none", "batch_size=3"),
+    *(
+        "model.name=cnn_gn",
+        f"data.mean={MEAN}",
+        f"data.std={STD}",
+        "mode=single",
+        "augment.crop=none",
+        "batch_size=3",
+    ),
     *("schedule.warmup_epochs=0", "max_steps=1", "threads=1", "data.workers=0", *QUIET),
 )
 ORIENTATION = 274  # the tag of EXIF
 
 
-def turned(image: Image.Image, orientation: int) -> tuple[Image.Image, dict[str, Any]]:
-    """An image as a camera stores it that is held so, and how its file tells."""
-    undo = {5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_90, 3: Image.Transpose.ROTATE_180}[orientation]
+def turned(
+    image: Image.Image,
+    orientation: int,
+) -> tuple[Image.Image, dict[str, Any]]:
+    """Return an image as a camera stores it in this orientation, with the tag in its file."""
+    undo = {
+        5: Image.Transpose.TRANSPOSE,
+        6: Image.Transpose.ROTATE_90,
+        3: Image.Transpose.ROTATE_180,
+    }[orientation]
     exif = Image.Exif()
     exif[ORIENTATION] = orientation
     return image.transpose(undo), {"exif": exif}
@@ -62,7 +80,12 @@ def turned(image: Image.Image, orientation: int) -> tuple[Image.Image, dict[str,
 
 def scene(seed: int) -> Image.Image:
     """Large patches of colour: no two corners are alike."""
-    small = np.random.default_rng(seed).integers(0, 256, (4, 6, 3), dtype=np.uint8)
+    small = np.random.default_rng(seed).integers(
+        0,
+        256,
+        (4, 6, 3),
+        dtype=np.uint8,
+    )
     return Image.fromarray(small).resize((72, CUT), Image.Resampling.BICUBIC)
 
 
@@ -98,19 +121,25 @@ KINDS: dict[str, Any] = {
 
 def encoded(kind: str, label: int) -> bytes:
     """A file of this kind that shows class `label`."""
-    made = KINDS[kind](scene(100 * label + [*KINDS].index(kind)))
-    image, options = made if isinstance(made, tuple) else (made, {})
+    created = KINDS[kind](scene(100 * label + [*KINDS].index(kind)))
+    image, options = created if isinstance(created, tuple) else (created, {})
     file = io.BytesIO()
-    image.save(file, {"jpg": "JPEG", "tif": "TIFF"}.get(kind[-3:], "PNG"), **options)
+    image.save(
+        file,
+        {"jpg": "JPEG", "tif": "TIFF"}.get(kind[-3:], "PNG"),
+        **options,
+    )
     return file.getvalue()
 
 
-Truth = dict[tuple[str, str], dict[str, float]]  # by class and kind: the probability of each class
+Truth = dict[tuple[str, str], dict[str, float]]  # Probability of each class, by class and kind.
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Photos of each kind in each class, the same for training and held out, and a run on them of each size."""
+    """Photos of each kind in each class, the same for training and held out, and a run on them of
+    each size.
+    """
     home = tmp_path_factory.mktemp("doors")
     for part in ("train", "val"):
         for label, name in enumerate(CLASSES):
@@ -126,14 +155,16 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def guide() -> dict[str, Any]:
     """The guide's program that prepares a photo for an exported model."""
-    (program,) = (block.text for block in blocks(GUIDE / "export.md") if block.text.startswith("# prepare.py"))
+    (program,) = (
+        block.text for block in blocks(GUIDE / "export.md") if block.text.startswith("# prepare.py")
+    )
     space: dict[str, Any] = {}
     exec(program, space)
     return space
 
 
 def facts_of(run: Path) -> dict[str, Any]:
-    """What weights say of their inputs."""
+    """Return the metadata of weights about their inputs."""
     with safe_open(run / "last.safetensors", "pt") as file:
         metadata = file.metadata()
     keys = ("classes", "channels", "shorter_side", "image_size", "mean", "std")
@@ -141,20 +172,25 @@ def facts_of(run: Path) -> dict[str, Any]:
 
 
 def by_guide(prepare: Any, network: Any, run: Path, home: Path) -> Truth:
-    """Of the guide's program and a network: from inputs (1, C, H, W) float32 to scores (1, classes)."""
-    facts, found = facts_of(run), {}
+    """Return the guide's program as a function from inputs (1, C, H, W) float32 to scores (1,
+    classes).
+    """
+    facts = facts_of(run)
+    collected = {}
     assert tuple(facts["classes"]) == CLASSES
     for name, kind, path in photos_of(home, "val"):
         scores = torch.as_tensor(network(prepare(path, facts)))[0]
-        found[name, kind] = dict(zip(CLASSES, scores.softmax(0).tolist(), strict=True))
-    return found
+        collected[name, kind] = dict(zip(CLASSES, scores.softmax(0).tolist(), strict=True))
+    return collected
 
 
-# --- inputs: each gives the words of a run, or its data, and the kinds of images it has ------------------------------
+# --- inputs: each function returns the arguments of a run, or its data, and its kinds of images
 
 
 def photos_of(home: Path, part: str) -> list[tuple[str, str, Path]]:
-    return [(name, kind, home / "photos" / part / name / kind) for name in CLASSES for kind in KINDS]
+    return [
+        (name, kind, home / "photos" / part / name / kind) for name in CLASSES for kind in KINDS
+    ]
 
 
 def folders(home: Path) -> list[str]:
@@ -164,7 +200,14 @@ def folders(home: Path) -> list[str]:
 def nested(home: Path) -> list[str]:
     for part in ("train", "val"):
         for number, (name, kind, path) in enumerate(photos_of(home, part)):
-            below = home / "nested" / part / unicodedata.normalize("NFD", name) / CLASSES[number % 3] / "deep"
+            below = (
+                home
+                / "nested"
+                / part
+                / unicodedata.normalize("NFD", name)
+                / CLASSES[number % 3]
+                / "deep"
+            )
             below.mkdir(parents=True, exist_ok=True)
             (below / kind).write_bytes(path.read_bytes())
     return ["data.name=imagefolder", f"data.root={home}/nested"]
@@ -176,7 +219,13 @@ def table(home: Path) -> list[str]:
         rows.writerow(("file", "label", "split"))
         for part in ("train", "val"):
             for number, (name, _, path) in enumerate(photos_of(home, part)):
-                rows.writerow((path.relative_to(home), unicodedata.normalize(("NFC", "NFD")[number % 2], name), part))
+                rows.writerow(
+                    (
+                        path.relative_to(home),
+                        unicodedata.normalize(("NFC", "NFD")[number % 2], name),
+                        part,
+                    )
+                )
     return ["data.name=imagefolder", f"data.root={home}", f"data.labels={home}/labels.csv"]
 
 
@@ -184,7 +233,9 @@ def tar_of_folders(home: Path) -> list[str]:
     nested(home)
     for part in ("train", "val"):
         root = home / "nested" / part
-        members = [(f"./{path.relative_to(root)}", path.read_bytes()) for path in sorted(root.rglob("*.*"))]
+        members = [
+            (f"./{path.relative_to(root)}", path.read_bytes()) for path in sorted(root.rglob("*.*"))
+        ]
         tarred(home / "tar" / f"{part}.tar", members)
     return ["data.name=shards", f"data.root={home}/tar"]
 
@@ -194,7 +245,10 @@ def webdataset(home: Path) -> list[str]:
         members = []
         for number, (name, _, path) in enumerate(photos_of(home, part)):
             label = b"%d" % CLASSES.index(name)
-            members += [(f"{number:04}{path.suffix}", path.read_bytes()), (f"{number:04}.cls", label)]
+            members += [
+                (f"{number:04}{path.suffix}", path.read_bytes()),
+                (f"{number:04}.cls", label),
+            ]
         tarred(home / "wds" / f"x-{part}-0.tar", members)
     (home / "wds" / "classes.txt").write_text("\n".join(CLASSES))
     return ["data.name=shards", f"data.root={home}/wds"]
@@ -203,13 +257,16 @@ def webdataset(home: Path) -> list[str]:
 def parquet_tables(home: Path) -> list[str]:
     for part in ("train", "val"):
         rows = photos_of(home, part)
-        images, labels = [path.read_bytes() for _, _, path in rows], [CLASSES.index(name) for name, _, _ in rows]
+        images = [path.read_bytes() for _, _, path in rows]
+        labels = [CLASSES.index(name) for name, _, _ in rows]
         parquet(home / "parquet" / f"{part}-00000-of-00001.parquet", images, labels, CLASSES)
     return ["data.name=shards", f"data.root={home}/parquet"]
 
 
 def pillow_items(home: Path) -> Any:
-    return tuple(ImageFolder(str(home / "photos" / part), loader=Image.open) for part in ("train", "val"))
+    return tuple(
+        ImageFolder(str(home / "photos" / part), loader=Image.open) for part in ("train", "val")
+    )
 
 
 SAME_SHAPE = [kind for kind in KINDS if kind != "tall.png"]
@@ -221,29 +278,40 @@ def upright(path: Path) -> np.ndarray[Any, Any]:
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.array(image) / 257).round().astype(np.uint8))
     image = image.convert("RGBA")
-    return np.array(Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB"))
+    return np.array(
+        Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    )
 
 
-def stacked(home: Path, part: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def stacked(
+    home: Path,
+    part: str,
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     rows = [row for row in photos_of(home, part) if row[1] in SAME_SHAPE]
-    return np.stack([upright(path) for _, _, path in rows]), np.array([CLASSES.index(name) for name, _, _ in rows])
+    return np.stack([upright(path) for _, _, path in rows]), np.array(
+        [CLASSES.index(name) for name, _, _ in rows]
+    )
 
 
 def arrays(home: Path) -> Any:
     (train, labels), (val, others) = stacked(home, "train"), stacked(home, "val")
-    flipped = np.ascontiguousarray(val[..., ::-1])[..., ::-1]  # from blue, green, red, as OpenCV reads
+    # OpenCV reads blue, green, red.
+    flipped = np.ascontiguousarray(val[..., ::-1])[..., ::-1]
     return (train, labels.astype(np.uint16)), (flipped, others.astype(">i4")), CLASSES
 
 
 def tensors(home: Path) -> Any:
     parts = (stacked(home, part) for part in ("train", "val"))
-    return *((torch.from_numpy(x).permute(0, 3, 1, 2), torch.from_numpy(y)) for x, y in parts), CLASSES
+    return *(
+        (torch.from_numpy(x).permute(0, 3, 1, 2), torch.from_numpy(y)) for x, y in parts
+    ), CLASSES
 
 
 def registered(home: Path) -> list[str]:
     (home / "plugged.py").write_text(
-        "from trainer import register_dataset\nfrom tests import test_doors\nfrom pathlib import Path\n"
-        "register_dataset('plugged')(lambda data: (*test_doors.pillow_items(Path(data.root)), None))\n"
+        "from trainer import register_dataset\nfrom tests import test_doors\nfrom pathlib import "
+        "Path\nregister_dataset('plugged')(lambda data: "
+        "(*test_doors.pillow_items(Path(data.root)), None))\n"
     )
     return ["data.name=plugged", f"data.root={home}"]
 
@@ -252,52 +320,73 @@ FILES = (folders, nested, table, tar_of_folders, webdataset, parquet_tables)
 INPUTS = {each.__name__: each for each in (*FILES, pillow_items, arrays, tensors, registered)}
 
 
-# --- doors ------------------------------------------------------------------------------------------------------------
+# --- doors
+# --------------------------------------------------------------------------------------------------
 
 
 def by_python(run: Any, home: Path, form: Any) -> Truth:
     """`run.predict` of each held-out photo in this form."""
     photos = photos_of(home, "val")
-    told = run.predict([form(path) for _, _, path in photos])
+    message = run.predict([form(path) for _, _, path in photos])
     return {
         (name, kind): dict(zip(each.labels, each.probabilities, strict=True))
-        for (name, kind, _), each in zip(photos, told, strict=True)
+        for (name, kind, _), each in zip(photos, message, strict=True)
     }
 
 
 def by_command(folder: Path, *words: Any) -> list[dict[str, str]]:
-    """The rows that `predict` writes."""
+    """Return the rows that `predict` writes."""
     ok("predict", *words, f"output={folder}")
     with (folder / "predictions.csv").open(newline="", encoding="utf-8") as file:
         return [*csv.DictReader(file)]
 
 
-def images_of(rows: list[dict[str, str]], told: Truth) -> list[tuple[str, str]]:
-    """The class and the kind of each photo, by its path; those of a program have the order of `ImageFolder`."""
+def images_of(
+    rows: list[dict[str, str]],
+    told: Truth,
+) -> list[tuple[str, str]]:
+    """Return the class and kind of each photo by its path; photos of a program have the order of
+    `ImageFolder`.
+    """
     paths = [Path(row["path"]).parts for row in rows]
     if not all("val" in parts for parts in paths):
         return sorted(told)
-    return [(unicodedata.normalize("NFC", parts[parts.index("val") + 1]), parts[-1]) for parts in paths]
+    return [
+        (unicodedata.normalize("NFC", parts[parts.index("val") + 1]), parts[-1]) for parts in paths
+    ]
 
 
 def check_rows(rows: list[dict[str, str]], told: Truth) -> None:
-    """The rows say the same of all these photos: of a data set each has its class, of files its path."""
-    answers = [{name: float(p) for name, p in (each.split("=") for each in row["top5"].split(";"))} for row in rows]
+    """Assert that the rows agree for all photos: those of a data set have a class, and those of
+    files a path.
+    """
+    answers = [
+        {name: float(p) for name, p in (each.split("=") for each in row["top5"].split(";"))}
+        for row in rows
+    ]
     if not any(row["label"] for row in rows):
-        check(dict(zip(images_of(rows, told), answers, strict=True)), told, LOSSLESS)
+        check(
+            dict(zip(images_of(rows, told), answers, strict=True)),
+            told,
+            LOSSLESS,
+        )
         return
-    found = sorted((row["label"], each[row["label"]]) for row, each in zip(rows, answers, strict=True))
-    wanted = sorted((name, each[name]) for (name, _), each in told.items())
-    assert [name for name, _ in found] == [name for name, _ in wanted]
-    for (name, one), (_, other) in zip(found, wanted, strict=True):
+    actual = sorted(
+        (row["label"], each[row["label"]]) for row, each in zip(rows, answers, strict=True)
+    )
+    expected = sorted((name, each[name]) for (name, _), each in told.items())
+    assert [name for name, _ in actual] == [name for name, _ in expected]
+    for (name, one), (_, other) in zip(actual, expected, strict=True):
         assert one == pytest.approx(other, abs=LOSSLESS), name
 
 
 def check(found: Truth, wanted: Truth, bound: float) -> None:
-    """Each image is what it is, but for what two decoders make of a JPEG."""
+    """Assert that each image is right, up to the difference of two JPEG decoders."""
     assert found.keys() == wanted.keys()
-    for image, told in found.items():
-        assert told == pytest.approx(wanted[image], abs=ROUNDED if image[1] == "photo.jpg" else bound), image
+    for image, message in found.items():
+        assert message == pytest.approx(
+            wanted[image], abs=ROUNDED if image[1] == "photo.jpg" else bound
+        ), image
 
 
 def check_loss(loss: float, told: Truth, kinds: list[str]) -> None:
@@ -307,9 +396,11 @@ def check_loss(loss: float, told: Truth, kinds: list[str]) -> None:
 
 
 def check_doors(name: str, size: int, home: Path, prepare: Any) -> None:
-    """Train on an input, from the weights of the first run, which stay as they are; ask every door."""
-    given = INPUTS[name](home)
-    words, data = (given, None) if isinstance(given, list) else ([], given)
+    """Train on an input, from the fixed weights of the first run, and compare the answers of all
+    entry points.
+    """
+    arguments = INPUTS[name](home)
+    words, data = (arguments, None) if isinstance(arguments, list) else ([], arguments)
     kinds = SAME_SHAPE if name in ("arrays", "tensors") else [*KINDS]
     same = [f"model.init_from={home}/base-{size}", "optimizer.lr=1e-12", "optimizer.weight_decay=0"]
     output = home / "runs" / f"{name}-{size}-{len([*home.glob('runs/*')])}"
@@ -317,25 +408,36 @@ def check_doors(name: str, size: int, home: Path, prepare: Any) -> None:
     plugin = "plugged" if name == "registered" else None
     result = trainer.train("digits", *WORDS, *words, data=data, plugin=plugin)
     run = trainer.load(output)
-    told = by_python(run, home, str)
-    most = ROUNDED if size == RESIZED else LOSSLESS  # Pillow and torch round resized images in ways of their own
-    with torch.no_grad():  # of photos that are cut, the guide's program tells what they are
-        check(told, by_guide(prepare, lambda x: run.model(torch.from_numpy(x)), output, home), most)
-    check_loss(result["val_loss"], told, kinds)
+    message = by_python(run, home, str)
+    # Pillow and torch round resized images in ways of their own.
+    most = ROUNDED if size == RESIZED else LOSSLESS
+    with torch.no_grad():  # The guide's program prints what cropped photos are.
+        check(
+            message,
+            by_guide(prepare, lambda x: run.model(torch.from_numpy(x)), output, home),
+            most,
+        )
+    check_loss(result["val_loss"], message, kinds)
     if data is None:
         assert trainer.evaluate(output)["val_loss"] == pytest.approx(result["val_loss"], abs=1e-6)
         words = ["devices=[cpu]", *[f"plugin={plugin}"] * bool(plugin)]
-        check_rows(by_command(home / "told" / output.name, output, *words), told)
+        check_rows(by_command(home / "told" / output.name, output, *words), message)
 
 
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        *(pytest.param(name, CUT, marks=[pytest.mark.slow] * (name == "registered")) for name in INPUTS),
-        *(pytest.param(name, RESIZED, marks=pytest.mark.slow) for name in ("folders", "pillow_items", "arrays")),
+        *(
+            pytest.param(name, CUT, marks=[pytest.mark.slow] * (name == "registered"))
+            for name in INPUTS
+        ),
+        *(
+            pytest.param(name, RESIZED, marks=pytest.mark.slow)
+            for name in ("folders", "pillow_items", "arrays")
+        ),
     ],
 )
-def test_training_evaluates_what_every_door_sees(name, size, home, guide, monkeypatch):
+def test_training_evaluates_the_image_of_every_entry_point(name, size, home, guide, monkeypatch):
     monkeypatch.chdir(home)
     monkeypatch.syspath_prepend(str(home))
     check_doors(name, size, home, guide["prepare"])
@@ -347,28 +449,28 @@ def not_turned(image: Any, channels: int, pixel_range: Any = None) -> torch.Tens
 
 def on_black(image: Any, channels: int, pixel_range: Any = None) -> torch.Tensor:
     kept = image.convert("RGB") if image.mode in ("RGBA", "P") else image
-    return decoding.from_item(kept, channels, pixel_range)
+    return decoding.decode_item(kept, channels, pixel_range)
 
 
 def squashed(images: torch.Tensor, size: int, _: int) -> torch.Tensor:
     return vision.resize(images, [size, size], antialias=True)
 
 
-def innermost(paths: Any) -> int:
-    return len(next(iter(paths), ())) - 1
+def innermost(root: Any, paths: Any, *others: Any) -> list[str]:
+    return ["".join(path[-1:]) for path in paths]
 
 
 MUTANTS: dict[str, tuple[str, Any, str, Any]] = {
-    "orientation": ("pillow_items", registered_sets, "from_item", not_turned),
-    "transparency": ("pillow_items", registered_sets, "from_item", on_black),
-    "cut": ("arrays", registered_sets, "centre_cut", squashed),
-    "outermost folder": ("tar_of_folders", shards_opening, "_shared_depth", innermost),
+    "orientation": ("pillow_items", registered_sets, "decode_item", not_turned),
+    "transparency": ("pillow_items", registered_sets, "decode_item", on_black),
+    "cut": ("arrays", registered_sets, "resize_and_center_crop", squashed),
+    "outermost folder": ("tar_of_folders", shards_opening, "_outermost", innermost),
     "Unicode": ("table", layout, "class_name", str),
 }
 
 
 @pytest.mark.parametrize("door", MUTANTS)
-def test_a_door_that_does_otherwise_is_noticed(door, home, guide, monkeypatch):
+def test_a_wrong_entry_point_is_detected(door, home, guide, monkeypatch):
     name, room, function, mutant = MUTANTS[door]
     monkeypatch.chdir(home)
     INPUTS[name](home)  # files are written as ever
@@ -381,7 +483,12 @@ def test_a_door_that_does_otherwise_is_noticed(door, home, guide, monkeypatch):
 def test_a_program_may_hand_over_an_image_in_any_form(size, home):
     run = trainer.load(home / f"base-{size}")
     paths = by_python(run, home, str)
-    for form in (Path, Image.open, upright, lambda path: torch.from_numpy(upright(path)).permute(2, 0, 1)):
+    for form in (
+        Path,
+        Image.open,
+        upright,
+        lambda path: torch.from_numpy(upright(path)).permute(2, 0, 1),
+    ):
         check(by_python(run, home, form), paths, LOSSLESS)
 
 
@@ -390,9 +497,21 @@ def test_the_command_labels_folders(root, home):
     if root.startswith("nested"):
         nested(home)
     run = home / f"base-{CUT}"
-    told = by_python(trainer.load(run), home, str)
-    told = {image: each for image, each in told.items() if not root.endswith("Zoo") or image[0] == "Zoo"}
-    check_rows(by_command(home / "told" / root.replace("/", "-"), run, home / root, "devices=[cpu]"), told)
+    message = by_python(trainer.load(run), home, str)
+    message = {
+        image: each
+        for image, each in message.items()
+        if not root.endswith("Zoo") or image[0] == "Zoo"
+    }
+    check_rows(
+        by_command(
+            home / "told" / root.replace("/", "-"),
+            run,
+            home / root,
+            "devices=[cpu]",
+        ),
+        message,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -404,7 +523,9 @@ def mirrored(home: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def from_both_sides(run: Path, sides: int = 2) -> Any:
-    """What it answers, of the network without a mirror, turned by hand."""
+    """Return the answer for the image and its mirror, flipped by hand, from a network without
+    mirroring.
+    """
     network = fast_cnn(len(CLASSES), 3, CUT).eval()
     network.load_state_dict(load_file(run / "last.safetensors"))
 
@@ -416,15 +537,19 @@ def from_both_sides(run: Path, sides: int = 2) -> Any:
 
 
 @pytest.mark.slow
-def test_a_network_that_looks_from_both_sides_does_so_at_every_door(mirrored, home, guide):
+def test_a_network_with_mirroring_mirrors_at_every_entry_point(mirrored, home, guide):
     run, result = mirrored
-    told = by_python(trainer.load(run), home, str)
-    check(by_guide(guide["prepare"], from_both_sides(run), run, home), told, LOSSLESS)
-    check_loss(result["val_loss"], told, [*KINDS])
+    message = by_python(trainer.load(run), home, str)
+    check(by_guide(guide["prepare"], from_both_sides(run), run, home), message, LOSSLESS)
+    check_loss(result["val_loss"], message, [*KINDS])
     assert trainer.evaluate(run)["val_loss"] == pytest.approx(result["val_loss"], abs=1e-6)
-    check_rows(by_command(home / "told" / "mirrored", run, "devices=[cpu]"), told)
+    check_rows(by_command(home / "told" / "mirrored", run, "devices=[cpu]"), message)
     with pytest.raises(AssertionError):
-        check(by_guide(guide["prepare"], from_both_sides(run, sides=1), run, home), told, LOSSLESS)
+        check(
+            by_guide(guide["prepare"], from_both_sides(run, sides=1), run, home),
+            message,
+            LOSSLESS,
+        )
 
 
 @pytest.mark.slow
@@ -432,12 +557,21 @@ def test_a_network_that_looks_from_both_sides_does_so_at_every_door(mirrored, ho
 def test_an_exported_model_with_the_guides_program(kind, mirrored, home, guide):
     if kind == "onnx" and not all(map(find_spec, export.ONNX)):
         pytest.skip(f"pip install {' '.join(export.ONNX)}")
-    prepare, sides = guide["prepare"], from_both_sides(mirrored[0])
-    for name, most in {f"base-{CUT}": LOSSLESS, f"base-{RESIZED}": ROUNDED, "mirrored": LOSSLESS}.items():
+    prepare = guide["prepare"]
+    sides = from_both_sides(mirrored[0])
+    for name, most in {
+        f"base-{CUT}": LOSSLESS,
+        f"base-{RESIZED}": ROUNDED,
+        "mirrored": LOSSLESS,
+    }.items():
         run = trainer.load(home / name)
         network = exported(run.export(kind, home / f"{name}{export.SUFFIXES[kind]}"))
-        wanted = by_guide(prepare, sides, run.path, home) if name == "mirrored" else by_python(run, home, str)
-        check(by_guide(prepare, network, run.path, home), wanted, most)
+        expected = (
+            by_guide(prepare, sides, run.path, home)
+            if name == "mirrored"
+            else by_python(run, home, str)
+        )
+        check(by_guide(prepare, network, run.path, home), expected, most)
 
 
 def exported(file: Path) -> Any:

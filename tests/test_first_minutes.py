@@ -1,4 +1,6 @@
-"""The whole trip on a machine that is at hand for a short while: with stand-ins, and once for real, on the CPU."""
+"""The whole trip on a machine that is available for a short while: with stand-ins, and once on the
+CPU.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def main():
     words = dict(word.partition("=")[::2] for word in sys.argv[1:])
     folder, net = Path(words["output"]), words.get("model.name", "prove")
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    print(net, words.get("minutes"), "neededthing", importlib.util.find_spec("neededthing") is not None, flush=True)
+    print(net, words.get("minutes"), "neededthing",
+        importlib.util.find_spec("neededthing") is not None, flush=True)
     if net == "prove":
         (folder / "kept.json").write_text("{}")
         (folder / "logs" / "single.log").write_text("step 20")
@@ -43,9 +46,11 @@ def main():
     speed = {"samples_per_sec": 100.0 + 250.0 * graphs, "std": 1.0}
     (folder / "result.json").write_text(json.dumps({"graphs": way, "throughput": speed}))
     weight = 1.0 + 1e-7 * (graphs and net in os.environ.get("DIFFERENT", "").split())
-    head = {"__metadata__": {"recipe": str(words)}, "w": {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}}
+    head = {"__metadata__": {"recipe": str(words)},
+        "w": {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}}
     head = json.dumps(head).encode()
-    (folder / "last.safetensors").write_bytes(struct.pack("<Q", len(head)) + head + struct.pack("<f", weight))
+    written = struct.pack("<Q", len(head)) + head + struct.pack("<f", weight)
+    (folder / "last.safetensors").write_bytes(written)
     (folder / "steps.csv").write_text(f"step,seconds,train_loss\\n1,{time.time()},0.5\\n")
 
 if __name__ == "__main__":
@@ -66,8 +71,11 @@ def test_other():
 
 @pytest.fixture
 def machine(tmp_path):
-    """A copy of the project with stand-ins, and a folder of wheels: one of what is missing, one of what is there."""
-    project, wheels = tmp_path / "project", tmp_path / "wheels"
+    """Return a copy of the project with stand-ins, and a folder with wheels of a missing and of an
+    installed package.
+    """
+    project = tmp_path / "project"
+    wheels = tmp_path / "wheels"
     for path, text in {
         "trainer/__init__.py": "",
         "trainer/__main__.py": TRAINER,
@@ -82,7 +90,9 @@ def machine(tmp_path):
     wheels.mkdir()
     for name in ("neededthing", "torch"):
         with zipfile.ZipFile(wheels / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
-            wheel.writestr(f"{name}/__init__.py", "raise SystemExit('of the wheel')" if name == "torch" else "")
+            wheel.writestr(
+                f"{name}/__init__.py", "raise SystemExit('of the wheel')" if name == "torch" else ""
+            )
             wheel.writestr(f"{name}-1.0.dist-info/METADATA", f"Name: {name}\nVersion: 1.0\n")
     return tmp_path
 
@@ -92,15 +102,23 @@ def start(machine, *words, **variables):
     line += ["--wheels", str(machine / "wheels"), "--out", str(machine / "out"), *words]
     kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     return subprocess.Popen(
-        line, cwd=machine, env={**kept, **variables}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        line,
+        cwd=machine,
+        env={**kept, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
 def hurry(machine):
-    """A run may take 4 seconds, its end one."""
+    """Allow 4 seconds for a run, and one for its end."""
     script = machine / "project" / "tests" / "first_minutes.py"
     quick = script.read_text()
-    for slow, fast in {"GRACE = 5.0, 0.2, 10.0": "GRACE = 1.0, 0.1, 1.0", "else 75.0": "else 4.0"}.items():
+    for slow, fast in {
+        "GRACE = 5.0, 0.2, 10.0": "GRACE = 1.0, 0.1, 1.0",
+        "else 75.0": "else 4.0",
+    }.items():
         assert quick.count(slow) == 1
         quick = quick.replace(slow, fast)
     script.write_text(quick)
@@ -123,36 +141,69 @@ def test_the_whole_trip(machine):
     }
     words = json.loads((out / "proof.json").read_text())["words"]
     assert words["devices"] == "[cpu,cpu]" and 1 < float(words["minutes"]) < 2
-    assert "neededthing True" in (out / "parts.log").read_text(), "what is missing came with a wheel"
-    assert not (machine / "runs" / "first_minutes" / "wheels" / "torch").exists(), "what is installed stays as it is"
+    assert "neededthing True" in (out / "parts.log").read_text(), (
+        "what is missing came with a wheel"
+    )
+    assert not (machine / "runs" / "first_minutes" / "wheels" / "torch").exists(), (
+        "what is installed stays as it is"
+    )
     assert "1 passed, 1 deselected" in (out / "parts.log").read_text()
-    found = rows(out)
-    assert [row["figure"][:4] for row in found if row["part"] == "graphs"] == [
-        figure for net in first_minutes.NETS for figure in (["equa", "3.50"] if net.exact else ["3.50"])
+    table_rows = rows(out)
+    assert [row["figure"][:4] for row in table_rows if row["part"] == "graphs"] == [
+        figure
+        for net in first_minutes.NETS
+        for figure in (["equa", "3.50"] if net.exact else ["3.50"])
     ]
-    assert [row["figure"][:4] for row in found if row["part"] == "pipeline"] == ["1.00", "1.00"]
-    table = [line.split(" | ") for line in (out / "results.md").read_text().splitlines() if line.startswith("| ")]
-    assert {len(cells) for cells in table} == {3} and len(table) == len(found) + 2
+    assert [row["figure"][:4] for row in table_rows if row["part"] == "pipeline"] == [
+        "1.00",
+        "1.00",
+    ]
+    table = [
+        line.split(" | ")
+        for line in (out / "results.md").read_text().splitlines()
+        if line.startswith("| ")
+    ]
+    assert {len(cells) for cells in table} == {3}
+    assert len(table) == len(table_rows) + 2
     with tarfile.open(out / "logs.tar.gz") as archive:
         assert "single.log" in archive.getnames() and "000-launched.log" in archive.getnames()
 
 
 @pytest.mark.full("many processes, one after the other")
-def test_what_is_wrong_or_hangs_is_told_and_all_else_is_done(machine):
+def test_wrong_or_hanging_parts_are_reported_and_the_others_run(machine):
     hurry(machine)
     words = ["--seconds", "90", "--only", "graphs", "--only", "tests"]
-    trip = start(machine, *words, DIFFERENT="resnet20", STUCK="resnet50", BROKEN="fast_cnn", LAUNCHED="vit_b_16")
+    trip = start(
+        machine,
+        *words,
+        DIFFERENT="resnet20",
+        STUCK="resnet50",
+        BROKEN="fast_cnn",
+        LAUNCHED="vit_b_16",
+    )
     output, _ = trip.communicate(timeout=120)
     assert trip.returncode == 1, output
-    found = rows(machine / "out")
-    assert [row["right"] for row in found] == [False, True, *[None] * 6, False, False, False, True]
-    assert found[0]["differ"] == ["last.safetensors w"] and "DIFFERENT" in found[0]["figure"]
-    assert "no fast_cnn" in found[8]["figure"]
-    assert all("graphs were: launched, launched" in row["figure"] for row in found[9:11]), "nothing was replayed"
+    table_rows = rows(machine / "out")
+    assert [row["right"] for row in table_rows] == [
+        False,
+        True,
+        *[None] * 6,
+        False,
+        False,
+        False,
+        True,
+    ]
+    assert (
+        table_rows[0]["differ"] == ["last.safetensors w"] and "DIFFERENT" in table_rows[0]["figure"]
+    )
+    assert "no fast_cnn" in table_rows[8]["figure"]
+    assert all("graphs were: launched, launched" in row["figure"] for row in table_rows[9:11]), (
+        "nothing was replayed"
+    )
 
 
 @pytest.mark.full("many processes, one after the other")
-def test_time_that_is_up_ends_it_with_what_is_done(machine):
+def test_the_trip_ends_in_time_with_the_finished_parts(machine):
     hurry(machine)
     words = ["--seconds", "14", "--only", "graphs", "--only", "prove"]
     trip = start(machine, *words, STUCK="resnet20 resnet50 fast_cnn vit_b_16 prove")
@@ -163,8 +214,10 @@ def test_time_that_is_up_ends_it_with_what_is_done(machine):
     assert figures[0] == figures[-1] == "FAILED: time was up" and figures[-2] == "not reached"
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
-def test_cut_off_it_has_brought_home_what_was_done(number, machine):
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
+)
+def test_an_interrupted_trip_has_the_finished_parts(number, machine):
     trip = start(machine, "--only", "prove", STUCK="prove")
     end = time.monotonic() + 60
     while not (machine / "out" / "kept.json").exists() and time.monotonic() < end:
@@ -175,13 +228,24 @@ def test_cut_off_it_has_brought_home_what_was_done(number, machine):
     assert "minutes=" in (machine / "out" / "parts.log").read_text()
 
 
-@pytest.mark.parametrize("net", [*first_minutes.NETS, *first_minutes.TINY], ids=lambda net: net.title)
+@pytest.mark.parametrize(
+    "net", [*first_minutes.NETS, *first_minutes.TINY], ids=lambda net: net.title
+)
 def test_words_of_its_runs_are_words_of_recipes(net):
-    assert load(None, *net.run_of(12, *first_minutes.COMPARED.split(), "mode=single")).batch_size == net.batch
+    assert (
+        load(None, *net.run_of(12, *first_minutes.COMPARED.split(), "mode=single")).batch_size
+        == net.batch
+    )
 
 
 def test_runs_that_differ_in_a_bit_differ_and_equal_ones_do_not(tmp_path):
-    words = ["recipe=digits", "mode=single", "model.name=mlp", "max_steps=4", *first_minutes.COMPARED.split()]
+    words = [
+        "recipe=digits",
+        "mode=single",
+        "model.name=mlp",
+        "max_steps=4",
+        *first_minutes.COMPARED.split(),
+    ]
     for name, lr in {"a": "0.001", "b": "0.001", "c": "0.00101"}.items():
         ok(*words, "save.every_steps=2", f"optimizer.lr={lr}", f"output={tmp_path / name}")
     differ, count = first_minutes.differences(tmp_path / "a", tmp_path / "b")
@@ -194,9 +258,22 @@ def test_runs_that_differ_in_a_bit_differ_and_equal_ones_do_not(tmp_path):
 @pytest.mark.full("two minutes")
 def test_a_try_on_the_cpu_runs_the_real_commands(tmp_path):
     parts = [word for part in ("graphs", "nccl", "pipeline") for word in ("--only", part)]
-    line = [sys.executable, str(SCRIPT), "--cpu", "--out", str(tmp_path / "out"), "--seconds", "900", *parts]
-    done = subprocess.run(line, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=930)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = rows(tmp_path / "out")
-    assert [row["part"] for row in found] == ["graphs"] * 4 + ["nccl"] + ["pipeline"] * 2
-    assert all(row["figure"].startswith("equal to the bit") for row in (*found[0:4:2], found[4]))
+    line = [
+        sys.executable,
+        str(SCRIPT),
+        "--cpu",
+        "--out",
+        str(tmp_path / "out"),
+        "--seconds",
+        "900",
+        *parts,
+    ]
+    completed = subprocess.run(
+        line, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=930
+    )
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    table_rows = rows(tmp_path / "out")
+    assert [row["part"] for row in table_rows] == ["graphs"] * 4 + ["nccl"] + ["pipeline"] * 2
+    assert all(
+        row["figure"].startswith("equal to the bit") for row in (*table_rows[0:4:2], table_rows[4])
+    )

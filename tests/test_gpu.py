@@ -1,4 +1,4 @@
-"""What needs a CUDA device; skipped with a reason where there is none."""
+"""Tests that need a CUDA device; they are skipped with a reason without one."""
 
 from contextlib import ExitStack
 from itertools import product
@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.command_line import QUIET, free_port, latest, losses, ok, result, torchrun, trainer
-from tests.modes import test_parity as parity
+from tests.modes import ways
 from tests.modes.ways import EXACT, ONE_PROCESS
 
 pytestmark = pytest.mark.gpu
@@ -28,20 +28,34 @@ class Waits(nn.Module):
         out = self.layer(x.flatten(1))
         return out if float(out.detach().sum()) > 0 else 2 * out
 """
-SAME = ["recipe=digits", "mode=single", "model.name=cnn_gn", "optimizer.lr=0.001", "max_steps=20", *QUIET]
+SAME = [
+    "recipe=digits",
+    "mode=single",
+    "model.name=cnn_gn",
+    "optimizer.lr=0.001",
+    "max_steps=20",
+    *QUIET,
+]
 
 
 def assert_same_bits(*folders):
     first, second = (load_file(folder / "last.safetensors") for folder in folders)
-    assert losses(folders[0]) == losses(folders[1]) and first.keys() == second.keys()
+    assert losses(folders[0]) == losses(folders[1])
+    assert first.keys() == second.keys()
     assert [name for name, tensor in first.items() if not torch.equal(tensor, second[name])] == []
 
 
 def both_ways(words, folder):
     """The folders of two runs: one launches its steps, the other replays them."""
     for way in ("launched", "replayed"):
-        done = ok(*words, f"graphs={str(way == 'replayed').lower()}", f"output={folder / way}", env=GPU, timeout=300)
-        assert result(folder / way)["graphs"] == way, done.stdout
+        completed = ok(
+            *words,
+            f"graphs={str(way == 'replayed').lower()}",
+            f"output={folder / way}",
+            env=GPU,
+            timeout=300,
+        )
+        assert result(folder / way)["graphs"] == way, completed.stdout
     return folder / "launched", folder / "replayed"
 
 
@@ -55,7 +69,9 @@ def test_the_losses_of_the_cpu(tmp_path):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_resnet50_with_everything_on(precision, tmp_path):
-    """Its steps add up in any order; the passes by which its blocks are held against themselves must not."""
+    """The sums of its steps have no fixed order, but the passes that compare its blocks must have
+    one.
+    """
     words = [
         "recipe=resnet50",
         "mode=single",
@@ -65,8 +81,9 @@ def test_resnet50_with_everything_on(precision, tmp_path):
         "batch_size=64",
         "max_steps=12",
     ]
-    done = ok(*words, *QUIET, f"output={tmp_path / 'run'}", env=GPU, timeout=600)
-    assert "SYNTHETIC" in done.stdout and result(tmp_path / "run")["throughput"]["samples_per_sec"] > 100
+    completed = ok(*words, *QUIET, f"output={tmp_path / 'run'}", env=GPU, timeout=600)
+    assert "SYNTHETIC" in completed.stdout
+    assert result(tmp_path / "run")["throughput"]["samples_per_sec"] > 100
 
 
 def test_killed_and_resumed_is_byte_equal_with_deterministic_kernels(tmp_path):
@@ -91,14 +108,23 @@ def test_killed_and_resumed_is_byte_equal_with_deterministic_kernels(tmp_path):
     ids=" ".join,
 )
 def test_replayed_steps_are_the_launched_ones(words, tmp_path):
-    given = {word.partition("=")[0] for word in words}
-    words = [*(word for word in SAME if word.partition("=")[0] not in given), *words, "deterministic=true"]
+    arguments = {word.partition("=")[0] for word in words}
+    words = [
+        *(word for word in SAME if word.partition("=")[0] not in arguments),
+        *words,
+        "deterministic=true",
+    ]
     assert_same_bits(*both_ways(words, tmp_path))
 
 
-def test_a_student_is_replayed_beside_its_teacher(tmp_path):
+def test_a_student_is_replayed_with_its_teacher(tmp_path):
     ok(*SAME, f"output={tmp_path / 'teacher'}", env=GPU)
-    words = [*SAME, f"distill.teacher={tmp_path / 'teacher'}", "augment.mixup=0.4", "deterministic=true"]
+    words = [
+        *SAME,
+        f"distill.teacher={tmp_path / 'teacher'}",
+        "augment.mixup=0.4",
+        "deterministic=true",
+    ]
     assert_same_bits(*both_ways(words, tmp_path))
 
 
@@ -108,43 +134,68 @@ def test_replayed_steps_of_a_compiled_model_are_its_launched_ones(tmp_path):
     assert losses(replayed) == pytest.approx(losses(launched), rel=1e-5)
 
 
-BIG = ["mode=single", "data.name=synthetic", "data.val_samples=32", "model.num_classes=10", "optimizer.lr=0.001"]
-BIG += ["data.image_size=224", "max_steps=2", "epochs=1", "deterministic=true", "graphs=false", *QUIET]
+BIG = [
+    "mode=single",
+    "data.name=synthetic",
+    "data.val_samples=32",
+    "model.num_classes=10",
+    "optimizer.lr=0.001",
+    "data.image_size=224",
+    "max_steps=2",
+    "epochs=1",
+    "deterministic=true",
+    "graphs=false",
+    *QUIET,
+]
 
 
 @pytest.mark.parametrize("more", [[], ["graphs=true"], ["compile=true"]], ids=" ".join)
-def test_computing_activations_anew_keeps_less_of_a_card(more, tmp_path):
-    words = latest(*BIG, "model.name=resnet18", "batch_size=64", "data.samples=640", "max_steps=10", *more)
+def test_recomputing_activations_needs_less_memory_of_a_card(more, tmp_path):
+    words = latest(
+        *BIG, "model.name=resnet18", "batch_size=64", "data.samples=640", "max_steps=10", *more
+    )
     for way in ("true", "false"):
         ok(*words, f"recompute={way}", f"output={tmp_path / way}", env=FULL_FP32, timeout=300)
-    if "compile=true" in more:  # each block by itself: other kernels
+    if "compile=true" in more:  # Blocks are compiled one at a time: other kernels.
         assert losses(tmp_path / "true") == pytest.approx(losses(tmp_path / "false"), rel=1e-4)
     else:
         assert_same_bits(tmp_path / "true", tmp_path / "false")
-    kept, all_kept = (result(tmp_path / way)["peak_memory_bytes"]["cuda:0"] for way in ("true", "false"))
+    kept, all_kept = (
+        result(tmp_path / way)["peak_memory_bytes"]["cuda:0"] for way in ("true", "false")
+    )
     assert kept < 0.85 * all_kept, f"{kept / 2**30:.2f} GiB of {all_kept / 2**30:.2f}"
 
 
 @pytest.fixture(scope="module")
 def too_many():
-    """Images of 224 px of which ResNet-18 keeps more than the card has: about 22 MiB each of this share of 16."""
+    """Images of 224 px for which ResNet-18 needs more memory than the card has: about 22 MiB each
+    for 16 images.
+    """
     return torch.cuda.get_device_properties(0).total_memory // 2**24 // 256 * 256
 
 
 def test_the_fewest_pieces_that_fit_a_card(too_many, tmp_path):
     words = [*BIG, "model.name=resnet18", f"batch_size={too_many}", f"data.samples={2 * too_many}"]
     ok(*words, "accumulate=auto", f"output={tmp_path / 'auto'}", env=GPU, timeout=300)
-    found = result(tmp_path / "auto")
+    run_result = result(tmp_path / "auto")
     pieces = [n for n in range(1, too_many + 1) if too_many % n == 0]
-    assert found["accumulate"] > 1
-    ok(*words, f"accumulate={found['accumulate']}", f"output={tmp_path / 'typed'}", env=GPU, timeout=300)
+    assert run_result["accumulate"] > 1
+    ok(
+        *words,
+        f"accumulate={run_result['accumulate']}",
+        f"output={tmp_path / 'typed'}",
+        env=GPU,
+        timeout=300,
+    )
     assert_same_bits(tmp_path / "typed", tmp_path / "auto")
-    fewer = pieces[pieces.index(found["accumulate"]) - 1]
-    short = trainer(*words, f"accumulate={fewer}", f"output={tmp_path / 'fewer'}", env=GPU, timeout=300)
+    fewer = pieces[pieces.index(run_result["accumulate"]) - 1]
+    short = trainer(
+        *words, f"accumulate={fewer}", f"output={tmp_path / 'fewer'}", env=GPU, timeout=300
+    )
     assert short.returncode == 6 and "accumulate=auto" in short.stderr
 
 
-def test_as_few_blocks_are_computed_anew_as_make_a_step_fit_a_card(too_many, tmp_path):
+def test_the_fewest_blocks_that_make_a_step_fit_are_recomputed(too_many, tmp_path):
     words = [*BIG, "model.name=resnet18", f"batch_size={too_many}", f"data.samples={2 * too_many}"]
     ok(*words, "recompute=auto", f"output={tmp_path / 'auto'}", env=GPU, timeout=300)
     count, of, all_of_them, _ = result(tmp_path / "auto")["recompute"].split()
@@ -158,12 +209,32 @@ def test_as_few_blocks_are_computed_anew_as_make_a_step_fit_a_card(too_many, tmp
 @pytest.mark.parametrize("more", [[], ["graphs=true"]], ids=" ".join)
 def test_images_of_six_channels_that_are_not_square(more, tmp_path):
     pixels = np.random.default_rng(0)
-    for split, label, number in product(("train", "val"), ("a", "b"), range(16)):
+    for split, label, number in product(
+        ("train", "val"),
+        ("a", "b"),
+        range(16),
+    ):
         folder = tmp_path / "fields" / split / label
         folder.mkdir(parents=True, exist_ok=True)
-        np.save(folder / f"{number}.npy", pixels.integers(0, 2000 + 4000 * (label == "b"), (48, 64, 6), "uint16"))
-    words = ["mode=single", "data.name=imagefolder", f"data.root={tmp_path / 'fields'}", "data.channels=6"]
-    words += ["data.pixel_range=[0,10000]", "data.image_size=[32,48]", "batch_size=8", "model.name=cnn_gn"]
+        np.save(
+            folder / f"{number}.npy",
+            pixels.integers(
+                0,
+                2000 + 4000 * (label == "b"),
+                (48, 64, 6),
+                "uint16",
+            ),
+        )
+    words = [
+        "mode=single",
+        "data.name=imagefolder",
+        f"data.root={tmp_path / 'fields'}",
+        "data.channels=6",
+        "data.pixel_range=[0,10000]",
+        "data.image_size=[32,48]",
+        "batch_size=8",
+        "model.name=cnn_gn",
+    ]
     words += ["optimizer.lr=0.001", "epochs=4", *QUIET]
     ok(*words, f"output={tmp_path / 'cpu'}")
     ok(*words, *more, f"output={tmp_path / 'cuda'}", env=GPU)
@@ -175,13 +246,13 @@ def test_a_model_that_waits_is_launched(tmp_path):
     (tmp_path / "waiting.py").write_text(WAITS)
     words = [word for word in SAME if not word.startswith("model.name=")]
     words += ["plugin=waiting", "model.name=waits", "graphs=true", f"output={tmp_path / 'run'}"]
-    done = ok(*words, env={**GPU, "PYTHONPATH": str(tmp_path)})
-    assert result(tmp_path / "run")["graphs"] == "launched" and "waiting.py" in done.stdout
+    completed = ok(*words, env={**GPU, "PYTHONPATH": str(tmp_path)})
+    assert result(tmp_path / "run")["graphs"] == "launched" and "waiting.py" in completed.stdout
 
 
 def test_more_ranks_than_gpus_names_the_right_count():
-    done = trainer("recipe=digits", "nproc=2", env=GPU)
-    assert done.returncode == 2 and "nproc=1" in done.stderr
+    completed = trainer("recipe=digits", "nproc=2", env=GPU)
+    assert completed.returncode == 2 and "nproc=1" in completed.stderr
 
 
 @pytest.mark.parametrize(
@@ -190,8 +261,18 @@ def test_more_ranks_than_gpus_names_the_right_count():
         ["mode=dp", "devices=[cuda:0,cuda:0]"],
         ["mode=split", "devices=[cuda:0,cuda:0]"],
         ["mode=pipeline", "devices=[cuda:0,cuda:0]", "pipeline.microbatches=4"],
-        ["mode=pipeline", "devices=[cuda:0,cuda:0,cuda:0]", "pipeline.split_size=20", "precision=bf16"],
-        ["mode=pipeline", "devices=[cuda:0,cuda:0]", "pipeline.microbatches=auto", "pipeline.timeline=true"],
+        [
+            "mode=pipeline",
+            "devices=[cuda:0,cuda:0,cuda:0]",
+            "pipeline.split_size=20",
+            "precision=bf16",
+        ],
+        [
+            "mode=pipeline",
+            "devices=[cuda:0,cuda:0]",
+            "pipeline.microbatches=auto",
+            "pipeline.timeline=true",
+        ],
     ],
     ids=lambda words: " ".join(words),
 )
@@ -206,10 +287,19 @@ def test_modes_of_one_process_on_one_card(mode, tmp_path):
 
 
 def test_four_workers_of_local_sgd_on_one_card(tmp_path):
-    done = ok("recipe=digits_local_sgd", "nproc=4", "devices=[cuda:0]", *QUIET, f"output={tmp_path / 'run'}", env=GPU)
-    found = result(tmp_path / "run")
-    assert found["world_size"] == 4 and found["val_top1"] > 0.95, done.stdout
-    assert found["throughput"]["per_device"] == pytest.approx(found["throughput"]["samples_per_sec"])
+    completed = ok(
+        "recipe=digits_local_sgd",
+        "nproc=4",
+        "devices=[cuda:0]",
+        *QUIET,
+        f"output={tmp_path / 'run'}",
+        env=GPU,
+    )
+    run_result = result(tmp_path / "run")
+    assert run_result["world_size"] == 4 and run_result["val_top1"] > 0.95, completed.stdout
+    assert run_result["throughput"]["per_device"] == pytest.approx(
+        run_result["throughput"]["samples_per_sec"]
+    )
 
 
 OVER_NCCL = {name: words for name, words in EXACT.items() if name not in ONE_PROCESS}
@@ -218,7 +308,7 @@ OVER_NCCL["ddp recomputed"] = ["mode=ddp", "nproc=2", "recompute=true", "accumul
 OVER_NCCL["fsdp unequal"] = ["mode=fsdp", "nproc=2", "shares=[3,1]", "recompute=true"]
 OVER_NCCL["fsdp offload"] = ["mode=fsdp", "nproc=2", "fsdp.offload=true"]
 FULL_FP32 = {**GPU, "NVIDIA_TF32_OVERRIDE": "0"}
-TRAINED = [*parity.SMALL, *parity.SHALLOW, *parity.TWICE]
+TRAINED = [*ways.SMALL, *ways.SHALLOW, *ways.TWICE]
 
 
 def over_nccl(run, words, count):
@@ -230,16 +320,18 @@ def over_nccl(run, words, count):
             node = [f"--nnodes={count}", f"--node_rank={rank}", "--nproc_per_node=1"]
             met = [*node, "--master_addr=127.0.0.1", f"--master_port={port}"]
             env = {**FULL_FP32, "NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo"}
-            ranks.append(closing.enter_context(torchrun(*words, f"output={run}", arguments=met, env=env)))
+            ranks.append(
+                closing.enter_context(torchrun(*words, f"output={run}", arguments=met, env=env))
+            )
         ended = [(rank.communicate(timeout=180)[0], rank.returncode) for rank in ranks]
     assert [code for _, code in ended] == [0] * count, ended
 
 
 def assert_same(run, single):
-    assert losses(run) == pytest.approx(losses(single), rel=parity.FP32)
-    assert parity.norms(run) == pytest.approx(parity.norms(single), rel=parity.FP32)
-    apart = parity.distances(parity.tensors(run), parity.tensors(single))
-    assert all(distance < parity.FP32 for distance in apart.values()), apart
+    assert losses(run) == pytest.approx(losses(single), rel=ways.FP32)
+    assert ways.norms(run) == pytest.approx(ways.norms(single), rel=ways.FP32)
+    apart = ways.distances(ways.tensors(run), ways.tensors(single))
+    assert all(distance < ways.FP32 for distance in apart.values()), apart
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +341,7 @@ def trained():
 
 @pytest.fixture
 def single(trained, tmp_path_factory):
-    """Of the first test that asks, which may use the card by then."""
+    """Return the run of the first test that asks, which may use the card by then."""
     if not trained:
         folder = tmp_path_factory.mktemp("single") / "run"
         ok(*TRAINED, "mode=single", f"output={folder}", env=FULL_FP32)
@@ -267,15 +359,29 @@ def test_ranks_on_one_card_over_nccl_train_as_single_does(name, single, tmp_path
 
 def test_gradients_of_several_messages_over_nccl(tmp_path):
     """ViT-B/16: 330 MB of gradients, which DDP sends in a dozen buckets."""
-    words = [word for word in BIG if word != "logging.tensorboard=false"]  # which has the gradients' norms
-    words += ["model.name=vit_b_16", "batch_size=16", "data.samples=32", "save.every_epochs=1", "ema=0.9"]
+    # The events contain the gradient norms.
+    words = [word for word in BIG if word != "logging.tensorboard=false"]
+    words += [
+        "model.name=vit_b_16",
+        "batch_size=16",
+        "data.samples=32",
+        "save.every_epochs=1",
+        "ema=0.9",
+    ]
     ok(*words, f"output={tmp_path / 'single'}", env=FULL_FP32)
     over_nccl(tmp_path / "run", [*words[1:], "mode=ddp"], 2)
     assert_same(tmp_path / "run", tmp_path / "single")
 
 
 def test_a_large_teacher_in_shards_over_nccl(tmp_path):
-    ok(*parity.SMALL, "model.name=resnet20", "data.samples=320", "epochs=1", f"output={tmp_path / 'teacher'}", env=GPU)
+    ok(
+        *ways.SMALL,
+        "model.name=resnet20",
+        "data.samples=320",
+        "epochs=1",
+        f"output={tmp_path / 'teacher'}",
+        env=GPU,
+    )
     words = [*TRAINED, f"distill.teacher={tmp_path / 'teacher'}"]
     ok(*words, "mode=single", f"output={tmp_path / 'single'}", env=FULL_FP32)
     over_nccl(tmp_path / "run", [*words, "mode=fsdp"], 2)

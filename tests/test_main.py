@@ -1,4 +1,6 @@
-"""The command line: usage, recipes, and errors of one line, told once, before anything heavy is imported."""
+"""The command line: usage, recipes, and one-line errors that are printed once, before anything
+heavy is imported.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ import pytest
 import torch
 
 from tests import warm
-from tests.command_line import QUIET, environment, ok, suggested, told_to_type
+from tests.command_line import QUIET, environment, ok, suggested, suggested_commands
 from tests.guide import shell
 from trainer import __main__ as cli
 from trainer.cli.command_table import COMMANDS
@@ -47,14 +49,19 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(family, "die_with_parent", lambda: None)
 
 
-def outcome(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+def outcome(
+    capsys: pytest.CaptureFixture[str],
+    *words: str,
+) -> tuple[int, str, str]:
     code = cli.answer(words)
     output, errors = capsys.readouterr()
     return code, output, errors
 
 
 @pytest.mark.parametrize("words", [(), ("--help",), ("-h",), ("help",)])
-def test_usage_lists_the_recipes(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_lists_the_recipes(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     code, output, errors = outcome(capsys, *words)
     assert (code, errors) == (0, "")
     assert output.startswith("usage: python -m trainer COMMAND")
@@ -74,16 +81,32 @@ def test_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("module", ["pydantic", "torch"])
 def test_ctrl_c_during_imports_ends_without_a_word(module: str, tmp_path: Path) -> None:
-    (tmp_path / f"{module}.py").write_text("import os, signal, time\nos.kill(os.getpid(), 2)\ntime.sleep(20)")
+    (tmp_path / f"{module}.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), 2)\ntime.sleep(20)"
+    )
     env = environment(PYTHONPATH=f"{tmp_path}:{ROOT}")
-    command = [sys.executable, "-m", "trainer", "recipe=digits", "mode=single", f"output={tmp_path / 'run'}"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    command = [
+        sys.executable,
+        "-m",
+        "trainer",
+        "recipe=digits",
+        "mode=single",
+        f"output={tmp_path / 'run'}",
+    ]
+    completed = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert (completed.returncode, completed.stdout, completed.stderr) == (130, "", "")
 
 
 def test_recipes_into_a_reader_that_leaves() -> None:
     script = f"{sys.executable} -m trainer recipes resnet50 | true; echo ${{PIPESTATUS[0]}}"
-    answer = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    answer = subprocess.run(
+        ["bash", "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert (answer.stdout, answer.stderr) == ("0\n", "")
 
 
@@ -102,16 +125,21 @@ def test_recipes_into_a_reader_that_leaves() -> None:
         (["recipe=digits", "model.name=resnet5O"], "model.name=resnet50?"),
         (["recipe=digits", "data.name=digit"], "data.name=digits?"),
         (["recipe=digits", "checkpoint=runs/x"], "checkpoint= evaluate"),
-        (["recipe=digits", "plugin=trainer_test_absent", "mode=single"], "plugin=trainer_test_absent"),
+        (
+            ["recipe=digits", "plugin=trainer_test_absent", "mode=single"],
+            "plugin=trainer_test_absent",
+        ),
         (["evaluate"], "checkpoint="),
         (["recipes", "schema", "digits"], "recipes schema digits"),
-        (["recipes", "key"], "recipes keys?"),
+        (["recipes", "key"], "recipe=key"),
         (["recipes", "diff", "digits", "mnist"], "recipe=diff"),
         (["recipes", "keys", "optimizer", "lr"], "recipes keys optimizer"),
         (["evaluate", "checkpoint=x", "nproc=2"], "nproc= torchrun"),
     ],
 )
-def test_what_is_wrong_is_one_line_and_exit_2(words: list[str], names: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_one_line_and_exit_2(
+    words: list[str], names: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, output, errors = outcome(capsys, *words)
     assert (code, output) == (2, "")
     assert errors.startswith("trainer: error: ") and errors.count("\n") == 1
@@ -119,7 +147,7 @@ def test_what_is_wrong_is_one_line_and_exit_2(words: list[str], names: str, caps
     for setting in suggested(errors):
         key, _, value = setting.partition("=")
         assert load(value) if key == "recipe" else load("digits", setting)
-    for command in told_to_type(errors):
+    for command in suggested_commands(errors):
         shell.check(command)
 
 
@@ -136,15 +164,16 @@ def test_among_ranks_it_is_printed_once_and_left_for_torchrun(capsys, monkeypatc
         assert abs(int(message["extraInfo"]["timestamp"]) - time.time()) < 5
         return errors
 
-    monkeypatch.setattr(endings, "SLOWER", 0.0)
+    monkeypatch.setattr(endings, "START_SECONDS", 0.0)
     assert as_rank(RANK_0).count("recipe=digits?") == 1
     assert as_rank(RANK_1) == ""
-    monkeypatch.setenv(family.PARENT, str(os.getppid()))  # under our own launcher, which prints for all
+    # Under our own launcher, which prints for all.
+    monkeypatch.setenv(family.PARENT, str(os.getppid()))
     assert as_rank(RANK_0) == ""
 
 
 def test_a_rank_that_woke_another_has_failed_before_it(tmp_path, monkeypatch, capsys):
-    """The other one fails as it wakes, and may be the first to have written so."""
+    """The other rank fails when it is woken, and may write first."""
     woken: list[float] = []
 
     def wake(line: str, code: int, error: BaseException) -> str:
@@ -168,14 +197,19 @@ def test_a_rank_that_woke_another_has_failed_before_it(tmp_path, monkeypatch, ca
     ],
 )
 def test_torchrun_shows_our_line(tmp_path: Path, words: list[str], line: str) -> None:
-    """Also where another rank is first: torchrun ends rank 0, which prints it, as soon as one has failed."""
+    """Another rank may fail first: torchrun ends rank 0, which prints the line, as soon as one has
+    failed.
+    """
     late = (
-        "import os, runpy, time\ntime.sleep(os.environ['RANK'] == '0')\nrunpy.run_module('trainer', None, '__main__')"
+        "import os, runpy, time\ntime.sleep(os.environ['RANK'] == "
+        "'0')\nrunpy.run_module('trainer', None, '__main__')"
     )
     (tmp_path / "late.py").write_text(late)
     arguments = ["--nproc_per_node=2", f"--log_dir={tmp_path}", str(tmp_path / "late.py"), *words]
     command = [sys.executable, "-m", "torch.distributed.run", *arguments]
-    answer = warm.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60)
+    answer = warm.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60
+    )
     assert answer.returncode == 1  # torchrun's own, whatever the rank's
     assert answer.stderr.count(f"trainer: error: {line}") == 1
     assert f"traceback : {line}" in answer.stderr
@@ -193,38 +227,66 @@ class OutOfMemoryError(RuntimeError):
         (PeerError("gone"), 7, "gone"),
         (DeviceMemoryError("too big"), 6, "too big"),
         (KeyboardInterrupt(), 130, "stopped by Ctrl-C"),
-        (OutOfMemoryError("CUDA: tried to allocate 3 GiB"), 6, "out of memory: lower batch_size, or raise accumulate"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 6, "out of memory: "),
+        (
+            OutOfMemoryError("CUDA: tried to allocate 3 GiB"),
+            6,
+            "out of memory: lower batch_size, or raise accumulate",
+        ),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
+            6,
+            "out of memory: ",
+        ),
         (RuntimeError("CUDA driver error: out of memory"), 6, "out of memory: "),
         (RuntimeError("NCCL error: Cuda failure 2 'out of memory'"), 6, "out of memory: "),
         (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), 6, "out of memory: "),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), 6, "out of memory: "),
-        (OSError(errno.ENOSPC, "No space left on device", "/data/x"), 28, "the disk is full at /data/x: "),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/data/x"),
+            28,
+            "the disk is full at /data/x: ",
+        ),
         (
             FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
             28,
-            "the disk is full ([Errno 2] No usable temporary directory found in ['/tmp']): free some space, or choose",
+            "the disk is full ([Errno 2] No usable temporary directory found in ['/tmp']): free "
+            "some space, or choose",
         ),
-        (RuntimeError("operator torchvision::nms does not exist"), 3, "torch cannot be loaded (operator"),
+        (
+            RuntimeError("operator torchvision::nms does not exist"),
+            3,
+            "torch cannot be loaded (operator",
+        ),
         (
             ModuleNotFoundError("No module named 'torch'", name="torch"),
             3,
             "not installed: torch; type pip install torch",
         ),
-        (ModuleNotFoundError("No module named 'mine'", name="mine"), 1, "ModuleNotFoundError: No module named 'mine'"),
-        (ImportError("/home/me/lib/mine.so: file too short"), 1, "ImportError: /home/me/lib/mine.so: file too short"),
         (
-            RuntimeError("adaptive_avg_pool2d_backward_cuda does not have a deterministic implementation, but you set"),
+            ModuleNotFoundError("No module named 'mine'", name="mine"),
+            1,
+            "ModuleNotFoundError: No module named 'mine'",
+        ),
+        (
+            ImportError("/home/me/lib/mine.so: file too short"),
+            1,
+            "ImportError: /home/me/lib/mine.so: file too short",
+        ),
+        (
+            RuntimeError(
+                "adaptive_avg_pool2d_backward_cuda does not have a deterministic implementation, "
+                "but you set"
+            ),
             2,
-            "adaptive_avg_pool2d_backward_cuda does not have a deterministic implementation, but you set: use "
-            "deterministic=false",
+            "adaptive_avg_pool2d_backward_cuda does not have a deterministic implementation, but "
+            "you set: use deterministic=false",
         ),
         (ZeroDivisionError("a bug"), 1, "ZeroDivisionError: a bug"),
     ],
 )
 def test_explain(error: BaseException, code: int, expected: str) -> None:
-    line, found = cli.explain(error)
-    assert found == code
+    line, actual = cli.explain(error)
+    assert actual == code
     assert line.startswith(expected)
     assert code == 1 or "\n" not in line
 
@@ -234,7 +296,9 @@ import sys
 from importlib.machinery import PathFinder
 find = PathFinder.find_spec
 hidden = {names}
-PathFinder.find_spec = classmethod(lambda cls, name, *rest: None if name in hidden else find(name, *rest))
+def find_unless_hidden(cls, name, *rest):
+    return None if name in hidden else find(name, *rest)
+PathFinder.find_spec = classmethod(find_unless_hidden)
 """
 
 
@@ -244,17 +308,28 @@ PathFinder.find_spec = classmethod(lambda cls, name, *rest: None if name in hidd
         ({"omegaconf", "yaml"}, ["version"], "omegaconf pyyaml"),
         ({"pydantic", "xxhash"}, ["recipe=digits", "mode=ddp", "nproc=2"], "pydantic xxhash"),
         ({"torch"}, ["recipe=digits", "mode=single", "max_steps=1"], "torch"),
-        ({"matplotlib", "scipy"}, ["compare", "recipe=digits", "modes=[single]", "max_steps=2"], "matplotlib scipy"),
+        (
+            {"matplotlib", "scipy"},
+            ["compare", "recipe=digits", "modes=[single]", "max_steps=2"],
+            "matplotlib scipy",
+        ),
     ],
     ids=lambda value: " ".join(sorted(value)) if isinstance(value, set) else None,
 )
-def test_what_is_not_installed_is_named_at_once(names, words, packages, tmp_path: Path) -> None:
+def test_a_missing_package_is_named_at_once(names, words, packages, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HIDING.format(names=names))
     command = [sys.executable, "-B", "-m", "trainer", *words]
     env = environment(PYTHONPATH=f"{tmp_path}:{ROOT}")
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180)
-    said = f"trainer: error: not installed: {packages.replace(' ', ', ')}; type pip install {packages}\n"
-    assert (done.returncode, done.stderr) == (3, said), done.stdout + done.stderr
+    completed = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180
+    )
+    message = (
+        f"trainer: error: not installed: {packages.replace(' ', ', ')}; type "
+        f"pip install {packages}\n"
+    )
+    assert (completed.returncode, completed.stderr) == (3, message), (
+        completed.stdout + completed.stderr
+    )
 
 
 def test_every_declared_library_can_be_named_as_missing() -> None:
@@ -274,8 +349,10 @@ def test_several_ranks_are_started_with_the_same_words(monkeypatch, capsys):
     assert code == 2 and "max_restarts=often" in line
 
 
-@pytest.mark.parametrize("words", [("recipe=digits", "mode=single"), ("predict", "checkpoint=x"), ("runs",)])
-def test_in_a_deleted_folder_every_command_says_so(words, capsys, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    "words", [("recipe=digits", "mode=single"), ("predict", "checkpoint=x"), ("runs",)]
+)
+def test_every_command_reports_a_deleted_working_directory(words, capsys, monkeypatch, tmp_path):
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
@@ -287,11 +364,28 @@ def test_in_a_deleted_folder_every_command_says_so(words, capsys, monkeypatch, t
 
 def test_rejecting_imports_nothing_heavy() -> None:
     """Torch alone takes seconds; without it a rejection takes 0.2 s (timed by hand, not here)."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("SLURM")
+    }
     environment["NPROC"] = "3"
-    words = ["-X", "importtime", "-m", "trainer", "recipe=digits", "mode=local_sgd", "batch_size=64", "devices=[cpu]"]
+    words = [
+        "-X",
+        "importtime",
+        "-m",
+        "trainer",
+        "recipe=digits",
+        "mode=local_sgd",
+        "batch_size=64",
+        "devices=[cpu]",
+    ]
     answer = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, *words],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert answer.returncode == 2
     imported = {line.rpartition("|")[2].strip() for line in answer.stderr.splitlines()}
@@ -308,14 +402,20 @@ def test_rejecting_imports_nothing_heavy() -> None:
         "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
     ],
 )
-def test_a_library_without_room_on_a_full_card_is_out_of_memory(monkeypatch, text):
+def test_a_library_that_fails_on_a_full_card_is_out_of_memory(monkeypatch, text):
     free = {0: 2**30, 1: 2**20, 2: 0}  # nobody computes on the last
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free[index], 80 * 2**30))
+    monkeypatch.setattr(
+        torch.cuda,
+        "mem_get_info",
+        lambda index: (free[index], 80 * 2**30),
+    )
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: int(index < 2))
     assert is_out_of_memory(RuntimeError(text)) and explain(RuntimeError(text))[1] == 6
-    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert not is_out_of_memory(
+        RuntimeError("CUDA error: an illegal memory access was encountered")
+    )
     free[1] = 2**30
     assert not is_out_of_memory(RuntimeError(text)), "there is room: it is broken"
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
@@ -329,8 +429,8 @@ def test_files_called_like_libraries_are_not_run(tmp_path):
     for name in ("yaml", "random", "json", "numpy", "omegaconf", "tempfile"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong one')\n")
     words = ["recipe=digits", "max_steps=2", *QUIET]
-    done = ok(*words, "mode=ddp", "nproc=2", cwd=tmp_path, python=["-u"])
-    assert "the wrong one" not in done.stdout + done.stderr
+    completed = ok(*words, "mode=ddp", "nproc=2", cwd=tmp_path, python=["-u"])
+    assert "the wrong one" not in completed.stdout + completed.stderr
     for name in ("yaml", "random", "json", "numpy", "omegaconf", "tempfile"):
         (tmp_path / f"{name}.py").unlink()
     (tmp_path / "mine.py").write_text("print('the plugin is found', flush=True)\n")
@@ -339,16 +439,62 @@ def test_files_called_like_libraries_are_not_run(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_of_one_process_does_not_load_what_it_does_not_use(tmp_path):
-    """Each of these takes a tenth of a second to seconds, which every run would pay before its first step."""
-    code = "import sys; from trainer.__main__ import answer; code = answer(sys.argv[1:]); print('loaded', *sys.modules)"
-    words = ["recipe=digits", "mode=single", "epochs=1", f"output={tmp_path / 'run'}"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words], env=environment(), capture_output=True, text=True, timeout=180
+    """Importing any of these takes a tenth of a second to seconds, which every run would spend
+    before its first step.
+    """
+    code = (
+        "import sys; from trainer.__main__ import answer; code = "
+        "answer(sys.argv[1:]); print('loaded', *sys.modules)"
     )
-    *_, last = done.stdout.splitlines()
+    words = ["recipe=digits", "mode=single", "epochs=1", f"output={tmp_path / 'run'}"]
+    completed = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    *_, last = completed.stdout.splitlines()
     loaded = {*last.split()[1:]}
-    assert last.startswith("loaded ") and "trainer.training.loop" in loaded, done.stderr
-    others = "sklearn scipy matplotlib pandas networkx IPython timm onnx wandb mlflow optuna pyarrow grpc requests"
+    assert last.startswith("loaded ") and "trainer.training.loop" in loaded, completed.stderr
+    others = (
+        "sklearn scipy matplotlib pandas networkx IPython timm onnx wandb "
+        "mlflow optuna pyarrow grpc requests"
+    )
     ours = "trainer.commands trainer.pool"
-    torchs = "torch.distributed.run torch.distributed.checkpoint torch._inductor.compile_fx torch._inductor.codecache"
+    torchs = (
+        "torch.distributed.run torch.distributed.checkpoint "
+        "torch._inductor.compile_fx torch._inductor.codecache"
+    )
     assert loaded & {*others.split(), *ours.split(), *torchs.split()} == set()
+
+
+@pytest.mark.parametrize(
+    ("env", "shown"),
+    [
+        ({}, "10000"),
+        pytest.param({"GOMP_SPINCOUNT": "7"}, "7", marks=pytest.mark.slow),
+        pytest.param({"OMP_WAIT_POLICY": "passive"}, "0", marks=pytest.mark.slow),
+    ],
+)
+def test_idle_threads_do_not_keep_the_cores_for_long(
+    env: dict[str, str], shown: str, tmp_path: Path
+) -> None:
+    """OpenMP prints its settings when torch loads it.
+
+    Another one than GNU's has another line.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "trainer",
+        "recipe=digits",
+        "mode=single",
+        "batch_size=100000",
+        f"output={tmp_path / 'x'}",
+    ]
+    variables = environment(OMP_DISPLAY_ENV="VERBOSE", **env)
+    completed = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=180)
+    if "GOMP_SPINCOUNT" not in completed.stderr:
+        pytest.skip("torch is built with another OpenMP")
+    assert f"GOMP_SPINCOUNT = '{shown}'" in completed.stderr

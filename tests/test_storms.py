@@ -22,22 +22,37 @@ def storms(tmp_path_factory):
 
 @pytest.mark.parametrize("name", HITS)
 @pytest.mark.full("170 hits, twenty minutes")
-def test_nothing_is_lost(storms, name):
+def test_no_step_is_lost(storms, name):
     kinds, modes, count = HITS[name]
-    assert len(storms.run(kinds, count, [mode for mode in modes if mode in MODES])) == count
+    assert (
+        len(
+            storms.run(
+                kinds,
+                count,
+                [mode for mode in modes if mode in MODES],
+            )
+        )
+        == count
+    )
 
 
 @pytest.mark.slow
 def test_a_stopped_rank_is_named_in_time(tmp_path):
-    """The others wait `timeout` seconds; torchrun alone would wait thirty more for a process that cannot hear it."""
-    with Job(tmp_path / "run", *WORDS, *MODES["ddp"], f"timeout={TIMEOUT}", start=warm.Popen) as job:
+    """The other ranks wait `timeout` seconds. torchrun alone would wait thirty more for a stopped
+    process.
+    """
+    with Job(
+        tmp_path / "run", *WORDS, *MODES["ddp"], f"timeout={TIMEOUT}", start=warm.Popen
+    ) as job:
         assert strike(job, "stop", "steps", random.Random(SEED))
 
 
 @pytest.mark.full("a storm of its own")
 @pytest.mark.parametrize("mode", ["ddp", "1f1b", "local_sgd", "hogwild"])
 def test_a_job_that_is_stopped_as_a_whole_goes_on(mode, tmp_path):
-    """For longer than `timeout`, as under SLURM's suspend: with the losses of an undisturbed run."""
+    """The job is stopped for longer than `timeout`, like under SLURM's suspend, and has the losses
+    of an undisturbed run.
+    """
     storms = Storms(tmp_path, SEED, warm.Popen)
     assert len(storms.storm(mode, ["pause"])) == 1
     whole = tmp_path / f"whole {mode}"
@@ -53,7 +68,9 @@ def test_a_job_that_is_stopped_as_a_whole_goes_on(mode, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("torchrun", [False, True], ids=["ours", "the user's"])
 def test_a_launcher_that_is_killed_in_a_start_leaves_no_rank(tmp_path, torchrun):
-    """Before the ranks could ask to die with it, too: at once when they are there."""
+    """The launcher may be killed before the ranks ask to die with it; they then end as soon as they
+    start.
+    """
     with Job(tmp_path / "run", *WORDS, *MODES["ddp"], torchrun=torchrun) as job:
         while not any(job.members().values()):
             assert job.main.poll() is None, job.text()
@@ -61,7 +78,7 @@ def test_a_launcher_that_is_killed_in_a_start_leaves_no_rank(tmp_path, torchrun)
         job.end(5.0 * slack())
 
 
-# What TRAINER_FAULT does, and the exit codes that fit; `reader` is the last rank that reads images.
+# Faults of TRAINER_FAULT with their exit codes; `reader` is the last rank that reads images.
 FAULTS = {
     "nan@{reader}:17": {5},
     "oom@{last}:17": {6},
@@ -73,7 +90,8 @@ FAULTS = {
     "kill@save:prune": {7, 137},
     "full@save#{last}:write": {28},
 }
-# Folder, words and exit code of runs that end before their first step: nothing can be divided, read or written.
+# Folder, arguments and exit code of runs that end before their first step: the batch cannot be
+# divided, or files cannot be read or written.
 REFUSED = [
     ("refused", ["batch_size=5000"], 2),
     ("refused", ["data.name=imagefolder", "data.root=nowhere"], 3),
@@ -84,7 +102,9 @@ REFUSED = [
 @pytest.mark.full("a quarter of an hour")
 @pytest.mark.parametrize("mode", MODES)
 def test_each_fault_ends_each_mode_with_its_code_and_the_run_goes_on(mode, tmp_path):
-    """No process and no shared memory are left, and the folder goes on to the undisturbed run's losses and weights."""
+    """No process and no shared memory remain, and the resumed run has the losses and weights of the
+    undisturbed one.
+    """
     storms = Storms(tmp_path, SEED, warm.Popen)
     several = mode in SEVERAL
     last = (4 if mode == "1f1b 2x2" else 2) - 1 if several else 0
@@ -107,7 +127,7 @@ def test_each_fault_ends_each_mode_with_its_code_and_the_run_goes_on(mode, tmp_p
             assert busy.main.poll() is None, busy.text()
         members = [*busy.members()]
         for pid in members:
-            os.kill(pid, signal.SIGSTOP)  # it would end before the other one has begun
+            os.kill(pid, signal.SIGSTOP)  # The rank would end before the other one has started.
         with Job(tmp_path / "busy", *words, start=storms.start) as other:
             other.ends(60, 8)
         for pid in members:

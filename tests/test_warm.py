@@ -1,4 +1,6 @@
-"""What is forked warm is what Python would have started: words, files, environment, parent, end."""
+"""Processes that are forked warm are like those that Python starts: arguments, files, environment,
+parent, exit.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ PYTHON = sys.executable
 
 
 def said(*command, **options):
-    return warm.run([PYTHON, *map(str, command)], capture_output=True, text=True, **options)
+    return warm.run(
+        [PYTHON, *map(str, command)],
+        capture_output=True,
+        text=True,
+        **options,
+    )
 
 
 @pytest.mark.slow
@@ -40,14 +47,21 @@ def test_a_program_in_each_form(tmp_path):
     ],
 )
 def test_each_end(ends, code, last):
-    done = said("-c", f"import os, signal, sys\n{ends}")
-    assert (done.returncode, done.stderr.strip().rpartition("\n")[2]) == (code, last)
+    completed = said("-c", f"import os, signal, sys\n{ends}")
+    assert (completed.returncode, completed.stderr.strip().rpartition("\n")[2]) == (code, last)
 
 
 def test_its_parent_and_its_environment_are_to_the_kernel_what_they_are_to_itself():
-    program = "import os; print(os.getppid(), os.environ['RANK'], 'HOME' in os.environ, flush=True); input()"
+    program = (
+        "import os; print(os.getppid(), os.environ['RANK'], 'HOME' in "
+        "os.environ, flush=True); input()"
+    )
     with warm.Popen(
-        [PYTHON, "-c", program], env={"RANK": "3"}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [PYTHON, "-c", program],
+        env={"RANK": "3"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as child:
         assert child.stdout.readline() == f"{os.getpid()} 3 False\n"
         assert Path(f"/proc/{child.pid}/environ").read_bytes().strip(b"\0") == b"RANK=3"
@@ -55,20 +69,23 @@ def test_its_parent_and_its_environment_are_to_the_kernel_what_they_are_to_itsel
     assert child.returncode == 0
 
 
-def test_a_session_a_mask_and_what_is_ignored_are_handed_down():
-    program = "import os, signal; print(os.getsid(0) == os.getpid(), signal.SIGUSR1 in signal.pthread_sigmask(0, ()))\n"
+def test_session_signal_mask_and_ignored_signals_are_inherited():
+    program = (
+        "import os, signal; print(os.getsid(0) == os.getpid(), signal.SIGUSR1 "
+        "in signal.pthread_sigmask(0, ()))\n"
+    )
     program += "print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)"
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     try:
-        done = said("-c", program, start_new_session=True)
+        completed = said("-c", program, start_new_session=True)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGHUP, before)
-    assert done.stdout == "True True\nTrue\n"
+    assert completed.stdout == "True True\nTrue\n"
 
 
-def test_what_it_starts_is_its_child_and_is_warm_too():
+def test_children_of_a_warm_process_are_warm_too():
     program = "import os, subprocess, sys, torch; print(os.getpid(), flush=True)\n"
     program += "inner = 'import os, sys; print(os.getppid(), \"torch\" in sys.modules)'\n"
     program += "subprocess.run([sys.executable, '-c', inner], check=True)"

@@ -1,8 +1,9 @@
-"""Processes that have imported torch already: `Popen` and `run` are subprocess's, but for the seconds of that import.
+"""Processes that have imported torch already: `Popen` and `run` are like those of subprocess,
+without the seconds of that import.
 
-They are forked by a nursery (see `tests.nursery`), as children of whoever asks. To the kernel such a process has its
-nursery's command line: what is to be found by that, or what Python does before the first import, takes a process of
-subprocess's own.
+They are forked by a nursery (see `tests.nursery`), as children of whoever asks. To the kernel such
+a process has its nursery's command line: what searches for that line, or what Python does before
+the first import, takes a process of subprocess's own.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from contextlib import suppress
 from multiprocessing import util
 from pathlib import Path
 
-DEAF = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # in a nursery, for its whole group hears them
-NURSERY = "nursery"  # its name in /proc
+# Ignored in a nursery, for its whole group gets them.
+DEAF = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+NURSERY = "nursery"  # Name of a nursery in /proc.
 ROOM = 30_000  # bytes for the environments of all that is forked
 _execute = subprocess.Popen._execute_child
 _spawn = util.spawnv_passfds
@@ -32,47 +34,50 @@ _nursery: socket.socket | None = None  # the line to this process's
 
 
 class Popen(subprocess.Popen):
-    """As subprocess's, for `[sys.executable, ...]`; what cannot be warm is started as ever."""
+    """Start a process like subprocess.Popen, for `[sys.executable, ...]`.
+
+    A process that cannot be warm is started as usual.
+    """
 
     def _execute_child(self, *given, **named) -> None:
         _execute_child(self, *given, **named)
 
 
-# As subprocess's, of this `Popen`.
+# The streams are those of this `Popen`, like subprocess's.
 run = types.FunctionType(subprocess.run.__code__, {**vars(subprocess), "Popen": Popen})
 run.__kwdefaults__ = subprocess.run.__kwdefaults__
 
 
-def everything() -> None:
-    """From now on this process starts all its Python warm."""
+def start_all_warm() -> None:
+    """Start all Python processes of this process warm from now on."""
     subprocess.Popen._execute_child = _execute_child
     util.spawnv_passfds = spawnv_passfds
 
 
-def what_is_asked_for() -> None:
-    """From now on this process starts only multiprocessing's servers warm, and what is started by `Popen` and `run`."""
+def start_requested_warm() -> None:
+    """Start only multiprocessing's servers warm from now on, and processes of `Popen` and `run`."""
     subprocess.Popen._execute_child = _execute
     util.spawnv_passfds = spawnv_passfds
 
 
-def nothing() -> None:
-    """From now on this process starts all as Python does."""
+def start_none_warm() -> None:
+    """Start all processes like Python does from now on."""
     subprocess.Popen._execute_child = _execute
     util.spawnv_passfds = _spawn
 
 
 def without_nursery(pids: Iterable[str]) -> list[str]:
-    """Processes that live, but for nurseries, which a command of subprocess's own has none of."""
-    found = []
+    """Return the living processes without nurseries, which do not exist with subprocess."""
+    collected = []
     for pid in pids:
         with suppress(OSError):
             if Path(f"/proc/{pid}/comm").read_text().strip() != NURSERY:
-                found.append(pid)
-    return found
+                collected.append(pid)
+    return collected
 
 
 def ask(nursery: socket.socket) -> None:
-    """From now on this is the nursery of this process."""
+    """Use this nursery for this process from now on."""
     global _nursery
     _nursery = nursery
 
@@ -81,21 +86,44 @@ def _start_nursery() -> None:
     """A test process's, which has to import torch; gone with that process."""
     from tests.command_line import environment
 
-    ours, theirs = socket.socketpair()
-    script = f"from tests.nursery import serve; serve({theirs.fileno()})"
+    ours, reference = socket.socketpair()
+    script = f"from tests.nursery import serve; serve({reference.fileno()})"
     command = [sys.executable, "-c", script]
-    first = environment(TMPDIR=tempfile.gettempdir(), ROOM=" " * ROOM)  # for every test; what is imported writes there
-    subprocess.Popen(command, pass_fds=[theirs.fileno()], env=first, stdin=subprocess.DEVNULL)
-    theirs.close()
+    # The folder is used by every test: imported modules write there.
+    first = environment(TMPDIR=tempfile.gettempdir(), ROOM=" " * ROOM)
+    subprocess.Popen(
+        command,
+        pass_fds=[reference.fileno()],
+        env=first,
+        stdin=subprocess.DEVNULL,
+    )
+    reference.close()
     ask(ours)
 
 
-def _start(command: tuple[str, str, list[str]], files: Mapping[int, int], **job: object) -> int:
-    """Have a command forked as a child of this process, with its files by number, and what `exec` would leave it."""
+def _start(
+    command: tuple[str, str, list[str]],
+    files: Mapping[int, int],
+    **job: object,
+) -> int:
+    """Have a command forked as a child of this process, with its files by number, and what `exec`
+    would leave it.
+    """
     mask = sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
     ignored = [number for number in DEAF if signal.getsignal(number) is signal.SIG_IGN]
-    asked = {"command": command, "numbers": [*files], "parent": os.getpid(), "mask": mask, "ignored": ignored}
-    asked |= {"environment": {**os.environ}, "cwd": os.getcwd(), "session": False, "serves": False}
+    asked = {
+        "command": command,
+        "numbers": [*files],
+        "parent": os.getpid(),
+        "mask": mask,
+        "ignored": ignored,
+    }
+    asked |= {
+        "environment": {**os.environ},
+        "cwd": os.getcwd(),
+        "session": False,
+        "serves": False,
+    }
     with _asking:
         if _nursery is None:
             _start_nursery()
@@ -103,18 +131,20 @@ def _start(command: tuple[str, str, list[str]], files: Mapping[int, int], **job:
         _nursery.sendall(json.dumps({**asked, **job}).encode() + b"\n")
         answer = _nursery.makefile().readline()
     if not answer:
-        raise RuntimeError("the nursery is gone: `python -c 'from tests.nursery import serve'` may say why")
+        raise RuntimeError(
+            "the nursery is gone: `python -c 'from tests.nursery import serve'` may say why"
+        )
     return int(answer)
 
 
 def received(wire: socket.socket) -> tuple[dict, list[int]] | None:
-    """What a nursery is asked for, and its files; None when nobody is there to ask."""
+    """Return a request to a nursery with its files, or None if the other end is closed."""
     data, fds, _, _ = socket.recv_fds(wire, 1, 16)
     return (json.loads(wire.makefile().readline()), fds) if data else None
 
 
 def _warm(words: Sequence[str]) -> tuple[str, str, list[str]] | None:
-    """What Python is to run, with its words; None where it is to be a new process."""
+    """Return what Python should run, with its arguments, or None if it has to be a new process."""
     if words[0] != sys.executable or len(words) < 2:
         return None
     rest = [*words[1:]]
@@ -128,11 +158,16 @@ def _warm(words: Sequence[str]) -> tuple[str, str, list[str]] | None:
 
 
 def _execute_child(process: subprocess.Popen, *given, **named) -> None:
-    """Have Python's commands forked, and start anything else as `subprocess` does."""
+    """Fork Python's commands, and start other programs like `subprocess` does."""
     asked = inspect.signature(_execute).bind(process, *given, **named).arguments
     args = asked["args"]
     command = None if isinstance(args, str) else _warm([*map(os.fsdecode, args)])
-    if command is None or asked["pass_fds"] or asked["preexec_fn"] or asked.get("process_group", -1) != -1:
+    if (
+        command is None
+        or asked["pass_fds"]
+        or asked["preexec_fn"]
+        or asked.get("process_group", -1) != -1
+    ):
         _execute(process, *given, **named)
         return
     pipes = [asked[name] for name in ("p2cread", "c2pwrite", "errwrite")]
@@ -155,4 +190,8 @@ def spawnv_passfds(path: str, args: list[str], passfds: list[int]) -> int:
     command = _warm([os.fsdecode(word) for word in args])
     if command is None:
         return _spawn(path, args, passfds)
-    return _start(command, {fd: fd for fd in (0, 1, 2, *passfds)}, serves=True)
+    return _start(
+        command,
+        {fd: fd for fd in (0, 1, 2, *passfds)},
+        serves=True,
+    )

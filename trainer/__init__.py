@@ -58,37 +58,39 @@ __all__ = [
 ]
 
 _HOME = {
-    "__version__": ("trainer.recipe.versions", "VERSION"),
-    "Recipe": ("trainer.recipe", "Recipe"),
-    "load_recipe": ("trainer.recipe", "load"),
-    "train": ("trainer.training.api", "train"),
-    "Result": ("trainer.training.results", "Result"),
-    "EpochReport": ("trainer.training.callbacks", "EpochReport"),
-    "plan": ("trainer.commands.plan", "plan"),
-    "compare": ("trainer.commands.compare", "compare"),
-    "evaluate": ("trainer.commands.evaluate", "evaluate_run"),
-    "predict": ("trainer.commands.predict", "predict"),
-    "load": ("trainer.commands.loaded_model", "load"),
-    "LoadedModel": ("trainer.commands.loaded_model", "LoadedModel"),
-    "Prediction": ("trainer.commands.loaded_model", "Prediction"),
-    "register_model": ("trainer.models.zoo", "register_model"),
-    "register_dataset": ("trainer.data", "register_dataset"),
-    "register_task": ("trainer.tasks", "register_task"),
-    "Task": ("trainer.tasks", "Task"),
-    "Classification": ("trainer.tasks", "Classification"),
-    "DevicePool": ("trainer.pool", "DevicePool"),
-    "ItemError": ("trainer.pool", "ItemError"),
-    "current_device": ("trainer.pool", "current_device"),
+    "__version__": "trainer.versions",
+    "Recipe": "trainer.recipe",
+    "load_recipe": "trainer.recipe",
+    "train": "trainer.training.api",
+    "Result": "trainer.training.results",
+    "EpochReport": "trainer.training.callbacks",
+    "plan": "trainer.commands.plan",
+    "compare": "trainer.commands.compare",
+    "evaluate": "trainer.commands.evaluate",
+    "predict": "trainer.commands.predict",
+    "load": "trainer.commands.loaded_model",
+    "LoadedModel": "trainer.commands.loaded_model",
+    "Prediction": "trainer.commands.loaded_model",
+    "register_model": "trainer.models.zoo",
+    "register_dataset": "trainer.data",
+    "register_task": "trainer.tasks",
+    "Task": "trainer.tasks",
+    "Classification": "trainer.tasks",
+    "DevicePool": "trainer.pool",
+    "ItemError": "trainer.pool",
+    "current_device": "trainer.pool",
 }
+# Names that their modules call otherwise.
+_ALIASES = {"__version__": "VERSION", "load_recipe": "load", "evaluate": "evaluate_run"}
 
 
-if not TYPE_CHECKING:  # a type checker would take every name for one that is here
+# A type checker would accept any name of a module with `__getattr__`, even a misspelled one.
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME:
             raise AttributeError(f"module 'trainer' has no attribute '{name}'")
-        module, attribute = _HOME[name]
-        return getattr(import_module(module), attribute)
+        return getattr(import_module(_HOME[name]), _ALIASES.get(name, name))
 
 
 def __dir__() -> list[str]:

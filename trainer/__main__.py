@@ -1,17 +1,19 @@
-"""`python -m trainer`: words -> command -> exit code."""
+"""Entry point of `python -m trainer`: arguments -> command -> exit code."""
 
 from __future__ import annotations
 
 import sys
 
 if __name__ == "__main__" and not sys.flags.safe_path:
-    # The working folder, where a random.py or yaml.py of the user's own would be taken for the library of that name.
+    # Python puts the working folder first on the path; a random.py or yaml.py of the user would
+    # hide the library of that name.
     sys.path.append(sys.path.pop(0))
 
 from trainer.processes import early
 
 if __name__ == "__main__" or early.is_installed_command():
-    early.install_handlers()  # before all other imports
+    # Importing torch takes seconds, during which Ctrl-C must not print a traceback.
+    early.install_handlers()
 
 import logging
 import multiprocessing
@@ -23,7 +25,13 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from trainer.errors import RecipeError, SetupError, TrainerError, explain
-from trainer.processes.terminal import as_typed, name_installed_command, outlive_terminal, plain
+from trainer.processes.terminal import (
+    escape_control_characters,
+    localize_commands,
+    name_installed_command,
+    outlive_terminal,
+    say,
+)
 
 try:
     from trainer import recipe
@@ -31,41 +39,47 @@ try:
     from trainer.cli.command_table import COMMANDS
     from trainer.cli.grammar import read
     from trainer.launch import endings, launching, topology
-    from trainer.processes import family, interrupts
+    from trainer.processes import family, interrupts, resources
     from trainer.processes.interrupts import exit_now, exit_python
-    from trainer.processes.rank import place
-    from trainer.recipe import key_reference
+    from trainer.processes.rank import read_place
     from trainer.recipe.known_names import check_names
-    from trainer.recipe.recipe_files import positive_integer, split_words
-    from trainer.recipe.versions import VERSION, installed
+    from trainer.recipe.recipe_files import parse_positive_integer, split_arguments
     from trainer.saving.files import open_streams
     from trainer.saving.run_folder import asked_to_restart
-except ModuleNotFoundError as fault:  # a library is missing, as after pip install --no-deps
-    print(f"trainer: error: {as_typed(explain(fault)[0])}", file=sys.stderr)
-    sys.exit(explain(fault)[1])
+    from trainer.versions import VERSION, read_version
+except ModuleNotFoundError as fault:
+    # A library is missing, for example after `pip install --no-deps`.
+    message, exit_code = explain(fault)
+    print(f"trainer: error: {localize_commands(message)}", file=sys.stderr)
+    sys.exit(exit_code)
 
-LAUNCH_WORDS = (*COMMANDS["train"].words, "checkpoint")
-AS_THEY_ARE = ("submit", "recipes", "guide")  # commands whose texts tell themselves how this program was started
+LAUNCH_OPTIONS = (*COMMANDS["train"].words, "checkpoint")
+# These commands already print the program's name as the user typed it.
+NAME_THE_PROGRAM = ("submit", "recipes", "guide")
 
 
 def main() -> None:
-    """Run the command that the words name, and leave with its exit code."""
+    """Run the command that the arguments name, and exit with its code."""
     open_streams()
     outlive_terminal()
+    # OpenMP reads its settings when torch is loaded.
+    resources.spin_briefly()
     if early.is_installed_command():
         name_installed_command(sys.argv[0])
     code = answer(sys.argv[1:])
-    if not code and multiprocessing.parent_process():  # a rank that our launcher forked, which waits for its return
+    # The launcher forked this rank and waits for the function to return.
+    if not code and multiprocessing.parent_process():
         return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said; Ctrl-C in Python's own end would show a traceback
-    if _launched() or interrupts.stuck.is_set():
+    # All output is written; Ctrl-C while Python shuts down would show a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if _launched() or interrupts.skips_shutdown.is_set():
         logging.shutdown()
         exit_now(code)
     exit_python(code)
 
 
 def answer(words: Sequence[str]) -> int:
-    """The exit code of a command, after printing the one line of what went wrong, if anything did."""
+    """Run a command, print one line if it fails, and return the exit code."""
     try:
         family.die_with_parent()
         check_folder()
@@ -73,10 +87,13 @@ def answer(words: Sequence[str]) -> int:
     except (Exception, KeyboardInterrupt) as error:
         now = time.time()
         line, code = explain(error)
-        own = code == TrainerError.code
-        line = endings.with_stack(line, error) if own else endings.name_stopped_ranks(line, code, error)
+        is_bug = code == TrainerError.code
+        if is_bug:
+            line = endings.with_stack(line, error)
+        else:
+            line = endings.name_stopped_ranks(line, code, error)
     endings.write_report(line, code, now)
-    if family.launcher_prints() or (_launched() and not place().is_main):
+    if family.launcher_prints() or (_launched() and not read_place().is_main):
         endings.let_others_print(code)
     else:
         endings.say(line, code)
@@ -84,15 +101,17 @@ def answer(words: Sequence[str]) -> int:
 
 
 def check_folder() -> None:
-    """Raises SetupError where the working folder was deleted, which neither torch nor relative paths survive."""
+    """Raise SetupError if the working folder was deleted: torch and relative paths need it."""
     try:
         os.getcwd()
     except OSError:
-        raise SetupError("the working folder was deleted: type cd and a folder that is there, and try again") from None
+        raise SetupError(
+            "the working folder was deleted: change to an existing folder with cd and try again"
+        ) from None
 
 
 def run(words: Sequence[str]) -> int:
-    """Run one command."""
+    """Run one command and return its exit code."""
     if {"--help", "-h"} & set(words):
         return show_help([word for word in words if word not in ("--help", "-h")])
     command, rest = read(words)
@@ -103,43 +122,61 @@ def run(words: Sequence[str]) -> int:
     if command == "evaluate":
         return evaluate(rest)
     if command == "version":
-        _show(f"trainer {VERSION}, torch {installed('torch')}, Python {platform.python_version()}\n")
+        _show(
+            f"trainer {VERSION}, torch {read_version('torch')}, Python "
+            f"{platform.python_version()}\n"
+        )
         return 0
     if command == "help":
         return show_help(rest)
-    home = import_module(COMMANDS[command].home)
+    module = import_module(COMMANDS[command].home)
     if command != "doctor":
         interrupts.raise_at_ctrl_c()
-    told: int | str = home.command(rest)
-    if isinstance(told, int):
-        return told
-    _show(told if command in AS_THEY_ARE else as_typed(told))
+    result: int | str = module.command(rest)
+    if isinstance(result, int):
+        return result
+    if command not in NAME_THE_PROGRAM:
+        result = localize_commands(result)
+    _show(result)
     return 0
 
 
 def show_help(words: Sequence[str]) -> int:
-    """Print the page of the command that is among the words, or the first page."""
-    named = [word.lstrip("-") for word in words if word.lstrip("-") in guide.pages()]
-    _show(guide.command_page(named[0]) if named else guide.first(key_reference.listed("  ")))
+    """Print the page of the first command among `words`, or the overview if there is none."""
+    for word in words:
+        command = word.lstrip("-")
+        if command in guide.parse_command_pages():
+            _show(guide.format_command_page(command))
+            return 0
+    # A run does not load the commands.
+    from trainer.commands import recipes
+
+    _show(guide.format_overview(recipes.listed("  ")))
     return 0
 
 
 def train(words: Sequence[str]) -> int:
-    """Train here, or in ranks that torch's launcher starts."""
-    options, rest = split_words(words, LAUNCH_WORDS)
+    """Train in this process, or start ranks with torch's launcher."""
+    options, rest = split_arguments(words, LAUNCH_OPTIONS)
     if "checkpoint" in options:
-        raise RecipeError("checkpoint= belongs to evaluate; to continue a run type output=runs/x resume=auto")
+        raise RecipeError(
+            "checkpoint= belongs to evaluate; to continue a run type output=runs/x resume=auto"
+        )
     chosen = recipe.load(options.get("recipe"), *rest)
     if "plugin" not in options:
         check_names(chosen)
-    restarts = positive_integer("max_restarts", options.get("max_restarts")) or 0
+    restarts = parse_positive_integer("max_restarts", options.get("max_restarts")) or 0
     launch = launching.launch_to_start(chosen, options.get("nproc"), restarts)
     if not _launched() and asked_to_restart(chosen):
         chosen = chosen.replace(schedule__restart=True)
-        words = [*(word for word in words if not word.startswith("schedule.restart=")), "schedule.restart=true"]
+        words = [word for word in words if not word.startswith("schedule.restart=")]
+        words.append("schedule.restart=true")
+    if not _launched() or (read_place().is_main and not family.launcher_prints()):
+        for line in recipe.notes_on_idle(options.get("recipe"), *rest):
+            say(f"unused: {line}")
     if launch is not None:
-        kept = [word for word in words if not word.startswith(("nproc=", "max_restarts="))]
-        return launching.start(chosen, kept, launch, restarts)
+        arguments = [word for word in words if not word.startswith(("nproc=", "max_restarts="))]
+        return launching.start(chosen, arguments, launch, restarts)
     launching.load_plugin(options.get("plugin"))
     from trainer.training import loop
 
@@ -148,12 +185,17 @@ def train(words: Sequence[str]) -> int:
 
 
 def evaluate(words: Sequence[str]) -> int:
-    """Evaluate a trained run in this process, as the rank that the environment says."""
-    options, rest = split_words(words, LAUNCH_WORDS)
+    """Evaluate a trained run in this process, as the rank that the environment names."""
+    options, rest = split_arguments(words, LAUNCH_OPTIONS)
     if "checkpoint" not in options:
-        raise RecipeError("evaluate needs checkpoint=, a run folder or one of its checkpoints: checkpoint=runs/x")
+        raise RecipeError(
+            "evaluate needs checkpoint=, a run folder or one of its checkpoints: checkpoint=runs/x"
+        )
     if wrong := options.keys() & {"recipe", "nproc", "max_restarts"}:
-        raise RecipeError(f"{min(wrong)}= is not for evaluate: the run has a recipe, and torchrun starts several ranks")
+        raise RecipeError(
+            f"{min(wrong)}= is not for evaluate: the run has a recipe, and torchrun starts several "
+            "ranks"
+        )
     launching.load_plugin(options.get("plugin"))
     from trainer.commands import evaluate as trained
 
@@ -164,14 +206,15 @@ def evaluate(words: Sequence[str]) -> int:
 
 def _show(text: str) -> None:
     try:
-        print(plain(text), end="", flush=True)
-    except BrokenPipeError:  # the reader, head say, has seen enough
+        print(escape_control_characters(text), end="", flush=True)
+    except BrokenPipeError:
+        # The reader (for example `head`) has closed the pipe; Python would complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _launched() -> bool:
     try:
-        return place().launched
+        return read_place().launched
     except TrainerError:
         return False
 

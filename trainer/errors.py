@@ -1,7 +1,8 @@
 """The ways a run can end, each with its exit code.
 
-Every exception here carries one line for the user: what was found, what is allowed, what to type instead.
-`__main__` prints it and exits with `code`; the Python API lets it rise. The numbers are part of the interface.
+Every exception here carries one line for the user: what was found, what is allowed, what to type
+instead. `__main__` prints it and exits with `code`; the Python API lets it rise. The numbers are
+part of the interface.
 """
 
 from __future__ import annotations
@@ -11,18 +12,23 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Iterable
+from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room on the disk, in a quota, or below a limit
+# The disk is full, a quota is used up, or a file exceeds a size limit.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-
-SECRETS = re.compile(  # user info of an address, and values that are called like a token
-    r"""(?<=://)[^/\s'"]+@|(?<=[?&;])([\w.-]*(?:token|secret|passw|key|sig)[\w.-]*=)[^&;\s'"]+""", re.IGNORECASE
+# User info in an address, and values of parameters that are named like a token.
+SECRETS = re.compile(
+    r"""(?<=://)[^/\s'"]+@|(?<=[?&;])([\w.-]*(?:token|secret|passw|key|sig)[\w.-]*=)[^&;\s'"]+""",
+    re.IGNORECASE,
 )
 
 
-def without_secrets(text: str) -> str:
-    """A text as it may be shown and stored: no password and no token in the addresses in it."""
+def remove_secrets(text: str) -> str:
+    """Remove passwords and tokens from the addresses in a text, before it is shown or stored."""
     return SECRETS.sub(lambda match: match[1] or "", text)
 
 
@@ -30,18 +36,19 @@ class TrainerError(Exception):
     """Base of every error this package raises on purpose."""
 
     code = 1
-    cause = "error"  # in a word or two, for the journal
+    # The journal of a run stores this short name.
+    cause = "error"
 
     def __str__(self) -> str:
-        return without_secrets(super().__str__())
+        return remove_secrets(super().__str__())
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows of it: the sentence, without our own frames that led to it."""
+        """Let notebooks show the message only, without a traceback of our own frames."""
         return [f"{type(self).__name__}: {self}"]
 
 
 class RecipeError(TrainerError, ValueError):
-    """The recipe or the words on the command line cannot mean anything (exit 2)."""
+    """The recipe or the command line is invalid (exit 2)."""
 
     code = 2
     cause = "recipe"
@@ -120,110 +127,196 @@ KINDS = {kind.code: kind for kind in TrainerError.__subclasses__()}
 
 
 def explain(error: BaseException) -> tuple[str, int]:
-    """What to print for an exception, and the exit code. Only a bug shows a traceback."""
-    text = " ".join(text_of(error).split())
+    """Return what to print for an exception, and the exit code. Only a bug shows a traceback."""
+    text = " ".join(read_text(error).split())
     if isinstance(error, TrainerError):
         return text, error.code
     if isinstance(error, KeyboardInterrupt):
         return "stopped by Ctrl-C", Interrupted.code
-    if (fault := installation_fault(error)) is not None:
+    if (fault := describe_installation_fault(error)) is not None:
         return fault, SetupError.code
     for sign, advice in ADVICE.items():
         if sign in text:
             return f"{text[:300]}: {advice}", RecipeError.code
     if is_out_of_memory(error):
-        advice = "lower batch_size, or raise accumulate to compute the same batch in smaller pieces; a model too big "
-        advice += "for one device: mode=split devices=[cuda:0,cuda:1], or mode=pipeline nproc=2"
-        return f"out of memory: {advice} ({text[:200] or type(error).__name__})", DeviceMemoryError.code
+        message = (
+            "out of memory: lower batch_size, or raise accumulate to compute the same batch in "
+            "smaller micro-batches; for a model too big for one device: mode=split "
+            "devices=[cuda:0,cuda:1], or mode=pipeline nproc=2 "
+            f"({text[:200] or type(error).__name__})"
+        )
+        return message, DeviceMemoryError.code
     if isinstance(error, OSError) and is_disk_full(error):
-        where = f" at {error.filename}" if error.filename else "" if error.errno in FULL else f" ({text})"
-        return f"the disk is full{where}: free some space, or choose another output=", DiskFullError.code
-    return without_secrets("".join(traceback.format_exception(error)).rstrip()), 1
+        where = ""
+        if error.filename:
+            where = f" at {error.filename}"
+        elif error.errno not in FULL:
+            where = f" ({text})"
+        message = f"the disk is full{where}: free some space, or choose another output="
+        return message, DiskFullError.code
+    report = "".join(traceback.format_exception(error))
+    return remove_secrets(report.rstrip()), 1
 
 
-ADVICE = {  # what torch and Python say of settings that they cannot use, and what to type
+# Parts of messages by torch and Python about settings that they cannot use -> what to type.
+ADVICE = {
     "Expected more than 1 value per channel": (
         "BatchNorm needs more: raise batch_size, or lower accumulate or pipeline.microbatches"
     ),
-    "does not have a deterministic implementation": "use deterministic=false, or a model without it",
-    "Could not determine home directory": "there is no user of a path that begins with ~: write the whole path",
+    "does not have a deterministic implementation": (
+        "use deterministic=false, or a model without it"
+    ),
+    "Could not determine home directory": (
+        "there is no user of a path that begins with ~: write the whole path"
+    ),
     "File name too long": "shorten the name of a file or folder",
 }
-# Files of ours, of installed libraries and of Python itself.
-NOT_THE_USERS = rf"^{re.escape(os.path.dirname(os.path.abspath(__file__)))}/|/(site|dist)-packages/|/lib/python\d"
+_PACKAGE = re.escape(os.path.dirname(os.path.abspath(__file__)))
+# Files of this package, of installed libraries and of Python itself.
+NOT_THE_USERS = rf"^{_PACKAGE}/|/(site|dist)-packages/|/lib/python\d"
 
 
-def in_one_line(error: BaseException) -> tuple[str, int]:
-    """As `explain`, and of a bug its sentence."""
+def explain_in_one_line(error: BaseException) -> tuple[str, int]:
+    """Explain an exception like `explain`, but describe a bug in one line."""
     line, code = explain(error)
-    bug = code == TrainerError.code and not isinstance(error, TrainerError)
-    return sentence(error) if bug else line, code
+    if code == TrainerError.code and not isinstance(error, TrainerError):
+        line = describe_bug(error)
+    return line, code
 
 
-def sentence(error: BaseException) -> str:
-    """A bug in one line: its kind, what it says, and where in the user's own code, else in ours, it was raised."""
-    text = " ".join(text_of(error).split())
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
-    theirs = [frame for frame in frames if not re.search(NOT_THE_USERS, frame.filename)]
-    where = [f" ({frame.filename}:{frame.lineno}, in {frame.name})" for frame in (theirs or frames)[-1:]]
-    return f"{type(error).__name__}: {text[:500]}{''.join(where)}"
+def describe_bug(error: BaseException) -> str:
+    """Describe a bug in one line: its type, its message and its place.
+
+    The place is the last frame in the user's own code, or in any code if there is none.
+    """
+    text = " ".join(read_text(error).split())
+    where = ""
+    is_users = False
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename.startswith("<"):
+            continue
+        in_users_code = not re.search(NOT_THE_USERS, frame.filename)
+        if in_users_code or not is_users:
+            is_users = in_users_code
+            where = f" ({frame.filename}:{frame.lineno}, in {frame.name})"
+    return f"{type(error).__name__}: {text[:500]}{where}"
 
 
-# What pip installs with this package, unless it is told not to: name in Python -> name for pip, where they differ.
-LIBRARIES = {
-    **{name: name for name in ("matplotlib", "numpy", "omegaconf", "pydantic", "safetensors", "scipy", "tensorboard")},
-    **{name: name for name in ("cloudpickle", "torch", "torchvision", "tqdm", "xxhash")},
-    **{"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"},
-}
+# Required libraries: name of the import -> name for pip. Most have the same name.
+SAME_NAME = (
+    "cloudpickle matplotlib numpy omegaconf pydantic safetensors scipy tensorboard torch "
+    "torchvision tqdm xxhash"
+)
+LIBRARIES = {name: name for name in SAME_NAME.split()}
+LIBRARIES |= {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}
 
 
-def installation_fault(error: BaseException) -> str | None:
-    """One line where a library is missing, or torch and torchvision do not fit together; None for other errors."""
-    text = " ".join(text_of(error).split())
+def describe_installation_fault(error: BaseException) -> str | None:
+    """Describe a missing library, or a torch and torchvision that do not fit together.
+
+    Returns None for other errors.
+    """
+    text = " ".join(read_text(error).split())
     if isinstance(error, ModuleNotFoundError) and error.name in LIBRARIES:
-        missing = [pip for name, pip in LIBRARIES.items() if name == error.name or find_spec(name) is None]
+        missing = []
+        for name, pip in LIBRARIES.items():
+            if name == error.name or find_spec(name) is None:
+                missing.append(pip)
         return f"not installed: {', '.join(missing)}; type pip install {' '.join(missing)}"
-    library = isinstance(error, ImportError | OSError) and ".so" in text
-    frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    if "torchvision::" in text or (library and any("/torch/" in name or "/torchvision/" in name for name in frames)):
-        return f"torch cannot be loaded ({text[:160]}): pip install --force-reinstall torch torchvision"
-    return None
+    does_not_fit = "torchvision::" in text
+    if isinstance(error, ImportError | OSError) and ".so" in text:
+        for frame in traceback.extract_tb(error.__traceback__):
+            if "/torch/" in frame.filename or "/torchvision/" in frame.filename:
+                does_not_fit = True
+    if not does_not_fit:
+        return None
+    return f"torch cannot be loaded ({text[:160]}): pip install --force-reinstall torch torchvision"
 
 
-def text_of(error: BaseException) -> str:
-    """`str(error)` without secrets, also of an exception that cannot say what it is."""
+def load_extra(feature: str, *modules: str) -> Any:
+    """Import the optional packages that `feature` needs, and return the first one.
+
+    Raises:
+        SetupError: one of them is missing or cannot be imported, with what to type.
+    """
     try:
-        return without_secrets(str(error))
+        loaded = [import_module(name) for name in modules]
+        for module in loaded:
+            # A folder of that name in the working directory, such as the one that wandb makes, is
+            # imported as well.
+            if getattr(module, "__file__", "") is None:
+                raise ModuleNotFoundError(f"{module.__name__} is a folder without code")
+    except Exception as error:
+        # A package that was built for other libraries can raise any exception.
+        raise build_missing_extra_error(feature, modules, error) from None
+    return loaded[0]
+
+
+def build_missing_extra_error(feature: str, modules: Iterable[str], error: Exception) -> SetupError:
+    """Say which packages to install for `feature`, whose import raised `error`."""
+    names = dict.fromkeys(name.partition(".")[0].replace("_", "-") for name in modules)
+    reason = " ".join(read_text(error).split())[:160]
+    # pip would not touch what is installed already, and must not exchange torch, on which such
+    # packages depend.
+    options = "--force-reinstall --no-deps "
+    if isinstance(error, ModuleNotFoundError):
+        options = ""
+    if not names.keys().isdisjoint(("torch", "torchvision", "numpy")):
+        return SetupError(
+            f"{feature} cannot be used with the torch or numpy that is installed ({reason})"
+        )
+    return SetupError(
+        f"{feature} needs {', '.join(names)} ({reason}): pip install {options}{' '.join(names)}"
+    )
+
+
+def read_text(error: BaseException) -> str:
+    """Return `str(error)` without secrets, even if `__str__` itself raises."""
+    try:
+        return remove_secrets(str(error))
     except BaseException as broken:
         return f"its own text raises {type(broken).__name__}"
 
 
 def is_disk_full(error: OSError) -> bool:
-    """Whether there was no room to write; Python's word for it where no temporary file can be written is another."""
-    return error.errno in FULL or "No usable temporary directory" in text_of(error)
+    """Return whether the disk is full. Python's `tempfile` reports it with a message only."""
+    return error.errno in FULL or "No usable temporary directory" in read_text(error)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or the machine ran out of memory. Torch has a class for one and only messages for others."""
+    """Return whether a device or the machine ran out of memory.
+
+    Torch has an exception class for some cases, and only messages for others.
+    """
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     signs = ("out of memory", "can't allocate memory", "Cannot allocate memory", "ALLOC_FAILED")
-    text = text_of(error) if isinstance(error, RuntimeError | OSError) else ""
-    return any(sign in text for sign in signs) or (any(sign in text for sign in PERHAPS_MEMORY) and _card_is_full())
+    text = ""
+    if isinstance(error, RuntimeError | OSError):
+        text = read_text(error)
+    if any(sign in text for sign in signs):
+        return True
+    return any(sign in text for sign in PERHAPS_MEMORY) and _is_gpu_full()
 
 
-# What cuBLAS and cuDNN say where there is no memory for their workspaces, and where they are broken.
-PERHAPS_MEMORY = ("unable to find an engine", "CUBLAS_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_NOT_INITIALIZED")
-LITTLE = 512 * 2**20  # bytes free of a card that is full: such a workspace takes less
+# cuBLAS and cuDNN print these both without memory for their workspaces and when they are broken.
+PERHAPS_MEMORY = (
+    "unable to find an engine",
+    "CUBLAS_STATUS_NOT_INITIALIZED",
+    "CUDNN_STATUS_NOT_INITIALIZED",
+)
+# A GPU with fewer free bytes counts as full. Such a workspace needs less than this.
+LITTLE = 512 * 2**20
 
 
-def _card_is_full() -> bool:
-    """Whether a card that this process computes on has little memory left."""
+def _is_gpu_full() -> bool:
+    """Return whether a GPU that this process uses has little memory left."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is None or not cuda.is_initialized():
         return False
     try:
         used = (n for n in range(cuda.device_count()) if cuda.memory_reserved(n))
         return any(cuda.mem_get_info(n)[0] < LITTLE for n in used)
-    except RuntimeError:  # a card that does not answer any more
+    except RuntimeError:
+        # The GPU does not respond any more.
         return False

@@ -1,10 +1,11 @@
-"""What our loop costs: its step against a raw PyTorch loop's, tiny CNN, CIFAR-10's shape, batch 32.
+"""Cost of our loop: one step against one step of a raw PyTorch loop, tiny CNN, CIFAR-10's shape,
+batch 32.
 
     python tests/benchmarks/loop_cost.py [--steps 600] [--pairs 9] [--threads 1]
 
 Row 1: both read the same torch DataLoader; ours has TensorBoard, a progress bar and its metrics on.
-Row 2: ours reads its in-memory batches, raw its DataLoader.
-The variants alternate in one process (raw, row 1, row 2, raw, ...); printed are medians and, pair by pair, ratios.
+Row 2: ours reads its in-memory batches, raw its DataLoader. The variants alternate in one process
+(raw, row 1, row 2, raw, ...); printed are medians and, pair by pair, ratios.
 """
 
 from __future__ import annotations
@@ -25,8 +26,19 @@ from trainer import load_recipe, register_dataset, register_model
 from trainer.data import Batch, Loader
 from trainer.training import loop, setup
 
-IMAGES = torch.randint(0, 256, (50_000, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-LABELS = torch.randint(0, 10, (50_000,), generator=torch.Generator().manual_seed(1))
+IMAGES = torch.randint(
+    0,
+    256,
+    (50_000, 3, 32, 32),
+    dtype=torch.uint8,
+    generator=torch.Generator().manual_seed(0),
+)
+LABELS = torch.randint(
+    0,
+    10,
+    (50_000,),
+    generator=torch.Generator().manual_seed(1),
+)
 SCALED = IMAGES.float().div_(255).sub_(0.5).div_(0.25)
 BATCH = 32
 
@@ -55,15 +67,22 @@ def torch_loader() -> DataLoader:
 
 
 def raw(steps: int) -> float:
-    """Seconds a step of the loop in every tutorial, with a fused optimizer and nothing else."""
+    """Return the seconds per step of a plain loop, like that of a tutorial, with a fused
+    optimizer.
+    """
     torch.manual_seed(0)
     model = tiny(10, 3, 32).to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    optimizer = torch.optim.SGD(
+        model.parameters(),
+        lr=0.1,
+        momentum=0.9,
+        fused=True,
+    )
     criterion = nn.CrossEntropyLoss()
     batches = iter(torch_loader())
     begun = time.perf_counter()
-    for done in range(steps):
-        if done == steps // 10:
+    for finished in range(steps):
+        if finished == steps // 10:
             begun = time.perf_counter()
         images, labels = next(batches)
         optimizer.zero_grad()
@@ -82,7 +101,7 @@ class TorchBatches(Loader):
 
 
 class Terminal(io.StringIO):
-    """A terminal for the progress bar, so that its cost counts."""
+    """A terminal for the progress bar, because printing costs time, too."""
 
     def isatty(self) -> bool:
         return True
@@ -91,7 +110,7 @@ class Terminal(io.StringIO):
 def ours(steps: int, loader: type[Loader]) -> float:
     """Seconds a step of the real loop, logging included."""
     marks: list[float] = []
-    inner = loop.learning_rate
+    inner = loop.build_learning_rate
 
     def marked(*schedule):
         rate = inner(*schedule)
@@ -104,20 +123,30 @@ def ours(steps: int, loader: type[Loader]) -> float:
         return timed
 
     with tempfile.TemporaryDirectory() as folder:
-        words = ["mode=single", "model.name=tiny", "data.name=pictures", f"batch_size={BATCH}", "epochs=1", "threads=1"]
+        words = [
+            "mode=single",
+            "model.name=tiny",
+            "data.name=pictures",
+            f"batch_size={BATCH}",
+            "epochs=1",
+            "threads=1",
+        ]
         recipe = load_recipe(None, *words, f"max_steps={steps}", f"output={Path(folder, 'run')}")
-        kept = (setup.Loader, loop.learning_rate, sys.stdout, sys.stderr)
-        setup.Loader, loop.learning_rate = loader, marked
+        kept = (setup.Loader, loop.build_learning_rate, sys.stdout, sys.stderr)
+        setup.Loader = loader
+        loop.build_learning_rate = marked
         sys.stdout, sys.stderr = io.StringIO(), Terminal()
         try:
             loop.run(recipe.replace(threads=torch.get_num_threads()))
         finally:
-            setup.Loader, loop.learning_rate, sys.stdout, sys.stderr = kept
+            setup.Loader, loop.build_learning_rate, sys.stdout, sys.stderr = kept
     return (marks[1] - marks[0]) / (steps - 1 - steps // 10)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
@@ -135,12 +164,16 @@ def main() -> None:
         for name, run in variants.items():
             times[name].append(run())
     base = times["raw loop, DataLoader"]
-    print(f"torch {torch.__version__}, {options.threads} thread(s), {options.pairs} rounds of {options.steps} steps")
+    print(
+        f"torch {torch.__version__}, {options.threads} thread(s), {options.pairs} rounds of "
+        f"{options.steps} steps"
+    )
     print(f"{'':34} {'ms a step':>10} {'ratio to raw: median':>21} {'min':>6} {'max':>6}")
-    for name, found in times.items():
-        ratios = [a / b for a, b in zip(found, base, strict=True)]
+    for name, candidate in times.items():
+        ratios = [a / b for a, b in zip(candidate, base, strict=True)]
+        milliseconds = 1e3 * statistics.median(candidate)
         print(
-            f"{name:34} {1e3 * statistics.median(found):10.3f} {statistics.median(ratios):21.3f} "
+            f"{name:34} {milliseconds:10.3f} {statistics.median(ratios):21.3f} "
             f"{min(ratios):6.3f} {max(ratios):6.3f}"
         )
 

@@ -1,13 +1,14 @@
 """How good the automatic pipeline is: against its bound, and against one process.
 
-    python tests/benchmarks/pipeline_tuning.py             # ResNet-50, 64 px, batch 384, two ranks of one thread
-    python tests/benchmarks/pipeline_tuning.py --batch 96
+    python tests/benchmarks/pipeline_tuning.py             # ResNet-50, 64 px, batch 384, two ranks
+    of one thread python tests/benchmarks/pipeline_tuning.py --batch 96
 
-Everything happens in one pair of ranks, on synthetic images, forward and backward only, each figure the fastest of
-interleaved rounds:
+Everything happens in one pair of ranks, on synthetic images, forward and backward only, each figure
+the fastest of interleaved rounds:
 
 - auto: what `mode=pipeline` chooses by itself (cuts and micro-batches), with its schedule;
-- bound: the rank with more work, which never waits: its stages' times are measured with the other rank idle;
+- bound: the rank with more work, which never waits: its stages' times are measured with the other
+  rank idle;
 - single: one rank of one thread with the whole model at the same micro-batch size, the other idle.
 """
 
@@ -22,28 +23,42 @@ import time
 
 import torch
 
-from tests.contexts import mode_of
+from tests.strategies import create_strategy
 from trainer.data import Batch
+from trainer.distributed.world_setup import create_world
 from trainer.models.partition import trace
 from trainer.models.zoo import build
 from trainer.modes.base import Strategy
 from trainer.modes.pipeline.tuning import Plan
-from trainer.processes.resources import keep_freed_memory, locate
+from trainer.processes.resources import keep_freed_memory
 from trainer.recipe import load
 from trainer.training.randomness import seed_everything
 
 
 class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
-        words = ["mode=pipeline", "threads=1", f"model.name={options.model}", "data.name=synthetic"]
-        words += [f"batch_size={options.batch}", f"precision={options.precision}", f"data.image_size={options.size}"]
+        words = [
+            "mode=pipeline",
+            "threads=1",
+            f"model.name={options.model}",
+            "data.name=synthetic",
+            f"batch_size={options.batch}",
+            f"precision={options.precision}",
+            f"data.image_size={options.size}",
+        ]
         self.options, self.recipe = options, load(None, *words)
         keep_freed_memory()
         seed_everything(0, False)
-        self.world = locate(self.recipe)
+        self.world = create_world(self.recipe)
         self.world.connect(600)
         shape = (options.batch, 3, options.size, options.size)
-        self.pipeline = mode_of(self.recipe, self.world, shape, classes=1000, say=self.say)
+        self.pipeline = create_strategy(
+            self.recipe,
+            self.world,
+            shape,
+            classes=1000,
+            say=self.say,
+        )
         self.model = build(self.recipe.model, 1000, 3, options.size)
         self.pipeline.setup(self.model)
         self.model.to(memory_format=torch.channels_last)
@@ -58,11 +73,13 @@ class Bench:
         return self.pipeline.trial(self.traced, plan).seconds
 
     def alone(self, plan: Plan, repeats: int = 3) -> list[float]:
-        """Seconds of one micro-batch, forward and backward, on each stage while nobody else works."""
+        """Return the seconds of one micro-batch, forward and backward, on each stage while the
+        other stages are idle.
+        """
         times: list[float] = []
         if self.world.is_main:
             stages = self.traced.stages(plan.cuts)
-            inputs = self.pipeline.sample(self.options.batch // plan.microbatches)
+            inputs = self.pipeline.context.sample(self.options.batch // plan.microbatches)
             for stage in stages:
                 stage.train()
                 rounds = []
@@ -70,8 +87,8 @@ class Bench:
                     begun = time.perf_counter()
                     out = stage(inputs)
                     parameters = list(stage.parameters())
-                    wanted = [inputs, *parameters] if inputs.requires_grad else parameters
-                    torch.autograd.grad(out, wanted, torch.ones_like(out))
+                    expected = [inputs, *parameters] if inputs.requires_grad else parameters
+                    torch.autograd.grad(out, expected, torch.ones_like(out))
                     rounds.append(time.perf_counter() - begun)
                 times.append(statistics.median(rounds[1:]))
                 inputs = out.detach().requires_grad_()
@@ -79,13 +96,16 @@ class Bench:
         return self.world.broadcast_object(times)
 
     def single(self, microbatches: int) -> float:
-        """Seconds of a step of one process and one thread, in as many pieces."""
+        """Return the seconds of a step in one process with one thread, with the same number of
+        micro-batches.
+        """
         seconds = 0.0
         if self.world.is_main:
             strategy = Strategy(self.pipeline.context)
             strategy.module = self.model.train()
             rows = self.options.batch // microbatches
-            batch = Batch(self.pipeline.sample(rows), torch.zeros(rows, dtype=torch.int64), rows)
+            inputs = self.pipeline.context.sample(rows)
+            batch = Batch(inputs, torch.zeros(rows, dtype=torch.int64), rows)
             times = []
             for _ in range(3):
                 begun = time.perf_counter()
@@ -99,8 +119,10 @@ class Bench:
 
 
 def report(bench: Bench) -> None:
-    options, plan = bench.options, bench.pipeline.plan
-    autos, singles = [], []
+    options = bench.options
+    plan = bench.pipeline.plan
+    autos = []
+    singles = []
     for _ in range(options.rounds):
         autos.append(bench.step(plan))
         singles.append(bench.single(plan.microbatches))
@@ -109,16 +131,19 @@ def report(bench: Bench) -> None:
     bound = plan.microbatches * max(sum(stages[0::2]), sum(stages[1::2]))
     ratios = [one / pipe for one, pipe in zip(singles, autos, strict=True)]
     bench.say(
-        f"{options.model}, {options.size} px, batch {options.batch}: auto cuts after {', '.join(plan.cuts)}, "
-        f"{plan.microbatches} micro-batches, {plan.schedule}: {options.batch / auto:.1f} images/s\n"
-        f"  / one process      {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
-        f"   one process: {options.batch / statistics.median(singles):.1f} images/s\n"
-        f"  / bound            {bound / auto:.3f}   stages alone, ms: {', '.join(f'{1e3 * s:.1f}' for s in stages)}"
+        f"{options.model}, {options.size} px, batch {options.batch}: auto cuts after "
+        f"{', '.join(plan.cuts)}, {plan.microbatches} micro-batches, {plan.schedule}: "
+        f"{options.batch / auto:.1f} images/s\n  / one process      "
+        f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})   one process: "
+        f"{options.batch / statistics.median(singles):.1f} images/s\n  / bound            "
+        f"{bound / auto:.3f}   stages alone, ms: {', '.join(f'{1e3 * s:.1f}' for s in stages)}"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="resnet50")
     parser.add_argument("--size", type=int, default=64)
     parser.add_argument("--batch", type=int, default=384)
@@ -126,7 +151,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     if "RANK" not in os.environ:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *sys.argv]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node=2",
+            *sys.argv,
+        ]
         sys.exit(subprocess.run(command, check=False).returncode)
     report(Bench(options))
     sys.stdout.flush()

@@ -1,11 +1,12 @@
-"""How well `python -m trainer plan measured=here` predicts a step: against real runs, through the command line.
+"""How well `python -m trainer plan measured=here` predicts a step: against real runs, through the
+command line.
 
-    python tests/benchmarks/plan_accuracy.py                         # pipelines of two ranks of one thread
-    python tests/benchmarks/plan_accuracy.py --mode ddp --rounds 5   # other modes
+    python tests/benchmarks/plan_accuracy.py                         # pipelines of two ranks of one
+    thread python tests/benchmarks/plan_accuracy.py --mode ddp --rounds 5   # other modes
 
-In each round a plan is made and then run, so that both meet the machine in the same state; the run takes the plan's
-cuts and micro-batches. A line a round, and for each model the median of predicted / measured, which should lie between
-0.85 and 1.15.
+In each round a plan is made and then run, so that both meet the machine in the same state; the run
+takes the plan's cuts and micro-batches. A line a round, and for each model the median of predicted
+/ measured, which should lie between 0.85 and 1.15.
 """
 
 from __future__ import annotations
@@ -23,19 +24,32 @@ MODELS = {
     "resnet18": ["model.name=resnet18", "data.image_size=64", "batch_size=96"],
     "resnet50": ["model.name=resnet50", "data.image_size=64", "batch_size=96"],
     "vit_tiny": ["model.name=vit_tiny", "data.image_size=32", "batch_size=96"],
-    "vit_b_16": ["model.name=vit_b_16", "data.image_size=224", "batch_size=8", "pipeline.microbatches=4"],
+    "vit_b_16": [
+        "model.name=vit_b_16",
+        "data.image_size=224",
+        "batch_size=8",
+        "pipeline.microbatches=4",
+    ],
 }
-RUN = ["epochs=1", "logging.warmup_steps=3", "logging.every_steps=5", "logging.tensorboard=false"]
-RUN += ["logging.progress=false", "logging.verdict=false", "save.every_epochs=null", "data.val_samples=32"]
+RUN = [
+    "epochs=1",
+    "logging.warmup_steps=3",
+    "logging.every_steps=5",
+    "logging.tensorboard=false",
+    "logging.progress=false",
+    "logging.verdict=false",
+    "save.every_epochs=null",
+    "data.val_samples=32",
+]
 
 
 def trainer(*words: str) -> str:
-    """What `python -m trainer words...` prints."""
+    """Return the output of `python -m trainer words...`."""
     return subprocess.check_output([sys.executable, "-m", "trainer", *words], text=True)
 
 
 def chosen(plan: dict[str, Any]) -> list[str]:
-    """The words that make a run take the plan's cuts and micro-batches."""
+    """Return the arguments that make a run use the plan's cuts and micro-batches."""
     pipe = plan["pipeline"]
     if pipe is None or plan["mode"] == "split":
         return []
@@ -56,13 +70,18 @@ def once(base: list[str], steps: int) -> tuple[float, float, str]:
         result: dict[str, Any] = json.loads(Path(folder, "run", "result.json").read_text())
     pipe = result["pipeline"]
     how = (
-        f"{pipe['schedule']}, {pipe['microbatches']} micro-batches, cut after {', '.join(pipe['cuts'])}" if pipe else ""
+        f"{pipe['schedule']}, {pipe['microbatches']} micro-batches, cut after "
+        f"{', '.join(pipe['cuts'])}"
+        if pipe
+        else ""
     )
     return predicted, result["step_time_s"]["mean"], how
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mode", default="pipeline")
     parser.add_argument("--nproc", default=2, type=int)
     parser.add_argument("--threads", default=1, type=int)
@@ -71,7 +90,12 @@ def main() -> None:
     parser.add_argument("--only", choices=MODELS, action="append")
     options = parser.parse_args()
     for name in options.only or MODELS:
-        words = [f"mode={options.mode}", f"threads={options.threads}", "data.name=synthetic", *MODELS[name]]
+        words = [
+            f"mode={options.mode}",
+            f"threads={options.threads}",
+            "data.name=synthetic",
+            *MODELS[name],
+        ]
         words += [f"nproc={options.nproc}"] if options.nproc > 1 else []
         words += ["data.samples=4096"]
         ratios = []
@@ -79,11 +103,13 @@ def main() -> None:
             predicted, measured, how = once(words, options.steps)
             ratios.append(predicted / measured)
             print(
-                f"{name:10} predicted {predicted:7.3f} s  measured {measured:7.3f} s  {ratios[-1]:.2f}  {how}",
+                f"{name:10} predicted {predicted:7.3f} s  measured {measured:7.3f} s  "
+                f"{ratios[-1]:.2f}  {how}",
                 flush=True,
             )
         print(
-            f"{name:10} predicted / measured: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            f"{name:10} predicted / measured: {statistics.median(ratios):.2f} ({min(ratios):.2f} "
+            f"to {max(ratios):.2f})"
         )
 
 

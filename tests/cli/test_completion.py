@@ -1,4 +1,4 @@
-"""The Tab key: the printed scripts, in a real bash and, where there is one, a real zsh."""
+"""Completion with the Tab key: the printed scripts in a real bash and, if installed, a real zsh."""
 
 import shutil
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 from tests.command_line import PROJECT, ok
 from trainer.cli.command_table import COMMANDS
-from trainer.cli.completion import SHELLS, script
+from trainer.cli.completion import SHELLS, build_script
 from trainer.recipe import checks, shipped_recipes
 
 
@@ -21,42 +21,51 @@ def sourced(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def completed(script: Path, line: str) -> set[str]:
-    """What bash is offered for a line with the cursor at its end."""
+    """Return the suggestions of bash for a line with the cursor at its end."""
     commands = f'source {script}; COMP_LINE="$1" COMP_POINT=${{#1}}; _trainer; '
     commands += 'printf "%s\\n" "${COMPREPLY[@]}"'
     bash = ["bash", "--norc", "-euc", commands, "bash", line]
-    done = subprocess.run(bash, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
-    return {*done.stdout.split()}
+    process = subprocess.run(bash, capture_output=True, text=True, timeout=60)
+    assert (process.returncode, process.stderr) == (0, "")
+    return {*process.stdout.split()}
 
 
 def test_commands_and_keys(sourced: Path) -> None:
-    assert {*COMMANDS, "recipe=", "nproc=", "optimizer.lr=", "batch_size="} <= completed(sourced, "trainer ")
+    assert {*COMMANDS, "recipe=", "nproc=", "optimizer.lr=", "batch_size="} <= completed(
+        sourced, "trainer "
+    )
     assert {*shipped_recipes()} <= completed(sourced, "trainer recipe=")
 
 
 def test_an_installed_package_has_the_code_of_the_shells() -> None:
-    shipped = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["trainer"]
+    shipped = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "package-data"
+    ]["trainer"]
     assert {"cli/*.sh", *(f"cli/*.{shell}" for shell in SHELLS)} <= {*shipped}
 
 
-def test_the_script_tells_how_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "made by: python -m trainer completion bash\n" in script("bash")
+def test_the_script_contains_the_command_that_printed_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "made by: python -m trainer completion bash\n" in build_script("bash")
     monkeypatch.setenv("TRAINER_COMMAND", "./launch.sh")
-    assert "made by: ./launch.sh completion zsh\n" in script("zsh")
+    assert "made by: ./launch.sh completion zsh\n" in build_script("zsh")
 
 
 @pytest.mark.parametrize("newer", [False, True])
-def test_only_schedules_that_this_torch_runs_are_offered(newer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_schedules_that_this_torch_runs_are_offered(
+    newer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checks, "torch_has", lambda what: newer)
-    text = script("bash")
+    text = build_script("bash")
     assert all((f"pipeline.schedule={name}" in text) == newer for name in checks.SPLIT_BACKWARD)
     assert "pipeline.schedule=interleaved1f1b" in text and "pipeline.schedule=null" in text
 
 
 TABLE: list[tuple[str, set[str]]] = [
     ("trainer eval", {"evaluate"}),
-    ("trainer recipe=digits optimizer.l", {"optimizer.lr=", "optimizer.lr_per=", "optimizer.layer_decay="}),
+    (
+        "trainer recipe=digits optimizer.l",
+        {"optimizer.lr=", "optimizer.lr_per=", "optimizer.layer_decay="},
+    ),
     ("trainer mode=loc", {"local_sgd"}),
     ("trainer recipe=digits precision=", {"fp32", "tf32", "bf16", "fp16"}),
     ("trainer compile=", {"true", "false"}),
@@ -81,13 +90,15 @@ TABLE: list[tuple[str, set[str]]] = [
 
 
 @pytest.mark.parametrize(("line", "expected"), TABLE)
-def test_what_can_stand_there(sourced: Path, line: str, expected: set[str]) -> None:
+def test_completion_lists_all_valid_continuations(
+    sourced: Path, line: str, expected: set[str]
+) -> None:
     assert completed(sourced, line) == expected
 
 
 @pytest.mark.skipif(not shutil.which("zsh"), reason="zsh is not installed")
 def test_zsh_finds_what_bash_finds(tmp_path: Path) -> None:
-    (tmp_path / "completion.zsh").write_text(script("zsh"))
+    (tmp_path / "completion.zsh").write_text(build_script("zsh"))
     (tmp_path / "lines").write_text("\n".join(line for line, _ in TABLE) + "\n")
     commands = r"""
 compdef() { }
@@ -105,12 +116,14 @@ while IFS= read -r line; do
 done < $2
 """
     zsh = ["zsh", "-fc", commands, "zsh", str(tmp_path / "completion.zsh"), str(tmp_path / "lines")]
-    done = subprocess.run(zsh, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
-    found = dict(zip([line for line, _ in TABLE], done.stdout.split("\n"), strict=False))
-    assert {line: {*words.split()} for line, words in found.items()} == dict(TABLE)
+    process = subprocess.run(zsh, capture_output=True, text=True, timeout=60)
+    assert (process.returncode, process.stderr) == (0, "")
+    actual = dict(zip([line for line, _ in TABLE], process.stdout.split("\n"), strict=False))
+    assert {line: {*words.split()} for line, words in actual.items()} == dict(TABLE)
 
 
 def test_zsh_lists_the_same() -> None:
-    text = script("zsh")
-    assert "compdef _trainer trainer" in text and " mode=hogwild " in text and " optimizer.lr= " in text
+    text = build_script("zsh")
+    assert "compdef _trainer trainer" in text
+    assert " mode=hogwild " in text
+    assert " optimizer.lr= " in text

@@ -1,20 +1,22 @@
-"""Words of the command line: what is taken, and what is answered by what to type."""
+"""Arguments of the command line: the accepted ones, and the answers to the others."""
 
+import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+from tests.pages import GUIDE
 from trainer.cli.command_table import COMMANDS, OWN_WORDS
-from trainer.cli.grammar import program, read
+from trainer.cli.grammar import format_program, read
 from trainer.errors import RecipeError
 from trainer.processes import family
 from trainer.recipe import flatten, load, shipped_recipes
-from trainer.recipe.explaining import OTHER_NAMES
-from trainer.recipe.reflection import choices, defaults
-from trainer.recipe.text import typed as as_typed
+from trainer.recipe.explaining import OTHER_NAMES, WITHOUT_KEY
+from trainer.recipe.reflection import defaults
+from trainer.recipe.text import format_yaml as as_typed
 
-# Typed, and the words that it is taken as.
+# Typed arguments, and the arguments that they are parsed into.
 TAKEN = {
     "recipe=digits": "recipe=digits",
     "train recipe=digits": "recipe=digits",
@@ -42,11 +44,18 @@ SAID = {
     "export": "type python -m trainer export RUN format=onnx",
     "recipe=digits --epochs": "type epochs=",
     "recipe=digits --nproc": "type nproc=",
-    "recipe=digits --amp epochs=3": "did you mean precision=bf16?",
+    "recipe=digits --amp epochs=3": "--amp: amp is not a key; did you mean precision?",
     "plan recipe=digits --jsonn": "jsonn is not a key",
 }
 
-FILES = ["runs/first/recipe.yaml", "runs/other/recipe.yaml", "other/1.jpg", "photos/cat.jpg", "data/1.jpg", "photo.jpg"]
+FILES = [
+    "runs/first/recipe.yaml",
+    "runs/other/recipe.yaml",
+    "other/1.jpg",
+    "photos/cat.jpg",
+    "data/1.jpg",
+    "photo.jpg",
+]
 FILES += ["x #1.png", "a b.jpg", "lr=3.jpg", "w.pth"]
 
 
@@ -61,12 +70,12 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("typed", TAKEN)
-def test_what_is_taken(typed: str) -> None:
+def test_valid_arguments_are_accepted(typed: str) -> None:
     assert read(shlex.split(typed)) == ("train", shlex.split(TAKEN[typed]))
 
 
 @pytest.mark.parametrize("typed", SAID)
-def test_what_is_answered(typed: str) -> None:
+def test_invalid_arguments_are_answered(typed: str) -> None:
     with pytest.raises(RecipeError) as error:
         read(shlex.split(typed))
     assert SAID[typed] in str(error.value) and "\n" not in str(error.value)
@@ -76,47 +85,230 @@ def test_words_of_other_commands() -> None:
     assert read(["--version"]) == ("version", [])
     assert read(["export", "runs/x", "--format", "onnx"]) == ("export", ["runs/x", "format=onnx"])
     assert read(["submit", "slurm", "--nodes", "2"]) == ("submit", ["slurm", "nodes=2"])
-    assert read(["sweep", "recipe=digits", "--optimizer.lr", "0.01..0.1"])[1][1] == "optimizer.lr=0.01..0.1"
+    assert (
+        read(["sweep", "recipe=digits", "--optimizer.lr", "0.01..0.1"])[1][1]
+        == "optimizer.lr=0.01..0.1"
+    )
     for command in COMMANDS:
         assert read([command, "help"]) == ("help", [command])
 
 
 @pytest.mark.parametrize("name", OTHER_NAMES)
-def test_what_others_call_a_key_is_told_with_a_word_that_is_taken(name: str) -> None:
-    key, equals, value = OTHER_NAMES[name].partition("=")
-    assert key in defaults() or key in OWN_WORDS
-    assert not equals or (value in choices().get(key, (value,)) and load("digits", OTHER_NAMES[name]))
+def test_names_of_other_programs_are_answered_with_a_valid_argument(name: str) -> None:
+    assert OTHER_NAMES[name] in (*defaults(), *OWN_WORDS)
     assert name not in defaults()
-    with pytest.raises(RecipeError, match=f"{name} is not a key; did you mean {OTHER_NAMES[name]}[?]"):
+    with pytest.raises(
+        RecipeError, match=f"{name} is not a key; did you mean {OTHER_NAMES[name]}[?]"
+    ):
         load("digits", f"{name}=1")
 
 
 @pytest.mark.parametrize(
     ("name", "key"),
-    [("lr", "optimizer.lr"), ("EPOCHS", "epochs"), ("optimizer.lrr", "optimizer.lr"), ("workers", "data.workers")],
+    [
+        ("lr", "optimizer.lr"),
+        ("EPOCHS", "epochs"),
+        ("optimizer.lrr", "optimizer.lr"),
+        ("workers", "data.workers"),
+    ],
 )
 def test_the_nearest_name(name: str, key: str) -> None:
     with pytest.raises(RecipeError, match=f"did you mean {key}[?]"):
         load("digits", f"{name}=1")
 
 
-@pytest.mark.parametrize("name", ["dropout", "nnodes", "rect", "tensorrt", "per_device_train_batch_size"])
+@pytest.mark.parametrize("name", ["dropout", "rect", "tensorrt"])
 def test_no_neighbour_is_better_than_a_wrong_one(name: str) -> None:
-    with pytest.raises(RecipeError, match="recipes keys") as told:
+    with pytest.raises(RecipeError, match="recipes keys") as raised:
         load("digits", f"{name}=1")
-    assert "did you mean" not in str(told.value)
+    assert "did you mean" not in str(raised.value)
+
+
+# Meaning of these programs' options, by their documentation. None: no key of ours means the same.
+ELSEWHERE: dict[str, dict[str, str | None]] = {
+    "torchvision": {
+        **{
+            "workers": "data.workers",
+            "opt": "optimizer.name",
+            "wd": "optimizer.weight_decay",
+            "amp": "precision",
+        },
+        **{
+            "lr_scheduler": "schedule.name",
+            "lr_step_size": "schedule.step_epochs",
+            "lr_gamma": "schedule.gamma",
+        },
+        **{
+            "lr_warmup_epochs": "schedule.warmup_epochs",
+            "mixup_alpha": "augment.mixup",
+            "print_freq": "logging.every_steps",
+        },
+        **{
+            "random_erase": "augment.erase",
+            "model_ema": "ema",
+            "data_path": "data.root",
+            "output_dir": "output",
+        },
+        **{
+            "world_size": None,
+            "ra_sampler": None,
+            "model_ema_steps": None,
+            "val_crop_size": None,
+            "start_epoch": None,
+        },
+    },
+    "timm": {
+        **{
+            "opt": "optimizer.name",
+            "sched": "schedule.name",
+            "amp": "precision",
+            "model_ema": "ema",
+            "j": "data.workers",
+        },
+        **{
+            "smoothing": "loss.label_smoothing",
+            "clip_grad": "clip_grad_norm",
+            "decay_epochs": "schedule.step_epochs",
+        },
+        **{
+            "decay_rate": "schedule.gamma",
+            "warmup_epochs": "schedule.warmup_epochs",
+            "min_lr": "schedule.min_lr",
+        },
+        **{
+            "reprob": "augment.erase",
+            "img_size": "data.image_size",
+            "data_dir": "data.root",
+            "pretrained": "model.weights",
+        },
+        **{
+            "grad_checkpointing": "recompute",
+            "val_split": None,
+            "lr_base": None,
+            "grad_accum_steps": None,
+            "drop": None,
+        },
+        **{
+            "warmup_lr": None,
+            "validation_batch_size": None,
+            "amp_dtype": None,
+            "dropout": None,
+            "train_split": None,
+        },
+    },
+    "Lightning": {
+        **{"strategy": "mode", "max_epochs": "epochs", "gradient_clip_val": "clip_grad_norm"},
+        **{
+            "log_every_n_steps": "logging.every_steps",
+            "sync_batchnorm": "sync_bn",
+            "accumulate_grad_batches": None,
+        },
+        **{
+            "num_nodes": None,
+            "gpus": None,
+            "val_check_interval": None,
+            "limit_train_batches": None,
+        },
+    },
+    "Ultralytics": {
+        **{
+            "imgsz": "data.image_size",
+            "batch": "batch_size",
+            "lr0": "optimizer.lr",
+            "patience": "stop.patience",
+        },
+        **{
+            "device": "devices",
+            "save_period": "save.every_epochs",
+            "cache": "data.cache",
+            "freeze": "model.freeze",
+        },
+        **{
+            "lrf": None,
+            "fraction": None,
+            "half": None,
+            "name": None,
+            "classes": None,
+            "nbs": None,
+        },
+    },
+    "Hugging Face": {
+        **{
+            "num_train_epochs": "epochs",
+            "learning_rate": "optimizer.lr",
+            "max_grad_norm": "clip_grad_norm",
+        },
+        **{"lr_scheduler_type": "schedule.name", "label_smoothing_factor": "loss.label_smoothing"},
+        **{
+            "save_steps": "save.every_steps",
+            "logging_steps": "logging.every_steps",
+            "optim": "optimizer.name",
+        },
+        **{"dataloader_num_workers": "data.workers", "gradient_checkpointing": "recompute"},
+        **{
+            "per_device_train_batch_size": None,
+            "per_device_eval_batch_size": None,
+            "warmup_steps": None,
+        },
+        **{
+            "gradient_accumulation_steps": None,
+            "warmup_ratio": None,
+            "eval_steps": None,
+            "fp16": None,
+        },
+    },
+    "Accelerate": {"mixed_precision": "precision", "num_processes": None, "num_machines": None},
+    "torchrun": {"nproc_per_node": "nproc", "nnodes": None},
+    "Keras": {"validation_split": "data.val_fraction", "steps_per_epoch": None},
+    "DeepSpeed": {"train_batch_size": "batch_size", "train_micro_batch_size_per_gpu": None},
+    "fastai": {"bs": None, "wd": "optimizer.weight_decay"},
+    "PyTorch's examples": {
+        "arch": "model.name",
+        "gpu": "devices",
+        "log_interval": "logging.every_steps",
+    },
+    "MAE": {"blr": None},
+}
+
+
+@pytest.mark.parametrize("program", ELSEWHERE)
+def test_a_hint_names_a_key_that_means_the_same_or_none(program: str) -> None:
+    for name, key in ELSEWHERE[program].items():
+        with pytest.raises(RecipeError) as raised:
+            load("digits", f"{name}=1")
+        named = re.search(r"did you mean (\S+)[?]", str(raised.value))
+        assert (named and named[1]) == key, name
+
+
+def test_names_without_a_key_lead_to_the_page_that_has_them() -> None:
+    page = (GUIDE / "others.md").read_text()
+    for name in WITHOUT_KEY:
+        with pytest.raises(RecipeError, match="guide others"):
+            load("digits", f"{name}=1")
+    named = {
+        word
+        for line in page.splitlines()
+        if line[:1] == "|"
+        for word in re.findall(r"`(\w+)`", line)
+    }
+    # Some of these shortcuts exist.
+    assert {name for name in WITHOUT_KEY - named if "batch_size" not in name} == set()
+    assert not {*OTHER_NAMES} & WITHOUT_KEY
 
 
 def test_torchrun_without_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read([]) == ("help", [])
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(RecipeError, match=r" type torchrun --nproc_per_node=4 -m trainer recipe=digits$"):
+    with pytest.raises(
+        RecipeError,
+        match=r" type torchrun --standalone --nproc_per_node=4 -m trainer recipe=digits$",
+    ):
         read([])
 
 
 def test_predict_takes_photos_folders_and_a_run_in_any_order() -> None:
-    for typed, taken in {
+    for typed, accepted in {
         "photo.jpg": "photo.jpg",
         "photos runs/first": "photos checkpoint=runs/first",
         "runs/first photos photo.jpg": "checkpoint=runs/first photos photo.jpg",
@@ -128,10 +320,10 @@ def test_predict_takes_photos_folders_and_a_run_in_any_order() -> None:
         "--output photos photo.jpg": "output=photos photo.jpg",
         "photo.jpg data.root=photos": "photo.jpg data.root=photos",
     }.items():
-        assert read(["predict", *shlex.split(typed)]) == ("predict", shlex.split(taken)), typed
+        assert read(["predict", *shlex.split(typed)]) == ("predict", shlex.split(accepted)), typed
 
 
-def test_what_predict_cannot_tell_apart_is_asked() -> None:
+def test_predict_asks_if_an_argument_is_ambiguous() -> None:
     for typed, says in {
         "other": "./other runs/other",
         "runs/other first photo.jpg": "runs/other first both",
@@ -141,11 +333,14 @@ def test_what_predict_cannot_tell_apart_is_asked() -> None:
         with pytest.raises(RecipeError) as error:
             read(["predict", *typed.split()])
         assert "\n" not in str(error.value)
-        assert [word for word in says.split() if word not in str(error.value)] == [], (typed, str(error.value))
+        assert [word for word in says.split() if word not in str(error.value)] == [], (
+            typed,
+            str(error.value),
+        )
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
-def test_what_a_recipe_says_itself_is_never_corrected(name: str) -> None:
+def test_values_of_a_recipe_are_never_corrected(name: str) -> None:
     words = [f"{key}={as_typed(value)}" for key, value in flatten(load(name).to_dict()).items()]
     assert read(words) == ("train", words)
 
@@ -155,9 +350,15 @@ def test_what_a_recipe_says_itself_is_never_corrected(name: str) -> None:
     [
         ({}, "python -m trainer"),
         ({"TRAINER_COMMAND": "./launch.sh"}, "./launch.sh"),
-        ({"RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, "torchrun --nproc_per_node=4 -m trainer"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"},
+            "torchrun --nproc_per_node=4 -m trainer",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "4"}, "torchrun --standalone --nproc_per_node=4 -m trainer"),
         ({"RANK": "0", "WORLD_SIZE": "8", family.PARENT: "5"}, "python -m trainer"),
     ],
 )
-def test_what_to_type_begins_as_the_user_did(environment: dict[str, str], expected: str) -> None:
-    assert program(environment) == expected
+def test_suggested_commands_start_like_the_typed_one(
+    environment: dict[str, str], expected: str
+) -> None:
+    assert format_program(environment) == expected

@@ -1,10 +1,10 @@
-"""`guide`: topics, pages for a terminal, and what is said of a word that is not a topic."""
+"""The command `guide`: topics, pages for a terminal, and the answer to an unknown topic."""
 
 import sys
 
 import pytest
 
-from tests.command_line import told_to_type, trainer
+from tests.command_line import suggested_commands, trainer
 from trainer.cli import guide
 from trainer.errors import RecipeError
 
@@ -12,25 +12,27 @@ from trainer.errors import RecipeError
 def test_alone_it_lists_every_topic_with_a_line() -> None:
     lines = guide.command([]).splitlines()
     assert lines[0] == "usage: python -m trainer guide TOPIC"
-    assert {line.split()[0] for line in lines if line.startswith("  ")} == {*guide.topics()}
+    assert {line.split()[0] for line in lines if line.startswith("  ")} == {*guide.list_topics()}
     assert max(map(len, lines)) <= 80
     assert guide.command(["README"]) == guide.command(["readme.md"]) == guide.command([])
 
 
-@pytest.mark.parametrize("topic", guide.topics())
+@pytest.mark.parametrize("topic", guide.list_topics())
 def test_every_page_is_printed_as_it_is(topic: str) -> None:
-    assert guide.command([f"{topic}.md"]) == guide.command([topic.upper()]) == guide.command([topic])
-    assert guide.command([topic]).splitlines()[0] == guide.page(topic).splitlines()[0]
+    assert (
+        guide.command([f"{topic}.md"]) == guide.command([topic.upper()]) == guide.command([topic])
+    )
+    assert guide.command([topic]).splitlines()[0] == guide.read_page(topic).splitlines()[0]
 
 
 def test_through_the_command_line() -> None:
-    done = trainer("guide", "modes", env={"TRAINER_COMMAND": "./launch.sh"})
-    assert done.returncode == 0 and done.stderr == ""
-    assert "\n./launch.sh " in done.stdout
-    done = trainer("guide", "modse")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("trainer: error: 'modse' ")
-    assert told_to_type(done.stderr) == ["python -m trainer guide modes"]
+    completed = trainer("guide", "modes", env={"TRAINER_COMMAND": "./launch.sh"})
+    assert completed.returncode == 0 and completed.stderr == ""
+    assert "\n./launch.sh " in completed.stdout
+    completed = trainer("guide", "modse")
+    assert (completed.returncode, completed.stdout) == (2, "")
+    assert completed.stderr.startswith("trainer: error: 'modse' ")
+    assert suggested_commands(completed.stderr) == ["python -m trainer guide modes"]
 
 
 @pytest.mark.parametrize(
@@ -44,9 +46,9 @@ def test_through_the_command_line() -> None:
     ],
 )
 def test_another_word_finds_the_nearest_topics(asked: str, says: str) -> None:
-    with pytest.raises(RecipeError, match=f"^'{asked}' .*{says}") as told:
+    with pytest.raises(RecipeError, match=f"^'{asked}' .*{says}") as raised:
         guide.command([asked])
-    assert len(str(told.value)) < 160
+    assert len(str(raised.value)) < 160
 
 
 def test_the_program_is_called_as_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,5 +56,6 @@ def test_the_program_is_called_as_it_was_started(monkeypatch: pytest.MonkeyPatch
     assert "\n./launch.sh test\n" in guide.command(["tested"])  # launch.sh alone knows it
     monkeypatch.setenv("TRAINER_COMMAND", "./launch.sh")
     assert "\n./launch.sh doctor\n" in guide.command(["errors"])
-    assert "python -m trainer" not in guide.command(["commands"]) and "python -m trainer" in guide.command(["start"])
+    assert "python -m trainer" not in guide.command(["commands"])
+    assert "python -m trainer" in guide.command(["start"])
     assert f"{sys.executable}" in guide.command(["photos"])  # pip may be another Python's

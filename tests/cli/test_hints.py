@@ -1,5 +1,6 @@
-"""What the product tells people to type works: each `key=value` and each command in its messages is a word that is
-taken, with a value that is taken, and commands that it answers are typed as they stand."""
+"""Everything that the program asks people to type works: each `key=value` in a message is accepted,
+and each command is parsed.
+"""
 
 import ast
 import re
@@ -12,51 +13,76 @@ import pytest
 
 from tests.command_line import PROJECT
 from tests.guide import shell
-from tests.typed import is_swept
+from tests.guide.shell import is_swept
 from trainer.cli.command_table import COMMANDS, OWN_WORDS
-from trainer.cli.guide import topics
+from trainer.cli.guide import list_topics
+from trainer.commands.recipes import shown_keys
 from trainer.errors import RecipeError, TrainerError
 from trainer.recipe import MODES, load
-from trainer.recipe.key_reference import shown_keys
-from trainer.recipe.reflection import READERS, defaults
+from trainer.recipe.reflection import defaults
 from trainer.recipe.removed import REMOVED
+from trainer.recipe.schema import readers
 
 OPEN = "{}"  # stands for what a message fills in
-# Words that are no key and no word of a command line, by what they are.
+# Texts that look like arguments and are none, by their meaning.
 OTHERS = {
     "words of one command": "checkpoint format yes minutes extends measured array",
-    "arguments of Python's": "data model on_epoch item_timeout num_classes in_chans img_size requires_grad reduction "
+    "arguments of "
+    "Python's": "data model on_epoch item_timeout num_classes in_chans img_size requires_grad "
+    "reduction "
     "value init_from on_error track_running_stats use_reentrant",
     "a shell's, in the script of a job": "folder code",
     "of other programs": "size timeout",
     "what stands for any": "key w object_type",
 }
-WORDS = {*defaults(), *(key.partition(".")[0] for key in defaults()), *OWN_WORDS, *" ".join(OTHERS.values()).split()}
+WORDS = {
+    *defaults(),
+    *(key.partition(".")[0] for key in defaults()),
+    *OWN_WORDS,
+    *" ".join(OTHERS.values()).split(),
+}
 WORD = re.compile(r"(?<![\w.{(\[/$<'-])'?([a-z_]+(?:\.[a-z_]+)*)=(\[[^]]*\]?|[^\s,;:)'\"]*)")
-# A key may want another beside it.
-BESIDE = [[], *([f"mode={mode}"] for mode in MODES), ["data.name=imagefolder", "data.root=x"], ["epochs=9"]]
-BESIDE += [[f"{key.partition('.')[0]}.name={reader}"] for key, readers in READERS.items() for reader in readers]
+# Some keys are accepted only together with another one.
+BESIDE = [
+    [],
+    *([f"mode={mode}"] for mode in MODES),
+    ["data.name=imagefolder", "data.root=x"],
+    ["epochs=9"],
+]
+BESIDE += [
+    [f"{key.partition('.')[0]}.name={reader}"] for key in defaults() for reader in readers(key)
+]
 
 
 def texts(source: str) -> Iterator[tuple[int, str]]:
-    """Each text of a module but its docstrings; `OPEN` stands for what it fills in."""
+    """Yield the texts of a module except its docstrings; `OPEN` replaces the values that are filled
+    in.
+    """
     tree = ast.parse(source)
-    within = {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-    told = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    within = {
+        part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values
+    }
+    messages = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             parts = [part.value if isinstance(part, ast.Constant) else OPEN for part in node.values]
             yield node.lineno, "".join(map(str, parts))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in within | told:
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node not in within | messages
+        ):
             yield node.lineno, node.value
 
 
 def faults(text: str) -> Iterator[str]:
-    """What a message tells to type, and nobody takes."""
+    """List the parts of a message that ask for something which is not accepted."""
     for key, value in WORD.findall(text):
         if key not in WORDS and OPEN not in key:
             yield f"{key}= is no key"
-        elif key in defaults() and not re.search(r"^$|[{}<>]|[A-Z]{4}|\.\.\.|^'?x", value := value.rstrip(".")):
+        elif key in defaults() and not re.search(
+            r"^$|[{}<>]|[A-Z]{4}|\.\.\.|^'?x", value := value.rstrip(".")
+        ):
             yield from [] if taken(f"{key}={value}") else [f"{key}={value} is not taken"]
     for command in re.findall(r"python -m trainer ([a-z]+)(?![\w=.])", text):
         if command not in COMMANDS:
@@ -67,7 +93,7 @@ def faults(text: str) -> Iterator[str]:
         except (TrainerError, AssertionError) as error:
             yield f"{command}: {error!r}"
     for page in re.findall(r"(?:see|python -m trainer) guide ([a-z]+)", text):
-        if page not in (*topics(), "answers"):
+        if page not in (*list_topics(), "answers"):
             yield f"guide {page} is no page"
     keys = {*re.findall(r"recipes keys ([a-z_]+(?:\.[a-z_]+)*)", text)}
     for section in keys - {"explains", "lists", "shows", "takes"}:
@@ -79,7 +105,7 @@ def faults(text: str) -> Iterator[str]:
 
 @cache
 def taken(word: str) -> bool:
-    """Whether a recipe takes a word, with another beside it where it needs one."""
+    """Return whether a recipe accepts an argument, with a second one if it needs one."""
     key, _, value = word.partition("=")
     if value.count("[") != value.count("]") or is_swept(key, value):
         return True
@@ -91,33 +117,50 @@ def taken(word: str) -> bool:
 
 
 def commands(text: str) -> Iterator[str]:
-    """Commands of training, planning and the like that a text holds, with examples in place of what it fills in."""
-    typed = r"python -m trainer ((?:train|plan|compare|sweep|evaluate|export|submit \w+)? ?\S*=[^,;:(]*)"
-    for found in re.findall(typed, text):
-        words = [word.strip("'.`") for word in found.split()]
-        count = next((n for n, word in enumerate(words) if "=" not in word and word not in (*COMMANDS, "slurm")), None)
+    """Return the commands of training, planning and so on in a text, with examples for the values
+    that are filled in.
+    """
+    typed = (
+        r"python -m trainer ((?:train|plan|compare|sweep|evaluate|export|submit "
+        r"\w+)? ?\S*=[^,;:(]*)"
+    )
+    for candidate in re.findall(typed, text):
+        words = [word.strip("'.`") for word in candidate.split()]
+        count = next(
+            (
+                n
+                for n, word in enumerate(words)
+                if "=" not in word and word not in (*COMMANDS, "slurm")
+            ),
+            None,
+        )
         filled = [
-            re.sub(r"=.*(\{\}|NAME|RUN).*", "=digits" if word.startswith("recipe=") else "=RUN", word)
+            re.sub(
+                r"=.*(\{\}|NAME|RUN).*", "=digits" if word.startswith("recipe=") else "=RUN", word
+            )
             for word in words[:count]
         ]
         if filled:
             yield shlex.join(["python", "-m", "trainer", *filled])
 
 
-ROOMS = sorted({path.relative_to(PROJECT / "trainer").parts[0] for path in (PROJECT / "trainer").rglob("*.py")})
+ROOMS = sorted(
+    {path.relative_to(PROJECT / "trainer").parts[0] for path in (PROJECT / "trainer").rglob("*.py")}
+)
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_what_messages_tell_to_type_is_taken(room: str) -> None:
+def test_suggestions_in_messages_are_accepted(room: str) -> None:
     place = PROJECT / "trainer" / room
-    found = [
+    actual = [
         f"{path.relative_to(PROJECT)}:{line}: {fault}"
         for path in (sorted(place.rglob("*.py")) if place.is_dir() else [place])
         for line, text in texts(path.read_text())
         for fault in faults(text)
-        if re.split(" is not taken|= is no key", fault)[0] not in REMOVED  # its own keys
+        # The command has keys of its own.
+        if re.split(" is not taken|= is no key", fault)[0] not in REMOVED
     ]
-    assert found == []
+    assert actual == []
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""A trained run evaluated again: on any number of ranks, from files that tell too little."""
+"""A trained run is evaluated again, on any number of ranks, and from files with incomplete
+metadata.
+"""
 
 import re
 import shutil
@@ -19,13 +21,19 @@ from trainer.recipe import load
 def trained(tmp_path_factory):
     """A run on 96 synthetic images, with 37 held out."""
     folder = tmp_path_factory.mktemp("evaluation") / "run"
-    words = ["data.name=synthetic", "data.samples=96", "data.val_samples=37", "data.image_size=8", "model.name=cnn_gn"]
+    words = [
+        "data.name=synthetic",
+        "data.samples=96",
+        "data.val_samples=37",
+        "data.image_size=8",
+        "model.name=cnn_gn",
+    ]
     ok("mode=single", *words, "batch_size=48", "epochs=1", *QUIET, f"output={folder}")
     return folder
 
 
 @pytest.mark.parametrize("given", [None, 5, {"output": "runs/x"}])
-def test_what_is_no_run(given):
+def test_a_folder_that_is_no_run_is_refused(given):
     with pytest.raises(RecipeError, match=rf"evaluate\('runs/x'\).*\b{type(given).__name__}$"):
         evaluate_run(given)
 
@@ -33,30 +41,38 @@ def test_what_is_no_run(given):
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_any_number_of_ranks_gives_the_same_figures(trained, ranks):
     arguments = ["--standalone", f"--nproc_per_node={ranks}"]
-    with torchrun("evaluate", f"checkpoint={trained}", "batch_size=128", arguments=arguments) as process:
+    with torchrun(
+        "evaluate", f"checkpoint={trained}", "batch_size=128", arguments=arguments
+    ) as process:
         out, _ = process.communicate(timeout=120)
     assert process.returncode == 0, out
-    found = result(trained)
+    run_result = result(trained)
     [line] = [line for line in out.splitlines() if "held-out" in line]
-    assert "on 37 held-out images" in line and f"top-1 {found['val_top1']:.2%}" in line
-    assert f"val loss {found['val_loss']:.4f}" in line
+    assert "on 37 held-out images" in line and f"top-1 {run_result['val_top1']:.2%}" in line
+    assert f"val loss {run_result['val_loss']:.4f}" in line
 
 
 def test_a_damaged_recipe_is_no_matter_where_its_paths_are_none(trained, tmp_path):
     shutil.copytree(trained, tmp_path / "run")
     (tmp_path / "run" / "recipe.yaml").write_bytes(bytes(range(256)))
-    assert evaluate_run(str(tmp_path / "run"))["val_loss"] == pytest.approx(result(trained)["val_loss"])
+    assert evaluate_run(str(tmp_path / "run"))["val_loss"] == pytest.approx(
+        result(trained)["val_loss"]
+    )
 
 
 def test_other_classes_are_not_those_it_was_trained_on(trained):
     for path in (trained, trained / "checkpoints" / "step-00000002"):
-        with pytest.raises(CheckpointError, match=r"\b10 classes \(0, 1, .*, \.\.\.\).*\b7 classes"):
+        with pytest.raises(
+            CheckpointError, match=r"\b10 classes \(0, 1, .*, \.\.\.\).*\b7 classes"
+        ):
             evaluate_run(str(path), "model.num_classes=7")
 
 
 @pytest.fixture(scope="module")
 def three_parts(tmp_path_factory):
-    """The same photos as folders, as a table and as tars; those of test have wrong labels."""
+    """Save the same photos as folders, as a table and as tars; those of the split test have wrong
+    labels.
+    """
     root = tmp_path_factory.mktemp("parts")
     rows = "file,label,split\n"
     for part, count in {"train": 8, "val": 4, "test": 3}.items():
@@ -71,42 +87,63 @@ def three_parts(tmp_path_factory):
         tarred(root / "tars" / f"{part}-0.tar", members)
     (root / "labels.csv").write_text(rows)
     words = {"folders": ["data.name=imagefolder", f"data.root={root / 'folders'}"]}
-    words["table"] = ["data.name=imagefolder", f"data.root={root}", f"data.labels={root / 'labels.csv'}"]
+    words["table"] = [
+        "data.name=imagefolder",
+        f"data.root={root}",
+        f"data.labels={root / 'labels.csv'}",
+    ]
     words["tars"] = ["data.name=shards", f"data.root={root / 'tars'}"]
     return root, words
 
 
 @pytest.mark.parametrize("kind", ["folders", "table", "tars"])
 def test_a_test_part_is_left_for_evaluate(three_parts, kind, tmp_path, monkeypatch):
-    """Where there is no part val the test images are held out, and that is told."""
+    """Without a val split the test images are used for validation, and a message says so."""
     root, words = three_parts
     monkeypatch.setenv("TRAINER_DATA", str(root / "kept"))
     recipe = load(None, *words[kind])
-    found, again = open_datasets(recipe), open_datasets(recipe, Before(test=True))
-    assert (len(found.train), len(found.val), len(again.val)) == (16, 8, 6) and again.classes == found.classes
+    datasets = open_datasets(recipe)
+    again = open_datasets(recipe, Before(test=True))
+    assert (len(datasets.train), len(datasets.val), len(again.val)) == (
+        16,
+        8,
+        6,
+    )
+    assert again.classes == datasets.classes
     names = [again.val.where(n) if kind != "table" else None for n in range(6)]
-    assert all("test" in (name or "test") for name in names) and "test" in found.notes["beside"]
-    assert "test" not in found.notes and "test" not in found.holdout.rpartition("/")[2]
-    shutil.copytree(root, tmp_path / "all", ignore=lambda at, names: [name for name in names if name.startswith("val")])
+    assert all("test" in (name or "test") for name in names) and "test" in datasets.notes["beside"]
+    assert "test" not in datasets.notes and "test" not in datasets.holdout.rpartition("/")[2]
+    shutil.copytree(
+        root,
+        tmp_path / "all",
+        ignore=lambda at, names: [name for name in names if name.startswith("val")],
+    )
     labels = tmp_path / "all" / "labels.csv"
-    labels.write_text("".join(line for line in labels.read_text().splitlines(True) if not line.endswith("val\n")))
+    labels.write_text(
+        "".join(line for line in labels.read_text().splitlines(True) if not line.endswith("val\n"))
+    )
     recipe = load(None, *(word.replace(str(root), str(tmp_path / "all")) for word in words[kind]))
-    found, again = open_datasets(recipe), open_datasets(recipe, Before(test=True))
-    assert len(found.val) == 6 and re.search(r"\bbest epoch\b", found.notes["test"])
+    datasets = open_datasets(recipe)
+    again = open_datasets(recipe, Before(test=True))
+    assert len(datasets.val) == 6 and re.search(r"\bbest epoch\b", datasets.notes["test"])
     assert len(again.val) == 6 and "test" not in again.notes
 
 
 def test_the_command_reads_it(three_parts, tmp_path):
-    """The images that are held out are all right, and those of test, which have wrong labels, all wrong."""
+    """All validation images are right, and all images of the split test are wrong because of their
+    labels.
+    """
     _, words = three_parts
-    run, fast = tmp_path / "run", ["model.name=mlp", "batch_size=8", "optimizer.lr=0.02", "epochs=4", "threads=1"]
+    run = tmp_path / "run"
+    fast = ["model.name=mlp", "batch_size=8", "optimizer.lr=0.02", "epochs=4", "threads=1"]
     ok("mode=single", *words["table"], *fast, *QUIET, "schedule.warmup_epochs=0", f"output={run}")
     assert result(run)["val_top1"] == 1
-    told = ok("evaluate", f"checkpoint={run}", "split=test").stdout
-    assert "top-1 0.00%" in told and "6 test images" in told
+    output = ok("evaluate", f"checkpoint={run}", "split=test").stdout
+    assert "top-1 0.00%" in output and "6 test images" in output
     assert evaluate_run(run)["val_top1"] == 1 == evaluate_run(run, "split=val")["val_top1"]
-    found = evaluate_run(run, "split=test")
-    assert (found["test_top1"], found["test_samples"]) == (0, 6) and found.keys().isdisjoint(result(run))
+    actual = evaluate_run(run, "split=test")
+    assert (actual["test_top1"], actual["test_samples"]) == (0, 6)
+    assert actual.keys().isdisjoint(result(run))
     with pytest.raises(RecipeError, match=r"split=train\b.*split=test"):
         evaluate_run(run, "split=train")
 
@@ -119,18 +156,24 @@ def test_the_command_reads_it(three_parts, tmp_path):
         ["data.name=shards", "data.root={root}/tars/train-0.tar"],
     ],
 )
-def test_without_a_test_part_there_is_nothing_to_evaluate(three_parts, words, tmp_path, monkeypatch):
+def test_evaluating_a_missing_test_split_is_refused(three_parts, words, tmp_path, monkeypatch):
     root, _ = three_parts
     monkeypatch.setenv("TRAINER_DATA", str(root / "kept"))
     shutil.copytree(root, tmp_path / "all", ignore=shutil.ignore_patterns("test"))
-    (tmp_path / "all" / "none.csv").write_text((root / "labels.csv").read_text().replace(",test\n", ",val\n"))
+    (tmp_path / "all" / "none.csv").write_text(
+        (root / "labels.csv").read_text().replace(",test\n", ",val\n")
+    )
     recipe = load(None, *(word.format(root=tmp_path / "all") for word in words))
     shutil.copytree(root / "folders" / "test", tmp_path / "all" / "folders" / "test")
     with pytest.raises((RecipeError, SetupError), match=r"split=test\b"):
         open_datasets(recipe, Before(test=True))
 
 
-@pytest.mark.parametrize("word", ["output=z", "epochs=3", "optimizer.lr=1", "resume=auto", "schedule.restart=true"])
-def test_words_that_it_would_not_read_are_refused(word, trained):
-    with pytest.raises(RecipeError, match=rf"^{re.escape(word.partition('=')[0])}= (is not for|changes nothing)"):
+@pytest.mark.parametrize(
+    "word", ["output=z", "epochs=3", "optimizer.lr=1", "resume=auto", "schedule.restart=true"]
+)
+def test_arguments_without_effect_are_refused(word, trained):
+    with pytest.raises(
+        RecipeError, match=rf"^{re.escape(word.partition('=')[0])}= (is not for|changes nothing)"
+    ):
         evaluate_run(str(trained), word)

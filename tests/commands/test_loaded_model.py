@@ -1,4 +1,4 @@
-"""A run as an object for programs: what it says of images is what the command writes, however the images come."""
+"""A run as a Python object: its answers for images of any form equal those of the command."""
 
 import csv
 import shutil
@@ -14,18 +14,36 @@ from tests.command_line import ok
 from tests.data.photo_folders import coloured
 from trainer.errors import CheckpointError, PredictionError, RecipeError, SetupError
 
-COLOURS = {"blue": (20, 40, 220), "green": (30, 200, 40), "red": (220, 30, 30)}
+COLOURS = {
+    "blue": (20, 40, 220),
+    "green": (30, 200, 40),
+    "red": (220, 30, 30),
+}
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """Photos of three colours, and a run below runs/ that tells them apart."""
+    """Make photos of three colors, and a run below runs/ that distinguishes them."""
     home = tmp_path_factory.mktemp("home")
     for name, colour in COLOURS.items():
         for number in range(12):
             coloured(home / "photos" / name / f"{number}.png", colour, (36, 40), seed=number)
-    words = ["data.name=imagefolder", "data.root=photos", "data.image_size=32", "model.name=cnn", "mode=single"]
-    ok(*words, "batch_size=8", "epochs=4", "optimizer.lr=0.02", "output=runs/first", "threads=1", cwd=home)
+    words = [
+        "data.name=imagefolder",
+        "data.root=photos",
+        "data.image_size=32",
+        "model.name=cnn",
+        "mode=single",
+    ]
+    ok(
+        *words,
+        "batch_size=8",
+        "epochs=4",
+        "optimizer.lr=0.02",
+        "output=runs/first",
+        "threads=1",
+        cwd=home,
+    )
     return home
 
 
@@ -39,15 +57,20 @@ def as_tensor(path):
     return torch.from_numpy(np.array(Image.open(path))).permute(2, 0, 1)
 
 
-def test_the_newest_run_says_what_a_photo_is(run, home):
-    assert run.path == Path("runs/first") and run.classes == ("blue", "green", "red") and not run.model.training
+def test_the_newest_run_labels_a_photo(run, home):
+    assert run.path == Path("runs/first")
+    assert run.classes == ("blue", "green", "red")
+    assert not run.model.training
     for colour in COLOURS:
-        told = run.predict(f"photos/{colour}/3.png")
-        assert told.label == colour and told.labels[0] == colour and len(told.labels) == 3
-        assert told.probability == max(told.probabilities) and sum(told.probabilities) == pytest.approx(1)
+        message = run.predict(f"photos/{colour}/3.png")
+        assert message.label == colour and message.labels[0] == colour and len(message.labels) == 3
+        assert message.probability == max(message.probabilities)
+        assert sum(message.probabilities) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("form", [str, Path, Image.open, lambda path: np.array(Image.open(path)), as_tensor])
+@pytest.mark.parametrize(
+    "form", [str, Path, Image.open, lambda path: np.array(Image.open(path)), as_tensor]
+)
 def test_a_photo_in_any_form_is_the_same_photo(form, run):
     path = "photos/green/1.png"
     assert run.predict(form(path)) == run.predict(path)
@@ -58,13 +81,25 @@ def test_a_photo_in_any_form_is_the_same_photo(form, run):
 def test_an_image_that_cannot_be_read_costs_no_others_answer(devices, run, tmp_path):
     (tmp_path / "cut.png").write_bytes(Path("photos/red/0.png").read_bytes()[:300])
     good = ["photos/red/1.png", Image.open("photos/green/1.png"), as_tensor("photos/blue/1.png")]
-    images = [good[0], "photos/none.png", good[1], Image.open(tmp_path / "cut.png"), good[2]]
+    images = [
+        good[0],
+        "photos/none.png",
+        good[1],
+        Image.open(tmp_path / "cut.png"),
+        good[2],
+    ]
     answers = run.predict(images, devices=devices, on_error="skip")
-    failed = {place: str(answer) for place, answer in enumerate(answers) if isinstance(answer, PredictionError)}
-    assert [*failed] == [1, 3] and "photos/none.png" in failed[1] and "image 3" in failed[3]
-    told = [answers[place] for place in (0, 2, 4)]
-    assert [answer.label for answer in told] == ["red", "green", "blue"]
-    assert [answer.labels for answer in told] == [answer.labels for answer in run.predict(good)]
+    failed = {
+        place: str(answer)
+        for place, answer in enumerate(answers)
+        if isinstance(answer, PredictionError)
+    }
+    assert [*failed] == [1, 3]
+    assert "photos/none.png" in failed[1]
+    assert "image 3" in failed[3]
+    messages = [answers[place] for place in (0, 2, 4)]
+    assert [answer.label for answer in messages] == ["red", "green", "blue"]
+    assert [answer.labels for answer in messages] == [answer.labels for answer in run.predict(good)]
     with pytest.raises(PredictionError, match=r"photos/none\.png.*on_error='skip'"):
         run.predict(images, devices=devices)
     with pytest.raises(PredictionError, match=r"photos/none\.png"):
@@ -75,29 +110,35 @@ def test_an_image_that_cannot_be_read_costs_no_others_answer(devices, run, tmp_p
 
 def test_folders_batches_and_several_devices_give_lists_in_order(run):
     folder = run.predict("photos")
-    assert [told.label for told in folder] == [colour for colour in COLOURS for _ in range(12)]
+    assert [message.label for message in folder] == [
+        colour for colour in COLOURS for _ in range(12)
+    ]
     batch = torch.stack([as_tensor(f"photos/red/{n}.png") for n in range(3)])
     expected = run.predict([f"photos/red/{n}.png" for n in range(3)])
     assert run.predict(batch) == run.predict(batch.permute(0, 2, 3, 1).numpy()) == expected
     assert run.predict([]) == []
     workers = run.predict("photos", devices=["cpu", "cpu"])
-    assert [told.labels for told in workers] == [told.labels for told in folder]
+    assert [message.labels for message in workers] == [message.labels for message in folder]
     for one, other in zip(workers, folder, strict=True):
         assert one.probabilities == pytest.approx(other.probabilities, abs=1e-5)
 
 
 def test_photos_and_folders_are_asked_of_the_newest_run(run, home):
-    """Of more than ten images only the file tells."""
+    """For more than ten images only the file has the answers."""
     lines = ok("predict", "photos/blue/0.png", "output=p", cwd=home).stdout.splitlines()
-    [told] = [line.split()[1:3] for line in lines if line.startswith("photos/blue/0.png")]
-    assert told == ["blue", f"{run.predict('photos/blue/0.png').probability:.0%}"]
-    done = ok("predict", "photos/blue/0.png", "photos/green", "output=several", cwd=home)
+    [messages] = [line.split()[1:3] for line in lines if line.startswith("photos/blue/0.png")]
+    assert messages == ["blue", f"{run.predict('photos/blue/0.png').probability:.0%}"]
+    completed = ok("predict", "photos/blue/0.png", "photos/green", "output=several", cwd=home)
     rows = list(csv.DictReader((home / "several" / "predictions.csv").open()))
-    assert "runs/first" in done.stdout and [row["class"] for row in rows] == ["blue"] + ["green"] * 12
-    assert "photos/blue/0.png" not in done.stdout and "several/predictions.csv" in done.stdout
+    assert "runs/first" in completed.stdout
+    assert [row["class"] for row in rows] == ["blue"] + ["green"] * 12
+    assert (
+        "photos/blue/0.png" not in completed.stdout
+        and "several/predictions.csv" in completed.stdout
+    )
 
 
-def test_it_evaluates_and_exports_as_the_commands_do(run, home, capsys):
+def test_a_loaded_model_evaluates_and_exports_like_the_commands(run, home, capsys):
     assert run.evaluate("mode=single")["val_top1"] == 1.0
     assert run.export("exported_program", home / "x.pt2").is_file()
     with pytest.raises(RecipeError, match="there already"):
@@ -119,12 +160,12 @@ def test_it_evaluates_and_exports_as_the_commands_do(run, home, capsys):
     ],
     ids=str,
 )
-def test_what_is_no_image_is_named(images, error, names, run):
+def test_an_input_that_is_no_image_is_named(images, error, names, run):
     with pytest.raises(error, match=names):
         run.predict(images)
 
 
-def test_no_run_is_told(tmp_path, monkeypatch, home):
+def test_a_missing_run_is_reported(tmp_path, monkeypatch, home):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match="runs"):
         trainer.load()

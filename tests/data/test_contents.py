@@ -1,4 +1,4 @@
-"""The images of a run are known again, wherever they lie and however they are kept; others are told from them."""
+"""A run recognizes its images wherever and however they are stored, and notices other images."""
 
 import torch
 from torch.utils.data import Dataset, Subset
@@ -7,19 +7,29 @@ from tests.data.photo_folders import opened, photo_set
 from trainer.data import ImageSet, open_datasets
 from trainer.data.registered import registered
 from trainer.recipe import load
-from trainer.training.same_images import contents_of
+from trainer.training.same_images import hash_contents
 
 
 def found(data):
     """Samples, hash and sizes of both parts."""
-    return {role: tensor.tolist() for role, tensor in contents_of(data).items()}
+    return {role: tensor.tolist() for role, tensor in hash_contents(data).items()}
 
 
 def test_photos_are_their_paths_below_the_root_their_classes_and_sizes(tmp_path):
-    before = found(opened(photo_set(tmp_path / "a", {"ant": 5, "bee": 5}, suffix="png")))
+    before = found(
+        opened(
+            photo_set(
+                tmp_path / "a",
+                {"ant": 5, "bee": 5},
+                suffix="png",
+            )
+        )
+    )
     (tmp_path / "a").rename(tmp_path / "b")
     assert found(opened(tmp_path / "b")) == before
-    tiny = open_datasets(load(None, "data.name=imagefolder", f"data.root={tmp_path / 'b'}", "data.image_size=16"))
+    tiny = open_datasets(
+        load(None, "data.name=imagefolder", f"data.root={tmp_path / 'b'}", "data.image_size=16")
+    )
     assert isinstance(tiny.train, ImageSet) and found(tiny) == before
     (tmp_path / "b" / "ant" / "0.png").rename(tmp_path / "b" / "ant" / "moved.png")
     assert found(opened(tmp_path / "b")) != before
@@ -34,7 +44,15 @@ def test_a_table_s_labels_and_order_count(tmp_path):
         return found(opened(root, f"data.labels={tmp_path / 't.csv'}"))
 
     assert told(lines) == told(lines)
-    assert len({str(told(each)) for each in (lines, [lines[0].replace("bee", "ant"), *lines[1:]], lines[::-1])}) == 3
+    assert (
+        len(
+            {
+                str(told(each))
+                for each in (lines, [lines[0].replace("bee", "ant"), *lines[1:]], lines[::-1])
+            }
+        )
+        == 3
+    )
 
 
 def made(*parts):
@@ -42,19 +60,33 @@ def made(*parts):
         return found(open_datasets(load(None, "data.name=mine")))
 
 
-def test_what_lies_in_memory_is_its_values():
-    images, labels = torch.randint(0, 256, (12, 3, 40, 40), dtype=torch.uint8), torch.arange(12) % 2
-    held = images[:4], labels[:4]
-    other, brighter = labels.clone(), images.clone()
+def test_images_in_memory_are_identified_by_their_values():
+    images = torch.randint(
+        0,
+        256,
+        (12, 3, 40, 40),
+        dtype=torch.uint8,
+    )
+    labels = torch.arange(12) % 2
+    kept = images[:4], labels[:4]
+    other = labels.clone()
+    brighter = images.clone()
     other[3] = 0
     brighter[5] //= 2
-    sets = [(images, labels), (images, other), (brighter, labels), (images.float(), labels), (images[:11], labels[:11])]
-    told = [made(part, (held[0].to(part[0].dtype), held[1]))["train_images"] for part in sets]
-    assert len({*map(str, told)}) == 5 and made(sets[0], held)["train_images"] == told[0]
+    sets = [
+        (images, labels),
+        (images, other),
+        (brighter, labels),
+        (images.float(), labels),
+        (images[:11], labels[:11]),
+    ]
+    messages = [made(part, (kept[0].to(part[0].dtype), kept[1]))["train_images"] for part in sets]
+    assert len({*map(str, messages)}) == 5
+    assert made(sets[0], kept)["train_images"] == messages[0]
 
 
 class Items(Dataset):
-    """As torchvision's folders are: paths and classes beside the items."""
+    """Items with paths and classes, like a folder of torchvision."""
 
     def __init__(self, root, names="0123456789"):
         self.root, self.samples = root, [(f"{root}/{name}.png", int(name) % 2) for name in names]
@@ -68,10 +100,11 @@ class Items(Dataset):
 
 
 def test_a_user_s_items_are_what_they_list_and_others_are_counted():
-    held = Subset(Items("/a"), [1, 2])
-    before = made(Items("/a"), held)
-    assert made(Items("/b"), held) == before
+    kept = Subset(Items("/a"), [1, 2])
+    before = made(Items("/a"), kept)
+    assert made(Items("/b"), kept) == before
     for names in ("0123456798", "2123456789", "012345678"):  # labels; a path; fewer
-        assert made(Items("/a", names), held)["train_images"] != before["train_images"]
+        assert made(Items("/a", names), kept)["train_images"] != before["train_images"]
     plain = [[(torch.zeros(3, 8, 8, dtype=torch.uint8), 0)] * count for count in (9, 7)]
-    assert made(plain[0], held)["train_images"][:1] == [9] and made(plain[1], held)["train_images"][:1] == [7]
+    assert made(plain[0], kept)["train_images"][:1] == [9]
+    assert made(plain[1], kept)["train_images"][:1] == [7]

@@ -1,4 +1,6 @@
-"""Batches: the same for any number of shards and workers, resumable, exactly counted; and what bad images do."""
+"""Batches: the same for any number of shards and workers, resumable, exactly counted; and what bad
+images do.
+"""
 
 import multiprocessing
 import os
@@ -20,119 +22,73 @@ import torch
 
 from tests import warm
 from tests.command_line import alive, environment, latest
+from tests.data.loading import (
+    AUGMENT,
+    Items,
+    becomes_true,
+    epoch,
+    photo_sets,
+    same,
+    sets_of,
+)
 from tests.data.photo_folders import cut, photo_set
-from trainer.data import Datasets, DataShare, ImageSet, Loader, loaders, open_datasets, sampling, steps_per_epoch
-from trainer.data.folders.targets import Targets
-from trainer.data.registered import UserItems
-from trainer.data.sets import CLASS
+from trainer.data import (
+    DataShare,
+    ImageSet,
+    count_steps_per_epoch,
+    loaders,
+    open_datasets,
+    sampling,
+)
 from trainer.errors import PeerError, RecipeError, SetupError
 from trainer.pool import DevicePool
 from trainer.processes import fork_server
-from trainer.recipe import DataRecipe, load
-from trainer.tasks import Classification
-from trainer.training.setup import task_of
-
-CPU = torch.device("cpu")
-AUGMENT = (
-    "augment.crop=pad",
-    "augment.hflip=0.5",
-    "augment.auto=trivial",
-    "augment.erase=0.5",
-    "augment.mixup=0.2",
-    "augment.cutmix=1.0",
-)
-
-
-class Items:
-    """Photos whose pixels tell their index; some break, hang, or end the worker."""
-
-    def __init__(self, count, broken=(), hang=None):
-        self.count, self.broken, self.hang = count, broken, hang
-
-    def __len__(self):
-        return self.count
-
-    def __getitem__(self, index):
-        if index in self.broken:
-            raise ValueError("broken on purpose")
-        if index == self.hang:
-            time.sleep(1000)
-        pixels = np.random.default_rng(index).integers(0, 256, (3, 20, 30), dtype=np.uint8)
-        return torch.from_numpy(pixels), index
-
-
-def sets_of(train, val, classes, size):
-    names = tuple(map(str, range(classes)))
-    return Datasets("mine", train, val, names, 3, size, (0.5,) * 3, (0.25,) * 3, False, "val")
+from trainer.recipe import load
 
 
 def memory_sets(train=24, val=7, size=8):
-    pixels = np.random.default_rng(0).integers(0, 256, (train + val, 3, size, size), dtype=np.uint8)
-    images, labels = torch.from_numpy(pixels), torch.arange(train + val)
-    return sets_of(ImageSet(images[:train], labels[:train]), ImageSet(images[train:], labels[:val]), train + val, size)
-
-
-def photo_sets(train=24, val=7, size=16, **faults):
-    names = tuple(map(str, range(1000)))
-    sources = [
-        UserItems(Items(count, **faults), "mine", Targets(Classification, names, CLASS), None, DataRecipe())
-        for count in (train, val)
-    ]
-    return sets_of(*sources, max(train, val), size)
-
-
-@pytest.fixture
-def loading():
-    """Makes loaders, which are closed in the end."""
-    made = []
-
-    def loader_of(sets, *words, shard=None):
-        recipe = load(None, *latest("batch_size=8", "data.workers=0", "timeout=30", *words))
-        made.append(Loader(sets, recipe, task_of(recipe, sets), shard or DataShare(), CPU))
-        return made[-1]
-
-    yield loader_of
-    for loader in made:
-        loader.close()
-    assert multiprocessing.active_children() == []
-
-
-def epoch(loader, number=0, start=0):
-    """Inputs and targets of an epoch's micro-batches, copied."""
-    return [(batch.inputs.clone(), batch.targets.clone()) for batch in loader.training(number, start)]
+    pixels = np.random.default_rng(0).integers(
+        0,
+        256,
+        (train + val, 3, size, size),
+        dtype=np.uint8,
+    )
+    images = torch.from_numpy(pixels)
+    labels = torch.arange(train + val)
+    return sets_of(
+        ImageSet(images[:train], labels[:train]),
+        ImageSet(images[train:], labels[:val]),
+        train + val,
+        size,
+    )
 
 
 def labels_of(loader):
-    """Targets and counts of batches: of an epoch but for its first step, and of the evaluation."""
-    held_out = [(batch.targets[: batch.count].clone(), batch.count) for batch in loader.evaluation()]
+    """Return targets and counts of batches: of an epoch without its first step, and of the
+    evaluation.
+    """
+    held_out = [
+        (batch.targets[: batch.count].clone(), batch.count) for batch in loader.evaluation()
+    ]
     return [(batch.targets.clone(), batch.count) for batch in loader.training(1, 1)], held_out
-
-
-def comes_true(condition, patience=60):
-    deadline = time.monotonic() + patience
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
-
-
-def same(a, b):
-    """Whether lists of batches, of tensors and counts each, are alike."""
-    flat = [[part for batch in batches for part in map(torch.as_tensor, batch)] for batches in (a, b)]
-    return [*map(len, a)] == [*map(len, b)] and all(
-        torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(*flat, strict=True)
-    )
 
 
 def by_shards(loading, sets, count, *words, **more):
     """An epoch as several shards read it, a list of batches each."""
-    return [epoch(loading(sets, *words, shard=DataShare(index, count, **more)), 1) for index in range(count)]
+    return [
+        epoch(loading(sets, *words, shard=DataShare(index, count, **more)), 1)
+        for index in range(count)
+    ]
 
 
 def sharded(loading, sets, shards, pieces, *words):
     """The same, put together to global batches."""
     parts = by_shards(loading, sets, shards, f"accumulate={pieces}", *words)
     steps = len(parts[0]) // pieces
-    rows = [[part[step * pieces + piece] for piece in range(pieces) for part in parts] for step in range(steps)]
+    rows = [
+        [part[step * pieces + piece] for piece in range(pieces) for part in parts]
+        for step in range(steps)
+    ]
     return [(torch.cat([x for x, _ in row]), torch.cat([t for _, t in row])) for row in rows]
 
 
@@ -142,8 +98,14 @@ def sharded(loading, sets, shards, pieces, *words):
 def test_batches_are_the_same_for_any_number_of_shards(loading, sets, crop, channels_last):
     words = (*AUGMENT, f"augment.crop={crop}", f"channels_last={channels_last}")
     whole = sharded(loading, sets(), 1, 1, *words)
-    assert len(whole) == 3 and whole[0][1].shape == (8, 24 + 7 * (sets is memory_sets))
-    for shards, pieces in ((2, 1), (4, 1), (1, 2), (2, 2)):
+    assert len(whole) == 3
+    assert whole[0][1].shape == (8, 24 + 7 * (sets is memory_sets))
+    for shards, pieces in (
+        (2, 1),
+        (4, 1),
+        (1, 2),
+        (2, 2),
+    ):
         assert same(sharded(loading, sets(), shards, pieces, *words), whole)
 
 
@@ -152,7 +114,14 @@ def test_batches_are_the_same_for_any_number_of_shards(loading, sets, crop, chan
 def test_an_epoch_can_be_entered_in_the_middle(loading, sets, words):
     whole = epoch(loading(sets(), *AUGMENT, *words, "accumulate=2"), 3)
     assert len(whole) == 6
-    assert same(epoch(loading(sets(), *AUGMENT, *words, "accumulate=2"), 3, start=1), whole[2:])
+    assert same(
+        epoch(
+            loading(sets(), *AUGMENT, *words, "accumulate=2"),
+            3,
+            start=1,
+        ),
+        whole[2:],
+    )
     assert epoch(loading(sets(), *words), 3, start=3) == []
 
 
@@ -160,13 +129,16 @@ def test_an_epoch_can_be_entered_in_the_middle(loading, sets, words):
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_evaluation_counts_each_sample_once(loading, sets, shards):
     for samples in range(1, 18):
-        seen, batches = [], set()
+        seen = []
+        batches = set()
         for index in range(shards):
-            loader = loading(sets(val=samples), f"batch_size={4 * shards}", shard=DataShare(index, shards))
-            found = list(loader.evaluation())
-            batches.add(len(found))
-            assert all(len(batch.inputs) == len(batch.targets) == 4 for batch in found)
-            seen += [label for batch in found for label in batch.targets[: batch.count].tolist()]
+            loader = loading(
+                sets(val=samples), f"batch_size={4 * shards}", shard=DataShare(index, shards)
+            )
+            actual = list(loader.evaluation())
+            batches.add(len(actual))
+            assert all(len(batch.inputs) == len(batch.targets) == 4 for batch in actual)
+            seen += [label for batch in actual for label in batch.targets[: batch.count].tolist()]
         assert sorted(seen) == list(range(samples)) and len(batches) == 1
 
 
@@ -175,13 +147,21 @@ def test_the_last_partial_batch_is_dropped_and_too_few_images_refused(loading):
     assert loader.steps_per_epoch == 2 and len(epoch(loader)) == 2
     for every_sample in (False, True):
         with pytest.raises(RecipeError, match=r"\b7 training images .*\bbatch_size=6\b"):
-            steps_per_epoch(7, load(None, "batch_size=8", "augment.mixup=1.0"), DataShare(every_sample=every_sample))
+            count_steps_per_epoch(
+                7,
+                load(None, "batch_size=8", "augment.mixup=1.0"),
+                DataShare(every_sample=every_sample),
+            )
         with pytest.raises(RecipeError, match=r"\b7 training images .*\b8\b"):
-            steps_per_epoch(7, load(None, "batch_size=16", "accumulate=2"), DataShare(0, 4, every_sample=every_sample))
+            count_steps_per_epoch(
+                7,
+                load(None, "batch_size=16", "accumulate=2"),
+                DataShare(0, 4, every_sample=every_sample),
+            )
 
 
 class Drawers:
-    """Photos that know their labels, and break when they are read."""
+    """Photos that have labels, but raise an error when read."""
 
     def __init__(self, count):
         self.labels = np.arange(count)
@@ -201,18 +181,30 @@ def drawer_sets(train=24, val=7):
 
 
 def without_images(loading, sets, *words, **shard):
-    """A loader that needs no images, its targets, and those of its evaluation with their counts."""
+    """Return a loader that needs no images, its targets, and those of its evaluation with their
+    counts.
+    """
     loader = loading(sets, *words, shard=DataShare(inputs=False, **shard))
     batches = list(loader.training(1, 1))
     held_out = list(loader.evaluation())
     assert all(batch.inputs.numel() == 0 for batch in [*batches, *held_out])
-    return loader, [(x.targets.clone(), x.count) for x in batches], [(x.targets[: x.count], x.count) for x in held_out]
+    return (
+        loader,
+        [(x.targets.clone(), x.count) for x in batches],
+        [(x.targets[: x.count], x.count) for x in held_out],
+    )
 
 
 @pytest.mark.parametrize("words", [(), ("accumulate=2", *AUGMENT)])
-@pytest.mark.parametrize(("index", "count", "every_sample"), [(0, 1, False), (1, 2, False), (1, 2, True)])
-@pytest.mark.parametrize(("sets", "source"), [(memory_sets, memory_sets), (photo_sets, drawer_sets)])
-def test_labels_alone_are_those_of_the_whole_batches(loading, sets, source, words, index, count, every_sample):
+@pytest.mark.parametrize(
+    ("index", "count", "every_sample"), [(0, 1, False), (1, 2, False), (1, 2, True)]
+)
+@pytest.mark.parametrize(
+    ("sets", "source"), [(memory_sets, memory_sets), (photo_sets, drawer_sets)]
+)
+def test_labels_alone_are_those_of_the_whole_batches(
+    loading, sets, source, words, index, count, every_sample
+):
     loader = loading(sets(), *words, shard=DataShare(index, count, every_sample=every_sample))
     targets, held_out = labels_of(loader)
     parts = {"index": index, "count": count, "every_sample": every_sample}
@@ -228,7 +220,8 @@ def test_labels_that_are_not_at_hand_are_read_with_their_images(loading, words):
     targets, held_out = labels_of(loader)
     other, labels, others = without_images(loading, photo_sets(broken=broken), *AUGMENT, *words)
     assert same(labels, targets) and same(others, held_out)
-    assert other.skipped == 0 and bool(loader.skipped) == bool(broken)  # the rank with the images counts them
+    # The rank with the images counts them.
+    assert other.skipped == 0 and bool(loader.skipped) == bool(broken)
 
 
 @pytest.mark.parametrize("every_sample", [False, True])
@@ -236,7 +229,9 @@ def test_labels_that_are_not_at_hand_are_read_with_their_images(loading, words):
 @pytest.mark.parametrize("sets", [memory_sets, drawer_sets])
 def test_a_shard_in_the_middle_reads_nothing(loading, sets, words, every_sample):
     parts = {"index": 1, "count": 2, "every_sample": every_sample}
-    loader, batches, held_out = without_images(loading, sets(), "data.workers=2", *words, targets=False, **parts)
+    loader, batches, held_out = without_images(
+        loading, sets(), "data.workers=2", *words, targets=False, **parts
+    )
     assert multiprocessing.active_children() == [] and loader.skipped == 0
     assert len(batches) == (loader.steps_per_epoch - 1) * (2 if words else 1)
     assert {count for _, count in batches} == {2 if words else 4}
@@ -251,35 +246,58 @@ def test_images_alone_are_those_of_the_whole_batches(loading, sets):
     images = epoch(loader)
     assert all(targets.numel() == 0 for _, targets in images)
     assert all(torch.equal(a, b) for (a, _), (b, _) in zip(whole, images, strict=True))
-    assert all(batch.targets.numel() == 0 and batch.inputs.numel() > 0 for batch in loader.evaluation())
+    assert all(
+        batch.targets.numel() == 0 and batch.inputs.numel() > 0 for batch in loader.evaluation()
+    )
 
 
 @pytest.mark.parametrize("sets", [memory_sets, photo_sets])
-def test_a_shard_that_reads_for_a_teacher_reads_no_held_out_images(loading, sets):
-    """Which raise here where photos are; it has the labels of another share's outputs."""
+def test_a_data_share_that_reads_for_a_teacher_reads_no_validation_images(loading, sets):
+    """Reading a photo raises an error here.
+
+    The labels are those of another data share's outputs.
+    """
     whole = epoch(loading(sets(), *AUGMENT))
     held_out = sets().val if sets is memory_sets else Drawers(7)
-    loader = loading(replace(sets(), val=held_out), *AUGMENT, shard=DataShare(counted=False))
+    loader = loading(
+        replace(sets(), val=held_out),
+        *AUGMENT,
+        shard=DataShare(counted=False),
+    )
     assert same(epoch(loader), whole)
     (batch,) = loader.evaluation()
-    assert batch.inputs.numel() == 0 and batch.targets[: batch.count].tolist() == [*range(7)]
+    assert batch.inputs.numel() == 0
+    assert batch.targets[: batch.count].tolist() == [*range(7)]
 
 
 @pytest.mark.parametrize("sets", [memory_sets, photo_sets])
-@pytest.mark.parametrize(("samples", "count", "pieces", "batches"), [(27, 2, 2, 8), (27, 2, 1, 4), (23, 1, 1, 3)])
-def test_every_sample_is_used_once_and_augmented_as_ever(loading, sets, samples, count, pieces, batches):
+@pytest.mark.parametrize(
+    ("samples", "count", "pieces", "batches"), [(27, 2, 2, 8), (27, 2, 1, 4), (23, 1, 1, 3)]
+)
+def test_every_sample_is_used_once_and_augmented_as_ever(
+    loading, sets, samples, count, pieces, batches
+):
     words = ("augment.crop=pad", "augment.hflip=0.5", "augment.erase=0.5", "augment.auto=trivial")
-    (plain,) = by_shards(loading, sets(samples), 1, "batch_size=1", *words, every_sample=True)
+    (plain,) = by_shards(
+        loading,
+        sets(samples),
+        1,
+        "batch_size=1",
+        *words,
+        every_sample=True,
+    )
     expected = {int(label): image for image, label in plain}
-    found = by_shards(loading, sets(samples), count, f"accumulate={pieces}", *words, every_sample=True)
-    assert {len(shard) for shard in found} == {batches}
-    for shard in found:
+    actual = by_shards(
+        loading, sets(samples), count, f"accumulate={pieces}", *words, every_sample=True
+    )
+    assert {len(shard) for shard in actual} == {batches}
+    for shard in actual:
         sizes = [len(labels) for _, labels in shard]
         assert max(sizes) - min(sizes) <= 1 and max(sizes) <= 8 // count // pieces
         for images, labels in shard:
             assert len(images) == len(labels)
             assert torch.equal(images, torch.cat([expected[label] for label in labels.tolist()]))
-    seen = [label for shard in found for _, labels in shard for label in labels.tolist()]
+    seen = [label for shard in actual for _, labels in shard for label in labels.tolist()]
     assert sorted(seen) == list(range(samples))
 
 
@@ -289,17 +307,22 @@ def test_ragged_batches_mix_neighbours_and_leave_an_odd_last_one(loading, alpha,
     words = (f"channels_last={channels_last}",)
     plain = by_shards(loading, memory_sets(27), 2, *words, every_sample=True)
     mixed = by_shards(loading, memory_sets(27), 2, alpha, *words, every_sample=True)
-    odd, shares = 0, []
+    odd = 0
+    shares = []
     for a, b in zip(plain, mixed, strict=True):
         for (images, labels), (inputs, targets) in zip(a, b, strict=True):
-            assert inputs.is_contiguous(memory_format=torch.channels_last) or channels_last == "false"
+            assert (
+                inputs.is_contiguous(memory_format=torch.channels_last) or channels_last == "false"
+            )
             paired = len(labels) // 2 * 2
             odd += len(labels) - paired
             assert torch.equal(inputs[paired:], images[paired:])
-            assert torch.equal(targets[paired:].argmax(1), labels[paired:]) and (targets[paired:].amax(1) == 1).all()
+            assert torch.equal(targets[paired:].argmax(1), labels[paired:])
+            assert (targets[paired:].amax(1) == 1).all()
             for k in range(0, paired, 2):
                 pair, (first, second) = targets[k : k + 2], labels[k : k + 2].tolist()
-                assert pair[0, first] == pair[1, second] and pair[0, second] == pair[1, first]
+                assert pair[0, first] == pair[1, second]
+                assert pair[0, second] == pair[1, first]
                 assert pair.sum(1).tolist() == pytest.approx([1, 1])
                 assert not torch.equal(inputs[k], images[k]) or pair[0, first] > 0.9
                 shares.append(float(pair[0, first]))
@@ -313,9 +336,14 @@ def test_ragged_batches_mix_neighbours_and_leave_an_odd_last_one(loading, alpha,
 def test_steps_of_an_epoch_with_every_sample(loading, samples, batch_size, count, pieces, steps):
     recipe = load(None, f"batch_size={batch_size}", f"accumulate={pieces}")
     shards = [DataShare(index, count, every_sample=True) for index in range(count)]
-    assert {steps_per_epoch(samples, recipe, shard) for shard in shards} == {steps}
-    assert steps_per_epoch(samples, recipe, DataShare(0, count)) == samples // batch_size
-    loader = loading(memory_sets(samples, size=2), f"batch_size={batch_size}", f"accumulate={pieces}", shard=shards[0])
+    assert {count_steps_per_epoch(samples, recipe, shard) for shard in shards} == {steps}
+    assert count_steps_per_epoch(samples, recipe, DataShare(0, count)) == samples // batch_size
+    loader = loading(
+        memory_sets(samples, size=2),
+        f"batch_size={batch_size}",
+        f"accumulate={pieces}",
+        shard=shards[0],
+    )
     assert loader.steps_per_epoch == steps and loader.samples_per_step == samples / steps
 
 
@@ -332,15 +360,17 @@ def test_shards_too_small_for_their_micro_batches_are_refused_with_what_works(
 ):
     shard = DataShare(0, count, every_sample=True)
     words = [f"batch_size={batch_size}", f"accumulate={pieces}"]
-    with pytest.raises(RecipeError, match=rf"{samples} training images over {count} processes .*; {remedy}$") as error:
-        steps_per_epoch(samples, load(None, *words), shard)
+    with pytest.raises(
+        RecipeError, match=rf"{samples} training images over {count} processes .*; {remedy}$"
+    ) as error:
+        count_steps_per_epoch(samples, load(None, *words), shard)
     advice = re.findall(r"\w+=\d+", str(error.value).partition(";")[2])
     if advice:
         recipe = load(None, *latest(*words, *advice))
-        steps_per_epoch(samples, recipe, shard)
-        steps = sampling.contiguous_steps(samples, recipe.batch_size // count, count)
-        spans = [range(*sampling.contiguous_span(samples, i, count)) for i in range(count)]
-        parts = [sampling.contiguous_rows(np.array(span), steps, recipe.accumulate) for span in spans]
+        count_steps_per_epoch(samples, recipe, shard)
+        spans = [range(*sampling.compute_span(samples, i, count)) for i in range(count)]
+        steps = -(-max(map(len, spans)) // (recipe.batch_size // count))
+        parts = [sampling.divide_rows(np.array(span), steps, recipe.accumulate) for span in spans]
         assert min(len(piece) for part in parts for step in part for piece in step) > 0
 
 
@@ -352,10 +382,16 @@ def test_global_random_states_are_untouched(loading, sets, words):
     epoch(loader)
     list(loader.evaluation())
     assert torch.equal(torch.random.get_rng_state(), states[0])
-    assert np.random.get_state()[1].tolist() == states[1] and random.getstate() == states[2]
+    assert np.random.get_state()[1].tolist() == states[1]
+    assert random.getstate() == states[2]
 
 
-DAMAGES = [cut, lambda path: path.write_text("no image"), lambda path: path.write_bytes(b""), os.remove]
+DAMAGES = [
+    cut,
+    lambda path: path.write_text("no image"),
+    lambda path: path.write_bytes(b""),
+    os.remove,
+]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -381,14 +417,14 @@ def test_a_replacement_is_the_next_readable_sample(loading):
     assert labels == sorted([*(set(range(24)) - {3, 4}), 5, 5])
 
 
-def test_nothing_readable_is_an_error_even_when_skipping(loading):
+def test_no_readable_photo_is_an_error_even_when_skipping(loading):
     with pytest.raises(SetupError, match="broken on purpose"):
         epoch(loading(photo_sets(broken=range(24)), "data.on_error=skip"))
 
 
 @pytest.mark.parametrize("victim", ["workers", "fork server"])
 def test_a_worker_that_dies_is_named_in_bounded_time(loading, victim):
-    """Those of a fork server that is killed go with it."""
+    """Killing a fork server ends its workers."""
     loader = loading(photo_sets(train=64, hang=40), "data.workers=2")
     batches = loader.training(0)
     next(batches)
@@ -398,7 +434,8 @@ def test_a_worker_that_dies_is_named_in_bounded_time(loading, victim):
     start = time.monotonic()
     with pytest.raises(PeerError, match=r"worker \d+.* died .*mine: item \d+") as error:
         list(batches)
-    assert time.monotonic() - start < 10 and str(workers[0]) in str(error.value)
+    assert time.monotonic() - start < 10
+    assert str(workers[0]) in str(error.value)
 
 
 @pytest.mark.slow
@@ -408,7 +445,8 @@ def test_a_worker_that_hangs_is_named_in_bounded_time(loading):
     start = time.monotonic()
     next(batches)
     os.kill(multiprocessing.active_children()[0].pid, signal.SIGSTOP)
-    loader._feeds[0]._readers._timeout = 2.0  # from here on: a start may take longer on a busy machine
+    # The limit applies from now on, because a start may take longer on a busy machine.
+    loader._feeds[0]._readers._timeout = 2.0
     with pytest.raises(PeerError, match=r"worker \d+ .*timeout=2 .*\b8 samples"):
         list(batches)
     assert time.monotonic() - start < 40
@@ -421,17 +459,22 @@ def in_group(pid, group):
 
 @pytest.mark.slow
 def test_workers_go_when_their_rank_is_killed_and_not_before(tmp_path):
-    """Those of a fork server that a lesser thread started too, to which the kernel does not tell of the rank's end."""
-    script = textwrap.dedent(f"""
+    """The fork server was started by a thread that is not the main thread, so the kernel does not
+    tell it when the rank ends.
+    """
+    script = textwrap.dedent("""
         import multiprocessing, sys, threading, time
-        sys.path.insert(0, {os.path.dirname(__file__)!r})
-        import test_loaders as t
-        t.warm.nothing()  # what is forked warm has the main thread for a parent
+        from tests import warm
+        from tests.data import loading
+        from trainer.data import DataShare, Loader
+        from trainer.recipe import load
+        warm.start_none_warm()  # what is forked warm has the main thread for a parent
         def begin():
             next(batches)
         if __name__ == "__main__":
-            recipe = t.load(None, "batch_size=8", "data.workers=2")
-            batches = t.Loader(t.photo_sets(), recipe, None, t.DataShare(), t.CPU).training(0)
+            recipe = load(None, "batch_size=8", "data.workers=2")
+            sets = loading.photo_sets()
+            batches = Loader(sets, recipe, None, DataShare(), loading.CPU).training(0)
             first = threading.Thread(target=begin)
             first.start()
             first.join()
@@ -452,9 +495,14 @@ def test_workers_go_when_their_rank_is_killed_and_not_before(tmp_path):
     try:
         pids = [int(pid) for pid in rank.stdout.readline().split()]
         assert len(pids) == 2
-        members = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and in_group(int(pid), rank.pid)]
+        members = [
+            int(pid)
+            for pid in os.listdir("/proc")
+            if pid.isdigit() and in_group(int(pid), rank.pid)
+        ]
         for pid in members:
-            if pid != rank.pid:  # torchrun's SIGTERM reaches the whole group; the rank has a handler
+            # torchrun's SIGTERM reaches the whole group; the rank has a handler.
+            if pid != rank.pid:
                 os.kill(pid, signal.SIGTERM)
         time.sleep(0.5)
         rank.stdin.write("\n")
@@ -462,7 +510,7 @@ def test_workers_go_when_their_rank_is_killed_and_not_before(tmp_path):
         assert rank.stdout.readline() == "2\n"
         rank.kill()
         rank.wait(10)
-        assert comes_true(lambda: not any(map(alive, members)), 5)
+        assert becomes_true(lambda: not any(map(alive, members)), 5)
     finally:
         for stream in (rank.stdin, rank.stdout):
             stream.close()
@@ -472,9 +520,11 @@ def test_workers_go_when_their_rank_is_killed_and_not_before(tmp_path):
 
 def test_a_worker_outlives_sigterm_from_its_first_moment():
     forkserver._forkserver._stop()  # another test's may be running, which does not know of this
-    with DevicePool(["cpu"], abs) as pool:  # it has the same server
+    with DevicePool(["cpu"], abs) as pool:  # The pool uses the same fork server.
         assert list(pool.map([-1])) == [1]
-        worker = fork_server.context("trainer.data.photos.photo_reader").Process(target=_signalled_as_it_starts)
+        worker = fork_server.start_server("trainer.data.photos.photo_reader").Process(
+            target=_signalled_as_it_starts
+        )
         worker.start()
         worker.join(60)
         assert worker.exitcode == 0
@@ -510,7 +560,8 @@ def test_functions_and_classes_that_no_module_holds_travel_to_workers(loading):
     class Here(Items):
         pass
 
-    plain, inside = photo_sets(), photo_sets()
+    plain = photo_sets()
+    inside = photo_sets()
     inside.train.items = Here(24)
     inside.train.items.transform = lambda image: image
     assert same(epoch(loading(inside, "data.workers=1")), epoch(loading(plain)))

@@ -1,4 +1,6 @@
-"""Runs on shards, through the real command line: what is trained, evaluated and predicted is what folders give."""
+"""Runs on archives through the real command line: training, evaluation and prediction equal those
+on folders.
+"""
 
 import csv
 import shutil
@@ -11,16 +13,28 @@ from tests.data.archives.making import parquet, tarred, with_classes
 from tests.data.photo_folders import coloured
 from trainer.saving.weights import read_weights
 
-COLOURS = {"blue": (30, 30, 200), "green": (30, 200, 30), "red": (200, 30, 30)}
+COLOURS = {
+    "blue": (30, 30, 200),
+    "green": (30, 200, 30),
+    "red": (200, 30, 30),
+}
 WORDS = [
-    *("model.name=cnn", "batch_size=8", "augment.crop=resized", "data.image_size=32", "data.workers=2"),
+    *(
+        "model.name=cnn",
+        "batch_size=8",
+        "augment.crop=resized",
+        "data.image_size=32",
+        "data.workers=2",
+    ),
     *("seed=3", "augment.hflip=0.5", *QUIET),
 ]
 
 
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory):
-    """The same photos in folders, in tars with folders, in a WebDataset and in Parquet; in one order."""
+    """The same photos in folders, in tars with folders, in a WebDataset and in Parquet; in one
+    order.
+    """
     root = tmp_path_factory.mktemp("sets")
     photos = root / "folders"
     for part, count in (("train", 12), ("val", 5)):
@@ -40,7 +54,10 @@ def sets(tmp_path_factory):
 
 
 def trained(sets, kind, output, *words):
-    source = [f"data.name={'imagefolder' if kind == 'folders' else 'shards'}", f"data.root={sets / kind}"]
+    source = [
+        f"data.name={'imagefolder' if kind == 'folders' else 'shards'}",
+        f"data.root={sets / kind}",
+    ]
     return ok(*source, *WORDS, "mode=single", "epochs=2", f"output={output}", *words)
 
 
@@ -61,9 +78,9 @@ def same(run, other):
 
 @pytest.mark.parametrize("kind", ["tar", "wds"])
 def test_losses_are_those_of_folders(sets, folders, kind, tmp_path):
-    done = trained(sets, kind, tmp_path / "run")
+    finished = trained(sets, kind, tmp_path / "run")
     same(tmp_path / "run", folders)
-    assert "blue 12 + 5, green 12 + 5, red 12 + 5 " in done.stdout
+    assert "blue 12 + 5, green 12 + 5, red 12 + 5 " in finished.stdout
 
 
 def test_losses_of_parquet_are_those_of_folders(sets, folders, tmp_path):
@@ -71,11 +88,19 @@ def test_losses_of_parquet_are_those_of_folders(sets, folders, tmp_path):
         paths = sorted((sets / "folders" / part).rglob("*.jpg"))
         labels = [sorted(COLOURS).index(path.parent.name) for path in paths]
         images = [path.read_bytes() for path in paths]
-        parquet(sets / "parquet" / f"{part}-00000-of-00001.parquet", images, labels, sorted(COLOURS), group=10)
+        parquet(
+            sets / "parquet" / f"{part}-00000-of-00001.parquet",
+            images,
+            labels,
+            sorted(COLOURS),
+            group=10,
+        )
     trained(sets, "parquet", tmp_path / "run")
     same(tmp_path / "run", folders)
     for kind in ("folders", "parquet"):
-        trained(sets, kind, tmp_path / kind, "data.cache=disk", f"data.cache_dir={tmp_path / 'cache'}")
+        trained(
+            sets, kind, tmp_path / kind, "data.cache=disk", f"data.cache_dir={tmp_path / 'cache'}"
+        )
     same(tmp_path / "parquet", tmp_path / "folders")
 
 
@@ -88,13 +113,15 @@ def test_a_split_of_its_own_is_remembered_evaluated_and_predicted(sets, tmp_path
     run = tmp_path / "run"
     ok("data.name=shards", f"data.root={path}", *WORDS, "mode=single", "epochs=4", f"output={run}")
     split = list(csv.DictReader((run / "split.csv").open()))
-    held = {row["file"] for row in split if row["split"] == "val"}
-    assert len(split) == 36 and len(held) == 6 and all(name.startswith("photos.tar/") for name in held)
-    told = ok("evaluate", f"checkpoint={run}").stdout
-    assert "6 held-out images" in told and f"{100 * result(run)['val_top1']:.2f}" in told
+    kept = {row["file"] for row in split if row["split"] == "val"}
+    assert len(split) == 36
+    assert len(kept) == 6
+    assert all(name.startswith("photos.tar/") for name in kept)
+    output = ok("evaluate", f"checkpoint={run}").stdout
+    assert "6 held-out images" in output and f"{100 * result(run)['val_top1']:.2f}" in output
     ok("predict", f"checkpoint={run}", "predict.split=val", f"output={tmp_path / 'out'}")
     rows = list(csv.DictReader((tmp_path / "out" / "predictions.csv").open()))
-    assert {row["path"] for row in rows} == {f"{tmp_path}/{name}" for name in held}
+    assert {row["path"] for row in rows} == {f"{tmp_path}/{name}" for name in kept}
     assert {row["label"] for row in rows} <= {*COLOURS}
     moved = tmp_path / "elsewhere"
     moved.mkdir()

@@ -1,4 +1,4 @@
-"""Numbers become tensors however NumPy holds them; what is no number is told."""
+"""Numbers become tensors for every NumPy type. A message reports anything that is no number."""
 
 import warnings
 
@@ -35,8 +35,8 @@ def test_arrays_of_any_layout(layout):
     array = LAYOUTS[layout]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = [make(array) for make in (as_tensor, as_targets)]
-    assert all(each.shape == array.shape and each.tolist() == array.tolist() for each in found)
+        actual = [make(array) for make in (as_tensor, as_targets)]
+    assert all(each.shape == array.shape and each.tolist() == array.tolist() for each in actual)
 
 
 def test_memory_is_shared_where_torch_can_share_it():
@@ -57,10 +57,17 @@ def test_unsigned_targets_are_numbers_that_torch_computes_with():
 
 @pytest.mark.parametrize(
     "value",
-    [np.array(["cat", "dog"]), "cat", np.array([...]), None, np.ma.array([1, 2], mask=[0, 1]), [[1, 2], [3]]],
+    [
+        np.array(["cat", "dog"]),
+        "cat",
+        np.array([...]),
+        None,
+        np.ma.array([1, 2], mask=[0, 1]),
+        [[1, 2], [3]],
+    ],
     ids=repr,
 )
-def test_what_is_no_number_is_told(value):
+def test_values_that_are_no_numbers_are_refused(value):
     with pytest.raises(RecipeError, match=r"number|masked") as caught:
         as_tensor(value)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 300

@@ -1,8 +1,8 @@
-"""Which devices each rank drives, as tables."""
+"""Local devices of each rank, as tables."""
 
 import pytest
 
-from trainer.devices.assignment import assign_devices, numbered
+from trainer.devices.assignment import assign_devices, number_devices
 from trainer.errors import RecipeError
 from trainer.recipe import load
 
@@ -16,7 +16,7 @@ from trainer.recipe import load
         (["devices=[cuda]"], 1, 1, [("cuda:0",)]),
         (["devices=[cpu]"], 3, 4, [("cpu",)] * 3),
         (["devices=[cpu,cpu]"], 2, 0, [("cpu",), ("cpu",)]),
-        # one process and all devices
+        # Cases of one process and all devices.
         (["mode=dp"], 1, 3, [("cuda:0", "cuda:1", "cuda:2")]),
         (["mode=split"], 1, 0, [("cpu", "cpu")]),
         (["mode=split", "pipeline.stages=3"], 1, 0, [("cpu",) * 3]),
@@ -36,7 +36,9 @@ def test_devices(words, local, cuda, expected):
 
 @pytest.mark.parametrize(("cuda", "drives"), [(0, "cpu"), (1, "cuda:0"), (2, "cuda:0")])
 def test_one_process_on_each_node_has_one_device(cuda, drives):
-    assert assign_devices(load(None, "mode=pipeline", "pipeline.stages=2"), 1, cuda, nodes=2) == [(drives,)]
+    assert assign_devices(load(None, "mode=pipeline", "pipeline.stages=2"), 1, cuda, nodes=2) == [
+        (drives,)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +50,12 @@ def test_one_process_on_each_node_has_one_device(cuda, drives):
         (["devices=[cpu,cpu]"], 1, 0, "nproc=2"),
         (["devices=[cpu,cpu]", "mode=single"], 1, 0, "mode=ddp"),
         (["mode=split"], 1, 1, r"devices=\[cuda:0,cuda:0\]"),
-        (["mode=split", "devices=[cpu,cpu]", "pipeline.stages=3"], 1, 0, r"cpu,cpu,cpu\] or pipeline.stages=2"),
+        (
+            ["mode=split", "devices=[cpu,cpu]", "pipeline.stages=3"],
+            1,
+            0,
+            r"cpu,cpu,cpu\] or pipeline.stages=2",
+        ),
         (["mode=pipeline", "devices=[cuda:0]"], 2, 1, "needs one for each"),
         (["mode=hogwild", "devices=[cuda:0]"], 2, 1, r"mode=local_sgd devices=\[cuda:0\]"),
     ],
@@ -59,6 +66,6 @@ def test_devices_that_cannot_be(words, local, cuda, says):
 
 
 def test_every_device_has_a_name_of_its_own():
-    assert list(numbered(["cuda:0", "cuda:1"])) == ["cuda:0", "cuda:1"]
-    assert list(numbered(["cpu", "cpu"])) == ["cpu:0", "cpu:1"]
-    assert list(numbered(["cuda:0", "cuda:0"])) == ["cuda:0#0", "cuda:0#1"]
+    assert list(number_devices(["cuda:0", "cuda:1"])) == ["cuda:0", "cuda:1"]
+    assert list(number_devices(["cpu", "cpu"])) == ["cpu:0", "cpu:1"]
+    assert list(number_devices(["cuda:0", "cuda:0"])) == ["cuda:0#0", "cuda:0#1"]

@@ -1,4 +1,6 @@
-"""Whether cards compute and copy rightly, on stubs: one line with what to type where they do not."""
+"""Checks that cards compute and copy correctly, on stubs: a failure is one line with a
+suggestion.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import pytest
 import torch
 
 from trainer.devices import health
+from trainer.distributed import world_setup
 from trainer.errors import DeviceMemoryError, SetupError
 from trainer.processes import resources
 from trainer.processes.rank import Place
@@ -46,10 +49,11 @@ def test_a_card_that_does_not_compute(card):
 
 
 def test_every_way_between_cards_is_taken():
-    assert health.edges(CUDA[:1]) == [] == health.edges([CUDA[0], CUDA[0]])
-    assert set(health.edges(CUDA[:2])) == {(CUDA[0], CUDA[1]), (CUDA[1], CUDA[0])}
-    ways = {(a.index, b.index) for a, b in health.edges(CUDA)}
-    chain, star = [(0, 1), (1, 2), (2, 3)], [(0, 2), (0, 3)]
+    assert health.list_copy_pairs(CUDA[:1]) == [] == health.list_copy_pairs([CUDA[0], CUDA[0]])
+    assert set(health.list_copy_pairs(CUDA[:2])) == {(CUDA[0], CUDA[1]), (CUDA[1], CUDA[0])}
+    ways = {(a.index, b.index) for a, b in health.list_copy_pairs(CUDA)}
+    chain = [(0, 1), (1, 2), (2, 3)]
+    star = [(0, 2), (0, 3)]
     assert ways == {way for a, b in chain + star for way in ((a, b), (b, a))}
 
 
@@ -74,13 +78,19 @@ def test_a_copy_that_corrupts_is_found(monkeypatch, copy):
 
 @pytest.mark.parametrize("words", [["mode=dp"], ["mode=split"], ["mode=pipeline"]])
 def test_modes_of_one_process_try_their_copies_first(monkeypatch, words):
-    """Copies from the second card to the first are wrong here, those the other way are right."""
-    monkeypatch.setattr(resources, "cuda_count", lambda: 2)
-    monkeypatch.setattr(resources, "place", Place)
+    """Copies from the second card to the first are wrong, and those in the other direction are
+    right.
+    """
+    monkeypatch.setattr(resources, "count_cuda_devices", lambda *_: 2)
+    monkeypatch.setattr(world_setup, "read_place", Place)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     checked = []
-    monkeypatch.setattr(health, "check_card", lambda device, count: checked.append((str(device), count)))
-    monkeypatch.setattr(health, "copies", lambda source, target, pattern: source == CUDA[0])
+    monkeypatch.setattr(
+        health, "check_card", lambda device, count: checked.append((str(device), count))
+    )
+    monkeypatch.setattr(
+        health, "copies_correctly", lambda source, target, pattern: source == CUDA[0]
+    )
     with pytest.raises(SetupError, match=r"\(cuda:1 to cuda:0\)"):
-        resources.locate(load(None, *words, "threads=2"))
+        world_setup.create_world(load(None, *words, "threads=2"))
     assert checked == [("cuda:0", 2), ("cuda:1", 2)]

@@ -1,19 +1,24 @@
-"""TF32, fp32 and 16 bits: what torch is told, what a CPU makes of it, and what is said of it."""
+"""TF32, fp32 and 16 bits: the settings of torch, their effect on a CPU, and the messages."""
 
 import pytest
 import torch
 
 from tests.command_line import QUIET, losses, ok, result
-from trainer.devices.precision import computed_in, note, set_precision
+from trainer.devices.precision import describe_precision, resolve_precision, set_precision
 from trainer.training.randomness import seed_everything
 
-AMPERE, CPU = torch.device("cuda", 0), torch.device("cpu")
+AMPERE = torch.device("cuda", 0)
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def switches():
     yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = False, True  # torch's own
+    # torch's own.
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = (
+        False,
+        True,
+    )
     torch.backends.cudnn.benchmark = False
 
 
@@ -30,28 +35,36 @@ def test_matrix_products_and_convolutions_have_the_precision_asked_for(switches,
         assert torch.backends.cudnn.allow_tf32 is on
 
 
-def test_what_a_device_computes_in(monkeypatch):
-    assert computed_in("tf32", CPU) == "fp32" and "no TF32" in note("tf32", CPU)
-    assert note("fp32", CPU) is note("bf16", CPU) is None and computed_in("bf16", CPU) == "bf16"
-    for capability, found in (((8, 0), "tf32"), ((7, 5), "fp32")):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
-        assert computed_in("tf32", AMPERE) == found
-        assert ("precision=tf32" in (note("fp32", AMPERE) or "")) == (found == "tf32")
+def test_the_precision_of_a_device_is_reported(monkeypatch):
+    assert resolve_precision("tf32", CPU) == "fp32" and "no TF32" in describe_precision("tf32", CPU)
+    assert describe_precision("fp32", CPU) is describe_precision("bf16", CPU) is None
+    assert resolve_precision("bf16", CPU) == "bf16"
+    for capability, candidate in (((8, 0), "tf32"), ((7, 5), "fp32")):
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda _, capability=capability: capability
+        )
+        assert resolve_precision("tf32", AMPERE) == candidate
+        assert ("precision=tf32" in (describe_precision("fp32", AMPERE) or "")) == (
+            candidate == "tf32"
+        )
 
 
 def test_on_a_cpu_tf32_is_fp32_and_the_run_says_so(tmp_path):
     words = ["recipe=digits", "mode=single", "max_steps=3", *QUIET]
     for precision in ("fp32", "tf32"):
-        done = ok(*words, f"precision={precision}", f"output={tmp_path / precision}")
-        assert ("computed as fp32" in done.stdout) == (precision == "tf32")
+        completed = ok(*words, f"precision={precision}", f"output={tmp_path / precision}")
+        assert ("computed as fp32" in completed.stdout) == (precision == "tf32")
         assert result(tmp_path / precision)["precision"] == "fp32"
     assert losses(tmp_path / "fp32") == losses(tmp_path / "tf32")
 
 
 @pytest.mark.parametrize(
-    ("deterministic", "exact", "races"), [(False, None, True), (True, None, False), (False, "1", False)]
+    ("deterministic", "exact", "races"),
+    [(False, None, True), (True, None, False), (False, "1", False)],
 )
-def test_cudnns_kernels_race_unless_losses_are_compared(switches, monkeypatch, deterministic, exact, races):
+def test_cudnns_kernels_race_unless_losses_are_compared(
+    switches, monkeypatch, deterministic, exact, races
+):
     monkeypatch.delenv("TRAINER_EXACT", raising=False)
     if exact:
         monkeypatch.setenv("TRAINER_EXACT", exact)

@@ -1,4 +1,4 @@
-"""What a kernel's counters are taken to say, on a machine made of files."""
+"""Conclusions from the kernel's counters, on a machine that is made of files."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ class Machine:
     """Two cores; this process; a neighbour. Counters by seconds."""
 
     def __init__(self, path, monkeypatch):
-        self.proc, self.now = path / "proc", 0.0
+        self.proc = path / "proc"
+        self.now = 0.0
         for module, name, value in (
-            (host, "PROC", self.proc), (host.time, "perf_counter", lambda: self.now),
-            (host.time, "process_time", lambda: 0.0), (host.os, "sched_getaffinity", lambda _: {0, 1}),
-        ):  # fmt: skip
+            (host, "PROC", self.proc),
+            (host.time, "perf_counter", lambda: self.now),
+            (host.time, "process_time", lambda: 0.0),
+            (host.os, "sched_getaffinity", lambda _: {0, 1}),
+        ):
             monkeypatch.setattr(module, name, value, raising=False)
         self.after()
 
@@ -28,15 +31,34 @@ class Machine:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
-    def after(self, seconds=0.0, busy=0.0, own=0.0, peer=0.0, waited=0.0, stolen=0.0):
-        """So much later both cores together were busy for so long, this process had so much, and waited so long."""
+    def after(
+        self,
+        seconds=0.0,
+        busy=0.0,
+        own=0.0,
+        peer=0.0,
+        waited=0.0,
+        stolen=0.0,
+    ):
+        """Advance the clock: the seconds that both cores were busy, that this process ran, and that
+        it waited.
+        """
         self.now += seconds
         core = f"{int(busy / 2 * SECOND)} 0 0 0 0 0 0 {int(stolen / 2 * SECOND)} 0 0"
-        self.write(self.proc / "stat", f"cpu  9 9 9 9 9 9 9 9 0 0\ncpu0 {core}\ncpu1 {core}\ncpu7 {'9' * 9} {core}\n")
+        self.write(
+            self.proc / "stat",
+            f"cpu  9 9 9 9 9 9 9 9 0 0\ncpu0 {core}\ncpu1 {core}\ncpu7 {'9' * 9} {core}\n",
+        )
         self.write(self.proc / "self/task/7/schedstat", f"0 {int(waited * 1e9)} 1\n")
-        pid, parent = os.getpid(), os.getppid()
-        for number, above, spent in ((pid, parent, own / 2), (99999998, pid, own / 2), (99999997, parent, peer)):
-            quarters = " ".join([str(int(spent / 4 * SECOND))] * 4)  # its own, its system's, those of its dead children
+        pid = os.getpid()
+        parent = os.getppid()
+        for number, above, spent in (
+            (pid, parent, own / 2),
+            (99999998, pid, own / 2),
+            (99999997, parent, peer),
+        ):
+            # Times of the process, of the kernel for it, and of its ended children.
+            quarters = " ".join([str(int(spent / 4 * SECOND))] * 4)
             fields = f"S {above} 0 0 0 0 0 0 0 0 99999 {quarters} 99999"
             self.write(self.proc / str(number) / "stat", f"{number} (a (b) c) {fields}\n")
 
@@ -46,14 +68,22 @@ def machine(tmp_path, monkeypatch):
     return Machine(tmp_path, monkeypatch)
 
 
+# The process has started more threads than cores, on purpose or not.
 @pytest.mark.parametrize(
     ("counters", "others"),
     [
         ({"busy": 20, "own": 8, "waited": 5}, 0.6),  # two others want both cores
-        ({"busy": 12, "own": 10, "waited": 0}, 0.0),  # threads=1, and another program on the core that is left
-        ({"busy": 20, "own": 20, "waited": 9}, 0.0),  # it has started more threads than cores, on purpose or not
+        (
+            {"busy": 12, "own": 10, "waited": 0},
+            0.0,
+        ),  # threads=1, and another program on the core that is left
+        (
+            {"busy": 20, "own": 20, "waited": 9},
+            0.0,
+        ),
         ({"busy": 20, "own": 19, "waited": 1}, 0.0),
-        ({"busy": 10, "own": 10, "stolen": 8}, 0.4),  # by other machines of the same host
+        # Other virtual machines of the same host took the time.
+        ({"busy": 10, "own": 10, "stolen": 8}, 0.4),
     ],
 )
 def test_cores_that_others_had(machine, counters, others):
@@ -69,6 +99,6 @@ def test_ranks_of_one_run_are_no_others(processes, others, machine):
     assert meter.read().others == pytest.approx(others, abs=0.01)
 
 
-def test_a_machine_that_tells_nothing(tmp_path, monkeypatch):
+def test_a_machine_without_counters_has_no_report(tmp_path, monkeypatch):
     monkeypatch.setattr(host, "PROC", tmp_path)
     assert StrainMeter().read().others == 0.0

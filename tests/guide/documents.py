@@ -10,17 +10,19 @@ from tests.command_line import PROJECT
 from tests.pages import GUIDE, README
 
 CONTRIBUTING = PROJECT / ".github" / "CONTRIBUTING.md"
-PAGES = [README, *sorted(GUIDE.glob("*.md"))]  # for users
+PAGES = [README, *sorted(GUIDE.glob("*.md"))]  # Pages for users.
 LANGUAGES = ("sh", "sh wrong", "console", "text", "yaml", "python", "mermaid")
 _FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", re.M | re.S)
 _SPAN = re.compile(r"(?<!`)`([^`\n]+(?:\n[^`\n]+)?)`(?!`)")
-_COMMAND = re.compile(r"\./launch\.sh|torchrun|trainer(?= )|python -m (trainer|tests)|python tests/|pip install")
+_COMMAND = re.compile(
+    r"\./launch\.sh|torchrun|trainer(?= )|python -m (trainer|tests)|python tests/|pip install"
+)
 _PLACEHOLDERS = {"COMMAND", "TOPIC", "NAME"}
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced piece of code: its language, its text, and where it begins."""
+    """A fenced block of code: its language, its text, and its first line."""
 
     language: str
     text: str
@@ -34,23 +36,41 @@ class Typed:
     text: str
     page: Path
     line: int
-    wrong: bool = False  # it is shown with the error that it gets
+    wrong: bool = False  # Whether the page shows the command with its error.
 
     def __str__(self) -> str:
         return f"{self.page.name}:{self.line}: {self.text}"
 
 
 def name(page: Path) -> str:
-    """As a test calls it."""
-    return page.stem if page.parent == GUIDE and page.stem != "README" else str(page.relative_to(PROJECT))
+    """Return the name of a page in the ids of tests."""
+    return (
+        page.stem
+        if page.parent == GUIDE and page.stem != "README"
+        else str(page.relative_to(PROJECT))
+    )
+
+
+def cells(row: str) -> list[str]:
+    """Split a row of a Markdown table into its cells."""
+    return [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", row.strip())[1:-1]]
 
 
 @cache
 def blocks(page: Path) -> list[Block]:
-    """All fenced code, those within lists too."""
+    """List all fenced code of a page, including code in lists."""
     text = page.read_text(encoding="utf-8")
-    found = [(match[2], textwrap.dedent(match[3]), match.start()) for match in _FENCE.finditer(text)]
-    return [Block(language, code, text.count("\n", 0, start) + 1) for language, code, start in found]
+    actual = [
+        (match[2], textwrap.dedent(match[3]), match.start()) for match in _FENCE.finditer(text)
+    ]
+    return [
+        Block(
+            language,
+            code,
+            text.count("\n", 0, start) + 1,
+        )
+        for language, code, start in actual
+    ]
 
 
 @cache
@@ -60,39 +80,53 @@ def prose(page: Path) -> str:
 
 
 def spans(page: Path) -> list[str]:
-    """What is marked as code within text and tables."""
+    """List the inline code of text and tables."""
     return [" ".join(match[1].split()) for match in _SPAN.finditer(prose(page))]
 
 
 def settings(page: Path) -> list[str]:
-    """Each key=value within text and tables."""
+    """List the `key=value` of text and tables."""
     return [span for span in spans(page) if re.fullmatch(r"[a-z_]+(\.[a-z_]+)*=[^ .]\S*", span)]
 
 
 @cache
 def commands(page: Path) -> list[Typed]:
-    """Each line of the blocks for a shell, of those with what it prints each after a `$`, and each command within text
-    and tables, in the page's order."""
-    found = []
+    """List the lines of shell blocks, of console blocks those after a `$`, and the commands in text
+    and tables, in the order of the page.
+    """
+    collected = []
     for block in blocks(page):
         if block.language in ("sh", "sh wrong"):
             text = block.text.replace("\\\n", "\0")
             for number, line in enumerate(text.splitlines(), block.line + 1):
-                found.append(Typed(" ".join(line.replace("\0", " ").split()), page, number, block.language != "sh"))
+                collected.append(
+                    Typed(
+                        " ".join(line.replace("\0", " ").split()),
+                        page,
+                        number,
+                        block.language != "sh",
+                    )
+                )
         elif block.language == "console":
             for number, line in enumerate(block.text.splitlines(), block.line + 1):
-                found += [Typed(line[2:], page, number)] if line.startswith("$ ") else []
+                collected += [Typed(line[2:], page, number)] if line.startswith("$ ") else []
     text = prose(page)
     for match in _SPAN.finditer(text):
         span = " ".join(match[1].split())
         whole = " " in span and span not in ("python -m trainer", "pip install")
         if whole and _COMMAND.match(span) and not {*span.split()} & _PLACEHOLDERS:
-            found.append(Typed(span, page, text.count("\n", 0, match.start()) + 1))
-    return sorted(found, key=lambda typed: typed.line)
+            collected.append(
+                Typed(
+                    span,
+                    page,
+                    text.count("\n", 0, match.start()) + 1,
+                )
+            )
+    return sorted(collected, key=lambda typed: typed.line)
 
 
 def anchors(page: Path) -> set[str]:
-    """What a git host makes of the page's headings."""
+    """Return the anchors that a git host makes from the page's headings."""
     titles = re.findall(r"^#+ +(.*)$", prose(page), re.M)
     plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).lower() for title in titles]
     return {re.sub(r"[^\w\- ]", "", title).strip().replace(" ", "-") for title in plain}

@@ -1,8 +1,8 @@
-"""Every command of README and the guide: held against what it takes, and with --all typed into a shell.
+"""Every command of README and the guide is parsed, and with --all typed into a shell.
 
-The first is quick and trains nothing. For the second each page is a story of its own in an empty folder, in which the
-commands follow one another as a reader types them. What cannot run here is in `NOT_RUN`, by reason; of these the runs
-are planned.
+The first is quick and trains nothing. For the second each page is a story of its own in an empty
+folder, in which the commands follow one another as a reader types them. What cannot run here is in
+`NOT_RUN`, by reason; of these the runs are planned.
 """
 
 import json
@@ -21,7 +21,7 @@ from tests.command_line import PROJECT, environment, ok
 from tests.data.photo_folders import coloured
 from tests.guide import shell
 from tests.guide.documents import PAGES, Typed, blocks, commands, name, settings, spans
-from tests.typed import is_swept
+from tests.guide.shell import is_swept
 from trainer import __main__ as cli
 from trainer.cli.command_table import COMMANDS, OWN_WORDS
 from trainer.errors import RecipeError
@@ -30,11 +30,20 @@ from trainer.recipe import load
 from trainer.recipe.reflection import defaults
 
 PICTURES = PROJECT / ".readme"
-RUNS = ("first", "second")  # that pages speak of, below runs
-WORDS = ("key", "format", "yes", "minutes")  # of commands, and what stands for any
-QUICK = ("recipes", "guide", "completion", "version", "help", "submit")  # commands that are run at once
+RUNS = ("first", "second")  # Runs that pages mention, below runs/.
+# Arguments of commands, with a placeholder for any value.
+WORDS = ("key", "format", "yes", "minutes")
+# Commands that are run at once.
+QUICK = (
+    "recipes",
+    "guide",
+    "completion",
+    "version",
+    "help",
+    "submit",
+)
 
-# What a line holds that is not run, by reason. Those that train are planned instead.
+# Patterns of commands that are not run, by reason. Commands that train are planned instead.
 NOT_RUN = {
     "installs software": r"pip install|git clone|source \.venv",
     "is these tests, or hours of them": r"launch\.sh test\b|-m tests\.",
@@ -49,14 +58,22 @@ NOT_RUN = {
     "needs zsh": r"completion zsh",
     "needs a server, an account or a package": r"logging\.(wandb|mlflow)=|format=onnx|\btrials=",
 }
-PLANNED = ("needs ImageNet and its GPUs", "needs several machines", "needs GPUs", "takes hours without a GPU")
+PLANNED = (
+    "needs ImageNet and its GPUs",
+    "needs several machines",
+    "needs GPUs",
+    "takes hours without a GPU",
+)
 
 
 def why_not(line: str) -> str | None:
-    """Why a line is not run, if it is not; plans and submissions train nothing, wherever they are for."""
+    """Return why a line is not run, or None.
+
+    Plans and submissions train nothing, so they are run for any machine.
+    """
     if re.search(r" (plan|submit) ", line):
         return None
-    return next((reason for reason, held in NOT_RUN.items() if re.search(held, line)), None)
+    return next((reason for reason, kept in NOT_RUN.items() if re.search(kept, line)), None)
 
 
 EVERY = [typed for page in PAGES for typed in commands(page)]
@@ -76,7 +93,10 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def at_once(typed: Typed, capsys: pytest.CaptureFixture[str]) -> str | None:
-    """What is wrong with a line of a page; None where nothing is, and of a model of timm where that is not here."""
+    """Return what is wrong with a line of a page, or None.
+
+    A model of timm is not checked without timm.
+    """
     if "=timm:" in typed.text and find_spec("timm") is None:
         return None
     try:
@@ -86,18 +106,22 @@ def at_once(typed: Typed, capsys: pytest.CaptureFixture[str]) -> str | None:
             words, _ = shell.ours(line) or ([], {})
             if words and (words[0] in QUICK or typed.wrong):
                 code = cli.answer(words)
-                told = capsys.readouterr()
+                message = capsys.readouterr()
                 if code != (2 if typed.wrong else 0):
-                    return f"{typed}: exit {code}: {told.err}"
-                if typed.wrong and told.err not in "".join(f"{block.text}" for block in blocks(typed.page)):
-                    return f"{typed}: the page does not show {told.err}"
+                    return f"{typed}: exit {code}: {message.err}"
+                if typed.wrong and message.err not in "".join(
+                    f"{block.text}" for block in blocks(typed.page)
+                ):
+                    return f"{typed}: the page does not show {message.err}"
     except (RecipeError, AssertionError) as error:
         return f"{typed}: {error}"
     return None
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_commands_mean_something(page: Path, empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_mean_something(
+    page: Path, empty: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (empty / "runs" / "first").mkdir(parents=True)
     (empty / "runs" / "first" / "recipe.yaml").write_text(load("digits").to_yaml())
     (empty / "photos").mkdir()
@@ -116,12 +140,17 @@ def test_commands_mean_something(page: Path, empty: Path, capsys: pytest.Capture
         ("./launch.sh compare recipe=digits 'modes=[singel]'", "singel"),
         ("cd trainer && ./launch.sh recipe=digits seed=x", "seed"),
         ("torchrun --nproc_per_nod=2 -m trainer recipe=digits", "nproc_per_nod"),
-        ("torchrun --nproc_per_node=2 -m trainer recipe=digits mode=single", "1 process"),
+        (
+            "torchrun --standalone --nproc_per_node=2 -m trainer recipe=digits mode=single",
+            "1 process",
+        ),
         ("python tests/benchmarks/workers.py ddp --bach 384", "workers.py"),
         ("rm -rf /", "rm"),
     ],
 )
-def test_what_is_wrong_is_noticed(text: str, why: str, empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_commands_are_detected(
+    text: str, why: str, empty: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert why in (at_once(Typed(text, PAGES[0], 1), capsys) or "nothing")
 
 
@@ -139,30 +168,34 @@ def test_words_in_the_text_exist(page: Path, empty: Path) -> None:
 
 
 def test_examples_of_yaml_are_recipes(empty: Path) -> None:
-    found = [block.text for page in PAGES for block in blocks(page) if block.language == "yaml"]
-    assert found
-    for number, text in enumerate(found):
+    actual = [block.text for page in PAGES for block in blocks(page) if block.language == "yaml"]
+    assert actual
+    for number, text in enumerate(actual):
         Path(f"{number}.yaml").write_text(text)
         load(f"{number}.yaml")
 
 
 def test_examples_of_python_can_be_read() -> None:
-    found = [block for page in PAGES for block in blocks(page) if block.language == "python"]
-    assert len(found) >= 4
-    for block in found:
+    actual = [block for page in PAGES for block in blocks(page) if block.language == "python"]
+    assert len(actual) >= 4
+    for block in actual:
         compile(block.text, f"line {block.line}", "exec")
 
 
-def test_what_is_not_run_is_there() -> None:
+def test_all_excluded_commands_exist() -> None:
     reasons = {why_not(typed.text) for typed in EVERY}
     assert {*NOT_RUN} <= reasons, {*NOT_RUN} - reasons
 
 
-# --- with --all: as typed ---------------------------------------------------------------------------------------------
+# --- with --all: as typed
+# ---------------------------------------------------------------------------------------------
 
 
 def prepare(page: Path, folder: Path) -> dict[str, str]:
-    """What a reader of the page has before its first line; returns the shell's environment."""
+    """Prepare the files that a reader of the page has before its first line.
+
+    Return the shell's environment.
+    """
     for colour, (label, pixels) in enumerate({"cat": (200, 60, 60), "dog": (60, 60, 200)}.items()):
         for number in range(25):
             coloured(folder / "photos" / label / f"{number}.jpg", pixels, seed=colour * 10 + number)
@@ -173,7 +206,10 @@ def prepare(page: Path, folder: Path) -> dict[str, str]:
     (folder / ".readme").symlink_to(PICTURES)
     text = " ".join(typed.text for typed in commands(page) if not why_not(typed.text))
     if "weights.safetensors" in text:
-        script = "import torchvision, safetensors.torch as s; m = torchvision.models.resnet18(num_classes=10); "
+        script = (
+            "import torchvision, safetensors.torch as s; m = "
+            "torchvision.models.resnet18(num_classes=10); "
+        )
         script += f"s.save_file(m.state_dict(), {str(folder / 'weights.safetensors')!r})"
         subprocess.run([sys.executable, "-c", script], check=True, env=environment())
     for run in RUNS:
@@ -184,10 +220,15 @@ def prepare(page: Path, folder: Path) -> dict[str, str]:
     programs = folder / "bin"
     programs.mkdir()
     modules = {"launch.sh": "trainer", "trainer": "trainer", "torchrun": "torch.distributed.run"}
-    for program, command in {"python": "", **{key: f" -m {module}" for key, module in modules.items()}}.items():
+    for program, command in {
+        "python": "",
+        **{key: f" -m {module}" for key, module in modules.items()},
+    }.items():
         home = folder if program == "launch.sh" else programs
-        said = "export TRAINER_COMMAND=./launch.sh; " if program == "launch.sh" else ""
-        (home / program).write_text(f'#!/bin/bash\n{said}exec {shlex.quote(sys.executable)}{command} "$@"\n')
+        message = "export TRAINER_COMMAND=./launch.sh; " if program == "launch.sh" else ""
+        (home / program).write_text(
+            f'#!/bin/bash\n{message}exec {shlex.quote(sys.executable)}{command} "$@"\n'
+        )
         (home / program).chmod(0o755)
     return environment(PATH=f"{programs}:{os.environ['PATH']}", HOME=str(folder))
 
@@ -201,25 +242,45 @@ def lines_to_run(page: Path) -> list[Typed]:
 def test_commands_run_as_typed(page: Path, tmp_path: Path) -> None:
     variables = prepare(page, tmp_path)
     for typed in lines_to_run(page):
-        shorter = " repeats=1 steps=3" * ("compare recipe=" in typed.text)  # which only repeats itself
+        # The command repeats an earlier one.
+        shorter = " repeats=1 steps=3" * ("compare recipe=" in typed.text)
         line = typed.text + shorter
         shell_line = ["bash", "-o", "pipefail", "-c", line]
-        done = subprocess.run(shell_line, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=1800)
-        allowed = (0, 3) if line.endswith(" doctor") else (0,)  # it may find something wrong with the machine
-        assert done.returncode in allowed, f"{typed}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-        assert "Traceback" not in done.stderr, f"{typed}\n{done.stderr[-3000:]}"
+        completed = subprocess.run(
+            shell_line, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=1800
+        )
+        # The command may find something wrong with the machine.
+        allowed = (0, 3) if line.endswith(" doctor") else (0,)
+        assert completed.returncode in allowed, (
+            f"{typed}\n{completed.stdout[-3000:]}\n{completed.stderr[-3000:]}"
+        )
+        assert "Traceback" not in completed.stderr, f"{typed}\n{completed.stderr[-3000:]}"
 
 
 @pytest.mark.full("minutes: a plan for each run that this machine cannot have")
 @pytest.mark.parametrize("text", PLANS)
-def test_what_cannot_run_here_is_planned(text: str, tmp_path: Path) -> None:
+def test_commands_that_cannot_run_here_are_planned(text: str, tmp_path: Path) -> None:
     words, variables = shell.ours(shell.split(text)[0]) or ([], {})
-    count = int(variables.get("NPROC", 8 if "NNODES" in variables or "SLURM_STEP_ID" in variables else 1))
+    count = int(
+        variables.get("NPROC", 8 if "NNODES" in variables or "SLURM_STEP_ID" in variables else 1)
+    )
     nodes = int(variables.get("NNODES", variables.get("SLURM_STEP_NUM_NODES", 1)))
     more = [f"nproc={count * nodes}"] if count * nodes > 1 else []
-    mode = [] if any(word.startswith("mode=") for word in words) else [f"mode={load(_recipe(words, tmp_path)).mode}"]
-    told = ok("plan", *words, *more, *mode, "memory=80GiB", "--json", cwd=tmp_path).stdout
-    assert json.loads(told)
+    mode = (
+        []
+        if any(word.startswith("mode=") for word in words)
+        else [f"mode={load(_recipe(words, tmp_path)).mode}"]
+    )
+    output = ok(
+        "plan",
+        *words,
+        *more,
+        *mode,
+        "memory=80GiB",
+        "--json",
+        cwd=tmp_path,
+    ).stdout
+    assert json.loads(output)
 
 
 def _recipe(words: list[str], folder: Path) -> str:
@@ -228,19 +289,32 @@ def _recipe(words: list[str], folder: Path) -> str:
 
 
 @pytest.mark.full("trains")
-@pytest.mark.parametrize("page", [page for page in PAGES if name(page) in ("README.md", "python", "predict")], ids=name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if name(page) in ("README.md", "python", "predict")], ids=name
+)
 def test_python_runs(page: Path, tmp_path: Path) -> None:
-    ok("recipe=digits", "mode=single", "model.name=mlp", "epochs=1", "output=runs/first", cwd=tmp_path)
+    ok(
+        "recipe=digits",
+        "mode=single",
+        "model.name=mlp",
+        "epochs=1",
+        "output=runs/first",
+        cwd=tmp_path,
+    )
     for stem in ("photo", "other"):
         Image.new("L", (8, 8)).save(tmp_path / f"{stem}.png")
     (tmp_path / ".readme").symlink_to(PICTURES)
     for number, block in enumerate(block for block in blocks(page) if block.language == "python"):
         command = [sys.executable, str(tmp_path / f"{number}.py")]
         Path(command[1]).write_text(block.text)
-        done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr
+        completed = subprocess.run(
+            command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=600
+        )
+        assert completed.returncode == 0, completed.stderr
 
 
 def test_every_command_is_shown_somewhere() -> None:
     shown = [shell.ours(line) for typed in EVERY for line in shell.split(typed.text)]
-    assert {*COMMANDS} - {"train", "version", "help"} <= {word for found in shown if found for word in found[0][:1]}
+    assert {*COMMANDS} - {"train", "version", "help"} <= {
+        word for candidate in shown if candidate for word in candidate[0][:1]
+    }

@@ -1,4 +1,6 @@
-"""README and the guide hang together: links lead somewhere, made parts are up to date, figures have their command."""
+"""README and the guide hang together: links lead somewhere, made parts are up to date, figures have
+their command.
+"""
 
 import re
 import subprocess
@@ -8,9 +10,20 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import PROJECT
-from tests.guide.documents import CONTRIBUTING, LANGUAGES, PAGES, anchors, blocks, commands, links, name, prose
+from tests.guide.documents import (
+    CONTRIBUTING,
+    LANGUAGES,
+    PAGES,
+    anchors,
+    blocks,
+    cells,
+    commands,
+    links,
+    name,
+    prose,
+)
 from tests.pages import GUIDE, PART, PARTS, README, filled
-from trainer.cli.guide import INDEX, cells, topics
+from trainer.cli.guide import INDEX, list_topics
 
 
 @pytest.mark.parametrize("page", [*PAGES, CONTRIBUTING], ids=name)
@@ -24,20 +37,27 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(path), f"{link}: there are {sorted(anchors(path))}"
 
 
-def test_what_pages_link_to_is_kept_by_git() -> None:
+def test_link_targets_of_pages_are_tracked_by_git() -> None:
     if not (PROJECT / ".git").exists():
         pytest.skip("needs a clone")
-    kept = subprocess.run(["git", "ls-files"], cwd=PROJECT, capture_output=True, text=True, check=True).stdout.split()
-    linked = [page.parent / link.partition("#")[0] for page in PAGES for link in links(page) if link[0] != "h"]
+    kept = subprocess.run(
+        ["git", "ls-files"], cwd=PROJECT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    linked = [
+        page.parent / link.partition("#")[0]
+        for page in PAGES
+        for link in links(page)
+        if link[0] != "h"
+    ]
     files = {str(path.resolve().relative_to(PROJECT)) for path in linked if path.is_file()}
     assert files <= {*kept}, files - {*kept}
 
 
 def test_every_page_is_a_topic_and_every_topic_a_page() -> None:
-    assert {*topics()} == {page.stem for page in GUIDE.glob("*.md")} - {INDEX}
-    assert all(question.endswith("?") and len(question) < 64 for question in topics().values())
+    assert {*list_topics()} == {page.stem for page in GUIDE.glob("*.md")} - {INDEX}
+    assert all(question.endswith("?") and len(question) < 64 for question in list_topics().values())
     linked = {link for link in links(GUIDE / f"{INDEX}.md")}
-    assert linked == {f"{topic}.md" for topic in topics()}
+    assert linked == {f"{topic}.md" for topic in list_topics()}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -77,13 +97,60 @@ def test_figures_have_their_command(page: Path) -> None:
             assert cells(line)[head.index("command")].strip("`") in shown, line
 
 
+TYPED = [
+    *PAGES,
+    *sorted((PROJECT / "recipes").glob("*.yaml")),
+    *sorted((PROJECT / "trainer").rglob("*.py")),
+]
+
+
+@pytest.mark.parametrize(
+    "file", [file for file in TYPED if "torchrun --" in file.read_text()], ids=name
+)
+def test_torchrun_on_one_machine_is_standalone(file: Path) -> None:
+    """Older versions of torchrun use port 29500 without this option, and only one job of a machine
+    can have that port.
+    """
+    for line in re.findall(r"torchrun((?:\s|\\\n|--[\w-]+(?:=\S+)?)+)", file.read_text()):
+        if "--nproc_per_node" in line:
+            assert ("--standalone" in line) != ("--nnodes" in line), line
+
+
+def test_readme_begins_with_the_two_commands_of_a_fresh_machine() -> None:
+    first = [typed.text for typed in commands(README) if typed.line <= blocks(README)[0].line + 4]
+    assert [line for line in first if line.startswith("./launch.sh")] == [
+        "./launch.sh recipe=digits",
+        "./launch.sh test",
+    ]
+
+
+def test_every_extra_exists() -> None:
+    extras = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    named = [
+        extra for line in extras["all"] for extra in re.search(r"\[(.*)\]", line)[1].split(",")
+    ]
+    assert {*named} == extras.keys() - {"all", "test"}
+    texts = [file.read_text() for file in TYPED]
+    shown = {
+        name
+        for text in texts
+        for candidate in re.findall(r"(?:trainer|\.)\[([a-z,]+)\]", text)
+        for name in candidate.split(",")
+    }
+    assert shown <= extras.keys()
+
+
 def test_readme_is_two_screens() -> None:
-    """Of 900 pixels at a width of 1200, which its lines were when somebody looked."""
+    """A screen is 900 pixels high and 1200 wide; its number of lines was measured once."""
     assert len(README.read_text().splitlines()) <= 80
     assert len(re.findall(r"^!\[", README.read_text(), re.M)) == 1
 
 
 def test_the_guide_is_part_of_the_package() -> None:
-    data = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["trainer"]
+    data = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "package-data"
+    ]["trainer"]
     shipped = {path for pattern in data for path in GUIDE.parent.glob(pattern)}
     assert {*GUIDE.iterdir()} <= shipped

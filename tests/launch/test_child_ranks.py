@@ -1,4 +1,4 @@
-"""Ranks for a program: its result, its output and its errors come back."""
+"""Ranks started for a Python program: their result, output and errors are returned."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.test_launching import work as work
 from trainer.errors import NotFiniteError, SetupError, TrainerError
 from trainer.launch import child_ranks
 from trainer.recipe import load
@@ -16,8 +15,18 @@ from trainer.recipe import load
 @pytest.mark.parametrize(
     ("code", "stderr", "kind", "expected"),
     [
-        (1, "step 3\nTraceback (most recent call last):\n  ...\nZeroDivisionError: a bug\n", TrainerError, "a bug"),
-        (1, "trainer: error: KeyError: x (o.py:8, in f)\nTraceback\nKeyError: x\n", TrainerError, "^KeyError: x .o.py"),
+        (
+            1,
+            "step 3\nTraceback (most recent call last):\n  ...\nZeroDivisionError: a bug\n",
+            TrainerError,
+            "a bug",
+        ),
+        (
+            1,
+            "trainer: error: KeyError: x (o.py:8, in f)\nTraceback\nKeyError: x\n",
+            TrainerError,
+            "^KeyError: x .o.py",
+        ),
         (1, "", TrainerError, "the training ended with exit code 1"),
         (3, "trainer: error: no card\n", SetupError, "^no card$"),
         (5, "trainer: error: the loss is nan\n", NotFiniteError, "^the loss is nan$"),
@@ -25,15 +34,20 @@ from trainer.recipe import load
     ],
 )
 def test_the_api_raises_by_exit_code_whatever_was_imported(
-    work: Path, monkeypatch: pytest.MonkeyPatch, code: int, stderr: str, kind: type[TrainerError], expected: str
+    work: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    stderr: str,
+    kind: type[TrainerError],
+    expected: str,
 ) -> None:
-    from trainer.commands import compare  # with a kind of TrainerError of its own
+    from trainer.commands import compare  # The command defines a subclass of TrainerError.
 
     assert compare.compare
     child = work / "child"
     child.write_text(f"#!/bin/sh\nprintf '%s' '{stderr}' >&2\nexit {code}\n")
     child.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(child))
-    with pytest.raises(TrainerError, match=expected) as found:
+    with pytest.raises(TrainerError, match=expected) as actual:
         child_ranks.train_in_children(load("digits"))
-    assert type(found.value) is kind
+    assert type(actual.value) is kind

@@ -1,4 +1,4 @@
-"""Which rank's failure explains the others."""
+"""The failure that explains those of the other ranks."""
 
 import json
 import signal
@@ -13,12 +13,20 @@ from trainer.errors import (
     Preempted,
     RecipeError,
     TrainerError,
-    in_one_line,
-    sentence,
+    describe_bug,
+    explain_in_one_line,
 )
-from trainer.launch.endings import STOPPED, Ending, cause, first_cause, say, with_stack, write_report
+from trainer.launch.endings import (
+    STOPPED,
+    Ending,
+    cause,
+    first_cause,
+    say,
+    with_stack,
+    write_report,
+)
 from trainer.processes import family, stacks
-from trainer.processes.watchdog_process import GIVEN_UP
+from trainer.processes.watchdog_process import WATCHDOG_SIGNAL
 
 
 @pytest.mark.parametrize(
@@ -27,29 +35,85 @@ from trainer.processes.watchdog_process import GIVEN_UP
         ([Ending(0, 7, "lost", 1.0), Ending(1, 5, "nan", 2.0)], 1, 5, "nan"),
         ([Ending(0, -15, "", 1.0), Ending(1, 1, "", 2.0)], 1, 1, "rank 1 ended with exit code 1"),
         ([Ending(0, 143, "saved", 1.0), Ending(1, 7, "lost", 2.0)], 1, 7, "lost"),
-        ([Ending(0, 7, "lost", 1.0), Ending(1, -9, "", 2.0)], 1, 7, "rank 1 was killed by SIGKILL (the system may be "),
-        ([Ending(0, -11, "", 1.0), Ending(1, 7, "lost", 0.0)], 0, 7, "rank 0 was killed by SIGSEGV"),
+        (
+            [Ending(0, 7, "lost", 1.0), Ending(1, -9, "", 2.0)],
+            1,
+            7,
+            "rank 1 was killed by SIGKILL (the system may be ",
+        ),
+        (
+            [Ending(0, -11, "", 1.0), Ending(1, 7, "lost", 0.0)],
+            0,
+            7,
+            "rank 0 was killed by SIGSEGV",
+        ),
         ([Ending(0, 3, "b", 2.0), Ending(1, 2, "a", 1.0)], 1, 2, "a"),
         ([Ending(1, 2, "same", 1.0), Ending(0, 2, "same", 1.0)], 0, 2, "same"),
-        ([Ending(0, 7, "rank 1 was silent", 1.0), Ending(1, -9, "", 32.0)], 0, 7, "rank 1 was silent"),  # torchrun's
-        ([Ending(3, 7, "lost", 1.0), Ending(0, 7, f"rank 1: {STOPPED}", 1.2)], 0, 7, "rank 1: it is stopped"),
-        ([Ending(0, -11, "", 2.0), Ending(1, 7, f"rank 0: {STOPPED}", 1.0)], 1, 7, "rank 0: it is stopped"),
+        (
+            [Ending(0, 7, "rank 1 was silent", 1.0), Ending(1, -9, "", 32.0)],
+            0,
+            7,
+            "rank 1 was silent",
+        ),  # torchrun's
+        (
+            [Ending(3, 7, "lost", 1.0), Ending(0, 7, f"rank 1: {STOPPED}", 1.2)],
+            0,
+            7,
+            "rank 1: it is stopped",
+        ),
+        (
+            [Ending(0, -11, "", 2.0), Ending(1, 7, f"rank 0: {STOPPED}", 1.0)],
+            1,
+            7,
+            "rank 0: it is stopped",
+        ),
         ([Ending(0, 143, "saved", 1.0), Ending(1, 143, "saved", 1.0)], 0, 143, "saved"),
-        ([Ending(0, -2, "", 1.0), Ending(1, 7, "lost", 0.5)], 0, 130, "rank 0 was killed by SIGINT"),
+        (
+            [Ending(0, -2, "", 1.0), Ending(1, 7, "lost", 0.5)],
+            0,
+            130,
+            "rank 0 was killed by SIGINT",
+        ),
         ([Ending(0, -15, "", 1.0)], 0, 143, "rank 0 was killed by SIGTERM"),
-        ([Ending(0, -6, "", 1.0), Ending(1, -9, "", 2.0)], 1, 7, "rank 1 was killed by SIGKILL (the system may be"),
-        ([Ending(0, -6, "", 1.0), Ending(1, 7, "lost", 2.0)], 0, 7, "rank 0 was killed by SIGABRT (NCCL does this if"),
-        ([Ending(0, -11, "", 2.0), Ending(1, 7, "lost", 1.0)], 0, 7, "rank 0 was killed by SIGSEGV (a fault in torch"),
-        ([Ending(0, -12, "", 1.0)], 0, 143, "rank 0 was killed by SIGUSR2"),  # as Python started
+        (
+            [Ending(0, -6, "", 1.0), Ending(1, -9, "", 2.0)],
+            1,
+            7,
+            "rank 1 was killed by SIGKILL (the system may be",
+        ),
+        (
+            [Ending(0, -6, "", 1.0), Ending(1, 7, "lost", 2.0)],
+            0,
+            7,
+            "rank 0 was killed by SIGABRT (NCCL does this if",
+        ),
+        (
+            [Ending(0, -11, "", 2.0), Ending(1, 7, "lost", 1.0)],
+            0,
+            7,
+            "rank 0 was killed by SIGSEGV (a fault in torch",
+        ),
+        # The rank was killed while Python started.
+        ([Ending(0, -12, "", 1.0)], 0, 143, "rank 0 was killed by SIGUSR2"),
         ([Ending(0, -64, "", 1.0)], 0, 7, "rank 0 was killed by "),
-        ([Ending(0, 7, "lost", 10.0), Ending(1, -GIVEN_UP, "", 17.0)], 0, 7, "lost"),  # the watchdog's end is no cause
-        ([Ending(1, -GIVEN_UP, "", 17.0)], 1, 143, "rank 1 was killed by SIGVTALRM"),
+        (
+            [Ending(0, 7, "lost", 10.0), Ending(1, -WATCHDOG_SIGNAL, "", 17.0)],
+            0,
+            7,
+            "lost",
+        ),  # the watchdog's end is no cause
+        ([Ending(1, -WATCHDOG_SIGNAL, "", 17.0)], 1, 143, "rank 1 was killed by SIGVTALRM"),
     ],
 )
-def test_the_first_cause(endings: list[Ending], rank: int, code: int, line: str) -> None:
-    found = first_cause(endings)
-    assert (found.rank, found.code) == (rank, code)
-    assert found.line.startswith(line)
+def test_the_first_cause(
+    endings: list[Ending],
+    rank: int,
+    code: int,
+    line: str,
+) -> None:
+    actual = first_cause(endings)
+    assert (actual.rank, actual.code) == (rank, code)
+    assert actual.line.startswith(line)
 
 
 LOST = "rank 0: lost another rank"
@@ -64,8 +128,14 @@ LOST = "rank 0: lost another rank"
         (NotFiniteError("nan"), "not finite"),
         (MemoryError("out of memory"), "out of memory"),
         (DiskFullError("full"), "disk full"),
-        (PeerError(f"{LOST} (it died, or was silent for `timeout`): Connection closed"), "lost rank"),
-        (PeerError(f"{LOST} (...): timed out after 5000 ms"), "time limit: a rank or device was silent"),
+        (
+            PeerError(f"{LOST} (it died, or was silent for `timeout`): Connection closed"),
+            "lost rank",
+        ),
+        (
+            PeerError(f"{LOST} (...): timed out after 5000 ms"),
+            "time limit: a rank or device was silent",
+        ),
         (ValueError("a bug"), "error"),
     ],
 )
@@ -85,24 +155,30 @@ def test_the_cause_of_a_rank_that_lost_another_is_the_others(tmp_path, monkeypat
     assert cause(NotFiniteError("nan")) == "not finite"
 
 
-def test_a_bug_is_told_by_where_the_users_own_code_raised_it(tmp_path, monkeypatch):
+def test_a_bug_is_located_in_the_users_own_code(tmp_path, monkeypatch):
     own = tmp_path / "trainer" / "own.py"  # a folder of this name need not be ours
     own.parent.mkdir()
     own.write_text("import json\n\ndef read():\n    return json.loads('{')\n")
-    found = {}
-    exec(compile(own.read_text(), str(own), "exec"), found)
+    collected = {}
+    exec(compile(own.read_text(), str(own), "exec"), collected)
     with pytest.raises(ValueError) as caught:
-        found["read"]()
-    said = sentence(caught.value)
-    assert said.startswith("JSONDecodeError: Expecting property name") and said.endswith(f" ({own}:4, in read)")
-    assert in_one_line(caught.value) == (said, 1)
-    assert in_one_line(TrainerError("on_epoch raised it")) == ("on_epoch raised it", 1)
-    assert in_one_line(RecipeError("no")) == ("no", 2)
+        collected["read"]()
+    message = describe_bug(caught.value)
+    assert message.startswith("JSONDecodeError: Expecting property name")
+    assert message.endswith(f" ({own}:4, in read)")
+    assert explain_in_one_line(caught.value) == (message, 1)
+    assert explain_in_one_line(TrainerError("on_epoch raised it")) == ("on_epoch raised it", 1)
+    assert explain_in_one_line(RecipeError("no")) == ("no", 2)
     stack = "Traceback\n  ..."
-    assert with_stack(stack, caught.value) == f"{said}\n{stack}"
-    assert with_stack("on_epoch raised it", TrainerError("on_epoch raised it")) == "on_epoch raised it"
+    assert with_stack(stack, caught.value) == f"{message}\n{stack}"
+    assert (
+        with_stack("on_epoch raised it", TrainerError("on_epoch raised it")) == "on_epoch raised it"
+    )
     monkeypatch.setattr(stacks, "append", lambda text: tmp_path / "stacks-rank0.txt")
-    assert with_stack(stack, caught.value) == f"{said}; the stack is in {tmp_path / 'stacks-rank0.txt'}"
+    assert (
+        with_stack(stack, caught.value)
+        == f"{message}; the stack is in {tmp_path / 'stacks-rank0.txt'}"
+    )
 
 
 def test_torchrun_takes_a_lost_peer_for_no_cause_and_shows_one_line(tmp_path, monkeypatch):
@@ -114,7 +190,8 @@ def test_torchrun_takes_a_lost_peer_for_no_cause_and_shows_one_line(tmp_path, mo
         write_report("KeyError: x\nTraceback", code, 100.5)
         return json.loads((tmp_path / "error.json").read_text())["message"]
 
-    bug, lost = left(1), left(7)
+    bug = left(1)
+    lost = left(7)
     assert bug["message"] == bug["extraInfo"]["py_callstack"] == "KeyError: x"
     assert int(bug["extraInfo"]["timestamp"]) < int(lost["extraInfo"]["timestamp"])
     assert bug["extraInfo"]["time"] == lost["extraInfo"]["time"] == 100.5

@@ -1,4 +1,7 @@
-"""launch.sh: installs once and safely, then hands over. A stand-in for uv makes an environment in no time."""
+"""The script launch.sh installs once and safely, then runs the program.
+
+A stand-in for uv makes an environment in no time.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from trainer.cli import guide
 from trainer.cli.command_table import COMMANDS
 
 WORKERS = min(len(os.sched_getaffinity(0)) + 2, 8)  # tests at once
-# `uv venv` makes an environment whose python records its words; both commands are written down.
+# `uv venv` makes an environment whose python records its arguments; both commands are recorded.
 UV = """#!/bin/bash
 echo "uv $*" >> "$LOG"
 sleep "${SLOW:-0}"
@@ -34,10 +37,12 @@ fi
 
 
 class Checkout:
-    """A copy of what launch.sh needs, with a PATH that holds little."""
+    """A copy of the files that launch.sh needs, with a PATH of few programs."""
 
     def __init__(self, folder: Path) -> None:
-        self.home, self.bin, self.log = folder / "a checkout", folder / "bin", folder / "log"
+        self.home = folder / "a checkout"
+        self.bin = folder / "bin"
+        self.log = folder / "log"
         self.home.mkdir()
         self.bin.mkdir()
         shutil.copy(PROJECT / "launch.sh", self.home)
@@ -51,8 +56,15 @@ class Checkout:
         (self.bin / name).write_text(text)
         (self.bin / name).chmod(0o755)
 
-    def start(self, *words: str, path: str = "/usr/bin:/bin", **variables: str) -> subprocess.Popen[str]:
-        environment = {"PATH": f"{self.bin}:{path}", "LOG": str(self.log), "HOME": str(self.home), **variables}
+    def start(
+        self, *words: str, path: str = "/usr/bin:/bin", **variables: str
+    ) -> subprocess.Popen[str]:
+        environment = {
+            "PATH": f"{self.bin}:{path}",
+            "LOG": str(self.log),
+            "HOME": str(self.home),
+            **variables,
+        }
         return subprocess.Popen(
             [str(self.home / "launch.sh"), *words],
             cwd=self.home.parent,
@@ -62,7 +74,9 @@ class Checkout:
             text=True,
         )
 
-    def run(self, *words: str, path: str = "/usr/bin:/bin", **variables: str) -> tuple[int, str, str]:
+    def run(
+        self, *words: str, path: str = "/usr/bin:/bin", **variables: str
+    ) -> tuple[int, str, str]:
         process = self.start(*words, path=path, **variables)
         output, errors = process.communicate(timeout=60)
         return process.returncode, output, errors
@@ -82,11 +96,10 @@ def test_usage_installs_nothing(checkout: Checkout, words: tuple[str, ...]) -> N
     assert (code, errors) == (0, "")
     assert output.startswith("usage: ./launch.sh recipe=NAME")
     assert {*COMMANDS} - {"train", "help"} <= {*re.findall(r"\w+", output)}
-    told = dict(re.findall(r"^ +\./launch\.sh (\S.*?)  +(\S.*)$", output, re.M))
-    known = dict(re.findall(r"^  (\S.*?)  +(\S.*)$", guide.first(""), re.M))
-    assert len(shared := told.keys() & known.keys()) > 7 and all(
-        told[words].startswith(known[words]) for words in shared
-    )
+    message = dict(re.findall(r"^ +\./launch\.sh (\S.*?)  +(\S.*)$", output, re.M))
+    known_names = dict(re.findall(r"^  (\S.*?)  +(\S.*)$", guide.format_overview(""), re.M))
+    assert len(shared := message.keys() & known_names.keys()) > 7
+    assert all(message[words].startswith(known_names[words]) for words in shared)
     assert max(map(len, output.splitlines())) <= 120
     assert re.search(r"digits +the digits\n$", output)
     assert not (checkout.home / ".venv").exists()
@@ -94,15 +107,22 @@ def test_usage_installs_nothing(checkout: Checkout, words: tuple[str, ...]) -> N
 
 def test_first_use_installs_and_later_ones_start_at_once(checkout: Checkout) -> None:
     code, output, errors = checkout.run("recipe=digits", "data.root=a b")
-    assert (code, output) == (0, f"{checkout.home.parent}: -P -m trainer recipe=digits data.root=a b\n")
+    assert (code, output) == (
+        0,
+        f"{checkout.home.parent}: -P -m trainer recipe=digits data.root=a b\n",
+    )
     assert errors.count("\n") == 2
     assert f"-e {checkout.home}\n" in checkout.log.read_text()
-    assert checkout.run("recipe=digits") == (0, f"{checkout.home.parent}: -P -m trainer recipe=digits\n", "")
+    assert checkout.run("recipe=digits") == (
+        0,
+        f"{checkout.home.parent}: -P -m trainer recipe=digits\n",
+        "",
+    )
     assert checkout.installs() == 1
     assert checkout.run("recipe=digits", CODE="143")[0] == 143
 
 
-def test_what_tests_need_is_installed_with_the_first_test(checkout: Checkout) -> None:
+def test_the_first_test_installs_the_test_packages(checkout: Checkout) -> None:
     checkout.run("recipes")
     (checkout.home / ".venv" / "kept").touch()
     for _ in range(2):
@@ -113,12 +133,22 @@ def test_what_tests_need_is_installed_with_the_first_test(checkout: Checkout) ->
 
 def test_commands(checkout: Checkout) -> None:
     checkout.run("test")
-    here, home = checkout.home.parent, checkout.home
+    here = checkout.home.parent
+    home = checkout.home
     for words, expected in (
-        (("test", "--all", "-k", "x"), f"{home}: -m pytest --numprocesses={WORKERS} --dist=worksteal --all -k x"),
+        (
+            ("test", "--all", "-k", "x"),
+            f"{home}: -m pytest --numprocesses={WORKERS} --dist=worksteal --all -k x",
+        ),
         (("tensorboard",), f"{here}: -P -m tensorboard.main --host=127.0.0.1 --logdir=runs"),
-        (("tensorboard", "--logdir", "x", "--bind_all"), f"{here}: -P -m tensorboard.main --logdir x --bind_all"),
-        (("tensorboard", "--port=1"), f"{here}: -P -m tensorboard.main --host=127.0.0.1 --logdir=runs --port=1"),
+        (
+            ("tensorboard", "--logdir", "x", "--bind_all"),
+            f"{here}: -P -m tensorboard.main --logdir x --bind_all",
+        ),
+        (
+            ("tensorboard", "--port=1"),
+            f"{here}: -P -m tensorboard.main --host=127.0.0.1 --logdir=runs --port=1",
+        ),
         (("recipes", "digits"), f"{here}: -P -m trainer recipes digits"),
         (("tset",), f"{here}: -P -m trainer tset"),
     ):
@@ -129,15 +159,17 @@ def test_ctrl_c_waits_for_the_trainer_while_python_starts(checkout: Checkout) ->
     checkout.run("recipe=digits")
     python = checkout.home / ".venv" / "bin" / "python"
     python.write_text("#!/bin/bash\ngrep SigBlk /proc/self/status\n")
-    _, found, _ = checkout.run("recipe=digits")
-    assert int(found.split()[-1], 16) == 1 << (signal.SIGINT - 1)
+    _, actual, _ = checkout.run("recipe=digits")
+    assert int(actual.split()[-1], 16) == 1 << (signal.SIGINT - 1)
 
 
 def test_two_first_uses_at_once(checkout: Checkout) -> None:
     both = [checkout.start("recipes", SLOW="0.3") for _ in range(2)]
     answers = [process.communicate(timeout=60) for process in both]
     assert [process.returncode for process in both] == [0, 0]
-    assert [output for output, _ in answers] == [f"{checkout.home.parent}: -P -m trainer recipes\n"] * 2
+    assert [output for output, _ in answers] == [
+        f"{checkout.home.parent}: -P -m trainer recipes\n"
+    ] * 2
     assert checkout.installs() == 1
     assert sum("waiting for another installation" in errors for _, errors in answers) == 1
 
@@ -161,7 +193,7 @@ def test_a_killed_installation_is_done_again(checkout: Checkout) -> None:
     assert not (checkout.home / ".venv" / "half").exists()
 
 
-def test_what_changes_is_installed_again(checkout: Checkout) -> None:
+def test_changed_dependencies_are_installed_again(checkout: Checkout) -> None:
     checkout.run("recipes")
     (checkout.home / ".venv" / "kept").touch()
     with (checkout.home / "pyproject.toml").open("a") as file:
@@ -169,20 +201,21 @@ def test_what_changes_is_installed_again(checkout: Checkout) -> None:
     assert checkout.run("recipes")[0] == 0
     assert checkout.installs() == 2
     assert (checkout.home / ".venv" / "kept").exists()
-    checkout.home = checkout.home.rename(checkout.home.parent / "moved")  # environments cannot be moved
+    # Environments cannot be moved.
+    checkout.home = checkout.home.rename(checkout.home.parent / "moved")
     assert checkout.run("recipes")[0] == 0
     assert checkout.installs() == 3
     assert not (checkout.home / ".venv" / "kept").exists()
-    (checkout.home / ".venv" / "bin" / "python").unlink()  # its Python was removed
+    (checkout.home / ".venv" / "bin" / "python").unlink()  # The environment has lost its Python.
     assert checkout.run("recipes")[0] == 0
     assert checkout.installs() == 4
 
 
-def test_without_any_python_it_says_so(checkout: Checkout) -> None:
+def test_a_missing_python_is_reported(checkout: Checkout) -> None:
     for name in ("bash", "cat", "dirname", "readlink", "cksum", "flock", "basename", "tail", "rm"):
-        found = shutil.which(name)
-        assert found is not None
-        (checkout.bin / name).symlink_to(found)
+        actual = shutil.which(name)
+        assert actual is not None
+        (checkout.bin / name).symlink_to(actual)
     (checkout.bin / "uv").unlink()
     code, output, errors = checkout.run("recipes", path="/nowhere")
     assert (code, output) == (3, "")
@@ -202,7 +235,8 @@ def test_other_versions_are_tested_in_environments_of_their_own(checkout: Checko
     least = re.findall(r'"(torch|torchvision)>=([\d.]+)"', (PROJECT / "pyproject.toml").read_text())
     assert code == 0
     assert len(asked) == 2 and not (checkout.home / ".venv").exists()
-    assert ".venv-lowest" in asked[0] and asked[0].endswith(" ".join(f"{name}=={version}" for name, version in least))
+    assert ".venv-lowest" in asked[0]
+    assert asked[0].endswith(" ".join(f"{name}=={version}" for name, version in least))
     assert ".venv-newest" in asked[1] and asked[1].endswith("--upgrade torch torchvision")
     assert checkout.run("test", "--versions=lowest", CODE="1")[0] == 1
     assert checkout.run("test", "--versions=2.0")[0] == 2
@@ -210,7 +244,14 @@ def test_other_versions_are_tested_in_environments_of_their_own(checkout: Checko
 
 
 def test_every_package_is_installed() -> None:
-    """setuptools takes the list as it is written, so a forgotten folder would be missing from the wheel only."""
-    written = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    found = {".".join(path.parent.relative_to(PROJECT).parts) for path in (PROJECT / "trainer").rglob("__init__.py")}
-    assert sorted(written) == sorted(found | {"trainer.recipes"})
+    """setuptools takes the list literally, so a missing folder would be missing from the wheel
+    only.
+    """
+    written = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "packages"
+    ]
+    actual = {
+        ".".join(path.parent.relative_to(PROJECT).parts)
+        for path in (PROJECT / "trainer").rglob("__init__.py")
+    }
+    assert sorted(written) == sorted(actual | {"trainer.recipes"})

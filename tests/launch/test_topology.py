@@ -1,33 +1,49 @@
-"""Ranks and nodes as a table: words, variables, SLURM, devices, cores."""
+"""Ranks and nodes as a table: arguments, variables, SLURM, devices, cores."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.recipe.refusals import refusal
+from tests.checks import refusal
 from trainer.launch.topology import Launch, choose_launch, first_host, task_of_node
 from trainer.recipe import load
 
-STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_ID": "1234567"}
+STEP = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_JOB_ID": "1234567",
+}
 STEP |= {"SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_LOCALID": "0"}
 
 
-def ompi(local: int, here: int, rank: int, size: int) -> dict[str, str]:
-    """What Open MPI tells a process."""
+def ompi(
+    local: int,
+    here: int,
+    rank: int,
+    size: int,
+) -> dict[str, str]:
+    """Return the variables that Open MPI sets for a process."""
     values = {"LOCAL_RANK": local, "LOCAL_SIZE": here, "RANK": rank, "SIZE": size}
     return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in values.items()}
 
 
 MPICH = {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2", "PMI_RANK": "0", "PMI_SIZE": "2"}
 FLUX = {"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "6"}
-PET = {"PET_NNODES": "2:2", "PET_NODE_RANK": "1", "PET_RDZV_ENDPOINT": "head:1234", "PET_NPROC_PER_NODE": "2"}
+PET = {
+    "PET_NNODES": "2:2",
+    "PET_NODE_RANK": "1",
+    "PET_RDZV_ENDPOINT": "head:1234",
+    "PET_NPROC_PER_NODE": "2",
+}
 NODES = {"NNODES": "3", "NODE_RANK": "2", "MASTER_ADDR": "first"}
 
 
+# The message says that there is one task per node.
 @pytest.mark.parametrize(
     ("environment", "nproc", "words", "cuda", "cores", "expected"),
     [
-        # one node: word, variable, devices, GPUs, cores
+        # Cases of a single node: argument, variable, devices, GPUs, cores
         ({}, None, (), 0, 8, Launch(2)),
         ({}, None, (), 0, 1, Launch(1)),
         ({}, None, (), 4, 8, Launch(4)),
@@ -43,37 +59,99 @@ NODES = {"NNODES": "3", "NODE_RANK": "2", "MASTER_ADDR": "first"}
         # several nodes
         (NODES, "4", (), 0, 8, Launch(4, 3, 2, "first", 29500)),
         ({**NODES, "MASTER_PORT": "1234"}, None, (), 8, 8, Launch(8, 3, 2, "first", 1234)),
-        # torchrun's own variables, below ours
+        # Variables of torchrun, which ours override
         ({"PET_NPROC_PER_NODE": "3"}, None, (), 0, 8, Launch(3)),
         ({"PET_NPROC_PER_NODE": "3", "NPROC": "4"}, None, (), 0, 8, Launch(4)),
         ({"PET_NPROC_PER_NODE": "auto", "PET_NNODES": "1"}, None, (), 4, 8, Launch(4)),
-        ({f"PET_{key}": value for key, value in NODES.items()}, "4", (), 0, 8, Launch(4, 3, 2, "first", 29500)),
+        (
+            {f"PET_{key}": value for key, value in NODES.items()},
+            "4",
+            (),
+            0,
+            8,
+            Launch(4, 3, 2, "first", 29500),
+        ),
         (PET, None, (), 0, 8, Launch(2, 2, 1, "head", 1234)),
         # SLURM, inside a step only; a variable that is set wins
         (STEP, None, (), 4, 8, Launch(4, 2, 1, "gpu07", 10000 + 1234567 % 20000)),
         ({**STEP, "MASTER_PORT": "77", "NPROC": "1"}, None, (), 4, 8, Launch(1, 2, 1, "gpu07", 77)),
         ({**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0"}, None, (), 4, 8, Launch(4)),
-        ({key: value for key, value in STEP.items() if key != "SLURM_STEP_ID"}, None, (), 4, 8, Launch(4)),
-        ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "3(x2)"}, None, (), 0, 8, Launch(3, 2, 1, "gpu07", 24567)),
-        ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, None, (), 4, 8, Launch(4, 2, 1, "gpu07", 24567)),
-        # mpirun and its like: as many ranks as they started here; one a node starts all of the node's
+        (
+            {key: value for key, value in STEP.items() if key != "SLURM_STEP_ID"},
+            None,
+            (),
+            4,
+            8,
+            Launch(4),
+        ),
+        (
+            {**STEP, "SLURM_STEP_TASKS_PER_NODE": "3(x2)"},
+            None,
+            (),
+            0,
+            8,
+            Launch(3, 2, 1, "gpu07", 24567),
+        ),
+        (
+            {**STEP, "SLURM_STEP_TASKS_PER_NODE": "1(x2)"},
+            None,
+            (),
+            4,
+            8,
+            Launch(4, 2, 1, "gpu07", 24567),
+        ),
+        # mpirun and its like: as many ranks as they started here; one a node starts all of the
+        # node's
         (ompi(0, 3, 0, 3), None, (), 0, 8, Launch(3)),
         (ompi(0, 3, 0, 3), "4", (), 0, 8, Launch(4)),
         (ompi(0, 1, 0, 1), None, (), 4, 8, Launch(4)),
         (ompi(0, 1, 0, 1), None, ("mode=single",), 4, 8, Launch(1)),
-        ({**ompi(0, 3, 0, 3), "RANK": "0", "WORLD_SIZE": "1"}, None, ("mode=single",), 4, 8, Launch(1)),
+        (
+            {**ompi(0, 3, 0, 3), "RANK": "0", "WORLD_SIZE": "1"},
+            None,
+            ("mode=single",),
+            4,
+            8,
+            Launch(1),
+        ),
         ({**ompi(1, 2, 5, 6), "MASTER_ADDR": "a"}, None, (), 0, 8, Launch(2, 3, 2, "a", 29500)),
-        ({**STEP, **ompi(0, 1, 1, 2), "MASTER_ADDR": "a"}, None, (), 4, 8, Launch(4, 2, 1, "a", 29500)),
+        (
+            {**STEP, **ompi(0, 1, 1, 2), "MASTER_ADDR": "a"},
+            None,
+            (),
+            4,
+            8,
+            Launch(4, 2, 1, "a", 29500),
+        ),
         (MPICH, None, (), 0, 8, Launch(2)),
-        ({**FLUX, **NODES}, "4", (), 0, 8, Launch(4, 3, 2, "first", 29500)),  # one task a node, which says so itself
-        # an Indexed Job of Kubernetes: which node, where there are several
+        (
+            {**FLUX, **NODES},
+            "4",
+            (),
+            0,
+            8,
+            Launch(4, 3, 2, "first", 29500),
+        ),
+        # Cases of an Indexed Job of Kubernetes: the node's number if there are several
         ({"JOB_COMPLETION_INDEX": "5"}, None, (), 0, 8, Launch(2)),
-        ({**NODES, "NODE_RANK": "", "JOB_COMPLETION_INDEX": "1"}, "4", (), 0, 8, Launch(4, 3, 1, "first", 29500)),
+        (
+            {**NODES, "NODE_RANK": "", "JOB_COMPLETION_INDEX": "1"},
+            "4",
+            (),
+            0,
+            8,
+            Launch(4, 3, 1, "first", 29500),
+        ),
         ({**NODES, "JOB_COMPLETION_INDEX": "1"}, "4", (), 0, 8, Launch(4, 3, 2, "first", 29500)),
     ],
 )
 def test_topology(
-    environment: dict[str, str], nproc: str | None, words: tuple[str, ...], cuda: int, cores: int, expected: Launch
+    environment: dict[str, str],
+    nproc: str | None,
+    words: tuple[str, ...],
+    cuda: int,
+    cores: int,
+    expected: Launch,
 ) -> None:
     assert choose_launch(environment, nproc, load(None, *words), lambda: cuda, cores) == expected
 
@@ -82,7 +160,11 @@ def test_gpus_are_counted_only_where_they_decide() -> None:
     def never() -> int:
         raise AssertionError("counted")
 
-    for environment, nproc, words in (({}, "2", ()), ({"NPROC": "2"}, None, ()), ({}, None, ("devices=[cpu]",))):
+    for environment, nproc, words in (
+        ({}, "2", ()),
+        ({"NPROC": "2"}, None, ()),
+        ({}, None, ("devices=[cpu]",)),
+    ):
         assert choose_launch(environment, nproc, load(None, *words), never, 2).nproc == 2
 
 
@@ -94,36 +176,72 @@ def test_gpus_are_counted_only_where_they_decide() -> None:
         ({}, "-1", "nproc=-1 must be"),
         ({"NPROC": "1.5"}, None, "NPROC=1.5 must be"),
         ({"NNODES": "many"}, None, "NNODES=many must be"),
-        ({"PET_NNODES": "1:3"}, None, "PET_NNODES=1:3: a run has one number of nodes: set NNODES=3"),
+        (
+            {"PET_NNODES": "1:3"},
+            None,
+            "set NNODES=3",
+        ),
         ({"PET_NPROC_PER_NODE": "x"}, None, "PET_NPROC_PER_NODE=x must be"),
-        ({"PET_NNODES": "2", "PET_NODE_RANK": "5", "PET_MASTER_ADDR": "a"}, None, "PET_NODE_RANK=5 must be"),
+        (
+            {"PET_NNODES": "2", "PET_NODE_RANK": "5", "PET_MASTER_ADDR": "a"},
+            None,
+            "PET_NODE_RANK=5 must be",
+        ),
         ({"NNODES": "0"}, None, "NNODES=0 must be"),
-        ({"NNODES": "2"}, None, "NNODES=2 needs NODE_RANK and MASTER_ADDR: on every node set NODE_RANK=0 to 1"),
+        (
+            {"NNODES": "2"},
+            None,
+            "NNODES=2 needs NODE_RANK and MASTER_ADDR: on every node set NODE_RANK=0 to 1",
+        ),
         ({"NNODES": "2", "NODE_RANK": "0"}, None, "NNODES=2 needs MASTER_ADDR: "),
         ({**NODES, "NODE_RANK": "3"}, None, "NODE_RANK=3 must be a whole number from 0 to 2"),
         ({**NODES, "MASTER_PORT": "http"}, None, "MASTER_PORT=http must be"),
         ({**NODES, "MASTER_PORT": "70000"}, None, "MASTER_PORT=70000 must be"),
         ({**STEP, "SLURM_STEP_NODELIST": "gpu[a-b]"}, None, "set MASTER_ADDR yourself"),
-        (FLUX, None, "6 tasks were started, and which of them is on which node is not known here: start one on each"),
+        (
+            FLUX,
+            None,
+            "6 tasks were started",
+        ),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, None, "2 tasks were started"),
         (ompi(0, 1, 1, 2), None, "NNODES=2 needs MASTER_ADDR: "),
-        (ompi(0, 2, 1, 4), None, "NNODES=2 needs NODE_RANK and MASTER_ADDR: "),  # ranks go round the nodes
+        (
+            ompi(0, 2, 1, 4),
+            None,
+            "NNODES=2 needs NODE_RANK and MASTER_ADDR: ",
+        ),  # ranks go round the nodes
     ],
 )
-def test_what_makes_no_sense_is_one_line(environment: dict[str, str], nproc: str | None, expected: str) -> None:
+def test_an_inconsistent_launch_is_one_line(
+    environment: dict[str, str], nproc: str | None, expected: str
+) -> None:
     assert expected in refusal(choose_launch, environment, nproc, load(None), lambda: 0, 2)
 
 
 STREAMS = ("mode=pipeline", "pipeline.schedule=streams")
-PMI2 = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "2", "PMI_RANK": "1"}
+PMI2 = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+    "PMI_RANK": "1",
+}
 
 
+# A task per node needs no MASTER_ADDR.
 @pytest.mark.parametrize(
     ("environment", "nproc", "words", "names"),
     [
-        *((ompi(0, 2, 0, 2), None, (f"mode={mode}",), f"mode={mode}") for mode in ("single", "dp", "split")),
+        *(
+            (ompi(0, 2, 0, 2), None, (f"mode={mode}",), f"mode={mode}")
+            for mode in ("single", "dp", "split")
+        ),
         (ompi(1, 2, 1, 2), None, STREAMS, "mode=pipeline"),
-        (ompi(0, 1, 0, 2), None, ("mode=single",), "mode=single"),  # a task a node: not told to set MASTER_ADDR
+        (
+            ompi(0, 1, 0, 2),
+            None,
+            ("mode=single",),
+            "mode=single",
+        ),
         (MPICH, None, ("mode=single",), "mode=single"),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, None, ("mode=single",), "mode=single"),
         (PMI2, None, ("mode=single",), "mode=single"),
@@ -138,7 +256,13 @@ def test_tasks_that_would_each_train_alone_are_refused(
     line = refusal(choose_launch, environment, nproc, load(None, *words), lambda: 0, 2)
     assert line.startswith(names) and "started 2" in line and "MASTER_ADDR" not in line
     alone = dict.fromkeys(("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_TASKS_PER_NODE"), "1")
-    choose_launch({**environment, "SLURM_STEP_NUM_NODES": "1", **alone}, nproc, load(None, *words), lambda: 0, 2)
+    choose_launch(
+        {**environment, "SLURM_STEP_NUM_NODES": "1", **alone},
+        nproc,
+        load(None, *words),
+        lambda: 0,
+        2,
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Cuts that make the slowest stage fastest, as tables and against brute force, and timings that leave no trace."""
+"""Cuts that make the slowest stage fastest, as tables and against brute force, and timings that
+leave no trace.
+"""
 
 import random
 from itertools import combinations, pairwise
@@ -8,14 +10,19 @@ import torch
 from torch import nn
 
 from trainer.errors import RecipeError
-from trainer.models.balance import BlockCost, balance, block_costs
+from trainer.models.balance import BlockCost, balance, time_blocks
 from trainer.models.partition import trace
 
 
 def blocks(times: str, crossing: str = "") -> list[BlockCost]:
-    """One block a digit: seconds of forward and backward, a third of it forward; and bytes after it."""
+    """Return a block for each digit: seconds of forward and backward, a third of them forward, and
+    the bytes after it.
+    """
     sizes = [int(size) for size in crossing] or [1] * len(times)
-    return [BlockCost(int(time) / 3, int(time) * 2 / 3, size) for time, size in zip(times, sizes, strict=True)]
+    return [
+        BlockCost(int(time) / 3, int(time) * 2 / 3, size)
+        for time, size in zip(times, sizes, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -39,11 +46,18 @@ def test_cuts(times, crossing, stages, drawn):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_as_brute_force(seed, full):
+def test_the_balance_equals_brute_force(seed, full):
     draw = random.Random(seed)
     for _ in range(30 if full else 3):
         count = draw.randint(1, 9)
-        costs = [BlockCost(draw.random(), draw.choice([0, draw.random()]), draw.randint(0, 9)) for _ in range(count)]
+        costs = [
+            BlockCost(
+                draw.random(),
+                draw.choice([0, draw.random()]),
+                draw.randint(0, 9),
+            )
+            for _ in range(count)
+        ]
         stages = draw.randint(1, count)
 
         def slowest(cuts, costs=costs, count=count):
@@ -65,22 +79,30 @@ def test_too_many_stages():
 
 def model() -> nn.Module:
     seen = [nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True)]
-    return nn.Sequential(*seen, nn.Dropout(), nn.Flatten(), nn.Linear(64, 2))
+    return nn.Sequential(
+        *seen,
+        nn.Dropout(),
+        nn.Flatten(),
+        nn.Linear(64, 2),
+    )
 
 
 def test_costs_of_each_block():
     traced = trace(model())
     assert traced.cuts == ("0", "4")
-    costs = block_costs(traced, torch.randn(5, 3, 4, 4))
+    costs = time_blocks(traced, torch.randn(5, 3, 4, 4))
     assert [cost.bytes for cost in costs] == [5 * 4 * 16 * 4, 5 * 64 * 4, 0]
     assert all(cost.forward > 0 and cost.backward > 0 for cost in costs)
 
 
 def test_the_median_of_the_repeats_after_one_to_warm_up(monkeypatch):
     class Clock:
-        """Runs by so many seconds between two readings; a round has three readings for each of three blocks."""
+        """A clock that advances by the given seconds between two readings; a round reads it three
+        times for each of three blocks.
+        """
 
-        now, readings = 0, 0
+        now = 0
+        readings = 0
 
         def __call__(self, device):
             self.now += (100, 3, 1, 2)[self.readings // 9]
@@ -88,7 +110,11 @@ def test_the_median_of_the_repeats_after_one_to_warm_up(monkeypatch):
             return self.now
 
     monkeypatch.setattr("trainer.models.balance._clock", Clock())
-    costs = block_costs(trace(model()), torch.randn(2, 3, 4, 4), repeats=3)
+    costs = time_blocks(
+        trace(model()),
+        torch.randn(2, 3, 4, 4),
+        repeats=3,
+    )
     assert [(cost.forward, cost.backward) for cost in costs] == [(2, 2)] * 3
 
 
@@ -103,7 +129,7 @@ def test_timing_leaves_no_trace(training):
     inputs = torch.randn(2, 3, 4, 4)
     state = torch.get_rng_state()
     with torch.no_grad():
-        block_costs(trace(measured), inputs)
+        time_blocks(trace(measured), inputs)
     assert not inputs.requires_grad
     torch.testing.assert_close(measured.state_dict(), before, rtol=0, atol=0)
     assert [m.training for m in measured.modules()] == flags

@@ -1,4 +1,6 @@
-"""Two programs that train otherwise are told apart by what differs; one that is the same is left as it was."""
+"""Programs that train differently are reported with their difference; the same program is left
+unchanged.
+"""
 
 import contextlib
 import random
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 
 from trainer.errors import RecipeError
-from trainer.models.equivalence import TOLERANCE, changing, check_equivalent, observe
+from trainer.models.equivalence import TOLERANCE, check_equivalent, list_changing_state, observe
 
 
 class Net(nn.Module):
@@ -20,7 +22,8 @@ class Net(nn.Module):
         super().__init__()
         self.a, self.norm, self.b = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
         self.register_buffer("kept", torch.zeros(2))
-        self.count, self.last = 0, None
+        self.count = 0
+        self.last = None
         self.table, self.array, self.figures = torch.zeros(2), np.zeros(2), {"n": 0, "mean": 0.0}
         self.mask = torch.zeros(1, 4).expand(4, 4)
 
@@ -29,7 +32,12 @@ class Net(nn.Module):
 
 
 def inputs():
-    return torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(1)).unbind()
+    return torch.randn(
+        2,
+        5,
+        3,
+        generator=torch.Generator().manual_seed(1),
+    ).unbind()
 
 
 def passes(model, run=None, pieces=None):
@@ -53,13 +61,21 @@ def after(change):
 
 
 changed_buffer = after(lambda model, x: model.kept.add_(1))
-makes_a_counter = after(lambda model, x: setattr(model, "made", getattr(model, "made", 0) + 1))
+makes_a_counter = after(
+    lambda model, x: setattr(
+        model,
+        "made",
+        getattr(model, "made", 0) + 1,
+    )
+)
 changed_weight = after(lambda model, x: model.a.weight.data.mul_(1.0001))
 frozen_norm = after(lambda model, x: model.norm.eval())
 
 
 def adds_to(name, values=vars):
-    """To one of the values, which are the model's attributes or what is told of it."""
+    """Return a layer that adds to one of the values, which are attributes of the model or its
+    metadata.
+    """
 
     def add(model, x):
         values(model)[name] += 1
@@ -72,7 +88,7 @@ counts_in = adds_to("n", lambda model: model.figures)
 
 @after
 def remembers(model, x):
-    """What is of this pass alone."""
+    """Layers that remember something of this pass alone."""
     model.last, model.figures["mean"] = x.detach() * 2, x.mean().item()
 
 
@@ -114,11 +130,16 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("what", OTHERS)
-def test_what_differs_is_named(what):
+def test_differences_are_named(what):
     torch.manual_seed(0)
     model = Net()
     with pytest.raises(RecipeError, match=f"{what}.*mode=ddp") as caught:
-        check_equivalent("stages", passes(model), passes(model, partial(OTHERS[what], model)), TOLERANCE["fp32"])
+        check_equivalent(
+            "stages",
+            passes(model),
+            passes(model, partial(OTHERS[what], model)),
+            TOLERANCE["fp32"],
+        )
     assert "\n" not in str(caught.value)
 
 
@@ -131,15 +152,24 @@ def test_each_of_them_alone_is_seen():
         "tensors buffer": [first, second, {**third, "buffer kept": torch.ones(2)}],
         "tensors weight": [first, {**second, "change of b.bias": torch.ones(2)}, third],
         "tensors output": [first, second, {**third, "output": third["output"] * 1.001}],
-        "plain attribute": [{**names, "attribute count": str(n)} for n, names in enumerate(whole.plain)],
-        "plain random": [{**names, "random state of NumPy": n} for n, names in enumerate(whole.plain)],
+        "plain attribute": [
+            {**names, "attribute count": str(n)} for n, names in enumerate(whole.plain)
+        ],
+        "plain random": [
+            {**names, "random state of NumPy": n} for n, names in enumerate(whole.plain)
+        ],
     }
     for name, gradient in whole.gradients.items():
         changes |= {f"gradients {name}": {**whole.gradients, name: None}}
         changes |= {f"gradients {name} 2": {**whole.gradients, name: gradient * 1.001 + 1e-3}}
     for part, value in changes.items():
         with pytest.raises(RecipeError):
-            check_equivalent("stages", whole, whole._replace(**{part.split()[0]: value}), TOLERANCE["fp32"])
+            check_equivalent(
+                "stages",
+                whole,
+                whole._replace(**{part.split()[0]: value}),
+                TOLERANCE["fp32"],
+            )
 
 
 def test_the_same_program_is_the_same_and_nothing_is_left():
@@ -152,7 +182,8 @@ def test_the_same_program_is_the_same_and_nothing_is_left():
     for precision in ("fp32", "tf32", "bf16", "fp16"):
         check_equivalent("stages", passes(model), passes(model), TOLERANCE[precision])
     assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(model[0].a.weight.grad, torch.ones(4, 3)) and model[0].b.weight.grad is None
+    assert torch.equal(model[0].a.weight.grad, torch.ones(4, 3))
+    assert model[0].b.weight.grad is None
     assert model.training and not model[2].training
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
@@ -162,8 +193,12 @@ def test_two_that_count_alike_are_the_same(run):
     model = Net()
     one, other = (passes(model, partial(run, model)) for _ in range(2))
     check_equivalent("stages", one, other, TOLERANCE["fp32"])
-    check_equivalent("stages", passes(model), passes(model, partial(remembers, model)), TOLERANCE["fp32"])
-    assert not hasattr(model, "made") and model.last is None and model.figures == {"n": 0, "mean": 0.0}
+    check_equivalent(
+        "stages", passes(model), passes(model, partial(remembers, model)), TOLERANCE["fp32"]
+    )
+    assert not hasattr(model, "made")
+    assert model.last is None
+    assert model.figures == {"n": 0, "mean": 0.0}
 
 
 def test_another_order_of_sums_and_values_that_are_no_numbers_are_no_difference():
@@ -171,23 +206,35 @@ def test_another_order_of_sums_and_values_that_are_no_numbers_are_no_difference(
     model = Net()
     whole = passes(model)
     for factor, same in ((1 + 1e-6, True), (1 + 1e-4, False)):
-        nearly = whole._replace(gradients={name: value * factor for name, value in whole.gradients.items()})
+        nearly = whole._replace(
+            gradients={name: value * factor for name, value in whole.gradients.items()}
+        )
         with contextlib.nullcontext() if same else pytest.raises(RecipeError):
             check_equivalent("stages", whole, nearly, TOLERANCE["fp32"])
-    endless, again = (passes(model, lambda x: model(x) * torch.tensor([float("nan"), float("inf")])) for _ in range(2))
+    endless, again = (
+        passes(model, lambda x: model(x) * torch.tensor([float("nan"), float("inf")]))
+        for _ in range(2)
+    )
     check_equivalent("stages", endless, again, TOLERANCE["fp32"])
 
 
 def test_state_that_each_pass_changes_is_named():
     model = Net()
     model.norm = nn.LayerNorm(4)
-    assert changing(passes(model)) == []
-    runs = {"buffer kept": changed_buffer, "attribute made": makes_a_counter, "attribute figures[0]": counts_in}
+    assert list_changing_state(passes(model)) == []
+    runs = {
+        "buffer kept": changed_buffer,
+        "attribute made": makes_a_counter,
+        "attribute figures[0]": counts_in,
+    }
     runs |= {f"attribute {name}": adds_to(name) for name in ("count", "table", "array")}
     for name, run in runs.items():
-        assert changing(passes(model, partial(run, model))) == [name]
+        assert list_changing_state(passes(model, partial(run, model))) == [name]
     assert not model.table.any() and not model.array.any()
-    assert changing(passes(model, partial(remembers, model))) == []
+    # The next pass may read it: a figure that is stored looks like a temperature that is annealed.
+    assert list_changing_state(passes(model, partial(remembers, model))) == ["attribute figures[1]"]
     before = model.a.weight.clone()
-    assert changing(passes(model, partial(changed_weight, model))) == ["change of a.weight"]
+    assert list_changing_state(passes(model, partial(changed_weight, model))) == [
+        "change of a.weight"
+    ]
     assert torch.equal(model.a.weight, before)

@@ -1,4 +1,6 @@
-"""A small model of every torchvision family, and ten of timm: each trains in every kind of mode, and comes back."""
+"""A small model of each torchvision family, and ten of timm: each trains in every kind of mode, and
+is loaded again.
+"""
 
 from __future__ import annotations
 
@@ -14,66 +16,55 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 from tests.command_line import PROJECT, QUIET, losses, ok, trainer
+from tests.models.families import FAMILIES, TIMM
 from trainer import load_recipe
 from trainer.commands.evaluate import evaluate_run
 from trainer.data import open_datasets
 from trainer.training.api import train
 
-# The smallest of each family, and the smallest usual image size that it reads. BatchNorm of two values, as of two
-# images that have become one pixel, makes gradients of 1e9 in bare torch: those families have larger images.
-FAMILIES = {
-    "alexnet": ("alexnet", 64),
-    "convnext": ("convnext_tiny", 32),
-    "densenet": ("densenet121", 32),
-    "efficientnet_b": ("efficientnet_b0", 32),
-    "efficientnet_v2": ("efficientnet_v2_s", 32),
-    "googlenet": ("googlenet", 32),
-    "inception_v3": ("inception_v3", 96),
-    "maxvit": ("maxvit_t", 224),
-    "mnasnet": ("mnasnet0_5", 32),
-    "mobilenet_v2": ("mobilenet_v2", 64),
-    "mobilenet_v3": ("mobilenet_v3_small", 32),
-    "regnet_x": ("regnet_x_400mf", 64),
-    "regnet_y": ("regnet_y_400mf", 32),
-    "resnet": ("resnet18", 32),
-    "resnext": ("resnext50_32x4d", 32),
-    "shufflenet_v2": ("shufflenet_v2_x0_5", 32),
-    "squeezenet": ("squeezenet1_1", 32),
-    "swin": ("swin_t", 32),
-    "swin_v2": ("swin_v2_t", 32),
-    "vgg": ("vgg11", 32),
-    "vgg_bn": ("vgg11_bn", 32),
-    "vit": ("vit_b_32", 32),
-    "wide_resnet": ("wide_resnet50_2", 32),
-}
-TIMM = {
-    "resnet10t": 32,
-    "efficientnet_lite0": 64,
-    "convnext_atto": 32,
-    "vit_tiny_patch16_224": 32,
-    "mixer_s32_224": 64,
-    "levit_128s": 128,
-    "mobilevit_xxs": 128,
-    "edgenext_xx_small": 64,
-    "ghostnet_100": 32,
-    "xcit_nano_12_p16_224": 32,
-}
-UNCUT = ("levit_128s", "mobilevit_xxs")  # they compute other things in evaluation, or look at their inputs' sizes
-needs_timm = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm: pip install '.[timm]'")
+# These models compute something else in evaluation, or depend on their inputs' size.
+UNCUT = (
+    "levit_128s",
+    "mobilevit_xxs",
+)
+needs_timm = pytest.mark.skipif(
+    importlib.util.find_spec("timm") is None, reason="timm: pip install '.[timm]'"
+)
 full = pytest.mark.full("every family")
-SAMPLE = ("mnasnet", "googlenet")  # which torchvision loads in a way of their own
+SAMPLE = ("mnasnet", "googlenet")  # torchvision loads these with code of their own.
 CASES = [
-    *(pytest.param(*FAMILIES[family], id=family, marks=[full] * (family not in SAMPLE)) for family in FAMILIES),
     *(
-        pytest.param(f"timm:{name}", size, id=name, marks=[full] * (name != "resnet10t") + [needs_timm])
+        pytest.param(
+            *FAMILIES[family],
+            id=family,
+            marks=[full] * (family not in SAMPLE),
+        )
+        for family in FAMILIES
+    ),
+    *(
+        pytest.param(
+            f"timm:{name}", size, id=name, marks=[full] * (name != "resnet10t") + [needs_timm]
+        )
         for name, size in TIMM.items()
     ),
 ]
 SPLIT = ["mode=split", "devices=[cpu,cpu]"]
-STREAMS = ["mode=pipeline", "pipeline.schedule=streams", "devices=[cpu,cpu]", "pipeline.microbatches=2"]
+STREAMS = [
+    "mode=pipeline",
+    "pipeline.schedule=streams",
+    "devices=[cpu,cpu]",
+    "pipeline.microbatches=2",
+]
 RANKS = ["mode=pipeline", "pipeline.schedule=1f1b", "nproc=2", "pipeline.microbatches=2"]
 DDP = ["mode=ddp", "nproc=2"]
-PLAIN = ["data.name=synthetic", "data.samples=8", "data.val_samples=6", "model.num_classes=3", "batch_size=4", *QUIET]
+PLAIN = [
+    "data.name=synthetic",
+    "data.samples=8",
+    "data.val_samples=6",
+    "model.num_classes=3",
+    "batch_size=4",
+    *QUIET,
+]
 PLAIN += ["epochs=2", "optimizer.lr=0.001", "optimizer.momentum=0", "threads=1"]
 
 
@@ -84,7 +75,9 @@ def runs(tmp_path):
 
 
 def bare(file):
-    """The model that the file's metadata names, with the file's weights, as the guide tells to load them."""
+    """Return the model named in the file's metadata, with the file's weights, loaded like the guide
+    does.
+    """
     with safe_open(file, "pt") as opened:
         facts = opened.metadata()
     if facts["model"].startswith("timm."):
@@ -95,7 +88,8 @@ def bare(file):
         model = eval(facts["model"], {"torchvision": torchvision})
     weights = load_file(file)
     if "mnasnet" in facts.get("model", ""):
-        plain, weights = weights, model.state_dict()
+        plain = weights
+        weights = model.state_dict()
         assert plain.keys() == weights.keys()
         weights.update(plain)
     model.load_state_dict(weights, strict=True)
@@ -107,7 +101,9 @@ def loss_by_hand(model, recipe):
     mean, std = (torch.tensor(value)[:, None, None] for value in (data.mean, data.std))
     index = torch.arange(len(data.val)) % len(data.val.labels)
     with torch.no_grad():
-        return cross_entropy(model((data.val.images[index] / 255 - mean) / std), data.val.labels[index]).item()
+        return cross_entropy(
+            model((data.val.images[index] / 255 - mean) / std), data.val.labels[index]
+        ).item()
 
 
 @pytest.mark.slow
@@ -115,17 +111,26 @@ def loss_by_hand(model, recipe):
 def test_a_family(name, size, runs, full):
     words = [f"model.name={name}", f"data.image_size={size}", *PLAIN]
     recipe = load_recipe(None, *words, "mode=single", f"output={runs}/single")
-    trained, rows = train(recipe), losses(runs / "single")
-    shutil.rmtree(runs / "single" / "checkpoints" / "step-00000004")  # as if killed in the second epoch
+    trained = train(recipe)
+    rows = losses(runs / "single")
+    # The run looks as if it was killed in the second epoch.
+    shutil.rmtree(runs / "single" / "checkpoints" / "step-00000004")
     again = train(recipe.replace(resume="auto"))
     assert losses(runs / "single") == rows and again["val_loss"] == trained["val_loss"]
     for weights in (runs / "single", runs / "single" / "checkpoints" / "step-00000004"):
-        assert evaluate_run(str(weights))["val_loss"] == pytest.approx(trained["val_loss"], rel=1e-4)
+        assert evaluate_run(str(weights))["val_loss"] == pytest.approx(
+            trained["val_loss"], rel=1e-4
+        )
     model = bare(runs / "single" / "last.safetensors")
     assert loss_by_hand(model, recipe) == pytest.approx(trained["val_loss"], rel=1e-3)
     if not full:
         return
-    for mode, extra in {"split": SPLIT, "streams": STREAMS, "ranks": RANKS, "ddp": DDP}.items():
+    for mode, extra in {
+        "split": SPLIT,
+        "streams": STREAMS,
+        "ranks": RANKS,
+        "ddp": DDP,
+    }.items():
         if name.removeprefix("timm:") in UNCUT and mode != "ddp":
             refused = trainer(*words, *extra, f"output={runs}/{mode}", cwd=PROJECT)
             assert refused.returncode == 2 and "model.name=" in refused.stderr
@@ -145,5 +150,5 @@ def test_every_family_of_torchvision_is_here():
     def source(name):
         return torchvision.models.get_model_builder(name).__module__
 
-    known = torchvision.models.list_models(module=torchvision.models)
-    assert {source(name) for name in known} == {source(name) for name, _ in FAMILIES.values()}
+    known_names = torchvision.models.list_models(module=torchvision.models)
+    assert {source(name) for name in known_names} == {source(name) for name, _ in FAMILIES.values()}

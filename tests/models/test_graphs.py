@@ -1,4 +1,6 @@
-"""What tracing freezes is mended or refused, and where a model can be cut: told by small models with one trap each."""
+"""Values that tracing freezes are corrected or refused, and models are cut at valid points: small
+models with one trap each.
+"""
 
 import operator
 import random
@@ -26,7 +28,9 @@ class Two(nn.Module):
 
 
 def check(model, size=4):
-    """All stages in a row, on leaves that require grad, in both modes and at two batch sizes; sent tensors stay."""
+    """Compare all stages in sequence, on leaves that require grad, in both modes and at two batch
+    sizes; sent tensors must not change.
+    """
     traced = trace(model)
     for training in (True, False):
         for batch in (2, 3):
@@ -51,7 +55,12 @@ def test_modes_are_not_frozen():
         def forward(self, x):
             return x if not self.training else x * torch.rand(len(x), 1)
 
-    model = nn.Sequential(Two(half_dropped), Drop(), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    model = nn.Sequential(
+        Two(half_dropped),
+        Drop(),
+        nn.BatchNorm1d(4),
+        nn.Linear(4, 4),
+    )
     stages = trace(model).stages(["0"])
     check(model)
     again = trace(stages[0].eval()).stages([])[0]  # a stage is a model as others are
@@ -62,7 +71,8 @@ def test_modes_are_not_frozen():
 def test_the_model_stays_as_it_is(model_training):
     model = Two(lambda m, h, x: h * torch.tensor([1.0, 2, 3, 4])).train(model_training)
     model.act.train(not model_training)
-    before, attributes = torch.get_rng_state(), set(vars(model))
+    before = torch.get_rng_state()
+    attributes = set(vars(model))
     traced = trace(model)
     assert torch.equal(torch.get_rng_state(), before) and set(vars(model)) == attributes
     assert model.training == model_training and model.act.training != model_training
@@ -86,7 +96,10 @@ def test_other_arguments_keep_their_defaults():
 @pytest.mark.parametrize(
     ("between", "says"),
     [
-        (lambda m, h, x: h if h.sum() > 0 else -h, r"control flow \(test_graphs.py, line \d+\); use mode=ddp"),
+        (
+            lambda m, h, x: h if h.sum() > 0 else -h,
+            r"control flow \(test_graphs.py, line \d+\); use mode=ddp",
+        ),
         (lambda m, h, x: h if m.training else m.act(h), "in training .*second.* in evaluation "),
         (lambda m, h, x: h + (h if m.training else x), "from other values"),
         (lambda m, h, x: h if random.random() < 2 else x, "draws random numbers"),
@@ -94,8 +107,9 @@ def test_other_arguments_keep_their_defaults():
         (lambda m, h, x: h * torch.tensor(float(m.training)), "constants that are not the same"),
     ],
 )
-def test_what_cannot_be_traced_says_why_and_what_to_do(between, says):
-    model, state = Two(between), torch.get_rng_state()
+def test_untraceable_models_are_refused_with_reason_and_suggestion(between, says):
+    model = Two(between)
+    state = torch.get_rng_state()
     with pytest.raises(RecipeError, match=says) as caught:
         trace(model, "mine")
     assert str(caught.value).startswith("model.name=mine ")
@@ -118,7 +132,7 @@ def test_one_tensor_in_and_one_out():
         trace(Late(2, 2))
 
 
-# Where it can be cut.
+# Points at which a model can be cut.
 
 
 def added(model, h, x):
@@ -135,7 +149,12 @@ def unpacked(model, h, x):
     ("between", "inplace", "cuts", "also"),
     [
         (lambda m, h, x: m.act(h), False, ("act",), {"first"}),
-        (lambda m, h, x: m.act(h), True, ("act",), {"first"}),  # the cut is after the operation in place
+        (
+            lambda m, h, x: m.act(h),
+            True,
+            ("act",),
+            {"first"},
+        ),  # the cut is after the operation in place
         (
             lambda m, h, x: m.act(h).flatten(1).unflatten(1, (2, 2)).flatten(1),
             True,
@@ -145,7 +164,12 @@ def unpacked(model, h, x):
         (lambda m, h, x: h + x, False, ("add",), set()),  # the input is live besides
         (lambda m, h, x: h.reshape(x.shape[0], 4), False, ("reshape",), set()),
         (lambda m, h, x: h.reshape(h.shape[0], 4), False, ("reshape",), {"first"}),
-        (lambda m, h, x: functional.relu(h, True) * m.table.view(1, 4), False, ("mul",), {"first", "relu"}),
+        (
+            lambda m, h, x: functional.relu(h, True) * m.table.view(1, 4),
+            False,
+            ("mul",),
+            {"first", "relu"},
+        ),
         (added, False, ("first",), set()),  # after add_, whose value is the first layer's
         (unpacked, False, ("cat",), {"first", "chunk"}),
     ],

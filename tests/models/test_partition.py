@@ -1,4 +1,6 @@
-"""Stages in a row are the whole model, for torchvision's families and ours: outputs, gradients, statistics, names."""
+"""Stages in sequence equal the whole model, for torchvision's families and ours: outputs,
+gradients, statistics, names.
+"""
 
 import copy
 
@@ -6,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.models.test_families import FAMILIES
+from tests.models.families import FAMILIES
 from trainer.errors import RecipeError
 from trainer.models import zoo
-from trainer.models.partition import choose, trace
+from trainer.models.partition import resolve_cuts, trace
 from trainer.recipe import ModelRecipe
 
 SMALL = ("mlp", "cnn", "cnn_gn", "vit_tiny", "resnet8", "resnet20", "fast_cnn_small")
@@ -30,40 +32,59 @@ def build(name: str, size: int = 32) -> nn.Module:
 
 
 def run(stages: list[nn.Module], inputs: torch.Tensor) -> torch.Tensor:
-    """Forward and backward stage by stage as a pipeline does it: on detached tensors that require grad."""
-    received, outputs = [inputs], []
+    """Forward and backward stage by stage as a pipeline does it: on detached tensors that require
+    grad.
+    """
+    received = [inputs]
+    outputs = []
     for stage in stages:
         outputs.append(stage(received[-1]))
         assert isinstance(outputs[-1], torch.Tensor)
         received.append(outputs[-1].detach().requires_grad_())
-    gradient = torch.linspace(-1, 1, outputs[-1].numel(), device=inputs.device).view_as(outputs[-1])
+    gradient = torch.linspace(
+        -1,
+        1,
+        outputs[-1].numel(),
+        device=inputs.device,
+    ).view_as(outputs[-1])
     for leaf, output in zip(reversed(received[:-1]), reversed(outputs), strict=True):
         output.backward(gradient)
         gradient = leaf.grad
     return outputs[-1].detach()
 
 
-def compare(model: nn.Module, cuts: list[str], inputs: torch.Tensor, training: bool) -> None:
+def compare(
+    model: nn.Module,
+    cuts: list[str],
+    inputs: torch.Tensor,
+    training: bool,
+) -> None:
     """Run a model, and its copy's stages: outputs, gradients and buffers must be equal."""
-    whole, model = model.train(training), copy.deepcopy(model).train(training)
+    whole = model.train(training)
+    model = copy.deepcopy(model).train(training)
     stages = trace(model).stages(cuts)
     assert len(stages) == len(cuts) + 1
     whole.zero_grad()
     buffers = {name: buffer.clone() for name, buffer in whole.named_buffers()}
-    torch.manual_seed(1)  # for dropout
+    torch.manual_seed(1)  # Dropout uses this seed.
     expected = run([whole], inputs)
     torch.manual_seed(1)
     torch.testing.assert_close(run(stages, inputs), expected)
-    for (name, wanted), found in zip(whole.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, wanted.grad, msg=lambda text, name=name: f"{name}: {text}")
+    for (name, target), candidate in zip(whole.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(
+            candidate.grad, target.grad, msg=lambda text, name=name: f"{name}: {text}"
+        )
     torch.testing.assert_close(dict(model.named_buffers()), dict(whole.named_buffers()))
     for name, buffer in whole.named_buffers():
         buffer.copy_(buffers[name])
 
 
 def check_names(model: nn.Module, stages: list[nn.Module]) -> None:
-    """The stages' state dicts make up the model's, tensor by tensor, and each stage has something to train."""
-    whole, union = model.state_dict(keep_vars=True), {}
+    """The stages' state dicts make up the model's, tensor by tensor, and each stage has something
+    to train.
+    """
+    whole = model.state_dict(keep_vars=True)
+    union = {}
     for stage in stages:
         part = stage.state_dict(keep_vars=True)
         assert not union.keys() & part.keys()
@@ -99,28 +120,39 @@ def test_cuts_are_named_after_modules_and_chosen_by_name():
         *("conv1", "maxpool", "layer1.0", "layer1.1", "layer2.0", "layer2.1"),
         *("layer3.0", "layer3.1", "layer4.0", "flatten"),
     )
-    assert traced.named["layer3"] == "layer3.1" and traced.named["layer4.1"] == traced.named["avgpool"] == "flatten"
+    assert traced.named["layer3"] == "layer3.1"
+    assert traced.named["layer4.1"] == traced.named["avgpool"] == "flatten"
     assert "layer1.0.conv1" not in traced.named  # the shortcut goes past it
     first, second = traced.stages(["layer3"])
-    assert {name.split(".")[0] for name in first.state_dict()} == {"conv1", "bn1", "layer1", "layer2", "layer3"}
+    assert {name.split(".")[0] for name in first.state_dict()} == {
+        "conv1",
+        "bn1",
+        "layer1",
+        "layer2",
+        "layer3",
+    }
     assert {name.split(".")[0] for name in second.state_dict()} == {"layer4", "fc"}
-    assert choose(traced, ["layer1", "layer3.1"], 3) == ("layer1.1", "layer3.1")
-    assert choose(traced, [], 1) == ()
+    assert resolve_cuts(traced, ["layer1", "layer3.1"], 3) == ("layer1.1", "layer3.1")
+    assert resolve_cuts(traced, [], 1) == ()
 
 
 @pytest.mark.parametrize(
     ("wanted", "stages", "says"),
     [
-        (["layer3.2"], 2, r"layer3.2 is not a usable cut; did you mean layer3.\d\? .*layer4.0, flatten"),
+        (
+            ["layer3.2"],
+            2,
+            r"layer3.2 is not a usable cut; did you mean layer3.\d\? .*layer4.0, flatten",
+        ),
         (["layer1.0.conv1"], 2, "layer1.0.conv1 is not a usable cut"),
         (["layer3.0"], 3, r"\[layer3.0\] has 1 names and 3 stages need 2"),
         (["layer3.0", "layer2.0"], 3, r"use pipeline.cuts=\[layer2.0,layer3.0\]"),
         (["layer3", "layer3.1"], 3, "layer3 and layer3.1 mean the same cut, layer3.1"),
     ],
 )
-def test_what_is_wrong_with_a_choice(wanted, stages, says):
+def test_invalid_cuts_are_refused(wanted, stages, says):
     with pytest.raises(RecipeError, match=says):
-        choose(trace(build("resnet18")), wanted, stages)
+        resolve_cuts(trace(build("resnet18")), wanted, stages)
 
 
 def test_stages_compute_what_the_model_does_and_move():
@@ -142,7 +174,8 @@ def test_stages_compute_what_the_model_does_and_move():
     traced = trace(model)
     stages = traced.stages(traced.cuts)
     check_names(model, stages)
-    expected, out = model.eval()(inputs), inputs
+    expected = model.eval()(inputs)
+    out = inputs
     for stage in stages:
         out = stage.train().eval()(out)
     assert torch.equal(out, expected)
@@ -153,7 +186,7 @@ def test_stages_compute_what_the_model_does_and_move():
     assert model.first.weight.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_what_is_not_used_belongs_to_the_last_stage():
+def test_unused_modules_belong_to_the_last_stage():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()

@@ -1,4 +1,6 @@
-"""A replayed forward pass gives what the launched one gives, to the bit, and what cannot be replayed is launched."""
+"""A replayed forward pass equals the eager one to the bit, and a model that cannot be replayed runs
+eagerly.
+"""
 
 import random
 
@@ -7,10 +9,10 @@ import torch
 from torch import nn
 
 from tests.simulated.tape import CpuRecorder, graphs_on_the_cpu
-from tests.training.graphed_runs import FromTheHost
-from tests.training.test_replayed_evaluation import Counting, Dropping, Waiting
-from trainer.devices.cuda_graphs import NotRecorded
-from trainer.models.replayed_forward import PAYS, WARM, ReplayedForward
+from tests.training.graphed_runs import Counting, Dropping, FromTheHost, Waiting
+from trainer.devices.cuda_graphs import NotCapturable
+from trainer.models.replayed_forward import MIN_PASSES, ReplayedForward
+from trainer.models.replayed_forward import WARMUP_PASSES as WARM
 
 CPU = torch.device("cpu")
 
@@ -58,7 +60,7 @@ class Sums(Dropping):
 
 
 class Noise(Dropping):
-    """Draws on the device."""
+    """A layer that draws random numbers on the device."""
 
     def forward(self, x):
         return super().forward(x + torch.randn_like(x))
@@ -80,16 +82,29 @@ def forward_of(model):
 
 
 class Both:
-    """A model and its twin, one replayed, one launched, and all that was said."""
+    """A model and its twin, one replayed and one eager, and the messages."""
 
     def __init__(self, kind=Dropping, **options):
         self.model, self.twin, self.said = made(kind), made(kind), []
-        self.replayed = ReplayedForward(forward_of(self.model), [self.model], CPU, True, self.said.append, **options)
-        self.replayed.begin(PAYS)
+        self.replayed = ReplayedForward(
+            forward_of(self.model),
+            [self.model],
+            CPU,
+            True,
+            self.said.append,
+            **options,
+        )
+        self.replayed.begin(MIN_PASSES)
 
     def pass_(self, seed, rows=4):
         """Whether both gave the same."""
-        x = torch.randn(rows, 1, 6, 6, generator=torch.Generator().manual_seed(seed))
+        x = torch.randn(
+            rows,
+            1,
+            6,
+            6,
+            generator=torch.Generator().manual_seed(seed),
+        )
         results = []
         for forward in (self.replayed, forward_of(self.twin)):
             random.seed(seed)
@@ -104,11 +119,11 @@ class Both:
 
 @pytest.fixture(autouse=True)
 def recorders():
-    with graphs_on_the_cpu() as found:
-        yield found
+    with graphs_on_the_cpu() as actual:
+        yield actual
 
 
-def test_what_is_replayed_is_what_is_launched(recorders):
+def test_replayed_passes_equal_eager_passes(recorders):
     both = Both()
     assert both.passes() and both.said == []
     (recorder,) = recorders
@@ -121,7 +136,9 @@ def test_what_is_replayed_is_what_is_launched(recorders):
 def test_the_comparison_leaves_no_trace(kind, recorders):
     both = Both(kind)
     assert both.passes() and both.said == []
-    assert all(torch.equal(a, b) for a, b in zip(both.model.buffers(), both.twin.buffers(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(both.model.buffers(), both.twin.buffers(), strict=True)
+    )
     assert recorders[0].replays >= 4
 
 
@@ -133,16 +150,20 @@ def test_a_model_that_does_more_than_its_kernels_is_launched(kind):
 
 
 def test_a_count_that_nobody_sees_shows_in_the_replay():
-    model, said = made(FromTheHost), []
-    replayed = ReplayedForward(forward_of(model), [model], CPU, True, said.append)
+    model = made(FromTheHost)
+    messages = []
+    replayed = ReplayedForward(forward_of(model), [model], CPU, True, messages.append)
     before = [float(replayed(torch.ones(2, 1, 6, 6))[0, 0]) for _ in range(WARM + 4)]
-    assert len({*before}) == len(before) and len(said) == 1
+    assert len({*before}) == len(before) and len(messages) == 1
 
 
 def test_hooks_are_called():
-    both, calls = Both(), []
+    both = Both()
+    calls = []
     both.model.head.register_forward_hook(lambda *_: calls.append(1))
-    assert both.passes(WARM + 3) and len(calls) == WARM + 3 and len(both.said) == 1
+    assert both.passes(WARM + 3)
+    assert len(calls) == WARM + 3
+    assert len(both.said) == 1
 
 
 def test_outputs_are_the_callers_own():
@@ -158,7 +179,7 @@ def test_outputs_that_are_not_cloned_show(monkeypatch):
         self._replay()
         return self._outputs
 
-    monkeypatch.setattr(ReplayedForward, "_replayed", replayed)
+    monkeypatch.setattr(ReplayedForward, "_run_replay", replayed)
     with pytest.raises(AssertionError):
         test_outputs_are_the_callers_own()
 
@@ -177,46 +198,51 @@ def moved(model):
         lambda model: setattr(model.drop, "p", 0.25),
     ],
 )
-def test_a_model_that_has_changed_is_recorded_anew(change, recorders):
+def test_a_changed_model_is_captured_again(change, recorders):
     both = Both()
     assert both.passes()
     for model in (both.model, both.twin):
         torch.manual_seed(5)
         change(model)
-    both.replayed.begin(PAYS)
+    both.replayed.begin(MIN_PASSES)
     assert both.passes() and recorders[0].closed and len(recorders) == 2
     assert recorders[1].replays > 0 or len(both.said) == 1
 
 
-def test_weights_that_change_in_place_need_no_new_recording(recorders):
+def test_weights_that_change_in_place_need_no_new_capture(recorders):
     both = Both()
     assert both.passes()
     for model in (both.model, both.twin):
         with torch.no_grad():
             model.head.weight.add_(1.0)
-    both.replayed.begin(PAYS)
+    both.replayed.begin(MIN_PASSES)
     assert both.passes() and len(recorders) == 1
 
 
 def test_few_passes_are_launched_and_so_are_those_of_no_graphs(recorders):
     both = Both()
-    both.replayed.begin(PAYS - 1)
+    both.replayed.begin(MIN_PASSES - 1)
     assert both.passes(WARM + 4) and recorders == [] and both.said == []
     off = ReplayedForward(forward_of(both.model), [both.model], CPU, False, both.said.append)
-    off.begin(PAYS)
+    off.begin(MIN_PASSES)
     for _ in range(WARM + 4):
         off(torch.ones(4, 1, 6, 6))
     assert recorders == [] and both.said == []
 
 
-@pytest.mark.parametrize("error", [NotRecorded("CUDA out of memory"), torch.OutOfMemoryError("CUDA out of memory")])
+@pytest.mark.parametrize(
+    "error", [NotCapturable("CUDA out of memory"), torch.OutOfMemoryError("CUDA out of memory")]
+)
 def test_where_a_recording_has_no_memory_the_pass_is_launched(error, monkeypatch, recorders):
     def record(self, work):
         raise error
 
     monkeypatch.setattr(CpuRecorder, "record", record)
     both = Both()
-    assert both.passes() and "out of memory" in both.said[0] and len(both.said) == 1 and recorders[0].closed
+    assert both.passes()
+    assert "out of memory" in both.said[0]
+    assert len(both.said) == 1
+    assert recorders[0].closed
 
 
 def test_a_launched_pass_takes_the_recordings_memory(recorders):
@@ -235,9 +261,10 @@ def test_a_launched_pass_takes_the_recordings_memory(recorders):
 
 def test_a_model_that_was_made_for_inference(recorders):
     with torch.inference_mode():
-        model, said = made(), []
-        replayed = ReplayedForward(model, [model], CPU, True, said.append)
+        model = made()
+        messages = []
+        replayed = ReplayedForward(model, [model], CPU, True, messages.append)
         for number in range(WARM + 3):
             x = torch.full((4, 1, 6, 6), float(number))
             assert torch.equal(replayed(x), model(x))
-    assert said == [] and recorders[0].replays >= 3
+    assert messages == [] and recorders[0].replays >= 3

@@ -1,4 +1,4 @@
-"""Every small model, on small images."""
+"""All small models, on small images."""
 
 import pytest
 import torch
@@ -28,36 +28,63 @@ def test_the_small_models_are_those_that_recipes_know():
 def test_batch_norm_free_models_are():
     for name in ("mlp", "cnn_gn", "vit_tiny"):
         assert not any(
-            isinstance(m, nn.modules.batchnorm._BatchNorm) for m in build(ModelRecipe(name=name), 3, 1, 8).modules()
+            isinstance(m, nn.modules.batchnorm._BatchNorm)
+            for m in build(ModelRecipe(name=name), 3, 1, 8).modules()
         )
-    assert any(isinstance(m, nn.BatchNorm2d) for m in build(ModelRecipe(name="cnn"), 3, 1, 8).modules())
+    assert any(
+        isinstance(m, nn.BatchNorm2d)
+        for m in build(
+            ModelRecipe(name="cnn"),
+            3,
+            1,
+            8,
+        ).modules()
+    )
 
 
-@pytest.mark.parametrize(("make", "size", "near"), [(SMALL["resnet20"], 0.27e6, 0.03), (fast_cnn, 1.97e6, 0.002)])
+@pytest.mark.parametrize(
+    ("make", "size", "near"), [(SMALL["resnet20"], 0.27e6, 0.03), (fast_cnn, 1.97e6, 0.002)]
+)
 def test_models_have_their_papers_size(make, size, near):
-    """Table 6 of arXiv:1512.03385, where projection shortcuts (option B) add 2,752; appendix A of arXiv:2404.00498."""
+    """Table 6 of arXiv:1512.03385, where projection shortcuts (option B) add 2,752; appendix A of
+    arXiv:2404.00498.
+    """
     assert sum(p.numel() for p in make(10, 3, 32).parameters()) == pytest.approx(size, rel=near)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_whitening_turns_patches_that_resemble_each_other_into_numbers_that_do_not(channels):
-    smooth = torch.randn(16, 1, 9, 9, generator=torch.Generator().manual_seed(0))
-    images = nn.functional.interpolate(smooth, size=33, mode="bilinear") + 0.1 * torch.randn(
-        16, channels, 33, 33, generator=torch.Generator().manual_seed(1)
-    )  # neighbours and colours of a pixel are alike, as in photos
+    smooth = torch.randn(
+        16,
+        1,
+        9,
+        9,
+        generator=torch.Generator().manual_seed(0),
+    )
+    # Neighbours and colours of a pixel are alike, as in photos.
+    images = nn.functional.interpolate(
+        smooth,
+        size=33,
+        mode="bilinear",
+    ) + 0.1 * torch.randn(16, channels, 33, 33, generator=torch.Generator().manual_seed(1))
 
     def correlations(features):
         return torch.corrcoef(features.transpose(0, 1).flatten(1)).fill_diagonal_(0).abs()
 
     white = Whitening(channels)
-    found = white(images)
-    assert found.shape == (16, 8 * channels, 32, 32)
-    half = found[:, : 4 * channels]
-    assert torch.equal(found[:, 4 * channels :], -half)
+    actual = white(images)
+    assert actual.shape == (16, 8 * channels, 32, 32)
+    half = actual[:, : 4 * channels]
+    assert torch.equal(actual[:, 4 * channels :], -half)
     patches = nn.functional.unfold(images, 2).view(16, 4 * channels, 32, 32)
     assert correlations(patches).max() > 0.85
     assert correlations(half).max() < 0.1
-    torch.testing.assert_close(half.var((0, 2, 3)), torch.ones(4 * channels), rtol=0.01, atol=0)
+    torch.testing.assert_close(
+        half.var((0, 2, 3)),
+        torch.ones(4 * channels),
+        rtol=0.01,
+        atol=0,
+    )
     gram = white.filters.flatten(1) @ white.filters.flatten(1).T
     torch.testing.assert_close(gram, torch.eye(4 * channels))
     assert not list(white.parameters())
@@ -71,10 +98,22 @@ def test_fast_cnn_mirrored_is_fast_cnn_that_also_looks_into_a_mirror():
     mirrored.load_state_dict(plain.state_dict())
     assert torch.equal(mirrored.train()(images), plain.train()(images))
     mirrored.load_state_dict(plain.state_dict())
-    found, both = mirrored.eval()(images), [plain.eval()(each) for each in (images, images.flip(3))]
-    torch.testing.assert_close(found, (both[0] + both[1]) / 2, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(mirrored(images.flip(3)), found, rtol=1e-4, atol=1e-5)
-    assert (found - both[0]).abs().max() > 1e-3 and found.shape == (6, 10)
+    actual = mirrored.eval()(images)
+    both = [plain.eval()(each) for each in (images, images.flip(3))]
+    torch.testing.assert_close(
+        actual,
+        (both[0] + both[1]) / 2,
+        rtol=1e-4,
+        atol=1e-5,
+    )
+    torch.testing.assert_close(
+        mirrored(images.flip(3)),
+        actual,
+        rtol=1e-4,
+        atol=1e-5,
+    )
+    assert (actual - both[0]).abs().max() > 1e-3
+    assert actual.shape == (6, 10)
 
 
 def test_fast_cnn_starts_by_passing_its_inputs_on():

@@ -1,4 +1,4 @@
-"""Models by name, heads, starting weights, and the words for what does not fit."""
+"""Models by name, heads, starting weights, and the messages about wrong ones."""
 
 import copy
 import json
@@ -12,17 +12,20 @@ from torch.nn.utils import prune
 
 from trainer.errors import CheckpointError, RecipeError
 from trainer.models import torchvision_zoo, zoo
-from trainer.models.blocks import head
-from trainer.models.inputs import with_pretrained_input
+from trainer.models.blocks import find_head
+from trainer.models.inputs import add_pretrained_input
 from trainer.recipe import ModelRecipe, known_names, load
 
 
 def test_every_torchvision_classifier_is_known_without_importing_it():
-    assert set(known_names.torchvision_classifiers()) == set(torchvision.models.list_models(module=torchvision.models))
+    assert set(known_names.torchvision_classifiers()) == set(
+        torchvision.models.list_models(module=torchvision.models)
+    )
 
 
 @pytest.mark.parametrize(
-    "name", ["resnet18", "vgg11", "densenet121", "squeezenet1_0", "vit_b_16", "convnext_tiny", "swin_t"]
+    "name",
+    ["resnet18", "vgg11", "densenet121", "squeezenet1_0", "vit_b_16", "convnext_tiny", "swin_t"],
 )
 def test_a_new_head(name):
     with torch.device("meta"):
@@ -49,7 +52,8 @@ def test_errors_say_what_to_type(keys, channels, size, says):
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "works"), [("maxvit_t", 64, 224), ("inception_v3", 32, 96), ("vit_b_16", 28, 32)]
+    ("name", "size", "works"),
+    [("maxvit_t", 64, 224), ("inception_v3", 32, 96), ("vit_b_16", 28, 32)],
 )
 def test_the_size_to_try_works(name, size, works):
     with torch.device("meta"), pytest.raises(RecipeError, match=rf"data\.image_size={works}$"):
@@ -58,13 +62,15 @@ def test_the_size_to_try_works(name, size, works):
         zoo.build(ModelRecipe(name=name), 10, 3, works)
 
 
-def test_what_published_weights_bring_with_them_stays_when_others_are_loaded():
+def test_metadata_of_published_weights_stays_when_others_are_loaded():
     with torch.device("meta"):
         for name in torchvision_zoo.AUXILIARY:
             recipe = ModelRecipe(name=name, weights="DEFAULT")
             assert zoo.build(recipe, 3, 3, 128, starting=False).transform_input
             assert not zoo.build(ModelRecipe(name=name), 3, 3, 128).transform_input
-            assert eval(zoo.bare(recipe, 3, 128), {"torchvision": torchvision}).transform_input
+            assert eval(
+                zoo.format_bare_call(recipe, 3, 128), {"torchvision": torchvision}
+            ).transform_input
         recipe = ModelRecipe(name="vit_b_16", weights="IMAGENET1K_SWAG_E2E_V1")
         assert zoo.build(recipe, 3, 3, 384, starting=False).image_size == 384
         with pytest.raises(RecipeError, match=r"data\.image_size=384"):
@@ -78,9 +84,12 @@ def test_init_from_takes_a_runs_name(tmp_path, monkeypatch):
     model = zoo.build(ModelRecipe(name="mlp"), 10, 1, 8)
     facts = {"image_size": "8", "channels": "1", "mean": "[0.25]", "std": "[0.5]"}
     save_file(model.state_dict(), run / "last.safetensors", facts)
-    found = zoo.build(ModelRecipe(name="mlp", init_from="tuned"), 10, 1, 8)
-    assert all(torch.equal(one, other) for one, other in zip(found.parameters(), model.parameters(), strict=True))
-    assert with_pretrained_input(
+    built = zoo.build(ModelRecipe(name="mlp", init_from="tuned"), 10, 1, 8)
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(built.parameters(), model.parameters(), strict=True)
+    )
+    assert add_pretrained_input(
         load(None, "data.name=imagefolder", "data.root=x", "model.init_from=tuned")
     ).data.std == [0.5]
     with pytest.raises(CheckpointError, match=r"\bruns/tuned\b"):
@@ -91,16 +100,20 @@ def test_a_users_model_may_have_names_that_torchvision_gave_up(tmp_path):
     class Own(nn.Module):
         def __init__(self):
             super().__init__()
-            self.encoder_layer_0 = nn.ModuleDict({"mlp": nn.ModuleDict({"linear_1": nn.Linear(12, 2)})})
+            self.encoder_layer_0 = nn.ModuleDict(
+                {"mlp": nn.ModuleDict({"linear_1": nn.Linear(12, 2)})}
+            )
 
         def forward(self, inputs):
             return self.encoder_layer_0["mlp"]["linear_1"](inputs.flatten(1))
 
-    theirs = Own().state_dict()
-    save_file(theirs, tmp_path / "own.safetensors")
+    reference = Own().state_dict()
+    save_file(reference, tmp_path / "own.safetensors")
     with zoo.builders.lent("own_names", lambda *_: Own()):
-        model = zoo.build(ModelRecipe(name="own_names", init_from=str(tmp_path / "own.safetensors")), 2, 3, 2)
-    assert all(torch.equal(value, theirs[name]) for name, value in model.state_dict().items())
+        model = zoo.build(
+            ModelRecipe(name="own_names", init_from=str(tmp_path / "own.safetensors")), 2, 3, 2
+        )
+    assert all(torch.equal(value, reference[name]) for name, value in model.state_dict().items())
 
 
 def starting_from(folder, name, source, facts=None):
@@ -112,9 +125,15 @@ def starting_from(folder, name, source, facts=None):
 def test_init_from_keeps_the_body_and_not_a_head_of_other_size(tmp_path):
     source = zoo.build(ModelRecipe(name="cnn"), 10, 1, 8)
     recipe = starting_from(tmp_path, "cnn", source)
-    torch.testing.assert_close(zoo.build(recipe, 10, 1, 8).state_dict(), source.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(
+        zoo.build(recipe, 10, 1, 8).state_dict(),
+        source.state_dict(),
+        rtol=0,
+        atol=0,
+    )
     other = zoo.build(recipe, 4, 1, 8)
-    assert torch.equal(other[0].weight, source[0].weight) and other[-1].weight.shape == (4, 128)
+    assert torch.equal(other[0].weight, source[0].weight)
+    assert other[-1].weight.shape == (4, 128)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +146,8 @@ def test_init_from_keeps_the_body_and_not_a_head_of_other_size(tmp_path):
         (["ant", "bee", "fly"], [None, None, None]),
     ],
 )
-@pytest.mark.parametrize("name", ["cnn", "squeezenet1_1"])  # whose last layer is a convolution
+# The last layer of these models is a convolution.
+@pytest.mark.parametrize("name", ["cnn", "squeezenet1_1"])
 def test_init_from_finds_classes_by_their_names(tmp_path, classes, rows, name):
     size = 8 if name == "cnn" else 64
     source = zoo.build(ModelRecipe(name=name), 3, 3, size)
@@ -136,24 +156,28 @@ def test_init_from_finds_classes_by_their_names(tmp_path, classes, rows, name):
     model = zoo.build(recipe, len(classes), 3, size, classes=classes)
     torch.manual_seed(5)
     fresh = zoo.build(ModelRecipe(name=name), len(classes), 3, size)
-    assert zoo.known_classes(recipe, classes, model) == sum(row is not None for row in rows)
+    assert zoo.count_shared_classes(recipe, classes, model) == sum(row is not None for row in rows)
     for part in ("weight", "bias"):
-        there, here, new = (one.state_dict()[f"{head(one)}.{part}"] for one in (source, model, fresh))
+        there, here, new = (
+            one.state_dict()[f"{find_head(one)}.{part}"] for one in (source, model, fresh)
+        )
         for place, row in enumerate(rows):
             assert torch.equal(here[place], new[place] if row is None else there[row])
 
 
 @pytest.mark.parametrize("told", ["[", "5", "[1, 2]", "[" * 100_000, "{}"])
-def test_classes_that_weights_do_not_tell_leave_their_outputs_in_place(tmp_path, told):
+def test_unnamed_classes_keep_their_outputs(tmp_path, told):
     source = zoo.build(ModelRecipe(name="cnn"), 3, 1, 8)
     recipe = starting_from(tmp_path, "cnn", source, {"classes": told})
     model = zoo.build(recipe, 3, 1, 8, classes=["a", "b", "c"])
     assert torch.equal(model[-1].weight, source[-1].weight)
-    assert zoo.known_classes(recipe, ["a", "b", "c"], model) is None
+    assert zoo.count_shared_classes(recipe, ["a", "b", "c"], model) is None
 
 
-def test_numbers_in_place_of_names_tell_no_class(tmp_path):
-    """Data sets that name no classes have "0", "1", ...: of two such sets these are other things."""
+def test_numbers_instead_of_names_identify_no_class(tmp_path):
+    """Data sets without class names have "0", "1", ...; in two such sets these are different
+    classes.
+    """
     source = zoo.build(ModelRecipe(name="cnn"), 10, 1, 8)
     numbers = json.dumps([str(n) for n in range(10)])
     recipe = starting_from(tmp_path, "cnn", source, {"classes": numbers, "num_classes": "10"})
@@ -161,9 +185,50 @@ def test_numbers_in_place_of_names_tell_no_class(tmp_path):
     few = zoo.build(recipe, 3, 1, 8, classes=["0", "1", "2"])
     torch.manual_seed(5)
     fresh = zoo.build(ModelRecipe(name="cnn"), 3, 1, 8)
-    assert torch.equal(few[-1].weight, fresh[-1].weight) and zoo.known_classes(recipe, ["0", "1", "2"], few) is None
-    named = zoo.build(recipe, 10, 1, 8, classes=[f"class {n}" for n in range(10)])
+    assert torch.equal(few[-1].weight, fresh[-1].weight)
+    assert zoo.count_shared_classes(recipe, ["0", "1", "2"], few) is None
+    names = [f"class {n}" for n in range(10)]
+    named = zoo.build(recipe, 10, 1, 8, classes=names)
     assert torch.equal(named[-1].weight, source[-1].weight)
+    assert zoo.describe_order_match(recipe.init_from, names)
+    assert not zoo.describe_order_match(recipe.init_from, json.loads(numbers))
+
+
+@pytest.mark.parametrize(
+    ("known", "classes", "places"),
+    [
+        ("0 1 2 3 4 5 6 7 8 9 10", "0 1 10 2 3 4 5 6 7 8 9", [0, 1, 10, 2, 3, 4, 5, 6, 7, 8, 9]),
+        ("0 1 10 2 3 4 5 6 7 8 9", "0 1 2 3 4 5 6 7 8 9 10", [0, 1, 3, 4, 5, 6, 7, 8, 9, 10, 2]),
+        (
+            "00 01 02 03 04 05 06 07 08 09 10",
+            "0 1 10 2 3 4 5 6 7 8 9",
+            [0, 1, 10, 2, 3, 4, 5, 6, 7, 8, 9],
+        ),
+        ("1 10 2", "0 1 2", [None, 0, 2]),  # The position counts: as text 10 would come before 2.
+        ("5 6 7", "6 7 8", [1, 2, None]),
+        ("1 2 3", "0 1 2", [None, 0, 1]),
+        ("0 1 2", "cat cow dog", None),
+        ("0 1 2", "0 1 2", None),
+        ("0 1 2", "0 1", None),
+        ("cat dog", "dog cat", [1, 0]),
+        ("", "cat dog", None),
+    ],
+)
+def test_names_are_matched_whatever_they_look_like(known, classes, places):
+    assert zoo.match_by_name(known.split(), classes.split()) == places
+
+
+def test_numbered_classes_are_found_by_name_and_weights_without_classes_by_order(tmp_path):
+    source = zoo.build(ModelRecipe(name="cnn"), 11, 1, 8)
+    numbers = [str(n) for n in range(11)]
+    recipe = starting_from(tmp_path, "cnn", source, {"classes": json.dumps(numbers)})
+    folders = sorted(numbers)
+    model = zoo.build(recipe, 11, 1, 8, classes=folders)
+    assert torch.equal(model[-1].weight, source[-1].weight[[int(name) for name in folders]])
+    assert zoo.count_shared_classes(recipe, folders, model) == 11
+    recipe = starting_from(tmp_path, "cnn", source)
+    assert zoo.describe_order_match(recipe.init_from, folders)
+    assert not zoo.describe_order_match(recipe.init_from, numbers)
 
 
 class HeadFirst(nn.Module):
@@ -179,13 +244,14 @@ class HeadFirst(nn.Module):
 
 
 def test_a_last_layer_without_the_outputs_is_kept_as_it_was_learned(tmp_path):
-    told = {"classes": '["a", "b", "c"]', "num_classes": "3"}
+    reported = {"classes": '["a", "b", "c"]', "num_classes": "3"}
     with zoo.builders.lent("headfirst", lambda classes, channels, size: HeadFirst(classes)):
         source = zoo.build(ModelRecipe(name="headfirst"), 3, 1, 8)
-        recipe = starting_from(tmp_path, "headfirst", source, told)
+        recipe = starting_from(tmp_path, "headfirst", source, reported)
         model = zoo.build(recipe, 3, 1, 8, classes=["b", "a", "d"])
-    assert torch.equal(model.stem.weight, source.stem.weight) and torch.equal(model.fc.weight, source.fc.weight)
-    assert zoo.known_classes(recipe, ["b", "a", "d"], model) is None
+    assert torch.equal(model.stem.weight, source.stem.weight)
+    assert torch.equal(model.fc.weight, source.fc.weight)
+    assert zoo.count_shared_classes(recipe, ["b", "a", "d"], model) is None
 
 
 @pytest.mark.parametrize(
@@ -193,7 +259,10 @@ def test_a_last_layer_without_the_outputs_is_kept_as_it_was_learned(tmp_path):
     [
         ('{"model": {"name": "cnn"}}', "weights of another model, cnn: type model.name=cnn"),
         ('{"model": {"name": "mlp"}}', "weights of another model"),
-        ('{"model": {"name": "timm:resnet10t"}}', "another model, timm:resnet10t: type model.name=timm:resnet10t"),
+        (
+            '{"model": {"name": "timm:resnet10t"}}',
+            "another model, timm:resnet10t: type model.name=timm:resnet10t",
+        ),
         ('{"model": {"name": "MyNet"}}', "weights of another model, MyNet"),
         ('{"model": {"name": 5}}', "weights of another model"),
         ("[" * 100_000, "weights of another model"),
@@ -217,7 +286,12 @@ def test_a_users_own_model(monkeypatch):
     def build(num_classes, channels, image_size):
         return nn.Sequential(nn.Flatten(), nn.Linear(channels * image_size**2, num_classes))
 
-    assert zoo.build(ModelRecipe(name="mine"), 3, 1, 8)(torch.zeros(2, 1, 8, 8)).shape == (2, 3)
+    assert zoo.build(
+        ModelRecipe(name="mine"),
+        3,
+        1,
+        8,
+    )(torch.zeros(2, 1, 8, 8)).shape == (2, 3)
     with pytest.raises(RecipeError, match="taken"):
         zoo.register_model("mine")(build)
     with pytest.raises(RecipeError, match="taken"):
@@ -242,7 +316,9 @@ class Own(nn.Module):
             prune.l1_unstructured(self.head, "weight", 0.5)
         if kind == "keeping":
             self.kept = []
-            self.body.register_forward_hook(lambda module, inputs, outputs: self.kept.append(outputs))
+            self.body.register_forward_hook(
+                lambda module, inputs, outputs: self.kept.append(outputs)
+            )
 
     def forward(self, x):
         with torch.autocast(x.device.type, enabled=False):
@@ -261,16 +337,26 @@ class Own(nn.Module):
         ("pruned", None),
     ],
 )
-def test_parameters_that_no_mode_trains_are_refused_and_what_torch_does_not_copy_is_taken(kind, says):
+def test_parameters_that_no_mode_trains_are_refused_and_what_torch_does_not_copy_is_taken(
+    kind, says
+):
     with zoo.builders.lent("own", lambda num_classes, channels, image_size: Own(kind)):
         if says is None:
-            assert zoo.build(ModelRecipe(name="own"), 10, 1, 8).head.weight_mask.sum() == 20
+            assert (
+                zoo.build(
+                    ModelRecipe(name="own"),
+                    10,
+                    1,
+                    8,
+                ).head.weight_mask.sum()
+                == 20
+            )
         else:
             with pytest.raises(RecipeError, match=f"model.name=own.*{says}"):
                 zoo.build(ModelRecipe(name="own"), 10, 1, 8)
     if kind == "beside":
         with pytest.raises(CheckpointError, match=f"^it.*{says}"):
-            zoo.initialise(Own(kind), Own(kind).state_dict(), "it", whole=True)
+            zoo.load_weights(Own(kind), Own(kind).state_dict(), "it", whole=True)
 
 
 @pytest.mark.parametrize("kind", ["without autocast", "keeping"])

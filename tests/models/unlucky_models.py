@@ -1,4 +1,4 @@
-"""A plugin: models with a layer that fails in one way, for what a user is told then."""
+"""A plugin: models with a layer that fails in a certain way, to test the message for the user."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ class Scattered(nn.Module):
 
 
 class Greedy(nn.Module):
-    """Wants more memory than there is, once it trains on more than 2 images."""
+    """A layer that needs more memory than available if it trains on more than 2 images."""
 
     def forward(self, x):
         return x * greedy(x)
@@ -34,7 +34,14 @@ torch.fx.wrap("greedy")
 
 def chain(layer, classes, channels, size):
     rows = channels * size * size
-    return nn.Sequential(nn.Flatten(), nn.Linear(rows, 8), layer, nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, classes))
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(rows, 8),
+        layer,
+        nn.Linear(8, 8),
+        nn.Tanh(),
+        nn.Linear(8, classes),
+    )
 
 
 for kind in (Scattered, Greedy):
@@ -50,5 +57,11 @@ class Renormalised(nn.BatchNorm2d):
 
 @register_model("renormalised")
 def renormalised(classes, channels, size):
-    layers = [nn.Conv2d(channels, 4, 1), Renormalised(4), nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Flatten()]
+    layers = [
+        nn.Conv2d(channels, 4, 1),
+        Renormalised(4),
+        nn.Conv2d(4, 4, 1),
+        nn.ReLU(),
+        nn.Flatten(),
+    ]
     return nn.Sequential(*layers, nn.Linear(4 * size * size, classes))

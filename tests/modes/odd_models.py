@@ -1,11 +1,17 @@
-"""Models that are more than their operations: hooks, draws of their own, state that a pass changes, and the like.
+"""Models that are more than their operations: hooks, random numbers, state that a pass changes, and
+so on.
 
-`ODD` has each by its name. All take images of 8 x 8 with one channel; each is small, and none has dropout or the like
-unless it is about that. What draws is in `DRAWS`: only its spread can be compared, unless one process computes the
-whole batch.
+`ODD` has each by its name. All take images of 8 x 8 with one channel; each is small, and none has
+dropout or the like unless it is about that. What draws is in `DRAWS`: only its spread can be
+compared, unless one process computes the whole batch.
 """
 
 from __future__ import annotations
+
+import itertools
+import random
+import types
+from collections import Counter
 
 import numpy as np
 import torch
@@ -15,13 +21,20 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer import register_model
 
-PIXELS, WIDTH, CLASSES = 64, 16, 10
+PIXELS = 64
+WIDTH = 16
+CLASSES = 10
+PASSES = {"total": 0}
 
 
 class Plain(nn.Module):
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.c = nn.Linear(PIXELS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.a, self.b, self.c = (
+            nn.Linear(PIXELS, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
         self.out = nn.Linear(WIDTH, CLASSES)
 
     def body(self, x):
@@ -51,7 +64,7 @@ class Detached(Plain):
 
 
 class Branches(Plain):
-    """A part that is fed without a gradient, beside one with."""
+    """A branch that gets no gradient, and one that gets one."""
 
     def forward(self, x):
         x = self.body(x)
@@ -123,7 +136,7 @@ class Block(nn.Module):
 
 
 class LayerDrop(Plain):
-    """Blocks that are left out at random, as in wav2vec2."""
+    """Blocks that are skipped at random, like those of wav2vec2."""
 
     def __init__(self):
         super().__init__()
@@ -136,8 +149,42 @@ class LayerDrop(Plain):
         return x
 
 
+class DrawingBlock(Block):
+    """A block that uses a generator of the host, which torch's checkpoint does not restore."""
+
+    def forward(self, x):
+        return super().forward(x * self.draw()) if self.training else super().forward(x)
+
+    def draw(self):
+        return random.uniform(0.5, 1.5)
+
+
+class NumpyDrawingBlock(DrawingBlock):
+    def draw(self):
+        return np.random.uniform(0.5, 1.5)
+
+
+class DrawsInBlock(Plain):
+    kind = DrawingBlock
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(self.kind() for _ in range(3))
+
+    def between(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class NumpyDrawsInBlock(DrawsInBlock):
+    kind = NumpyDrawingBlock
+
+
 class Routed(Plain):
-    """Each sample goes to one of two experts, and none to a third: hard routing, as in a mixture of experts."""
+    """Hard routing, like a mixture of experts: each sample goes to one of two experts, and none to
+    a third.
+    """
 
     def __init__(self):
         super().__init__()
@@ -147,7 +194,10 @@ class Routed(Plain):
         first = x.flatten(1)[:, 20] > 0
         x = torch.tanh(self.a(x.flatten(1)))
         out = x
-        for expert, rows in ((self.b, first.nonzero().flatten()), (self.c, (~first).nonzero().flatten())):
+        for expert, rows in (
+            (self.b, first.nonzero().flatten()),
+            (self.c, (~first).nonzero().flatten()),
+        ):
             if len(rows):
                 out = out.index_add(0, rows, torch.tanh(expert(x[rows])))
         return self.out(out)
@@ -209,8 +259,10 @@ class Teacher(Plain):
     def forward(self, x):
         if self.training:
             with torch.no_grad():
-                for mine, theirs in zip(self.teacher.parameters(), self.a.parameters(), strict=True):
-                    mine.lerp_(theirs, 0.1)
+                for own, reference in zip(
+                    self.teacher.parameters(), self.a.parameters(), strict=True
+                ):
+                    own.lerp_(reference, 0.1)
         return self.head(self.body(x) + self.teacher(x.flatten(1)))
 
 
@@ -224,7 +276,7 @@ class Clamped(Plain):
 
 
 class SinglePart(Plain):
-    """A part that autocast is kept from, where half precision would lose everything."""
+    """A part that runs without autocast, because half precision would lose all digits."""
 
     def head(self, x):
         with torch.autocast(x.device.type, enabled=False):
@@ -289,7 +341,7 @@ class Reversed(Plain):
 
 
 class Toggled(Plain):
-    """Which weights train is decided as it runs."""
+    """A model that chooses the trained weights while it runs."""
 
     def forward(self, x):
         self.b.requires_grad_(False)
@@ -300,11 +352,19 @@ class Toggled(Plain):
 
 class Checkpointed(Plain):
     def body(self, x):
-        return checkpoint(super().body, x, use_reentrant=False) if self.training else super().body(x)
+        return (
+            checkpoint(
+                super().body,
+                x,
+                use_reentrant=False,
+            )
+            if self.training
+            else super().body(x)
+        )
 
 
 class Twice(Plain):
-    """One layer in two places."""
+    """The same layer at two positions."""
 
     def between(self, x):
         return torch.tanh(self.b(x))
@@ -334,7 +394,10 @@ class MixedPrecision(nn.Module):
     def __init__(self):
         super().__init__()
         self.a, self.b = nn.Linear(PIXELS, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.c, self.out = nn.Linear(WIDTH, WIDTH).to(self.kind), nn.Linear(WIDTH, CLASSES).to(self.kind)
+        self.c, self.out = (
+            nn.Linear(WIDTH, WIDTH).to(self.kind),
+            nn.Linear(WIDTH, CLASSES).to(self.kind),
+        )
 
     def forward(self, x):
         x = torch.tanh(self.b(torch.tanh(self.a(x.flatten(1)))))
@@ -383,7 +446,10 @@ class InPlace(Plain):
 class Tracking(nn.Module):
     def __init__(self):
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(1, 4, 3), nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
+        self.conv, self.norm = (
+            nn.Conv2d(1, 4, 3),
+            nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+        )
         self.a, self.out = nn.Linear(144, WIDTH), nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x):
@@ -398,6 +464,255 @@ class Lazy(nn.Module):
 
     def forward(self, x):
         return self.out(torch.tanh(self.b(torch.tanh(self.a(x.flatten(1))))))
+
+
+class Warming(Plain):
+    """A block that joins after four passes, counted in something that is no attribute of
+    a module.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+        self.begin_counting()
+
+    def between(self, x):
+        if self.training and self.count_pass() > 4:
+            return self.block(x) * 2
+        return x + 0 * self.block(x)
+
+
+class Pace:
+    total = 0
+
+    def __init__(self):
+        self.passes = 0
+
+
+class CountedInObject(Warming):
+    def begin_counting(self):
+        self.pace = Pace()
+
+    def count_pass(self):
+        self.pace.passes += 1
+        return self.pace.passes
+
+
+class CountedInNamespace(Warming):
+    def begin_counting(self):
+        self.pace = types.SimpleNamespace(inner=[types.SimpleNamespace(passes=0)])
+
+    def count_pass(self):
+        self.pace.inner[0].passes += 1
+        return self.pace.inner[0].passes
+
+
+class CountedInCounter(Warming):
+    def begin_counting(self):
+        self.pace = Counter()
+
+    def count_pass(self):
+        self.pace["passes"] += 1
+        return self.pace["passes"]
+
+
+class CountedInNumPy(Warming):
+    def begin_counting(self):
+        self.passes = np.int64(0)
+
+    def count_pass(self):
+        self.passes = self.passes + 1
+        return self.passes
+
+
+class CountedByIterator(Warming):
+    def begin_counting(self):
+        self.passes = itertools.count(1)
+
+    def count_pass(self):
+        return next(self.passes)
+
+
+class CountedByGenerator(Warming):
+    def begin_counting(self):
+        self.passes = (number for number in range(1, 1000))
+
+    def count_pass(self):
+        return next(self.passes)
+
+
+class CountedInClosure(Warming):
+    def begin_counting(self):
+        passes = 0
+
+        def count():
+            nonlocal passes
+            passes += 1
+            return passes
+
+        self.count_pass = count
+
+
+class CountedInClass(Warming):
+    def begin_counting(self):
+        Pace.total = 0
+
+    def count_pass(self):
+        Pace.total += 1
+        return Pace.total
+
+
+class CountedInGlobal(Warming):
+    def begin_counting(self):
+        PASSES["total"] = 0
+
+    def count_pass(self):
+        PASSES["total"] += 1
+        return PASSES["total"]
+
+
+class CountedInTensor(Warming):
+    """A counter in a tensor that each pass replaces."""
+
+    def begin_counting(self):
+        self.passes = torch.zeros(())
+
+    def count_pass(self):
+        self.passes = self.passes + 1
+        return self.passes
+
+
+class CountedInEvaluation(Plain):
+    """A buffer that an evaluation changes too."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(()))
+
+    def between(self, x):
+        self.passes.add_(1)
+        return x / (1 + self.passes / 20)
+
+
+class ByEpoch(Normed):
+    """An own `train()` that counts epochs."""
+
+    def __init__(self):
+        super().__init__()
+        self.epochs = 0
+
+    def train(self, mode=True):
+        if mode and not self.training:
+            self.epochs += 1
+            self.begin_epoch()
+        return super().train(mode)
+
+
+class AnnealedGain(ByEpoch):
+    gain = 4.0
+
+    def begin_epoch(self):
+        self.gain /= 2
+
+    def between(self, x):
+        return x * self.gain
+
+
+class AnnealedMomentum(ByEpoch):
+    def begin_epoch(self):
+        self.norm.momentum /= 4
+
+
+class FrozenStatistics(ByEpoch):
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm.train(mode and self.epochs < 2)
+        return self
+
+    def begin_epoch(self):
+        pass
+
+
+class Gained(Plain):
+    """A hook of a layer that uses a parameter of the model around it."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.full((WIDTH,), 2.0))
+        self.b.register_forward_hook(self.scale)
+
+    def scale(self, module, inputs, outputs):
+        return outputs * self.gain
+
+
+class GainedTwice(Gained):
+    """The same parameter before and behind a cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.out.register_forward_pre_hook(lambda module, inputs: (inputs[0] * self.gain,))
+
+
+class Quantised(Plain):
+    """A codebook that each pass replaces, as in a VQ-VAE."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer(
+            "book",
+            torch.randn(
+                8,
+                WIDTH,
+                generator=torch.Generator().manual_seed(1),
+            )
+            / 4,
+        )
+
+    def between(self, x):
+        with torch.no_grad():
+            nearest = torch.cdist(x, self.book).argmin(1)
+            if self.training:
+                self.book = self.book.index_add(0, nearest, x, alpha=0.01)
+        return x + (self.book[nearest] - x).detach()
+
+
+class ScriptedCount(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.passes = 0
+
+    def forward(self, x):
+        self.passes += 1
+        return self.passes
+
+
+class CountedInScript(Warming):
+    def begin_counting(self):
+        self.pace = torch.jit.script(ScriptedCount())
+
+    def count_pass(self):
+        return self.pace(torch.zeros(()))
+
+
+class Scripted(Plain):
+    def __init__(self):
+        super().__init__()
+        self.block = torch.jit.script(Block())
+
+    def between(self, x):
+        return self.block(x)
+
+
+class Measured(Plain):
+    """Reads the number of its inputs by Python's `len`."""
+
+    def between(self, x):
+        return x * (len(x) / len(x))
+
+
+class OwnCall(Plain):
+    def __call__(self, *args, **kwargs):
+        return super().__call__(*args, **kwargs) * 0.3
 
 
 def changed(change, kind=Plain):
@@ -435,11 +750,17 @@ def shrink_gradient(module, gradients):
 CHANGED = {
     "RootHook": changed(lambda model: model.register_forward_hook(shrink_output)),
     "RootHookBefore": changed(lambda model: model.register_forward_pre_hook(shrink_input)),
-    "RootBackwardHook": changed(lambda model: model.register_full_backward_pre_hook(shrink_gradient)),
+    "RootBackwardHook": changed(
+        lambda model: model.register_full_backward_pre_hook(shrink_gradient)
+    ),
     "InnerHook": changed(lambda model: model.body.register_forward_hook(shrink_output), Nested),
-    "InnerBackwardHook": changed(lambda model: model.body.register_full_backward_pre_hook(shrink_gradient), Nested),
+    "InnerBackwardHook": changed(
+        lambda model: model.body.register_full_backward_pre_hook(shrink_gradient), Nested
+    ),
     "ParameterHooks": changed(hook_parameters),
-    "AccumulatedHook": changed(lambda model: model.a.weight.register_post_accumulate_grad_hook(shrink)),
+    "AccumulatedHook": changed(
+        lambda model: model.a.weight.register_post_accumulate_grad_hook(shrink)
+    ),
     "Spectral": changed(lambda model: parametrizations.spectral_norm(model.b)),
     "WeightNormed": changed(lambda model: parametrizations.weight_norm(model.b)),
     "Pruned": changed(lambda model: prune.l1_unstructured(model.b, "weight", 0.5)),
@@ -447,14 +768,92 @@ CHANGED = {
     "Unused": changed(lambda model: model.add_module("spare", nn.Linear(WIDTH, WIDTH))),
     "Frozen": changed(lambda model: model.a.requires_grad_(False)),
 }
-DRAWS = {NumpyDraw, OwnNumpy, OwnGenerator, Dropped, LayerDrop}
-WHOLE_BATCH = {TwoWays, Normed, RunningCentre, Tracking}  # another result for a part of a batch, by their nature
-HALF = {SinglePart, MixedHalf}  # of few digits
+DRAWS = {NumpyDraw, OwnNumpy, OwnGenerator, Dropped, LayerDrop, DrawsInBlock, NumpyDrawsInBlock}
+BY_EPOCH = {AnnealedGain, AnnealedMomentum, FrozenStatistics}
+# Another result for a part of a batch, by their nature.
+WHOLE_BATCH = {
+    TwoWays,
+    Normed,
+    RunningCentre,
+    Tracking,
+    AnnealedMomentum,
+    FrozenStatistics,
+    Quantised,
+}
+HALF = {SinglePart, MixedHalf}  # Models that compute with few digits.
 KINDS = [
-    *(Plain, NoGrad, Detached, Branches, OwnTrain, Normed, Routed, TwoWays, Counted, CountedBuffer, RunningCentre),
-    *(Teacher, Clamped, SinglePart, Captured, GradientHook, Reversed, Toggled, Checkpointed, Twice, ScalarParameter),
-    *(ComplexParameter, MixedPrecision, MixedHalf, ExtraState, Deciding, InPlace, Tracking, Lazy, NumpyDraw, OwnNumpy),
-    *(OwnGenerator, Dropped, LayerDrop),
+    *(
+        Plain,
+        NoGrad,
+        Detached,
+        Branches,
+        OwnTrain,
+        Normed,
+        Routed,
+        TwoWays,
+        Counted,
+        CountedBuffer,
+        RunningCentre,
+    ),
+    *(
+        Teacher,
+        Clamped,
+        SinglePart,
+        Captured,
+        GradientHook,
+        Reversed,
+        Toggled,
+        Checkpointed,
+        Twice,
+        ScalarParameter,
+    ),
+    *(
+        ComplexParameter,
+        MixedPrecision,
+        MixedHalf,
+        ExtraState,
+        Deciding,
+        InPlace,
+        Tracking,
+        Lazy,
+        NumpyDraw,
+        OwnNumpy,
+    ),
+    *(
+        OwnGenerator,
+        Dropped,
+        LayerDrop,
+        CountedInObject,
+        CountedInNamespace,
+        CountedInCounter,
+        CountedInNumPy,
+    ),
+    *(
+        CountedByIterator,
+        CountedByGenerator,
+        CountedInClosure,
+        CountedInClass,
+        CountedInGlobal,
+        CountedInTensor,
+    ),
+    *(
+        CountedInEvaluation,
+        AnnealedGain,
+        AnnealedMomentum,
+        FrozenStatistics,
+        Gained,
+        GainedTwice,
+        Quantised,
+        Scripted,
+    ),
+    CountedInScript,
+    *(Measured, OwnCall, DrawsInBlock, NumpyDrawsInBlock),
+]
+# State that no attribute of a module shows, and that is restored after a probe.
+HIDDEN_STATE = [
+    kind.__name__
+    for kind in KINDS
+    if issubclass(kind, Warming) and kind not in (CountedByGenerator, CountedInScript)
 ]
 ODD = {**{kind.__name__: kind for kind in KINDS}, **CHANGED}
 for _name, _kind in ODD.items():

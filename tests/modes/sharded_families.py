@@ -1,7 +1,10 @@
-"""Families of models under mode=fsdp beside the whole model: sharded_families.py FOLDER NAME:SIZE..., under torchrun.
+"""Families of models under mode=fsdp compared with the whole model.
 
-Rank 0 writes FOLDER/families.json: by name, how far the losses and gradient norms of two steps and the outputs in
-evaluation are from those of one process, as a part of them, or the sentence with which the model is refused.
+Run as `sharded_families.py FOLDER NAME:SIZE...` under torchrun.
+
+Rank 0 writes FOLDER/families.json: by name, how far the losses and gradient norms of two steps and
+the outputs in evaluation are from those of one process, as a part of them, or the sentence with
+which the model is refused.
 """
 
 from __future__ import annotations
@@ -15,15 +18,24 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from tests.contexts import mode_of
+from tests.strategies import create_strategy
 from trainer.data import Batch
+from trainer.distributed.world_setup import create_world
 from trainer.errors import RecipeError
 from trainer.models.zoo import build
-from trainer.processes.resources import locate
 from trainer.recipe import ModelRecipe, load
 
-ROWS, CLASSES, RATE = 4, 5, 1e-3
-NOISE = ("p", "drop_prob", "drop_rate", "dropout", "attention_dropout")  # of dropout and stochastic depth
+ROWS = 4
+CLASSES = 5
+RATE = 1e-3
+# The seed of dropout and stochastic depth.
+NOISE = (
+    "p",
+    "drop_prob",
+    "drop_rate",
+    "dropout",
+    "attention_dropout",
+)
 
 
 def model_of(name, size):
@@ -41,19 +53,36 @@ def distance(value, reference):
 
 
 def distances(name, size, world):
-    recipe = load(None, "mode=fsdp", "devices=[cpu]", "sync_bn=true", "channels_last=false", f"model.name={name}")
-    inputs = torch.randn(ROWS, 3, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    recipe = load(
+        None,
+        "mode=fsdp",
+        "devices=[cpu]",
+        "sync_bn=true",
+        "channels_last=false",
+        f"model.name={name}",
+    )
+    inputs = torch.randn(
+        ROWS,
+        3,
+        size,
+        size,
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(1),
+    )
     targets = torch.arange(ROWS) % CLASSES
     each = ROWS // world.size
     rows = slice(each * world.rank, each * (world.rank + 1))
-    shape, plain = (each, 3, size, size), model_of(name, size).train()
-    sharded = mode_of(recipe, world, shape, classes=CLASSES, dtype=torch.float64)
+    shape = (each, 3, size, size)
+    plain = model_of(name, size).train()
+    sharded = create_strategy(recipe, world, shape, classes=CLASSES, dtype=torch.float64)
     sharded.setup(model_of(name, size))
     apart = []
     for _ in range(2):
         sharded.train()
         plain.train()
-        loss = world.sum_(sharded.forward_backward(Batch(inputs[rows], targets[rows], each), 1 / ROWS))
+        loss = world.sum_(
+            sharded.forward_backward(Batch(inputs[rows], targets[rows], each), 1 / ROWS)
+        )
         sharded.reduce_gradients()
         reference = cross_entropy(plain(inputs).float(), targets)
         reference.backward()
@@ -73,19 +102,19 @@ def distances(name, size, world):
 
 
 def main():
-    world = locate(load(None, "mode=fsdp", "devices=[cpu]"))
+    world = create_world(load(None, "mode=fsdp", "devices=[cpu]"))
     world.connect(300.0)
-    found = {}
+    collected = {}
     for case in sys.argv[2:]:
         name, _, size = case.rpartition(":")
         try:
-            found[name] = distances(name, int(size), world)
+            collected[name] = distances(name, int(size), world)
         except RecipeError as error:
-            found[name] = str(error)
+            collected[name] = str(error)
         if world.is_main:
-            (Path(sys.argv[1]) / "families.json").write_text(json.dumps(found))
+            (Path(sys.argv[1]) / "families.json").write_text(json.dumps(collected))
     world.close()
-    os._exit(0)  # to take all modules apart takes a second
+    os._exit(0)  # Deleting all modules at exit takes a second.
 
 
 if __name__ == "__main__":

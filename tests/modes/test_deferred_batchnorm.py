@@ -1,4 +1,6 @@
-"""Running statistics of micro-batches, committed once, are those of nn.BatchNorm on the whole mini-batch."""
+"""Running statistics of micro-batches, updated once, equal those of nn.BatchNorm on the whole
+mini-batch.
+"""
 
 import copy
 import math
@@ -15,9 +17,10 @@ from tests.modes.odd_models import Squashed
 from trainer.data import Example, TensorSpec
 from trainer.errors import RecipeError
 from trainer.models.blocks import freeze
-from trainer.modes.deferred_batchnorm import DeferredStatistics, deferrable
+from trainer.modes.deferred_batchnorm import DeferredStatistics, find_deferrable
 
-EVEN, UNEVEN = (4, 4, 4), (5, 4, 2, 1)
+EVEN = (4, 4, 4)
+UNEVEN = (5, 4, 2, 1)
 
 
 def norm(**options):
@@ -73,30 +76,34 @@ def assert_alike(ours, theirs, images, sizes, tolerance=1e-6):
 
 
 @pytest.mark.parametrize("sizes", [EVEN, UNEVEN, (12,)])
-@pytest.mark.parametrize("options", [{}, {"momentum": None}, {"momentum": 0.7, "eps": 0.1}, {"affine": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": None}, {"momentum": 0.7, "eps": 0.1}, {"affine": False}], ids=str
+)
 def test_statistics_of_the_whole_mini_batch(sizes, options):
-    theirs = norm(**options)
-    ours = Deferred(theirs)
+    norm_difference = norm(**options)
+    ours = Deferred(norm_difference)
     for number in range(3):
-        assert_alike(ours, theirs, batch(number), sizes)
-    assert ours.layer.num_batches_tracked == 3 and ours.layer.momentum == theirs.momentum
-    torch.testing.assert_close(ours.layer.eval()(batch(7)), theirs.eval()(batch(7)))
+        assert_alike(ours, norm_difference, batch(number), sizes)
+    assert ours.layer.num_batches_tracked == 3 and ours.layer.momentum == norm_difference.momentum
+    torch.testing.assert_close(ours.layer.eval()(batch(7)), norm_difference.eval()(batch(7)))
 
 
 @pytest.mark.parametrize("shape", [(12, 3), (12, 3, 5), (12, 3, 2, 2, 2)])
 def test_every_number_of_dimensions(shape):
-    theirs = (nn.BatchNorm1d if len(shape) < 4 else nn.BatchNorm3d)(3)
-    ours = Deferred(theirs, area=math.prod(shape[2:]))
+    reference = (nn.BatchNorm1d if len(shape) < 4 else nn.BatchNorm3d)(3)
+    ours = Deferred(reference, area=math.prod(shape[2:]))
     images = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 2 + 5
-    assert_alike(ours, theirs, images, (8, 4))
+    assert_alike(ours, reference, images, (8, 4))
 
 
-def test_a_mini_batch_that_is_given_up_leaves_no_trace():
+def test_an_abandoned_mini_batch_leaves_no_trace():
     ours = Deferred(norm(momentum=0.3))
     before = statistics(ours.layer)
     ours.commit()
     ours(batch())
-    assert not torch.equal(before["running_mean"], ours.layer.running_mean), "which takes the micro-batch's meanwhile"
+    assert not torch.equal(before["running_mean"], ours.layer.running_mean), (
+        "which takes the micro-batch's meanwhile"
+    )
     ours.statistics.forget()
     ours.commit()
     assert all(torch.equal(before[name], buffer) for name, buffer in ours.layer.named_buffers())
@@ -108,21 +115,21 @@ def test_a_mini_batch_that_is_given_up_leaves_no_trace():
     assert all(torch.equal(once[name], buffer) for name, buffer in ours.layer.named_buffers())
 
 
-def test_what_changes_between_mini_batches_is_heeded():
+def test_changes_between_mini_batches_are_respected():
     """A checkpoint that is loaded, rank 0's buffers, a momentum that follows a plan."""
-    theirs = norm()
-    ours = Deferred(theirs)
+    norm_difference = norm()
+    ours = Deferred(norm_difference)
     for momentum in (0.1, 0.5):
-        for layer in (ours.layer, theirs):
+        for layer in (ours.layer, norm_difference):
             layer.momentum = momentum
             layer.running_mean.fill_(momentum)
-        assert_alike(ours, theirs, batch(), EVEN)
+        assert_alike(ours, norm_difference, batch(), EVEN)
 
 
 def test_activations_computed_twice_count_once():
-    theirs = norm()
-    ours = Deferred(theirs)
-    theirs(batch())
+    norm_difference = norm()
+    ours = Deferred(norm_difference)
+    norm_difference(batch())
     passes = []
     ours.layer.register_forward_pre_hook(lambda *_: passes.append(1))
     for piece in batch().split(UNEVEN):
@@ -132,12 +139,17 @@ def test_activations_computed_twice_count_once():
         out.square().sum().backward()
     assert len(passes) == 2 * len(UNEVEN)
     ours.commit()
-    agree(ours.layer, theirs)
+    agree(ours.layer, norm_difference)
 
 
 def test_layers_of_one_stage_with_their_own_momenta():
-    """One of them without, and one that never trains."""
-    model = nn.Sequential(norm(), nn.BatchNorm2d(3, momentum=None), nn.BatchNorm2d(3, momentum=0.5), norm())
+    """A layer without momentum, and a layer that never trains."""
+    model = nn.Sequential(
+        norm(),
+        nn.BatchNorm2d(3, momentum=None),
+        nn.BatchNorm2d(3, momentum=0.5),
+        norm(),
+    )
     model[3].train = lambda mode=True: model[3]
     model[3].training = False
     whole = copy.deepcopy(model)
@@ -154,7 +166,11 @@ def test_layers_of_one_stage_with_their_own_momenta():
 
 
 def layers_of(model):
-    return deferrable(model, Example(4, TensorSpec((3, 8, 8), torch.float32)), "set it to false")
+    return find_deferrable(
+        model,
+        Example(4, TensorSpec((3, 8, 8), torch.float32)),
+        "set it to false",
+    )
 
 
 def refused(model):
@@ -164,7 +180,7 @@ def refused(model):
 
 
 class Activated(nn.BatchNorm2d):
-    """As timm's: dropout and an activation inside, the formula written out."""
+    """A layer like timm's, with dropout and an activation inside and the formula written out."""
 
     def __init__(self, features):
         super().__init__(features)
@@ -173,14 +189,26 @@ class Activated(nn.BatchNorm2d):
     def forward(self, inputs):
         if self.training:
             self.num_batches_tracked.add_(1)
-        mean, variance = self.running_mean, self.running_var
-        x = batch_norm(inputs, mean, variance, self.weight, self.bias, self.training, self.momentum or 0.0, self.eps)
+        mean = self.running_mean
+        variance = self.running_var
+        x = batch_norm(
+            inputs,
+            mean,
+            variance,
+            self.weight,
+            self.bias,
+            self.training,
+            self.momentum or 0.0,
+            self.eps,
+        )
         return self.act(self.drop(x))
 
 
 class Hasty(nn.BatchNorm2d):
     def forward(self, inputs):
-        return batch_norm(inputs, self.running_mean, self.running_var, None, None, self.training, 0.5, self.eps)
+        return batch_norm(
+            inputs, self.running_mean, self.running_var, None, None, self.training, 0.5, self.eps
+        )
 
 
 class Counting(nn.BatchNorm2d):
@@ -198,37 +226,53 @@ def test_subclasses_that_only_add_are_left_as_they_are():
     odd.forward = lambda inputs: nn.BatchNorm2d.forward(odd, inputs).tanh()
     parametrized = nn.BatchNorm2d(3)
     parametrize.register_parametrization(parametrized, "weight", nn.Softplus())
-    layers = [Activated(3), Squashed(3), odd, parametrized, nn.BatchNorm2d(3), nn.SyncBatchNorm(3)]
+    layers = [
+        Activated(3),
+        Squashed(3),
+        odd,
+        parametrized,
+        nn.BatchNorm2d(3),
+        nn.SyncBatchNorm(3),
+    ]
     model = nn.Sequential(nn.Conv2d(3, 3, 3, stride=2), *layers)
     kinds = [type(layer) for layer in model]
     assert layers_of(model) == dict.fromkeys(layers, 9)
-    assert [type(layer) for layer in model] == kinds and all(part.training for part in model.modules())
+    assert [type(layer) for layer in model] == kinds
+    assert all(part.training for part in model.modules())
     assert all(layer.num_batches_tracked == 0 and layer.momentum == 0.1 for layer in layers)
 
 
 @pytest.mark.parametrize("kind", [Renormalised, Hasty, Counting])
-def test_a_subclass_that_takes_them_otherwise_is_refused_by_its_name(kind):
-    said = refused(nn.Sequential(nn.Conv2d(3, 3, 1), nn.Sequential(Squashed(3), kind(3))))
-    assert said.startswith(f"layer 1.1 ({kind.__name__}) ")
+def test_a_subclass_with_other_statistics_is_refused_by_name(kind):
+    message = refused(nn.Sequential(nn.Conv2d(3, 3, 1), nn.Sequential(Squashed(3), kind(3))))
+    assert message.startswith(f"layer 1.1 ({kind.__name__}) ")
 
 
 def test_others_that_keep_statistics_are_refused():
     layer = nn.BatchNorm2d(3)
     assert "layer 0 (BatchNorm2d) " in refused(nn.Sequential(layer, layer))
-    kept, none = nn.InstanceNorm2d(3, track_running_stats=True), nn.InstanceNorm2d(3)
+    kept = nn.InstanceNorm2d(3, track_running_stats=True)
+    none = nn.InstanceNorm2d(3)
     assert "layer 1 (InstanceNorm2d) " in refused(nn.Sequential(none, kept))
     assert "(Counting)" in refused(Counting(3))
-    assert layers_of(nn.Sequential(none, Renormalised(3, track_running_stats=False))) == {}, "nothing to be off"
+    assert layers_of(nn.Sequential(none, Renormalised(3, track_running_stats=False))) == {}, (
+        "nothing to be off"
+    )
 
 
 @pytest.mark.gpu
 def test_statistics_on_a_gpu():
-    theirs = norm().cuda()
-    ours = Deferred(theirs)
-    assert_alike(ours, theirs, batch().cuda(), UNEVEN, 1e-5)
+    reference = norm().cuda()
+    ours = Deferred(reference)
+    assert_alike(ours, reference, batch().cuda(), UNEVEN, 1e-5)
 
 
-def test_what_is_frozen_gathers_nothing():
-    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3, affine=False), nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+def test_frozen_layers_gather_no_statistics():
+    model = nn.Sequential(
+        nn.Conv2d(3, 3, 1),
+        nn.BatchNorm2d(3, affine=False),
+        nn.Conv2d(3, 3, 1),
+        nn.BatchNorm2d(3),
+    )
     freeze(model, ["0"], "model")
     assert layers_of(model) == {model[3]: 64}

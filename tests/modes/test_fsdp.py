@@ -1,4 +1,6 @@
-"""mode=fsdp beside what every mode is held to: its units, what it refuses, and its shards on other numbers of ranks."""
+"""Properties of mode=fsdp alone: its units, what it refuses, and its shards on other numbers of
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +14,26 @@ from torch import nn
 
 from tests import warm
 from tests.command_line import PROJECT, environment, ok
-from tests.models import test_families
+from tests.models import families
 from tests.modes.ways import EXACT
-from tests.training.test_resume_modes import EPOCH, ends_like, kill, newest
+from tests.training.whole_runs import EPOCH, assert_ends_like, kill, newest
 from trainer.errors import RecipeError
-from trainer.modes.fsdp_units import unit_sizes, units_of
+from trainer.memory.needs import compute_unit_sizes
+from trainer.modes.fsdp_units import find_units
 from trainer.recipe import load
 from trainer.recipe.checks import check_processes
 
 
 class Tied(nn.Module):
-    """Two blocks with one weight between them, one that is never called, and a tiny one."""
+    """A model of two blocks with one shared weight, an unused block, and a tiny one."""
 
     def __init__(self):
         super().__init__()
-        self.first, self.middle, self.last = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64, bias=False)
+        self.first, self.middle, self.last = (
+            nn.Linear(64, 64),
+            nn.Linear(64, 64),
+            nn.Linear(64, 64, bias=False),
+        )
         self.last.weight = self.first.weight
         self.table = nn.ModuleDict({"a": nn.Linear(64, 64)})
         self.tiny = nn.Linear(2, 2)
@@ -37,9 +44,10 @@ class Tied(nn.Module):
 
 def test_units_are_blocks_that_are_called_and_share_nothing():
     model = Tied()
-    assert units_of(model) == ["middle"]
-    root, middle = unit_sizes(model, units_of(model))
-    assert middle == 4 * (64 * 64 + 64) and root + middle == 4 * sum(p.numel() for p in model.parameters())
+    assert find_units(model) == ["middle"]
+    root, middle = compute_unit_sizes(model, find_units(model))
+    assert middle == 4 * (64 * 64 + 64)
+    assert root + middle == 4 * sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -61,27 +69,46 @@ def test_shards_divide_the_processes_and_the_host_holds_those_of_several(words, 
 
 
 def run_on_two_ranks(script, *words, timeout):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script, *words]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        script,
+        *words,
+    ]
     command = [*map(str, command)]
-    done = warm.run(command, env=environment(), capture_output=True, text=True, timeout=timeout, cwd=PROJECT)
-    assert done.returncode == 0, done.stderr
+    completed = warm.run(
+        command, env=environment(), capture_output=True, text=True, timeout=timeout, cwd=PROJECT
+    )
+    assert completed.returncode == 0, completed.stderr
 
 
 @pytest.mark.slow
 def test_shards_go_on_in_any_other_layout(tmp_path):
-    """Killed again and again, and continued on other ranks: one run, with its momentum and moving average."""
-    whole, run = tmp_path / "whole", tmp_path / "run"
+    """Killed again and again, and continued on other ranks: one run, with its momentum and moving
+    average.
+    """
+    whole = tmp_path / "whole"
+    run = tmp_path / "run"
     ok(*EPOCH, "mode=single", f"output={whole}")
-    ring = [EXACT["fsdp"], EXACT["fsdp 4"], EXACT["fsdp 2x2"], EXACT["ddp"], EXACT["fsdp"]]
+    ring = [
+        EXACT["fsdp"],
+        EXACT["fsdp 4"],
+        EXACT["fsdp 2x2"],
+        EXACT["ddp"],
+        EXACT["fsdp"],
+    ]
     words = [*EPOCH, "save.every_steps=4", "resume=auto", f"output={run}"]
     for turn, mode in enumerate(ring[:-1], 1):
         kill(4 * turn + 2, *words, *mode)
         assert newest(run) == 4 * turn
     assert "resuming at step 16 of 22" in ok(*words, *ring[-1]).stdout
-    ends_like(run, whole)
+    assert_ends_like(run, whole)
 
 
-# In two processes: what a mode with shards does that the command line does not show.
+# --- in two processes: properties that the command line does not show.
 RANKS = """
 import json, os, sys
 from pathlib import Path
@@ -89,12 +116,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tests.contexts import mode_of
-from tests.worlds import gathered
+from tests.strategies import create_strategy
+from tests.strategies import gathered
 from trainer.data import Batch
 from trainer.errors import RecipeError
 from trainer.modes import fsdp
-from trainer.processes.resources import locate
+from trainer.distributed.world_setup import create_world
 from trainer.recipe import load
 
 torch.manual_seed(0)
@@ -149,7 +176,8 @@ refused = {
 
 def hooked():
     made = model()
-    made[3].weight.register_hook(lambda gradient: gradient * torch.tensor([[1.0], [1.0], [0.3]]))  # the last rank's
+    # the last rank's
+    made[3].weight.register_hook(lambda gradient: gradient * torch.tensor([[1.0], [1.0], [0.3]]))
     return made
 
 
@@ -180,12 +208,13 @@ def model():
 
 
 def strategy(module, *words):
-    made = mode_of(load(None, "mode=fsdp", "devices=[cpu]", *words), world, (4, 2, 4), classes=3)
+    recipe = load(None, "mode=fsdp", "devices=[cpu]", *words)
+    made = create_strategy(recipe, world, (4, 2, 4), classes=3)
     made.setup(module)
     return made
 
 
-world = locate(load(None, "mode=fsdp", "devices=[cpu]"))
+world = create_world(load(None, "mode=fsdp", "devices=[cpu]"))
 world.connect(60.0)
 inputs, targets = torch.randn(8, 2, 4), torch.arange(8) % 3
 rows = slice(4 * world.rank, 4 * world.rank + 4)
@@ -194,16 +223,19 @@ told = {}
 for reshard, make in (("true", model), ("false", model), ("true", in_place)):
     plain, sharded = make(), strategy(make(), f"fsdp.reshard={reshard}")
     reshard = f"{reshard} {make.__name__}"
-    told[f"rows {reshard}"] = {name: list(p.shape) for name, p in sharded.named_parameters().items()}
+    parameters = sharded.named_parameters().items()
+    told[f"rows {reshard}"] = {name: list(p.shape) for name, p in parameters}
     for _ in range(2):
         loss = sharded.forward_backward(batch, 1 / 8)
         sharded.reduce_gradients()
         reference = nn.functional.cross_entropy(plain(inputs), targets)
         reference.backward()
         whole = gathered(sharded, {name: p.grad for name, p in sharded.named_parameters().items()})
-        apart = [(whole[name] - p.grad).abs().max().item() for name, p in plain.named_parameters() if whole]
+        unsharded = plain.named_parameters() if whole else ()
+        apart = [(whole[name] - p.grad).abs().max().item() for name, p in unsharded]
         total = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
-        told.setdefault(f"apart {reshard}", []).append([*apart, (sharded.grad_norm() - total).abs().item()])
+        norm_apart = (sharded.grad_norm() - total).abs().item()
+        told.setdefault(f"apart {reshard}", []).append([*apart, norm_apart])
         with torch.no_grad():
             for p in [*plain.parameters(), *sharded.named_parameters().values()]:
                 p -= p.grad
@@ -211,7 +243,7 @@ for reshard, make in (("true", model), ("false", model), ("true", in_place)):
 told["refused"], told["tried"] = {}, [*refused]
 for name, make in refused.items():
     if "proof" in name:  # nothing else is to see it
-        fsdp.unshardable = lambda unit, name: None
+        fsdp.find_sharding_obstacle = lambda unit, name: None
     try:
         strategy(make()).forward_backward(batch, 1 / 8)
     except RecipeError as error:
@@ -223,33 +255,46 @@ os._exit(0)  # to take all modules apart takes a second
 
 
 @pytest.mark.slow
-def test_what_is_gathered_is_freed_and_gradients_are_those_of_one_process(tmp_path):
+def test_gathered_weights_are_freed_and_gradients_are_those_of_one_process(tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
     run_on_two_ranks(script, tmp_path, timeout=120)
     for rank in range(2):
-        told = json.loads((tmp_path / f"{rank}.json").read_text())
+        report = json.loads((tmp_path / f"{rank}.json").read_text())
         for reshard in ("true model", "false model"):
-            rows = told[f"rows {reshard}"]
+            rows = report[f"rows {reshard}"]
             assert rows["1.weight"] == [8, 8] and rows["3.weight"] == [2 - rank, 16]
         for reshard in ("true model", "false model", "true in_place"):
-            assert len(told[f"apart {reshard}"]) == 2 and max(map(max, told[f"apart {reshard}"])) < 1e-6
-        assert [*told["refused"]] == [*told["tried"]], "it trains wrongly"
-        assert "3.weight" in told["refused"]["hooked"]
-        assert "the gradient of 3.weight" in told["refused"]["hooked, by the proof"], "which rank 1 alone can see"
-        assert all("mode=ddp" in line and "model.name" in line for line in told["refused"].values())
+            assert len(report[f"apart {reshard}"]) == 2
+            assert max(map(max, report[f"apart {reshard}"])) < 1e-6
+        assert [*report["refused"]] == [*report["tried"]], "it trains wrongly"
+        assert "3.weight" in report["refused"]["hooked"]
+        assert "the gradient of 3.weight" in report["refused"]["hooked, by the proof"], (
+            "which rank 1 alone can see"
+        )
+        assert all(
+            "mode=ddp" in line and "model.name" in line for line in report["refused"].values()
+        )
 
 
-TORCHVISION = [f"{name}:{size}" for name, size in test_families.FAMILIES.values()]
-TIMM = [f"timm:{name}:{size}" for name, size in test_families.TIMM.items()]
+TORCHVISION = [f"{name}:{size}" for name, size in families.FAMILIES.values()]
+TIMM = [f"timm:{name}:{size}" for name, size in families.TIMM.items()]
 
 
 @pytest.mark.full("every family")
 def test_a_family_in_shards_is_the_whole_model(tmp_path):
-    """In double precision: losses, which are in single, and gradient norms of two steps, and outputs in evaluation."""
+    """The comparison is in double precision: losses, which are stored in single, gradient norms of
+    two steps, and outputs in evaluation.
+    """
     cases = [*TORCHVISION, *(TIMM if importlib.util.find_spec("timm") else [])]
-    run_on_two_ranks(PROJECT / "tests" / "modes" / "sharded_families.py", tmp_path, *cases, timeout=7200)
-    found = json.loads((tmp_path / "families.json").read_text())
-    assert {*found} == {case.rpartition(":")[0] for case in cases}
-    apart = {name: told for name, told in found.items() if isinstance(told, str) or max(told) > 1e-6}
+    run_on_two_ranks(
+        PROJECT / "tests" / "modes" / "sharded_families.py", tmp_path, *cases, timeout=7200
+    )
+    report = json.loads((tmp_path / "families.json").read_text())
+    assert {*report} == {case.rpartition(":")[0] for case in cases}
+    apart = {
+        name: message
+        for name, message in report.items()
+        if isinstance(message, str) or max(message) > 1e-6
+    }
     assert apart == {}

@@ -1,26 +1,27 @@
-"""Modes beside `single` through the real command line: the same numbers, with which options, and what is refused."""
+"""Modes compared with `single` through the real command line: equal numbers, supported options, and
+refusals.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
-import textwrap
 from types import SimpleNamespace
 
 import pytest
 
 from tests import warm
 from tests.command_line import QUIET, environment, losses, ok, result, suggested, trainer
-from tests.pages import GUIDE
-from tests.training.test_training import SAME
+from tests.pages import COLUMNS, GUIDE, PLAIN, options_table, turned_on
+from tests.training.whole_runs import SAME
 from trainer.data import DataShare
-from trainer.errors import RecipeError
 from trainer.recipe import TRAITS, load
-from trainer.recipe.checks import OPTIONS, SPLIT_BACKWARD, check_processes
-from trainer.training.banner import few_for_batch_norm
+from trainer.recipe.checks import OPTIONS
+from trainer.training.banner import warn_of_small_batch_norm
 
-# -------------------------------------------------------------------------------------------- modes x models
+# -------------------------------------------------------------------------------------------- modes
+# x models
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +35,18 @@ def single(tmp_path_factory):
 def test_a_pipeline_of_uneven_micro_batches_has_the_losses_of_single(single, tmp_path):
     words = ["mode=pipeline", "devices=[cpu,cpu]", "pipeline.split_size=24"]
     ok(*SAME, "model.name=cnn_gn", *words, f"output={tmp_path / 'run'}", timeout=300)
-    ours, reference = result(tmp_path / "run"), result(single)
-    assert (ours["mode"], ours["world_size"], ours["devices"]) == ("pipeline", 1, ["cpu:0", "cpu:1"])
+    ours = result(tmp_path / "run")
+    reference = result(single)
+    assert (ours["mode"], ours["world_size"], ours["devices"]) == (
+        "pipeline",
+        1,
+        ["cpu:0", "cpu:1"],
+    )
     assert (ours["pipeline"]["stages"], ours["pipeline"]["microbatches"]) == (2, 3)
     assert ours["data"]["val_samples"] == 360 and ours["steps"] == 20
     assert len(ours["pipeline"]["cuts"]) == ours["pipeline"]["stages"] - 1
-    assert len(losses(single)) == 20 and losses(tmp_path / "run") == pytest.approx(losses(single), rel=1e-4)
+    assert len(losses(single)) == 20
+    assert losses(tmp_path / "run") == pytest.approx(losses(single), rel=1e-4)
     assert ours["val_loss"] == pytest.approx(reference["val_loss"], rel=1e-4)
     assert ours["val_top1"] == reference["val_top1"]
 
@@ -47,82 +54,41 @@ def test_a_pipeline_of_uneven_micro_batches_has_the_losses_of_single(single, tmp
 @pytest.mark.slow
 def test_micro_batches_are_chosen_by_measuring(single, tmp_path):
     words = ["mode=pipeline", "nproc=2"]  # microbatches=auto, schedule 1f1b
-    done = ok(*SAME, "model.name=cnn_gn", *words, f"output={tmp_path / 'run'}")
+    completed = ok(*SAME, "model.name=cnn_gn", *words, f"output={tmp_path / 'run'}")
     ours = result(tmp_path / "run")
-    assert "pipeline: measuring" in done.stdout
+    assert "pipeline: measuring" in completed.stdout
     trials = ours["pipeline"]["trials"]
     best = min(trials, key=lambda trial: trial["seconds"])
     assert len(trials) >= 3 and best["microbatches"] == ours["pipeline"]["microbatches"]
-    assert best["cuts"] == ours["pipeline"]["cuts"] and 0 <= ours["pipeline"]["bubble_predicted"] < 1
+    assert best["cuts"] == ours["pipeline"]["cuts"]
+    assert 0 <= ours["pipeline"]["bubble_predicted"] < 1
     assert json.loads((tmp_path / "run" / "tuning.json").read_text())["trials"] == trials
-    assert losses(tmp_path / "run") == pytest.approx(losses(single), rel=1e-4), "measuring leaves no trace"
+    assert losses(tmp_path / "run") == pytest.approx(losses(single), rel=1e-4), (
+        "measuring leaves no trace"
+    )
 
 
-# ------------------------------------------------------------------------------------------- options x modes
+# -------------------------------------------------------------------------------------------
+# options x modes
 
-COLUMNS = {  # each with its number of processes
-    "`single`": (1, ["mode=single"]),
-    "`dp`": (1, ["mode=dp", "devices=[cpu,cpu]"]),
-    "`ddp`": (2, ["mode=ddp"]),
-    "`split`": (1, ["mode=split", "devices=[cpu,cpu]"]),
-    "`pipeline`, streams": (1, ["mode=pipeline", "pipeline.schedule=streams", "pipeline.microbatches=4"]),
-    "`pipeline`, processes": (2, ["mode=pipeline", "pipeline.schedule=1f1b", "pipeline.microbatches=4"]),
-    "`fsdp`": (2, ["mode=fsdp"]),
-    "`local_sgd`": (2, ["mode=local_sgd"]),
-    "`hogwild`": (2, ["mode=hogwild"]),
-}
-APART = ("`local_sgd`", "`hogwild`")
-PLAIN = "none"
-SHOWS = ("fp16", "bf16", "ema", "mixup", "clip_grad_norm", "label_smoothing")  # options that change the numbers
-
-
-def turned_on(option):
-    """The words of an option of checks.OPTIONS."""
-    if option == PLAIN:
-        return []
-    key, value = OPTIONS[option]
-    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
-
-
-def refusal(option, column):
-    """The line with which a pair is refused before anything starts, or None."""
-    count, words = COLUMNS[column]
-    try:
-        check_processes(load("digits", "batch_size=64", *words, *turned_on(option)), count)
-    except RecipeError as error:
-        return str(error)
-    return None
-
-
-def table():
-    """Options x modes as the guide shows them, with the reason of every no; in a sentence those without one."""
-    lines = [f"| option | {' | '.join(COLUMNS)} |", f"| --- |{' --- |' * len(COLUMNS)}"]
-    everywhere, reasons = [], {}
-    for option in OPTIONS:
-        cells = []
-        for column in COLUMNS:
-            line = refusal(option, column)
-            why = line.partition(": ")[2] if line else None
-            if option == "compile" and column == "`pipeline`, processes":
-                *others, last = SPLIT_BACKWARD
-                why = f"not with {', '.join(others)} and {last}, which separate the gradients of inputs and weights"
-            number = reasons.setdefault(why, len(reasons) + 1) if why else 0
-            cells.append(("no" if line else "yes") + f" ({number})" * bool(why))
-        if {*cells} == {"yes"}:
-            everywhere.append(f"`{option}`")
-        else:
-            lines.append(f"| `{option}` | {' | '.join(cells)} |")
-    *others, last = everywhere
-    sentence = textwrap.fill(f"{', '.join(others)} and {last} work in every mode. The others:", 120)
-    return "\n".join([sentence, "", *lines, "", *(f"{number}. {why}" for why, number in reasons.items())])
+APART = [f"`{mode}`" for mode, traits in TRAITS.items() if not traits.same_maths]
+# Options that change the numbers.
+SHOWS = (
+    "fp16",
+    "bf16",
+    "ema",
+    "mixup",
+    "clip_grad_norm",
+    "label_smoothing",
+)
 
 
 def test_the_guide_has_this_table():
-    assert table() in (GUIDE / "modes.md").read_text()
+    assert options_table() in (GUIDE / "modes.md").read_text()
 
 
-# Recipes one after the other in the same ranks, which is quicker than a start for each. Each run is to the launcher's
-# store what a restart would be: with keys of its own.
+# Recipes one after the other in the same ranks, which is quicker than a start for each. Each run is
+# to the launcher's store what a restart would be: with keys of its own.
 IN_TURN = """
 import json, os, sys
 from trainer import load_recipe, train
@@ -145,42 +111,76 @@ os._exit(0)
 
 
 def in_turn(jobs, count, folder, timeout, env=None):
-    """Train several recipes in `count` ranks: (exit code, line) of each, by name. Stops at the first that breaks."""
+    """Train several recipes in `count` ranks: (exit code, line) of each, by name. Stops at the
+    first that breaks.
+    """
     folder.mkdir()
     (folder / "script.py").write_text(IN_TURN)
     (folder / "jobs.json").write_text(json.dumps(list(jobs.items())))
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"] if count > 1 else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
+        if count > 1
+        else []
+    )
     command = [sys.executable, *launcher, str(folder / "script.py"), str(folder / "jobs.json")]
-    done = warm.run(command, env=environment(**(env or {})), capture_output=True, text=True, timeout=timeout)
-    ended = [json.loads(line.removeprefix("ended ")) for line in done.stdout.splitlines() if line.startswith("ended ")]
-    assert ended, done.stderr
+    completed = warm.run(
+        command,
+        env=environment(**(env or {})),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    ended = [
+        json.loads(line.removeprefix("ended "))
+        for line in completed.stdout.splitlines()
+        if line.startswith("ended ")
+    ]
+    assert ended, completed.stderr
     return {name: (code, line) for name, code, line in ended}
 
 
-TRAINED = ["batch_size=64", "optimizer.lr=0.01", "schedule.warmup_epochs=0", "augment.crop=none", "max_steps=3"]
+TRAINED = [
+    "batch_size=64",
+    "optimizer.lr=0.01",
+    "schedule.warmup_epochs=0",
+    "augment.crop=none",
+    "max_steps=3",
+]
 TRAINED += ["threads=1", "timeout=60", *QUIET]
 
 
 def pairs_job(option, column, folder):
-    """A pair as words; BatchNorm only where it matters, for it tells modes apart."""
+    """Return the arguments of a pair; BatchNorm is used only if it matters, because it changes the
+    results of modes.
+    """
     model = "cnn" if option == "sync_bn" else "cnn_gn"
-    layout = [] if option == "channels_last" else ["channels_last=false"]  # it is on by default
-    return [*TRAINED, *layout, f"model.name={model}", *COLUMNS[column][1], *turned_on(option), f"output={folder}"]
+    # The option is on by default.
+    layout = [] if option == "channels_last" else ["channels_last=false"]
+    return [
+        *TRAINED,
+        *layout,
+        f"model.name={model}",
+        *COLUMNS[column][1],
+        *turned_on(option),
+        f"output={folder}",
+    ]
 
 
 def refusals(column):
-    """Options that a mode cannot have in so many processes, and why."""
+    """Return the options that a mode does not support in `count` processes, with the reasons."""
     count, (mode, *_) = COLUMNS[column]
     traits = TRAITS[mode.removeprefix("mode=")]
     return traits.refuses | (traits.refuses_processes if count > 1 else {})
 
 
 def sampled(option, column):
-    """Whether the fast tests try it: an option by itself and in ddp, what is refused, and an eighth of the others."""
+    """Whether the fast tests try it: an option by itself and in ddp, what is refused, and an eighth
+    of the others.
+    """
     mode = COLUMNS[column][1][0].removeprefix("mode=")
     if option == PLAIN or mode in ("single", "ddp") or option in refusals(column):
         return True
-    if option == "fp16":  # which takes seconds on a CPU
+    if option == "fp16":  # The option fp16 takes seconds on a CPU.
         return False
     return ([*OPTIONS].index(option) + [*COLUMNS].index(column)) % 8 == 0
 
@@ -188,9 +188,18 @@ def sampled(option, column):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(3))
 def test_every_option_in_every_mode_works_or_is_refused(part, tmp_path, full):
-    """What works has the numbers that the option has in `single`; what does not is refused, for its traits' reason."""
-    mine = [option for option in OPTIONS if option != "compile" or full][part::3]  # compiling takes a minute
-    tried = [(option, column) for option in (PLAIN, *mine) for column in COLUMNS if full or sampled(option, column)]
+    """A supported option gives the numbers that it gives in `single`.
+
+    Others are refused with the reason in the mode's traits.
+    """
+    # Compiling takes a minute.
+    own = [option for option in OPTIONS if option != "compile" or full][part::3]
+    tried = [
+        (option, column)
+        for option in (PLAIN, *own)
+        for column in COLUMNS
+        if full or sampled(option, column)
+    ]
     ended = {}
     for count in (1, 2):
         pairs = [(option, column) for option, column in tried if COLUMNS[column][0] == count]
@@ -198,7 +207,8 @@ def test_every_option_in_every_mode_works_or_is_refused(part, tmp_path, full):
         ended |= in_turn(jobs, count, tmp_path / str(count), timeout=1800 if full else 240)
     wrong = {}
     for option, column in tried:
-        name, reason = f"{option} in {column}", refusals(column).get(option)
+        name = f"{option} in {column}"
+        reason = refusals(column).get(option)
         code, line = ended.get(name, (None, "never came to it"))
         if (code != 2 or reason not in line) if reason else code != 0:
             wrong[name] = (code, line)
@@ -206,24 +216,27 @@ def test_every_option_in_every_mode_works_or_is_refused(part, tmp_path, full):
 
     def figures(option, column):
         folder = tmp_path / f"{option} in {column}"
-        found = result(folder)
-        assert found["steps"] == 3 and found["data"]["val_samples"] == 360
-        return [*losses(folder), found["val_loss"]]
+        run_result = result(folder)
+        assert run_result["steps"] == 3 and run_result["data"]["val_samples"] == 360
+        return [*losses(folder), run_result["val_loss"]]
 
     for name, (code, _) in ended.items():
         option, _, column = name.partition(" in ")
         if code == 0:
-            found = figures(option, column)
-            assert all(map(math.isfinite, found)), name
+            run_result = figures(option, column)
+            assert all(map(math.isfinite, run_result)), name
             if column not in APART:
-                near = {"fp16": 2e-2, "bf16": 2e-2, "muon": 2e-3}.get(option, 1e-4)  # muon orthogonalises in bf16
-                same = PLAIN if option in refusals("`single`") else option  # shares, which change no number
-                assert found == pytest.approx(figures(same, "`single`"), rel=near), name
+                # Muon orthogonalises in bf16.
+                near = {"fp16": 2e-2, "bf16": 2e-2, "muon": 2e-3}.get(option, 1e-4)
+                # shares, which change no number.
+                same = PLAIN if option in refusals("`single`") else option
+                assert run_result == pytest.approx(figures(same, "`single`"), rel=near), name
             if option in SHOWS and column != "`hogwild`":
-                assert found != figures(PLAIN, column), f"{name} has no effect"
+                assert run_result != figures(PLAIN, column), f"{name} has no effect"
 
 
-# ------------------------------------------------------------------------------------------------- wrong use
+# --------------------------------------------------------------------------------------------------
+# wrong use
 
 
 @pytest.mark.parametrize(
@@ -232,14 +245,20 @@ def test_every_option_in_every_mode_works_or_is_refused(part, tmp_path, full):
         ("mode=split nproc=2", "mode=split 2"),
         ("mode=split devices=[cpu,cpu] pipeline.stages=3", "3 devices="),
         ("mode=pipeline nproc=4 pipeline.stages=2 batch_size=63", "batch_size=63 batch_size=60 64"),
-        # These need the model.
+        # These cases need the model.
         (
             "mode=pipeline nproc=2 model.name=vit_tiny pipeline.cuts=[encoder.encoder_layer_1]",
             "encoder.encoder_layer_1 encoder.layers.encoder_layer_1? permute, cat,",
         ),
         ("mode=split model.name=mlp pipeline.stages=4", "2 pipeline.stages 3"),
-        ("mode=pipeline nproc=2 plugin=tests.models.unlucky_models model.name=renormalised", "layer 1 (Renormalised)"),
-        ("mode=split plugin=tests.modes.odd_models model.name=Deciding", "model.name=Deciding mode=ddp"),
+        (
+            "mode=pipeline nproc=2 plugin=tests.models.unlucky_models model.name=renormalised",
+            "layer 1 (Renormalised)",
+        ),
+        (
+            "mode=split plugin=tests.modes.odd_models model.name=Deciding",
+            "model.name=Deciding mode=ddp",
+        ),
         # Torch wraps what a stage raises; here a layer without a deterministic kernel.
         (
             "mode=pipeline nproc=2 pipeline.microbatches=2 deterministic=true "
@@ -249,25 +268,43 @@ def test_every_option_in_every_mode_works_or_is_refused(part, tmp_path, full):
     ],
 )
 def test_wrong_use_is_answered_in_one_line(words, names, tmp_path):
-    done = trainer("recipe=digits", *words.split(), *QUIET, f"output={tmp_path / 'run'}")
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert not [name for name in names.split() if name not in done.stderr], done.stderr
-    for setting in suggested(done.stderr):
+    completed = trainer("recipe=digits", *words.split(), *QUIET, f"output={tmp_path / 'run'}")
+    assert completed.returncode == 2 and len(completed.stderr.splitlines()) == 1, completed.stderr
+    assert not [name for name in names.split() if name not in completed.stderr], completed.stderr
+    for setting in suggested(completed.stderr):
         assert setting.startswith("nproc=") or load("digits", setting)
 
 
 @pytest.mark.parametrize(
     ("words", "parts", "norms", "images", "first"),
     [
-        ("mode=single batch_size=8", 1, True, None, ""),  # as the recipe says
-        ("mode=single batch_size=64 accumulate=8", 1, True, 8, "a larger batch_size, a smaller accumulate,"),
+        ("mode=single batch_size=8", 1, True, None, ""),  # The size is that of the recipe.
+        (
+            "mode=single batch_size=64 accumulate=8",
+            1,
+            True,
+            8,
+            "a larger batch_size, a smaller accumulate,",
+        ),
         ("mode=ddp batch_size=64", 8, True, 8, "sync_bn=true, a larger batch_size,"),
         ("mode=ddp batch_size=128", 8, True, None, ""),
         ("mode=ddp batch_size=64", 8, False, None, ""),
         ("mode=ddp batch_size=64 sync_bn=true", 8, True, None, ""),
-        ("mode=ddp batch_size=64 sync_bn=true accumulate=8", 8, True, 8, "a larger batch_size, a smaller accumulate,"),
+        (
+            "mode=ddp batch_size=64 sync_bn=true accumulate=8",
+            8,
+            True,
+            8,
+            "a larger batch_size, a smaller accumulate,",
+        ),
         ("mode=local_sgd batch_size=4", 4, True, 1, "a larger batch_size,"),
-        ("mode=pipeline batch_size=64 pipeline.split_size=8", 1, True, 8, "pipeline.microbatches=4 or fewer,"),
+        (
+            "mode=pipeline batch_size=64 pipeline.split_size=8",
+            1,
+            True,
+            8,
+            "pipeline.microbatches=4 or fewer,",
+        ),
         ("mode=pipeline batch_size=64 pipeline.split_size=8", 4, True, 8, "a larger batch_size,"),
     ],
 )
@@ -275,23 +312,33 @@ def test_parts_that_are_small_for_batch_norm(words, parts, norms, images, first)
     recipe = load(None, *words.split())
     facts = {"pipeline": {"split_size": recipe.pipeline.split_size}}
     strategy = SimpleNamespace(share=DataShare(0, parts), result_fields=lambda: facts)
-    observer = SimpleNamespace(model=SimpleNamespace(batch_norm=norms))
-    said = few_for_batch_norm(SimpleNamespace(recipe=recipe, strategy=strategy, observer=observer, world=None))
+    strategy.recipe = recipe
+    message = warn_of_small_batch_norm(strategy, norms)
     if images is None:
-        assert said is None
+        assert message is None
     else:
-        assert f"over {images} image" in said and said.startswith(f"try {first[:-1]}")
+        assert f"over {images} image" in message and message.startswith(f"try {first[:-1]}")
 
 
-AUTO = ["recipe=digits", "mode=pipeline", "pipeline.microbatches=auto", "batch_size=16", "max_steps=1", *QUIET]
+AUTO = [
+    "recipe=digits",
+    "mode=pipeline",
+    "pipeline.microbatches=auto",
+    "batch_size=16",
+    "max_steps=1",
+    *QUIET,
+]
 
 
 def test_a_measurement_without_enough_memory_is_not_the_end(tmp_path):
-    """In one process what does not fit is not taken: a trial of 4 micro-batches; probes of more than 2 images."""
+    """A measurement in one process rejects what does not fit: a trial of 4 micro-batches, and
+    probes of more than 2 images.
+    """
     ok(*AUTO, f"output={tmp_path / 'trial'}", env={"TRAINER_FAULT": "oom@0:trial-4"})
-    found = result(tmp_path / "trial")["pipeline"]
-    assert found["microbatches"] in (6, 8) and {trial["microbatches"] for trial in found["trials"]} <= {6, 8}
+    actual = result(tmp_path / "trial")["pipeline"]
+    assert actual["microbatches"] in (6, 8)
+    assert {trial["microbatches"] for trial in actual["trials"]} <= {6, 8}
     greedy = ["plugin=tests.models.unlucky_models", "model.name=greedy"]
-    said = ok(*AUTO, *greedy, f"output={tmp_path / 'probe'}").stdout
+    output = ok(*AUTO, *greedy, f"output={tmp_path / 'probe'}").stdout
     assert result(tmp_path / "probe")["pipeline"]["microbatches"] == 8
-    assert "4, 6 micro-batches" in said
+    assert "4, 6 micro-batches" in output

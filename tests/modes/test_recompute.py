@@ -1,10 +1,15 @@
-"""Activations that are computed anew in the backward pass: in every mode the run that keeps them, to the bit."""
+"""Activations that are recomputed in the backward pass: every mode equals, to the bit, the run that
+keeps them.
+"""
 
+import random
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,14 +17,14 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from tests.command_line import QUIET, environment, ok, result, trainer
-from tests.contexts import mode_of
+from tests.strategies import create_strategy
+from trainer.distributed.world import World
 from trainer.errors import RecipeError
 from trainer.models import recompute as module
-from trainer.models.recompute import recompute, runs_of
+from trainer.models.recompute import list_runs, recompute
 from trainer.models.zoo import build
 from trainer.modes import base
 from trainer.processes.rank import Place
-from trainer.processes.world import World
 from trainer.recipe import load
 
 CPU = torch.device("cpu")
@@ -32,7 +37,8 @@ from trainer import register_model
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.3))
+        self.layers = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),
+            nn.Dropout(0.3))
         self.depth = StochasticDepth(0.4, "row")
 
     def forward(self, x):
@@ -40,10 +46,19 @@ class Block(nn.Module):
 
 @register_model("noisy")
 def noisy(num_classes, channels=1, image_size=8):
-    first = nn.Conv2d(channels, 8, 3, padding=1), nn.BatchNorm2d(8, momentum=None), nn.ReLU(inplace=True), nn.Dropout()
-    return nn.Sequential(*first, Block(), Block(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes))
+    norm = nn.BatchNorm2d(8, momentum=None)
+    first = nn.Conv2d(channels, 8, 3, padding=1), norm, nn.ReLU(inplace=True), nn.Dropout()
+    return nn.Sequential(*first, Block(), Block(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(8, num_classes))
 """
-NOISY = ["recipe=digits", "plugin=noisy", "model.name=noisy", "batch_size=16", "optimizer.lr=0.01", "threads=1"]
+NOISY = [
+    "recipe=digits",
+    "plugin=noisy",
+    "model.name=noisy",
+    "batch_size=16",
+    "optimizer.lr=0.01",
+    "threads=1",
+]
 NOISY += ["max_steps=4", "save.every_steps=2", *QUIET]
 WAYS = {
     "single": ["mode=single", "clip_grad_norm=1", "ema=0.9"],
@@ -51,10 +66,21 @@ WAYS = {
     "dp": ["mode=dp", "devices=[cpu,cpu]"],
     "ddp": ["mode=ddp", "nproc=2", "accumulate=2", "sync_bn=true"],
     "split": ["mode=split", "devices=[cpu,cpu]", "pipeline.cuts=[4]"],
-    "streams": ["mode=pipeline", "devices=[cpu,cpu]", "pipeline.cuts=[4]", "pipeline.microbatches=2"],
+    "streams": [
+        "mode=pipeline",
+        "devices=[cpu,cpu]",
+        "pipeline.cuts=[4]",
+        "pipeline.microbatches=2",
+    ],
     "1f1b": ["mode=pipeline", "nproc=2", "pipeline.cuts=[4]", "pipeline.microbatches=2"],
     "fsdp": ["mode=fsdp", "nproc=2", "model.name=cnn"],
-    "fsdp, kept whole": ["mode=fsdp", "nproc=2", "model.name=resnet8", "data.channels=3", "fsdp.reshard=false"],
+    "fsdp, kept whole": [
+        "mode=fsdp",
+        "nproc=2",
+        "model.name=resnet8",
+        "data.channels=3",
+        "fsdp.reshard=false",
+    ],
     "local_sgd": ["mode=local_sgd", "nproc=2", "local_sgd.every=2"],
     "hogwild": ["mode=hogwild", "nproc=1"],  # alone: more are not repeatable
 }
@@ -70,7 +96,7 @@ def home(tmp_path_factory):
 
 
 def with_all(way):
-    """The words of a way, and those of all others."""
+    """Return the arguments of a variant, and those of all others."""
     return [*(word for word in NOISY if word[:11] not in {w[:11] for w in way}), *way]
 
 
@@ -88,31 +114,47 @@ def trained(home):
 
 
 def everything(folder):
-    """All tensors that a run saved: weights, optimizer, buffers, averages, random states."""
+    """Return all tensors that a run saved: weights, optimizer, buffers, averages, random states."""
     files = sorted(path.relative_to(folder) for path in folder.rglob("*.safetensors"))
     assert len(files) > 1
-    return {f"{file} {name}": tensor for file in files for name, tensor in load_file(folder / file).items()}
+    return {
+        f"{file} {name}": tensor
+        for file in files
+        for name, tensor in load_file(folder / file).items()
+    }
 
 
 @pytest.mark.parametrize(
     "way",
-    [*FAST, *(pytest.param(way, marks=SOMETIMES.get(way, pytest.mark.slow)) for way in WAYS if way not in FAST)],
+    [
+        *FAST,
+        *(
+            pytest.param(way, marks=SOMETIMES.get(way, pytest.mark.slow))
+            for way in WAYS
+            if way not in FAST
+        ),
+    ],
 )
 def test_every_mode_has_the_bits_of_the_run_that_keeps_activations(way, trained):
-    kept, anew = trained(way, "false"), trained(way, "true")
+    kept = trained(way, "false")
+    anew = trained(way, "true")
     torch.testing.assert_close(everything(anew), everything(kept), rtol=0, atol=0)
     assert result(kept)["recompute"] is None and result(anew)["recompute"]
     assert result(anew)["losses"] == result(kept)["losses"]
 
 
 COMPILED = [way for way in WAYS if way not in ("single", "dp")]  # replicas of dp are not compiled
-TRACED = "import functools, torch\ntorch.compile = functools.partial(torch.compile, backend='eager')\n"
+TRACED = (
+    "import functools, torch\ntorch.compile = functools.partial(torch.compile, backend='eager')\n"
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["single", *(pytest.param(way, marks=pytest.mark.full) for way in COMPILED)])
+@pytest.mark.parametrize(
+    "way", ["single", *(pytest.param(way, marks=pytest.mark.full) for way in COMPILED)]
+)
 def test_every_mode_has_these_bits_where_blocks_are_compiled(way, tmp_path):
-    """Traced, and run as they are: what torch's compiler makes of a graph rounds otherwise."""
+    """Blocks are traced and run without compiling, because torch's compiler rounds differently."""
     (tmp_path / "noisy.py").write_text(PLUGIN + TRACED)
     kept, anew = both_ways(with_all(WAYS[way]), tmp_path)
     torch.testing.assert_close(everything(anew), everything(kept), rtol=0, atol=0)
@@ -128,32 +170,43 @@ def test_compiled_kernels_train_as_those_of_the_whole_model(way, tmp_path):
 
 
 def both_ways(words, folder):
-    """The folders of two compiled runs, which keep activations, and compute them anew."""
+    """Return the folders of two compiled runs; one keeps activations and one recomputes them."""
     for recomputed in ("false", "true"):
         ok(*words, "compile=true", f"recompute={recomputed}", f"output={recomputed}", cwd=folder)
     return folder / "false", folder / "true"
 
 
-def test_it_is_free_on_resume(trained, home):
-    """Stopped, continued the other way, stopped and continued as it began."""
+def test_recompute_may_change_on_resume(trained, home):
+    """The run is stopped, resumed with the other setting, stopped again and resumed with the first
+    setting.
+    """
     words = with_all([*WAYS["single"], "output=turned", "save.every_steps=1"])
-    assert trainer(*words, "recompute=false", cwd=home, env={"TRAINER_FAULT": "kill@0:2"}).returncode < 0
+    assert (
+        trainer(*words, "recompute=false", cwd=home, env={"TRAINER_FAULT": "kill@0:2"}).returncode
+        < 0
+    )
     words += ["resume=auto"]
-    assert trainer(*words, "recompute=true", cwd=home, env={"TRAINER_FAULT": "kill@0:4"}).returncode < 0
-    told = ok(*words, "recompute=false", cwd=home).stdout
-    assert "resuming at step 3 of 4" in " ".join(told.split())
-    ours, theirs = (load_file(run / "last.safetensors") for run in (home / "turned", trained("single", "false")))
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert (
+        trainer(*words, "recompute=true", cwd=home, env={"TRAINER_FAULT": "kill@0:4"}).returncode
+        < 0
+    )
+    output = ok(*words, "recompute=false", cwd=home).stdout
+    assert "resuming at step 3 of 4" in " ".join(output.split())
+    ours, reference = (
+        load_file(run / "last.safetensors") for run in (home / "turned", trained("single", "false"))
+    )
+    torch.testing.assert_close(ours, reference, rtol=0, atol=0)
     assert result(home / "turned")["recompute"] is None
 
 
-# What goes wrong without care.
+# --- errors that a careless implementation makes.
 
 
 class Counting(nn.Module):
     def __init__(self):
         super().__init__()
-        self.inner, self.calls = nn.Linear(4, 4), 0
+        self.inner = nn.Linear(4, 4)
+        self.calls = 0
 
     def forward(self, x):
         self.calls += 1
@@ -161,24 +214,28 @@ class Counting(nn.Module):
 
 
 class Dense(nn.Module):
-    """Its layers take a list, which grows afterwards, or by themselves."""
+    """A dense block whose layers accept a list, which grows afterwards, or single tensors."""
 
     def __init__(self, collects):
         super().__init__()
-        self.collects, self.layers = collects, nn.ModuleList(Joined(4 * n, collects) for n in (1, 2, 3))
+        self.collects, self.layers = (
+            collects,
+            nn.ModuleList(Joined(4 * n, collects) for n in (1, 2, 3)),
+        )
 
     def forward(self, x):
-        found = [x]
+        actual = [x]
         for layer in self.layers:
-            out = layer(found)
-            found += [] if self.collects else [out]
-        return found[-1]
+            out = layer(actual)
+            actual += [] if self.collects else [out]
+        return actual[-1]
 
 
 class Joined(nn.Module):
     def __init__(self, width, collects):
         super().__init__()
-        self.inner, self.collects = nn.Linear(width, 4), collects
+        self.inner = nn.Linear(width, 4)
+        self.collects = collects
 
     def forward(self, found):
         out = self.inner(torch.cat(found, 1)).relu()
@@ -197,8 +254,17 @@ class InPlace(nn.Module):
 
 def made(*blocks, words=(), **more):
     recipe = load(None, "mode=single", "recompute=true", "precision=fp32", *words)
-    strategy = mode_of(recipe, World(Place(), CPU, 1, ("cpu",), (CPU,)), (8, 4), **more)
-    model = nn.Sequential(nn.Linear(4, 4), *blocks, nn.Linear(4, 10))
+    strategy = create_strategy(
+        recipe,
+        World(Place(), CPU, 1, ("cpu",), (CPU,)),
+        (8, 4),
+        **more,
+    )
+    model = nn.Sequential(
+        nn.Linear(4, 4),
+        *blocks,
+        nn.Linear(4, 10),
+    )
     drawn = torch.get_rng_state()
     strategy.setup(model)
     return strategy, torch.equal(torch.get_rng_state(), drawn)
@@ -217,10 +283,58 @@ def test_a_block_that_counts_or_changes_its_input_is_refused(kind):
 @pytest.mark.parametrize("collects", [True, False])
 def test_a_list_that_grows_is_the_one_that_there_was(collects):
     model = Dense(collects)
-    assert len(runs_of(model)) > 2
+    assert len(list_runs(model)) > 2
     kept = torch.autograd.grad(model(torch.ones(2, 4)).sum(), [*model.parameters()])
-    recompute(model, runs_of(model))
-    assert all(map(torch.equal, torch.autograd.grad(model(torch.ones(2, 4)).sum(), [*model.parameters()]), kept))
+    recompute(model, list_runs(model))
+    assert all(
+        map(
+            torch.equal,
+            torch.autograd.grad(model(torch.ones(2, 4)).sum(), [*model.parameters()]),
+            kept,
+        )
+    )
+
+
+class Drawing(nn.Module):
+    def __init__(self, draw):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.draw = draw
+
+    def forward(self, x):
+        return x + torch.tanh(self.inner(x)) * self.draw()
+
+
+DRAWS = {
+    "Python": random.random,
+    "NumPy": np.random.rand,
+    "Python, by chance": lambda: 9 if random.random() < 0.5 else 1,
+}
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_block_draws_the_same_numbers_on_the_host_twice(kind, hooked):
+    """Random numbers after a step are the same with and without recomputing."""
+
+    def gradients(recomputes):
+        torch.manual_seed(0)
+        if hooked:
+            model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+            for block in model:
+                block[0].register_forward_hook(lambda layer, inputs, output: output * DRAWS[kind]())
+        else:
+            model = nn.Sequential(nn.Linear(4, 4), *(Drawing(DRAWS[kind]) for _ in range(3)))
+        if recomputes:
+            recompute(model, list_runs(model))
+        random.seed(0)
+        np.random.seed(0)
+        collected = []
+        for _ in range(4):
+            collected += torch.autograd.grad(model(torch.ones(2, 4)).sum(), [*model.parameters()])
+        return collected
+
+    assert all(map(torch.equal, gradients(False), gradients(True)))
 
 
 def test_a_model_without_blocks_is_refused():
@@ -229,7 +343,12 @@ def test_a_model_without_blocks_is_refused():
 
 
 def noisy_block():
-    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Dropout(0.5))
+    return nn.Sequential(
+        nn.Linear(4, 4),
+        nn.BatchNorm1d(4),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+    )
 
 
 def test_a_proof_leaves_nothing():
@@ -237,22 +356,36 @@ def test_a_proof_leaves_nothing():
     block = noisy_block()
     before = {name: tensor.clone() for name, tensor in block.state_dict().items()}
     assert set_up(block)
-    torch.testing.assert_close(dict(block.state_dict()), before, rtol=0, atol=0)
+    torch.testing.assert_close(
+        dict(block.state_dict()),
+        before,
+        rtol=0,
+        atol=0,
+    )
 
 
 MUTANTS = {
-    "statistics twice": ("_uncounted", lambda norms: module.nullcontext()),
-    "dropout anew": ("checkpoint", lambda *a, **k: CHECKPOINT(*a, **k | {"preserve_rng_state": False})),
+    "statistics twice": ("_keep_statistics", lambda norms: nullcontext()),
+    "dropout anew": (
+        "checkpoint",
+        lambda *a, **k: CHECKPOINT(*a, **k | {"preserve_rng_state": False}),
+    ),
 }
 CHECKPOINT = module.checkpoint
 
 
 class Racing(nn.Linear):
-    """Adds up in another order each time, as a GPU's kernels do in bf16, unless torch is asked for one order."""
+    """Adds up in another order each time, as a GPU's kernels do in bf16, unless torch is asked for
+    one order.
+    """
 
     def forward(self, x):
         out = super().forward(x)
-        noise = 0 if torch.are_deterministic_algorithms_enabled() else 0.05 * torch.randn(out.shape, generator=DICE)
+        noise = (
+            0
+            if torch.are_deterministic_algorithms_enabled()
+            else 0.05 * torch.randn(out.shape, generator=DICE)
+        )
         return out * (1 + noise)
 
 
@@ -260,7 +393,14 @@ DICE = torch.Generator()
 
 
 def test_kernels_that_race_are_no_fault():
-    assert set_up(nn.Sequential(Racing(4, 4), nn.ReLU(), Racing(4, 4), nn.ReLU()))
+    assert set_up(
+        nn.Sequential(
+            Racing(4, 4),
+            nn.ReLU(),
+            Racing(4, 4),
+            nn.ReLU(),
+        )
+    )
     assert not torch.are_deterministic_algorithms_enabled()
 
 
@@ -272,41 +412,61 @@ def test_the_proof_sees(mutant, monkeypatch):
         set_up(noisy_block())
 
 
-@pytest.mark.parametrize("name", ["cnn", "fast_cnn_small", "resnet8", "vit_tiny", "mobilenet_v3_small"])
+@pytest.mark.parametrize(
+    "name", ["cnn", "fast_cnn_small", "resnet8", "vit_tiny", "mobilenet_v3_small"]
+)
 def test_blocks_of_models(name):
-    """They come in the model's order, no module twice, and hold most of its layers; names stay as they are."""
+    """Blocks come in the model's order, contain no module twice and most of its layers, and leave
+    names unchanged.
+    """
     model = build(load(None, f"model.name={name}").model, 10, 3, 32)
     names = list(model.state_dict())
-    found = runs_of(model)
-    flat = [part for run in found for part in run]
+    actual = list_runs(model)
+    flat = [part for run in actual for part in run]
     order = [path for path, _ in model.named_modules()]
-    assert len(set(flat)) == len(flat) and flat == sorted(flat, key=order.index)
+    assert len(set(flat)) == len(flat)
+    assert flat == sorted(flat, key=order.index)
     inside = sum(p.numel() for part in flat for p in model.get_submodule(part).parameters())
     assert inside > 0.5 * sum(p.numel() for p in model.parameters())
-    recompute(model, found)
+    recompute(model, actual)
     assert list(model.state_dict()) == names
 
 
-# Compiled blocks, within what computes them anew.
+# --- compiled blocks that recompute.
 
 
 class Residual(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, 4))
+        self.layers = nn.Sequential(
+            nn.Linear(4, 64),
+            nn.BatchNorm1d(64),
+            nn.ReLU(),
+            nn.Dropout(0.5),
+            nn.Linear(64, 4),
+        )
 
     def forward(self, x):
         return x + self.layers(x).relu()
 
 
 def compiled_passes(**more):
-    """Gradients and buffers of two passes, bytes kept for a backward pass, and how often something was compiled."""
+    """Return gradients and buffers of two passes, the bytes kept for a backward pass, and the
+    number of compilations.
+    """
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
-    strategy, _ = made(Residual(), Residual(), noisy_block(), words=["compile=true"], **more)
+    strategy, _ = made(
+        Residual(),
+        Residual(),
+        noisy_block(),
+        words=["compile=true"],
+        **more,
+    )
     strategy.train()
-    inputs, kept = torch.randn(8, 4), {}
+    inputs = torch.randn(8, 4)
+    kept = {}
 
     def pack(tensor):
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
@@ -317,7 +477,10 @@ def compiled_passes(**more):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             out = strategy.outputs(inputs)
         (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
-    state = {**{name: p.grad for name, p in strategy.named_parameters().items()}, **strategy.named_buffers()}
+    state = {
+        **{name: p.grad for name, p in strategy.named_parameters().items()},
+        **strategy.named_buffers(),
+    }
     return state, sum(kept.values()), counters["stats"]["unique_graphs"]
 
 
@@ -327,30 +490,99 @@ def same(one, two):
 
 @pytest.mark.full("real kernels; runs of compiled blocks are slow tests")
 def test_compiled_blocks_draw_the_same_twice_and_keep_less():
-    """In a process of its own, in which torch's compiler finds all that it imports as it is in a user's."""
-    program = f"from {__name__} import *\nwith pytest.MonkeyPatch.context() as patch: compare_compiled(patch)"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    """A separate process imports everything like a user's process, because torch's compiler sees
+    the imports.
+    """
+    program = (
+        f"from {__name__} import *\nwith pytest.MonkeyPatch.context() as patch: "
+        "compare_compiled(patch)"
+    )
+    completed = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert completed.returncode == 0, completed.stderr
 
 
 def compare_compiled(monkeypatch):
-    """With the same compiled blocks whose activations are kept; of two blocks, and with one of three."""
-    found, anew, compiled = compiled_passes()
+    """Compare with the same compiled blocks that keep their activations: two blocks, and one of
+    three.
+    """
+    actual, anew, compiled = compiled_passes()
     assert compiled == 3
     some, between, compiled = compiled_passes(recomputed=1)
     assert compiled == 3
-    monkeypatch.setattr(module, "checkpoint", lambda *a, **k: CHECKPOINT(*a, **k | {"preserve_rng_state": False}))
+    monkeypatch.setattr(
+        module,
+        "checkpoint",
+        lambda *a, **k: CHECKPOINT(*a, **k | {"preserve_rng_state": False}),
+    )
     with monkeypatch.context() as unproven:
         unproven.setattr(
-            base, "recompute_proven", lambda strategy, model, *runs: recompute(model, runs[0], compiles=True)
+            base,
+            "recompute_proven",
+            lambda strategy, model, *runs: recompute(model, runs[0], compiles=True),
         )
         mutant, *_ = compiled_passes()
     monkeypatch.setattr(module, "checkpoint", plainly)
     kept, every, compiled = compiled_passes()
     assert compiled == 3
-    assert same(kept, found) == [] and same(kept, some) == [] and same(kept, mutant)
+    assert same(kept, actual) == []
+    assert same(kept, some) == []
+    assert same(kept, mutant)
     assert anew < between < every and anew < 0.5 * every
 
 
 def plainly(run, *args, use_reentrant, preserve_rng_state, context_fn, early_stop, **kwargs):
     return run(*args, **kwargs)
+
+
+FORCE = """
+import torch
+from torch import nn
+from trainer import register_model
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.norm, self.two = nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return x + torch.tanh(self.two(torch.tanh(self.norm(self.one(x)))))
+
+class Force(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.out = nn.Sequential(Block(), Block()), nn.Linear(64, 10)
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.flatten(1).requires_grad_()
+            (force,) = torch.autograd.grad(self.blocks(x).square().sum(), x, create_graph=True)
+        return self.out(force)
+
+@register_model("force")
+def force(num_classes, channels, image_size):
+    return Force()
+"""
+
+
+def test_a_model_that_takes_gradients_in_its_forward_has_two_backward_passes_through_a_block(
+    tmp_path,
+):
+    """The outputs are the gradient of an energy.
+
+    Both passes leave running statistics as the forward pass set them.
+    """
+    (tmp_path / "noisy.py").write_text(FORCE)
+    kept = tmp_path / "kept"
+    anew = tmp_path / "anew"
+    for folder, recomputed in ((kept, "false"), (anew, "true")):
+        words = with_all(
+            ["mode=single", "model.name=force", f"recompute={recomputed}", f"output={folder}"]
+        )
+        ok(*words, cwd=tmp_path)
+    torch.testing.assert_close(everything(anew), everything(kept), rtol=0, atol=0)

@@ -1,6 +1,7 @@
-"""Runs of the odd models: in this process, and as ranks that are forked from it.
+"""Runs of the odd models, in this process or as ranks that are forked from it.
 
-zoo_runs.py FOLDER WAY... trains each model in these ways and writes FOLDER/WAY.json: by model, what became of it.
+zoo_runs.py FOLDER WAY... trains each model in these ways and writes FOLDER/WAY.json: by model, what
+became of it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 import torch
 
 from tests.command_line import BARE, losses
-from tests.modes.odd_models import DRAWS, HALF, ODD, WHOLE_BATCH, Normed, SinglePart
+from tests.modes.odd_models import BY_EPOCH, DRAWS, HALF, ODD, WHOLE_BATCH, Normed, SinglePart
 from tests.modes.ways import ONE_PROCESS, PIPELINE
 from trainer import train
 from trainer.errors import RecipeError
@@ -29,14 +30,34 @@ from trainer.saving import checkpoint
 
 CLOSE, CLOSE_IN_HALF = 1e-4, 0.05  # relative distances
 PATIENCE = 30.0  # seconds for ranks, which need one
-WORDS = ["digits", "epochs=1", "batch_size=32", "data.name=synthetic", "data.samples=128", "data.val_samples=32"]
-WORDS += ["data.image_size=8", "data.channels=1", "augment.crop=none", "schedule.warmup_epochs=0", "threads=1"]
+WORDS = [
+    "digits",
+    "batch_size=32",
+    "data.name=synthetic",
+    "data.samples=192",
+    "data.val_samples=32",
+    "data.image_size=8",
+    "data.channels=1",
+    "augment.crop=none",
+    "schedule.warmup_epochs=0",
+    "threads=1",
+]
 WORDS += ["logging.every_steps=1", "logging.progress=false", *BARE]
 MOVING = ["optimizer.lr=0.05"]
-STILL = ["optimizer.lr=1e-9", "optimizer.momentum=0", "optimizer.nesterov=false"]  # a loss is moved by draws alone
+# A loss is moved by draws alone.
+STILL = [
+    "optimizer.lr=1e-9",
+    "optimizer.momentum=0",
+    "optimizer.nesterov=false",
+]
 TWO = "nproc=2"
-UNDIVIDED = ("dp", "split")  # where one pass is of the whole batch, and draws what mode=single does
-LATER = "fsdp, compared later"  # as on cards, where ranks do not look before each exchange
+# Modes in which one pass computes the whole batch and draws the random numbers of mode=single.
+UNDIVIDED = (
+    "dp",
+    "split",
+    "recompute",
+)
+LATER = "fsdp, compared later"  # Ranks on GPUs do not check before each exchange.
 WAYS = {
     **ONE_PROCESS,
     "ddp": ["mode=ddp", TWO],
@@ -50,13 +71,18 @@ WAYS = {
 
 def words_of(name, way):
     kind = ODD[name]
-    more = ["precision=bf16"] * (kind is SinglePart) + (STILL if kind in DRAWS else MOVING)
+    more = (
+        [f"epochs={3 if kind in BY_EPOCH else 1}"]
+        + ["precision=bf16"] * (kind is SinglePart)
+        + (STILL if kind in DRAWS else MOVING)
+    )
     return [f"model.name={name}", *more, *way]
 
 
 def trained(name, way, folder):
     """Losses, gradient norms and tensors of a run of this process, or why the model is refused."""
-    norms, step = [], Updater.step
+    norms = []
+    step = Updater.step
 
     def noted(*args, **kwargs):
         norm = step(*args, **kwargs)
@@ -73,9 +99,18 @@ def trained(name, way, folder):
         return {"refused": str(error)}
     finally:
         Updater.step = step
-    kept = checkpoint.newest(Path(folder), print).state
-    tensors = {f"{kind} {n}": t.read() for kind in ("model", "optimizer") for n, t in kept.part(kind).items()}
-    return {"losses": losses(folder), "norms": norms, "tensors": tensors, "val_loss": result["val_loss"]}
+    kept = checkpoint.load_newest(Path(folder), print).state
+    tensors = {
+        f"{kind} {n}": t.read()
+        for kind in ("model", "optimizer")
+        for n, t in kept.part(kind).items()
+    }
+    return {
+        "losses": losses(folder),
+        "norms": norms,
+        "tensors": tensors,
+        "val_loss": result["val_loss"],
+    }
 
 
 def spread(values):
@@ -83,17 +118,26 @@ def spread(values):
 
 
 def verdict(name, way, found, reference):
-    """What a run is beside that of mode=single: "equal", "refused: ...", or how they differ."""
+    """Compare a run with that of mode=single: "equal", "refused: ...", or how they differ."""
     if "refused" in found or "refused" in reference:
         if "refused" not in found:
             return "trains what mode=single refuses"
         named = any(word in found["refused"] for word in (name, "the model", "layer "))
         return f"{'refused' if named else 'refused without a name'}: {found['refused']}"
-    if ODD[name] in WHOLE_BATCH and way not in UNDIVIDED and (way, ODD[name]) != ("sync_bn", Normed):
+    if (
+        ODD[name] in WHOLE_BATCH
+        and way not in UNDIVIDED
+        and (way, ODD[name]) != ("sync_bn", Normed)
+    ):
         return "equal" if math.isfinite(found["val_loss"]) else "not finite"
     if ODD[name] in DRAWS and way not in UNDIVIDED:
-        drawn, wanted = spread(found["losses"]), spread(reference["losses"])
-        return "equal" if drawn > wanted / 4 else f"draws move the losses by {drawn:.1e}, not {wanted:.1e}"
+        drawn = spread(found["losses"])
+        expected = spread(reference["losses"])
+        return (
+            "equal"
+            if drawn > expected / 4
+            else f"draws move the losses by {drawn:.1e}, not {expected:.1e}"
+        )
     close = CLOSE_IN_HALF if ODD[name] in HALF else CLOSE
     apart = {
         "losses": distance(found["losses"], reference["losses"]),
@@ -101,10 +145,18 @@ def verdict(name, way, found, reference):
         "val_loss": distance([found["val_loss"]], [reference["val_loss"]]),
     }
     if found["tensors"].keys() != reference["tensors"].keys():
-        return f"keeps other tensors: {sorted(found['tensors'].keys() ^ reference['tensors'].keys())}"
-    apart |= {key: distance(tensor, reference["tensors"][key]) for key, tensor in found["tensors"].items()}
+        return (
+            f"keeps other tensors: {sorted(found['tensors'].keys() ^ reference['tensors'].keys())}"
+        )
+    apart |= {
+        key: distance(tensor, reference["tensors"][key]) for key, tensor in found["tensors"].items()
+    }
     far = {key: value for key, value in apart.items() if not value < close}
-    return "equal" if not far else "; ".join(f"{key} {value:.1e} off" for key, value in [*far.items()][:4])
+    return (
+        "equal"
+        if not far
+        else "; ".join(f"{key} {value:.1e} off" for key, value in [*far.items()][:4])
+    )
 
 
 def distance(found, reference):
@@ -112,11 +164,13 @@ def distance(found, reference):
     if found.shape != reference.shape:
         return math.inf
     kind = torch.complex128 if reference.is_complex() else torch.float64
-    return ((found.to(kind) - reference.to(kind)).norm() / max(reference.to(kind).norm().item(), 1e-3)).item()
+    return (
+        (found.to(kind) - reference.to(kind)).norm() / max(reference.to(kind).norm().item(), 1e-3)
+    ).item()
 
 
 def alone(name, way, folder):
-    """`trained`; what breaks is told by a string."""
+    """Call `trained`; an error becomes a text."""
     try:
         return trained(name, way, folder)
     except Exception as error:  # a fault to be shown, whatever it is
@@ -133,14 +187,19 @@ def on_ranks(name, way, folder):
             try:
                 os.setpgid(0, 0)
                 names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-                names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+                names |= {
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": store.port,
+                    "TORCHELASTIC_USE_AGENT_STORE": "True",
+                }
                 os.environ |= {key: str(value) for key, value in names.items()}
                 torch.save(alone(name, way, folder / "run"), folder / f"{rank}.pt")
                 code = 0
             finally:
                 os._exit(code)
         ranks[child] = rank
-    begun, signals = time.monotonic(), []
+    begun = time.monotonic()
+    signals = []
     while ranks and time.monotonic() < begun + PATIENCE:
         child, status = os.waitpid(-1, os.WNOHANG)
         if child in ranks:
@@ -149,29 +208,34 @@ def on_ranks(name, way, folder):
                 signals.append(f"rank {rank} ended by {signal.Signals(os.WTERMSIG(status)).name}")
                 break
             if "losses" not in torch.load(folder / f"{rank}.pt"):
-                begun = min(begun, time.monotonic() - PATIENCE + 2)  # as torchrun, which then ends the others
+                # The exit ends the other ranks, like torchrun does.
+                begun = min(begun, time.monotonic() - PATIENCE + 2)
         else:
             time.sleep(0.005)
     hung = [f"rank {rank} never ended" for rank in ranks.values()]
     for child in ranks:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    found = [torch.load(path) for path in sorted(folder.glob("?.pt"))]
-    refused = next((each for each in found if isinstance(each, dict) and "refused" in each), None)
+    actual = [torch.load(path) for path in sorted(folder.glob("?.pt"))]
+    refused = next((each for each in actual if isinstance(each, dict) and "refused" in each), None)
     if signals or (not refused and hung):
-        return "; ".join([*signals, *hung, *(each for each in found if isinstance(each, str))])
-    return refused or "; ".join(each for each in found if isinstance(each, str)) or found[0]
+        return "; ".join([*signals, *hung, *(each for each in actual if isinstance(each, str))])
+    return refused or "; ".join(each for each in actual if isinstance(each, str)) or actual[0]
 
 
 def look(way, names, reference, home):
-    """By model, the verdict of a way to train."""
+    """Return the verdict on a mode for each model."""
     run = on_ranks if TWO in WAYS[way] else alone
     verdicts = {}
     for name in names:
         folder = Path(home, way, name)
         folder.mkdir(parents=True)
-        found = run(name, WAYS[way], folder if run is on_ranks else folder / "run")
-        verdicts[name] = found if isinstance(found, str) else verdict(name, way, found, reference[name])
+        run_output = run(name, WAYS[way], folder if run is on_ranks else folder / "run")
+        verdicts[name] = (
+            run_output
+            if isinstance(run_output, str)
+            else verdict(name, way, run_output, reference[name])
+        )
     return verdicts
 
 
@@ -181,12 +245,15 @@ def seldom(order, refusal, every, begin=fsdp_units.Order.__init__):
 
 
 def main():
-    ways, names = sys.argv[2].split(";"), sys.argv[3].split(",") if len(sys.argv) > 3 else [*ODD]
+    ways = sys.argv[2].split(";")
+    names = sys.argv[3].split(",") if len(sys.argv) > 3 else [*ODD]
     with tempfile.TemporaryDirectory() as home:
-        reference = {name: alone(name, ["mode=single"], Path(home, "single", name)) for name in names}
+        reference = {
+            name: alone(name, ["mode=single"], Path(home, "single", name)) for name in names
+        }
         for way in ways:
             if way == LATER:
-                fsdp_units.FIRST = 0
+                fsdp_units.FIRST_PASSES = 0
                 fsdp_units.Order.__init__ = seldom
             begun = time.time()
             verdicts = look(way, names, reference, home)

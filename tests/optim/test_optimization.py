@@ -8,17 +8,24 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from tests.command_line import QUIET, ok, steps
-from tests.contexts import mode_of
+from tests.strategies import create_strategy
+from trainer.distributed.world import World
 from trainer.modes import Strategy
-from trainer.optim.optimization import LR_SCHEDULES, MovingAverage, Updater, learning_rate, loss_scaler
-from trainer.optim.optimizers import build_optimizer, optimizer_state
-from trainer.optim.trainable import roles_of
+from trainer.optim.optimization import (
+    MovingAverage,
+    Updater,
+    build_learning_rate,
+    build_loss_scaler,
+)
+from trainer.optim.optimizers import build_optimizer, name_optimizer_state
+from trainer.optim.trainable import find_roles
 from trainer.processes.rank import Place
-from trainer.processes.world import World
 from trainer.recipe import load
-from trainer.saving.tensor_files import whole
+from trainer.recipe.optimizer_table import OPTIMIZERS
+from trainer.recipe.schedule_table import LR_SCHEDULES
+from trainer.saving.tensor_files import wrap_tensors
 
-STEPS = 7  # in an epoch
+STEPS = 7  # Number of steps in an epoch.
 CPU = torch.device("cpu")
 ALONE = World(Place(), CPU, 1, ("cpu",))
 
@@ -27,14 +34,20 @@ class Alone(Strategy):
     """A strategy around a module, without a world, and what updates the module."""
 
     def __init__(self, module, *words):
-        self.module, self.world = module, ALONE
+        self.module = module
+        self.world = ALONE
         self._parameters = list(module.parameters())
         recipe = load(None, *words)
-        self.optimizer = build_optimizer(dict(module.named_parameters()), recipe.optimizer, roles_of(module, recipe))
-        self.updater = Updater(self.optimizer, recipe, CPU, loss_scaler(recipe, CPU))
+        self.optimizer = build_optimizer(
+            dict(module.named_parameters()), recipe.optimizer, find_roles(module, recipe)
+        )
+        self.updater = Updater(self.optimizer, recipe, CPU, build_loss_scaler(recipe, CPU))
 
     def step(self, loss, factor=1.0):
-        """One step with the loss's gradient times the factor: the norm, and whether parameters moved, {True}: all."""
+        """Take one step with the loss's gradient times `factor`.
+
+        Return the norm, and whether parameters moved; {True} means all.
+        """
         before = [p.detach().clone() for p in self._parameters]
         self.optimizer.zero_grad()
         scaled = self.updater.scaler.scale(loss) if self.updater.scaler else loss
@@ -50,56 +63,98 @@ def by_torch(recipe, schedule, count):
     if warmup:
         rising = lr_scheduler.LinearLR(optimizer, recipe.schedule.warmup_factor, 1.0, warmup)
         scheduler = lr_scheduler.SequentialLR(optimizer, [rising, scheduler], [warmup])
-    found = []
+    collected = []
     for _ in range(count):
-        found.append(optimizer.param_groups[0]["lr"])
+        collected.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-    return found
+    return collected
 
 
-TORCHS = {  # the words of each, and torch's for an optimizer after so many steps of warm-up
+# Arguments of each schedule, and torch's scheduler for an optimizer after the steps of warm-up.
+TORCHS = {
     "constant": ([], lambda o, w: lr_scheduler.ConstantLR(o, 1.0)),
-    "cosine": (["schedule.min_lr=0.01"], lambda o, w: lr_scheduler.CosineAnnealingLR(o, 10 * STEPS - w, 0.01)),
+    "cosine": (
+        ["schedule.min_lr=0.01"],
+        lambda o, w: lr_scheduler.CosineAnnealingLR(o, 10 * STEPS - w, 0.01),
+    ),
     "step": (["schedule.step_epochs=2"], lambda o, w: lr_scheduler.StepLR(o, 2 * STEPS, 0.1)),
 }
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 2.5])
-@pytest.mark.parametrize("name", TORCHS)
+@pytest.mark.parametrize("name", LR_SCHEDULES)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_learning_rate_is_torchs(name, warmup):
     words, schedule = TORCHS[name]
-    recipe = load(None, "epochs=10", f"schedule.warmup_epochs={warmup}", f"schedule.name={name}", *words)
-    ours = [learning_rate(recipe, STEPS)(step) for step in range(10 * STEPS)]
-    assert ours == pytest.approx(by_torch(recipe, schedule, 10 * STEPS), rel=1e-9, abs=1e-12)
+    recipe = load(
+        None, "epochs=10", f"schedule.warmup_epochs={warmup}", f"schedule.name={name}", *words
+    )
+    ours = [build_learning_rate(recipe, STEPS)(step) for step in range(10 * STEPS)]
+    assert ours == pytest.approx(
+        by_torch(recipe, schedule, 10 * STEPS),
+        rel=1e-9,
+        abs=1e-12,
+    )
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("restarts", "over"), [([4, 7], 3), ([2, 3, 4, 5, 6, 7, 8, 9], 1)])
-def test_a_cosine_that_begins_anew_is_torchs(restarts, over):
-    words = ["epochs=10", "schedule.warmup_epochs=1", "schedule.min_lr=0.01", f"schedule.restart={restarts}"]
+def test_a_restarted_cosine_is_torchs(restarts, over):
+    words = [
+        "epochs=10",
+        "schedule.warmup_epochs=1",
+        "schedule.min_lr=0.01",
+        f"schedule.restart={restarts}",
+    ]
     recipe = load(None, *words)
-    ours = [learning_rate(recipe, STEPS)(step) for step in range(10 * STEPS)]
+    ours = [build_learning_rate(recipe, STEPS)(step) for step in range(10 * STEPS)]
     torchs = lr_scheduler.CosineAnnealingWarmRestarts
-    theirs = by_torch(recipe, lambda o, w: torchs(o, over * STEPS, 1, 0.01), 10 * STEPS)
-    assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-12) and ours.count(recipe.peak_lr) == len(restarts) + 1
-    late = [learning_rate(load(recipe.to_dict() | {"epochs": 2}), STEPS)(step) for step in range(2 * STEPS)]
-    plain = load(None, *words[1:3], "epochs=2")  # whose end comes first
-    assert late == [learning_rate(plain, STEPS)(step) for step in range(2 * STEPS)]
+    reference = by_torch(
+        recipe,
+        lambda o, w: torchs(o, over * STEPS, 1, 0.01),
+        10 * STEPS,
+    )
+    assert ours == pytest.approx(reference, rel=1e-9, abs=1e-12)
+    assert ours.count(recipe.peak_lr) == len(restarts) + 1
+    late = [
+        build_learning_rate(load(recipe.to_dict() | {"epochs": 2}), STEPS)(step)
+        for step in range(2 * STEPS)
+    ]
+    plain = load(None, *words[1:3], "epochs=2")  # The end of warm-up comes first.
+    assert late == [build_learning_rate(plain, STEPS)(step) for step in range(2 * STEPS)]
 
 
 @pytest.mark.parametrize("name", LR_SCHEDULES)
 def test_the_rates_of_a_run_are_the_plain_formulas(name, tmp_path):
-    """As the optimizer has them, step by step, in a run that max_steps ends within an epoch."""
-    own = {"cosine": ["schedule.min_lr=0.002"], "step": ["schedule.step_epochs=1", "schedule.gamma=0.5"]}
-    words = ["optimizer.lr=0.05", "optimizer.lr_per=128", f"schedule.name={name}", *own.get(name, [])]
+    """The rates are those of the optimizer, step by step, in a run that max_steps ends within an
+    epoch.
+    """
+    own = {
+        "cosine": ["schedule.min_lr=0.002"],
+        "step": ["schedule.step_epochs=1", "schedule.gamma=0.5"],
+    }
+    words = [
+        "optimizer.lr=0.05",
+        "optimizer.lr_per=128",
+        f"schedule.name={name}",
+        *own.get(name, []),
+    ]
     words += ["schedule.warmup_epochs=1.5", "schedule.warmup_factor=0.1"]
-    words += ["epochs=5", "max_steps=22", "batch_size=256", "model.name=mlp", f"output={tmp_path / 'run'}", *QUIET]
+    words += [
+        "epochs=5",
+        "max_steps=22",
+        "batch_size=256",
+        "model.name=mlp",
+        f"output={tmp_path / 'run'}",
+        *QUIET,
+    ]
     ok("recipe=digits_single", *words)
     rows = steps(tmp_path / "run")
     each = sum(row["epoch"] == "1" for row in rows)
-    rising, top, low = round(1.5 * each), 0.05 * 256 / 128, 0.002
+    rising = round(1.5 * each)
+    top = 0.05 * 256 / 128
+    low = 0.002
     assert len(rows) == 22 and each == 5
     after = {
         "constant": lambda n: top,
@@ -111,39 +166,57 @@ def test_the_rates_of_a_run_are_the_plain_formulas(name, tmp_path):
         assert float(row["lr"]) == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "muon"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_gradient_that_is_not_finite_stops_all_updates(name):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     alone = Alone(model, f"optimizer.name={name}", "optimizer.weight_decay=0.1")
     named = dict(model.named_parameters())
 
     def after(value):
-        """Weights and the optimizer's state after a step on inputs of this value; and which of the former moved."""
+        """Weights and the optimizer's state after a step on inputs of this value; and which of the
+        former moved.
+        """
         _, moved = alone.step(model(torch.full((1, 3), value)).sum())
-        tensors = (*named.values(), *optimizer_state(alone.optimizer, named).values())
+        tensors = (*named.values(), *name_optimizer_state(alone.optimizer, named).values())
         return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]), moved
 
     before, moved = after(1.0)
     assert moved == {True}
-    assert torch.equal(after(torch.nan)[0], before) and alone.updater.bad.item() == 1
-    assert torch.equal(after(1.0)[0], before), "the flag is sticky: later updates are skipped as well"
+    assert torch.equal(after(torch.nan)[0], before)
+    assert alone.updater.bad.item() == 1
+    assert torch.equal(after(1.0)[0], before), (
+        "the flag is sticky: later updates are skipped as well"
+    )
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
-def test_the_guarded_fused_step_is_torchs(name):
+IN_TORCH = [name for name, row in OPTIMIZERS.items() if hasattr(torch.optim, row.class_name)]
+
+
+@pytest.mark.parametrize("name", IN_TORCH)
+def test_the_guarded_step_is_torchs(name):
     torch.manual_seed(0)
-    ours, theirs = nn.Linear(3, 2), nn.Linear(3, 2)
-    theirs.load_state_dict(ours.state_dict())
-    alone = Alone(ours, f"optimizer.name={name}", "optimizer.weight_decay=0.01", "optimizer.lr=0.01")
-    kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
-    plain = kind(theirs.parameters(), lr=0.01, weight_decay=0.01, **({"momentum": 0.9} if name == "sgd" else {}))
+    ours = nn.Linear(3, 2)
+    reference = nn.Linear(3, 2)
+    reference.load_state_dict(ours.state_dict())
+    alone = Alone(
+        ours, f"optimizer.name={name}", "optimizer.weight_decay=0.01", "optimizer.lr=0.01"
+    )
+    row = OPTIMIZERS[name]
+    optimizer_class = getattr(torch.optim, row.class_name)
+    options = {key: getattr(load(None).optimizer, key) for key in row.keys}
+    plain = optimizer_class(reference.parameters(), lr=0.01, weight_decay=0.01, **options)
     for _ in range(5):
         x = torch.randn(4, 3)
         alone.step(ours(x).square().sum())
         plain.zero_grad()
-        theirs(x).square().sum().backward()
+        reference(x).square().sum().backward()
         plain.step()
-    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        ours.state_dict(),
+        reference.state_dict(),
+        rtol=1e-6,
+        atol=1e-7,
+    )
 
 
 def test_clipping():
@@ -155,27 +228,32 @@ def test_clipping():
     assert (before - model.weight).norm().item() == pytest.approx(0.5, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw", "muon"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_fp16_skips_one_overflow_and_goes_on(name):
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
-    alone = Alone(model, "precision=fp16", "optimizer.lr=1", "optimizer.momentum=0", f"optimizer.name={name}")
+    alone = Alone(
+        model, "precision=fp16", "optimizer.lr=1", "optimizer.momentum=0", f"optimizer.name={name}"
+    )
     moved = [alone.step(model(torch.ones(1, 2)).sum(), factor)[1] for factor in (math.inf, 1.0)]
     assert moved == [{False}, {True}] and alone.updater.bad.item() == 0
     assert alone.updater.state()["scale"].item() == 2.0**15, "halved once"
 
 
-def test_a_stage_in_which_nothing_trains_hears_of_the_others_overflow_in_fp16():
+def test_a_frozen_stage_learns_of_an_fp16_overflow_in_others():
     class Elsewhere(Alone):
         def reduce_overflow(self, flag):
             flag.fill_(1)
 
     stage = Elsewhere(nn.Identity(), "precision=fp16")
     stage.updater.step(torch.zeros(()), stage, want_norm=False)
-    assert stage.updater.state()["scale"].item() == 2.0**15, "halved, as on the ranks that have gradients"
+    assert stage.updater.state()["scale"].item() == 2.0**15, (
+        "halved, as on the ranks that have gradients"
+    )
 
 
 def test_fp16_that_never_becomes_finite_is_bad():
-    model, verdicts = nn.Linear(2, 1, bias=False), []
+    model = nn.Linear(2, 1, bias=False)
+    verdicts = []
     alone = Alone(model, "precision=fp16")
     for _ in range(40):
         alone.step(model(torch.ones(1, 2)).sum(), math.inf)
@@ -189,16 +267,16 @@ def test_optimizer_state_travels_by_name():
     recipe = load(None).optimizer
     optimizer = build_optimizer(named, recipe)
     optimizer.state[model.bias]["momentum_buffer"].fill_(3)
-    saved = {key: value.clone() for key, value in optimizer_state(optimizer, named).items()}
+    saved = {key: value.clone() for key, value in name_optimizer_state(optimizer, named).items()}
     assert set(saved) == {"weight//momentum_buffer", "bias//momentum_buffer"}
     reordered = {"bias": model.bias, "weight": model.weight}
     fresh = build_optimizer(reordered, recipe)
     strategy = Alone(model)
-    strategy.scatter(whole(saved), optimizer_state(fresh, reordered))
+    strategy.scatter(wrap_tensors(saved), name_optimizer_state(fresh, reordered))
     assert fresh.state[model.bias]["momentum_buffer"].tolist() == [3, 3]
     other = build_optimizer(named, load(None, "optimizer.name=adam").optimizer)
     with pytest.raises(ValueError, match=r"weight//step .*\(\)$"):
-        strategy.scatter(whole(saved), optimizer_state(other, named))
+        strategy.scatter(wrap_tensors(saved), name_optimizer_state(other, named))
 
 
 def test_moving_average():
@@ -211,11 +289,17 @@ def test_moving_average():
         average.update(step)
         decay = min(0.5, (1 + step) / (10 + step))
         expected = decay * expected + (1 - decay) * step
-    assert average.tensors()["w"].item() == pytest.approx(expected) and average.tensors()["count"].item() == 3
+    assert average.tensors()["w"].item() == pytest.approx(expected)
+    assert average.tensors()["count"].item() == 3
 
 
 def test_the_model_computes_with_its_averages_inside_a_block_and_with_its_weights_after_it():
-    strategy = mode_of(load(None, "mode=single", "channels_last=false"), ALONE, (2, 3), classes=2)
+    strategy = create_strategy(
+        load(None, "mode=single", "channels_last=false"),
+        ALONE,
+        (2, 3),
+        classes=2,
+    )
     strategy.setup(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
     live = {**strategy.named_parameters(), **strategy.named_buffers()}
     averages = MovingAverage(live, decay=0.5).tensors()
@@ -225,7 +309,11 @@ def test_the_model_computes_with_its_averages_inside_a_block_and_with_its_weight
     strategy.train(False)
     with strategy.weights(averages):
         inside = strategy.forward(torch.ones(2, 3))
-        assert live["0.weight"].unique().tolist() == [2.0] and live["1.running_mean"].tolist() == [1.0, 1.0]
+        assert live["0.weight"].unique().tolist() == [2.0]
+        assert live["1.running_mean"].tolist() == [
+            1.0,
+            1.0,
+        ]
     torch.testing.assert_close(live, before, rtol=0, atol=0)
     assert averages["0.weight"].unique().tolist() == [2.0], "and the averages are what they were"
     assert not inside.equal(strategy.forward(torch.ones(2, 3)))

@@ -12,20 +12,33 @@ from trainer.errors import RecipeError
 from trainer.models.blocks import freeze
 from trainer.models.zoo import build
 from trainer.modes.hogwild import move
-from trainer.optim.optimizers import LearningRates, build_optimizer, in_float32, optimizer_state
-from trainer.optim.trainable import hidden_matrices, roles_of
+from trainer.optim.optimizers import (
+    LearningRates,
+    build_optimizer,
+    name_optimizer_state,
+    round_to_float32,
+)
+from trainer.optim.trainable import find_roles, list_hidden_matrices
 from trainer.recipe import load
+from trainer.recipe.optimizer_table import OPTIMIZERS, OptimizerTraits
 
 
 def small():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    return nn.Sequential(
+        nn.Linear(6, 8),
+        nn.LayerNorm(8),
+        nn.ReLU(),
+        nn.Linear(8, 8),
+        nn.ReLU(),
+        nn.Linear(8, 3),
+    )
 
 
 def made(model, *words):
     recipe = load(None, *words)
     named = dict(model.named_parameters())
-    return build_optimizer(named, recipe.optimizer, roles_of(model, recipe)), named
+    return build_optimizer(named, recipe.optimizer, find_roles(model, recipe)), named
 
 
 def descend(model, optimizers, found=None):
@@ -43,55 +56,115 @@ def descend(model, optimizers, found=None):
 @pytest.mark.parametrize("device", [None, torch.device("cpu")], ids=["number", "tensor"])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_muon_is_torchs_with_its_adamw(nesterov, device):
-    ours, theirs = small(), small()
-    words = ["optimizer.name=muon", "optimizer.lr=0.01", "optimizer.momentum=0.95", "optimizer.weight_decay=0.1"]
+    ours = small()
+    reference = small()
+    words = [
+        "optimizer.name=muon",
+        "optimizer.lr=0.01",
+        "optimizer.momentum=0.95",
+        "optimizer.weight_decay=0.1",
+    ]
     optimizer, named = made(ours, *words, f"optimizer.nesterov={nesterov}")
     LearningRates(optimizer, device).set(0.01)
     descend(ours, [optimizer], found=torch.zeros(()))
-    hidden = [theirs[0].weight, theirs[3].weight]
-    rest = [p for p in theirs.parameters() if all(p is not one for one in hidden)]
-    options = {"momentum": 0.95, "nesterov": nesterov, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
-    lr = in_float32(0.01)
+    hidden = [reference[0].weight, reference[3].weight]
+    rest = [p for p in reference.parameters() if all(p is not one for one in hidden)]
+    options = {
+        "momentum": 0.95,
+        "nesterov": nesterov,
+        "weight_decay": 0.1,
+        "adjust_lr_fn": "match_rms_adamw",
+    }
+    lr = round_to_float32(0.01)
     muon = torch.optim.Muon(hidden, lr=lr, **options)
-    descend(theirs, [muon, torch.optim.AdamW(rest, lr=lr, weight_decay=0.1, fused=True)])
-    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
-    kinds = {key.partition("//")[0]: key.partition("//")[2] for key in optimizer_state(optimizer, named)}
-    assert [name for name, kind in kinds.items() if kind == "momentum_buffer"] == ["0.weight", "3.weight"]
+    descend(
+        reference,
+        [
+            muon,
+            torch.optim.AdamW(
+                rest,
+                lr=lr,
+                weight_decay=0.1,
+                fused=True,
+            ),
+        ],
+    )
+    torch.testing.assert_close(
+        ours.state_dict(),
+        reference.state_dict(),
+        rtol=0,
+        atol=0,
+    )
+    kinds = {
+        key.partition("//")[0]: key.partition("//")[2]
+        for key in name_optimizer_state(optimizer, named)
+    }
+    assert [name for name, kind in kinds.items() if kind == "momentum_buffer"] == [
+        "0.weight",
+        "3.weight",
+    ]
 
 
-IN_A_LAYER = ("self_attention.in_proj_weight", "self_attention.out_proj.weight", "mlp.0.weight", "mlp.3.weight")
+IN_A_LAYER = (
+    "self_attention.in_proj_weight",
+    "self_attention.out_proj.weight",
+    "mlp.0.weight",
+    "mlp.3.weight",
+)
 HIDDEN = {
     "mlp": {"1.weight", "3.weight"},
-    "vit_tiny": {f"encoder.layers.encoder_layer_{layer}.{name}" for layer in range(4) for name in IN_A_LAYER},
+    "vit_tiny": {
+        f"encoder.layers.encoder_layer_{layer}.{name}" for layer in range(4) for name in IN_A_LAYER
+    },
 }
 
 
 @pytest.mark.parametrize("model", HIDDEN)
 def test_hidden_matrices(model):
     recipe = load(None, f"model.name={model}", "optimizer.name=muon")
-    assert hidden_matrices(build(recipe.model, 10, 1, 8), recipe) == HIDDEN[model]
+    assert list_hidden_matrices(build(recipe.model, 10, 1, 8), recipe) == HIDDEN[model]
 
 
 class Convolutions(nn.Sequential):
-    """One of each kind: the first, a plain one, one of one pixel, one in groups, a line of them, the last layer."""
+    """Convolutions of all kinds: the first, a plain one, one of one pixel, one in groups, a line of
+    them, the last layer.
+    """
 
     def __init__(self):
         torch.manual_seed(0)
-        plain, point, groups = nn.Conv2d(4, 8, 3, stride=2), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1, groups=8)
-        line = [nn.Flatten(2), nn.Conv1d(8, 6, 2), nn.Flatten(), nn.Linear(18, 3)]
-        super().__init__(nn.Conv2d(3, 4, 3, padding=1), plain, nn.BatchNorm2d(8), point, groups, *line)
+        plain = nn.Conv2d(4, 8, 3, stride=2)
+        point = nn.Conv2d(8, 8, 1)
+        groups = nn.Conv2d(8, 8, 1, groups=8)
+        line = [
+            nn.Flatten(2),
+            nn.Conv1d(8, 6, 2),
+            nn.Flatten(),
+            nn.Linear(18, 3),
+        ]
+        super().__init__(
+            nn.Conv2d(3, 4, 3, padding=1),
+            plain,
+            nn.BatchNorm2d(8),
+            point,
+            groups,
+            *line,
+        )
 
 
 def test_hidden_matrices_of_convolutions():
     recipe = load(None, "optimizer.name=muon")
-    assert hidden_matrices(Convolutions(), recipe) == {"1.weight", "3.weight", "6.weight"}
+    assert list_hidden_matrices(Convolutions(), recipe) == {"1.weight", "3.weight", "6.weight"}
     recipe = load(None, "model.name=resnet20", "optimizer.name=muon")
     model = build(recipe.model, 10, 3, 32)
-    everything = [f"{name}.weight" for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d)]
-    assert hidden_matrices(model, recipe) == {*everything[1:]}
+    everything = [
+        f"{name}.weight" for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d)
+    ]
+    assert list_hidden_matrices(model, recipe) == {*everything[1:]}
     recipe = load(None, "model.name=squeezenet1_1", "optimizer.name=muon")
-    found = hidden_matrices(build(recipe.model, 10, 3, 64), recipe)
-    assert "features.3.squeeze.weight" in found and "classifier.1.weight" not in found, "the last layer"
+    actual = list_hidden_matrices(build(recipe.model, 10, 3, 64), recipe)
+    assert "features.3.squeeze.weight" in actual and "classifier.1.weight" not in actual, (
+        "the last layer"
+    )
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -99,61 +172,80 @@ def test_hidden_matrices_of_convolutions():
 def test_muon_takes_a_convolution_as_torchs_takes_its_matrix(layout, nesterov):
     """A stranger's Muon on a copy of the weight as a matrix, with the gradients that ours had."""
     model = Convolutions().to(memory_format=layout)
-    words = ["optimizer.name=muon", "optimizer.lr=0.01", "optimizer.momentum=0.9", "optimizer.weight_decay=0.1"]
+    words = [
+        "optimizer.name=muon",
+        "optimizer.lr=0.01",
+        "optimizer.momentum=0.9",
+        "optimizer.weight_decay=0.1",
+    ]
     optimizer, _ = made(model, *words, f"optimizer.nesterov={nesterov}")
     ours = [model[1].weight, model[3].weight, model[6].weight]
     start = ours[0].detach().clone()
-    theirs = [nn.Parameter(p.detach().flatten(1).clone()) for p in ours]
-    options = {"momentum": 0.9, "nesterov": nesterov, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
-    muon = torch.optim.Muon(theirs, lr=0.01, **options)
+    reference = [nn.Parameter(p.detach().flatten(1).clone()) for p in ours]
+    options = {
+        "momentum": 0.9,
+        "nesterov": nesterov,
+        "weight_decay": 0.1,
+        "adjust_lr_fn": "match_rms_adamw",
+    }
+    muon = torch.optim.Muon(reference, lr=0.01, **options)
     torch.manual_seed(1)
     for step in range(5):
-        for rate in (optimizer.param_groups, muon.param_groups):  # as a schedule changes it
+        # Schedules change the rate like this.
+        for rate in (optimizer.param_groups, muon.param_groups):
             for group in rate:
                 group["lr"] = 0.01 / (1 + step)
         optimizer.zero_grad()
         model(torch.randn(5, 3, 5, 5).contiguous(memory_format=layout)).square().mean().backward()
-        for p, twin in zip(ours, theirs, strict=True):
+        for p, twin in zip(ours, reference, strict=True):
             twin.grad = p.grad.flatten(1).clone()
         optimizer.step()
         muon.step()
     assert (ours[0] - start).abs().max() > 0.01, "and it moves"
-    for p, twin in zip(ours, theirs, strict=True):
-        exact = {"rtol": 0, "atol": 0} if layout is torch.contiguous_format else {"rtol": 0, "atol": 2e-3}
+    for p, twin in zip(ours, reference, strict=True):
+        exact = (
+            {"rtol": 0, "atol": 0}
+            if layout is torch.contiguous_format
+            else {"rtol": 0, "atol": 2e-3}
+        )
         torch.testing.assert_close(p.flatten(1), twin, **exact)
 
 
 def test_muon_updates_a_convolution_where_it_lies():
-    """In the memory that workers share, in the layout that it has."""
+    """The weights stay in shared memory and keep their layout."""
     model = Convolutions().to(memory_format=torch.channels_last)
     parameters = list(model.parameters())
     memory = mmap.mmap(-1, 2**16)
     move(parameters, memory, fill=True)
     optimizer, _ = made(model, "optimizer.name=muon", "optimizer.lr=0.01")
-    before, places = bytes(memory), [p.data_ptr() for p in parameters]
+    before = bytes(memory)
+    places = [p.data_ptr() for p in parameters]
     weight = model[1].weight
     weight.grad = torch.randn_like(weight)
     optimizer.step()
     assert [p.data_ptr() for p in parameters] == places and not weight.is_contiguous()
-    changed = np.flatnonzero(np.frombuffer(before, np.float32) != np.frombuffer(bytes(memory), np.float32))
-    assert len(changed) > 0.9 * weight.numel() and np.ptp(changed) < weight.numel()
+    changed = np.flatnonzero(
+        np.frombuffer(before, np.float32) != np.frombuffer(bytes(memory), np.float32)
+    )
+    assert len(changed) > 0.9 * weight.numel()
+    assert np.ptp(changed) < weight.numel()
 
 
 def state_of(model, optimizer):
-    return {**model.state_dict(), **optimizer_state(optimizer, dict(model.named_parameters()))}
+    return {**model.state_dict(), **name_optimizer_state(optimizer, dict(model.named_parameters()))}
 
 
 def as_bytes(state):
     return {name: tensor.numpy(force=True).tobytes() for name, tensor in state.items()}
 
 
-WITH_TENSORS = {
-    "sgd": ["optimizer.name=sgd", "optimizer.momentum=0.9", "optimizer.nesterov=true"],
-    "adam": ["optimizer.name=adam"],
-    "adamw": ["optimizer.name=adamw"],
-    "muon": ["optimizer.name=muon"],
-}
-SHARES = ["optimizer.layer_decay=0.5", "optimizer.weight_decay=0.1", "optimizer.norm_weight_decay=0"]
+WITH_TENSORS = {name: [f"optimizer.name={name}"] for name in OPTIMIZERS}
+WITH_TENSORS["sgd"] += ["optimizer.momentum=0.9", "optimizer.nesterov=true"]
+SHARES = [
+    "optimizer.layer_decay=0.5",
+    "optimizer.weight_decay=0.1",
+    "optimizer.norm_weight_decay=0",
+]
 
 
 def gradients(model, step):
@@ -165,7 +257,7 @@ def gradients(model, step):
 @pytest.mark.parametrize("build_model", [small, Convolutions])
 @pytest.mark.parametrize("name", WITH_TENSORS)
 def test_a_learning_rate_as_a_tensor_is_the_number_to_the_bit(name, build_model):
-    """Every share of it, where it changes from step to step, with skipped steps between."""
+    """Fractions of the rate, changes from step to step, and skipped steps give the same bits."""
     states = []
     for device in (None, torch.device("cpu")):
         model = build_model()
@@ -180,13 +272,15 @@ def test_a_learning_rate_as_a_tensor_is_the_number_to_the_bit(name, build_model)
     assert states[0] == states[1]
     assert all(isinstance(group["lr"], torch.Tensor) for group in optimizer.param_groups)
     before = dict(build_model().named_parameters())
-    assert not any(torch.equal(p, before[key]) for key, p in model.named_parameters()), "and it moves"
+    assert not any(torch.equal(p, before[key]) for key, p in model.named_parameters()), (
+        "and it moves"
+    )
 
 
 @pytest.mark.parametrize("device", [None, torch.device("cpu")], ids=["number", "tensor"])
 @pytest.mark.parametrize("name", WITH_TENSORS)
 def test_a_skipped_step_leaves_everything_as_it_was(name, device):
-    """To the bit: the sign of a zero too."""
+    """Even the sign of a zero stays the same."""
     model = Convolutions().to(memory_format=torch.channels_last)
     optimizer, _ = made(model, *WITH_TENSORS[name], *SHARES)
     rates = LearningRates(optimizer, device)
@@ -206,46 +300,116 @@ def test_a_skipped_step_leaves_everything_as_it_was(name, device):
     assert as_bytes(state_of(model, optimizer)) == before
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_first_step_creates_no_state(name):
+    """Else a resumed run could not restore it: the row lacks a name."""
+    model = small()
+    optimizer, named = made(model, f"optimizer.name={name}")
+    shapes = {key: tensor.shape for key, tensor in name_optimizer_state(optimizer, named).items()}
+    descend(model, [optimizer])
+    after = name_optimizer_state(optimizer, named)
+    assert shapes and shapes == {key: tensor.shape for key, tensor in after.items()}
+
+
+RMSPROP = OptimizerTraits(
+    "RMSprop",
+    keys=("momentum", "eps"),
+    state=("step", "square_avg"),
+    momentum_state=("momentum_buffer",),
+)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_an_optimizer_of_torch_without_a_fused_step_is_a_row(momentum, monkeypatch):
+    """Its steps are torch's, and a step that is not finite leaves no trace."""
+    monkeypatch.setitem(OPTIMIZERS, "rmsprop", RMSPROP)
+    changes = {"name": "rmsprop", "momentum": momentum, "lr": 0.01}
+    recipe = load(None).optimizer.model_copy(update=changes)
+    ours = small()
+    theirs = small()
+    optimizer = build_optimizer(dict(ours.named_parameters()), recipe)
+    names = {*state_of(ours, optimizer)}
+    descend(ours, [optimizer], found=torch.zeros(()))
+    descend(theirs, [torch.optim.RMSprop(theirs.parameters(), lr=0.01, momentum=momentum)])
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
+    before = as_bytes(state_of(ours, optimizer))
+    assert before.keys() == names
+    optimizer.found_inf = torch.ones(())
+    for p in ours.parameters():
+        p.grad = torch.full_like(p, torch.nan)
+    optimizer.step()
+    assert as_bytes(state_of(ours, optimizer)) == before
+    assert ("0.weight//momentum_buffer" in before) == (momentum > 0)
+
+
 def test_muon_has_nothing_to_do_without_hidden_layers():
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(144, 10))
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.Flatten(),
+        nn.Linear(144, 10),
+    )
     with pytest.raises(RecipeError, match=r"\bcnn\b.*optimizer\.name=sgd\b"):
-        roles_of(model, load(None, "model.name=cnn", "optimizer.name=muon"))
+        find_roles(model, load(None, "model.name=cnn", "optimizer.name=muon"))
     recipe = load(None, "model.name=cnn", "model.freeze=-1", "optimizer.name=muon")
     with pytest.raises(RecipeError, match=r"\bcnn\b.*\bmodel\.freeze\b"):
-        roles_of(build(recipe.model, 10, 1, 8), recipe)
+        find_roles(build(recipe.model, 10, 1, 8), recipe)
 
 
 def test_layer_decay():
     model = small()
     optimizer, _ = made(model, *SHARES)
-    found = {(group["rate"], group["weight_decay"]): len(group["params"]) for group in optimizer.param_groups}
+    actual = {
+        (group["rate"], group["weight_decay"]): len(group["params"])
+        for group in optimizer.param_groups
+    }
     # Blocks: the first layer with its LayerNorm, the second, the last.
-    assert found == {(0.25, 0.1): 1, (0.25, 0): 3, (0.5, 0.1): 1, (0.5, 0): 1, (1, 0.1): 1, (1, 0): 1}
+    assert actual == {
+        (0.25, 0.1): 1,
+        (0.25, 0): 3,
+        (0.5, 0.1): 1,
+        (0.5, 0): 1,
+        (1, 0.1): 1,
+        (1, 0): 1,
+    }
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "muon"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_is_frozen_has_no_state_and_stays(name):
     model = small()
     freeze(model, ["0"], "small")
     optimizer, named = made(model, f"optimizer.name={name}", "optimizer.weight_decay=0.1")
-    held = {key.partition("//")[0] for key in optimizer_state(optimizer, named)}
-    assert held == named.keys() - {"0.weight", "0.bias"}
+    kept = {key.partition("//")[0] for key in name_optimizer_state(optimizer, named)}
+    assert kept == named.keys() - {"0.weight", "0.bias"}
     descend(model, [optimizer])
-    assert torch.equal(model[0].weight, small()[0].weight) and not torch.equal(model[3].weight, small()[3].weight)
+    assert torch.equal(model[0].weight, small()[0].weight)
+    assert not torch.equal(model[3].weight, small()[3].weight)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw", "muon"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_parts_of_a_model_take_the_steps_of_the_whole(name):
-    """As stages hold them: with matrices alone, without any, with vectors alone."""
-    words = ["model.name=vit_tiny", f"optimizer.name={name}", "optimizer.lr=0.01", "optimizer.layer_decay=0.8"]
+    """Stages hold parts of a model: matrices alone, no matrices, or vectors alone."""
+    words = [
+        "model.name=vit_tiny",
+        f"optimizer.name={name}",
+        "optimizer.lr=0.01",
+        "optimizer.layer_decay=0.8",
+    ]
     recipe = load(None, *words, "optimizer.weight_decay=0.1", "optimizer.norm_weight_decay=0")
     torch.manual_seed(0)
     whole = build(recipe.model, 10, 1, 8)
     cut = copy.deepcopy(whole)
-    roles, named, apart = roles_of(whole, recipe), dict(whole.named_parameters()), dict(cut.named_parameters())
-    matrices = hidden_matrices(whole, recipe)
-    kinds = {key: "matrices" if key in matrices else "vectors" if p.ndim < 2 else "others" for key, p in named.items()}
-    stages = [{key: apart[key] for key in apart if kinds[key] == kind} for kind in ("matrices", "vectors", "others")]
+    roles = find_roles(whole, recipe)
+    named = dict(whole.named_parameters())
+    apart = dict(cut.named_parameters())
+    matrices = list_hidden_matrices(whole, recipe)
+    kinds = {
+        key: "matrices" if key in matrices else "vectors" if p.ndim < 2 else "others"
+        for key, p in named.items()
+    }
+    stages = [
+        {key: apart[key] for key in apart if kinds[key] == kind}
+        for kind in ("matrices", "vectors", "others")
+    ]
     optimizers = [build_optimizer(part, recipe.optimizer, roles) for part in (named, *stages)]
     for _ in range(3):
         for key, p in named.items():
@@ -253,7 +417,15 @@ def test_parts_of_a_model_take_the_steps_of_the_whole(name):
             apart[key].grad = p.grad.clone()
         for optimizer in optimizers:
             optimizer.step()
-    torch.testing.assert_close(cut.state_dict(), whole.state_dict(), rtol=0, atol=0)
-    states = [optimizer_state(optimizer, part) for optimizer, part in zip(optimizers, (named, *stages), strict=True)]
+    torch.testing.assert_close(
+        cut.state_dict(),
+        whole.state_dict(),
+        rtol=0,
+        atol=0,
+    )
+    states = [
+        name_optimizer_state(optimizer, part)
+        for optimizer, part in zip(optimizers, (named, *stages), strict=True)
+    ]
     together = {key: value for state in states[1:] for key, value in state.items()}
     torch.testing.assert_close(together, states[0], rtol=0, atol=0)

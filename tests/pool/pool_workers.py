@@ -1,4 +1,7 @@
-"""What the pools of the tests run. Apart from the tests, so that a worker need not import pytest."""
+"""Functions and classes that the pools of the tests run.
+
+Apart from the tests, so that a worker need not import pytest.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ def square(item):
 
 
 class Foresight:
-    """Looks at a batch while the one before takes its time; an item of 3 kills as it is looked at."""
+    """A worker that inspects a batch while the previous one is computed; an item of 3 kills it."""
 
     def prepare(self, items):
         if 3 in items:
@@ -108,14 +111,21 @@ class Classifier:
 class Numbers(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(10, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 5))
+        self.layers = nn.Sequential(
+            nn.Linear(10, 32),
+            nn.BatchNorm1d(32),
+            nn.ReLU(),
+            nn.Linear(32, 5),
+        )
 
     def forward(self, inputs):
         return self.layers(inputs)
 
 
 class Hanging(Classifier):
-    """Refuses batches with a NaN; sleeps for ever, the first time that it meets an item of infinities."""
+    """A worker that refuses batches with a NaN, and sleeps for ever at its first item of
+    infinities.
+    """
 
     def __init__(self, model, folder):
         super().__init__(model)
@@ -139,10 +149,11 @@ class TooFew:
 
 
 class Slow:
-    """The first to come is slow."""
+    """A function whose first call is slow."""
 
     def __init__(self, folder, seconds):
-        self.folder, self.seconds = folder, seconds
+        self.folder = folder
+        self.seconds = seconds
 
     def setup(self, device):
         try:
@@ -156,10 +167,19 @@ class Slow:
 
 
 def mathematics(item):
-    """What starts threads of OpenMP and of BLAS."""
-    images, square = torch.ones(4, 8, 32, 32), np.ones((300, 300))
-    total = torch.einsum("bchw,bchw->b", images, images).sum() + (torch.ones(300, 300) @ torch.ones(300, 300)).sum()
-    return float(total + torch.conv2d(images, torch.ones(8, 8, 3, 3)).sum() + np.dot(square, square).sum() + item)
+    """Start threads of OpenMP and of BLAS."""
+    images = torch.ones(4, 8, 32, 32)
+    square = np.ones((300, 300))
+    total = (
+        torch.einsum("bchw,bchw->b", images, images).sum()
+        + (torch.ones(300, 300) @ torch.ones(300, 300)).sum()
+    )
+    return float(
+        total
+        + torch.conv2d(images, torch.ones(8, 8, 3, 3)).sum()
+        + np.dot(square, square).sum()
+        + item
+    )
 
 
 def draw(_):
@@ -173,7 +193,7 @@ class Whole:
 
 
 class OutOfMemory:
-    """Takes two items at most."""
+    """A worker that can compute at most two items."""
 
     def batch(self, items):
         if len(items) > 2:
@@ -206,7 +226,7 @@ class Changing:
 
 
 class Picky(Exception):
-    """Cannot be made anew from its arguments."""
+    """A worker that cannot be rebuilt from its arguments."""
 
     def __init__(self, one, two):
         super().__init__(f"{one} and {two}")
@@ -239,14 +259,23 @@ class Plain(BaseException):
     pass
 
 
-ENDS = {"sys.exit": SystemExit(3), "KeyboardInterrupt": KeyboardInterrupt(), "BaseException": Plain("mine")}
+ENDS = {
+    "sys.exit": SystemExit(3),
+    "KeyboardInterrupt": KeyboardInterrupt(),
+    "BaseException": Plain("mine"),
+}
 
 
 class Quits:
-    """Ends whoever pickles it, or makes it anew, in the way that `how` says; in this process only where `pid` is 0."""
+    """A worker that ends the process that pickles or rebuilds it, in the way `how`.
+
+    A `pid` of 0 means this process only.
+    """
 
     def __init__(self, how, stage, pid=0):
-        self.how, self.stage, self.pid = how, stage, pid
+        self.how = how
+        self.stage = stage
+        self.pid = pid
 
     def __reduce__(self):
         if self.stage == "pickling" and self.pid != os.getpid():
@@ -261,23 +290,33 @@ def made_anew(how, stage, pid):
 
 
 def quits_at_three(item, how, stage):
-    return Quits(how, stage, os.getpid() if stage == "unpickling" else 0) if item == 3 else item
+    return (
+        Quits(
+            how,
+            stage,
+            os.getpid() if stage == "unpickling" else 0,
+        )
+        if item == 3
+        else item
+    )
 
 
 class QuitsAtThree:
     def __init__(self, how, stage):
-        self.how, self.stage = how, stage
+        self.how = how
+        self.stage = stage
 
     def batch(self, items):
         return [quits_at_three(item, self.how, self.stage) for item in items]
 
 
 class Coded(Exception):
-    """Says more than its text does."""
+    """An exception with more information than its text."""
 
     def __init__(self, text, code=7, detail="more"):
         super().__init__(text)
-        self.code, self.detail = code, detail
+        self.code = code
+        self.detail = detail
 
 
 def throw(name):

@@ -6,8 +6,14 @@ from concurrent.futures import Future
 
 import pytest
 
-from trainer.pool.batching import BYTES, LONGEST, SHORTEST, Batching, WorkerSpeed
-from trainer.pool.scheduler import LINGER, Job, Scheduler, Seat
+from trainer.pool.batching import (
+    MAX_BATCH_BYTES,
+    MAX_BATCH_SECONDS,
+    MIN_BATCH_SECONDS,
+    Batching,
+    WorkerSpeed,
+)
+from trainer.pool.scheduler import LINGER_SECONDS, Job, PoolWorker, Scheduler
 from trainer.pool.stream import Stream
 
 
@@ -23,15 +29,22 @@ SLOWEST = device(0.0, 3.0)
 
 
 def play(costs, kinds, items, batch_size=None, depth=2, endless=False):
-    """Run the policy over a stream as the engine does.
+    """Run the policy over a stream like the engine does.
 
     Returns:
-        Seconds until all are done; items done first by each device; how long the oldest item was ever waited for.
+        Seconds until all are done; items done first by each device; how long the oldest item was
+        ever waited for.
     """
     policy = Batching(kinds, batch_size)
     queues = [[] for _ in costs]  # (first, count, began or None)
-    done, counts, events = set(), [0] * len(costs), []
-    now, read, oldest, since, longest = 0.0, 0, 0, 0.0, 0.0
+    finished = set()
+    counts = [0] * len(costs)
+    events = []
+    now = 0.0
+    read = 0
+    oldest = 0
+    since = 0.0
+    longest = 0.0
     pending = []
 
     def begin(worker):
@@ -55,10 +68,14 @@ def play(costs, kinds, items, batch_size=None, depth=2, endless=False):
             for level in range(depth):
                 for worker in order:
                     while len(queues[worker]) == level:
-                        held = {other: sum(b[1] for b in queues[other]) for other in range(len(costs))}
+                        kept = {
+                            other: sum(b[1] for b in queues[other]) for other in range(len(costs))
+                        }
                         size = policy.size(worker)
-                        enough = pending and (not batch_size or len(pending) >= size or read == items)
-                        count = policy.take(worker, held, len(pending)) if enough else 0
+                        enough = pending and (
+                            not batch_size or len(pending) >= size or read == items
+                        )
+                        count = policy.take(worker, kept, len(pending)) if enough else 0
                         if count:
                             give(worker, pending[0], count)
                             del pending[:count]
@@ -70,9 +87,14 @@ def play(costs, kinds, items, batch_size=None, depth=2, endless=False):
                             for batch in queues[other]
                             if other != worker
                             and not level
-                            and batch[0] not in done
-                            and all(batch[0] != mine[0] for mine in queues[worker])
-                            and policy.again(worker, other, batch[1], now - batch[2] if batch[2] is not None else 0.0)
+                            and batch[0] not in finished
+                            and all(batch[0] != own[0] for own in queues[worker])
+                            and policy.again(
+                                worker,
+                                other,
+                                batch[1],
+                                now - batch[2] if batch[2] is not None else 0.0,
+                            )
                         ]
                         if not again:
                             break
@@ -88,11 +110,11 @@ def play(costs, kinds, items, batch_size=None, depth=2, endless=False):
         policy.speeds[worker].observe(count, now - began)
         if queues[worker]:
             begin(worker)
-        if first not in done:
+        if first not in finished:
             counts[worker] += count
-        done.update(range(first, first + count))
+        finished.update(range(first, first + count))
         before = oldest
-        while oldest in done:
+        while oldest in finished:
             oldest += 1
         if oldest > before:
             since = now
@@ -102,10 +124,13 @@ def play(costs, kinds, items, batch_size=None, depth=2, endless=False):
 
 @pytest.mark.parametrize("batch_size", [None, 8, 64])
 @pytest.mark.parametrize("items", [1, 5, 50, 5000])
-@pytest.mark.parametrize("second", [FAST, device(0.004, 0.001), SLOW, SLOWEST], ids=["same", "half", "slow", "slowest"])
+@pytest.mark.parametrize(
+    "second", [FAST, device(0.004, 0.001), SLOW, SLOWEST], ids=["same", "half", "slow", "slowest"]
+)
 def test_a_second_device_never_slows_down(second, items, batch_size):
-    """`cuda:0,cpu` is done no later than `cuda:0` alone, whatever the second's speed and however few items there are:
-    but for the one batch that the first does again."""
+    """Devices `cuda:0,cpu` finish no later than `cuda:0` alone, for every speed of the CPU and
+    every number of items, except for one batch that is repeated.
+    """
     alone, _, _ = play([FAST], ["cuda"], items, batch_size)
     both, counts, longest = play([FAST, second], ["cuda", "cpu"], items, batch_size)
     batch = FAST(batch_size or 256)
@@ -123,7 +148,9 @@ def test_equal_devices_share_equally(batch_size):
         assert max(counts) <= 1.1 * min(counts)
 
 
-@pytest.mark.parametrize(("cost", "share"), [(device(0.004, 0.001), 0.333), (device(0.02, 0.005), 0.091)])
+@pytest.mark.parametrize(
+    ("cost", "share"), [(device(0.004, 0.001), 0.333), (device(0.02, 0.005), 0.091)]
+)
 def test_a_slower_device_helps_with_what_it_can(cost, share):
     alone, _, _ = play([FAST], ["cuda"], 20_000)
     both, counts, _ = play([FAST, cost], ["cuda", "cpu"], 20_000)
@@ -151,9 +178,13 @@ def paced(cost, batches=60):
 def test_batches_grow_to_what_pays(cost, least, most):
     pace = paced(cost)
     assert least <= pace.size <= most
-    assert cost(pace.size) <= LONGEST or pace.size == 1
-    best = max(count / cost(count) for count in (1 << k for k in range(14)) if cost(count) <= LONGEST or count == 1)
-    assert pace.size / cost(pace.size) >= 0.75 * best or cost(pace.size) >= SHORTEST
+    assert cost(pace.size) <= MAX_BATCH_SECONDS or pace.size == 1
+    best = max(
+        count / cost(count)
+        for count in (1 << k for k in range(14))
+        if cost(count) <= MAX_BATCH_SECONDS or count == 1
+    )
+    assert pace.size / cost(pace.size) >= 0.75 * best or cost(pace.size) >= MIN_BATCH_SECONDS
 
 
 def test_batches_follow_the_speed():
@@ -161,7 +192,7 @@ def test_batches_follow_the_speed():
     grown = pace.size
     for _ in range(20):
         pace.observe(pace.size, 0.05 * pace.size)
-    assert 0.05 * pace.size <= 2 * LONGEST and pace.size < grown
+    assert 0.05 * pace.size <= 2 * MAX_BATCH_SECONDS and pace.size < grown
     for _ in range(60):
         pace.observe(pace.size, 0.002 + 0.0005 * pace.size)
     assert pace.size >= grown / 2
@@ -171,14 +202,14 @@ def test_batches_follow_the_speed():
 def test_batches_are_bounded_by_memory():
     pace = WorkerSpeed()
     for _ in range(40):
-        pace.observe(pace.size, 1e-6, size=pace.size * (BYTES // 10))
+        pace.observe(pace.size, 1e-6, size=pace.size * (MAX_BATCH_BYTES // 10))
     assert pace.size == 8
-    pace.observe(1, 1e-6, size=2 * BYTES)
+    pace.observe(1, 1e-6, size=2 * MAX_BATCH_BYTES)
     assert pace.size == 1
 
 
 class Taken:
-    """Stands in for a worker."""
+    """A stand-in for a worker."""
 
     def __init__(self):
         self.batches = []
@@ -191,27 +222,35 @@ def scheduled(*workers):
     """A scheduler of workers of these (size, rate), and a stream."""
     policy = Batching(["cpu"] * len(workers), None)
     for pace, (size, rate) in zip(policy.speeds, workers, strict=True):
-        pace.size, pace.rate = size, rate
-    scheduler = Scheduler([Seat(n, "cpu", Taken(), ready=True) for n in range(len(workers))], policy, False, retries=3)
+        pace.size = size
+        pace.rate = rate
+    scheduler = Scheduler(
+        [PoolWorker(n, "cpu", Taken(), ready=True) for n in range(len(workers))],
+        policy,
+        False,
+        retries=3,
+    )
     stream = Stream(True, scheduler.lanes(), lambda: None, policy.window, None)
     scheduler.streams.append(stream)
-    return scheduler, stream, [seat.handle.batches for seat in scheduler.seats]
+    return scheduler, stream, [worker.handle.batches for worker in scheduler.workers]
 
 
 def test_a_lone_item_is_not_forgotten():
-    """The fast worker waits a little for more, the slow one leaves it to the fast: it must be looked at again."""
+    """The fast worker waits a little for more, the slow one leaves it to the fast: it must be
+    looked at again.
+    """
     scheduler, stream, (fast, slow) = scheduled((1024, 1e6), (1, 1e4))
     stream.put(0, "alone")
     scheduler.hand_out()
     assert stream.due is not None and not fast and not slow
-    time.sleep(LINGER)
+    time.sleep(LINGER_SECONDS)
     scheduler.hand_out()
     assert fast == [["alone"]] and stream.due is None
 
 
 def test_a_worker_with_a_job_is_not_waited_for():
     scheduler, stream, (fast, slow) = scheduled((1, 100.1), (1, 100.0))
-    scheduler.seats[0].queue.append(Job(Future(), None, 0))
+    scheduler.workers[0].queue.append(Job(Future(), None, 0))
     stream.put(0, "item")
     stream.waiting = True
     scheduler.hand_out()

@@ -15,25 +15,27 @@ from tests.command_line import python, within
 from tests.pool import pool_workers as workers
 from trainer.errors import PredictionError, RecipeError
 from trainer.pool import DevicePool, ItemError, current_device
-from trainer.pool.device_pool import threads_each
-from trainer.pool.worker import _ahead
+from trainer.pool.device_pool import count_threads
+from trainer.pool.worker import _receive_ahead
 
 CPUS = ["cpu"] * 3
 
 
 @pytest.fixture(scope="module")
 def pools():
-    """One pool for all tests that only use it: a start costs more than a test."""
-    made = {}
+    """Share one pool among all tests that only use it, because starting a pool takes longer than a
+    test.
+    """
+    created = {}
 
     def get(worker, **options):
         key = worker, *options.items()
-        if key not in made:
-            made[key] = DevicePool(["cpu", "cpu"], worker, **options)
-        return made[key]
+        if key not in created:
+            created[key] = DevicePool(["cpu", "cpu"], worker, **options)
+        return created[key]
 
     yield get
-    for pool in made.values():
+    for pool in created.values():
         pool.close()
 
 
@@ -41,17 +43,22 @@ def done(pool):
     return sum(figure["items"] for figure in pool.figures())
 
 
-# --- order and streams ------------------------------------------------------------------------------------------------
+# --- order and streams
+# --------------------------------------------------------------------------------------------------
 
 
 def test_unordered_and_ordered():
     with DevicePool(CPUS, workers.sleepy_square) as pool:
-        assert list(pool.map(range(100))) == [i * i for i in range(100)], "in order, although workers sleep"
+        assert list(pool.map(range(100))) == [i * i for i in range(100)], (
+            "in order, although workers sleep"
+        )
         assert sum(pool.map(range(1000), ordered=False)) == 332833500
         assert done(pool) == 1100
 
 
-@pytest.mark.parametrize("options", [{}, {"batch_size": 7}, {"assign": "round_robin"}], ids=["free", "fixed", "turn"])
+@pytest.mark.parametrize(
+    "options", [{}, {"batch_size": 7}, {"assign": "round_robin"}], ids=["free", "fixed", "turn"]
+)
 def test_any_number_of_items(options, pools):
     pool = pools(workers.square, **options)
     for count in (0, 1, 2, 7, 8, 300):
@@ -76,7 +83,8 @@ def test_an_endless_generator(pools):
 
 
 def test_one_slow_item_holds_a_bounded_number_of_others(pools):
-    pool, drawn = pools(workers.slow_first, batch_size=2), []
+    pool = pools(workers.slow_first, batch_size=2)
+    drawn = []
     results = pool.map(drawn.append(i) or i for i in itertools.count())
     begin = time.monotonic()
     assert next(results) == 0
@@ -85,7 +93,7 @@ def test_one_slow_item_holds_a_bounded_number_of_others(pools):
 
 
 def test_a_slow_source_is_not_waited_for(pools):
-    """An item that comes alone is done at once: the next one is not needed for its result."""
+    """A single item is computed at once, because the next one is not needed for its result."""
     pool = pools(workers.square)
     list(pool.map(range(2000)))  # batches have grown
     before = done(pool)
@@ -109,7 +117,9 @@ def test_left_iterators_do_no_harm(pools):
     del never
     gc.collect()
     assert list(second) == [i * i for i in range(101, 200)]
-    assert [list(pool.map([x, x])) for x in pool.map(range(3))] == [[0, 0], [1, 1], [16, 16]], "maps within a map"
+    assert [list(pool.map([x, x])) for x in pool.map(range(3))] == [[0, 0], [1, 1], [16, 16]], (
+        "maps within a map"
+    )
 
 
 def test_errors_of_the_iterable_are_its_own(pools):
@@ -118,7 +128,8 @@ def test_errors_of_the_iterable_are_its_own(pools):
         raise KeyError("mine")
 
     for ordered in (True, False):
-        results, got = pools(workers.square).map(late(), ordered=ordered), []
+        results = pools(workers.square).map(late(), ordered=ordered)
+        got = []
         with pytest.raises(KeyError, match="mine"):
             for result in results:
                 got.append(result)
@@ -126,20 +137,32 @@ def test_errors_of_the_iterable_are_its_own(pools):
     assert list(pools(workers.square).map([2])) == [4]
 
 
-# --- devices and batches ----------------------------------------------------------------------------------------------
+# --- devices and batches
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_a_model_gives_on_many_devices_what_it_gives_on_one(count):
-    """Byte for byte with a batch size: batches are cut from the stream, not by workers. Weights are sent, not drawn."""
+    """Byte for byte with a batch size: batches are cut from the stream, not by workers. Weights are
+    sent, not drawn.
+    """
     model = workers.Numbers().eval()
     inputs = torch.randn(100, 10)
     with torch.inference_mode():
         expected = torch.cat([model(part) for part in inputs.split(16)])
-    with DevicePool(["cpu"] * count, workers.Classifier, arguments=(model,), batch_size=16) as pool:
+    with DevicePool(
+        ["cpu"] * count,
+        workers.Classifier,
+        arguments=(model,),
+        batch_size=16,
+    ) as pool:
         assert torch.equal(torch.stack(list(pool.map(inputs))), expected)
-    with DevicePool(["cpu"] * count, workers.Classifier, arguments=(model,), assign="round_robin") as pool:
-        torch.testing.assert_close(torch.stack(list(pool.map(inputs))), expected, rtol=1e-5, atol=1e-6)
+    with DevicePool(
+        ["cpu"] * count, workers.Classifier, arguments=(model,), assign="round_robin"
+    ) as pool:
+        torch.testing.assert_close(
+            torch.stack(list(pool.map(inputs))), expected, rtol=1e-5, atol=1e-6
+        )
 
 
 def test_round_robin_deals_items_in_turn():
@@ -150,14 +173,19 @@ def test_round_robin_deals_items_in_turn():
         assert [job.result() for job in jobs] == ids[:9]
     with DevicePool(CPUS, workers.who, assign="round_robin", batch_size=4) as pool:
         ids = list(pool.map(range(36)))
-        assert len(set(ids[::4])) == 3 and ids == [worker for worker in ids[::4] for _ in range(4)]
+        assert len(set(ids[::4])) == 3
+        assert ids == [worker for worker in ids[::4] for _ in range(4)]
         assert ids[::4] == ids[:12:4] * 3
 
 
 def test_a_much_slower_device_is_not_waited_for(tmp_path):
-    """What it still holds when others are idle they do again; its late answers count no more."""
+    """Idle workers repeat the items that a slow one still has, and its late answers are ignored."""
     with DevicePool(["cpu"] * 2, workers.Slow, arguments=(tmp_path, 3.0)) as pool:
-        pool._engine.scheduler.batching.kinds = ["cuda", "cpu"]  # devices of one kind wait for each other
+        # Devices of one kind wait for each other.
+        pool._engine.scheduler.batching.kinds = [
+            "cuda",
+            "cpu",
+        ]
         begin = time.monotonic()
         for k in range(3):
             assert list(pool.map(range(k, 200))) == [i * i for i in range(k, 200)]
@@ -181,10 +209,12 @@ def test_threads_of_the_parent_hang_no_worker(method, full):
 
 
 def test_workers_have_the_environment_of_today(monkeypatch):
-    """Although the fork server is older; and random numbers of their own, and their part of the cores."""
+    """Although the fork server is older; and random numbers of their own, and their part of the
+    cores.
+    """
     cores = len(os.sched_getaffinity(0))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert [threads_each(1), threads_each(cores), threads_each(100)] == [cores, 1, 1]
+    assert [count_threads(1), count_threads(cores), count_threads(100)] == [cores, 1, 1]
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("POOL_TEST", "1")
     monkeypatch.delenv("PATH")
@@ -194,23 +224,28 @@ def test_workers_have_the_environment_of_today(monkeypatch):
         assert pool.submit(torch.get_num_threads).result() == 3
 
 
-# --- what travels -----------------------------------------------------------------------------------------------------
+# --- what travels
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch_size", [None, 3])
 def test_results_own_their_memory(batch_size, pools):
-    """Hundreds of batches later they are what they were, also where a worker returns what it was given."""
-    items = [torch.full((1 + 100_000 * (i == 200),), float(i)) for i in range(400)]  # one beyond a slot
+    """Results stay the same after hundreds of batches, even if a worker returns its input."""
+    # The item is larger than a slot.
+    items = [torch.full((1 + 100_000 * (i == 200),), float(i)) for i in range(400)]
     results = list(pools(workers.same, batch_size=batch_size).map(items))
     assert all(torch.equal(one, two) for one, two in zip(items, results, strict=True))
     results[0].zero_()
     assert results[1].unique().tolist() == [1]
     doubled = list(pools(workers.doubled).map(items))
-    assert [x[0].item() for x in doubled] == [2 * i for i in range(400)] and items[5][0] == 5
+    assert [x[0].item() for x in doubled] == [2 * i for i in range(400)]
+    assert items[5][0] == 5
 
 
 def test_memory_stays_flat(full):
-    """From 10,000 to 1,000,000 streamed items, in the parent and in the workers."""
+    """Memory is compared after 10,000 and 1,000,000 streamed items, in the parent and in the
+    workers.
+    """
 
     def resident(pids):
         pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids]
@@ -218,7 +253,10 @@ def test_memory_stays_flat(full):
 
     sizes = []
     with DevicePool(["cpu", "cpu"], workers.Sums, batch_size=500) as pool:
-        pids = [os.getpid(), *{job.result() for job in [pool.submit(workers.who, pause=0.05) for _ in range(4)]}]
+        pids = [
+            os.getpid(),
+            *{job.result() for job in [pool.submit(workers.who, pause=0.05) for _ in range(4)]},
+        ]
         items = (torch.full((20,), float(i % 100)) for i in range(1_000_000 if full else 60_000))
         for i, result in enumerate(pool.map(items)):
             if i % 5000 == 4999:
@@ -229,31 +267,45 @@ def test_memory_stays_flat(full):
 
 def test_sparse_tensors_are_refused(pools):
     for worker, item in ((workers.same, torch.eye(2).to_sparse()), (workers.sparse, 1)):
-        with pytest.raises(ItemError, match=r"item 1: .*\.to_dense\(\)" if worker is workers.same else r"to_dense"):
+        with pytest.raises(
+            ItemError, match=r"item 1: .*\.to_dense\(\)" if worker is workers.same else r"to_dense"
+        ):
             list(pools(worker).map([1, item]))
     with pytest.raises(RecipeError, match=r"\.to_dense\(\)"):
-        DevicePool(["cpu"], workers.Classifier, arguments=(torch.eye(2).to_sparse(),))
+        DevicePool(
+            ["cpu"],
+            workers.Classifier,
+            arguments=(torch.eye(2).to_sparse(),),
+        )
 
 
 def test_arguments_are_in_memory_once_and_each_workers_own():
     weights = torch.zeros(1000)
-    with DevicePool(["cpu", "cpu"], workers.Changing, arguments=(weights,), assign="round_robin") as pool:
+    with DevicePool(
+        ["cpu", "cpu"], workers.Changing, arguments=(weights,), assign="round_robin"
+    ) as pool:
         assert list(pool.map(range(6))) == [1000, 1000, 2000, 2000, 3000, 3000]
     assert weights.sum() == 0
 
 
-# --- jobs -------------------------------------------------------------------------------------------------------------
+# --- jobs
+# --------------------------------------------------------------------------------------------------
 
 
 def test_jobs(pools):
     pool = pools(workers.square)
     assert [pool.submit(workers.square, i).result() for i in range(5)] == [0, 1, 4, 9, 16]
-    assert pool.submit(dict, [("a", 1)], b=torch.ones(2)).result()["b"].tolist() == [1, 1]
+    assert pool.submit(
+        dict,
+        [("a", 1)],
+        b=torch.ones(2),
+    ).result()["b"].tolist() == [1, 1]
     assert pool.submit(workers.where).result() == ("cpu", True)
     results = pool.map(range(200))
     assert next(results) == 0
-    job = pool.submit(workers.square, 7)  # in the middle of a map
-    assert job.result() == 49 and list(results) == [i * i for i in range(1, 200)]
+    job = pool.submit(workers.square, 7)  # The submit comes in the middle of a map.
+    assert job.result() == 49
+    assert list(results) == [i * i for i in range(1, 200)]
     with pytest.raises(ValueError, match="no threes") as caught:
         pool.submit(workers.fail_at_three, 3).result()
     assert 'raise ValueError("no threes")' in caught.value.__notes__[0]
@@ -267,7 +319,8 @@ def test_jobs_that_cannot_travel(pools):
         pool.submit(lambda: 1)
     with pytest.raises(Exception, match="1 and 2") as caught:
         pool.submit(workers.throw, "picky").result()
-    assert isinstance(caught.value, PredictionError) and "raise Picky(1, 2)" in caught.value.__notes__[0]
+    assert isinstance(caught.value, PredictionError)
+    assert "raise Picky(1, 2)" in caught.value.__notes__[0]
     with pytest.raises(Exception, match="pickle"):
         pool.submit(workers.unpicklable, 1).result()
     running = [pool.submit(workers.sleep, 0.3) for _ in range(2)]
@@ -275,13 +328,14 @@ def test_jobs_that_cannot_travel(pools):
     assert waiting.cancel() and [job.result() for job in running] == [0.3, 0.3]
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- what is refused
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"devices": []}, "give a list"),
+        ({"devices": []}, "pass a list"),
         ({"devices": ["cpu", "cuda:9"]}, "cuda:9 is not here"),
         ({"devices": ["tpu:0:1"]}, "tpu:0:1 is not a device; write cpu"),
         ({"start_method": "fork"}, "'forkserver' or 'spawn'"),
@@ -290,8 +344,8 @@ def test_jobs_that_cannot_travel(pools):
         ({"item_timeout": 0}, "must be positive"),
         ({"worker": workers.Picky}, "cannot be called"),
         ({"arguments": (1,)}, "functools.partial"),
-        ({"worker": lambda item: item}, "move what does not pickle to the top of a module"),
-        ({"worker": workers.Classifier, "arguments": (lambda: 1,)}, "move what does not pickle"),
+        ({"worker": lambda item: item}, "at the top of a module"),
+        ({"worker": workers.Classifier, "arguments": (lambda: 1,)}, "at the top of a module"),
     ],
 )
 def test_refused_before_anything_starts(options, message, monkeypatch):
@@ -303,12 +357,17 @@ def test_refused_before_anything_starts(options, message, monkeypatch):
 
 def test_a_closed_pool():
     pool = DevicePool(["cpu"], workers.square)
-    results, job = pool.map(itertools.count()), pool.submit(workers.sleep, 100)
+    results = pool.map(itertools.count())
+    job = pool.submit(workers.sleep, 100)
     pool.close()
     pool.close()
     with pytest.raises(PredictionError, match="closed"):
         job.result(timeout=5)
-    for use in (lambda: next(results), lambda: pool.map([1]), lambda: pool.submit(workers.square, 1)):
+    for use in (
+        lambda: next(results),
+        lambda: pool.map([1]),
+        lambda: pool.submit(workers.square, 1),
+    ):
         with pytest.raises(PredictionError, match="closed"):
             use()
 
@@ -325,7 +384,8 @@ def test_a_forked_copy_has_no_workers(pools):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-# --- scripts ----------------------------------------------------------------------------------------------------------
+# --- scripts
+# --------------------------------------------------------------------------------------------------
 
 SCRIPT = """
 from trainer import DevicePool
@@ -344,24 +404,31 @@ def cube(item):
 """
 
 
-@pytest.mark.parametrize("guarded", [pytest.param(guarded, marks=pytest.mark.slow) for guarded in (True, False)])
+@pytest.mark.parametrize(
+    "guarded", [pytest.param(guarded, marks=pytest.mark.slow) for guarded in (True, False)]
+)
 def test_workers_of_a_script(guarded, tmp_path):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT.format(guard='if __name__ == "__main__":' if guarded else "if True:"))
-    done = python(path, start=warm.run)
+    completed = python(path, start=warm.run)
     if guarded:
-        assert done.stdout == "[0, 1, 4, 9] 27\n" * 2 and done.stderr == ""
+        assert completed.stdout == "[0, 1, 4, 9] 27\n" * 2 and completed.stderr == ""
     else:
-        assert done.returncode == 1 and done.stdout == "" and "__main__" in done.stderr
-        assert done.stderr.splitlines()[-1].startswith("trainer.errors.PredictionError: worker")
+        assert (
+            completed.returncode == 1 and completed.stdout == "" and "__main__" in completed.stderr
+        )
+        last_line = completed.stderr.splitlines()[-1]
+        assert last_line.startswith("trainer.errors.PredictionError: ") and "worker 0" in last_line
 
 
-# --- CUDA -------------------------------------------------------------------------------------------------------------
+# --- CUDA
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
 def test_outputs_leave_the_gpu():
-    model, inputs = workers.Numbers().eval(), torch.randn(100, 10)
+    model = workers.Numbers().eval()
+    inputs = torch.randn(100, 10)
     with torch.inference_mode():
         expected = model(inputs)
     with DevicePool(["cuda:0", "cpu"], workers.Classifier, arguments=(model,)) as pool:
@@ -372,16 +439,17 @@ def test_outputs_leave_the_gpu():
         assert pool.submit(workers.where).result() == ("cuda:0", True)
         assert pool.submit(torch.cuda.current_device).result() == 0
         result = pool.submit(workers.on_device, (3,)).result()
-        assert result["a"].device.type == "cpu" and result["a"].tolist() == [1, 1, 1]
+        assert result["a"].device.type == "cpu"
+        assert result["a"].tolist() == [1, 1, 1]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_worker_that_can_no_longer_listen_ends():
-    """Its parent then replaces it; if it waited, nobody would notice."""
+    """The parent replaces the worker. If the worker waited instead, nobody would notice."""
 
     def arrived():
         yield "a batch"
         raise OSError("no memory to map it")
 
     caller = SimpleNamespace(device=torch.device("cpu"))
-    assert list(_ahead(arrived(), caller)) == ["a batch"]
+    assert list(_receive_ahead(arrived(), caller)) == ["a batch"]

@@ -1,4 +1,6 @@
-"""The pool under fire: workers that are killed, stopped, hang or fail; parents that are killed, interrupted or end."""
+"""The pool under fire: workers that are killed, stopped, hang or fail; parents that are killed,
+interrupted or end.
+"""
 
 import os
 import pickle
@@ -24,13 +26,14 @@ from trainer.pool import DevicePool, ItemError
 
 def pids(pool):
     found = []
-    for seat in pool._engine.seats:
+    for worker in pool._engine.workers:
         with suppress(ValueError, AttributeError):  # it is being replaced
-            found.append(seat.handle.process.pid)
+            found.append(worker.handle.process.pid)
     return found
 
 
-# --- what fails -------------------------------------------------------------------------------------------------------
+# --- what fails
+# --------------------------------------------------------------------------------------------------
 
 
 def test_an_exception_names_its_item():
@@ -40,40 +43,60 @@ def test_an_exception_names_its_item():
         with pytest.raises(ItemError) as caught:
             next(results)
         error = caught.value
-        assert str(error) == "item 3: ValueError: no threes" and "\nValueError: no threes" in error.__notes__[0]
+        assert str(error) == "item 3: ValueError: no threes"
+        assert "\nValueError: no threes" in error.__notes__[0]
         assert error.index == 3 and 'raise ValueError("no threes")' in error.traceback
-        assert isinstance(error, PredictionError) and explain(error) == ("item 3: ValueError: no threes", 9)
+        assert isinstance(error, PredictionError)
+        assert explain(error) == (
+            "item 3: ValueError: no threes",
+            9,
+        )
         assert list(results) == []
         assert list(pool.map(range(3))) == [0, 1, 2], "and the pool goes on"
 
 
 @pytest.mark.parametrize("batch_size", [None, 4])
 def test_skipped_items_leave_their_error_in_their_place(batch_size):
-    with DevicePool(["cpu"] * 2, workers.fail_at_three, on_error="skip", batch_size=batch_size) as pool:
+    with DevicePool(
+        ["cpu"] * 2, workers.fail_at_three, on_error="skip", batch_size=batch_size
+    ) as pool:
         results = list(pool.map(range(10)))
-        assert results.pop(3).index == 3 and results == [0, 1, 2, *range(4, 10)]
+        assert results.pop(3).index == 3
+        assert results == [0, 1, 2, *range(4, 10)]
         assert sorted(error.index for error in pool.map([3] * 6, ordered=False)) == list(range(6))
 
 
 def test_a_failed_batch_is_done_again_item_by_item(tmp_path):
-    with DevicePool(["cpu"], workers.Logged, arguments=(tmp_path / "log",), batch_size=4, on_error="skip") as pool:
+    with DevicePool(
+        ["cpu"], workers.Logged, arguments=(tmp_path / "log",), batch_size=4, on_error="skip"
+    ) as pool:
         results = list(pool.map(range(8)))
-    assert results[:5] + results[6:] == [0, 1, 2, 3, 4, 6, 7] and results[5].index == 5
+    assert results[:5] + results[6:] == [0, 1, 2, 3, 4, 6, 7]
+    assert results[5].index == 5
     calls = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
     assert calls[:2] == [["0", "1", "2", "3"], ["4", "5", "6", "7"]]
-    assert sorted(calls[2:]) == [["4"], ["5"], ["5"], ["6"], ["7"]], "an item three times in all, the others once more"
+    assert sorted(calls[2:]) == [
+        ["4"],
+        ["5"],
+        ["5"],
+        ["6"],
+        ["7"],
+    ], "an item three times in all, the others once more"
 
 
 @pytest.mark.parametrize(
     ("worker", "says"),
-    [(workers.TooFew, r"item 0: ValueError: batch\(\) .*\b0 results .*\b1 item"), (workers.Whole, r"dict\b.*\(1, ")],
+    [
+        (workers.TooFew, r"item 0: ValueError: batch\(\) .*\b0 results .*\b1 item"),
+        (workers.Whole, r"dict\b.*\(1, "),
+    ],
 )
 def test_wrong_results_of_a_batch(worker, says):
     with DevicePool(["cpu"], worker, batch_size=3) as pool, pytest.raises(ItemError, match=says):
         list(pool.map(range(3)))
 
 
-def test_what_does_not_fit_in_memory_comes_in_smaller_batches():
+def test_batches_that_do_not_fit_in_memory_are_split():
     with DevicePool(["cpu"], workers.OutOfMemory) as pool:
         sizes = list(pool.map(range(200)))
         assert len(sizes) == 200 and max(sizes) == 2 and sizes.count(2) > 100
@@ -81,25 +104,30 @@ def test_what_does_not_fit_in_memory_comes_in_smaller_batches():
 
 
 @pytest.mark.parametrize("how", workers.ENDS)
-def test_what_exits_as_it_is_pickled_or_made_anew_fails_alone(how):
+def test_an_object_that_exits_when_pickled_or_rebuilt_fails_alone(how):
     """An item, a result or a job, in a worker as in this process."""
     poisoned = [workers.Quits(how, "pickling"), workers.Quits(how, "unpickling", os.getpid())]
     for stage in ("pickling", "unpickling"):
         if (how, stage) == ("KeyboardInterrupt", "unpickling"):
-            continue  # in this thread it is the user's own
-        with DevicePool(["cpu"], workers.QuitsAtThree, arguments=(how, stage), batch_size=4, on_error="skip") as pool:
+            continue  # An exception in this thread is the user's own.
+        with DevicePool(
+            ["cpu"], workers.QuitsAtThree, arguments=(how, stage), batch_size=4, on_error="skip"
+        ) as pool:
             for ordered in (True, False):
                 results = list(pool.map(range(8), ordered=ordered))
                 [error] = [result for result in results if isinstance(result, ItemError)]
                 results.remove(error)
-                assert error.index == 3 and sorted(results) == [0, 1, 2, 4, 5, 6, 7]
+                assert error.index == 3
+                assert sorted(results) == [0, 1, 2, 4, 5, 6, 7]
             assert pool.figures()[0]["replaced"] == 0
             with pytest.raises(Exception) as caught:
                 pool.submit(workers.quits_at_three, 3, how, stage).result(timeout=60)
-            assert isinstance(caught.value, Exception) and pool.submit(workers.same, 4).result(timeout=60) == 4
+            assert isinstance(caught.value, Exception)
+            assert pool.submit(workers.same, 4).result(timeout=60) == 4
     with DevicePool(["cpu"], workers.same, batch_size=3, on_error="skip") as pool:
         results = list(pool.map([1, *poisoned, 2, 3]))
-        assert [results[0], *results[3:]] == [1, 2, 3] and [error.index for error in results[1:3]] == [1, 2]
+        assert [results[0], *results[3:]] == [1, 2, 3]
+        assert [error.index for error in results[1:3]] == [1, 2]
         assert "sent to a worker" in results[1].message and pool.figures()[0]["replaced"] == 0
 
 
@@ -130,19 +158,27 @@ def test_an_items_error_has_the_workers_as_its_cause(name, cause):
 @pytest.mark.parametrize("use", ["map", "submit"])
 def test_a_broken_setup_is_an_error_at_once(use):
     with DevicePool(["cpu"] * 2, workers.BrokenSetup) as pool:
-        with pytest.raises(PredictionError, match=r"setup .*\d on cpu .*FileNotFoundError: no weights") as e:
-            list(pool.map([1])) if use == "map" else pool.submit(workers.square, 1).result(timeout=60)
+        with pytest.raises(
+            PredictionError, match=r"setup .*\d on cpu .*FileNotFoundError: no weights"
+        ) as e:
+            list(pool.map([1])) if use == "map" else pool.submit(workers.square, 1).result(
+                timeout=60
+            )
         assert 'raise FileNotFoundError("no weights here")' in e.value.__notes__[0]
         with pytest.raises(PredictionError, match="no weights here"):
             list(pool.map([1]))
 
 
 def test_a_setup_that_kills_is_not_tried_for_ever():
-    with DevicePool(["cpu"], workers.DeadSetup) as pool, pytest.raises(PredictionError, match=r"\b10 times\b.*SIGKILL"):
+    with (
+        DevicePool(["cpu"], workers.DeadSetup) as pool,
+        pytest.raises(PredictionError, match=r"\b10 times\b.*SIGKILL"),
+    ):
         list(pool.map([1]))
 
 
-# --- what dies and hangs ----------------------------------------------------------------------------------------------
+# --- what dies and hangs
+# ----------------------------------------------------------------------------------------------
 
 
 def test_an_item_that_kills_its_worker_is_reported():
@@ -150,16 +186,21 @@ def test_an_item_that_kills_its_worker_is_reported():
         results = list(pool.map(range(8)))
         assert results[3].index == 3 and "SIGKILL" in results[3].message
         assert results[:3] + results[4:] == [0, 1, 2, 4, 5, 6, 7]
-        assert sum(figure["replaced"] for figure in pool.figures()) == 3 + 1, "with its neighbour, and alone"
+        assert sum(figure["replaced"] for figure in pool.figures()) == 3 + 1, (
+            "with its neighbour, and alone"
+        )
         assert list(pool.map(range(3))) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_what_kills_as_it_is_looked_at_is_the_only_item_to_blame(size):
+def test_an_item_that_kills_when_inspected_is_the_only_failed_one(size):
     """Although its worker has not done the batch before, which is taken for the reason at first."""
     with DevicePool(["cpu"], workers.Foresight, batch_size=size, on_error="skip") as pool:
         results = list(pool.map([0, 1, 2, 3, 4, 5, 6, 3, 8]))
-    assert [place for place, result in enumerate(results) if isinstance(result, ItemError)] == [3, 7]
+    assert [place for place, result in enumerate(results) if isinstance(result, ItemError)] == [
+        3,
+        7,
+    ]
     assert "SIGKILL" in results[3].message and results[8] == -8
 
 
@@ -172,7 +213,14 @@ def test_a_job_whose_worker_is_lost_is_done_again(tmp_path):
 
 
 def test_a_hanging_item_is_reported_and_the_rest_goes_on():
-    with DevicePool(["cpu"] * 2, workers.sleep, item_timeout=0.3, retries=2, on_error="skip", batch_size=2) as pool:
+    with DevicePool(
+        ["cpu"] * 2,
+        workers.sleep,
+        item_timeout=0.3,
+        retries=2,
+        on_error="skip",
+        batch_size=2,
+    ) as pool:
         results = list(pool.map([0, 0, 0, 1000, 0, 0.01]))
         assert results[3].index == 3 and "item_timeout=0.3 s" in results[3].message
         assert results[:3] + results[4:] == [0, 0, 0, 0, 0.01]
@@ -185,7 +233,7 @@ def test_idle_and_starting_workers_are_replaced():
         assert list(pool.map(range(5))) == [0, 1, 4, 9, 16]
         for pid in pids(pool):
             os.kill(pid, signal.SIGKILL)
-        while any(seat.replaced < 1 for seat in pool._engine.seats):
+        while any(worker.replaced < 1 for worker in pool._engine.workers):
             time.sleep(0.001)
         for pid in pids(pool):  # not ready yet
             os.kill(pid, signal.SIGKILL)
@@ -202,10 +250,12 @@ def test_a_lost_fork_server_is_replaced():
 
 
 class Attacker:
-    """Hits workers after every so many results, none twice."""
+    """A thread that hits workers after a number of results, none of them twice."""
 
     def __init__(self, pool, numbers, every):
-        self.pool, self.numbers, self.every = pool, numbers, every
+        self.pool = pool
+        self.numbers = numbers
+        self.every = every
         self.hit = []
 
     def after(self, count):
@@ -218,13 +268,16 @@ class Attacker:
                     self.hit.append(pid)
 
 
-def test_nothing_is_lost_and_nothing_comes_twice(full, tmp_path):
-    """Killed, stopped and hanging workers and poisoned items: all other results are one worker's, byte for byte."""
+def test_no_item_is_lost_or_repeated(full, tmp_path):
+    """Killed, stopped and hanging workers and poisoned items: all other results are one worker's,
+    byte for byte.
+    """
     count, kills, stops, hangs = (10_000, 20, 3, 2) if full else (1200, 5, 1, 1)
     torch.manual_seed(0)
     inputs = torch.randn(count, 10)
     inputs[:, 1] = torch.arange(count)
-    poisoned, hanging = [count // 5 + 1, count // 2, count - 1], [count // 3 + k * count // 4 for k in range(hangs)]
+    poisoned = [count // 5 + 1, count // 2, count - 1]
+    hanging = [count // 3 + k * count // 4 for k in range(hangs)]
     inputs[poisoned] = float("nan")
     inputs[hanging, 0] = float("inf")
     model = workers.Numbers().eval()
@@ -232,38 +285,55 @@ def test_nothing_is_lost_and_nothing_comes_twice(full, tmp_path):
     (tmp_path / "never").mkdir()
     for k in hanging:
         (tmp_path / "never" / f"hung-{k}").touch()
-    with DevicePool(["cpu"], workers.Hanging, arguments=(model, tmp_path / "never"), **options) as pool:
+    with DevicePool(
+        ["cpu"], workers.Hanging, arguments=(model, tmp_path / "never"), **options
+    ) as pool:
         expected = list(pool.map(inputs))
     numbers = [signal.SIGKILL] * kills + [signal.SIGSTOP] * stops
     random.Random(0).shuffle(numbers)
-    with DevicePool(["cpu"] * 2, workers.Hanging, arguments=(model, tmp_path), **options) as pool:
-        attacker, results = Attacker(pool, numbers, every=count // (len(numbers) + 3)), []
+    with DevicePool(
+        ["cpu"] * 2,
+        workers.Hanging,
+        arguments=(model, tmp_path),
+        **options,
+    ) as pool:
+        attacker = Attacker(pool, numbers, every=count // (len(numbers) + 3))
+        results = []
         for result in pool.map(iter(inputs)):
             results.append(result)
             attacker.after(len(results))
-        assert len(attacker.hit) == len(numbers) and len(list(tmp_path.glob("hung-*"))) == hangs
+        assert len(attacker.hit) == len(numbers)
+        assert len(list(tmp_path.glob("hung-*"))) == hangs
         assert sum(figure["replaced"] for figure in pool.figures()) >= len(numbers)
     assert len(results) == count
     failed = [result for result in results if isinstance(result, ItemError)]
     assert [error.index for error in failed] == poisoned
     assert {error.message for error in failed} == {"ValueError: poisoned"}
     good = [k for k in range(count) if k not in poisoned]
-    assert torch.equal(torch.stack([results[k] for k in good]), torch.stack([expected[k] for k in good]))
+    assert torch.equal(
+        torch.stack([results[k] for k in good]), torch.stack([expected[k] for k in good])
+    )
 
 
 @pytest.mark.parametrize("ordered", [True, False])
 def test_growing_batches_lose_nothing_either(ordered, full):
-    """With batches of any size, and in no order: every item exactly once."""
+    """Batches of any size arrive in any order, with every item exactly once."""
     count = 20_000 if full else 2000
     with DevicePool(["cpu"] * 3, workers.square, item_timeout=1.0) as pool:
-        attacker, seen = Attacker(pool, [signal.SIGKILL] * 4 + [signal.SIGSTOP], every=count // 8), []
+        attacker = Attacker(
+            pool,
+            [signal.SIGKILL] * 4 + [signal.SIGSTOP],
+            every=count // 8,
+        )
+        seen = []
         for result in pool.map(range(count), ordered=ordered):
             seen.append(result)
             attacker.after(len(seen))
     assert (seen if ordered else sorted(seen)) == [i * i for i in range(count)]
 
 
-# --- the end ----------------------------------------------------------------------------------------------------------
+# --- the end
+# --------------------------------------------------------------------------------------------------
 
 PROGRAM = """
 import itertools, os, signal, sys, time
@@ -274,10 +344,10 @@ def main(end, method):
     pool = DevicePool(["cpu"] * 3, workers.same, start_method=method)
     results = pool.map(itertools.count())
     next(results)
-    while not all(seat.ready for seat in pool._engine.seats):
+    while not all(worker.ready for worker in pool._engine.workers):
         time.sleep(0.01)
     jobs = [pool.submit(workers.sleep, 1000)]
-    while not (idle := [seat.handle.process.pid for seat in pool._engine.seats if not seat.queue]):
+    while not (idle := [w.handle.process.pid for w in pool._engine.workers if not w.queue]):
         time.sleep(0.01)
     stopped = idle[-1]
     if end != "busy":
@@ -302,16 +372,24 @@ if __name__ == "__main__":
 
 
 def processes(mark):
-    """All that inherited the mark, dead ones apart."""
-    found = []
+    """Return all living processes that inherited the mark."""
+    collected = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if alive(entry.name) and mark in (entry / "environ").read_bytes():
-                found.append(entry.name)
-    return warm.without_nursery(found)
+                collected.append(entry.name)
+    return warm.without_nursery(collected)
 
 
-ENDS = {"end": 0, "exception": 1, "with": 7, "interrupt": -signal.SIGINT, "kill": -9, "busy": -9, "close": -9}
+ENDS = {
+    "end": 0,
+    "exception": 1,
+    "with": 7,
+    "interrupt": -signal.SIGINT,
+    "kill": -9,
+    "busy": -9,
+    "close": -9,
+}
 SAMPLE = {"end forkserver", "interrupt forkserver", "kill spawn"}
 LAST = {"exception": "ValueError: of the program", "interrupt": "KeyboardInterrupt"}
 
@@ -320,12 +398,16 @@ LAST = {"exception": "ValueError: of the program", "interrupt": "KeyboardInterru
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 @pytest.mark.parametrize("end", ENDS)
 def test_no_end_leaves_a_process(end, method, tmp_path, full):
-    """Workers that work, wait and are stopped: all gone in 5 s, and nothing is said that the program did not say."""
+    """Workers that work, wait and are stopped exit within 5 s, and print only the program's
+    messages.
+    """
     if not full and f"{end} {method}" not in SAMPLE:
         pytest.skip("under --all")
-    script, mark = tmp_path / "program.py", uuid.uuid4().hex
+    script = tmp_path / "program.py"
+    mark = uuid.uuid4().hex
     script.write_text(PROGRAM)
-    before, pipes = blocks(), {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    before = blocks()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [sys.executable, script, end, method]
     program = warm.Popen(command, env=environment(POOL_TEST=mark), start_new_session=True, **pipes)
     assert program.stdout.readline() == "ready\n", program.communicate()
@@ -354,7 +436,8 @@ def test_workers_ignore_ctrl_c():
         for pid in before:
             os.kill(pid, signal.SIGINT)
             os.kill(pid, signal.SIGHUP)
-        assert list(pool.map(range(100))) == [i * i for i in range(100)] and pids(pool) == before
+        assert list(pool.map(range(100))) == [i * i for i in range(100)]
+        assert pids(pool) == before
 
 
 def test_a_forgotten_pool_ends():
@@ -365,11 +448,13 @@ def test_a_forgotten_pool_ends():
     assert within(5, lambda: not alive(pid))
 
 
-def test_nothing_is_left_open():
-    with DevicePool(["cpu"] * 2, workers.square) as pool:  # starts what stays: multiprocessing's servers
+def test_no_file_is_left_open():
+    # Starts what stays: multiprocessing's servers.
+    with DevicePool(["cpu"] * 2, workers.square) as pool:
         list(pool.map(range(10)))
     del pool
-    before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    before = len(os.listdir("/proc/self/fd"))
+    threads = threading.active_count()
     with DevicePool(["cpu"] * 2, workers.square) as pool:
         list(pool.map(range(10)))
         os.kill(pids(pool)[0], signal.SIGKILL)
@@ -380,7 +465,7 @@ def test_nothing_is_left_open():
 
 
 def test_a_closed_pool_touches_nothing_that_came_after_it(tmp_path):
-    """What wakes its thread is a file's number, which another file would get."""
+    """The file descriptor that wakes the pool's thread may belong to another file later."""
     with DevicePool(["cpu"], workers.square) as pool:
         results = pool.map(range(100))
         next(results)

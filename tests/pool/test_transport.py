@@ -1,4 +1,4 @@
-"""What travels between processes: taken apart, laid out in a slot, and made anew."""
+"""Items between processes: split into buffers, copied into a slot, and rebuilt."""
 
 import os
 
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from trainer.pool.transport import SMALLEST, fetch, new_slot, pack, pack_rows, store
+from trainer.pool.transport import INITIAL_BYTES, fetch, new_slot, pack, pack_rows, store
 from trainer.processes.memory_file import ALIGNMENT, MemoryFile
 
 
@@ -25,11 +25,14 @@ def there_and_back(value, slot, copy, take=pack, start=0):
 
 
 def equal(one, two):
-    (mine, made), (theirs, given) = tree_flatten(one), tree_flatten(two)
-    assert made == given and all(isinstance(right, type(left)) for left, right in zip(mine, theirs, strict=True))
-    for left, right in zip(mine, theirs, strict=True):
+    (own, created), (reference, arguments) = tree_flatten(one), tree_flatten(two)
+    assert created == arguments
+    assert all(isinstance(right, type(left)) for left, right in zip(own, reference, strict=True))
+    for left, right in zip(own, reference, strict=True):
         if isinstance(left, torch.Tensor):
-            torch.testing.assert_close(left, right.detach(), rtol=0, atol=0, equal_nan=True, check_stride=False)
+            torch.testing.assert_close(
+                left, right.detach(), rtol=0, atol=0, equal_nan=True, check_stride=False
+            )
         elif isinstance(left, np.ndarray):
             np.testing.assert_array_equal(left, right)
             assert left.dtype == right.dtype and left.shape == right.shape
@@ -37,7 +40,16 @@ def equal(one, two):
             assert left == right
 
 
-TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.uint8, torch.bool]
+TYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+]
 VALUES = {
     **{str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in [*TYPES, torch.complex64]},
     "scalar": torch.tensor(2.5),
@@ -53,7 +65,10 @@ VALUES = {
     "objects": np.array([1, "a", None], dtype=object),
     "structured": np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
     "text": "ä" * 100_000,
-    "nested": {"a": [torch.ones(2), (np.zeros(3), {"b": torch.zeros(1, dtype=torch.int8)})], "c": "d"},
+    "nested": {
+        "a": [torch.ones(2), (np.zeros(3), {"b": torch.zeros(1, dtype=torch.int8)})],
+        "c": "d",
+    },
 }
 
 
@@ -62,18 +77,37 @@ VALUES = {
 def test_round_trip(name, copy, slot):
     value = VALUES[name]
     equal(there_and_back(value, slot, copy), value)
-    equal(there_and_back([value, value], slot, copy, pack_rows, start=ALIGNMENT * 3), [value, value])
+    equal(
+        there_and_back(
+            [value, value],
+            slot,
+            copy,
+            pack_rows,
+            start=ALIGNMENT * 3,
+        ),
+        [value, value],
+    )
 
 
 def test_rows_of_all_kinds_come_back_as_lists(slot):
-    whole, lone = torch.arange(12.0).reshape(4, 3), torch.arange(3)
-    rows = [(whole, [*whole]), (whole.t(), [*whole.t()]), (whole.numpy(), [*whole.numpy()]), (tuple(whole), [*whole])]
+    whole = torch.arange(12.0).reshape(4, 3)
+    lone = torch.arange(3)
+    rows = [
+        (whole, [*whole]),
+        (whole.t(), [*whole.t()]),
+        (whole.numpy(), [*whole.numpy()]),
+        (tuple(whole), [*whole]),
+    ]
     rows += [(lone, [torch.tensor(i) for i in range(3)]), ([], [])]
-    mixed = ([torch.ones(2), torch.ones(3)], [torch.ones(2), torch.ones(2, dtype=torch.int64)], [torch.ones(1), 1])
+    mixed = (
+        [torch.ones(2), torch.ones(3)],
+        [torch.ones(2), torch.ones(2, dtype=torch.int64)],
+        [torch.ones(1), 1],
+    )
     rows += [(each, each) for each in (*mixed, [np.ones(2), np.ones(2, np.int32)])]
     for copy in (True, False):
-        for given, wanted in rows:
-            equal(there_and_back(given, slot, copy, pack_rows), wanted)
+        for argument, expected in rows:
+            equal(there_and_back(argument, slot, copy, pack_rows), expected)
 
 
 @pytest.mark.parametrize("shape", [(10,), (3, 40, 40), (3, 200, 200)], ids=["tiny", "small", "big"])
@@ -85,17 +119,22 @@ def test_many_rows_are_one_block(shape, slot):
     equal(there_and_back(rows, slot, True, pack_rows), rows)
 
 
-def test_what_is_owned_survives_the_slot(slot):
+def test_owned_buffers_survive_the_slot(slot):
     value = {"a": torch.arange(5), "b": [np.arange(5)]}
-    mine = there_and_back(value, slot, copy=True)
+    own = there_and_back(value, slot, copy=True)
     views = there_and_back(value, slot, copy=False)
-    rows = there_and_back([torch.ones(2)] * 3, slot, copy=True, take=pack_rows)
+    rows = there_and_back(
+        [torch.ones(2)] * 3,
+        slot,
+        copy=True,
+        take=pack_rows,
+    )
     slot.memory[:] = bytes(len(slot.memory))
-    equal(mine, value)
+    equal(own, value)
     equal(rows, [torch.ones(2)] * 3)
     assert views["a"].tolist() == [0] * 5, "a view sees what is written to the slot"
     rows[0].zero_()
-    mine["a"].add_(1), mine["b"][0].fill(0)
+    own["a"].add_(1), own["b"][0].fill(0)
     assert rows[1].tolist() == [1, 1], "each result has memory of its own"
     assert len({row.untyped_storage().data_ptr() for row in rows}) == 3
     assert rows[0].untyped_storage().nbytes() == 8, "keeping one keeps one"
@@ -103,18 +142,22 @@ def test_what_is_owned_survives_the_slot(slot):
 
 def test_a_slot_grows_in_both_processes(slot):
     """The other process's map follows; what looks at the old one stays valid."""
-    theirs = MemoryFile(os.dup(slot.descriptor))
+    reference = MemoryFile(os.dup(slot.descriptor))
     small = there_and_back(torch.ones(10), slot, copy=False)
-    big = torch.arange(SMALLEST)
-    extent = store(pack(big), slot, start=SMALLEST // 2)
-    assert len(slot.memory) > SMALLEST and len(theirs.memory) == SMALLEST
-    equal(fetch(theirs.reach(extent.end), extent, copy=True).open(), big)
+    big = torch.arange(INITIAL_BYTES)
+    extent = store(pack(big), slot, start=INITIAL_BYTES // 2)
+    assert len(slot.memory) > INITIAL_BYTES and len(reference.memory) == INITIAL_BYTES
+    equal(fetch(reference.reach(extent.end), extent, copy=True).open(), big)
     assert small.tolist() == [1] * 10
-    theirs.close()
+    reference.close()
 
 
 def test_a_model_travels_with_its_ties(slot):
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    model = nn.Sequential(
+        nn.Linear(3, 3),
+        nn.BatchNorm1d(3),
+        nn.Linear(3, 3),
+    )
     model[2].weight = model[0].weight
     copy = there_and_back(model, slot, copy=True)
     equal(dict(copy.state_dict()), dict(model.state_dict()))

@@ -1,4 +1,4 @@
-"""Memory that a process keeps for its next big blocks, and what it gives back."""
+"""Memory that a process keeps for its next big blocks, and memory that it frees."""
 
 import sys
 
@@ -21,9 +21,10 @@ print(resident() - first)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
 @pytest.mark.parametrize(
-    ("size", "largest", "kept"), [(2**24, [2**25], True), (2**27, [2**25], False), (2**27, [], True)]
+    ("size", "largest", "kept"),
+    [(2**24, [2**25], True), (2**27, [2**25], False), (2**27, [], True)],
 )
 def test_blocks_as_large_as_is_asked_for_are_kept(size, largest, kept):
-    done = python("-c", PROGRAM, size, *largest, start=warm.run, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert (int(done.stdout) > size / 2) == kept, done.stdout
+    completed = python("-c", PROGRAM, size, *largest, start=warm.run, timeout=120)
+    assert completed.returncode == 0, completed.stderr
+    assert (int(completed.stdout) > size / 2) == kept, completed.stdout

@@ -1,4 +1,4 @@
-"""Who dies with whom, in processes that ask for it."""
+"""Processes that ask to die with another process."""
 
 import os
 import shlex
@@ -18,13 +18,13 @@ ASKS = "from trainer.processes import family; family.die_with_parent(); print('a
     [
         ({}, 0),  # a user's own command
         ({PARENT: str(os.getpid())}, 0),
-        ({PARENT: "1"}, PARENT_DIED),  # who started it is gone already
+        ({PARENT: "1"}, PARENT_DIED),  # The process that started it has ended.
         ({"RANK": "0", "WORLD_SIZE": "1"}, 0),  # under a torchrun, whichever
     ],
 )
 def test_who_is_a_parent(variables, code):
-    done = python("-c", ASKS, env=environment(**variables))
-    assert (done.returncode, done.stdout) == (code, "" if code else "alive\n")
+    completed = python("-c", ASKS, env=environment(**variables))
+    assert (completed.returncode, completed.stdout) == (code, "" if code else "alive\n")
 
 
 RANK = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}
@@ -34,10 +34,20 @@ WAITS += "while os.getppid() == parent:\n    time.sleep(0.01)\n"
 
 def test_an_orphan_leaves_though_its_torchrun_died_before_it_asked():
     """Whoever adopted it is no torchrun."""
-    starts = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdout=1); input()"
+    starts = (
+        "import subprocess, sys; subprocess.Popen([sys.executable, '-c', "
+        "sys.argv[1]], stdout=1); input()"
+    )
     command = [sys.executable, "-c", starts, f"{WAITS}{ASKS}"]
     pipe = subprocess.PIPE
-    torchrun = subprocess.Popen(command, cwd=PROJECT, env=environment(**RANK), stdin=pipe, stdout=pipe, text=True)
+    torchrun = subprocess.Popen(
+        command,
+        cwd=PROJECT,
+        env=environment(**RANK),
+        stdin=pipe,
+        stdout=pipe,
+        text=True,
+    )
     assert torchrun.stdout.readline() == "here\n"
     torchrun.kill()
     assert torchrun.communicate(timeout=60)[0] == ""
@@ -45,5 +55,7 @@ def test_an_orphan_leaves_though_its_torchrun_died_before_it_asked():
 
 def test_a_rank_stays_where_a_command_is_between_it_and_a_living_torchrun():
     launcher = ["sh", "-c", f"{shlex.join([sys.executable, '-c', ASKS])}; true"]
-    done = subprocess.run(launcher, cwd=PROJECT, env=environment(**RANK), capture_output=True, timeout=60)
-    assert done.stdout == b"alive\n"
+    completed = subprocess.run(
+        launcher, cwd=PROJECT, env=environment(**RANK), capture_output=True, timeout=60
+    )
+    assert completed.stdout == b"alive\n"

@@ -1,4 +1,4 @@
-"""Files in memory: what one map writes the other sees, and nothing stays behind."""
+"""Files in memory: maps see each other's writes, and no file remains."""
 
 import os
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_an_address_of_another_container_or_of_nobody(file):
         address.open()
 
 
-def test_it_grows_and_old_maps_stay_valid(file):
+def test_a_memory_file_grows_and_old_maps_stay_valid(file):
     other = MemoryFile(os.dup(file.descriptor))
     old = file.memory
     grown = file.reach(65)
@@ -41,16 +41,18 @@ def test_it_grows_and_old_maps_stay_valid(file):
     other.close()
 
 
-def test_what_is_private_is_not_shared(file):
-    mine = file.private()
-    mine[0] = 7
+def test_private_memory_is_not_shared(file):
+    own = file.private()
+    own[0] = 7
     assert file.memory[0] == 0
 
 
-def test_it_has_no_name_and_is_given_back():
+def test_a_memory_file_has_no_name_and_is_freed():
     begun = set(os.listdir("/proc/self/fd"))
     file = MemoryFile.create("trainer-test", 64, "refused")
-    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "trainer-test" in line]
+    maps = [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if "trainer-test" in line
+    ]
     assert maps and all("/memfd:" in line and "/dev/shm" not in line for line in maps)
     file.close()
     del file

@@ -1,4 +1,6 @@
-"""No hangs: nothing here forks itself, after which OpenMP waits for threads that are gone; and who dies with whom."""
+"""Processes do not hang: no code forks by itself, because OpenMP waits for missing threads
+afterwards; and processes die together.
+"""
 
 import ast
 import os
@@ -12,9 +14,10 @@ import pytest
 import trainer
 from tests.command_line import PROJECT, environment, within
 
-# --- the syntax trees ---------------------------------------------------------------------------------------------
+# --- the syntax trees
+# ---------------------------------------------------------------------------------------------
 
-# Of the multiprocessing modules, what does not start processes by the global start method.
+# Functions of multiprocessing that do not start processes by the global start method.
 HARMLESS = {"active_children", "cpu_count", "current_process", "get_context", "parent_process"}
 HARMLESS |= {"connection", "forkserver", "process", "resource_tracker", "shared_memory", "spawn"}
 HARMLESS |= {"context", "reduction", "util"}
@@ -25,14 +28,14 @@ CONTEXT = {"ProcessPoolExecutor": "mp_context", "DataLoader": "multiprocessing_c
 def offences(source):
     """The lines of a module that fork, change the global start method, or depend on it."""
     tree = ast.parse(source)
-    homes, found = {}, set()  # local name -> what it is in full
+    homes, actual = {}, set()  # local name -> what it is in full
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             homes |= {n.asname: n.name for n in node.names if n.asname}
         elif isinstance(node, ast.ImportFrom):
             names = {n.asname or n.name: f"{node.module}.{n.name}" for n in node.names}
             homes |= names
-            found |= {node.lineno for name in names.values() if forbidden(name)}
+            actual |= {node.lineno for name in names.values() if forbidden(name)}
 
     def full(node):
         head, _, rest = ast.unparse(node).partition(".")
@@ -40,9 +43,11 @@ def offences(source):
 
     for node in ast.walk(tree):
         named = isinstance(node, ast.Attribute | ast.Name) and forbidden(full(node))
-        if named or (isinstance(node, ast.Call) and not well_called(full(node.func).rpartition(".")[2], node)):
-            found.add(node.lineno)
-    return sorted(found)
+        if named or (
+            isinstance(node, ast.Call) and not well_called(full(node.func).rpartition(".")[2], node)
+        ):
+            actual.add(node.lineno)
+    return sorted(actual)
 
 
 def forbidden(name):
@@ -54,8 +59,8 @@ def forbidden(name):
 def well_called(name, call):
     keywords = {keyword.arg: keyword.value for keyword in call.keywords}
     if name == "get_context":
-        given = [*call.args, *keywords.values()]
-        return [getattr(value, "value", None) for value in given] in (["spawn"], ["forkserver"])
+        arguments = [*call.args, *keywords.values()]
+        return [getattr(value, "value", None) for value in arguments] in (["spawn"], ["forkserver"])
     if name == "DataLoader" and None not in keywords:
         workers = keywords.get("num_workers", ast.Constant(0))
         if isinstance(workers, ast.Constant) and workers.value == 0:
@@ -63,8 +68,10 @@ def well_called(name, call):
     return name not in CONTEXT or CONTEXT[name] in keywords
 
 
-@pytest.mark.parametrize("path", sorted(Path(trainer.__file__).parent.rglob("*.py")), ids=lambda p: p.stem)
-def test_nothing_forks_or_depends_on_the_global_start_method(path):
+@pytest.mark.parametrize(
+    "path", sorted(Path(trainer.__file__).parent.rglob("*.py")), ids=lambda p: p.stem
+)
+def test_no_code_forks_or_depends_on_the_global_start_method(path):
     assert offences(path.read_text()) == []
 
 
@@ -84,40 +91,46 @@ FOUND = [
     "import torch; torch.utils.data.DataLoader(data, **options)",
 ]
 ALLOWED = [
-    "import multiprocessing; context = multiprocessing.get_context('spawn'); context.Process(); context.Queue()",
+    "import multiprocessing; context = multiprocessing.get_context('spawn'); context.Process(); "
+    "context.Queue()",
     "import multiprocessing; multiprocessing.active_children()",
     "from multiprocessing import connection, shared_memory; connection.wait([])",
-    "from concurrent.futures import ProcessPoolExecutor; ProcessPoolExecutor(4, mp_context=context)",
+    "from concurrent.futures import ProcessPoolExecutor; ProcessPoolExecutor(4, "
+    "mp_context=context)",
     "from torch.utils.data import DataLoader; DataLoader(data); DataLoader(data, num_workers=0)",
-    "from torch.utils.data import DataLoader; DataLoader(data, num_workers=4, multiprocessing_context=context)",
+    "from torch.utils.data import DataLoader; DataLoader(data, num_workers=4, "
+    "multiprocessing_context=context)",
 ]
 
 
 @pytest.mark.parametrize("line", [*FOUND, *ALLOWED])
-def test_what_would_be_found(line):
+def test_such_code_is_detected(line):
     assert offences(line) == [1] * (line in FOUND)
 
 
-# --- processes that end -------------------------------------------------------------------------------------------
+# --- processes that end
+# -------------------------------------------------------------------------------------------
 
 
 def members(session):
     """The living processes of a session."""
-    found = []
+    collected = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            state, _, _, its_session = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:4]
+            state, _, _, its_session = (
+                Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:4]
+            )
         except OSError:
             continue
         if int(its_session) == session and state != "Z":
-            found.append(int(pid))
-    return found
+            collected.append(int(pid))
+    return collected
 
 
 STARTING = """
 import sys
 from trainer.processes import fork_server
-fork_server.context("takes_long")
+fork_server.start_server("takes_long")
 print("server", flush=True)
 sys.stdin.read()
 """
@@ -125,7 +138,9 @@ sys.stdin.read()
 
 @pytest.mark.slow
 def test_a_fork_server_that_still_imports_dies_with_its_process(tmp_path):
-    (tmp_path / "takes_long.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
+    (tmp_path / "takes_long.py").write_text(
+        "import time; print('importing', flush=True); time.sleep(60)"
+    )
     main = subprocess.Popen(
         [sys.executable, "-c", STARTING],
         env=environment(PYTHONPATH=f"{tmp_path}:{PROJECT}"),

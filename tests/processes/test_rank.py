@@ -1,10 +1,10 @@
-"""What torchrun's variables say, and a job's name."""
+"""Variables of torchrun, and the name of a job."""
 
 import pytest
 
 from tests.command_line import python
 from trainer.errors import SetupError
-from trainer.processes.rank import Place, job_id, place
+from trainer.processes.rank import Place, build_job_id, read_place
 
 TORCHRUN = {
     "RANK": "3",
@@ -16,15 +16,31 @@ TORCHRUN = {
 
 
 def test_place():
-    assert place({}) == Place()
-    me = place(TORCHRUN)
-    assert (me.rank, me.size, me.local_rank, me.local_size, me.restarts, me.launched) == (3, 4, 1, 2, 1, True)
-    assert not me.is_main and place({}).is_main
+    assert read_place({}) == Place()
+    me = read_place(TORCHRUN)
+    assert (
+        me.rank,
+        me.size,
+        me.local_rank,
+        me.local_size,
+        me.restarts,
+        me.launched,
+    ) == (
+        3,
+        4,
+        1,
+        2,
+        1,
+        True,
+    )
+    assert not me.is_main and read_place({}).is_main
     with pytest.raises(SetupError, match="RANK"):
-        place({**TORCHRUN, "RANK": "x"})
+        read_place({**TORCHRUN, "RANK": "x"})
 
 
 def test_jobs_have_names_of_their_own():
-    ours = job_id()
-    done = python("-c", "from trainer.processes.rank import job_id; print(job_id())")
-    assert ours == job_id() != done.stdout.strip() != ""
+    ours = build_job_id()
+    completed = python(
+        "-c", "from trainer.processes.rank import build_job_id; print(build_job_id())"
+    )
+    assert ours == build_job_id() != completed.stdout.strip() != ""

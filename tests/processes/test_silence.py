@@ -1,4 +1,6 @@
-"""Seconds for which other ranks are silent: of a thread that does nothing, while its process is awake."""
+"""Seconds for which other ranks are silent: those in which a thread is idle although its process is
+awake.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from trainer.processes import silence
 
 
 def looked_at(work, looks=8):
-    """Whether a thread that does this is given up within some looks, of which three are too many."""
+    """Return whether a silent thread is given up within some checks, if three are too many."""
     waits = []
 
     def run():
@@ -27,11 +29,11 @@ def looked_at(work, looks=8):
         time.sleep(0.01)
     for _ in range(looks):
         time.sleep(0.1)
-        waits[0].look(1.0)
-    return waits[0].over
+        waits[0].check(1.0)
+    return waits[0].is_over
 
 
-def test_who_sleeps_is_given_up_and_who_works_is_not():
+def test_a_sleeping_rank_is_given_up_and_a_working_one_is_not():
     ended = []
 
     def works():
@@ -43,27 +45,30 @@ def test_who_sleeps_is_given_up_and_who_works_is_not():
     ended.append(True)
 
 
-def test_who_waits_for_another_process_is_not_given_up():
-    """A compiler, say."""
+def test_a_rank_that_waits_for_another_process_is_not_given_up():
+    """The other process may be a compiler."""
     assert not looked_at(lambda: subprocess.run(["sleep", "3"], check=False))
 
 
 def test_outside_of_a_group_nothing_is_watched(monkeypatch):
     monkeypatch.setattr(silence, "_limits", [])
-    assert silence.begin(None, print) is None and silence.end(None) is None
+    assert silence.begin_wait(None, print) is None and silence.end_wait(None) is None
     monkeypatch.setattr(silence, "_limits", [7.0])
-    wait, longer = silence.begin(None, print), silence.begin(9.0, print)
+    wait = silence.begin_wait(None, print)
+    longer = silence.begin_wait(9.0, print)
     assert (wait.limit, longer.limit) == (7.0, 9.0)
-    longer.over = True
-    assert silence.end(wait) is None and silence.end(longer) == 9.0
+    longer.is_over = True
+    assert silence.end_wait(wait) is None and silence.end_wait(longer) == 9.0
 
 
 @pytest.mark.slow
 def test_a_rank_leaves_where_gloo_raises_nothing():
     """As for a connection to another node that was closed between two operations."""
-    program = "import time; from trainer.processes import peers, silence; silence.watch(1.0)\n"
-    program += "with peers.lost_peers(): time.sleep(600)"
-    done = python("-c", program, timeout=120)
-    assert done.returncode == PeerError.code
-    assert "lost another rank" in done.stderr and "timed out after 1000 ms" in done.stderr
-    assert "Current thread" in done.stderr or "most recent call first" in done.stderr  # the stacks
+    program = "import time; from trainer.distributed import peers\n"
+    program += "from trainer.processes import silence; silence.set_limit(1.0)\n"
+    program += "with peers.translate_peer_errors(): time.sleep(600)"
+    completed = python("-c", program, timeout=120)
+    assert completed.returncode == PeerError.code
+    assert "lost another rank" in completed.stderr and "timed out after 1000 ms" in completed.stderr
+    # The stacks.
+    assert "Current thread" in completed.stderr or "most recent call first" in completed.stderr

@@ -1,4 +1,4 @@
-"""Stacks in the run folder, or on stderr where there is none."""
+"""Stacks in the run folder, or on stderr without one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ def test_a_traceback_in_the_run_folder(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
     stacks.write_to(tmp_path)
-    assert stacks.append("Traceback\n  one\n") == stacks.append("Traceback\n  two\n") == tmp_path / "stacks-rank3.txt"
+    assert (
+        stacks.append("Traceback\n  one\n")
+        == stacks.append("Traceback\n  two\n")
+        == tmp_path / "stacks-rank3.txt"
+    )
     text = (tmp_path / "stacks-rank3.txt").read_text()
     assert text.count(" rank 3\nTraceback\n  ") == 2 and text.index("one") < text.index("two")
 
@@ -34,9 +38,11 @@ def test_all_threads_in_the_run_folder(tmp_path: Path, capfd: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("folder", [None, "absent"])
-def test_without_a_folder(folder: str | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_stacks_without_a_run_folder_go_to_stderr(
+    folder: str | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     stacks.write_to(tmp_path / folder if folder else None)
     assert stacks.append("Traceback") is None
     assert stacks.dump("silent") == ""
-    assert "test_without_a_folder" in capfd.readouterr().err
+    assert "test_stacks_without_a_run_folder_go_to_stderr" in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []

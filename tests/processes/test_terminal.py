@@ -1,4 +1,4 @@
-"""What a user of launch.sh is told to type is what works there."""
+"""The commands that launch.sh asks the user to type work there."""
 
 import os
 import sys
@@ -10,20 +10,28 @@ from trainer.processes import terminal
 TOLD = "4 .HEIC files: pip install pillow-heif; python -m trainer runs lists runs"
 
 
-@pytest.mark.parametrize(("pip", "install"), [(object(), "{} -m pip install"), (None, "uv pip install --python {}")])
+@pytest.mark.parametrize(
+    ("pip", "install"), [(object(), "{} -m pip install"), (None, "uv pip install --python {}")]
+)
 def test_commands_of_launch_sh(pip, install, monkeypatch):
     monkeypatch.setenv("TRAINER_COMMAND", "./launch.sh")
     monkeypatch.delenv("TRAINER_TENSORBOARD", raising=False)
     monkeypatch.setattr(terminal, "find_spec", lambda name: pip)
     install = install.format(sys.executable)
-    assert terminal.as_typed("python -m tensorboard.main --logdir x") == "./launch.sh tensorboard --logdir x"
-    assert terminal.as_typed(TOLD) == f"4 .HEIC files: {install} pillow-heif; ./launch.sh runs lists runs"
+    assert (
+        terminal.localize_commands("python -m tensorboard.main --logdir x")
+        == "./launch.sh tensorboard --logdir x"
+    )
+    assert (
+        terminal.localize_commands(TOLD)
+        == f"4 .HEIC files: {install} pillow-heif; ./launch.sh runs lists runs"
+    )
     monkeypatch.delenv("TRAINER_COMMAND")
-    assert terminal.as_typed(TOLD) == TOLD
+    assert terminal.localize_commands(TOLD) == TOLD
 
 
 @pytest.mark.parametrize("on_path", [True, False])
-def test_what_pip_installed_is_started_by_its_name(on_path, monkeypatch, tmp_path):
+def test_an_installed_program_is_started_by_its_name(on_path, monkeypatch, tmp_path):
     folder = tmp_path / "a venv"
     folder.mkdir()
     for name in ("trainer", "python"):
@@ -32,7 +40,12 @@ def test_what_pip_installed_is_started_by_its_name(on_path, monkeypatch, tmp_pat
     monkeypatch.setattr(os, "environ", {"PATH": str(folder) if on_path else "/nowhere"})
     monkeypatch.setattr(sys, "executable", str(folder / "python"))
     terminal.name_installed_command(str(folder / "trainer"))
-    lines = terminal.as_typed("python -m trainer runs | python -m tensorboard.main --logdir runs").split(" | ")
+    lines = terminal.localize_commands(
+        "python -m trainer runs | python -m tensorboard.main --logdir runs"
+    ).split(" | ")
     home = "" if on_path else f"'{folder}/"
     end = "" if on_path else "'"
-    assert lines == [f"{home}trainer{end} runs", f"{home}python{end} -m tensorboard.main --logdir runs"]
+    assert lines == [
+        f"{home}trainer{end} runs",
+        f"{home}python{end} -m tensorboard.main --logdir runs",
+    ]

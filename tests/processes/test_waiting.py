@@ -1,4 +1,4 @@
-"""Whoever waits for others says so after some seconds."""
+"""A process that waits for others says so after some seconds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_word_after_a_while(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "trainer: node 0 waits\n"
 
 
-def test_what_hangs_is_left_behind() -> None:
+def test_a_hanging_call_is_abandoned() -> None:
     assert call_within(60, lambda: 5) == 5
     with pytest.raises(ZeroDivisionError):
         call_within(60, lambda: 1 // 0)
@@ -33,16 +33,22 @@ def test_what_hangs_is_left_behind() -> None:
 
 
 WAITING = [
-    ({"RANK": "0", "WORLD_SIZE": "2"}, "rank 0 waits for the other of 2 at 127.0.0.1:{port}, as RANK and WORLD_SIZE"),
+    (
+        {"RANK": "0", "WORLD_SIZE": "2"},
+        "rank 0 waits for the other of 2 at 127.0.0.1:{port}, as RANK and WORLD_SIZE",
+    ),
     (
         {"NNODES": "2", "NODE_RANK": "0"},
-        "node 0 waits for the other of 2 nodes at 127.0.0.1:{port}, 7 s at most: start them with NODE_RANK=1",
+        "node 0 waits for the other of 2 nodes at 127.0.0.1:{port}, 7 s at most: start them with "
+        "NODE_RANK=1",
     ),
 ]
 
 
-def waiting(variables: dict[str, str], says: str, folder: Path) -> tuple[CompletedProcess[str], str]:
-    """A run that waits for others in vain, and what it has to say meanwhile."""
+def waiting(
+    variables: dict[str, str], says: str, folder: Path
+) -> tuple[CompletedProcess[str], str]:
+    """Return a run that waits for others in vain, and its messages."""
     port = free_port()
     words = ["recipe=digits", "model.name=mlp", "devices=[cpu]", "timeout=7", "max_steps=1", *QUIET]
     ours = {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -53,8 +59,15 @@ def waiting(variables: dict[str, str], says: str, folder: Path) -> tuple[Complet
 def test_on_the_command_line(tmp_path: Path) -> None:
     """And it keeps no other run out of the folder."""
     with ThreadPoolExecutor() as both:
-        waits = [both.submit(waiting, *case, tmp_path / str(place)) for place, case in enumerate(WAITING)]
-    for done, says in (wait.result() for wait in waits):
-        assert f"trainer: {says}" in done.stderr
-        assert done.returncode in (3, 7) and "Traceback" not in done.stderr
+        waits = [
+            both.submit(
+                waiting,
+                *case,
+                tmp_path / str(place),
+            )
+            for place, case in enumerate(WAITING)
+        ]
+    for finished, says in (wait.result() for wait in waits):
+        assert f"trainer: {says}" in finished.stderr
+        assert finished.returncode in (3, 7) and "Traceback" not in finished.stderr
     assert not any(tmp_path.iterdir())

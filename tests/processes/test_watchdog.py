@@ -1,4 +1,6 @@
-"""A rank whose Python cannot run: small processes without torch, and whole runs under both launchers."""
+"""A rank whose Python code cannot run: small processes without torch, and whole runs under both
+launchers.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,19 @@ import pytest
 
 from tests import warm
 from tests.command_line import PROJECT, QUIET, environment, torchrun, within
-from tests.processes.test_interrupts import BLOCKED
-from trainer.processes.watchdog_process import GIVEN_UP
+from trainer.processes.watchdog_process import WATCHDOG_SIGNAL
+
+BLOCKED = """
+    import ctypes
+    while True:
+        ctypes.CDLL(None).usleep(60_000_000)
+"""
 
 TERM = int(signal.SIGTERM)
 LINE = r"a call has kept Python from running for \d+ s after a signal"
 
-# A C call that holds the interpreter's lock, which no signal interrupts: it waits for a mutex that is locked.
+# A C call that keeps the interpreter's lock, and which no signal interrupts: it waits for a locked
+# mutex.
 HOLD = """
 import ctypes, os, signal, struct, time
 def hold(seconds):
@@ -38,10 +46,11 @@ with Interrupts(grace=60) as interrupts:
     BODY
 sys.exit(40 + (interrupts.received or 0))
 """
-# Its children are siblings of each other, as the ranks of a torchrun are.
+# The children have one parent, like the ranks of a torchrun.
 LAUNCHER = """
 import ctypes, os, subprocess, sys, time
-ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: what a rank leaves behind comes here
+# PR_SET_CHILD_SUBREAPER: what a rank leaves behind comes here
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
 def gone(pid):
     for _ in range(50):
         try:
@@ -54,7 +63,8 @@ def gone(pid):
     return False
 def rank(number, program):
     ours = {**os.environ, "RANK": str(number), "WORLD_SIZE": "2"}
-    return subprocess.Popen([sys.executable, "-c", program], env=ours, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen([sys.executable, "-c", program], env=ours, stdout=subprocess.PIPE,
+        text=True)
 peer = rank(1, "import time; print(flush=True); time.sleep(60)")
 peer.stdout.readline()
 me = rank(0, sys.argv[1])
@@ -76,17 +86,28 @@ finally:
 
 
 def ranks(body, *actions):
-    """Two of them: what rank 0 does, and what happens meanwhile to its `peer` (killed) or to itself (signals)."""
-    command, pipe = [sys.executable, "-c", LAUNCHER, RANK.replace("BODY", body), *map(str, actions)], subprocess.PIPE
-    return subprocess.Popen(command, cwd=PROJECT, env=environment(), stdout=pipe, stderr=pipe, text=True)
+    """Two of them: what rank 0 does, and what happens meanwhile to its `peer` (killed) or to itself
+    (signals).
+    """
+    command = [
+        sys.executable,
+        "-c",
+        LAUNCHER,
+        RANK.replace("BODY", body),
+        *map(str, actions),
+    ]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, cwd=PROJECT, env=environment(), stdout=pipe, stderr=pipe, text=True
+    )
 
 
 def end(process, most=25.0):
-    """How rank 0 ended, and what was said; what was beside it has ended, too."""
-    written, said = process.communicate(timeout=60)
-    code, seconds, gone = written.split() or said
+    """Return how rank 0 ended and its output, and wait for the other processes."""
+    written, message = process.communicate(timeout=60)
+    code, seconds, gone = written.split() or message
     assert gone == "True" and float(seconds) < most
-    return int(code), said
+    return int(code), message
 
 
 @pytest.mark.slow
@@ -94,13 +115,14 @@ def test_a_stuck_rank_is_ended_once_a_peer_is_gone():
     """Whether it gets stuck before the signal or after it."""
     later = "while not interrupts.received:\n        time.sleep(0.01)\n    hold(1000)"
     for process in (ranks("hold(1000)", "peer", TERM), ranks(later, TERM, "peer")):
-        code, said = end(process)
-        assert code == -GIVEN_UP and re.fullmatch(f"trainer: rank 0: {LINE}; ended without saving\n", said)
+        code, message = end(process)
+        assert code == -WATCHDOG_SIGNAL
+        assert re.fullmatch(f"trainer: rank 0: {LINE}; ended without saving\n", message)
 
 
 @pytest.mark.slow
 def test_a_rank_that_only_takes_long_is_left_alone():
-    """Without a signal that asks it to leave, with all its peers alive, and in the middle of saving."""
+    """No signal asks it to leave, all its peers are alive, and it is saving."""
     others = "for _ in range(9):\n        os.kill(os.getpid(), signal.SIGCHLD)\n    hold(8)"
     cases = {
         ranks("hold(8)", "peer"): 40,
@@ -113,9 +135,9 @@ def test_a_rank_that_only_takes_long_is_left_alone():
 
 SAVING = """
     from trainer.processes import silence
-    silence.watch(1000.0)
+    silence.set_limit(1000.0)
     with interrupts.saving():
-        wait = silence.begin(None, print) if {waits} else None
+        wait = silence.begin_wait(None, print) if {waits} else None
         time.sleep(8)
     sys.exit(40)
 """
@@ -127,13 +149,21 @@ SAVING = """
     [(BLOCKED, 143), (SAVING.format(waits=True), 143), (SAVING.format(waits=False), 40)],
     ids=["a step", "a save that waits for ranks", "a save that writes"],
 )
-def test_python_that_runs_does_not_wait_for_what_a_lost_peer_holds_up(body, code):
-    """A collective may wait for its timeout, minutes, or for ever, after a peer was killed; a file is written."""
-    found, said = end(ranks(body.strip(), "peer", TERM), most=10.0)
-    assert found == code and bool(re.search("rank 0: rank 1 .*SIGTERM", said)) == (code == 143), said
+def test_running_python_code_does_not_wait_for_a_call_blocked_by_a_lost_peer(body, code):
+    """A collective may wait for minutes until its timeout, or for ever, after a peer was killed.
+
+    A file is written meanwhile.
+    """
+    actual, message = end(ranks(body.strip(), "peer", TERM), most=10.0)
+    assert actual == code and bool(re.search("rank 0: rank 1 .*SIGTERM", message)) == (
+        code == 143
+    ), message
 
 
-FORKED = "if os.fork() == 0:\n        os.closerange(1, 3)\n        time.sleep(20)\n        os._exit(0)\n    os._exit(3)"
+FORKED = (
+    "if os.fork() == 0:\n        os.closerange(1, 3)\n        "
+    "time.sleep(20)\n        os._exit(0)\n    os._exit(3)"
+)
 
 
 @pytest.mark.parametrize(
@@ -141,11 +171,12 @@ FORKED = "if os.fork() == 0:\n        os.closerange(1, 3)\n        time.sleep(20
     [("os._exit(3)", 3), ("raise SystemExit(3)", 3), ("os.kill(os.getpid(), 9)", -9), (FORKED, 3)],
     ids=["at once", "as Python does", "killed", "with a child that has its files"],
 )
-def test_nothing_stays_beside_a_rank_that_has_ended(leaves, code):
+def test_helper_processes_of_a_rank_end_with_it(leaves, code):
     assert end(ranks(leaves)) == (code, "")
 
 
-# --- whole runs -------------------------------------------------------------------------------------------------------
+# --- whole runs
+# --------------------------------------------------------------------------------------------------
 
 OWN = f"""{HOLD}
 from pathlib import Path
@@ -167,21 +198,35 @@ class Net(nn.Linear):
 def own(num_classes, channels, image_size):
     return Net(channels * image_size**2, num_classes)
 """
-WORDS = ["recipe=digits", "mode=ddp", "plugin=own", "model.name=own", "devices=[cpu]", "batch_size=32", *QUIET]
+WORDS = [
+    "recipe=digits",
+    "mode=ddp",
+    "plugin=own",
+    "model.name=own",
+    "devices=[cpu]",
+    "batch_size=32",
+    *QUIET,
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["ours", "torchrun"])
 def test_a_run_with_a_stuck_rank_ends(launcher, tmp_path):
-    """Its peer is killed, or its torchrun told to leave, which would kill it after 30 s, ours after `grace` + 30."""
+    """The peer is killed, or its torchrun is signaled.
+
+    It would kill the rank after 30 s, and ours after `grace` + 30.
+    """
     (tmp_path / "own.py").write_text(OWN)
-    words, ours = [*WORDS, f"grace={60 if launcher == 'ours' else 6}"], {"PYTHONPATH": f"{tmp_path}:{PROJECT}"}
+    words = [*WORDS, f"grace={60 if launcher == 'ours' else 6}"]
+    ours = {"PYTHONPATH": f"{tmp_path}:{PROJECT}"}
     if launcher == "ours":
         command = [sys.executable, "-m", "trainer", *words, "nproc=2"]
         to = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         context = warm.Popen(command, env=environment(**ours), cwd=tmp_path, **to)
     else:
-        context = torchrun(*words, arguments=["--standalone", "--nproc_per_node=2"], env=ours, cwd=tmp_path)
+        context = torchrun(
+            *words, arguments=["--standalone", "--nproc_per_node=2"], env=ours, cwd=tmp_path
+        )
     pids = []
     with context as process:
         try:
@@ -192,13 +237,13 @@ def test_a_run_with_a_stuck_rank_ends(launcher, tmp_path):
                 os.kill(pids[0], signal.SIGKILL)
             else:
                 process.send_signal(TERM)
-            said = process.communicate(timeout=60)[0]
+            message = process.communicate(timeout=60)[0]
         finally:
             process.kill()
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-    assert re.search(f"^trainer: rank 1: {LINE}", said, re.MULTILINE), said
-    assert process.returncode == (7 if launcher == "ours" else 1), said
+    assert re.search(f"^trainer: rank 1: {LINE}", message, re.MULTILINE), message
+    assert process.returncode == (7 if launcher == "ours" else 1), message
     last = "trainer: error: rank 0 was killed by SIGKILL"
-    assert launcher == "torchrun" or said.splitlines()[-1].startswith(last), said
+    assert launcher == "torchrun" or message.splitlines()[-1].startswith(last), message

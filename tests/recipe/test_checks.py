@@ -1,4 +1,6 @@
-"""What can run: counts of processes, images and micro-batches as tables, and advice that works when it is followed."""
+"""Combinations that can run: tables of processes, images and micro-batches, and suggestions that
+work.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.recipe.refusals import refusal
+from tests.checks import refusal
 from trainer.recipe import MODES, TRAITS, Recipe, Schedule, checks, load
 from trainer.recipe.checks import (
     OPTIONS,
@@ -22,10 +24,10 @@ from trainer.recipe.checks import (
     VIRTUAL,
     check_options,
     check_processes,
-    data_shares,
+    count_local_batches,
     microbatch_counts,
     ranks_per_pipeline,
-    schedule_of,
+    resolve_schedule,
 )
 from trainer.recipe.known_names import check_model_name, check_names
 
@@ -34,7 +36,7 @@ SCHEDULES = get_args(Schedule)
 
 @pytest.fixture(autouse=True)
 def newest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an older torch lacks is refused beside all of this (test_versions.py)."""
+    """Simulate the newest torch. Refusals for an older one are tested in test_versions.py."""
     monkeypatch.setattr(checks, "torch_has", lambda what: True)
 
 
@@ -46,11 +48,11 @@ def recipe(words: str) -> Recipe:
 
 
 def pipeline(words: str) -> Recipe:
-    """A recipe in which words without a key's section are the pipeline's."""
+    """Return a recipe; arguments without a key's section belong to the pipeline."""
     plain = ("batch_size", "accumulate", "augment", "mode", "compile")
-    return recipe(" ".join(word if word.startswith(plain) else f"pipeline.{word}" for word in words.split())).replace(
-        mode="pipeline"
-    )
+    return recipe(
+        " ".join(word if word.startswith(plain) else f"pipeline.{word}" for word in words.split())
+    ).replace(mode="pipeline")
 
 
 ALONE = "mode=single runs in 1 process, not 2"
@@ -65,17 +67,29 @@ ALONE = "mode=single runs in 1 process, not 2"
         ("mode=dp", 2, "mode=dp runs in 1 process, not 2"),
         ("mode=local_sgd", 4, ""),
         ("", 3, ""),  # 43 + 43 + 42
-        ("mode=fsdp batch_size=14 accumulate=2 augment.mixup=0.2", 3, "mixup, cutmix); try batch_size=12 or 24"),
+        (
+            "mode=fsdp batch_size=14 accumulate=2 augment.mixup=0.2",
+            3,
+            "mixup, cutmix); try batch_size=12 or 24",
+        ),
         ("mode=fsdp batch_size=16 accumulate=2 augment.mixup=0.2", 3, ""),
-        ("mode=local_sgd", 3, "batch_size=128 does not divide among 3 processes; try batch_size=126 or 129"),
+        (
+            "mode=local_sgd",
+            3,
+            "batch_size=128 does not divide among 3 processes; try batch_size=126 or 129",
+        ),
         ("batch_size=4", 8, "try batch_size=8"),
         ("batch_size=6 accumulate=2", 4, "4 processes x accumulate=2; try batch_size=8"),
-        ("batch_size=3 augment.mixup=0.2", 1, "among pairs of images (mixup, cutmix); try batch_size=2 or 4"),
+        (
+            "batch_size=3 augment.mixup=0.2",
+            1,
+            "among pairs of images (mixup, cutmix); try batch_size=2 or 4",
+        ),
     ],
 )
 def test_processes(words: str, processes: int, expected: str) -> None:
-    found = line(check_processes, recipe(words), processes)
-    assert expected in found and bool(found) == bool(expected)
+    message = line(check_processes, recipe(words), processes)
+    assert expected in message and bool(message) == bool(expected)
 
 
 def test_hogwild_is_for_one_node() -> None:
@@ -86,66 +100,145 @@ def test_hogwild_is_for_one_node() -> None:
 @pytest.mark.parametrize(
     ("words", "processes", "expected"),
     [
-        # one process
+        # Cases of one process
         ("", 1, ""),
         ("schedule=streams microbatches=7", 1, ""),  # uneven micro-batches are fine
         ("microbatches=129", 1, "pipeline.microbatches=129 of 128 images: at most 128 can be"),
-        ("schedule=streams virtual_stages=2", 1, "virtual_stages, not 2: leave pipeline.virtual_stages out"),
-        ("schedule=streams", 2, "runs in 1 process, not 2: type python -m trainer ... without torchrun"),
-        *((f"schedule={name}", 1, f"{name} runs in 2 processes or more") for name in SCHEDULES if name != "streams"),
-        ("schedule=1f1b stages=4", 1, "torchrun --nproc_per_node=4 -m trainer ... or nproc=4"),
+        (
+            "schedule=streams virtual_stages=2",
+            1,
+            "virtual_stages, not 2: leave pipeline.virtual_stages out",
+        ),
+        (
+            "schedule=streams",
+            2,
+            "runs in 1 process, not 2: type python -m trainer ... without torchrun",
+        ),
+        *(
+            (f"schedule={name}", 1, f"{name} runs in 2 processes or more")
+            for name in SCHEDULES
+            if name != "streams"
+        ),
+        (
+            "schedule=1f1b stages=4",
+            1,
+            "torchrun --standalone --nproc_per_node=4 -m trainer ... or nproc=4",
+        ),
         # P x R processes
         *((f"schedule={name}", 4, "") for name in SCHEDULES if name != "streams"),
         *((f"schedule={name} stages=2", 4, "") for name in SCHEDULES if name != "streams"),
-        ("stages=2", 3, "type torchrun --nproc_per_node=2 -m trainer ... (or nproc=), 2 or 4 would do"),
-        ("stages=4", 2, "torchrun --nproc_per_node=4 -m trainer ... (or nproc=), 4 would do"),
-        ("batch_size=15 stages=2", 4, "does not divide among 2 replicas; try batch_size=12 or 16"),  # 2 x 2 stages
-        ("batch_size=14 stages=2 accumulate=2", 4, "2 replicas x accumulate=2; try batch_size=8 or 16"),
+        (
+            "stages=2",
+            3,
+            "type torchrun --standalone --nproc_per_node=2 -m trainer ... (or nproc=), 2 or 4 "
+            "would do",
+        ),
+        (
+            "stages=4",
+            2,
+            "torchrun --standalone --nproc_per_node=4 -m trainer ... (or nproc=), 4 would do",
+        ),
+        # 2 x 2 stages
+        ("batch_size=15 stages=2", 4, "does not divide among 2 replicas; try batch_size=12 or 16"),
+        (
+            "batch_size=14 stages=2 accumulate=2",
+            4,
+            "2 replicas x accumulate=2; try batch_size=8 or 16",
+        ),
         # virtual stages
         *((f"schedule={name} virtual_stages=3", 2, "") for name in VIRTUAL if name not in V_SHAPED),
         ("schedule=zbv virtual_stages=2", 2, ""),
-        ("schedule=zbv virtual_stages=3", 2, "zbv takes 2 as pipeline.virtual_stages, not 3: leave"),
+        (
+            "schedule=zbv virtual_stages=3",
+            2,
+            "zbv takes 2 as pipeline.virtual_stages, not 3: leave",
+        ),
         ("schedule=gpipe virtual_stages=1", 2, ""),
-        ("schedule=gpipe virtual_stages=2", 2, "or use pipeline.schedule=interleaved1f1b or loopedbfs"),
+        (
+            "schedule=gpipe virtual_stages=2",
+            2,
+            "or use pipeline.schedule=interleaved1f1b or loopedbfs",
+        ),
         ("virtual_stages=2", 2, "pipeline.schedule=1f1b takes 1 as pipeline.virtual_stages, not 2"),
         # micro-batches
         ("microbatches=8", 2, ""),
-        ("microbatches=7", 2, "do not divide into equal micro-batches like that; try pipeline.microbatches=2, 4, 8"),
+        (
+            "microbatches=7",
+            2,
+            "do not divide into equal micro-batches like that; try pipeline.microbatches=2, 4, 8",
+        ),
         ("split_size=7", 2, "like that; try pipeline.split_size=1, 2, 4, 8, 16, 32 or 64"),
-        ("microbatches=1", 2, "wants at least as many micro-batches as stages (2); try pipeline.microbatches=2, 4, 8"),
-        ("split_size=128", 2, "wants at least as many micro-batches as stages (2); try pipeline.split_size=1, 2"),
+        (
+            "microbatches=1",
+            2,
+            "wants at least as many micro-batches as stages (2); try pipeline.microbatches=2, 4, 8",
+        ),
+        (
+            "split_size=128",
+            2,
+            "wants at least as many micro-batches as stages (2); try pipeline.split_size=1, 2",
+        ),
         ("schedule=gpipe microbatches=1", 2, ""),
         ("schedule=dualpipev microbatches=2", 2, "at least as many micro-batches as stages (4)"),
-        ("batch_size=120 schedule=interleaved1f1b microbatches=5", 2, "wants a multiple of its 2 rounds; try"),
-        ("batch_size=120 schedule=interleavedzerobubble microbatches=15", 2, "wants a multiple of its 7 rounds; try"),
+        (
+            "batch_size=120 schedule=interleaved1f1b microbatches=5",
+            2,
+            "wants a multiple of its 2 rounds; try",
+        ),
+        (
+            "batch_size=120 schedule=interleavedzerobubble microbatches=15",
+            2,
+            "wants a multiple of its 7 rounds; try",
+        ),
         ("batch_size=120 schedule=loopedbfs microbatches=15", 2, ""),
-        ("batch_size=2", 3, "do not divide into equal micro-batches for pipeline.schedule=1f1b, which wants 3 or"),
-        ("batch_size=2 augment.mixup=0.1", 3, "which wants 3 or more of them: try batch_size=6"),  # pairs, too
+        (
+            "batch_size=2",
+            3,
+            "do not divide into equal micro-batches for pipeline.schedule=1f1b, which wants 3 or",
+        ),
+        # pairs, too
+        ("batch_size=2 augment.mixup=0.1", 3, "which wants 3 or more of them: try batch_size=6"),
         ("batch_size=8 stages=2 accumulate=2", 4, ""),
-        ("batch_size=8 stages=2 accumulate=2 microbatches=4", 4, "2 images a step and replica (batch_size=8,"),
+        (
+            "batch_size=8 stages=2 accumulate=2 microbatches=4",
+            4,
+            "2 images a step and replica (batch_size=8,",
+        ),
     ],
-)  # fmt: skip
+)
 def test_processes_of_pipelines(words: str, processes: int, expected: str) -> None:
-    found = line(check_processes, pipeline(words), processes)
-    assert expected in found and bool(found) == bool(expected)
+    message = line(check_processes, pipeline(words), processes)
+    assert expected in message and bool(message) == bool(expected)
 
 
 def advice(text: str) -> list[dict[str, Any]]:
-    """Every way out that a message names, as what to change."""
+    """List the changes that a message suggests."""
     tried = re.search(r"try ([\w.]+)=([\d, or]+)$", text)
     if tried:
         return [{tried[1]: int(number)} for number in re.findall(r"\d+", tried[2])]
-    ways: list[dict[str, Any]] = [{"nproc": int(n)} for n in re.findall(r"(?:nproc_per_node|nproc)=(\d+)", text)]
+    ways: list[dict[str, Any]] = [
+        {"nproc": int(n)} for n in re.findall(r"(?:nproc_per_node|nproc)=(\d+)", text)
+    ]
     ways += [{"nproc": int(n)} for n in re.findall(r"\b(\d+)(?= or \d+ would do| would do)", text)]
     ways += [{"nproc": 1}] if "without torchrun" in text else []
-    ways += [{"pipeline.schedule": name} for name in SCHEDULES if re.search(rf"\b{name}\b", text.partition(": ")[2])]
-    ways += [{"pipeline.virtual_stages": None}] if "leave pipeline.virtual_stages out" in text else []
+    ways += [
+        {"pipeline.schedule": name}
+        for name in SCHEDULES
+        if re.search(rf"\b{name}\b", text.partition(": ")[2])
+    ]
+    ways += (
+        [{"pipeline.virtual_stages": None}] if "leave pipeline.virtual_stages out" in text else []
+    )
     ways += [{"pipeline.microbatches": int(n)} for n in re.findall(r"at most (\d+) can be", text)]
     return ways
 
 
-def follow(words: dict[str, Any], processes: int, taken: frozenset[str] = frozenset()) -> str:
-    """Take every piece of advice until the recipe can run; what went wrong, if anything did."""
+def follow(
+    words: dict[str, Any],
+    processes: int,
+    taken: frozenset[str] = frozenset(),
+) -> str:
+    """Follow each suggestion until the recipe can run. Return the error, if any."""
     text = line(check_processes, Recipe.model_validate(unflatten(words)), processes)
     ways = advice(text)
     if text and not ways:
@@ -154,9 +247,9 @@ def follow(words: dict[str, Any], processes: int, taken: frozenset[str] = frozen
         if taken & way.keys():
             return f"again {way}: {text}"
         nproc = way.get("nproc", processes)
-        found = follow({**words, **way}, nproc, taken | way.keys())
-        if found:
-            return f"{found} after {way} of '{text}'"
+        actual = follow({**words, **way}, nproc, taken | way.keys())
+        if actual:
+            return f"{actual} after {way} of '{text}'"
     return ""
 
 
@@ -169,7 +262,9 @@ def unflatten(words: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_advice_works_when_it_is_followed(full: bool) -> None:
-    """Whatever is wrong, each way out that the line names leads to a recipe that runs; no key is named twice."""
+    """Whatever is wrong, each way out that the line names leads to a recipe that runs; no key is
+    named twice.
+    """
     choices: dict[str, Any] = {
         "pipeline.schedule": (None, *SCHEDULES),
         "pipeline.stages": (None, 2, 3),
@@ -204,7 +299,7 @@ def test_advice_works_when_it_is_followed(full: bool) -> None:
         ("batch_size=12 split_size=50", 1, [1]),
         ("batch_size=12", 2, [2, 3, 4, 6, 12]),
         ("batch_size=12", 4, [4, 6, 12]),
-        ("batch_size=24 stages=2", 4, [2, 3, 4, 6, 12]),  # of a replica's 12
+        ("batch_size=24 stages=2", 4, [2, 3, 4, 6, 12]),  # A replica has 12 images.
         ("batch_size=24 stages=2 accumulate=2", 4, [2, 3, 6]),
         ("batch_size=12 schedule=gpipe", 4, [1, 2, 3, 4, 6, 12]),
         ("batch_size=12 schedule=dualpipev", 2, [4, 6, 12]),
@@ -217,7 +312,7 @@ def test_microbatch_counts(words: str, processes: int, counts: list[int]) -> Non
 
 @pytest.fixture
 def as_one_of():
-    """Makes this process one rank of so many that exist in name only."""
+    """Make this process one rank of `count`, which exist in name only."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     def start(ranks: int) -> None:
@@ -232,40 +327,50 @@ def test_torch_accepts_the_same_numbers_of_micro_batches(ranks: int, as_one_of) 
     from torch.distributed.pipelining import PipelineStage
 
     from trainer.modes.pipeline.torch_schedules import SCHEDULES as KINDS
-    from trainer.modes.pipeline.torch_schedules import ranks_of_stages
+    from trainer.modes.pipeline.torch_schedules import assign_ranks
 
     as_one_of(ranks)
-    sample, layer, cpu = torch.zeros(1, 2), nn.Linear(2, 2), torch.device("cpu")
+    sample = torch.zeros(1, 2)
+    layer = nn.Linear(2, 2)
+    cpu = torch.device("cpu")
     for name, kind in KINDS.items():
-        holders = ranks_of_stages(name, ranks, VIRTUAL.get(name, 1))
+        holders = assign_ranks(name, ranks, VIRTUAL.get(name, 1))
         own = [stage for stage, rank in enumerate(holders) if rank == 0]
         images = 2520  # has every divisor up to 10
-        wanted = list(range(1, 11))
+        expected = list(range(1, 11))
         counts = microbatch_counts(pipeline(f"schedule={name} batch_size={images}"), ranks)
         accepted = []
         inputs = {"input_args": sample, "output_args": sample}
-        for m in wanted:
+        for m in expected:
             parts = [PipelineStage(layer, stage, len(holders), cpu, **inputs) for stage in own]
             with suppress(ValueError):
-                kind(parts if name in VIRTUAL else parts[0], m, loss_fn=lambda a, b: a.sum())
+                kind(
+                    parts if name in VIRTUAL else parts[0],
+                    m,
+                    loss_fn=lambda a, b: a.sum(),
+                )
                 accepted.append(m)
-        assert [m for m in counts if m in wanted] == accepted, name
+        assert [m for m in counts if m in expected] == accepted, name
 
 
 def test_who_holds_what() -> None:
-    assert schedule_of(pipeline(""), 1) == "streams"
-    assert schedule_of(pipeline(""), 4) == "1f1b"
-    assert schedule_of(pipeline("schedule=zbv"), 4) == "zbv"
+    assert resolve_schedule(pipeline(""), 1) == "streams"
+    assert resolve_schedule(pipeline(""), 4) == "1f1b"
+    assert resolve_schedule(pipeline("schedule=zbv"), 4) == "zbv"
     assert [ranks_per_pipeline(pipeline("stages=2"), n) for n in (1, 2, 4)] == [1, 2, 2]
-    assert [data_shares(pipeline("stages=2"), n) for n in (1, 2, 4)] == [1, 1, 2]
-    assert [data_shares(pipeline(""), n) for n in (1, 2, 4)] == [1, 1, 1]
-    assert [data_shares(recipe("pipeline.stages=2"), n) for n in (1, 2, 4)] == [1, 2, 4]  # ddp
+    assert [count_local_batches(pipeline("stages=2"), n) for n in (1, 2, 4)] == [1, 1, 2]
+    assert [count_local_batches(pipeline(""), n) for n in (1, 2, 4)] == [1, 1, 1]
+    assert [count_local_batches(recipe("pipeline.stages=2"), n) for n in (1, 2, 4)] == [
+        1,
+        2,
+        4,
+    ]  # ddp
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options(mode: str, option: str) -> None:
-    """Refused exactly where the table says, with its reason, whatever the number of processes."""
+    """Options are refused as in the table, with its reason, for any number of processes."""
     key, value = OPTIONS[option]
     on = recipe(f"mode={mode} {key}={str(value).lower()}")
     reason = TRAITS[mode].refuses.get(option, "")
@@ -306,16 +411,29 @@ def test_training_uses_one_kind_of_device() -> None:
 
 def test_a_batch_that_is_small_for_many_gpus() -> None:
     words = "batch_size=1024 optimizer.lr=0.4"
-    assert checks.wider_batch(recipe("batch_size=256 schedule.warmup_epochs=1"), 8) == words
-    assert checks.wider_batch(load("resnet50"), 8) == f"{words} schedule.warmup_epochs=5"  # a high rate needs one
-    assert checks.wider_batch(recipe("batch_size=96 optimizer.name=adamw"), 2) == "batch_size=384"
-    assert checks.wider_batch(recipe("batch_size=256"), 8, images=1000) is None
-    assert checks.wider_batch(recipe("batch_size=256"), 4) is None and checks.wider_batch(recipe(""), 1) is None
-    assert checks.wider_batch(recipe("batch_size=256 mode=pipeline"), 8) is None
+    assert checks.suggest_wider_batch(recipe("batch_size=256 schedule.warmup_epochs=1"), 8) == words
+    # A high rate needs one.
+    assert checks.suggest_wider_batch(load("resnet50"), 8) == f"{words} schedule.warmup_epochs=5"
+    assert (
+        checks.suggest_wider_batch(recipe("batch_size=96 optimizer.name=adamw"), 2)
+        == "batch_size=384"
+    )
+    assert checks.suggest_wider_batch(recipe("batch_size=256"), 8, images=1000) is None
+    assert checks.suggest_wider_batch(recipe("batch_size=256"), 4) is None
+    assert checks.suggest_wider_batch(recipe(""), 1) is None
+    assert checks.suggest_wider_batch(recipe("batch_size=256 mode=pipeline"), 8) is None
 
 
-def test_what_does_not_go_with_recompute() -> None:
-    for words in ("compile=true recompute=true", "compile=true recompute=auto", "graphs=true recompute=true"):
+def test_combinations_that_recompute_excludes() -> None:
+    for words in (
+        "compile=true recompute=true",
+        "compile=true recompute=auto",
+        "graphs=true recompute=true",
+    ):
         assert not line(check_processes, recipe(f"mode=single {words}"), 1)
-    assert not line(check_processes, recipe("mode=split compile=true graphs=true recompute=true"), 1)
-    assert "recompute=true, or recompute=false" in line(check_options, recipe("mode=split recompute=auto"))
+    assert not line(
+        check_processes, recipe("mode=split compile=true graphs=true recompute=true"), 1
+    )
+    assert "recompute=true, or recompute=false" in line(
+        check_options, recipe("mode=split recompute=auto")
+    )

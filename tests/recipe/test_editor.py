@@ -13,7 +13,9 @@ from tests.pages import SCHEMA
 from trainer.errors import RecipeError
 from trainer.recipe import load, shipped_recipes
 
-jsonschema = pytest.importorskip("jsonschema", reason="pip install jsonschema (of the extra `test`)")
+jsonschema = pytest.importorskip(
+    "jsonschema", reason="pip install jsonschema (of the extra `test`)"
+)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,7 @@ def mistakes(checker: Any, text: str) -> list[str]:
 def test_every_shipped_recipe_is_accepted_and_names_the_schema(checker: Any, name: str) -> None:
     text = shipped_recipes()[name].read_text(encoding="utf-8")
     assert mistakes(checker, text) == []
-    assert mistakes(checker, load(name).to_yaml()) == []  # as a run folder has it
+    assert mistakes(checker, load(name).to_yaml()) == []  # The text is that of a run folder.
     assert text.splitlines()[1] == f"# yaml-language-server: $schema={SCHEMA.name}"
 
 
@@ -72,7 +74,7 @@ def test_every_shipped_recipe_is_accepted_and_names_the_schema(checker: Any, nam
         "seed: -1",
     ],
 )
-def test_what_load_refuses_is_marked(checker: Any, text: str) -> None:
+def test_the_editor_marks_values_that_load_refuses(checker: Any, text: str) -> None:
     assert mistakes(checker, text), text
     with pytest.raises(RecipeError):
         load(yaml.safe_load(text))
@@ -98,7 +100,7 @@ def test_what_load_refuses_is_marked(checker: Any, text: str) -> None:
         "ema: 0.999",
     ],
 )
-def test_what_load_takes_is_not_marked(checker: Any, text: str) -> None:
+def test_the_editor_does_not_mark_values_that_load_accepts(checker: Any, text: str) -> None:
     assert mistakes(checker, text) == []
     tree = yaml.safe_load(text)
     tree.pop("extends", None)

@@ -1,4 +1,4 @@
-"""`extends`: a file that says only what differs from another."""
+"""The key `extends`: a file with the differences from another one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.checks import refusal
 from tests.command_line import QUIET, ok, suggested, trainer
-from tests.recipe.refusals import refusal
 from trainer.errors import RecipeError
 from trainer.recipe import load, origins
 
@@ -19,35 +19,60 @@ def write(folder: Path, **files: str) -> None:
 
 def test_a_file_has_what_it_extends_and_its_differences(tmp_path: Path) -> None:
     write(tmp_path, mine="extends: digits\nepochs: 3\noptimizer: {lr: 0.5}\n")
-    assert load(tmp_path / "mine.yaml").to_dict() == load("digits", "epochs=3", "optimizer.lr=0.5").to_dict()
+    assert (
+        load(tmp_path / "mine.yaml").to_dict()
+        == load("digits", "epochs=3", "optimizer.lr=0.5").to_dict()
+    )
     assert load(tmp_path / "mine.yaml", "epochs=4").epochs == 4
-    assert load({"extends": "digits", "epochs": 3}).to_dict() == load("digits", "epochs=3").to_dict()
+    assert (
+        load({"extends": "digits", "epochs": 3}).to_dict() == load("digits", "epochs=3").to_dict()
+    )
 
 
-def test_a_chain_of_files_is_found_from_each_files_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chain_of_files_is_found_from_each_files_own_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "base").mkdir()
-    write(tmp_path / "base", first="extends: mnist\nepochs: 3\nseed: 1\n", second="extends: first.yaml\nseed: 2\n")
+    write(
+        tmp_path / "base",
+        first="extends: mnist\nepochs: 3\nseed: 1\n",
+        second="extends: first.yaml\nseed: 2\n",
+    )
     write(tmp_path, mine="extends: base/second.yaml\nbatch_size: 64\n")
     monkeypatch.chdir(tmp_path / "base")
-    found = load("../mine.yaml")
-    assert (found.data.name, found.epochs, found.seed, found.batch_size) == ("mnist", 3, 2, 64)
-    assert found.name == "mine"
+    loaded = load("../mine.yaml")
+    assert (
+        loaded.data.name,
+        loaded.epochs,
+        loaded.seed,
+        loaded.batch_size,
+    ) == ("mnist", 3, 2, 64)
+    assert loaded.name == "mine"
 
 
-def test_what_says_a_key_can_be_told(tmp_path: Path) -> None:
+def test_the_origin_of_a_key_is_known(tmp_path: Path) -> None:
     write(tmp_path, base="extends: digits\nseed: 1\n", mine="extends: base.yaml\nepochs: 3\n")
-    found = origins(tmp_path / "mine.yaml", "batch_size=64")
-    assert found["seed"] == str(tmp_path / "base.yaml")
-    assert (found["optimizer.lr"], found["epochs"], found["batch_size"]) == ("digits", "mine", "your words")
-    assert "compile" not in found
+    actual = origins(tmp_path / "mine.yaml", "batch_size=64")
+    assert actual["seed"] == str(tmp_path / "base.yaml")
+    assert (actual["optimizer.lr"], actual["epochs"], actual["batch_size"]) == (
+        "digits",
+        "mine",
+        "your words",
+    )
+    assert "compile" not in actual
 
 
 def test_a_list_takes_the_place_of_the_parents(tmp_path: Path) -> None:
-    write(tmp_path, base="optimizer: {betas: [0.5, 0.6]}\n", mine="extends: base.yaml\noptimizer: {betas: [0.7, 0.8]}")
+    write(
+        tmp_path,
+        base="optimizer: {betas: [0.5, 0.6]}\n",
+        mine="extends: base.yaml\noptimizer: {betas: [0.7, 0.8]}",
+    )
     assert load(tmp_path / "mine.yaml").optimizer.betas == [0.7, 0.8]
 
 
-# Each with what the one line has to name, and with the file that it blames where that is another than the one typed.
+# Cases, each with the text that the message contains, and with the file that it names if that is
+# not the typed one.
 WRONG = {
     "extends: digts\n": ("extends digts {folder} digits?", ""),
     "extends: other\n": ("extends other", ""),
@@ -75,7 +100,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_what_cannot_be_extended_is_one_line(tmp_path: Path, text: str) -> None:
+def test_an_invalid_extends_is_one_line(tmp_path: Path, text: str) -> None:
     write(
         tmp_path,
         mine=text,
@@ -112,19 +137,27 @@ def test_a_word_is_not_blamed_on_the_file(tmp_path: Path) -> None:
 
 
 def test_a_runs_recipe_is_complete_without_the_files_it_came_from(tmp_path: Path) -> None:
-    base, mine = "extends: digits_single\nmodel: {name: mlp}\n", "extends: base.yaml\nmax_steps: 1\n"
-    write(tmp_path, base=base, mine=mine)
+    base = "extends: digits_single\nmodel: {name: mlp}\n"
+    own = "extends: base.yaml\nmax_steps: 1\n"
+    write(tmp_path, base=base, mine=own)
     ok("recipe=mine.yaml", "output=run", *QUIET, cwd=tmp_path)
     for name in ("base", "mine"):
         (tmp_path / f"{name}.yaml").unlink()
     saved = load(tmp_path / "run")
     assert "extends" not in (tmp_path / "run" / "recipe.yaml").read_text()
-    assert (saved.mode, saved.model.name, saved.max_steps, saved.epochs) == ("single", "mlp", 1, 30)
+    assert (
+        saved.mode,
+        saved.model.name,
+        saved.max_steps,
+        saved.epochs,
+    ) == ("single", "mlp", 1, 30)
     write(tmp_path, again="extends: run\nseed: 5\n")  # a run folder can be extended as well
     assert load(tmp_path / "again.yaml").to_dict() == saved.replace(seed=5).to_dict()
-    told = trainer("recipe=mine.yaml", cwd=tmp_path)
-    assert told.returncode == 2 and "recipe=mine.yaml" in told.stderr
-    write(tmp_path, base=f"{base}seed: 5\n", mine=mine)
-    told = trainer("recipe=mine.yaml", "output=run", "resume=auto", *QUIET, cwd=tmp_path)
-    assert told.returncode == 2 and "seed: 0 there, 5 now" in told.stderr and "recipe=run " in told.stderr
+    completed = trainer("recipe=mine.yaml", cwd=tmp_path)
+    assert completed.returncode == 2 and "recipe=mine.yaml" in completed.stderr
+    write(tmp_path, base=f"{base}seed: 5\n", mine=own)
+    completed = trainer("recipe=mine.yaml", "output=run", "resume=auto", *QUIET, cwd=tmp_path)
+    assert completed.returncode == 2
+    assert "seed: 0 there, 5 now" in completed.stderr
+    assert "recipe=run " in completed.stderr
     assert "done" in ok("recipe=run", "output=run", "resume=auto", *QUIET, cwd=tmp_path).stdout

@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.checks import refusal
 from tests.command_line import ok, suggested, trainer
-from tests.recipe.refusals import refusal
 from trainer import recipe as recipes
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe, changed_keys, flatten, load, reflection
-from trainer.recipe.loading import words_of
-from trainer.recipe.text import typed
+from trainer.recipe.loading import format_arguments
+from trainer.recipe.text import format_yaml
 
 DEFAULTS = flatten(Recipe().to_dict())
 
 
+# Names like those of layers in nn.Sequential.
 @pytest.mark.parametrize(
     ("word", "key", "value"),
     [
@@ -37,7 +38,11 @@ DEFAULTS = flatten(Recipe().to_dict())
         ("pipeline.microbatches=auto", "pipeline.microbatches", "auto"),
         ("pipeline.schedule=1f1b", "pipeline.schedule", "1f1b"),
         ("pipeline.cuts=[layer2.3,layer4]", "pipeline.cuts", ["layer2.3", "layer4"]),
-        ("pipeline.cuts=[3, 6]", "pipeline.cuts", ["3", "6"]),  # as the layers of nn.Sequential are called
+        (
+            "pipeline.cuts=[3, 6]",
+            "pipeline.cuts",
+            ["3", "6"],
+        ),
         ("pipeline.cuts=[layer1, 0.30, yes]", "pipeline.cuts", ["layer1", "0.30", "yes"]),
         ("model.freeze=-1", "model.freeze", -1),
         ("model.freeze=conv1", "model.freeze", ["conv1"]),
@@ -46,56 +51,122 @@ DEFAULTS = flatten(Recipe().to_dict())
     ],
 )
 def test_words_are_yaml(word: str, key: str, value: object) -> None:
-    found = flatten(load(None, word).to_dict())
-    assert found == {**DEFAULTS, key: value}
-    assert type(found[key]) is type(value)
+    actual = flatten(load(None, word).to_dict())
+    assert actual == {**DEFAULTS, key: value}
+    assert type(actual[key]) is type(value)
 
 
-# What YAML, OmegaConf or a shell would read otherwise.
-NASTY = ["a #2", " a", "a ", "a\nb", "a\n", "\ta", "~", "[2024] a", "[a", "{a}", "{a,b}.tar", "*.tar", "!a", "&a", "*a"]
-NASTY += ["a: b", "a:", "- a", "-", "?", "%a", "@a", "`a`", "'a'", '"a', "a\\b", "a=b", "007", "1e3", "0x1f", "1_0"]
+# Texts that YAML, OmegaConf or a shell would read as another value.
+NASTY = [
+    "a #2",
+    " a",
+    "a ",
+    "a\nb",
+    "a\n",
+    "\ta",
+    "~",
+    "[2024] a",
+    "[a",
+    "{a}",
+    "{a,b}.tar",
+    "*.tar",
+    "!a",
+    "&a",
+    "*a",
+    "a: b",
+    "a:",
+    "- a",
+    "-",
+    "?",
+    "%a",
+    "@a",
+    "`a`",
+    "'a'",
+    '"a',
+    "a\\b",
+    "a=b",
+    "007",
+    "1e3",
+    "0x1f",
+    "1_0",
+]
 NASTY += ["1:30"]
-NASTY += ["yes", "off", "true", "Null", "2024-01-02", "???", "$HOME", "<<", "|", ">", "a,", ";", "\r\na", "\x1b[31m"]
+NASTY += [
+    "yes",
+    "off",
+    "true",
+    "Null",
+    "2024-01-02",
+    "???",
+    "$HOME",
+    "<<",
+    "|",
+    ">",
+    "a,",
+    ";",
+    "\r\na",
+    "\x1b[31m",
+]
 NASTY += ["\x85a", "a\u2028b", "\ufeffa", "\ufffea", "\x7f", "\xe4 \U0001f600", "x  " * 60]
-TEXTS = ["data.root", "data.labels", "data.image_column", "data.cache_dir", "output", "model.init_from", "model.name"]
+TEXTS = [
+    "data.root",
+    "data.labels",
+    "data.image_column",
+    "data.cache_dir",
+    "output",
+    "model.init_from",
+    "model.name",
+]
 TEXTS += ["distill.teacher"]
 TEXTS += ["task.name", "logging.mlflow"]
 
 
 @pytest.mark.parametrize("key", TEXTS)
-def test_a_text_is_taken_letter_by_letter_and_comes_back(tmp_path: Path, key: str, full: bool) -> None:
+def test_a_text_is_taken_letter_by_letter_and_comes_back(
+    tmp_path: Path, key: str, full: bool
+) -> None:
     file = tmp_path / "recipe.yaml"
-    for text in NASTY if full or key == TEXTS[0] else NASTY[TEXTS.index(key) :: 8]:  # each with others
+    # Each key is tested together with others.
+    for text in NASTY if full or key == TEXTS[0] else NASTY[TEXTS.index(key) :: 8]:
         if key.startswith("logging") and text == "true":
             continue
-        found = load(None, f"{key}={text}")
-        assert flatten(found.to_dict()) == {**DEFAULTS, key: text}
-        file.write_text(found.to_yaml(), encoding="utf-8")
-        assert load(file).to_dict() == found.to_dict()
-        assert load(None, *words_of(found)).to_dict() == found.to_dict()
-        file.write_text(f"{key.rpartition('.')[2]}: {typed(text)}\n", encoding="utf-8")
+        loaded = load(None, f"{key}={text}")
+        assert flatten(loaded.to_dict()) == {**DEFAULTS, key: text}
+        file.write_text(loaded.to_yaml(), encoding="utf-8")
+        assert load(file).to_dict() == loaded.to_dict()
+        assert load(None, *format_arguments(loaded)).to_dict() == loaded.to_dict()
+        file.write_text(f"{key.rpartition('.')[2]}: {format_yaml(text)}\n", encoding="utf-8")
         section = key.rpartition(".")[0]
-        file.write_text((f"{section}:\n  " if section else "") + file.read_text(encoding="utf-8"), encoding="utf-8")
-        if text != "off":  # which stays without quotes for data.cache, and is refused as no text
-            assert load(file).to_dict() == found.to_dict()
+        file.write_text(
+            (f"{section}:\n  " if section else "") + file.read_text(encoding="utf-8"),
+            encoding="utf-8",
+        )
+        # The text needs no quotes for data.cache, and is refused as it is no text.
+        if text != "off":
+            assert load(file).to_dict() == loaded.to_dict()
 
 
 def test_every_key_that_takes_text_is_among_those() -> None:
-    texts = {key for key, kinds in reflection.kinds().items() if str in kinds and list not in kinds}
+    texts = {
+        key
+        for key, kinds in reflection.list_key_types().items()
+        if str in kinds and list not in kinds
+    }
     assert texts == {*TEXTS, "data.name", "model.weights", "logging.wandb"}
 
 
 def test_defaults_then_file_then_words_then_keywords(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("epochs: 3\nbatch_size: 64\noptimizer: {lr: 0.5, momentum: 0.5}\n")
-    found = load(file, "optimizer.lr=0.25", "batch_size=32", epochs=7)
-    assert (found.epochs, found.batch_size, found.seed) == (7, 32, 0)
-    assert (found.optimizer.lr, found.optimizer.momentum) == (0.25, 0.5)
-    assert found.name == "mine"
+    loaded = load(file, "optimizer.lr=0.25", "batch_size=32", epochs=7)
+    assert (loaded.epochs, loaded.batch_size, loaded.seed) == (7, 32, 0)
+    assert (loaded.optimizer.lr, loaded.optimizer.momentum) == (0.25, 0.5)
+    assert loaded.name == "mine"
     assert load({"optimizer": {"lr": 0.5}}, optimizer={"momentum": 0.5}).optimizer.lr == 0.5
 
 
-# Wrong words, each with what the line has to name: the key, what it may be, what was meant.
+# Wrong arguments, each with what the line names: the key, its valid values, the value that was
+# meant.
 WRONG = {
     # unknown keys, with the nearest
     "optimzer.lr=1": "optimzer optimizer?",
@@ -133,7 +204,10 @@ WRONG = {
     # lists
     "pipeline.cuts=layer3": "pipeline.cuts=layer3 auto list [layer2.3] ['0.3']",
     "pipeline.cuts=[]": "pipeline.cuts=[] auto list",
-    **{f"model.freeze={value}": "model.freeze= number list [conv1] null" for value in ("0", "[]", "['']")},
+    **{
+        f"model.freeze={value}": "model.freeze= number list [conv1] null"
+        for value in ("0", "[]", "['']")
+    },
     "optimizer.layer_decay=0": "optimizer.layer_decay=0 above null",
     "optimizer.name=lamb": "optimizer.name=lamb sgd adam adamw muon",
     "optimizer.betas=[0.9]": "optimizer.betas=[0.9] 2",
@@ -148,7 +222,7 @@ WRONG = {
     "accumulate=3": "batch_size=128 accumulate=3 batch_size=126 129",
     "schedule.min_lr=3": "schedule.min_lr=3.0 optimizer.lr=0.1",
     "augment.crop_scale=[1.0,0.1]": "augment.crop_scale=[1.0,0.1] [0.1,1.0]",
-    # words that are none
+    # Texts that are no arguments
     "epochs": "'epochs' optimizer.lr=0.05",
     "=3": "'=3' key=value",
     "--epochs=3": "'--epochs=3' key=value",
@@ -170,12 +244,12 @@ def test_a_wrong_word_is_one_line(word: str) -> None:
 
 
 def test_words_are_text() -> None:
-    given: Any
-    for given in (5, ["epochs=2"], {"epochs": 2}):
-        assert "'epochs=2'" in refusal(load, "digits", given)
+    arguments: Any
+    for arguments in (5, ["epochs=2"], {"epochs": 2}):
+        assert "'epochs=2'" in refusal(load, "digits", arguments)
 
 
-def test_a_key_given_twice() -> None:
+def test_a_repeated_key_is_refused() -> None:
     expected = "epochs is given twice, as 'epochs=1' and as 'epochs=2': keep one"
     assert refusal(load, None, "epochs=1", "seed=3", "epochs=2") == expected
 
@@ -188,15 +262,26 @@ def test_nesterov_needs_momentum() -> None:
 
 
 def test_the_learning_rate_of_a_batch() -> None:
-    """The whole batch counts, however many processes and pieces compute it."""
+    """The whole batch counts, for any number of processes and micro-batches."""
     words = ["optimizer.lr=0.1", "optimizer.lr_per=256", "batch_size=1024"]
     for more in ([], ["accumulate=4"], ["mode=single"], ["mode=local_sgd"]):
         assert load(None, *words, *more).peak_lr == 0.4
-    low = refusal(load, None, "optimizer.lr=0.1", "optimizer.lr_per=256", "batch_size=64", "schedule.min_lr=0.05")
-    assert re.search(r"schedule\.min_lr=0\.05 .*optimizer\.lr=0\.1\b.*\b0\.025 .*batch_size=64", low)
+    low = refusal(
+        load,
+        None,
+        "optimizer.lr=0.1",
+        "optimizer.lr_per=256",
+        "batch_size=64",
+        "schedule.min_lr=0.05",
+    )
+    assert re.search(
+        r"schedule\.min_lr=0\.05 .*optimizer\.lr=0\.1\b.*\b0\.025 .*batch_size=64", low
+    )
 
 
-LAUGHS = "a0: &a0 [1, 1]\n" + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(9))
+LAUGHS = "a0: &a0 [1, 1]\n" + "".join(
+    f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(9)
+)
 BOMB = "".join(f'k{n}: "${{k{n + 1}}}${{k{n + 1}}}"\n' for n in range(60)) + "k60: x\n"
 
 
@@ -209,7 +294,10 @@ BOMB = "".join(f'k{n}: "${{k{n + 1}}}${{k{n + 1}}}"\n' for n in range(60)) + "k6
         (b"- a\n- b\n", "a recipe is a list of 'key: value' lines"),
         (b"optimizer.lr: 0.1\n", "optimizer.lr is not a key; write optimizer: {lr: 0.1}"),
         ("epochs: 3\n".encode("utf-16"), "line 1: not UTF-8: save the file as UTF-8 text"),
-        (b"epochs: !!python/object/apply:os.getcwd []\n", "line 1: could not determine a constructor"),
+        (
+            b"epochs: !!python/object/apply:os.getcwd []\n",
+            "line 1: could not determine a constructor",
+        ),
         (b"optimizer: &o\n  lr: *o\n", "my_recipe.yaml: "),
         (LAUGHS.encode(), "more than 20 aliases"),
         (BOMB.encode(), "is not expanded"),
@@ -224,7 +312,7 @@ def test_a_wrong_file_is_one_line(tmp_path: Path, content: bytes, expected: str)
 
 
 def test_recipes_are_found(tmp_path: Path) -> None:
-    assert recipes.find("digits").name == "digits.yaml"
+    assert recipes.find_recipe("digits").name == "digits.yaml"
     (tmp_path / "recipe.yaml").write_text("epochs: 3\n")
     assert load(tmp_path).epochs == 3
     assert load(tmp_path).name == tmp_path.name
@@ -237,10 +325,11 @@ def test_recipes_are_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", recipes.shipped_recipes())
 def test_a_shipped_recipe_says_what_it_is_for_and_what_weight_decay_acts_on(name: str) -> None:
-    text, found = recipes.shipped_recipes()[name].read_text(encoding="utf-8"), load(name)
-    assert found.name == name and text.startswith("# "), "the first line says what it is for"
-    told = "norm_weight_decay" in text or found.optimizer.norm_weight_decay is not None
-    assert " weight_decay: " not in text or told
+    text = recipes.shipped_recipes()[name].read_text(encoding="utf-8")
+    loaded = load(name)
+    assert loaded.name == name and text.startswith("# "), "the first line says what it is for"
+    message = "norm_weight_decay" in text or loaded.optimizer.norm_weight_decay is not None
+    assert " weight_decay: " not in text or message
 
 
 def test_replace_checks_like_load() -> None:
@@ -254,12 +343,47 @@ def test_changed_keys_are_those_that_compute_something_else() -> None:
         "epochs": (10, 3),
         "optimizer.lr": (0.1, 0.5),
     }
-    free = ("mode=single", "threads=2", "data.root=x", "data.workers=0", "save.keep=5", "logging.progress=false")
+    free = (
+        "mode=single",
+        "threads=2",
+        "data.root=x",
+        "data.workers=0",
+        "save.keep=5",
+        "logging.progress=false",
+    )
     assert changed_keys(old, load(None, *free, "output=x", "resume=auto")) == {}
 
 
-VALUES: list[Any] = [None, True, False, 0, 1, -1, 3.5, 1e400, float("nan"), 2**80, "", "x", "auto", "cuda:0", "???"]
-VALUES += ["${a}", "a=b", "ö\u2028", "\ud7ff", "!!x", [], [1, [2, [3]]], {}, {"name": "x"}, {1: 2}, {"lr": {"lr": 1}}]
+VALUES: list[Any] = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    3.5,
+    1e400,
+    float("nan"),
+    2**80,
+    "",
+    "x",
+    "auto",
+    "cuda:0",
+    "???",
+]
+VALUES += [
+    "${a}",
+    "a=b",
+    "ö\u2028",
+    "\ud7ff",
+    "!!x",
+    [],
+    [1, [2, [3]]],
+    {},
+    {"name": "x"},
+    {1: 2},
+    {"lr": {"lr": 1}},
+]
 
 
 def mutate(generator: random.Random, tree: dict[str, Any]) -> bytes:
@@ -274,7 +398,16 @@ def mutate(generator: random.Random, tree: dict[str, Any]) -> bytes:
                 node[parent] = child = {}
             node = child
         if generator.random() < 0.2:
-            last = generator.choice([last.upper(), last[:-1], last + "x", "a.b", "", "~"])
+            last = generator.choice(
+                [
+                    last.upper(),
+                    last[:-1],
+                    last + "x",
+                    "a.b",
+                    "",
+                    "~",
+                ]
+            )
         node[last] = generator.choice(VALUES)
     text = yaml.safe_dump(tree, allow_unicode=True).encode()
     if generator.random() < 0.6:
@@ -288,7 +421,9 @@ def mutate(generator: random.Random, tree: dict[str, Any]) -> bytes:
         elif kind == 1:
             del data[at : at + generator.randint(1, 40)]
         elif kind == 2:
-            data[at:at] = bytes(generator.choice(b"{}[]&*!|>'\"%@`:,-#?\t\n \\$~") for _ in range(3))
+            data[at:at] = bytes(
+                generator.choice(b"{}[]&*!|>'\"%@`:,-#?\t\n \\$~") for _ in range(3)
+            )
         else:
             data[at:at] = data[: generator.randint(1, 60)]
         data = data or bytearray(b"x")
@@ -314,7 +449,8 @@ def test_fuzzed_recipes_raise_nothing_but_recipe_errors(tmp_path: Path, full: bo
 
 
 def test_names_that_are_not_utf8_are_answered_in_one_line(tmp_path: Path) -> None:
-    run, file = tmp_path / "run\udce9", tmp_path / "caf\udce9.yaml"
+    run = tmp_path / "run\udce9"
+    file = tmp_path / "caf\udce9.yaml"
     file.write_text("extends: digits_single\n")
     ok("recipe=digits_single", "max_steps=1", f"output={tmp_path / 'run'}")
     (tmp_path / "run").rename(run)
@@ -326,6 +462,10 @@ def test_names_that_are_not_utf8_are_answered_in_one_line(tmp_path: Path) -> Non
         ["predict", f"checkpoint={run}"],
         ["export", str(run), "format=exported_program"],
     ):
-        done = trainer(*words, cwd=tmp_path)
-        assert done.returncode in (2, 4) and done.stderr.count("\n") == 1, (words, done.stdout, done.stderr)
-        assert "UTF-8" in done.stderr, (words, done.stderr)
+        completed = trainer(*words, cwd=tmp_path)
+        assert completed.returncode in (2, 4) and completed.stderr.count("\n") == 1, (
+            words,
+            completed.stdout,
+            completed.stderr,
+        )
+        assert "UTF-8" in completed.stderr, (words, completed.stderr)

@@ -1,4 +1,6 @@
-"""The table of modes: it holds together, README and the guide show it, and nobody else tells modes apart by name."""
+"""The table of modes: it is consistent, README and the guide show it, and no other code compares
+the names of modes.
+"""
 
 import ast
 from dataclasses import fields
@@ -12,20 +14,26 @@ from trainer.recipe import MODES, TRAITS, Traits, load
 from trainer.recipe.mode_table import Mode
 
 HOME = Path(trainer.__file__).parent
-MODULES = [path for path in sorted(HOME.rglob("*.py")) if path.relative_to(HOME).parts[0] != "modes"]
+MODULES = [
+    path for path in sorted(HOME.rglob("*.py")) if path.relative_to(HOME).parts[0] != "modes"
+]
 MODULES.remove(HOME / "recipe" / "mode_table.py")
 
 
 def named(node):
-    """Names of modes in an expression: one, or those in a tuple, list, set, or in the keys of a dict."""
+    """Return the names of modes in an expression: one, or those in a tuple, list, set, or in the
+    keys of a dict.
+    """
     nodes = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else [node]
     nodes = [key for key in node.keys if key is not None] if isinstance(node, ast.Dict) else nodes
     return [one.value for one in nodes if isinstance(one, ast.Constant) and one.value in MODES]
 
 
 def branches(source):
-    """Lines that tell modes apart by name: comparisons, cases, collections of nothing but names."""
-    found = set()
+    """Return the lines that compare the names of modes: comparisons, cases, and collections of
+    names alone.
+    """
+    actual = set()
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Compare():
@@ -39,8 +47,8 @@ def branches(source):
             case _:
                 asked = False
         if asked:
-            found.add(node.lineno)
-    return sorted(found)
+            actual.add(node.lineno)
+    return sorted(actual)
 
 
 BRANCHES = [
@@ -63,7 +71,9 @@ def test_a_branch_on_a_name_is_found_and_a_name_that_is_data_is_not(line):
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(HOME)))
 def test_nobody_asks_for_the_name_of_a_mode(path):
-    assert branches(path.read_text()) == [], "ask recipe.traits, or a method of trainer.modes.Strategy"
+    assert branches(path.read_text()) == [], (
+        "ask recipe.traits, or a method of trainer.modes.Strategy"
+    )
 
 
 def test_every_mode_has_a_row_and_one_is_the_reference():
@@ -72,7 +82,7 @@ def test_every_mode_has_a_row_and_one_is_the_reference():
 
 
 @pytest.mark.parametrize("trait", [field.name for field in fields(Traits)])
-def test_every_trait_tells_modes_apart(trait):
+def test_every_trait_differs_between_modes(trait):
     rows = [getattr(traits, trait) for traits in TRAITS.values()]
     assert any(row != rows[0] for row in rows)
 
@@ -84,7 +94,9 @@ def test_traits_go_together(mode):
     assert len(traits.when) == 1 + (traits.processes == "either")
     assert traits.staged or not traits.micro_batches
     assert traits.staged == (traits.exchanges == "activations")
-    assert not traits.reference or (traits.single_device and traits.same_maths and traits.exchanges == "nothing")
+    assert not traits.reference or (
+        traits.single_device and traits.same_maths and traits.exchanges == "nothing"
+    )
     assert set(traits.per_rank_state) <= {"model", "optimizer", "ema", "scaler"}
 
 

@@ -1,4 +1,4 @@
-"""Recipe files that are wrong are answered with the line, and those that are right are read."""
+"""Wrong recipe files are answered with the line, and right ones are read."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.checks import refusal
 from tests.command_line import trainer
-from tests.recipe.refusals import refusal
 from trainer.recipe import load
 
 
@@ -25,13 +25,15 @@ from trainer.recipe import load
         ("epochs: 3\n seed: 1\n", 2, "mapping"),
     ],
 )
-def test_a_file_that_is_no_yaml_is_told_with_its_line(
+def test_a_file_that_is_no_yaml_is_reported_with_its_line(
     content: str | bytes, number: int, names: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "my.yaml"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    told = refusal(load, file)
-    assert told.startswith(f"{file}: line {number}: ") and all(name in told for name in names.split()), told
+    message = refusal(load, file)
+    assert message.startswith(f"{file}: line {number}: ") and all(
+        name in message for name in names.split()
+    ), message
 
 
 @pytest.mark.parametrize(
@@ -49,8 +51,12 @@ def test_no_line_of_a_file_that_is_not_called_a_recipe_is_shown(text: str, tmp_p
     (tmp_path / "shadow").write_text(text)
     (tmp_path / "my.yaml").write_text("extends: shadow\n")
     for recipe in ("my.yaml", "shadow"):
-        done = trainer("plan", f"recipe={recipe}", cwd=tmp_path)
-        assert done.returncode == 2 and "shadow: " in done.stderr and "HIDDEN" not in done.stderr, done.stderr
+        completed = trainer("plan", f"recipe={recipe}", cwd=tmp_path)
+        assert (
+            completed.returncode == 2
+            and "shadow: " in completed.stderr
+            and "HIDDEN" not in completed.stderr
+        ), completed.stderr
 
 
 @pytest.mark.parametrize(
@@ -72,8 +78,9 @@ def test_no_line_of_a_file_that_is_not_called_a_recipe_is_shown(text: str, tmp_p
         "model:\n  freeze:\n  - >-\n    seed:1\n  - layer1\n",
     ],
 )
-def test_what_is_right_stays_right(tmp_path: Path, content: str) -> None:
+def test_valid_files_stay_valid(tmp_path: Path, content: str) -> None:
     file = tmp_path / "my.yaml"
     file.write_bytes(content.encode())
     load(file)
-    assert refusal(load, file, "epochs=x").startswith("my: epochs=x must")  # and no line of the file is blamed
+    # And no line of the file is blamed.
+    assert refusal(load, file, "epochs=x").startswith("my: epochs=x must")

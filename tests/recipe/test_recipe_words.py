@@ -1,12 +1,12 @@
-"""Which word of ours a misspelt one is."""
+"""The suggested spelling for a misspelled argument."""
 
 import pytest
 
 from trainer.cli.command_table import COMMANDS
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe, flatten, shipped_recipes
-from trainer.recipe.recipe_files import split_words
-from trainer.recipe.text import nearest
+from trainer.recipe.recipe_files import split_arguments
+from trainer.recipe.text import find_nearest
 
 WORDS = [*COMMANDS, *shipped_recipes(), *flatten(Recipe().to_dict())]
 
@@ -26,10 +26,10 @@ WORDS = [*COMMANDS, *shipped_recipes(), *flatten(Recipe().to_dict())]
     ],
 )
 def test_a_slip_is_found_and_a_stranger_is_not(word, found):
-    assert nearest(word, WORDS) == found
+    assert find_nearest(word, WORDS) == found
 
 
 def test_the_same_word_twice_is_one_word():
-    assert split_words(["nproc=2", "a", "nproc=2"], ("nproc",)) == ({"nproc": "2"}, ["a"])
+    assert split_arguments(["nproc=2", "a", "nproc=2"], ("nproc",)) == ({"nproc": "2"}, ["a"])
     with pytest.raises(RecipeError, match="given twice"):
-        split_words(["nproc=2", "nproc=3"], ("nproc",))
+        split_arguments(["nproc=2", "nproc=3"], ("nproc",))

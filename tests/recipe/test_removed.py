@@ -1,4 +1,4 @@
-"""Files and runs with what is no more are read; words with it are refused."""
+"""Files and runs with removed keys are read, and arguments with them are refused."""
 
 import json
 import shutil
@@ -13,47 +13,54 @@ from trainer.errors import RecipeError
 from trainer.recipe import load, removed
 from trainer.recipe.loading import load_stored
 from trainer.recipe.removed import REMOVED
-from trainer.recipe.text import as_yaml, typed
+from trainer.recipe.text import format_yaml, format_yaml_document
 from trainer.saving.run_folder import RunFolder
-from trainer.training.trained import written_recipe
+from trainer.training.trained import read_recipe
 
 STORED = Path(__file__).parent / "stored"
 
 
 def with_word(word, tree):
-    """What a file holds in which that stands; of a key that is no more, with some value that it had."""
+    """Return a file that contains the argument. A removed key gets some value that it had."""
     key, equals, text = word.partition("=")
     *sections, last = key.split(".")
     node = tree
     for section in sections:
         node = node.setdefault(section, {})
     node[last] = yaml.safe_load(text) if equals else 7
-    return tree, f"{key}={typed(node[last])}"
+    return tree, f"{key}={format_yaml(node[last])}"
 
 
 @pytest.mark.parametrize("word", REMOVED)
-def test_each_row_is_read_from_every_kind_of_file_and_refused_typed(word, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(removed, "_told", set())
-    row, run, weights = REMOVED[word], tmp_path / "run", tmp_path / "weights.safetensors"
-    tree, said = with_word(word, {})
+def test_each_row_is_read_from_every_kind_of_file_and_refused_typed(
+    word, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(removed, "_reported", set())
+    row = REMOVED[word]
+    run = tmp_path / "run"
+    weights = tmp_path / "weights.safetensors"
+    tree, message = with_word(word, {})
     whole, _ = with_word(word, load(None).to_dict())
-    (tmp_path / "old.yaml").write_text(as_yaml(tree))
+    (tmp_path / "old.yaml").write_text(format_yaml_document(tree))
     run.mkdir()
-    (run / "recipe.yaml").write_text(as_yaml(whole))
-    wanted = load(None, *[row.instead] * bool(row.instead)).to_dict()
+    (run / "recipe.yaml").write_text(format_yaml_document(whole))
+    expected = load(None, *[row.instead] * bool(row.instead)).to_dict()
     for place, read in {
         "old.yaml": lambda: load(tmp_path / "old.yaml"),
         str(run / "recipe.yaml"): lambda: load(run),
-        str(weights): lambda: written_recipe(weights, {"recipe": json.dumps(whole)}),
+        str(weights): lambda: read_recipe(weights, {"recipe": json.dumps(whole)}),
         "a comparison": lambda: load_stored(tree, "a comparison"),
     }.items():
-        assert read().to_dict() == wanted
-        told = capsys.readouterr().err
-        assert told.count("\n") == 1 and said in told and row.instead in told and row.sentence in told
-        assert place in told
+        assert read().to_dict() == expected
+        output = capsys.readouterr().err
+        assert output.count("\n") == 1
+        assert message in output
+        assert row.instead in output
+        assert row.sentence in output
+        assert place in output
         read()
         assert capsys.readouterr().err == "", "once in a process"
-    for typing in (lambda: load(None, said), lambda: load(tree), lambda: load(None, **tree)):
+    for typing in (lambda: load(None, message), lambda: load(tree), lambda: load(None, **tree)):
         with pytest.raises(RecipeError) as refused:
             typing()
         assert row.sentence in str(refused.value)
@@ -87,12 +94,22 @@ def test_an_old_run_is_evaluated_and_predicted_with(name, loss, stored):
 @pytest.mark.slow
 def test_an_old_run_goes_on(stored):
     ok("recipe=auto_and_ram", "output=auto_and_ram", "resume=auto", "plugin=tiny", cwd=stored)
-    expected = [0.483546, 0.215480, 0.073014, 0.025547, 0.016662, 0.008889]  # of the version that began it
+    # The version that started it.
+    expected = [
+        0.483546,
+        0.215480,
+        0.073014,
+        0.025547,
+        0.016662,
+        0.008889,
+    ]
     assert losses(stored / "auto_and_ram") == pytest.approx(expected, rel=1e-3)
 
 
-def test_a_run_of_what_is_no_more_is_not_continued(stored):
+def test_a_run_with_a_removed_feature_is_not_continued(stored):
     before = sorted(stored.rglob("*"))
-    done = trainer("recipe=lars", "output=lars", "resume=auto", "plugin=tiny", cwd=stored)
-    assert done.returncode == 2 and "model.init_from=lars" in done.stderr, done.stderr
+    completed = trainer("recipe=lars", "output=lars", "resume=auto", "plugin=tiny", cwd=stored)
+    assert completed.returncode == 2 and "model.init_from=lars" in completed.stderr, (
+        completed.stderr
+    )
     assert {path for path in stored.rglob("*") if "checkpoints" in path.parts} <= set(before)

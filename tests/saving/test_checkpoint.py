@@ -16,10 +16,20 @@ import pytest
 import torch
 
 from tests.command_line import digest
-from tests.saving.states import flip, make, names, newest_state, one_line, refuse, same, trace
+from tests.saving.states import (
+    commit,
+    flip,
+    make,
+    names,
+    newest_state,
+    one_line,
+    refuse,
+    same,
+    trace,
+)
 from trainer.errors import CheckpointError, DiskFullError, FolderInUseError, SetupError
 from trainer.saving import checkpoint
-from trainer.saving.checkpoint import Position, State, commit, load
+from trainer.saving.checkpoint import Position, State, load
 from trainer.saving.weights import save_weights
 
 # Saving and loading
@@ -41,9 +51,16 @@ def test_round_trip_of_every_kind_of_tensor(tmp_path: Path) -> None:
         "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
         "parameter": torch.nn.Parameter(torch.randn(2)),
     }
-    facts = {"losses": [random.random() * 10**k for k in range(-9, 9)], "best": None, "name": 'é"\\/\n', "big": 10**30}
+    facts = {
+        "losses": [random.random() * 10**k for k in range(-9, 9)],
+        "best": None,
+        "name": 'é"\\/\n',
+        "big": 10**30,
+    }
     state = State(
-        Position(123456789, 7, 3), {"model": tensors, "ema": {}, "ranks": {"0/rng": torch.get_rng_state()}}, facts
+        Position(123456789, 7, 3),
+        {"model": tensors, "ema": {}, "ranks": {"0/rng": torch.get_rng_state()}},
+        facts,
     )
     path = commit(tmp_path, state, keep=2)
     assert path == tmp_path / "checkpoints" / "step-123456789"
@@ -54,12 +71,19 @@ def test_round_trip_of_every_kind_of_tensor(tmp_path: Path) -> None:
     assert torch.equal(loaded.tensors["model"]["tied_again"], shared)
 
 
-def test_manifest_says_what_is_there(tmp_path: Path) -> None:
+def test_a_manifest_lists_all_files(tmp_path: Path) -> None:
     path = commit(tmp_path, make(12), keep=2)
     manifest = json.loads((path / "manifest.json").read_text())
-    assert (manifest["format"], manifest["step"], manifest["epoch"], manifest["step_in_epoch"]) == (1, 12, 1, 2)
+    assert (manifest["format"], manifest["step"], manifest["epoch"], manifest["step_in_epoch"]) == (
+        1,
+        12,
+        1,
+        2,
+    )
     assert manifest["facts"]["topology"] == {"mode": "ddp", "world_size": 2}
-    assert sorted(path.iterdir()) == sorted([path / "manifest.json", *(path / name for name in manifest["files"])])
+    assert sorted(path.iterdir()) == sorted(
+        [path / "manifest.json", *(path / name for name in manifest["files"])]
+    )
     for name, entry in manifest["files"].items():
         assert entry == {"size": (path / name).stat().st_size, "sha256": digest(path / name)}
 
@@ -70,19 +94,32 @@ def test_discovery_takes_full_names_only(tmp_path: Path) -> None:
     assert newest_state(tmp_path, refuse) is None
     path = commit(tmp_path, make(9), keep=2)
     home = path.parent
-    for name in ("step-00000099.tmp-abc", "step-99", "step-0000009٣", "xstep-00000099", "step-00000099x", "notes"):
+    for name in (
+        "step-00000099.tmp-abc",
+        "step-99",
+        "step-0000009٣",
+        "xstep-00000099",
+        "step-00000099x",
+        "notes",
+    ):
         shutil.copytree(path, home / name)
     (home / "step-00000098").write_text("a file")
     (home / ".DS_Store").write_text("")
     loaded = newest_state(tmp_path, refuse)
     assert loaded is not None and loaded.position.step == 9
-    for step in (100_000_000, 99_999_999):  # ordered by number and not by letters; the new one is never pruned
+    # Ordered by number and not by letters; the new one is never pruned.
+    for step in (
+        100_000_000,
+        99_999_999,
+    ):
         assert commit(tmp_path, make(step), keep=2).is_dir()
     loaded = newest_state(tmp_path, refuse)
     assert loaded is not None and loaded.position.step == 100_000_000
 
 
-@pytest.mark.parametrize("keep, left", [(0, [4, 5]), (2, [4, 5]), (3, [3, 4, 5]), (9, [1, 2, 3, 4, 5])])
+@pytest.mark.parametrize(
+    "keep, left", [(0, [4, 5]), (2, [4, 5]), (3, [3, 4, 5]), (9, [1, 2, 3, 4, 5])]
+)
 def test_pruning_keeps_that_many(tmp_path: Path, keep: int, left: list[int]) -> None:
     for step in range(1, 6):
         commit(tmp_path, make(step), keep)
@@ -134,7 +171,9 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         assert caught.value.code == 3 and str(tmp_path / "run") in one_line(caught.value)
 
 
-def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_is_synced_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for step in (1, 2):
         commit(tmp_path, make(step), keep=2)
     calls = trace(monkeypatch)
@@ -142,14 +181,25 @@ def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatc
     files = ["model.safetensors", "optimizer.safetensors", "ranks.safetensors"]
     writes = [call for name in files for call in (f"write {name}", f"fsync {name}")]
     seal = ["write manifest.json", "fsync manifest.json", "fsync step-00000003"]
-    named = ["rename step-00000003", "fsync checkpoints", "rename step-00000001", "fsync checkpoints"]
+    named = [
+        "rename step-00000003",
+        "fsync checkpoints",
+        "rename step-00000001",
+        "fsync checkpoints",
+    ]
     assert [call for call, _ in groupby(calls)] == [*writes, *seal, *named]
 
 
-def test_a_disk_that_gives_back_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_gives_back_something_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commit(tmp_path, make(1), keep=2)
     write = os.write
-    monkeypatch.setattr(os, "write", lambda file, data: write(file, bytes(len(data))))
+    monkeypatch.setattr(
+        os,
+        "write",
+        lambda file, data: write(file, bytes(len(data))),
+    )
     with pytest.raises(SetupError, match="disk"):
         commit(tmp_path, make(2), keep=2)
     assert names(tmp_path) == ["step-00000001"]
@@ -174,7 +224,10 @@ def test_every_flip_and_every_cut_is_found(tmp_path: Path, full: bool) -> None:
         warnings: list[str] = []
         loaded = newest_state(tmp_path, warnings.append)
         assert loaded is not None and same(loaded, make(1, 16)), (path, kind, where)
-        assert len(warnings) == 1 and str(newer) in warnings[0] and path.name in warnings[0] and "\n" not in warnings[0]
+        assert len(warnings) == 1
+        assert str(newer) in warnings[0]
+        assert path.name in warnings[0]
+        assert "\n" not in warnings[0]
         path.write_bytes(data)
     assert same(load(newer), make(2, 16))
 
@@ -184,7 +237,8 @@ def test_every_byte_of_a_manifest_counts(tmp_path: Path) -> None:
     file = path / "manifest.json"
     data = file.read_bytes()
     for where in range(len(data)):
-        flip(file, where, 5)  # the bit between small and capital letters: JSON and hexadecimal would forgive it
+        # The bit between small and capital letters: JSON and hexadecimal would forgive it.
+        flip(file, where, 5)
         with pytest.raises(CheckpointError):
             load(path)
         file.write_bytes(data)
@@ -204,7 +258,7 @@ def test_a_missing_file_a_folder_in_its_place_and_a_renamed_checkpoint(tmp_path:
         with pytest.raises(CheckpointError, match=f"{name} .*not a file"):
             load(path)
         (path / name).rmdir()
-        os.mkfifo(path / name)  # which nobody writes to
+        os.mkfifo(path / name)  # Nobody writes to this pipe.
         with pytest.raises(CheckpointError, match=f"{name} .*not a file"):
             load(path)
         (path / name).unlink()
@@ -220,11 +274,14 @@ def test_none_good_is_exit_4(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no good checkpoint.*\b2\b") as caught:
         newest_state(tmp_path, warnings.append)
     assert caught.value.code == 4 and str(tmp_path) in one_line(caught.value)
-    assert [f"step-0000000{step}" in line for step, line in zip((2, 1), warnings, strict=True)] == [True, True]
+    assert [f"step-0000000{step}" in line for step, line in zip((2, 1), warnings, strict=True)] == [
+        True,
+        True,
+    ]
 
 
 def test_a_sealed_manifest_of_nonsense(tmp_path: Path) -> None:
-    """Whoever can write the folder can seal anything: it must still end in one line."""
+    """Whoever can write the folder can seal anything, but the error must still be one line."""
     path = commit(tmp_path, make(1), keep=2)
     good = json.loads((path / "manifest.json").read_text())
     del good["sha256"]
@@ -233,13 +290,19 @@ def test_a_sealed_manifest_of_nonsense(tmp_path: Path) -> None:
     cases: list[dict[str, Any]] = [
         *({key: value for key, value in good.items() if key != absent} for absent in good),
         *({**good, key: value} for key in good for value in ("1", None, True, 1.5, -1, [1], 2**70)),
-        *({**good, "files": {name: entry}} for name in ("../outside.safetensors", "/etc/passwd", "a/b.safetensors")),
-        *({**good, "files": {name: entry}} for name in ("", "..", ".safetensors", "x\0.safetensors", "manifest.json")),
+        *(
+            {**good, "files": {name: entry}}
+            for name in ("../outside.safetensors", "/etc/passwd", "a/b.safetensors")
+        ),
+        *(
+            {**good, "files": {name: entry}}
+            for name in ("", "..", ".safetensors", "x\0.safetensors", "manifest.json")
+        ),
         {**good, "files": {"model.safetensors": {"size": 10**18, "sha256": "0" * 64}}},
         {**good, "files": {"model.safetensors": {"size": "1", "sha256": 5}}},
     ]
     for content in cases:
-        (path / "manifest.json").write_bytes(checkpoint._sealed(content))
+        (path / "manifest.json").write_bytes(checkpoint._serialize_manifest(content))
         with pytest.raises(CheckpointError) as caught:
             load(path)
         assert str(path) in one_line(caught.value)
@@ -260,22 +323,27 @@ def test_a_sealed_manifest_of_nonsense(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_a_disk_full_at_any_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool, reason: int) -> None:
+def test_a_disk_full_at_any_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool, reason: int
+) -> None:
     for step in (1, 2):
         commit(tmp_path, make(step), keep=2)
     save_weights(tmp_path / "last.safetensors", {"w": torch.ones(3)}, {})
     weights = digest(tmp_path / "last.safetensors")
-    total = sum(file.stat().st_size for file in (tmp_path / "checkpoints" / "step-00000002").iterdir())
-    write, dice = os.write, random.Random(reason)
+    total = sum(
+        file.stat().st_size for file in (tmp_path / "checkpoints" / "step-00000002").iterdir()
+    )
+    write = os.write
+    dice = random.Random(reason)
     left = 0
 
     def limited(file: int, data: memoryview) -> int:
         nonlocal left
         if not left:
             raise OSError(reason, os.strerror(reason))
-        done = write(file, data[:left])
-        left -= done
-        return done
+        finished = write(file, data[:left])
+        left -= finished
+        return finished
 
     monkeypatch.setattr(os, "write", limited)
     for _ in range(300 if full else 10):
@@ -290,11 +358,13 @@ def test_a_disk_full_at_any_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert sorted(os.listdir(tmp_path)) == ["checkpoints", "last.safetensors"]
         assert digest(tmp_path / "last.safetensors") == weights
     monkeypatch.undo()
-    assert [same(load(tmp_path / "checkpoints" / f"step-0000000{step}"), make(step)) for step in (1, 2)] == [True, True]
+    assert [
+        same(load(tmp_path / "checkpoints" / f"step-0000000{step}"), make(step)) for step in (1, 2)
+    ] == [True, True]
     assert commit(tmp_path, make(3), keep=2).is_dir()
 
 
-def test_what_may_no_longer_be_saved_once_it_is_written_is_not_saved(tmp_path: Path) -> None:
+def test_a_save_that_became_invalid_while_written_is_not_sealed(tmp_path: Path) -> None:
     """A run may be held still while it writes, and wake in a folder that another run has by now."""
 
     def lost() -> None:
@@ -305,4 +375,5 @@ def test_what_may_no_longer_be_saved_once_it_is_written_is_not_saved(tmp_path: P
         commit(tmp_path, make(2), 2, lost)
     with pytest.raises(FolderInUseError):
         save_weights(tmp_path / "last.safetensors", {"w": torch.ones(2)}, {}, lost)
-    assert names(tmp_path) == [first.name] and [entry.name for entry in tmp_path.iterdir()] == ["checkpoints"]
+    assert names(tmp_path) == [first.name]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoints"]

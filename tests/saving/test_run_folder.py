@@ -26,7 +26,7 @@ def recipe(folder, *words):
 
 
 def begun(folder, *words):
-    """A run's folder in which its recipe stands."""
+    """Return a run folder that contains its recipe."""
     run = RunFolder(recipe(folder, *words))
     run.write_recipe(recipe(folder, *words))
     return run
@@ -54,20 +54,28 @@ def test_a_used_folder_is_continued_only_on_request(tmp_path):
     assert draft.exists() and own.exists()
     with pytest.raises(RecipeError, match=r"batch_size: 96 .*\b32\b"):
         RunFolder(recipe(tmp_path / "run", "resume=auto", "batch_size=32"))
-    again = RunFolder(recipe(tmp_path / "run", "resume=auto", "mode=single", "data.workers=1", "logging.every_steps=1"))
+    again = RunFolder(
+        recipe(
+            tmp_path / "run",
+            "resume=auto",
+            "mode=single",
+            "data.workers=1",
+            "logging.every_steps=1",
+        )
+    )
     assert again.resuming and not draft.exists() and own.exists()
     again.close()
 
 
 def test_a_restart_of_the_same_job_continues(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.processes.rank.job_id", lambda: "job 1")
+    monkeypatch.setattr("trainer.processes.rank.build_job_id", lambda: "job 1")
     begun(tmp_path / "run").close()
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "1"}.items():
         monkeypatch.setenv(name, value)
     again = RunFolder(recipe(tmp_path / "run"))
     assert again.resuming
     again.close()
-    monkeypatch.setattr("trainer.processes.rank.job_id", lambda: "job 2")
+    monkeypatch.setattr("trainer.processes.rank.build_job_id", lambda: "job 2")
     (tmp_path / "run" / "last.safetensors").touch()
     with pytest.raises(FolderInUseError):
         RunFolder(recipe(tmp_path / "run"))
@@ -79,26 +87,34 @@ def test_a_run_that_saved_nothing_makes_way(tmp_path, words):
     first.write_result({"status": "failed"})
     (tmp_path / "run" / "notes.txt").write_text("the user's own")
     (tmp_path / "run" / "checkpoints" / "step-00000001.tmp-1").mkdir(parents=True)
-    with pytest.raises(FolderInUseError, match="in use"):  # it may not have ended
+    with pytest.raises(FolderInUseError, match="in use"):  # The other job may still run.
         RunFolder(recipe(tmp_path / "run"))
     first.close()
     again = RunFolder(recipe(tmp_path / "run", *words))
     assert again.replaced and not again.resuming
-    assert sorted(path.name for path in again.path.iterdir()) == [".lock", "checkpoints", "notes.txt"]
+    assert sorted(path.name for path in again.path.iterdir()) == [
+        ".lock",
+        "checkpoints",
+        "notes.txt",
+    ]
     again.write_recipe(recipe(tmp_path / "run"))
     assert load(str(again.path)).optimizer.lr == load("digits").optimizer.lr
     again.close()
 
 
-@pytest.mark.parametrize("kept", ["checkpoints/step-00000001/", "best.safetensors", "result.json", None])
-def test_what_a_run_saved_is_never_removed(tmp_path, kept):
+@pytest.mark.parametrize(
+    "kept", ["checkpoints/step-00000001/", "best.safetensors", "result.json", None]
+)
+def test_saved_files_of_a_run_are_never_removed(tmp_path, kept):
     if kept is None:  # a recipe of the user's own, in a folder that no run ever had
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "recipe.yaml").write_text(recipe("x").to_yaml())
     else:
         begun(tmp_path / "run").close()
         path = tmp_path / "run" / kept
-        path.mkdir(parents=True) if kept.endswith("/") else path.write_text('{"status": "completed"}')
+        path.mkdir(parents=True) if kept.endswith("/") else path.write_text(
+            '{"status": "completed"}'
+        )
     for _ in range(2):  # refusing must not make it ours
         with pytest.raises(FolderInUseError, match="resume=auto"):
             RunFolder(recipe(tmp_path / "run"))
@@ -125,7 +141,9 @@ ROW = "{},0,1.0,0.5,0.1,9.0,0\n"
 SIDE = {
     "random": lambda path: path.write_bytes(random.Random(0).randbytes(3000)),
     "not UTF-8": lambda path: path.write_bytes(path.read_bytes() + b"3,0,1,0.5,\xff\xfe,9\n"),
-    "a giant field": lambda path: path.write_text(path.read_text() + "3,0,1,0.5,0.1," + "9" * 200_000 + "\n"),
+    "a giant field": lambda path: path.write_text(
+        path.read_text() + "3,0,1,0.5,0.1," + "9" * 200_000 + "\n"
+    ),
     "an odd digit": lambda path: path.write_text(path.read_text() + ROW.format("²")),
     "a list": lambda path: path.write_text("[]\n"),
     "nested deep": lambda path: path.write_text("[" * 100_000 + "\n"),
@@ -142,37 +160,42 @@ def test_a_damaged_steps_file_costs_its_damaged_rows_only(tmp_path, damage):
     path.write_text(",".join(STEP_COLUMNS) + "\n" + ROW.format(1) + ROW.format(2))
     appended = damage in ("not UTF-8", "a giant field", "an odd digit")
     SIDE[damage](path)
-    said = []
-    file = StepsFile(tmp_path, 10, said.append)
+    messages = []
+    file = StepsFile(tmp_path, 10, messages.append)
     file.add(dict(zip(STEP_COLUMNS, (11, 0, 1, 0.5, 0.1, 9, 0), strict=True)))
     file.close()
     assert [row["step"] for row in steps(tmp_path)] == (["1", "2"] if appended else []) + ["11"]
-    assert len(said) == 1 and str(path) in said[0] and "\n" not in said[0]
-    assert not list(tmp_path.glob(".steps*")) and (damage != "a folder" or list(tmp_path.glob("aside-*/mine")))
+    assert len(messages) == 1
+    assert str(path) in messages[0]
+    assert "\n" not in messages[0]
+    assert not list(tmp_path.glob(".steps*"))
+    assert damage != "a folder" or list(tmp_path.glob("aside-*/mine"))
 
 
 @pytest.mark.parametrize("damage", [name for name in SIDE if "UTF" not in name])
 def test_damaged_notes_are_left_out_and_replaced(tmp_path, damage):
     folder = RunFolder(recipe(tmp_path / "run"))
-    said = []
+    messages = []
     for name, look in (("tuning.json", folder.tuned), ("result.json", folder.previous_result)):
-        assert look(said.append) == {} and not said, "there is none yet"
+        assert look(messages.append) == {} and not messages, "there is none yet"
         path = tmp_path / "run" / name
         path.write_text("{}x")
         SIDE[damage](path)
-        assert look(said.append) == {}
-        assert len(said) == (0 if damage == "a link to nothing" else 1)
-        said.clear()
+        assert look(messages.append) == {}
+        assert len(messages) == (0 if damage == "a link to nothing" else 1)
+        messages.clear()
     folder.keep_tuned({"key": 1})
     folder.write_result({"status": "running"})
-    assert folder.tuned(said.append) == {"key": 1} and folder.previous_result(said.append) == {"status": "running"}
+    assert folder.tuned(messages.append) == {"key": 1}
+    assert folder.previous_result(messages.append) == {"status": "running"}
     folder.close()
 
 
 @pytest.mark.parametrize("content", [b"\xff\x00", b"", b"[", b"epochs: many", b"[" * 9999])
 def test_a_damaged_recipe_says_what_to_do(tmp_path, content):
     RunFolder(recipe(tmp_path / "run")).close()
-    (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)  # else there is nothing to continue
+    # Else there is nothing to continue.
+    (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
     (tmp_path / "run" / "recipe.yaml").write_bytes(content)
     with pytest.raises(RecipeError, match=r"recipe\.yaml.*remove"):
         RunFolder(recipe(tmp_path / "run", "resume=auto"))
@@ -181,18 +204,36 @@ def test_a_damaged_recipe_says_what_to_do(tmp_path, content):
 def test_replacing_leaves_the_old_text_when_it_fails(tmp_path, monkeypatch):
     target: Path = tmp_path / "result.json"
     write_atomically(target, "old")
-    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "full")))
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda _: (_ for _ in ()).throw(OSError(28, "full")),
+    )
     with pytest.raises(OSError, match="full"):
         write_atomically(target, "new")
-    assert target.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["result.json"]
+    assert target.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
 
 
 @contextmanager
 def at_work(folder):
     """A run that saves every ten steps and has saved once."""
-    words = ["recipe=digits", "mode=single", "model.name=cnn", "devices=[cpu]", "epochs=4000", "save.every_steps=10"]
+    words = [
+        "recipe=digits",
+        "mode=single",
+        "model.name=cnn",
+        "devices=[cpu]",
+        "epochs=4000",
+        "save.every_steps=10",
+    ]
     words += [*QUIET, "resume=auto", f"output={folder}"]
-    run = Popen([sys.executable, "-m", "trainer", *words], env=environment(), stdout=DEVNULL, stderr=PIPE, text=True)
+    run = Popen(
+        [sys.executable, "-m", "trainer", *words],
+        env=environment(),
+        stdout=DEVNULL,
+        stderr=PIPE,
+        text=True,
+    )
     try:
         wait_for_more(folder)
         yield run
@@ -216,7 +257,7 @@ def test_a_lock_that_somebody_removed_is_made_again(tmp_path):
         (tmp_path / "run" / ".lock").unlink()
         wait_for_more(tmp_path / "run")
         wait_for_more(tmp_path / "run")
-        assert locks.is_held(tmp_path / "run")
+        assert locks.is_locked(tmp_path / "run")
         run.terminate()
         _, errors = run.communicate(timeout=60)
     assert run.returncode == 143, errors
@@ -261,18 +302,43 @@ def test_a_run_whose_folder_is_gone_ends_and_makes_no_other(tmp_path, how):
 
 
 def test_a_requeued_job_continues_its_own_folder(tmp_path):
-    """On another node, without resume=auto, below runs/ and in a folder that is named; another step begins anew."""
-    words = ["recipe=d[1].yaml", "model.name=mlp", "mode=single", "max_steps=20", "save.every_steps=5", *QUIET]
+    """The job continues on another node, without resume=auto, below runs/ or in a named folder.
+
+    Another step starts from scratch.
+    """
+    words = [
+        "recipe=d[1].yaml",
+        "model.name=mlp",
+        "mode=single",
+        "max_steps=20",
+        "save.every_steps=5",
+        *QUIET,
+    ]
     (tmp_path / "d[1].yaml").write_text("extends: digits\n")
     job = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}
     for output in ([], [f"output={tmp_path / 'named'}"]):
-        assert trainer(*words, *output, cwd=tmp_path, env={**job, "TRAINER_FAULT": "kill@0:12"}).returncode
-        again = ok(*words, *output, cwd=tmp_path, env={**job, "SLURM_RESTART_COUNT": "1"}).stdout
+        assert trainer(
+            *words, *output, cwd=tmp_path, env={**job, "TRAINER_FAULT": "kill@0:12"}
+        ).returncode
+        again = ok(
+            *words,
+            *output,
+            cwd=tmp_path,
+            env={**job, "SLURM_RESTART_COUNT": "1"},
+        ).stdout
         assert "resuming at step 10 of 20" in again
     assert len(list((tmp_path / "runs").iterdir())) == 1
     other = {**job, "SLURM_STEP_ID": "1", "SLURM_RESTART_COUNT": "1"}
     assert "resuming" not in ok(*words, cwd=tmp_path, env=other).stdout
-    assert "resuming" not in ok(*words, "seed=4", cwd=tmp_path, env={**job, "SLURM_RESTART_COUNT": "1"}).stdout
+    assert (
+        "resuming"
+        not in ok(
+            *words,
+            "seed=4",
+            cwd=tmp_path,
+            env={**job, "SLURM_RESTART_COUNT": "1"},
+        ).stdout
+    )
     assert trainer(*words, f"output={tmp_path / 'named'}", cwd=tmp_path, env=other).returncode == 8
 
 

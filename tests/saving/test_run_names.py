@@ -1,4 +1,7 @@
-"""A run is found by its path and by its name below runs, and a slip is told the name that may be meant."""
+"""Runs are found by their path and by their name below runs/.
+
+A message suggests the name for a misspelled one.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import CheckpointError
-from trainer.saving.run_names import run_named
+from trainer.saving.run_names import find_run
 
 
 @pytest.fixture
@@ -29,15 +32,15 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_a_path_or_a_name_below_runs(runs: Path, typed: str, meant: str) -> None:
-    assert str(run_named(typed)) == meant
-    assert run_named(str(runs / "tuned")) == runs / "tuned"
+    assert str(find_run(typed)) == meant
+    assert find_run(str(runs / "tuned")) == runs / "tuned"
 
 
 def test_a_folder_of_the_runs_name_is_not_in_the_way(runs: Path) -> None:
     Path("tuned").mkdir()
-    assert str(run_named("tuned")) == "runs/tuned"
+    assert str(find_run("tuned")) == "runs/tuned"
     Path("tuned", "last.safetensors").touch()
-    assert str(run_named("tuned")) == "tuned"
+    assert str(find_run("tuned")) == "tuned"
 
 
 @pytest.mark.parametrize(
@@ -48,7 +51,7 @@ def test_a_folder_of_the_runs_name_is_not_in_the_way(runs: Path) -> None:
         ("/nowhere/else", "'/nowhere/else' is not there: "),
     ],
 )
-def test_what_is_not_there(runs: Path, typed: str, told: str) -> None:
+def test_missing_files_are_refused(runs: Path, typed: str, told: str) -> None:
     with pytest.raises(CheckpointError) as error:
-        run_named(typed)
+        find_run(typed)
     assert told in str(error.value)

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.saving.states import make, one_line
+from tests.saving.states import commit, make, one_line
 from trainer.errors import CheckpointError, NotFiniteError
 from trainer.saving import checkpoint
-from trainer.saving.checkpoint import commit, load
+from trainer.saving.checkpoint import load
 from trainer.saving.tensor_files import require_finite
 from trainer.saving.weights import read_weights
 
 
 @pytest.mark.parametrize("stem", ["model", "ema", "optimizer"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_is_named(stem: str, value: float) -> None:
+def test_tensors_that_are_not_finite_are_named(stem: str, value: float) -> None:
     with pytest.raises(NotFiniteError, match=rf"bn\.running_var \({stem}\)"):
         require_finite(stem, {"bn.running_var": torch.tensor([1.0, value, 2.0])})
 
@@ -38,9 +38,13 @@ HOSTILE = {
     "a header of a gigabyte": (2**30).to_bytes(8, "little") + b"{" * 100,
     "nested deep": _tensors("[" * 50_000),
     "a shape that overflows": _tensors(f'{{"w":{_entry("[4294967296,4294967296,2]")}}}'),
-    "nothing, endlessly wide": _tensors(f'{{"w":{_entry("[0,9223372036854775807,8]", "[0,0]")}}}', b""),
+    "nothing, endlessly wide": _tensors(
+        f'{{"w":{_entry("[0,9223372036854775807,8]", "[0,0]")}}}', b""
+    ),
     "overlapping": _tensors(f'{{"v":{_entry()},"w":{_entry()}}}'),
-    "a hole": _tensors(f'{{"v":{_entry(offsets="[0,8]")},"w":{_entry(offsets="[16,24]")}}}', bytes(24)),
+    "a hole": _tensors(
+        f'{{"v":{_entry(offsets="[0,8]")},"w":{_entry(offsets="[16,24]")}}}', bytes(24)
+    ),
     "offsets the wrong way round": _tensors(f'{{"w":{_entry(offsets="[8,0]")}}}'),
     "metadata that is no text": _tensors(f'{{"__metadata__":{{"recipe":[1]}},"w":{_entry()}}}'),
 }
@@ -59,8 +63,9 @@ def test_hostile_safetensors_are_refused_in_one_line(tmp_path: Path, kind: str) 
     content = json.loads((path / "manifest.json").read_text())
     content.pop("sha256")
     content["files"]["model.safetensors"] = {
-        "size": len(HOSTILE[kind]), "sha256": hashlib.sha256(HOSTILE[kind]).hexdigest()
-    }  # fmt: skip
-    (path / "manifest.json").write_bytes(checkpoint._sealed(content))
+        "size": len(HOSTILE[kind]),
+        "sha256": hashlib.sha256(HOSTILE[kind]).hexdigest(),
+    }
+    (path / "manifest.json").write_bytes(checkpoint._serialize_manifest(content))
     with pytest.raises(CheckpointError, match=r"model\.safetensors .*safetensors file"):
         load(path)

@@ -1,4 +1,4 @@
-"""Weights for users: whole or not there, equal to the byte, read from whatever holds them."""
+"""Weights for users: complete or absent, equal to the byte, and read from every kind of file."""
 
 from __future__ import annotations
 
@@ -13,44 +13,60 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.saving.states import flip, make, one_line, trace
+from tests.saving.states import commit, flip, make, one_line, trace
 from trainer.errors import CheckpointError, DiskFullError
 from trainer.processes import faults
-from trainer.saving.checkpoint import commit
 from trainer.saving.weights import read_metadata, read_weights, save_weights
 
 
-def test_weight_files_are_synced_before_they_get_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_files_are_synced_before_they_get_their_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = trace(monkeypatch)
     save_weights(tmp_path / "last.safetensors", {"w": torch.ones(3)}, {})
     draft = ".last.safetensors"
-    expected = [f"write {draft}", f"write {draft}", f"fsync {draft}", f"replace {draft}", f"fsync {tmp_path.name}"]
+    expected = [
+        f"write {draft}",
+        f"write {draft}",
+        f"fsync {draft}",
+        f"replace {draft}",
+        f"fsync {tmp_path.name}",
+    ]
     assert calls == expected
 
 
 @pytest.mark.parametrize("point", ["write", "fsync", "rename"])
-def test_a_disk_full_under_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str) -> None:
+def test_a_disk_full_under_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
     path = tmp_path / "last.safetensors"
     save_weights(path, {"w": torch.ones(3)}, {})
-    monkeypatch.setattr(faults, "active", True)
+    monkeypatch.setattr(faults, "is_active", True)
     monkeypatch.setenv("TRAINER_FAULT", f"full@weights:{point}")
     with pytest.raises(DiskFullError):
         save_weights(path, {"w": torch.zeros(3)}, {})
-    assert os.listdir(tmp_path) == [path.name] and read_weights(path)[0]["w"].all()
+    assert os.listdir(tmp_path) == [path.name]
+    assert read_weights(path)[0]["w"].all()
 
 
 def test_weight_files(tmp_path: Path) -> None:
     tied = torch.randn(4, 3)
-    tensors = {"a": tied, "b": tied, "c": tied.t(), "n": torch.tensor(5)}
+    tensors = {
+        "a": tied,
+        "b": tied,
+        "c": tied.t(),
+        "n": torch.tensor(5),
+    }
     metadata = {"ema": "true", "top1": "0.98", "recipe": "digits", "é": "ü"}
     path = tmp_path / "last.safetensors"
     save_weights(path, tensors, metadata)
-    found, told = read_weights(path)
-    assert all(torch.equal(found[name], tensors[name]) for name in tensors) and found.keys() == tensors.keys()
-    assert told == {"format": "pt", **metadata}
-    assert read_weights(tmp_path)[1] == told
+    actual, message = read_weights(path)
+    assert all(torch.equal(actual[name], tensors[name]) for name in tensors)
+    assert actual.keys() == tensors.keys()
+    assert message == {"format": "pt", **metadata}
+    assert read_weights(tmp_path)[1] == message
     with safe_open(path, "pt") as file:  # the library itself agrees
-        assert file.metadata() == told and sorted(file.keys()) == sorted(tensors)
+        assert file.metadata() == message and sorted(file.keys()) == sorted(tensors)
     before = path.read_bytes()
     for _ in range(5):
         save_weights(path, tensors, dict(reversed(metadata.items())))
@@ -63,12 +79,14 @@ def test_weights_of_a_checkpoint_are_averaged_where_it_has_them(tmp_path: Path) 
     for name in ("plain", "averaged"):
         (tmp_path / name).mkdir()
     path = commit(tmp_path / "plain", state, keep=2)
-    found, told = read_weights(path)
-    assert told == {"format": "pt", "weights": "model", "step": "4", "epoch": "0"}
-    assert torch.equal(found["fc.weight"], state.tensors["model"]["fc.weight"])
+    actual, message = read_weights(path)
+    assert message == {"format": "pt", "weights": "model", "step": "4", "epoch": "0"}
+    assert torch.equal(actual["fc.weight"], state.tensors["model"]["fc.weight"])
     state.tensors["ema"] = {"fc.weight": torch.zeros(2, 32)}
-    found, told = read_weights(commit(tmp_path / "averaged", state, keep=2))
-    assert told["weights"] == "ema" and not found["fc.weight"].any() and found["bn.num_batches_tracked"] == 4
+    actual, message = read_weights(commit(tmp_path / "averaged", state, keep=2))
+    assert message["weights"] == "ema"
+    assert not actual["fc.weight"].any()
+    assert actual["bn.num_batches_tracked"] == 4
     flip(path / "model.safetensors", -1)
     with pytest.raises(CheckpointError, match="damaged"):
         read_weights(path)
@@ -79,8 +97,10 @@ def test_weights_of_a_checkpoint_are_averaged_where_it_has_them(tmp_path: Path) 
 def test_weights_of_torch_files(tmp_path: Path, wrap: str | None, suffix: str) -> None:
     weights = {"w": torch.ones(2)}
     torch.save({wrap: weights, "epoch": 3} if wrap else weights, tmp_path / f"x{suffix}")
-    found, told = read_weights(tmp_path / f"x{suffix}")
-    assert list(found) == ["w"] and torch.equal(found["w"], torch.ones(2)) and told == {}
+    actual, message = read_weights(tmp_path / f"x{suffix}")
+    assert list(actual) == ["w"]
+    assert torch.equal(actual["w"], torch.ones(2))
+    assert message == {}
 
 
 class Hostile:
@@ -110,9 +130,14 @@ def test_a_hostile_pickle_is_not_executed(tmp_path: Path) -> None:
 
 def test_a_file_that_unpacks_to_far_more_is_refused(tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(3)}, tmp_path / "plain.pt")
-    with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(tmp_path / "bomb.pt", "w", 8) as bomb:
+    with (
+        zipfile.ZipFile(tmp_path / "plain.pt") as plain,
+        zipfile.ZipFile(tmp_path / "bomb.pt", "w", 8) as bomb,
+    ):
         for name in plain.namelist():
-            bomb.writestr(name, plain.read(name) + (bytes(10**8) if name.endswith("data/0") else b""))
+            bomb.writestr(
+                name, plain.read(name) + (bytes(10**8) if name.endswith("data/0") else b"")
+            )
     assert (tmp_path / "bomb.pt").stat().st_size < 10**6
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(CheckpointError, match=r"bomb\.pt.*executed") as caught:
@@ -141,21 +166,35 @@ def test_weights_that_are_not_there_or_no_weights(tmp_path: Path) -> None:
     torch.save([torch.ones(2)], tmp_path / "list.pt")
     torch.save({"epoch": 3}, tmp_path / "number.pt")
     (tmp_path / "run" / "x.safetensors").mkdir(parents=True)
-    bad = ["absent", "run", "run/x.safetensors", "cut.safetensors", "empty.safetensors", "empty.pt", "image.jpg"]
+    bad = [
+        "absent",
+        "run",
+        "run/x.safetensors",
+        "cut.safetensors",
+        "empty.safetensors",
+        "empty.pt",
+        "image.jpg",
+    ]
     for name in (*bad, "list.pt", "number.pt", "n" * 300, "absent/step-00000001"):
         with pytest.raises(CheckpointError, match="give") as caught:
             read_weights(tmp_path / name)
         assert caught.value.code == 4 and str(tmp_path / name) in one_line(caught.value)
     path = commit(tmp_path / "run", make(1), keep=2)
-    with pytest.raises(CheckpointError, match=f"give {path}"):  # killed before its first epoch ended
+    # Killed before its first epoch ended.
+    with pytest.raises(CheckpointError, match=f"give {path}"):
         read_weights(tmp_path / "run")
 
 
-def test_what_weights_tell_of_themselves(tmp_path: Path) -> None:
-    """A checkpoint knows no classes of its own: the run that it lies in does."""
+def test_metadata_of_weights(tmp_path: Path) -> None:
+    """A checkpoint has no class names, but its run has."""
     run = tmp_path / "run"
     run.mkdir()
-    assert read_metadata(run) == read_metadata(tmp_path / "nowhere") == read_metadata(tmp_path / "a.pth") == {}
+    assert (
+        read_metadata(run)
+        == read_metadata(tmp_path / "nowhere")
+        == read_metadata(tmp_path / "a.pth")
+        == {}
+    )
     save_weights(run / "last.safetensors", {"w": torch.zeros(2)}, {"classes": '["a", "b"]'})
     checkpoint = commit(run, make(5), 2)
     for place in (run, run / "last.safetensors", checkpoint):

@@ -1,8 +1,10 @@
-"""A plugin that writes down every call to a communicator, as it is made: `plugin=tests.simulated.call_recorder`.
+"""A plugin that writes every call to a communicator to a file, when it is made:
+`plugin=tests.simulated.call_recorder`.
 
-What a rank asks of a group goes through torch's hooks, DDP's own calls from C++ among them, into one file a rank of the
-folder TRAINER_TEST_CALLS, line by line: what a rank did before it ended is there. Ranks must agree:
-`tests.simulated.nccl_order.stuck` plays the files. TRAINER_TEST_STOP=1:60 sends rank 1 a SIGTERM at its 60th call.
+What a rank asks of a group goes through torch's hooks, DDP's own calls from C++ among them, into
+one file a rank of the folder TRAINER_TEST_CALLS, line by line: what a rank did before it ended is
+there. Ranks must agree: `tests.simulated.nccl_order.stuck` plays the files. TRAINER_TEST_STOP=1:60
+sends rank 1 a SIGTERM at its 60th call.
 """
 
 from __future__ import annotations
@@ -19,10 +21,13 @@ from tests.simulated.nccl_order import Call, Queue
 
 
 def install() -> None:
-    folder, rank = Path(os.environ["TRAINER_TEST_CALLS"]), os.environ["RANK"]
+    folder = Path(os.environ["TRAINER_TEST_CALLS"])
+    rank = os.environ["RANK"]
     folder.mkdir(exist_ok=True)
     who, _, when = os.environ.get("TRAINER_TEST_STOP", ":").partition(":")
-    numbers, batches, batch = itertools.count(1), itertools.count(1), 0
+    numbers = itertools.count(1)
+    batches = itertools.count(1)
+    batch = 0
     inner = dist.distributed_c10d
     file = (folder / f"{rank}.jsonl").open("a", buffering=1)
 
@@ -32,7 +37,8 @@ def install() -> None:
         def note(call):
             tensors = [*call.input_tensors, *call.output_tensors][:1]
             what = [[tensor.numel(), str(tensor.dtype)] for tensor in tensors]
-            name, root = call.name.name, call.root
+            name = call.name.name
+            root = call.root
             peer = ranks[root] if name in ("SEND", "RECV") else -1
             if next(numbers) == int(when or 0) and rank == who:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -44,8 +50,8 @@ def install() -> None:
     def followed(make, find):
         def made(*arguments, **options):
             group = make(*arguments, **options)
-            if isinstance(found := find(group), dist.ProcessGroup):
-                follow(found)
+            if isinstance(actual := find(group), dist.ProcessGroup):
+                follow(actual)
             return group
 
         return made
@@ -53,7 +59,7 @@ def install() -> None:
     together = inner.batch_isend_irecv
 
     def batched(calls):
-        """One call of NCCL's, which gloo does one by one."""
+        """Send one call of NCCL, which gloo does in parts."""
         nonlocal batch
         batch = next(batches)
         try:
@@ -69,16 +75,25 @@ def install() -> None:
 
 
 def read(folder: Path, size: int) -> list[Queue]:
-    """Each rank's calls, those of a batch as one entry."""
+    """Read the calls of each rank; those of a batch are one entry."""
     queues: list[Queue] = []
     for rank in range(size):
         lines = map(json.loads, (folder / f"{rank}.jsonl").read_text().splitlines())
         kinds = {"SEND": "send", "RECV": "recv"}
-        queue, last = [], 0
+        queue = []
+        last = 0
         for kind, peer, ranks, what, group, batch in lines:
             if not batch or batch != last:
                 queue.append([])
-            queue[-1].append(Call(kinds.get(kind, kind), peer, tuple(ranks), str(what), group))
+            queue[-1].append(
+                Call(
+                    kinds.get(kind, kind),
+                    peer,
+                    tuple(ranks),
+                    str(what),
+                    group,
+                )
+            )
             last = batch
         queues.append(queue)
     return queues

@@ -1,14 +1,16 @@
-"""A stand-in for CUDA graphs on the CPU: a tape of the operations of some work, with the memory that each of them uses.
+"""A stand-in for CUDA graphs on the CPU: a tape of operations with the memory that each of them
+uses.
 
 It is replayed on that very memory, without the Python that made it.
 
 As with real graphs:
 
-- Recording computes nothing: weights, buffers and random states are put back, and what was made is rubbish.
+- Recording computes nothing: weights, buffers and random states are put back, and what was made is
+  rubbish.
 - Python's numbers are constants, and so is a tensor that the host makes meanwhile.
 - An address is one, whatever becomes of the tensor that had it.
-- All recordings of a recorder share one pool: memory that nobody held when its recording ended, or when a later one
-  began, is rubbish after a replay of that.
+- All recordings of a recorder share one pool: memory that nobody held when its recording ended, or
+  when a later one began, is rubbish after a replay of that.
 - Waits of the host for the device cannot be recorded, nor draws of Python's and NumPy's generators.
 - Random numbers of a replay go on where the device's generator is.
 """
@@ -28,15 +30,24 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from trainer.devices import cuda_graphs
-from trainer.devices.cuda_graphs import NotRecorded, host_draws, restore
+from trainer.devices.cuda_graphs import NotCapturable, host_random_states, restore_random_states
 
 aten = torch.ops.aten
 WAITS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
-READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}  # which ask no operator
-EMPTY = {aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default}
+READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}  # These functions call no operator.
+EMPTY = {
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+}
 EMPTY |= {aten.new_empty_strided.default}
 FOREIGN = (str(Path(torch.__file__).parent), __file__, str(Path(__file__).parent / "simcuda"))
 
@@ -55,7 +66,11 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return change(value)
     if isinstance(value, list | tuple):
         return type(value)(mapped(part, change) for part in value)
-    return {name: mapped(part, change) for name, part in value.items()} if isinstance(value, dict) else value
+    return (
+        {name: mapped(part, change) for name, part in value.items()}
+        if isinstance(value, dict)
+        else value
+    )
 
 
 def key_of(tensor: Tensor) -> int:
@@ -63,7 +78,7 @@ def key_of(tensor: Tensor) -> int:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All bytes of the memory that a tensor is in."""
+    """Return all bytes of a tensor's storage."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())  # type: ignore[call-overload]
 
 
@@ -87,7 +102,13 @@ class Watch(TorchDispatchMode):
         super().__exit__(*error)
         self.reads.__exit__(*error)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         if waits(func):
             self.found(str(func))
         return self.done(func, args, kwargs or {})
@@ -102,14 +123,22 @@ class Reads(TorchFunctionMode):
         super().__init__()
         self.found = found
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         if func in READS:
             self.found(func.__name__)
         return func(*args, **(kwargs or {}))
 
 
 class Pool:
-    """The memory that recordings have made, and their own aliases of it and of all else that they use."""
+    """Memory that captures have allocated, with their own aliases to it and to all other memory
+    that they use.
+    """
 
     def __init__(self) -> None:
         self.made: dict[int, Tensor] = {}
@@ -119,7 +148,7 @@ class Pool:
     def alias(self, tensor: Tensor) -> Tensor:
         """Another tensor at this address, whatever the first one is given later."""
         kept = tensor.detach()
-        self._kept.append(kept)  # of recordings that fail too
+        self._kept.append(kept)  # Captures that fail are kept, too.
         self._aliases[key_of(kept)] += 1
         return kept
 
@@ -128,8 +157,9 @@ class Pool:
         return self.gone(self.made)
 
     def gone(self, keys: Iterable[int]) -> list[int]:
-        """Of memory that recordings have made or use, what nobody else has."""
-        counts = {key: torch._C._storage_Use_Count(key) - 1 for key in keys}  # without the one that counts
+        """Return the memory of captures that nobody else uses."""
+        # The mode that counts is left out.
+        counts = {key: torch._C._storage_Use_Count(key) - 1 for key in keys}
         return [key for key, count in counts.items() if count <= self._aliases[key]]
 
     def spoil(self, keys: list[int]) -> None:
@@ -138,24 +168,36 @@ class Pool:
 
 
 class Recording(Watch):
-    """Until it is closed, what is computed is recorded; then all is as if nothing had been computed."""
+    """Record operations until it is closed, and undo their effects then."""
 
-    def __init__(self, pool: Pool, refuse: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        refuse: Callable[[str], None] | None = None,
+    ) -> None:
         super().__init__(refuse or self._refuse)
-        self.pool, self.given, self.lost = pool, pool.free(), []  # memory that this recording takes, and leaves again
+        # Memory that this recording takes, and leaves again.
+        self.pool, self.given, self.lost = (
+            pool,
+            pool.free(),
+            [],
+        )
         self.operations: list[Any] = []
-        self._before: dict[int, tuple[Tensor, Tensor]] = {}  # memory that was there, and a copy of it
+        # Existing memory with a copy of its contents.
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
         self.made: dict[int, None] = {}
         self.outside: set[int] = set()  # other memory that it uses
         self.weak: Any = lambda: None  # see `result`
 
     @staticmethod
     def _refuse(what: str) -> None:
-        raise RuntimeError(f"operation not permitted when stream is capturing: {what}, in {_caller()}")
+        raise RuntimeError(
+            f"operation not permitted when stream is capturing: {what}, in {_caller()}"
+        )
 
     def done(self, func: Any, args: Any, kwargs: Any) -> Any:
         inputs = tensors_in((args, kwargs))
-        known = {key_of(tensor) for tensor in inputs}
+        known_names = {key_of(tensor) for tensor in inputs}
         with without_modes():
             for tensor in inputs:
                 if key_of(tensor) not in self.made and key_of(tensor) not in self._before:
@@ -163,12 +205,22 @@ class Recording(Watch):
                     self.outside.add(key_of(tensor))
         out = super().done(func, args, kwargs)
         with without_modes():
-            self._keep(func, args, kwargs, known, out)
+            self._keep(func, args, kwargs, known_names, out)
         return out
 
-    def _keep(self, func: Any, args: Any, kwargs: Any, known: set[int], out: Any) -> None:
-        args, kwargs = mapped(list(args), self.pool.alias), mapped(kwargs, self.pool.alias)
-        outs = [(self.pool.alias(tensor), key_of(tensor) not in known) for tensor in tensors_in(out)]
+    def _keep(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        known: set[int],
+        out: Any,
+    ) -> None:
+        args = mapped(list(args), self.pool.alias)
+        kwargs = mapped(kwargs, self.pool.alias)
+        outs = [
+            (self.pool.alias(tensor), key_of(tensor) not in known) for tensor in tensors_in(out)
+        ]
         for tensor, fresh in outs:
             if fresh and key_of(tensor) not in self.pool.made:
                 self.pool.made[key_of(tensor)] = tensor
@@ -188,7 +240,7 @@ class Recording(Watch):
 
     @property
     def result(self) -> Any:
-        """The tensor that the work gave, while someone holds it."""
+        """Return the result of the work if somebody still refers to it."""
         return self.weak()
 
     @torch.no_grad()
@@ -197,14 +249,16 @@ class Recording(Watch):
         for func, args, kwargs, outs in self.operations:
             if func in EMPTY:
                 continue
-            for (target, fresh), computed in zip(outs, tensors_in(func(*args, **kwargs)), strict=True):
+            for (target, fresh), computed in zip(
+                outs, tensors_in(func(*args, **kwargs)), strict=True
+            ):
                 if fresh:
                     target.copy_(computed)
         self.pool.spoil(self.lost)
 
 
 class CpuRecorder:
-    """As `cuda_graphs.StepRecorder`.
+    """A replacement for `cuda_graphs.StepRecorder`.
 
     Attributes:
         recordings: what was recorded.
@@ -216,7 +270,8 @@ class CpuRecorder:
         self.device, self.pool = device, Pool()
         self.recordings: list[Recording] = []
         self.last: Recording | None = None
-        self.replays, self.closed = 0, False
+        self.replays = 0
+        self.closed = False
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -224,28 +279,36 @@ class CpuRecorder:
 
     @contextmanager
     def rehearsal(self) -> Iterator[list[str]]:
-        found: list[str] = []
-        with Watch(lambda what: found.append(f"{_caller()} ({what})")):
-            yield found
+        collected: list[str] = []
+        with Watch(lambda what: collected.append(f"{_caller()} ({what})")):
+            yield collected
 
-    def record(self, work: Callable[[], Any], stream: Any = None) -> tuple[Callable[[], None], Any]:
+    def record(
+        self,
+        work: Callable[[], Any],
+        stream: Any = None,
+    ) -> tuple[Callable[[], None], Any]:
         assert not self.closed
-        drawn, state, recording = host_draws(), torch.get_rng_state(), Recording(self.pool)
+        drawn = host_random_states()
+        state = torch.get_rng_state()
+        recording = Recording(self.pool)
         try:
-            with recording, mock.patch.object(cuda_graphs, "recording", True):
-                made = work()
+            with recording, mock.patch.object(cuda_graphs, "is_capturing", True):
+                work_result = work()
         except Exception as error:
-            raise NotRecorded(str(error).partition("\n")[0] or type(error).__name__) from error
+            raise NotCapturable(str(error).partition("\n")[0] or type(error).__name__) from error
         finally:
             recording.close()
-            undrawn = restore(drawn)
+            undrawn = restore_random_states(drawn)
             torch.set_rng_state(state)
         if not undrawn:
-            raise NotRecorded("it draws random numbers on the host, which a replay would not draw again")
+            raise NotCapturable(
+                "it draws random numbers on the host, which a replay would not draw again"
+            )
         self.recordings.append(recording)
-        if isinstance(made, Tensor):
-            recording.weak = weakref.ref(made)
-        return lambda: self._replay(recording), made
+        if isinstance(work_result, Tensor):
+            recording.weak = weakref.ref(work_result)
+        return lambda: self._replay(recording), work_result
 
     def _replay(self, recording: Recording) -> None:
         assert not self.closed, "its memory was given back"
@@ -266,7 +329,7 @@ def is_recording() -> bool:
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """What computes in here is seen by nobody."""
+    """Hide the operations of this block from all modes."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
@@ -284,12 +347,16 @@ def _caller() -> str:
 
 
 def same_draws(kind: type[CpuRecorder]) -> type[CpuRecorder]:
-    """A recorder of that kind, as of a generator that no graph knows: each replay draws what the first one drew."""
+    """A recorder with a generator that graphs do not know: each replay repeats the first random
+    numbers.
+    """
 
     class SameDraws(kind):  # type: ignore[misc, valid-type]
-        def record(self, work: Callable[[], Any], stream: Any = None) -> tuple[Callable[[], None], Any]:
+        def record(
+            self, work: Callable[[], Any], stream: Any = None
+        ) -> tuple[Callable[[], None], Any]:
             state = torch.get_rng_state()
-            replay, made = super().record(work)
+            replay, created = super().record(work)
 
             def again() -> None:
                 after = torch.get_rng_state()
@@ -297,19 +364,21 @@ def same_draws(kind: type[CpuRecorder]) -> type[CpuRecorder]:
                 replay()
                 torch.set_rng_state(after)
 
-            return again, made
+            return again, created
 
     return SameDraws
 
 
 @contextmanager
 def graphs_on_the_cpu(kind: type[CpuRecorder] = CpuRecorder) -> Iterator[list[CpuRecorder]]:
-    """Devices of the CPU have graphs in this block; gives the recorders that were made in it."""
-    made: list[CpuRecorder] = []
+    """Give devices of the CPU graphs in this block. Yield the recorders that were made in it."""
+    created: list[CpuRecorder] = []
 
     def recorder(device: torch.device) -> CpuRecorder:
-        made.append(kind(device))
-        return made[-1]
+        created.append(kind(device))
+        return created[-1]
 
-    with mock.patch.multiple(cuda_graphs, possible=lambda device: True, StepRecorder=recorder):
-        yield made
+    with mock.patch.multiple(
+        cuda_graphs, has_cuda_graphs=lambda device: True, StepRecorder=recorder
+    ):
+        yield created

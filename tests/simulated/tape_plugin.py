@@ -1,7 +1,8 @@
-"""A whole command whose CPU has graphs: `plugin=tests.simulated.tape_plugin`.
+"""A whole command on a CPU with graphs: `plugin=tests.simulated.tape_plugin`.
 
-TRAINER_TEST_WARM=2 says how many steps are launched before one is recorded. With TRAINER_TEST_REPLAYS=folder each rank
-leaves there a file of its number, with a byte for each replay.
+TRAINER_TEST_WARM=2 says how many steps are launched before one is recorded. With
+TRAINER_TEST_REPLAYS=folder each rank leaves there a file of its number, with a byte for each
+replay.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 from pathlib import Path
 
 from tests.simulated.tape import CpuRecorder, Recording, graphs_on_the_cpu
-from tests.training import graphed_runs  # which registers models
+from tests.training import graphed_runs  # The import registers models.
 from trainer.training import step_graphs
 
 
@@ -22,6 +23,6 @@ class Counted(CpuRecorder):
                 file.write(b".")
 
 
-step_graphs.WARM = int(os.environ.get("TRAINER_TEST_WARM", graphed_runs.WARM))
+step_graphs.WARMUP_STEPS = int(os.environ.get("TRAINER_TEST_WARM", graphed_runs.WARM))
 on_the_cpu = graphs_on_the_cpu(Counted)
 on_the_cpu.__enter__()

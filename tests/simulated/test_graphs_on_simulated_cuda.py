@@ -1,4 +1,6 @@
-"""Captured steps on simulated cards, of pipelines too: no race, no wait in a step, the result of launched steps."""
+"""Captured steps on simulated cards, of pipelines too: no race, no wait in a step, the result of
+launched steps.
+"""
 
 import tempfile
 from contextlib import ExitStack, contextmanager, suppress
@@ -10,23 +12,27 @@ import torch
 
 from tests.simulated.simcuda import graphs, runs, simulated
 from tests.training import graphed_runs  # noqa: F401  registers models
+from trainer import versions
 from trainer.devices import cuda_graphs
-from trainer.devices.cuda_graphs import NotRecorded, StepRecorder
+from trainer.devices.cuda_graphs import NotCapturable, StepRecorder
 from trainer.models.balance import BlockCost
 from trainer.modes.pipeline.stages import Staged
-from trainer.recipe import versions
-from trainer.training import step_graphs
-from trainer.training.step_graphs import Steps
+from trainer.training import step_graphs, step_tuning
+from trainer.training.step_graphs import GraphSteps
 
-ONE, TWO, THREE = "devices=[cuda:0,cuda:0]", "devices=[cuda:0,cuda:1]", "devices=[cuda:0,cuda:1,cuda:2]"
+ONE = "devices=[cuda:0,cuda:0]"
+TWO = "devices=[cuda:0,cuda:1]"
+THREE = "devices=[cuda:0,cuda:1,cuda:2]"
 PIPE = "mode=pipeline pipeline.microbatches=4 graphs=true"
 RUNS = [
     "model.name=cnn clip_grad_norm=1 ema=0.9 accumulate=2 graphs=true",
     "model.name=mlp precision=fp16 clip_grad_norm=1 ema=0.9 graphs=true",
-    "model.name=cnn recompute=true accumulate=2 graphs=true",
-    f"{PIPE} model.name=cnn model.freeze=1 {TWO}",
+    "model.name=cnn recompute=true graphs=true",
+    f"mode=pipeline pipeline.microbatches=2 graphs=true model.name=cnn model.freeze=1 {TWO}",
 ]
 MORE = [
+    "model.name=cnn recompute=true accumulate=2 graphs=true",
+    f"{PIPE} model.name=cnn model.freeze=1 {TWO}",
     "model.name=mlp optimizer.name=adamw augment.mixup=0.2 augment.crop=pad graphs=true",
     "model.name=noisy precision=bf16 epochs=5 graphs=auto",
     f"{PIPE} model.name=cnn accumulate=2 clip_grad_norm=1 {ONE}",
@@ -44,7 +50,9 @@ VARIANTS = [
     f"mode=split graphs=true model.name=noisy optimizer.name=adamw accumulate=2 {TWO}",
 ]
 SLOW = [pytest.param(words, marks=pytest.mark.slow) for words in MORE]
-FULL = [pytest.param(words, marks=pytest.mark.full("variants of the other runs")) for words in VARIANTS]
+FULL = [
+    pytest.param(words, marks=pytest.mark.full("variants of the other runs")) for words in VARIANTS
+]
 
 
 def probe(self, traced, rows):
@@ -52,10 +60,14 @@ def probe(self, traced, rows):
     return [BlockCost(1.0, 2.0, 8)] * (len(traced.cuts) + 1)
 
 
-FEWER = [(step_graphs, "WARM", 3), (step_graphs, "TIMED", 4), (Staged, "probe", probe)]
+FEWER = [
+    (step_graphs, "WARMUP_STEPS", 3),
+    (step_tuning, "TIMED_STEPS", 4),
+    (Staged, "probe", probe),
+]
 NOT_EVERY_STEP = (
     *runs.NOT_EVERY_STEP,
-    "training.step_graphs.Steps.record",
+    "training.step_graphs.GraphSteps.capture",
     "devices.cuda_graphs.StepRecorder.record",
     "devices.cuda_graphs.seconds_between",
 )
@@ -63,58 +75,77 @@ NOT_EVERY_STEP = (
 
 def trained(words, patches=()):
     """A run, how often it replayed, and why it gave that up."""
-    replays, said = [], []
-    replay, give_up = graphs.Graph.replay, Steps._give_up
+    replays = []
+    messages = []
+    replay = graphs.Graph.replay
+    give_up = GraphSteps._give_up
 
     def counted(graph):
         replays.append(graph)
         replay(graph)
 
     def told(steps, reason):
-        said.append(reason)
+        messages.append(reason)
         give_up(steps, reason)
 
-    given = {word.partition("=")[0] for word in words.split()}
-    base = ["mode=single", "data.samples=64", "epochs=2", "save.every_steps=4", "logging.every_steps=3"]
-    words = " ".join([*words.split(), *(word for word in base if word.partition("=")[0] not in given)])
+    arguments = {word.partition("=")[0] for word in words.split()}
+    base = [
+        "mode=single",
+        "data.samples=64",
+        "epochs=2",
+        "save.every_steps=4",
+        "logging.every_steps=3",
+    ]
+    words = " ".join(
+        [*words.split(), *(word for word in base if word.partition("=")[0] not in arguments)]
+    )
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        for owner, name, value in [(graphs.Graph, "replay", counted), (Steps, "_give_up", told), *FEWER, *patches]:
+        for owner, name, value in [
+            (graphs.Graph, "replay", counted),
+            (GraphSteps, "_give_up", told),
+            *FEWER,
+            *patches,
+        ]:
             stack.enter_context(mock.patch.object(owner, name, value))
-        done = runs.train_on_cuda(words, Path(folder) / "run")
-    return done, len(replays), said
+        run_result = runs.train_on_cuda(words, Path(folder) / "run")
+    return run_result, len(replays), messages
 
 
 def both(words, patches=()):
-    launched = trained(words.replace("graphs=true", "graphs=false").replace("graphs=auto", "graphs=false"))[0]
+    launched = trained(
+        words.replace("graphs=true", "graphs=false").replace("graphs=auto", "graphs=false")
+    )[0]
     return launched, *trained(words, patches)
 
 
 def alike(one, two):
     same = one.weights.keys() == two.weights.keys() and one.losses == two.losses
-    return same and all(torch.equal(weight, two.weights[name]) for name, weight in one.weights.items())
+    return same and all(
+        torch.equal(weight, two.weights[name]) for name, weight in one.weights.items()
+    )
 
 
 @pytest.mark.parametrize("words", [*RUNS, *SLOW, *FULL])
 def test_a_run_with_replays_is_the_run_without(words):
-    launched, replayed, count, said = both(words)
+    launched, replayed, count, message = both(words)
     assert alike(launched, replayed) and count > 8
-    assert replayed.errors == [] and (said == [] or "auto" in words)
+    assert replayed.errors == [] and (message == [] or "auto" in words)
     assert replayed.waits.inside(runs.IN_A_STEP, *NOT_EVERY_STEP) == {}
 
 
 @pytest.mark.slow
 def test_a_model_that_waits_is_launched():
-    launched, replayed, _, said = both("model.name=waits accumulate=2 graphs=true")
+    launched, replayed, _, message = both("model.name=waits accumulate=2 graphs=true")
     assert alike(launched, replayed) and replayed.errors == []
-    assert len(said) == 1 and "graphed_runs.py" in said[0]
+    assert len(message) == 1 and "graphed_runs.py" in message[0]
 
 
 @pytest.mark.full("as without a card, in test_step_graphs.py")
-def test_blocks_that_draw_are_computed_anew_launched():
+def test_blocks_with_random_numbers_are_recomputed_eagerly():
     kept = trained("model.name=noisy graphs=false")[0]
-    launched, replayed, count, said = both("model.name=noisy recompute=true graphs=auto")
+    launched, replayed, count, message = both("model.name=noisy recompute=true graphs=auto")
     assert alike(kept, launched) and alike(launched, replayed) and replayed.errors == []
-    assert count == 0 and len(said) == 1 and "random states" in said[0]
+    assert count == 0 and len(message) == 1 and "random states" in message[0]
 
 
 # Mutants.
@@ -140,8 +171,8 @@ def on_the_current_stream(self, work, plain=StepRecorder.record):
     return plain(self, work)
 
 
-def without_a_copy(self, batch, weight, sync, plain=Steps.forward_backward):
-    """The loss is the one that a replay fills."""
+def without_a_copy(self, batch, weight, sync, plain=GraphSteps.forward_backward):
+    """Return the loss that a replay overwrites."""
     with mock.patch.object(torch.Tensor, "clone", lambda tensor: tensor):
         return plain(self, batch, weight, sync)
 
@@ -150,14 +181,14 @@ MUTANTS = {
     "aside waits for nothing": (StepRecorder, "aside", waits_for_nothing_before),
     "nobody waits for aside": (StepRecorder, "aside", nobody_waits_for_it),
     "the current stream is recorded": (StepRecorder, "record", on_the_current_stream),
-    "a loss is not cloned": (Steps, "forward_backward", without_a_copy),
+    "a loss is not cloned": (GraphSteps, "forward_backward", without_a_copy),
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant(name):
-    launched, replayed, _, said = both("model.name=mlp graphs=true", [MUTANTS[name]])
-    assert replayed.errors or said or not alike(launched, replayed)
+    launched, replayed, _, message = both("model.name=mlp graphs=true", [MUTANTS[name]])
+    assert replayed.errors or message or not alike(launched, replayed)
 
 
 # The simulation of captures.
@@ -181,11 +212,12 @@ def capturing(stream, graph):
 
 
 def captured(work):
-    """A graph of it, and what it gave."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    """Return a graph of `work`, and the result of its capture."""
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
     with capturing(stream, graph):
-        made = work()
-    return graph, made
+        work_result = work()
+    return graph, work_result
 
 
 @pytest.mark.parametrize(
@@ -202,17 +234,22 @@ def captured(work):
     ],
 )
 @pytest.mark.parametrize("old", [False, True])
-def test_what_waits_is_refused_and_the_recorder_recovers(machine, wait, old, monkeypatch):
+def test_operations_that_wait_are_refused_and_the_recorder_recovers(
+    machine, wait, old, monkeypatch
+):
     if old:
         of_an_old_torch(monkeypatch)
     recoveries = cuda_graphs.recoveries
-    x, recorder = torch.ones(4, device="cuda:0"), StepRecorder(torch.device("cuda", 0))
-    with pytest.raises(NotRecorded, match="capturing"):
+    x = torch.ones(4, device="cuda:0")
+    recorder = StepRecorder(torch.device("cuda", 0))
+    with pytest.raises(NotCapturable, match="capturing"):
         recorder.record(lambda: (x.add_(1), wait(x)))
     torch.randn(2, device="cuda:0")
     replay, out = recorder.record(lambda: x + 1)
     replay()
-    assert out.tolist() == [2.0] * 4 and machine.graphs.allocating == {} and machine.errors == []
+    assert out.tolist() == [2.0] * 4
+    assert machine.graphs.allocating == {}
+    assert machine.errors == []
     assert cuda_graphs.recoveries == recoveries + old
 
 
@@ -237,7 +274,8 @@ def test_after_a_capture_that_failed_an_old_torch_believes_in_it(machine, monkey
 
 
 def test_streams_fork_and_join_in_a_capture(machine):
-    x, side = torch.ones(4, device="cuda:0"), torch.cuda.Stream()
+    x = torch.ones(4, device="cuda:0")
+    side = torch.cuda.Stream()
 
     def forked(waits, joins):
         def work():
@@ -263,7 +301,7 @@ def test_streams_fork_and_join_in_a_capture(machine):
         captured(forked(waits=False, joins=False))
 
 
-def test_work_beside_a_capture_is_found(machine):
+def test_work_outside_of_a_capture_is_detected(machine):
     x = torch.ones(4, device="cuda:0")
 
     def work():
@@ -276,7 +314,8 @@ def test_work_beside_a_capture_is_found(machine):
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_replay_is_in_the_order_of_its_stream(machine, waits):
-    x, side = torch.ones(4, device="cuda:0"), torch.cuda.Stream()
+    x = torch.ones(4, device="cuda:0")
+    side = torch.cuda.Stream()
     graph, out = captured(lambda: x * 2)
     if waits:
         side.wait_stream(torch.cuda.current_stream())
@@ -288,15 +327,15 @@ def test_a_replay_is_in_the_order_of_its_stream(machine, waits):
     assert (machine.errors == []) is waits and all("RACE" in error for error in machine.errors)
 
 
-def test_memory_that_was_given_back_is_not_replayed_on(machine):
-    given = [torch.ones(4, device="cuda:0")]
-    graph, _ = captured(lambda: given[0] * 2)
-    given.clear()
+def test_replaying_on_freed_memory_is_detected(machine):
+    arguments = [torch.ones(4, device="cuda:0")]
+    graph, _ = captured(lambda: arguments[0] * 2)
+    arguments.clear()
     graph.replay()
     assert [error.partition(":")[0] for error in machine.errors] == ["REPLAY"]
 
 
-def test_a_capture_wants_a_stream_of_its_own(machine):
+def test_a_capture_needs_its_own_stream(machine):
     with pytest.raises(RuntimeError, match="non-default"):
         torch.cuda.CUDAGraph().capture_begin(capture_error_mode="thread_local")
 

@@ -1,4 +1,6 @@
-"""Point-to-point traffic of all pipelines, and collectives of all modes, in an order in which no GPU waits for ever."""
+"""Point-to-point messages of all pipelines, and collectives of all modes: their order lets no GPU
+wait for ever.
+"""
 
 from __future__ import annotations
 
@@ -14,33 +16,50 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.command_line import QUIET, trainer
-from tests.contexts import mode_of
 from tests.simulated.call_recorder import read
 from tests.simulated.nccl_order import Call, on_ranks, stuck
-from tests.worlds import gathered
+from tests.strategies import create_strategy, gathered
 from trainer.data import Batch
 from trainer.errors import RecipeError
-from trainer.modes import data_share
+from trainer.modes import compute_data_share
 from trainer.modes.pipeline import stages
-from trainer.modes.pipeline.torch_schedules import holders
+from trainer.modes.pipeline.torch_schedules import assign_recipe_ranks
 from trainer.modes.pipeline.tuning import Plan
 from trainer.recipe import load
 from trainer.recipe.checks import microbatch_counts
-from trainer.recipe.versions import torch_has
+from trainer.versions import torch_has
 
-KINDS = [("gpipe", 1), ("1f1b", 1), ("zbv", 2), ("dualpipev", 2)]
-KINDS += [(name, n) for name in ("interleaved1f1b", "loopedbfs", "interleavedzerobubble") for n in (2, 3)]
+KINDS = [
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("zbv", 2),
+    ("dualpipev", 2),
+]
+KINDS += [
+    (name, n) for name in ("interleaved1f1b", "loopedbfs", "interleavedzerobubble") for n in (2, 3)
+]
 LOOPED = [kind for kind in KINDS if kind[1] > 1 and kind[0] not in ("zbv", "dualpipev")]
 
 
 def recipe(schedule, ranks, virtual, microbatches, replicas=1):
     rows = microbatches * replicas
-    words = [f"pipeline.schedule={schedule}", f"pipeline.stages={ranks}", f"pipeline.virtual_stages={virtual}"]
-    return load(None, "mode=pipeline", "model.name=mlp", *words, "pipeline.split_size=1", f"batch_size={rows}")
+    words = [
+        f"pipeline.schedule={schedule}",
+        f"pipeline.stages={ranks}",
+        f"pipeline.virtual_stages={virtual}",
+    ]
+    return load(
+        None,
+        "mode=pipeline",
+        "model.name=mlp",
+        *words,
+        "pipeline.split_size=1",
+        f"batch_size={rows}",
+    )
 
 
 def counts(schedule, ranks, virtual, wanted=range(1, 33)):
-    """The numbers of micro-batches among the wanted that torch takes."""
+    """Return the requested numbers of micro-batches that torch accepts."""
     for m in wanted:
         try:
             microbatch_counts(recipe(schedule, ranks, virtual, m), ranks)
@@ -60,11 +79,17 @@ def images(rows):
 
 
 def a_run(wanted, world, whole, rows):
-    """What the ranks of a pipeline exchange in a run: tune, train, look at figures, evaluate, save, all of it again."""
-    shard = data_share(wanted, world)
+    """Exchange everything that the ranks of a pipeline exchange in a run: tune, train, log figures,
+    evaluate, save, and then all again.
+    """
+    shard = compute_data_share(wanted, world)
     own = slice(shard.index * rows // shard.count, (shard.index + 1) * rows // shard.count)
-    batch = Batch(images(rows)[own], (torch.arange(rows) % 3)[own], rows // shard.count)
-    strategy = mode_of(wanted, world, batch.inputs.shape, classes=3)
+    batch = Batch(
+        images(rows)[own],
+        (torch.arange(rows) % 3)[own],
+        rows // shard.count,
+    )
+    strategy = create_strategy(wanted, world, batch.inputs.shape, classes=3)
     strategy.setup(copy.deepcopy(whole))
     for _ in range(2):
         strategy.train()
@@ -82,14 +107,15 @@ def a_run(wanted, world, whole, rows):
 
 
 def check_a_run(schedule, ranks, virtual, m, replicas=1):
-    wanted = recipe(schedule, ranks, virtual, m, replicas)
+    expected = recipe(schedule, ranks, virtual, m, replicas)
     whole = model(ranks * virtual)
-    size, rows = ranks * replicas, m * replicas
-    found, notes = on_ranks(size, lambda world: a_run(wanted, world, whole, rows))
+    size = ranks * replicas
+    rows = m * replicas
+    actual, notes = on_ranks(size, lambda world: a_run(expected, world, whole, rows))
     assert stuck(notes) is None, (schedule, ranks, virtual, m)
-    logits = torch.cat([outputs for _, outputs, _ in found if outputs is not None])
+    logits = torch.cat([outputs for _, outputs, _ in actual if outputs is not None])
     torch.testing.assert_close(logits, whole.eval()(images(rows)).detach())
-    assert set(found[0][2]) == {name for name, _ in whole.named_parameters()}
+    assert set(actual[0][2]) == {name for name, _ in whole.named_parameters()}
     return notes
 
 
@@ -113,64 +139,91 @@ def test_a_run_of_a_pipeline_needs_no_buffers(schedule, ranks, virtual, m):
 
 
 def test_replicas_of_a_pipeline_need_no_buffers():
-    """Each pair of ranks shares the world's communicator, a pipeline's two, or one of copies of a stage."""
+    """Each pair of ranks shares the world's communicator, and that of a pipeline or that of the
+    copies of a stage.
+    """
     notes = check_a_run("interleaved1f1b", 2, 2, 4, replicas=2)
     groups = [ranks for ranks, _ in sorted({(call.ranks, call.group) for call in calls_in(notes)})]
     ways = 1 + torch_has("gradients through a group of their own")
-    assert groups == sorted([(0, 1, 2, 3), *ways * [(0, 1), (2, 3)], (0, 2), (1, 3)])
+    assert groups == sorted(
+        [
+            (0, 1, 2, 3),
+            *ways * [(0, 1), (2, 3)],
+            (0, 2),
+            (1, 3),
+        ]
+    )
 
 
 def calls_in(queues):
     return [call for entries in queues for entry in entries for call in entry]
 
 
-@pytest.mark.skipif(not torch_has("gradients through a group of their own"), reason="this torch has one for both ways")
+@pytest.mark.skipif(
+    not torch_has("gradients through a group of their own"),
+    reason="this torch has one for both ways",
+)
 @pytest.mark.parametrize(("schedule", "virtual"), KINDS)
 def test_gradients_go_back_through_a_communicator_of_their_own(schedule, virtual):
     """NCCL does what one is given in order: an activation would queue behind a gradient."""
     m = max(counts(schedule, 2, virtual, range(1, 9)))
-    wanted, whole = recipe(schedule, 2, virtual, m), model(2 * virtual)
-    found, notes = on_ranks(2, lambda world: a_run(wanted, world, whole, m))
-    held = holders(wanted, 2)
-    ways = sum(here != there for here, there in pairwise(held))
-    back = [call.kind for call in calls_in(notes) if call.group == found[0][0].back_group.group_name]
-    assert back.count("send") == back.count("recv") == len(back) / 2 == 2 * m * ways  # of two steps
+    expected = recipe(schedule, 2, virtual, m)
+    whole = model(2 * virtual)
+    actual, notes = on_ranks(2, lambda world: a_run(expected, world, whole, m))
+    kept = assign_recipe_ranks(expected, 2)
+    ways = sum(here != there for here, there in pairwise(kept))
+    back = [
+        call.kind for call in calls_in(notes) if call.group == actual[0][0].back_group.group_name
+    ]
+    # The calls of two steps.
+    assert back.count("send") == back.count("recv") == len(back) / 2 == 2 * m * ways
 
 
 @pytest.mark.full("every schedule, 2 to 8 ranks, 1 to 32 micro-batches")
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize(("schedule", "virtual"), KINDS)
 def test_runs_of_all_pipelines_need_no_buffers(schedule, virtual, ranks):
-    for m in counts(schedule, ranks, virtual, (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32)):
+    for m in counts(
+        schedule,
+        ranks,
+        virtual,
+        (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32),
+    ):
         check_a_run(schedule, ranks, virtual, m)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_tuning_needs_no_buffers(monkeypatch, replicas):
-    """Probes, trials in two orders, and the cuts moved; on rank 0's time, which all ranks must take."""
-    monkeypatch.setattr(stages, "TRIAL_STEPS", (2, 2))
-    whole, rows = model(6), 16 * replicas
-    wanted = load(None, "mode=pipeline", "model.name=mlp", "pipeline.stages=2", f"batch_size={rows}")
-    found, notes = on_ranks(2 * replicas, lambda world: a_run(wanted, world, whole, rows))
+    """The ranks run probes, trials in two orders, and change the cuts, with the times of rank 0."""
+    monkeypatch.setattr(stages, "MAX_TRIAL_STEPS", 2)
+    whole = model(6)
+    rows = 16 * replicas
+    expected = load(
+        None, "mode=pipeline", "model.name=mlp", "pipeline.stages=2", f"batch_size={rows}"
+    )
+    actual, notes = on_ranks(2 * replicas, lambda world: a_run(expected, world, whole, rows))
     assert stuck(notes) is None
-    assert len({strategy.plan for strategy, _, _ in found}) == 1
+    assert len({strategy.plan for strategy, _, _ in actual}) == 1
 
 
 def evaluation(schedule, ranks, virtual, m, waves=True):
-    """Each rank's calls in one batch of evaluation: `ProcessPipeline.forward` itself on stages that do nothing."""
-    wanted = recipe(schedule, ranks, virtual, m)
+    """Return the calls of each rank in one batch of evaluation: `ProcessPipeline.forward` itself on
+    stages that do nothing.
+    """
+    expected = recipe(schedule, ranks, virtual, m)
 
     def run(world):
-        strategy = mode_of(wanted, world, (m, 4))
-        strategy.plan, strategy.pipe_group = Plan(("",) * (ranks * virtual - 1), m, schedule), None
+        strategy = create_strategy(expected, world, (m, 4))
+        strategy.plan = Plan(("",) * (ranks * virtual - 1), m, schedule)
+        strategy.pipe_group = None
         strategy.assign_stages(strategy.plan)
-        strategy.stages = {stage: nn.Identity() for stage in strategy.mine}
-        strategy._arriving = {stage: torch.zeros(1, 4) for stage in strategy.mine}
-        strategy.ranks = ranks if waves else m + 1  # one wave of all micro-batches
+        strategy.stages = {stage: nn.Identity() for stage in strategy.local_stages}
+        strategy._stage_inputs = {stage: torch.zeros(1, 4) for stage in strategy.local_stages}
+        strategy.ranks = ranks if waves else m + 1  # All micro-batches form one wave.
         return strategy.forward(images(m).flatten(1))
 
-    found, notes = on_ranks(ranks, run)
-    assert next(out for out in found if out is not None).equal(images(m).flatten(1))
+    actual, notes = on_ranks(ranks, run)
+    assert next(out for out in actual if out is not None).equal(images(m).flatten(1))
     return notes
 
 
@@ -178,7 +231,12 @@ def test_evaluation_needs_no_buffers(full):
     for schedule, virtual in KINDS:
         for ranks, sample in ((2, (1, 2, 3, 8)), (4, (1, 4, 7)), (8, (16,))):
             for m in counts(schedule, ranks, virtual, range(1, 33) if full else sample):
-                assert stuck(evaluation(schedule, ranks, virtual, m)) is None, (schedule, virtual, ranks, m)
+                assert stuck(evaluation(schedule, ranks, virtual, m)) is None, (
+                    schedule,
+                    virtual,
+                    ranks,
+                    m,
+                )
 
 
 @pytest.mark.parametrize(("schedule", "virtual"), LOOPED)
@@ -189,11 +247,12 @@ def test_evaluation_without_waves_would_wait_for_ever(schedule, virtual, ranks):
 
 
 def test_any_two_calls_of_a_rank_in_the_other_order_are_noticed():
-    """What is batched with a part of the same kind stays: two sends of one size are alike."""
+    """Parts of one kind in a batch stay together: two sends of one size are equal."""
     notes = check_a_run("1f1b", 2, 1, 3)
     for rank, entries in enumerate(notes):
         for place in range(len(entries) - 1):
-            here, there = entries[place], entries[place + 1]
+            here = entries[place]
+            there = entries[place + 1]
             if set(here) & set(there):
                 continue
             swapped = [list(queue) for queue in notes]
@@ -214,20 +273,26 @@ def test_drawn_by_hand():
     assert stuck([[], []]) is None
     assert stuck([[[send(1)], [receive(1)]], [[send(0)], [receive(0)]]]) == [send(1), send(0)]
     assert stuck([[[send(1)], [receive(1)]], [[receive(0)], [send(0)]]]) is None
-    assert stuck([[[send(1), receive(1)]], [[send(0), receive(0)]]]) is None  # each a batch
-    assert stuck([[[send(1, 2)]], [[receive(0, 1)]]]) is not None  # of other sizes
-    assert stuck([[[send(1)]], [[Call("recv", 0, (0, 1, 2), 1)]]]) is not None  # another communicator
-    assert stuck([[[all_of("a", 0, 1)], [send(1)]], [[receive(0)], [all_of("a", 0, 1)]]]) is not None
+    assert stuck([[[send(1), receive(1)]], [[send(0), receive(0)]]]) is None  # Each is a batch.
+    assert stuck([[[send(1, 2)]], [[receive(0, 1)]]]) is not None  # The sizes differ.
+    # Another communicator.
+    assert stuck([[[send(1)]], [[Call("recv", 0, (0, 1, 2), 1)]]]) is not None
+    assert (
+        stuck([[[all_of("a", 0, 1)], [send(1)]], [[receive(0)], [all_of("a", 0, 1)]]]) is not None
+    )
     both = [[all_of("a", 0, 1)], [all_of("b", 0, 1)]]
-    assert stuck([both, both]) is None and stuck([both, both[::-1]]) is not None
+    assert stuck([both, both]) is None
+    assert stuck([both, both[::-1]]) is not None
     pairs = [[all_of("a", 0, 1)], [all_of("a", 0, 2)]]
     assert stuck([pairs, pairs[:1], pairs[1:]]) is None
     ring = [[[all_of("a", 0, 1)], [all_of("a", 0, 2)]], [[all_of("a", 1, 2)], [all_of("a", 0, 1)]]]
-    assert stuck([*ring, [[all_of("a", 0, 2)], [all_of("a", 1, 2)]]]) is not None  # three communicators in a circle
+    # Three communicators in a circle.
+    assert stuck([*ring, [[all_of("a", 0, 2)], [all_of("a", 1, 2)]]]) is not None
     assert stuck([[[all_of("a", 0, 1)]], []]) == [all_of("a", 0, 1), Call("nothing", -1, ())]
 
 
-# Collectives of whole runs over gloo, by torch's hooks: `World`'s, the modes' own, DDP's from its reducer.
+# Collectives of whole runs over gloo, by torch's hooks: `World`'s, the modes' own, DDP's from its
+# reducer.
 
 WHOLE = ["recipe=digits", "plugin=tests.simulated.call_recorder", "model.name=cnn", "epochs=2"]
 WHOLE += ["save.every_steps=2", "optimizer.lr=0.001", *QUIET]
@@ -239,8 +304,8 @@ def calls(run, size, *words, rows=48, code=0, **env):
     """Run it, and what each rank asked of its communicators."""
     folder = Path(tempfile.mkdtemp(dir=run.parent))
     words = [*WHOLE, *words, f"nproc={size}", f"batch_size={rows}", "max_steps=4", f"output={run}"]
-    done = trainer(*words, env={"TRAINER_TEST_CALLS": str(folder), **env})
-    assert done.returncode == code, done.stdout + done.stderr
+    completed = trainer(*words, env={"TRAINER_TEST_CALLS": str(folder), **env})
+    assert completed.returncode == code, completed.stdout + completed.stderr
     return read(folder, size)
 
 
@@ -258,24 +323,35 @@ recorded = pytest.mark.skipif(
         (2, ["mode=ddp", "sync_bn=true", *ALL_ON]),
         pytest.param(3, ["mode=local_sgd", "local_sgd.every=2", *ALL_ON], marks=many),
         pytest.param(3, ["mode=hogwild", "ema=0.9"], marks=many),
-        pytest.param(4, [*PIPE, *ALL_ON, "pipeline.schedule=interleaved1f1b", "pipeline.microbatches=4"], marks=many),
+        pytest.param(
+            4,
+            [*PIPE, *ALL_ON, "pipeline.schedule=interleaved1f1b", "pipeline.microbatches=4"],
+            marks=many,
+        ),
         pytest.param(2, [*PIPE, "pipeline.schedule=zbv", "pipeline.microbatches=4"], marks=many),
     ],
     ids=lambda words: " ".join(words[:3]) if isinstance(words, list) else None,
 )
 def test_all_ranks_of_a_run_call_in_one_order(size, words, tmp_path):
-    """Training, evaluation, saving, diagnosis; and a second run that goes on from the middle."""
+    """The run trains, evaluates, saves and diagnoses; a second run resumes from the middle."""
     first = calls(tmp_path / "run", size, *words)
     assert stuck(first) is None and all(len(queue) > 20 for queue in first)
     if size > 2:
-        shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000004")  # as if killed after step 3
+        # The run looks as if it was killed after step 3.
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000004")
         assert stuck(calls(tmp_path / "run", size, *words, "resume=auto")) is None
 
 
 def ended(queues, rank):
-    """Whether ranks wait for what this one did not do any more, and all of its own calls were answered."""
+    """Whether ranks wait for what this one did not do any more, and all of its own calls were
+    answered.
+    """
     waiting = stuck(queues)
-    return waiting is not None and waiting[rank].kind == "nothing" and sum(c.kind != "nothing" for c in waiting) > 0
+    return (
+        waiting is not None
+        and waiting[rank].kind == "nothing"
+        and sum(c.kind != "nothing" for c in waiting) > 0
+    )
 
 
 @recorded
@@ -288,8 +364,12 @@ def ended(queues, rank):
     ],
     ids=["signal", "not finite", "out of memory"],
 )
-@pytest.mark.parametrize("words", [["mode=ddp"], pytest.param([*PIPE, "pipeline.microbatches=4"], marks=many)])
-def test_what_befalls_one_rank(env, code, words, tmp_path):
-    """A signal to one rank and a gradient that is not finite on one end all alike; out of memory ends one."""
+@pytest.mark.parametrize(
+    "words", [["mode=ddp"], pytest.param([*PIPE, "pipeline.microbatches=4"], marks=many)]
+)
+def test_failures_of_one_rank_block_no_other(env, code, words, tmp_path):
+    """A signal to one rank and a gradient that is not finite on one end all alike; out of memory
+    ends one.
+    """
     queues = calls(tmp_path / "run", 2, *words, code=code, **env)
     assert ended(queues, 1) if code == 6 else stuck(queues) is None

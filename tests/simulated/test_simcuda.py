@@ -1,4 +1,6 @@
-"""The simulated devices themselves: what is wrong on a GPU is found, and what is right is not called wrong."""
+"""The simulated devices themselves: what is wrong on a GPU is found, and what is right is not
+called wrong.
+"""
 
 import threading
 import time
@@ -31,7 +33,8 @@ def test_a_stream_that_reads_what_another_writes_without_waiting(machine):
 
 
 def test_a_write_after_another_streams_read(machine):
-    x, side = torch.ones(4, device="cuda:0"), torch.cuda.Stream("cuda:0")
+    x = torch.ones(4, device="cuda:0")
+    side = torch.cuda.Stream("cuda:0")
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         x + 1
@@ -41,7 +44,8 @@ def test_a_write_after_another_streams_read(machine):
 
 @pytest.mark.parametrize("way", ["stream", "event", "host", "host by event", "host by item"])
 def test_whoever_waits_may_read(machine, way):
-    x, side = torch.ones(4, device="cuda:0"), torch.cuda.Stream("cuda:0")
+    x = torch.ones(4, device="cuda:0")
+    side = torch.cuda.Stream("cuda:0")
     if way == "stream":
         side.wait_stream(torch.cuda.current_stream())
     elif way == "event":
@@ -59,7 +63,8 @@ def test_whoever_waits_may_read(machine, way):
 
 
 def test_a_wait_for_an_event_that_is_recorded_too_early_is_none(machine):
-    x, side = torch.ones(4, device="cuda:0"), torch.cuda.Stream("cuda:0")
+    x = torch.ones(4, device="cuda:0")
+    side = torch.cuda.Stream("cuda:0")
     early = torch.cuda.current_stream().record_event()
     x.mul_(2)
     side.wait_event(early)
@@ -81,7 +86,8 @@ def test_the_backward_pass_is_seen(machine):
 
 def reused(record):
     with simulated(1) as machine:
-        x, side = torch.ones(4, device="cuda:0"), torch.cuda.Stream("cuda:0")
+        x = torch.ones(4, device="cuda:0")
+        side = torch.cuda.Stream("cuda:0")
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             x + 1
@@ -92,7 +98,7 @@ def reused(record):
         return machine.errors
 
 
-def test_memory_that_another_stream_may_still_use_is_not_given_away():
+def test_memory_that_another_stream_may_still_use_is_not_reused():
     (error,) = reused(record=False)
     assert error.startswith("REUSE: ") and "no record_stream" in error
     assert reused(record=True) == []
@@ -129,7 +135,8 @@ def test_tensors_of_two_devices_do_not_mix(machine, mix):
 
 def test_numbers_of_the_host_may_go_along(machine):
     x = torch.ones(4, device="cuda:0")
-    assert (x * torch.tensor(2.0) + 1).is_cuda and x[torch.tensor([0, 1])].is_cuda
+    assert (x * torch.tensor(2.0) + 1).is_cuda
+    assert x[torch.tensor([0, 1])].is_cuda
     torch._foreach_add_([x, torch.ones(4, device="cuda:1")], 1.0)
     with pytest.raises(TypeError, match="numpy"):
         x.numpy()
@@ -141,34 +148,37 @@ def test_a_generator_a_device(machine):
     torch.manual_seed(3)
     one, two = (torch.randn(4, device=f"cuda:{k}").cpu() for k in (0, 1))
     assert torch.equal(one, two)
-    state, host = torch.cuda.get_rng_state("cuda:1"), torch.get_rng_state()
+    state = torch.cuda.get_rng_state("cuda:1")
+    host = torch.get_rng_state()
     drawn = nn.functional.dropout(torch.ones(99, device="cuda:1")).cpu()
-    assert torch.equal(host, torch.get_rng_state()) and not torch.equal(state, torch.cuda.get_rng_state("cuda:1"))
+    assert torch.equal(host, torch.get_rng_state())
+    assert not torch.equal(state, torch.cuda.get_rng_state("cuda:1"))
     torch.cuda.set_rng_state(state, "cuda:1")
     assert torch.equal(drawn, nn.functional.dropout(torch.ones(99, device="cuda:1")).cpu())
     assert torch.equal(torch.cuda.get_rng_state(0), state)  # both have drawn four numbers by then
 
 
 def test_autocast_is_a_threads_own_and_begins_with_fp16(machine):
-    weight, found = torch.ones(2, 2, device="cuda:0"), {}
+    weight = torch.ones(2, 2, device="cuda:0")
+    collected = {}
 
     def work(name):
         with torch.autocast("cuda"):
-            found[name] = (weight @ weight).dtype
+            collected[name] = (weight @ weight).dtype
 
     with torch.autocast("cuda", torch.bfloat16):
-        found["here"] = (weight @ weight).dtype
+        collected["here"] = (weight @ weight).dtype
         thread = threading.Thread(target=work, args=["thread"])
         thread.start()
         thread.join()
-    assert found == {"here": torch.bfloat16, "thread": torch.float16}
+    assert collected == {"here": torch.bfloat16, "thread": torch.float16}
     assert (weight @ weight).dtype is torch.float32 and not torch.is_autocast_enabled("cpu")
 
 
 # The host.
 
 
-def test_what_is_copied_to_pinned_memory_is_there_once_the_host_has_waited(machine):
+def test_copies_to_pinned_memory_arrive_when_the_host_waits(machine):
     x = torch.ones(4, device="cuda:0")
     pinned = torch.empty(4, pin_memory=True)
     pinned.copy_(x, non_blocking=True)
@@ -201,9 +211,14 @@ def test_an_event_is_timed_once_it_is_complete(machine):
         begin.elapsed_time(torch.cuda.Event(enable_timing=True))
 
 
-def test_nothing_is_left_behind():
+def test_a_simulation_leaves_nothing_behind():
     def state():
-        return torch.cuda.device_count, time.perf_counter, threading.Thread.run, torch.set_autocast_enabled
+        return (
+            torch.cuda.device_count,
+            time.perf_counter,
+            threading.Thread.run,
+            torch.set_autocast_enabled,
+        )
 
     before = state()
     with simulated(3):

@@ -1,345 +1,36 @@
-"""Every line that makes somebody wait for a device is needed: taken out, the simulated devices find what goes wrong."""
+"""Each line that waits for a device is needed: without it, the simulated devices report an
+error.
+"""
 
-import copy
-import threading
 import time
-from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives
-from torch.nn.functional import cross_entropy
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.contexts import context, mode_of
 from tests.simulated.simcuda import simulated, sources
 from tests.simulated.simcuda.runs import MEASURING
-from trainer.commands.plan import speed_probe
-from trainer.commands.prove import prove_probe
-from trainer.data import Batch
-from trainer.data.photos.copies import Copies
-from trainer.devices import health
-from trainer.devices.cuda_graphs import StepRecorder, seconds_between
-from trainer.devices.health import unfinished
-from trainer.models.balance import BlockCost, block_costs
-from trainer.models.partition import trace
-from trainer.models.zoo import build
-from trainer.modes import fsdp
-from trainer.modes.pipeline import stages
-from trainer.modes.pipeline.tuning import Plan
-from trainer.optim.optimization import MovingAverage, Updater
-from trainer.optim.optimizers import build_optimizer
-from trainer.pool.transport import pack, pack_rows
-from trainer.pool.worker import Caller
-from trainer.processes.rank import Place
-from trainer.processes.world import World
-from trainer.recipe import ModelRecipe, load
-from trainer.saving.checkpoint import Position
-from trainer.saving.saver import Saver
-from trainer.saving.tensor_files import Piece
-from trainer.telemetry.clocks import Ledger, StepTimer, Stopwatch
-from trainer.training import diagnosis, snapshots
-
-CARD = torch.device("cuda", 0)
-ROWS = 8
-
-
-class Wrong(Exception):
-    """What went wrong on a simulated machine."""
-
-
-def strategy_on(cards, words, model=None):
-    drives = tuple(torch.device("cuda", card) for card in cards)
-    world = World(Place(), drives[0], 1, tuple(map(str, drives)), drives)
-    strategy = mode_of(load({"batch_size": ROWS, "channels_last": False}, *words.split()), world, (ROWS, 1, 4, 4))
-    strategy.probe = lambda traced, rows: [BlockCost(1.0, 2.0, 8)] * (len(traced.cuts) + 1)
-    torch.manual_seed(0)
-    strategy.setup(model or build(ModelRecipe(name="mlp"), 10, 1, 4))
-    strategy.train()
-    return strategy
-
-
-def digits():
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(ROWS, 1, 4, 4, generator=generator), torch.randint(10, (ROWS,), generator=generator)
-
-
-def expect(fine):
-    if not fine:
-        raise Wrong("another result")
-
-
-class Peers(World):
-    """A world of two, of which one is silent and takes two seconds for everything: an all-reduce is a kernel."""
-
-    def sum_(self, values):
-        return values.mul_(1)
-
-    def max_(self, values):
-        return values.fill_(2.0)
-
-    def barrier(self):
-        pass
-
-
-PEERS = Peers(Place(0, 2, 0, 2), CARD, 1, ("cuda:0", "cuda:1"))
-
-
-class Mirrored(Peers):
-    """A world of two, of which the other one has and does the same."""
-
-    def sum_(self, values, along=None):
-        return values.mul_(2)
-
-    def max_(self, values):
-        return values
-
-    def broadcast_(self, values, along=None):
-        return values
-
-    def broadcast_object(self, value):
-        return value
-
-    def gather(self, value):
-        return [value]
-
-
-# What uses each file's waits.
-
-
-def pipelined(machine):
-    """Two steps of the pipeline in one process, and an evaluation; the gradients are the whole model's."""
-    torch.manual_seed(0)
-    whole, (images, labels) = build(ModelRecipe(name="mlp"), 10, 1, 4), digits()
-    loss = cross_entropy(whole(images), labels)
-    loss.backward()
-    for cards in ((0, 1), (0, 0), (0, 1, 2)):
-        strategy = strategy_on(cards, "mode=pipeline pipeline.microbatches=4")
-        optimizer = torch.optim.SGD(list(strategy.named_parameters().values()), lr=0.01)
-        for step in range(2):
-            got = strategy.forward_backward(Batch(images.to(CARD), labels.to(CARD), ROWS), 1 / ROWS)
-            if step == 0:
-                expect(abs(got.item() - loss.item()) < 1e-5)
-                for name, parameter in strategy.named_parameters().items():
-                    expect(torch.allclose(parameter.grad.cpu(), whole.get_parameter(name).grad, atol=1e-5))
-            optimizer.step()
-            optimizer.zero_grad()
-        strategy.train(False)
-        strategy.forward(images.to(CARD))
-        expect(0 <= strategy.figures()["pipeline/bubble_pct"] <= 100)
-        if machine.errors:
-            return
-
-
-def tried(machine):
-    """A plan is tried."""
-    strategy = strategy_on((0, 1), "mode=pipeline pipeline.microbatches=4")
-    traced = trace(build(ModelRecipe(name="mlp"), 10, 1, 4), "mlp")
-    with mock.patch.object(stages, "TRIAL_STEPS", (2, 2)):
-        strategy.trial(traced, Plan((traced.cuts[0],), 4, "streams"))
-
-
-def timed(machine):
-    """The timers of a run over two streams, of which one is busy when it is asked."""
-    timer, watch, ledger = StepTimer([CARD], 0), Stopwatch(CARD), Ledger("other", [CARD])
-    for _ in range(70):
-        timer.update()
-        with watch:
-            torch.ones(3, device=CARD)
-        timer.step(0.0)
-    expect(watch.seconds() > 0)
-    with ledger.span("recording"), timer.pause():
-        torch.ones(3, device=CARD)
-    timer.update()
-    torch.ones(3, device=CARD)
-    timer.step(0.0)
-    expect(timer.stop()[0] == 71)
-    torch.ones(3, device=CARD)
-    with ledger.span("evaluation"):
-        torch.ones(3, device=CARD)
-
-
-def costs(machine):
-    block_costs(trace(build(ModelRecipe(name="mlp"), 10, 1, 4), "mlp"), digits()[0].to(CARD), repeats=1)
-
-
-def sent(machine):
-    """Results of a worker on their way to the parent."""
-    x = torch.arange(6.0, device=CARD).view(2, 3)
-    expect(np.frombuffer(pack({"x": x}).buffers[0], np.float32).tolist() == [0, 1, 2, 3, 4, 5])
-    expect(pack_rows([x[0], x[1]]).buffers[0].values.sum().item() == 15)
-
-
-def saved(machine):
-    """Weights in host memory, twice: the second save takes the buffers of the first."""
-    saver = Saver(0, 1.0)
-    for number in range(2):
-        weight = torch.arange(6.0, device=CARD) + number
-        copies = snapshots.on_host(saver, {"model": {"w": Piece(weight, weight.shape)}}, [CARD])
-        expect(copies["model"]["w"].local.tolist() == [number + n for n in range(6)])
-
-
-def broken(machine):
-    with mock.patch("trainer.pool.worker._here", threading.local()):  # this process is no worker afterwards
-        caller = Caller(lambda item: item, (), CARD)
-        expect(caller.usable())
-        machine.broken.add(0)
-        expect(not caller.usable())
-
-
-def communicated(machine):
-    """Data parallel with and without its wrapper, and one exchange."""
-    strategy = strategy_on((0,), "mode=ddp")
-    strategy.wrapped, strategy.world = copy.deepcopy(strategy.module), PEERS
-    strategy.wrapped._check_reducer_finalized = lambda: None  # of DDP
-    strategy._exposed(1)
-    strategy._exchanged(1.0)
-
-
-def probed(machine):
-    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 10))
-    with mock.patch.object(speed_probe, "PASS", 0.0):
-        speed_probe._whole(context(load(None, "mode=single"), PEERS, (2, 1, 4, 4)), model, 2)
-        torch.ones(3, device=CARD)
-        speed_probe._exchange(PEERS, CARD, reduce=True)
-
-
-def held(machine):
-    """A step issued to a card that is held, as a run's end does it: weights and buffers stay."""
-    strategy = strategy_on((0,), "mode=single ema=0.9", build(ModelRecipe(name="cnn"), 10, 1, 4))
-    state = SimpleNamespace(position=Position(1, 0, 1), average=MovingAverage(strategy.named_parameters(), 0.9))
-    state.optimizer = build_optimizer(strategy.named_parameters(), strategy.recipe.optimizer)
-    state.updater = Updater(state.optimizer, strategy.recipe, CARD, None)
-    run = SimpleNamespace(strategy=strategy, world=strategy.world, recipe=strategy.recipe, state=state)
-    run.loader = SimpleNamespace(samples_per_step=ROWS)
-    before = {name: tensor.clone() for name, tensor in strategy.module.state_dict().items()}
-    expect(min(diagnosis._own_seconds(run, 1.0, 0.5, 0.1, 9.0)) > 0)
-    expect(all(torch.equal(tensor, before[name]) for name, tensor in strategy.module.state_dict().items()))
-    expect(diagnosis._own_seconds(run, 1.0, 0.5, 0.1, 1.9) is None)
-
-
-def copied(machine):
-    """Batches go past the computing, two at a time, and their memory is given away as soon as nobody holds it."""
-    copies = Copies(CARD)
-    following, results = copies.begin(torch.zeros(4)), []
-    for step in range(4):
-        now, following = following, copies.begin(torch.full((4,), step + 1.0))
-        batch = now.arrived()
-        results.append(batch + 1)
-        del batch, now
-    expect(torch.stack(results).tolist() == [[step + 1.0] * 4 for step in range(4)])
-
-
-def proved(machine):
-    """What `prove` times in one of two processes, whose other one answers at once."""
-    answers = {
-        "send": lambda *_: None,
-        "recv": lambda there, _: there.fill_(1),
-        "all_reduce": lambda there: there.mul_(1),
-    }
-    here = prove_probe.Measurer(Path(), ["cuda:0", "cuda:1"], 1, CARD)
-    with mock.patch.multiple(dist, barrier=lambda: None, broadcast=lambda *_: None, **answers):
-        torch.ones(3, device=CARD)
-        here.seconds(lambda: torch.ones(3, device=CARD))
-        prove_probe.links(here)
-        before = torch.backends.cudnn.benchmark
-        step = {"step_of": lambda *_: lambda *_: torch.ones(3, device=CARD), "SECONDS": 0.0}
-        with mock.patch.multiple(prove_probe, **step):
-            prove_probe.bare(here, 1)
-        torch.backends.cudnn.benchmark = before
-
-
-class Unused(nn.Module):
-    """A block in the middle goes into no loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.unused, self.last = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 10)
-
-    def forward(self, x):
-        x = self.first(x.flatten(1))
-        self.unused(x)
-        return self.last(x)
-
-
-def steps_of_shards(offload, home):
-    """Weights and norms of two steps, each with an evaluation of averages that nobody waits for."""
-    images, labels = digits()
-    recipe = load(None, "mode=fsdp", f"fsdp.offload={offload}", "optimizer.name=adamw")
-    world = Mirrored(Place(0, 2, 0, 2), CARD, 1, ("cuda:0", "cuda:1"))
-    strategy = mode_of(recipe, world, (ROWS, 1, 4, 4))
-    torch.manual_seed(0)
-    strategy.setup(Unused())
-    parameters = strategy.named_parameters()
-    optimizer, norms = build_optimizer(parameters, recipe.optimizer), []
-    updater = Updater(optimizer, recipe, home or strategy.home, None)
-    for _ in range(2):
-        strategy.train()
-        loss = strategy.forward_backward(Batch(images.to(CARD), labels.to(CARD), ROWS), 1 / ROWS)
-        strategy.reduce_gradients()
-        norms.append(updater.step(loss, strategy, want_norm=True).item())
-        optimizer.zero_grad()
-        averages = {name: p.detach() * 0.9 for name, p in parameters.items()}
-        with strategy.weights(averages):
-            strategy.train(False)
-            strategy.forward(images.to(CARD))
-    expect({p.device.type for p in parameters.values()} == {"cpu" if offload else "cuda"})
-    return {name: p.detach().cpu() for name, p in parameters.items()}, norms
-
-
-def own_rows(scatter, output_tensor, input_tensor, **_):
-    """In the place of a reduce-scatter, of which the fake group of some versions does nothing."""
-    output_tensor.copy_(input_tensor.chunk(2)[0])
-
-
-def sharded(machine, home=None):
-    """Shards, gradients and optimizer on the host do what they do on the card."""
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    # What shards are held against is summed over ranks, of which there is one.
-    unproven = {"observe_whole": lambda *_: None, "check_sharded": lambda *_: None}
-    scattered = mock.patch.object(_fsdp_collectives.DefaultReduceScatter, "__call__", own_rows)
-    try:
-        with scattered, mock.patch.multiple(fsdp, **unproven):
-            (host, norms), (card, reference) = (steps_of_shards(offload, home) for offload in (True, False))
-    finally:
-        dist.destroy_process_group()
-    expect(np.allclose(norms, reference) and all(norms))
-    expect(all(torch.allclose(host[name], card[name]) for name in card))
-
-
-def hung(machine):
-    """A card that does not end what it was given, and one that has ended."""
-    torch.ones(3, device=CARD)
-    machine.order.hung.add(1)
-    other = torch.ones(3, device="cuda:1").device
-    expect(unfinished([CARD, other], 0.01) == other)
-    machine.order.hung.clear()
-    expect(unfinished([CARD, other], 10.0) is None)
-
-
-def compared(machine):
-    """How fast a card is beside others."""
-    expect(health.speed(CARD) > 0)
-
-
-def recorded(machine):
-    """Work beside the current stream, recorded work between launched work, and the time that it takes."""
-    recorder, x = StepRecorder(CARD), torch.zeros(3, device=CARD)
-    x.add_(1)
-    with recorder.aside():
-        y = x * 2
-    y.add_(1)
-    replay, total = recorder.record(lambda: x.mul_(2).sum())
-    begun = recorder.now()
-    replay()
-    expect(seconds_between(begun, recorder.now()) >= 0 and total.item() == 6)
-    replay()
-    recorder.close()
+from tests.simulated.simcuda.scenes import (
+    CARD,
+    Wrong,
+    broken,
+    communicated,
+    compared,
+    copied,
+    costs,
+    held,
+    hung,
+    pipelined,
+    probed,
+    proved,
+    recorded,
+    saved,
+    sent,
+    sharded,
+    timed,
+    tried,
+)
+
+# Scenes that need the waits of each file.
 
 
 USES = {
@@ -355,7 +46,7 @@ USES = {
     "commands/trials/measuring.py": [proved],
     "pool/transport.py": [sent],
     "pool/worker.py": [broken],
-    "modes/base.py": [communicated],
+    "modes/measures.py": [communicated],
     "modes/ddp.py": [communicated],
     "modes/fsdp.py": [sharded],
     "modes/pipeline/timeline.py": [pipelined],
@@ -364,18 +55,25 @@ USES = {
 }
 
 
-# What no simulation needs, each with its reason.
+# Waits that no simulation needs, each with its reason.
 OF_CARDS = {
-    "devices/cuda_graphs.py StepRecorder.record: torch.cuda.synchronize(self.device)": "as torch before a capture",
-    "devices/cuda_graphs.py StepRecorder._recover: torch.cuda.synchronize(self.device)": "after a driver's error",
-    # Where a middle stage's backward pass still reads its input, as nothing goes back to a frozen stage before it.
-    "modes/pipeline/streams.py Edge.order_passes: stream.wait_stream(self.target.stream)": "of three cards and more",
-    "modes/pipeline/streams.py Edge.order_passes: self.source.stream.wait_stream(self.streams[0])": "likewise",
+    "devices/cuda_graphs.py StepRecorder.record: "
+    "torch.cuda.synchronize(self.device)": "as torch before a capture",
+    "devices/cuda_graphs.py StepRecorder._recover: "
+    "torch.cuda.synchronize(self.device)": "after a driver's error",
+    "processes/torch_context.py plain_context: "
+    "torch.cuda.current_stream().synchronize()": "of a caller's own stream",
+    # The backward pass of a middle stage may still read its input, because nothing goes back to a
+    # frozen stage before it.
+    "modes/pipeline/streams.py Edge.order_passes: "
+    "stream.wait_stream(self.target.stream)": "of three cards and more",
+    "modes/pipeline/streams.py Edge.order_passes: "
+    "self.source.stream.wait_stream(self.streams[0])": "likewise",
 }
 
 
 def wrong(use):
-    """What a use of the project does wrong on simulated devices."""
+    """Return the error of a part of the program on simulated devices, if any."""
     with simulated(3) as machine:
         machine.waits.measuring = MEASURING
         try:
@@ -385,13 +83,17 @@ def wrong(use):
         return machine.errors[0] if machine.errors else None
 
 
-@pytest.mark.parametrize("use", sorted({use for uses in USES.values() for use in uses}, key=lambda use: use.__name__))
-def test_nothing_is_wrong_as_it_is(use):
+@pytest.mark.parametrize(
+    "use", sorted({use for uses in USES.values() for use in uses}, key=lambda use: use.__name__)
+)
+def test_the_program_has_no_errors_on_simulated_devices(use):
     assert wrong(use) is None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", [p for p in sources.ordering() if p.name not in OF_CARDS], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "place", [p for p in sources.ordering() if p.name not in OF_CARDS], ids=lambda p: p.name
+)
 def test_a_wait_that_is_left_out_is_found(place):
     assert place.file in USES, f"{place.name} waits for a device: give it a use here that needs it"
     with sources.without(place):

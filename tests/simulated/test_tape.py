@@ -1,4 +1,6 @@
-"""Recordings on the stand-ins, a tape and simulated cards: what is wrong on a card is found, what is right is not."""
+"""Captures on the stand-ins, a tape and simulated cards: errors of a real card are detected, and
+valid work is not.
+"""
 
 import random
 from contextlib import suppress
@@ -10,7 +12,7 @@ from torch import nn
 
 from tests.simulated.simcuda import simulated
 from tests.simulated.tape import CpuRecorder, is_recording
-from trainer.devices.cuda_graphs import NotRecorded, StepRecorder
+from trainer.devices.cuda_graphs import NotCapturable, StepRecorder
 
 
 @pytest.fixture(params=["tape", "cards"])
@@ -21,7 +23,9 @@ def recorder(request):
         with simulated(1) as machine:
             recorder = StepRecorder(torch.device("cuda", 0))
             yield recorder
-            assert {error.partition(":")[0] for error in machine.errors} == getattr(recorder, "expected", set())
+            assert {error.partition(":")[0] for error in machine.errors} == getattr(
+                recorder, "expected", set()
+            )
 
 
 @pytest.fixture
@@ -30,14 +34,19 @@ def x(recorder):
 
 
 def test_a_replay_computes_on_the_same_memory_without_python(recorder, x):
-    number, calls = [2.0], []
+    number = [2.0]
+    calls = []
 
     def work():
         calls.append(is_recording())
-        return x.mul_(number[0]).sum() + torch.tensor(number[0])  # numbers of the host are constants
+        # Numbers of the host are constants.
+        return x.mul_(number[0]).sum() + torch.tensor(number[0])
 
     replay, out = recorder.record(work)
-    assert x.tolist() == [1.0] * 2 and out.isnan() and calls == [True] and not is_recording()
+    assert x.tolist() == [1.0] * 2
+    assert out.isnan()
+    assert calls == [True]
+    assert not is_recording()
     number[0] = 9.0
     replay()
     assert x.tolist() == [2.0] * 2 and out == 6
@@ -49,21 +58,22 @@ def test_a_replay_computes_on_the_same_memory_without_python(recorder, x):
 def test_an_address_is_one_whatever_becomes_of_its_tensor(recorder, x):
     weight = nn.Parameter(x)
     replay, out = recorder.record(lambda: weight.detach() * 3)
-    there, weight.data = weight.data, torch.full_like(x, 7.0)
+    there = weight.data
+    weight.data = torch.full_like(x, 7.0)
     there.fill_(2.0)
     replay()
     assert out.tolist() == [6.0, 6.0]
 
 
 def test_memory_that_nobody_holds_goes_to_a_later_recording(recorder, x):
-    first, made = recorder.record(lambda: x * 2)
-    held = [made]
-    second, out = recorder.record(lambda: held[0] + 1)
+    first, created = recorder.record(lambda: x * 2)
+    kept = [created]
+    second, out = recorder.record(lambda: kept[0] + 1)
     first()
     second()
     assert out.tolist() == [3.0, 3.0]
-    del made
-    held.clear()
+    del created
+    kept.clear()
     third, _ = recorder.record(lambda: x * 5)
     for replay in (first, third, second):
         replay()
@@ -83,7 +93,8 @@ def test_gradients_stay_where_they_are(recorder, x):
     for value in (1.0, 3.0):
         x.fill_(value)
         replay()
-        assert loss == 2 * value**2 and weight.grad.tolist() == [2 * value**2] * 2
+        assert loss == 2 * value**2
+        assert weight.grad.tolist() == [2 * value**2] * 2
 
 
 def test_random_numbers_go_on(recorder, x):
@@ -92,16 +103,22 @@ def test_random_numbers_go_on(recorder, x):
         torch.cuda.manual_seed_all(3)
         return torch.rand_like(x).tolist()
 
-    wanted = [drawn(), *(torch.rand_like(x).tolist() for _ in range(2))]
-    found = [drawn()]
+    expected = [drawn(), *(torch.rand_like(x).tolist() for _ in range(2))]
+    actual = [drawn()]
     replay, out = recorder.record(lambda: torch.rand_like(x))
     for _ in range(2):
         replay()
-        found.append(out.tolist())
-    assert found == wanted
+        actual.append(out.tolist())
+    assert actual == expected
 
 
-WAITS = [torch.Tensor.item, torch.Tensor.tolist, bool, lambda one: torch.equal(one, one), torch.nonzero]
+WAITS = [
+    torch.Tensor.item,
+    torch.Tensor.tolist,
+    bool,
+    lambda one: torch.equal(one, one),
+    torch.nonzero,
+]
 
 
 @pytest.mark.parametrize("wait", WAITS)
@@ -113,7 +130,7 @@ def test_a_wait_is_refused_and_rehearsed(wait, recorder):
     with recorder.rehearsal() as waits:
         wait(one)
     assert len(waits) >= 1 and __file__ in waits[0]
-    with pytest.raises(NotRecorded, match="capturing"):
+    with pytest.raises(NotCapturable, match="capturing"):
         recorder.record(lambda: (one.add_(1), wait(one)))
     assert one.tolist() == [1.0]
     replay, out = recorder.record(lambda: one + torch.ones_like(one))
@@ -127,15 +144,16 @@ def test_an_error_of_another_kind_leaves_nothing_behind_either(recorder, x):
             x.add_(1).sum().item()
         raise ValueError
 
-    with pytest.raises(NotRecorded, match="ValueError"):
+    with pytest.raises(NotCapturable, match="ValueError"):
         recorder.record(work)
-    assert x.tolist() == [1.0, 1.0] and torch.rand_like(x).mean() > 0
+    assert x.tolist() == [1.0, 1.0]
+    assert torch.rand_like(x).mean() > 0
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand])
 def test_draws_of_the_host_are_refused(draw, recorder):
     before = random.getstate(), np.random.get_state()[1].tolist()
-    with pytest.raises(NotRecorded, match="random"):
+    with pytest.raises(NotCapturable, match="random"):
         recorder.record(draw)
     assert before == (random.getstate(), np.random.get_state()[1].tolist())
 
@@ -147,7 +165,7 @@ def test_a_recording_puts_back_what_an_earlier_one_made(recorder, x):
     assert out.tolist() == [2.0, 2.0]
 
 
-def test_nothing_is_replayed_once_it_is_closed(recorder, x):
+def test_a_closed_recorder_replays_nothing(recorder, x):
     replay, _ = recorder.record(lambda: x + 1)
     recorder.close()
     with pytest.raises(AssertionError):

@@ -1,11 +1,13 @@
-"""A whole command on simulated cards that have a communicator of their own: `plugin=tests.simulated.two_communicators`.
+"""A whole command on simulated cards with a separate communicator:
+`plugin=tests.simulated.two_communicators`.
 
-Tensors of cards and barriers go through the card's group, which does as NCCL does: the host does not wait for it, it
-hears nothing of a peer that died, and a watchdog aborts the process once a call has waited for longer than its timeout.
-All else goes through the host's group. Both are gloo's.
+Tensors of cards and barriers go through the card's group, which does as NCCL does: the host does
+not wait for it, it hears nothing of a peer that died, and a watchdog aborts the process once a call
+has waited for longer than its timeout. All else goes through the host's group. Both are gloo's.
 
-TRAINER_TEST_LEAVES="card stop" has rank 1 leave after step 3, at its next call to the card's group (or the host's): it
-is stopped or killed there, or its card hangs. From then on a call to the card's group is never done.
+TRAINER_TEST_LEAVES="card stop" has rank 1 leave after step 3, at its next call to the card's group
+(or the host's): it is stopped or killed there, or its card hangs. From then on a call to the card's
+group is never done.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ leaves = os.environ.get("RANK") == "1"
 class Card:
     """The card's communicator. `begun`: when the call that it waits in began."""
 
-    lost, begun, timeout = False, None, float("inf")
+    lost = False
+    begun = None
+    timeout = float("inf")
 
     def join(self, *arguments, **options):
         init(*arguments, **options)
@@ -55,7 +59,9 @@ class Card:
             self.begun = None
 
 
-card, init, new_group = Card(), dist.init_process_group, dist.new_group
+card = Card()
+init = dist.init_process_group
+new_group = dist.new_group
 
 
 def leave(place):
@@ -67,17 +73,21 @@ def routed(function):
     def called(*arguments, **options):
         on_card = not arguments or machine.memory.device(arguments[0]) is not None
         leave("card" if on_card else "host")
-        return card.call(function, *arguments, **options) if on_card else function(*arguments, **options)
+        return (
+            card.call(function, *arguments, **options)
+            if on_card
+            else function(*arguments, **options)
+        )
 
     return called
 
 
 def gradients(_, bucket):
-    """What DDP's reducer, which is not Python, would give to NCCL."""
+    """Reduce the gradients that DDP's reducer, which is not Python, would pass to NCCL."""
     dist.all_reduce(bucket.buffer().div_(dist.get_world_size()))
-    done = torch.futures.Future()
-    done.set_result(bucket.buffer())
-    return done
+    finished = torch.futures.Future()
+    finished.set_result(bucket.buffer())
+    return finished
 
 
 class Replica(torch.nn.parallel.DistributedDataParallel):

@@ -1,11 +1,16 @@
-"""Each kind of task through the real command line, in every mode: the numbers of `single`."""
+"""Tasks of each kind through the real command line, in every mode: the numbers equal those of
+`single`.
+"""
 
 from functools import cache
 
 import pytest
 
 from tests.command_line import QUIET, latest, losses, ok, result, rows, steps, trainer
-from tests.training.test_resume_modes import APART, MODES
+from tests.training.whole_runs import APART, MODES
+from trainer import tasks
+from trainer.recipe import load
+from trainer.recipe.known_names import TASKS
 
 PLUGIN = """
 import torch
@@ -14,7 +19,8 @@ from torch.nn.functional import cross_entropy
 from trainer import Classification, Task, register_dataset, register_model, register_task
 
 def images(count, seed):
-    return torch.randint(256, (count, 1, 8, 8), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    return torch.randint(256, (count, 1, 8, 8), generator=torch.Generator().manual_seed(seed),
+        dtype=torch.uint8)
 
 def both_parts(targets):
     return [(found, targets(found)) for found in (images(96, 0), images(37, 1))]
@@ -35,7 +41,8 @@ def corners(data):
 @register_dataset("measured")  # inputs that are no images
 def measured(data):
     def part(count, seed):
-        x = torch.randn(count, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        x = torch.randn(count, 5, generator=torch.Generator().manual_seed(seed),
+            dtype=torch.float64)
         return x, x @ torch.arange(10.0, dtype=torch.float64).view(5, 2)
     return part(96, 0), part(37, 1), ["one", "two"]
 
@@ -57,7 +64,8 @@ def pixels(num_classes, channels, image_size):
     return nn.Sequential(*wide(channels, 8), *wide(8, 8), *wide(8, 8), nn.Conv2d(8, num_classes, 1))
 
 def deep(num_classes):
-    return *(part for _ in range(3) for part in (nn.Tanh(), nn.Linear(16, 16))), nn.Linear(16, num_classes)
+    hidden = [part for _ in range(3) for part in (nn.Tanh(), nn.Linear(16, 16))]
+    return *hidden, nn.Linear(16, num_classes)
 
 @register_model("dense")
 def dense(num_classes, channels, image_size):
@@ -87,23 +95,44 @@ class Segmentation(Task):
 
     def sums(self, outputs, targets):
         found, real = outputs.argmax(1) == 1, targets == 1
-        return {**super().sums(outputs, targets), "both": (found & real).sum(), "either": (found | real).sum()}
+        return {**super().sums(outputs, targets), "both": (found & real).sum(),
+            "either": (found | real).sum()}
 
     def metrics(self, sums, count):
         return {**super().metrics(sums, count), "iou": (sums["both"] / sums["either"]).item()}
 """
 KINDS = {
-    "multilabel": ["task.name=multilabel", "data.name=corners", "model.name=cnn_gn", "loss.class_weights=balanced"],
-    "multilabel mixed": ["task.name=multilabel", "data.name=corners", "model.name=cnn_gn", "augment.mixup=0.4"],
+    "multilabel": [
+        "task.name=multilabel",
+        "data.name=corners",
+        "model.name=cnn_gn",
+        "loss.class_weights=balanced",
+    ],
+    "multilabel mixed": [
+        "task.name=multilabel",
+        "data.name=corners",
+        "model.name=cnn_gn",
+        "augment.mixup=0.4",
+    ],
     "regression": ["task.name=regression", "data.name=levels", "model.name=cnn_gn"],
     "segmentation": ["task.name=segmentation", "data.name=bright", "model.name=pixels"],
     "focal": ["task.name=focal", "recipe=digits", "model.name=cnn_gn"],
     "measurements": ["task.name=regression", "data.name=measured", "model.name=dense"],
     "tokens": ["data.name=words", "model.name=tokens", "data.workers=1"],
-    "weighted": ["recipe=digits", "model.name=cnn_gn", "loss.class_weights=balanced", "augment.cutmix=1"],
+    "weighted": [
+        "recipe=digits",
+        "model.name=cnn_gn",
+        "loss.class_weights=balanced",
+        "augment.cutmix=1",
+    ],
 }
-METRICS = {"focal": "top1", "multilabel": "f1", "regression": "r2", "segmentation": "iou", "classification": "top1"}
-BEST = METRICS | {"regression": "loss"}  # by which the best epoch is chosen
+KINDS_OF_TASKS = {
+    name: tasks.task.find_task_class(load(None, f"task.name={name}")) for name in TASKS
+}
+PLUGINS = {"focal": "top1", "segmentation": "iou"}
+METRICS = PLUGINS | {name: kind.headline() for name, kind in KINDS_OF_TASKS.items()}
+# The metric that chooses the best epoch.
+BEST = PLUGINS | {name: kind.metric for name, kind in KINDS_OF_TASKS.items()}
 DIAGONAL = {
     ("multilabel mixed", "1f1b"),
     ("regression", "split"),
@@ -137,8 +166,20 @@ def single(home):
 
 def words(kind):
     own = KINDS[kind] if "recipe=digits" not in KINDS[kind] else [*KINDS[kind], "max_steps=6"]
-    same = ["batch_size=16", "epochs=2", "optimizer.lr=0.01", "augment.crop=none", "save.every_steps=3", "ema=0.5"]
+    same = [
+        "batch_size=16",
+        "epochs=2",
+        "optimizer.lr=0.01",
+        "augment.crop=none",
+        "save.every_steps=3",
+        "ema=0.5",
+    ]
     return ["plugin=own_tasks", *same, *own, *QUIET]
+
+
+def test_every_task_has_a_case():
+    words = " ".join(word for case in KINDS.values() for word in case)
+    assert all(f"task.name={name}" in words for name in {*TASKS} - {"classification"})
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "single"])
@@ -147,7 +188,8 @@ def test_every_task_in_every_mode(kind, mode, single, home, tmp_path, full):
     if (kind, mode) not in DIAGONAL and not full:
         pytest.skip("a sample; --all takes every one")
     ok(*words(kind), *MODES[mode], f"output={tmp_path / 'run'}", cwd=home)
-    ours, reference = result(tmp_path / "run"), result(single(kind))
+    ours = result(tmp_path / "run")
+    reference = result(single(kind))
     metric = METRICS[ours["task"]]
     assert ours[f"val_{metric}"] is not None and ours[f"best_{BEST[ours['task']]}"] is not None
     assert ours["data"]["val_samples"] == reference["data"]["val_samples"]
@@ -158,53 +200,98 @@ def test_every_task_in_every_mode(kind, mode, single, home, tmp_path, full):
         assert ours[key] == pytest.approx(reference[key], rel=1e-4, abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["segmentation", "tokens", pytest.param("multilabel", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "kind", ["segmentation", "tokens", pytest.param("multilabel", marks=pytest.mark.full)]
+)
 def test_a_task_is_resumed_and_evaluated(kind, single, home, tmp_path):
     folder = tmp_path / "run"
-    killed = trainer(*words(kind), *MODES["ddp"], f"output={folder}", cwd=home, env={"TRAINER_FAULT": "kill@1:5"})
-    assert killed.returncode != 0 and [row["step"] for row in steps(folder)][-1] in ("3", "4")
+    killed = trainer(
+        *words(kind),
+        *MODES["ddp"],
+        f"output={folder}",
+        cwd=home,
+        env={"TRAINER_FAULT": "kill@1:5"},
+    )
+    assert killed.returncode != 0
+    assert [row["step"] for row in steps(folder)][-1] in ("3", "4")
     ok(*words(kind), *MODES["split"], f"output={folder}", "resume=auto", cwd=home)
     assert losses(folder) == pytest.approx(losses(single(kind)), rel=1e-4)
-    told = ok("evaluate", f"checkpoint={folder}", "plugin=own_tasks", cwd=home).stdout
-    assert f"val loss {result(folder)['val_loss']:.4f}" in told and "on 37 held-out" in told
+    output = ok("evaluate", f"checkpoint={folder}", "plugin=own_tasks", cwd=home).stdout
+    assert f"val loss {result(folder)['val_loss']:.4f}" in output and "on 37 held-out" in output
     metric = METRICS[result(folder)["task"]]
-    assert f"{result(folder)[f'val_{metric}']:.4f}" in told or f"{result(folder)[f'val_{metric}']:.2%}" in told
+    assert (
+        f"{result(folder)[f'val_{metric}']:.4f}" in output
+        or f"{result(folder)[f'val_{metric}']:.2%}" in output
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "more", "says"),
     [
-        ("segmentation", ["augment.hflip=0.5"], "augment.hflip=0.5 moves pixels, and the targets of data.name=bright"),
-        ("segmentation", ["data.image_size=16"], "its images are 8 x 8 and would become 16 x 16"),
-        ("segmentation", ["task.name=classification"], r"labels must be whole numbers, one for each sample"),
-        ("measurements", ["augment.hflip=0.5"], "is for images, and the inputs of data.name=measured"),
+        (
+            "segmentation",
+            ["augment.hflip=0.5"],
+            "augment.hflip=0.5 moves pixels, and the targets of data.name=bright",
+        ),
+        ("segmentation", ["data.image_size=16"], "its images of 8 x 8 would be resized to 16 x 16"),
+        (
+            "segmentation",
+            ["task.name=classification"],
+            r"labels must be whole numbers, one for each sample",
+        ),
+        (
+            "measurements",
+            ["augment.hflip=0.5"],
+            "is for images, and the inputs of data.name=measured",
+        ),
         ("measurements", ["model.name=cnn"], "model.name=cnn cannot read inputs of (5,)"),
-        ("weighted", ["task.name=regression", "loss.class_weights=null", "augment.cutmix=0"], "must be numbers"),
+        (
+            "weighted",
+            ["task.name=regression", "loss.class_weights=null", "augment.cutmix=0"],
+            "must be numbers",
+        ),
         ("focal", ["task.name=promising"], "its metrics are loss, top1, top5, without iou"),
     ],
 )
-def test_what_does_not_go_together_is_one_line(kind, more, says, home, tmp_path):
-    done = trainer(*latest(*words(kind), *more), "mode=single", f"output={tmp_path / 'run'}", cwd=home)
-    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr, done.stderr
+def test_an_impossible_combination_is_one_line(kind, more, says, home, tmp_path):
+    completed = trainer(
+        *latest(*words(kind), *more), "mode=single", f"output={tmp_path / 'run'}", cwd=home
+    )
+    assert (
+        completed.returncode == 2
+        and says in completed.stderr
+        and "Traceback" not in completed.stderr
+    ), completed.stderr
 
 
 def test_predictions_of_each_task(single, home, tmp_path):
-    """Probabilities of several classes, values in their order; and what has neither names nor images is told."""
+    """Predictions are probabilities of several classes, and values in order.
+
+    A message reports missing names and images.
+    """
     plain = ["plugin=own_tasks", "devices=[cpu]", "logging.progress=false"]
 
     def predict(kind, start=ok):
-        return start("predict", f"checkpoint={single(kind)}", *plain, f"output={tmp_path / kind}", cwd=home)
+        return start(
+            "predict", f"checkpoint={single(kind)}", *plain, f"output={tmp_path / kind}", cwd=home
+        )
 
     predict("multilabel mixed")
-    found = rows(tmp_path / "multilabel mixed" / "predictions.csv")
-    assert len(found) == 37 and all(row["label"] == "" and row["error"] == "" for row in found)
-    told = [[part.rpartition("=") for part in row["top5"].split(";")] for row in found]
+    table_rows = rows(tmp_path / "multilabel mixed" / "predictions.csv")
+    assert len(table_rows) == 37
+    assert all(row["label"] == "" and row["error"] == "" for row in table_rows)
+    messages = [[part.rpartition("=") for part in row["top5"].split(";")] for row in table_rows]
     corners = {"top left", "top right", "bottom left", "bottom right"}
-    assert all({name for name, _, _ in each} == corners for each in told)
-    assert all(0 < float(number) < 1 for each in told for _, _, number in each)
-    assert any(sum(float(number) for _, _, number in each) > 1.2 for each in told), "no softmax"
+    assert all({name for name, _, _ in each} == corners for each in messages)
+    assert all(0 < float(number) < 1 for each in messages for _, _, number in each)
+    assert any(sum(float(number) for _, _, number in each) > 1.2 for each in messages), "no softmax"
     predict("regression")
     assert {row["class"] for row in rows(tmp_path / "regression" / "predictions.csv")} == {"level"}
-    for kind, says in (("segmentation", "task.name=segmentation has no `ranked`"), ("measurements", "than images")):
+    for kind, says in (
+        ("segmentation", "task.name=segmentation has no `ranked`"),
+        ("measurements", "than images"),
+    ):
         gone = predict(kind, trainer)
-        assert gone.returncode == 2 and says in gone.stderr and gone.stderr.count("\n") == 1, gone.stderr
+        assert gone.returncode == 2 and says in gone.stderr and gone.stderr.count("\n") == 1, (
+            gone.stderr
+        )

@@ -1,4 +1,4 @@
-"""Losses, sums and metrics of the shipped tasks, held against other ways of computing them.
+"""Losses, sums and metrics of the shipped tasks, compared with other computations.
 
 scikit-learn sets OpenMP's variables as it is imported: inside a test, which puts them back.
 """
@@ -19,7 +19,7 @@ NAMES = ("a", "b", "c")
 
 
 def task(*words, names=NAMES):
-    return tasks.create(load(None, *words), names)
+    return tasks.create_task(load(None, *words), names)
 
 
 def numbers(*shape):
@@ -27,51 +27,69 @@ def numbers(*shape):
 
 
 def of_parts(made, outputs, targets):
-    """Metrics from the sums of parts of four rows, and of the rest."""
+    """Return the metrics from the sums of parts of four samples, and of the rest."""
     sums = {}
-    for some, wanted in zip(outputs.split(4), targets.split(4), strict=True):
-        for name, part in made.sums(some, wanted).items():
+    for some, expected in zip(outputs.split(4), targets.split(4), strict=True):
+        for name, part in made.sums(some, expected).items():
             sums[name] = sums.get(name, 0) + part.double()
     return made.metrics(sums, len(outputs))
 
 
-def test_what_is_told_of_held_out_images_is_neither_smoothed_nor_weighted():
+def test_validation_metrics_are_neither_smoothed_nor_weighted():
     """Losses of training are held against a plain loop in test_ground_truth."""
-    outputs, targets = numbers(12, 3), torch.arange(12) % 3
-    made = task("loss.label_smoothing=0.1", "loss.class_weights=[0.5,2,1]")
+    outputs = numbers(12, 3)
+    targets = torch.arange(12) % 3
+    built_task = task("loss.label_smoothing=0.1", "loss.class_weights=[0.5,2,1]")
     expected = cross_entropy(outputs, targets, reduction="sum").item()
-    assert made.sums(outputs, targets)["loss"].item() == pytest.approx(expected, rel=1e-5)
-    assert made.weights(torch.device("meta")).device.type == "meta", "and weights follow the outputs"
+    assert built_task.sums(outputs, targets)["loss"].item() == pytest.approx(expected, rel=1e-5)
+    assert built_task.weights(torch.device("meta")).device.type == "meta", (
+        "and weights follow the outputs"
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["loss.class_weights=[1,2]"], r"class_weights has 2 numbers, and the data 3 classes \(a, b, c\)"),
+        (
+            ["loss.class_weights=[1,2]"],
+            r"class_weights has 2 numbers, and the data 3 classes \(a, b, c\)",
+        ),
         (["loss.class_weights=balanced"], "known only with its items: give the weights"),
-        (["task.name=multilabel", "loss.label_smoothing=0.1"], "task.name=multilabel: set loss.label_smoothing=0"),
-        (["task.name=regression", "loss.class_weights=[1,2,3]"], "task.name=regression: set loss.class_weights=null"),
+        (
+            ["task.name=multilabel", "loss.label_smoothing=0.1"],
+            "task.name=multilabel: set loss.label_smoothing=0",
+        ),
+        (
+            ["task.name=regression", "loss.class_weights=[1,2,3]"],
+            "task.name=regression: set loss.class_weights=null",
+        ),
         (["task.name=regression", "augment.mixup=0.2"], "do not mix: set augment.mixup=0"),
-        (["task.name=regression", "model.num_classes=5"], "there are 3 values to predict: leave it out"),
+        (
+            ["task.name=regression", "model.num_classes=5"],
+            "there are 3 values to predict: leave it out",
+        ),
         (["task.name=clasification"], "is not a task; known: classification, "),
     ],
 )
-def test_what_a_task_does_not_have(words, says):
+def test_missing_features_of_a_task_are_refused(words, says):
     with pytest.raises(RecipeError, match=says):
         task(*words)
 
 
-@pytest.mark.parametrize(("value", "count"), [(3.0, 4), (3.3, 7), (1.72, 4000), (37.2, 4000), (1e6 + 0.7, 2000)])
+@pytest.mark.parametrize(
+    ("value", "count"), [(3.0, 4), (3.3, 7), (1.72, 4000), (37.2, 4000), (1e6 + 0.7, 2000)]
+)
 def test_values_that_are_all_the_same_have_nothing_to_explain(value, count):
-    made = task("task.name=regression", names=("x",))
+    built_task = task("task.name=regression", names=("x",))
     targets = torch.full((count, 1), value)
-    assert np.isnan(of_parts(made, targets + 1, targets)["r2"])
+    assert np.isnan(of_parts(built_task, targets + 1, targets)["r2"])
 
 
 def test_the_names_that_are_known_without_torch():
     assert {*known_names.TASKS} <= {*tasks.task._registered}
     assert all(
-        tasks.kind(load(None, f"task.name={name}")).__module__.startswith("trainer.") for name in known_names.TASKS
+        tasks.find_task_class(load(None, f"task.name={name}")).__module__.startswith("trainer.")
+        for name in known_names.TASKS
     )
 
 
@@ -81,11 +99,23 @@ def test_the_names_that_are_known_without_torch():
 @pytest.mark.parametrize(
     ("kind", "targets", "says"),
     [
-        (Classification, torch.tensor([0, 3]), "must be 0 to 2, one for each of the 3 class names, found 0 to 3"),
-        (Classification, torch.tensor([0.5]), r"whole numbers, one for each sample, found float32 \(1,\)"),
+        (
+            Classification,
+            torch.tensor([0, 3]),
+            "must be 0 to 2, one for each of the 3 class names, found 0 to 3",
+        ),
+        (
+            Classification,
+            torch.tensor([0.5]),
+            r"whole numbers, one for each sample, found float32 \(1,\)",
+        ),
         (Multilabel, torch.zeros(2, 4), r"each of the 3 class names, found float32 \(2, 4\)"),
         (Multilabel, torch.full((2, 3), 0.5), "labels must be 0 or 1, found 0.5 to 0.5"),
-        (Regression, torch.arange(4), r"data.labels=FILE.csv, .*each of the 3 names of values, found int64 \(4, 1\)"),
+        (
+            Regression,
+            torch.arange(4),
+            r"data.labels=FILE.csv, .*each of the 3 names of values, found int64 \(4, 1\)",
+        ),
         (Regression, torch.zeros(4, 2), r"3 names of values, found float32 \(4, 2\)"),
         (Regression, torch.tensor([[1.0, 2.0, torch.nan]]), "finite"),
     ],
@@ -96,7 +126,9 @@ def test_targets_that_are_none(kind, targets, says):
 
 
 def test_targets_become_what_the_loss_wants():
-    assert Classification.checked(torch.tensor([0, 2], dtype=torch.uint8), NAMES).dtype == torch.int64
+    assert (
+        Classification.checked(torch.tensor([0, 2], dtype=torch.uint8), NAMES).dtype == torch.int64
+    )
     assert Multilabel.checked(torch.tensor([1, 0]), NAMES).tolist() == [[0, 1, 0], [1, 0, 0]]
     assert Multilabel.checked(torch.tensor([[True, False, True]]), NAMES).tolist() == [[1, 0, 1]]
     assert Regression.checked(torch.tensor([1, 2]), ("x",)).tolist() == [[1.0], [2.0]]
@@ -105,7 +137,7 @@ def test_targets_become_what_the_loss_wants():
         assert kind.checked(twice, NAMES).equal(twice)
 
 
-def test_a_task_of_ones_own_needs_a_loss_only(monkeypatch):
+def test_a_users_task_needs_a_loss_only(monkeypatch):
     monkeypatch.setattr(tasks.task, "_registered", copy.copy(tasks.task._registered))
 
     @register_task("absolute")
@@ -113,17 +145,22 @@ def test_a_task_of_ones_own_needs_a_loss_only(monkeypatch):
         def loss(self, outputs, targets):
             return (outputs - targets).abs().mean()
 
-    made = task("task.name=absolute")
-    outputs, targets = numbers(10, 2, 2), numbers(11, 2, 2)[:10]
-    found = of_parts(made, outputs, targets)
-    assert found == {"loss": pytest.approx((outputs - targets).abs().mean().item())}
-    assert made.metric == "loss" and made.improves(1.0, 2.0) and made.outputs() is None
-    assert made.text(found) == f"loss {found['loss']:.4f}"
+    built_task = task("task.name=absolute")
+    outputs = numbers(10, 2, 2)
+    targets = numbers(11, 2, 2)[:10]
+    actual = of_parts(built_task, outputs, targets)
+    assert actual == {"loss": pytest.approx((outputs - targets).abs().mean().item())}
+    assert (
+        built_task.metric == "loss"
+        and built_task.improves(1.0, 2.0)
+        and built_task.outputs() is None
+    )
+    assert built_task.text(actual) == f"loss {actual['loss']:.4f}"
     with pytest.raises(RecipeError, match=r"'absolute'.*taken"):
         register_task("absolute")
 
 
-def test_a_loss_of_ones_own_refuses_what_it_does_not_look_at(monkeypatch):
+def test_a_users_loss_refuses_options_that_it_ignores(monkeypatch):
     monkeypatch.setattr(tasks.task, "_registered", copy.copy(tasks.task._registered))
 
     @register_task("focal")
@@ -150,9 +187,9 @@ def test_a_loss_of_ones_own_refuses_what_it_does_not_look_at(monkeypatch):
 def test_predictions_are_of_names_only():
     outputs = torch.tensor([[0.0, 2.0, -1.0, 9.0, 9.0]])
     places, numbers = task("task.name=multilabel", "model.num_classes=5").ranked(outputs)
-    assert places.tolist() == [[1, 0, 2]] and numbers[0, 0].item() == pytest.approx(
-        torch.sigmoid(torch.tensor(2.0)).item()
-    )
+    assert places.tolist() == [[1, 0, 2]]
+    assert numbers[0, 0].item() == pytest.approx(torch.sigmoid(torch.tensor(2.0)).item())
     names = [str(n) for n in range(8)]
     places, numbers = task("task.name=regression", names=names).ranked(torch.arange(8.0)[None])
-    assert places.tolist() == [list(range(8))] and numbers.tolist() == [list(range(8))]
+    assert places.tolist() == [list(range(8))]
+    assert numbers.tolist() == [list(range(8))]

@@ -3,14 +3,9 @@
 import pytest
 import torch
 
+from tests.telemetry.simulated_host import BOTH, DEVICE, HOST, LATE, Clock, Device, play
 from trainer.telemetry import clocks
 from trainer.telemetry.clocks import Ledger, StepTimer
-
-
-class Clock:
-    def __init__(self, monkeypatch):
-        self.now = 100.0
-        monkeypatch.setattr(clocks.time, "perf_counter", lambda: self.now)
 
 
 @pytest.fixture
@@ -36,11 +31,11 @@ def drive(timer, clock, steps, per_window, seconds=0.5, waited=0.1):
 def test_timer_leaves_out_warm_up_and_what_lies_between_windows(clock):
     timer = StepTimer([torch.device("cpu")], warmup=4)
     drive(timer, clock, steps=12, per_window=4)
-    found = timer.summary(batch_size=8)
-    assert found.throughput.samples_per_sec == pytest.approx(16)
-    assert found.step_time_s.mean == pytest.approx(0.5)
-    assert found.data_wait_fraction == pytest.approx(0.2)
-    assert len(timer.steps) == 8 and not found.short
+    summary_lines = timer.summary(batch_size=8)
+    assert summary_lines.throughput.samples_per_sec == pytest.approx(16)
+    assert summary_lines.step_time_s.mean == pytest.approx(0.5)
+    assert summary_lines.data_wait_fraction == pytest.approx(0.2)
+    assert len(timer.steps) == 8 and not summary_lines.short
 
 
 def test_a_short_run_uses_its_steps_after_the_first(clock):
@@ -48,8 +43,8 @@ def test_a_short_run_uses_its_steps_after_the_first(clock):
     clock.now += 30  # a slow first step
     timer.step(0.0)
     drive(timer, clock, steps=3, per_window=3)
-    found = timer.summary(batch_size=8)
-    assert found.short and found.throughput.samples_per_sec == pytest.approx(16)
+    summary_lines = timer.summary(batch_size=8)
+    assert summary_lines.short and summary_lines.throughput.samples_per_sec == pytest.approx(16)
 
 
 def test_one_step_measures_nothing(clock):
@@ -58,38 +53,13 @@ def test_one_step_measures_nothing(clock):
     assert timer.summary(8).throughput is None
 
 
-class Device:
-    """A stream whose work ends when it ends: an event on it is reached when all work before it is done."""
-
-    def __init__(self, clock, monkeypatch):
-        self.clock, self.free = clock, clock.now
-        self.starved = 0.0  # seconds in which it had nothing to do
-        device = self
-
-        class Event:
-            def __init__(self, enable_timing=False):
-                assert enable_timing
-
-            def record(self):
-                self.at = max(device.clock.now, device.free)
-
-            def elapsed_time(self, other):
-                return 1e3 * (other.at - self.at)
-
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(clocks, "synchronise", lambda devices: self.synchronise())
-
-    def work(self, seconds):
-        self.starved += max(0.0, self.clock.now - self.free)
-        self.free = max(self.clock.now, self.free) + seconds
-
-    def synchronise(self):
-        self.clock.now = max(self.clock.now, self.free)
-
-
 @pytest.mark.parametrize("pieces", [1, 2])
-@pytest.mark.parametrize(("reading", "computing", "waited"), [(0.3, 0.4, 0.0), (0.6, 0.4, 0.2), (0.5, 0.0, 0.5)])
-def test_a_wait_that_the_device_computes_through_costs_nothing(clock, device, reading, computing, waited, pieces):
+@pytest.mark.parametrize(
+    ("reading", "computing", "waited"), [(0.3, 0.4, 0.0), (0.6, 0.4, 0.2), (0.5, 0.0, 0.5)]
+)
+def test_a_wait_that_the_device_computes_through_costs_nothing(
+    clock, device, reading, computing, waited, pieces
+):
     timer = StepTimer([torch.device("cuda", 0)], warmup=1)
     for _ in range(20):
         seconds = 0.0
@@ -105,7 +75,7 @@ def test_a_wait_that_the_device_computes_through_costs_nothing(clock, device, re
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_what_a_pause_takes_is_no_steps(clock, device, kind):
+def test_a_pause_counts_for_no_step(clock, device, kind):
     timer = StepTimer([torch.device(kind, 0)], warmup=1)
     for number in range(12):
         if number == 5:
@@ -125,40 +95,17 @@ def test_what_a_pause_takes_is_no_steps(clock, device, kind):
     assert max(timer.steps) < 0.71 and timer.summary(8).throughput.samples_per_sec > 8 / 0.71
 
 
-def play(timer, clock, device, steps, window, pieces=1):
-    """Steps of ten kernels, each (seconds of the host to issue one, of the device for one, of reading); the seconds in
-    which the device waited for anything but data."""
-    for number, (issue, work, reading) in enumerate(steps, 1):
-        waited = 0.0
-        for _ in range(pieces):
-            timer.ask()
-            idle = max(device.free, clock.now)
-            clock.now += reading / pieces
-            waited += timer.arrive()
-            device.starved -= max(0.0, clock.now - idle)
-            for _ in range(8 // pieces):
-                clock.now += issue
-                device.work(work)
-        timer.update()
-        for _ in range(2):
-            clock.now += issue
-            device.work(work)
-        timer.step(waited)
-        if number % window == 0:
-            timer.stop()
-    return device.starved
-
-
-HOST, BOTH, DEVICE, LATE = (0.003, 0.001, 0.0), (0.0009, 0.001, 0.0), (0.0002, 0.001, 0.0), (0.003, 0.001, 0.05)
-
-
+# Windows of one step cannot show that the host is not the limit.
 @pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize("window", [1, 50])
 @pytest.mark.parametrize(
     ("steps", "beyond"),
     [
         ([HOST] * 100, 0.34),  # the device works a third of the time, which no event tells apart
-        ([DEVICE] * 100, 0.2),  # in windows of one step, in which nothing tells that it is not the host
+        (
+            [DEVICE] * 100,
+            0.2,
+        ),
         ([BOTH] * 100, 0.9),
         ([(0.0002, 0.001, 0.05)] * 100, 0.04),  # images, and what is issued behind them
         ([LATE] * 100, 0.13),
@@ -167,25 +114,31 @@ HOST, BOTH, DEVICE, LATE = (0.003, 0.001, 0.0), (0.0009, 0.001, 0.0), (0.0002, 0
     ids=["host", "device", "both", "data", "data and host", "mixed"],
 )
 def test_a_device_that_waits_for_launches_is_seen(clock, device, steps, beyond, window, pieces):
-    """At most what is told, and where windows are long enough to tell, no more than that."""
+    """The report is at most the true time, and exact if windows are long enough."""
     timer = StepTimer([torch.device("cuda", 0)], warmup=0)
     truth = play(timer, clock, device, steps, window, pieces) / sum(timer.steps)
-    told = timer.summary(8).launch_bound_fraction
-    assert truth - 1e-9 <= told <= truth + beyond, (truth, told)
+    message = timer.summary(8).launch_bound_fraction
+    assert truth - 1e-9 <= message <= truth + beyond, (truth, message)
     if window > 1 and steps[0] in (DEVICE, BOTH):
-        assert told == pytest.approx(truth, abs=0.02)
-    assert told + timer.summary(8).data_wait_fraction <= 1 + 1e-9
-    assert timer.latest_launches == pytest.approx(told, abs=0.02) or steps[0] != steps[-1] or window == 1
+        assert message == pytest.approx(truth, abs=0.02)
+    assert message + timer.summary(8).data_wait_fraction <= 1 + 1e-9
+    assert (
+        timer.latest_launches == pytest.approx(message, abs=0.02)
+        or steps[0] != steps[-1]
+        or window == 1
+    )
 
 
-def test_what_a_window_tells_of_launches_is_its_own(clock, device):
+def test_launch_times_of_a_window_are_its_own(clock, device):
     timer = StepTimer([torch.device("cuda", 0)], warmup=10)
     shares = []
     for kind in (HOST, DEVICE, HOST):
         play(timer, clock, device, [kind] * 50, 50)
         shares.append(timer.latest_launches)
     assert shares[0] == pytest.approx(1 - 0.001 / 0.03, abs=1e-3) and shares[1] < 0.02, shares
-    assert shares[2] == pytest.approx(2 / 3, abs=0.01), "steps that waited for none have told how long one is"
+    assert shares[2] == pytest.approx(2 / 3, abs=0.01), (
+        "steps that waited for none have told how long one is"
+    )
     assert timer.launches[1] == pytest.approx(9 * 0.029), "warm-up, without the first step"
     cpu = StepTimer([torch.device("cpu")], warmup=0)
     drive(cpu, clock, steps=4, per_window=2)
@@ -198,17 +151,18 @@ def test_one_window_of_one_step_has_no_spread():
         timer.start()
         timer.step(0.0)
         timer.stop()
-    found = timer.summary(8)
-    assert found.throughput.samples_per_sec > 0
-    assert found.throughput.std is None and found.step_time_s.std is None
+    summary_lines = timer.summary(8)
+    assert summary_lines.throughput.samples_per_sec > 0
+    assert summary_lines.throughput.std is None and summary_lines.step_time_s.std is None
     timer.start()
     timer.step(0.0)
     timer.stop()
-    assert timer.summary(8).throughput.std > 0 and timer.summary(8).step_time_s.std > 0
+    assert timer.summary(8).throughput.std > 0
+    assert timer.summary(8).step_time_s.std > 0
 
 
 def test_a_part_that_fails_waits_for_no_device(monkeypatch):
-    """It may have work that needs a peer which is gone."""
+    """The device may have work that needs a peer which has exited."""
     waits = []
     monkeypatch.setattr(clocks, "synchronise", waits.append)
     ledger = Ledger("other", [torch.device("cpu")])
@@ -235,15 +189,40 @@ def test_each_second_is_of_one_part(clock):
 def test_waiting_a_slow_first_step_and_steps_that_did_not_end_are_no_steps(clock):
     ledger = Ledger("steps")
     clock.now = 110
-    ledger.note_steps(0, 0.0, 0.0)
-    ledger.note_steps(1, 10, 1)
+    ledger.note_steps(0, 0.0, 0.0, 0.0)
+    ledger.note_steps(1, 10, 1, 0)
     clock.now = 130
-    ledger.note_steps(10, 20, 0)  # 2 seconds each: the first took 9
-    assert ledger.by_now() == {"steps": 22, "waiting for data": 1, "start-up: first step": 7}
+    ledger.note_steps(10, 20, 0, 0)  # 2 seconds each: the first took 9
+    assert ledger.by_now() == {
+        "steps": 22,
+        "waiting for data": 0,
+        "start-up: first batches": 1,
+        "start-up: first step": 7,
+    }
     clock.now = 190
-    ledger.note_steps(5, 60, 0)
+    ledger.note_steps(5, 60, 0, 0)
     clock.now = 200
     for _ in range(2):
         ledger.note_failure()
-    spent = {"steps": 82, "waiting for data": 1, "start-up: first step": 7, "unfinished steps": 10}
+    spent = {
+        "steps": 82,
+        "waiting for data": 0,
+        "start-up: first batches": 1,
+        "start-up: first step": 7,
+        "unfinished steps": 10,
+    }
     assert ledger.by_now() == spent and sum(spent.values()) == 100
+
+
+def test_the_ledger_counts_the_waiting_that_the_verdict_counts(clock):
+    ledger = Ledger("steps")
+    clock.now = 200
+    ledger.note_steps(1, 10, 6, 0)  # the first batch
+    ledger.note_steps(5, 20, 5, 5)  # warm-up, which counts as long as there is nothing else
+    assert ledger.by_now()["waiting for data"] == 5
+    ledger.note_steps(10, 30, 3, 2)
+    ledger.note_peers(4)
+    ledger.note_steps(10, 30, 1, 3)
+    spent = ledger.by_now()
+    assert (spent["waiting for data"], spent["start-up: first batches"]) == (7, 12)
+    assert sum(spent.values()) == 100

@@ -1,31 +1,61 @@
-"""What TensorBoard is told to show first."""
+"""Charts that TensorBoard shows first."""
 
 import pytest
 
 from trainer.telemetry import events
 
-LOGGED = ["train/loss", "train/lr", "val/loss", "val/top1", "val/top5", "speed/samples_per_sec", "speed/step_ms"]
-LOGGED += ["speed/data_wait_pct", "speed/val_samples_per_sec", "memory/peak_gib/cpu", "pipeline/bubble_pct"]
-FIRST = ["1_train_loss", "2_val_loss", "3_val_top1", "4_samples_per_sec", "5_val_samples_per_sec", "6_data_wait_pct"]
+LOGGED = [
+    "train/loss",
+    "train/lr",
+    "val/loss",
+    "val/top1",
+    "val/top5",
+    "speed/samples_per_sec",
+    "speed/step_ms",
+    "speed/data_wait_pct",
+    "speed/val_samples_per_sec",
+    "memory/peak_gib/cpu",
+    "pipeline/bubble_pct",
+]
+FIRST = [
+    "1_train_loss",
+    "2_val_loss",
+    "3_val_top1",
+    "4_samples_per_sec",
+    "5_val_samples_per_sec",
+    "6_data_wait_pct",
+]
 
 
 @pytest.mark.parametrize(("metric", "first"), [("top1", FIRST), ("loss", [*FIRST[:2], *FIRST[3:]])])
 def test_learning_and_speed_come_first_and_memory_last(metric, first):
-    found = events.arranged({tag: float(n) for n, tag in enumerate(LOGGED)}, metric)
-    groups = list(dict.fromkeys(tag.split("/")[0] for tag in sorted(found)))  # as TensorBoard makes and sorts them
+    actual = events.arrange_tags({tag: float(n) for n, tag in enumerate(LOGGED)}, metric)
+    # TensorBoard builds and sorts them like this.
+    groups = list(dict.fromkeys(tag.split("/")[0] for tag in sorted(actual)))
     assert groups == ["overview", "speed", "train", "val", "z_memory", "z_pipeline"]
-    assert [tag.removeprefix("overview/") for tag in sorted(found) if tag.startswith("overview/")] == first
-    assert found["overview/1_train_loss"] == found["train/loss"] == 0.0
-    assert {tag for tag in LOGGED if tag.startswith(("train/", "val/", "speed/"))} <= set(found)
-    assert events.arranged({"train/lr": 0.1}, "top1") == {"train/lr": 0.1}, "nothing is made up"
+    assert [
+        tag.removeprefix("overview/") for tag in sorted(actual) if tag.startswith("overview/")
+    ] == first
+    assert actual["overview/1_train_loss"] == actual["train/loss"] == 0.0
+    assert {tag for tag in LOGGED if tag.startswith(("train/", "val/", "speed/"))} <= set(actual)
+    assert events.arrange_tags({"train/lr": 0.1}, "top1") == {"train/lr": 0.1}, "nothing is made up"
 
 
 @pytest.mark.parametrize(
     ("tag", "again"),
-    [("val/top1", True), ("overview/3_val_top1", True), ("z_memory/peak_gib/cpu", True), ("z_summary/best_top1", True),
-     ("view/2 worst predictions", True), ("speed/val_samples_per_sec", True), ("memory/peak_gib/cpu", True),
-     ("train/loss", False), ("overview/1_train_loss", False), ("speed/samples_per_sec", False),
-     ("z_pipeline/bubble_pct", False)],
-)  # fmt: skip
+    [
+        ("val/top1", True),
+        ("overview/3_val_top1", True),
+        ("z_memory/peak_gib/cpu", True),
+        ("z_summary/best_top1", True),
+        ("view/2 worst predictions", True),
+        ("speed/val_samples_per_sec", True),
+        ("memory/peak_gib/cpu", True),
+        ("train/loss", False),
+        ("overview/1_train_loss", False),
+        ("speed/samples_per_sec", False),
+        ("z_pipeline/bubble_pct", False),
+    ],
+)
 def test_which_values_an_epochs_end_logs(tag, again):
     assert bool(events.AT_END.match(tag)) is again

@@ -11,8 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer.record_writer import masked_crc32c
 from torch.utils.tensorboard import SummaryWriter
 
+from tests.command_line import written
 from tests.saving.states import flip
-from tests.telemetry.event_values import written
 from trainer.recipe import load
 from trainer.saving.checkpoint import Position
 from trainer.saving.run_folder import RunFolder
@@ -84,10 +84,11 @@ def test_a_damaged_events_file_is_left_out_with_a_sentence(tmp_path, damage):
     for step in (1, 2):
         write(tmp_path, "abcdefgh", step)
     DAMAGES[damage](sorted(tmp_path.glob("events*"))[0])
-    said = []
-    trim_events(tmp_path, Position(3, 0, 3), said.append)
+    messages = []
+    trim_events(tmp_path, Position(3, 0, 3), messages.append)
     assert {(tag, 2) for tag in "abcdefgh"} <= set(written(tmp_path))
-    assert len(said) == (damage not in ("empty", "huge record")) and all("is left out" in line for line in said)
+    assert len(messages) == (damage not in ("empty", "huge record"))
+    assert all("is left out" in line for line in messages)
     assert len(list(tmp_path.glob("events*"))) == 1
     tracker = Tracker(recipe, RunFolder(recipe))
     tracker.start(Position(3, 0, 3), 10, "top1")
@@ -111,11 +112,18 @@ def test_a_file_cut_in_mid_record_is_read_up_to_there(tmp_path):
 
 
 def test_a_clock_that_was_set_back_leaves_one_clean_set_of_events(tmp_path, monkeypatch):
-    """As TensorBoard reads them, also one that is open all the time: what was dropped is gone, what is new counts."""
+    """TensorBoard reads them, even if it is open all the time: dropped values are gone and new
+    values count.
+    """
     recipe = load("digits", f"output={tmp_path}", "resume=auto")
-    (tmp_path / "last.safetensors").touch()  # so that it is a run to be continued
+    (tmp_path / "last.safetensors").touch()  # The file marks a run that can be resumed.
     shown = EventAccumulator(str(tmp_path))
-    for clock, position, value in ((3e9, 0, 1.0), (3.1e9, 2, 2.0), (2e9, 2, 3.0), (1e9, 2, 4.0)):
+    for clock, position, value in (
+        (3e9, 0, 1.0),
+        (3.1e9, 2, 2.0),
+        (2e9, 2, 3.0),
+        (1e9, 2, 4.0),
+    ):
         monkeypatch.setattr(time, "time", lambda now=clock: now)
         tracker = Tracker(recipe, RunFolder(recipe))
         tracker.start(Position(position, 1 if position else 0, 0), 10, "top1")

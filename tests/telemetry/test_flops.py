@@ -9,8 +9,8 @@ from trainer.telemetry import flops
 
 def test_flops_of_resnet50():
     # 4.09 billion multiply-adds (torchvision's table), two operations each.
-    found = flops.pass_flops(torchvision.models.resnet50(), (1, 3, 224, 224))
-    assert found == pytest.approx(2 * 4.09e9, rel=0.01)
+    actual = flops.pass_flops(torchvision.models.resnet50(), (1, 3, 224, 224))
+    assert actual == pytest.approx(2 * 4.09e9, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ def test_flops_of_resnet50():
         ("NVIDIA H100 80GB HBM3", "tf32", (9, 0), 495),
         ("NVIDIA A100-SXM4-80GB", "fp32", (8, 0), 19.5),
         ("NVIDIA L40", "bf16", (8, 9), 181),  # not L4's
-        ("Tesla T4", "tf32", (7, 5), 8.1),  # it has none, and computes in fp32
+        ("Tesla T4", "tf32", (7, 5), 8.1),  # The card has no TF32 and computes in fp32.
         ("NVIDIA GeForce RTX 4090", "bf16", (8, 9), 165.2),  # adding up in fp32
         ("NVIDIA H100 NVL", "bf16", (9, 0), 835.5),
         ("NVIDIA B200", "bf16", (10, 0), 2250),
@@ -33,25 +33,34 @@ def test_flops_of_resnet50():
 def test_peaks_are_of_the_very_card_and_precision(monkeypatch, name, precision, capability, tflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    peak = flops.peak_flops(torch.device("cuda", 0), precision)
+    peak = flops.look_up_peak_flops(torch.device("cuda", 0), precision)
     assert peak == (None if tflops is None else pytest.approx(1e12 * tflops))
-    assert flops.peak_flops(torch.device("cpu"), precision) is None
+    assert flops.look_up_peak_flops(torch.device("cpu"), precision) is None
 
 
 def test_training_is_three_forward_passes():
     model = torchvision.models.resnet18()
-    assert flops.training_flops(model, (1, 3, 32, 32)) == 3 * flops.pass_flops(model, (1, 3, 32, 32))
+    assert flops.count_training_flops(model, (1, 3, 32, 32)) == 3 * flops.pass_flops(
+        model, (1, 3, 32, 32)
+    )
 
 
-def test_what_is_frozen_has_no_backward_pass():
-    model, shape = torchvision.models.resnet18(), (2, 3, 64, 64)
+def test_frozen_layers_have_no_backward_pass():
+    model = torchvision.models.resnet18()
+    shape = (2, 3, 64, 64)
     forward = flops.pass_flops(model, shape)
     model.requires_grad_(False)
     model.fc.requires_grad_(True)
-    head = 2 * 2 * 512 * 1000  # of two images, two operations each
-    assert flops.training_flops(model, shape) == forward + head
+    head = 2 * 2 * 512 * 1000  # Two images, two operations each.
+    assert flops.count_training_flops(model, shape) == forward + head
     model.layer4.requires_grad_(True)
-    block = [3 * 3 * 256 * 512, 3 * 3 * 512 * 512, 256 * 512, 3 * 3 * 512 * 512, 3 * 3 * 512 * 512]
-    layer4 = 2 * 2 * 2 * 2 * sum(block)  # its maps are 2 x 2 pixels
+    block = [
+        3 * 3 * 256 * 512,
+        3 * 3 * 512 * 512,
+        256 * 512,
+        3 * 3 * 512 * 512,
+        3 * 3 * 512 * 512,
+    ]
+    layer4 = 2 * 2 * 2 * 2 * sum(block)  # The maps of this layer are 2 x 2 pixels.
     inputs = 2 * 2 * 2 * 2 * (block[0] + block[2])  # gradients that nobody asks for
-    assert flops.training_flops(model, shape) == forward + 2 * head + 2 * layer4 - inputs
+    assert flops.count_training_flops(model, shape) == forward + 2 * head + 2 * layer4 - inputs

@@ -1,5 +1,7 @@
-"""W&B and MLflow: fed what TensorBoard is fed, beside the run and never in its way. With the real libraries where
-they are installed, with stand-ins for the wiring everywhere."""
+"""W&B and MLflow receive what TensorBoard receives and never block the run.
+
+The real libraries are used if installed, and stand-ins always.
+"""
 
 import glob
 import json
@@ -13,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.command_line import QUIET, free_port, ok, result
+from tests.command_line import PROJECT, QUIET, free_port, latest, ok, result
 from trainer.errors import SetupError
 from trainer.recipe import load
 from trainer.recipe.checks import check_loggers
@@ -45,8 +47,8 @@ class StandIn:
 
 @pytest.fixture
 def track(tmp_path, monkeypatch):
-    """Starts a tracker whose library is the one given."""
-    monkeypatch.setattr(loggers.interrupts, "stuck", threading.Event())
+    """Start a tracker with the given library."""
+    monkeypatch.setattr(loggers.interrupts, "skips_shutdown", threading.Event())
 
     def start(kind, *words):
         monkeypatch.setitem(loggers.KINDS, "wandb", kind)
@@ -80,43 +82,63 @@ def test_one_that_fails_is_one_warning_and_the_run_goes_on(track, where, capsys)
     tracker.result({"status": "completed"})
     tracker.close()
     out = capsys.readouterr().out
-    assert out.count("warning: logging.wandb lacks") == 1 and "(SystemExit: the server said no)\n" in out
-    assert loggers.interrupts.stuck.is_set(), "the library would wait at the end of the process"
+    assert out.count("warning: logging.wandb lacks") == 1
+    assert "(SystemExit: the server said no)\n" in out
+    assert loggers.interrupts.skips_shutdown.is_set(), (
+        "the library would wait at the end of the process"
+    )
 
 
-def test_wandb_is_given_the_recipe_the_values_and_the_end(tmp_path, monkeypatch):
-    given = []
+def test_wandb_receives_the_recipe_the_values_and_the_end(tmp_path, monkeypatch):
+    arguments = []
 
     def init(**words):
-        given.append(words)
+        arguments.append(words)
         return SimpleNamespace(
-            log=lambda values, step: given.append((step, values)),
-            summary=SimpleNamespace(update=given.append),
-            finish=lambda exit_code: given.append(exit_code),
+            log=lambda values, step: arguments.append((step, values)),
+            summary=SimpleNamespace(update=arguments.append),
+            finish=lambda exit_code: arguments.append(exit_code),
         )
 
     stand_in = SimpleNamespace(init=init, Settings=dict, login=lambda prompt: prompt)
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
     recipe = load("digits", "logging.wandb=faces")
     for _ in range(2):  # a run, and its continuation
-        found = loggers.Loggers(recipe, tmp_path, print)
-        found.scalars({"val/top1": 0.5}, 7)
-        found.result({"status": "preempted", "val_top1": 0.5, "throughput": {"samples_per_sec": 9.0}, "steps": 7})
-        found.close()
-    first, values, summary, code, again, *_ = given
+        actual = loggers.Loggers(recipe, tmp_path, print)
+        actual.scalars({"val/top1": 0.5}, 7)
+        actual.result(
+            {
+                "status": "preempted",
+                "val_top1": 0.5,
+                "throughput": {"samples_per_sec": 9.0},
+                "steps": 7,
+            }
+        )
+        actual.close()
+    first, values, summary, code, again, *_ = arguments
     assert (first["project"], first["mode"]) == ("faces", "offline")
     assert (first["name"], first["dir"]) == (tmp_path.name, tmp_path)
-    assert first["config"]["optimizer"]["lr"] == recipe.optimizer.lr and values == (7, {"val/top1": 0.5})
-    assert summary == {"val_top1": 0.5, "steps": 7.0, "samples_per_sec": 9.0, "status": "preempted"} and code == 1
+    assert first["config"]["optimizer"]["lr"] == recipe.optimizer.lr
+    assert values == (
+        7,
+        {"val/top1": 0.5},
+    )
+    assert summary == {"val_top1": 0.5, "steps": 7.0, "samples_per_sec": 9.0, "status": "preempted"}
+    assert code == 1
     assert again["id"] == first["id"] and again["resume"] == "allow"
 
 
 def test_one_that_is_not_installed_is_one_line(monkeypatch):
     monkeypatch.setattr("trainer.recipe.checks.find_spec", lambda name: None)
     for name in ("wandb", "mlflow"):
-        with pytest.raises(SetupError, match=rf"logging\.{name} .*pip install {name}, .*logging\.{name}=null"):
+        with pytest.raises(
+            SetupError, match=rf"logging\.{name} .*pip install {name}, .*logging\.{name}=null"
+        ):
             check_loggers(load("digits", f"logging.{name}=true"))
-    monkeypatch.setattr("trainer.recipe.checks.find_spec", lambda name: SimpleNamespace(origin=None))  # a folder
+    # A folder.
+    monkeypatch.setattr(
+        "trainer.recipe.checks.find_spec", lambda name: SimpleNamespace(origin=None)
+    )
     with pytest.raises(SetupError, match="pip install mlflow"):
         check_loggers(load("digits", "logging.mlflow=http://127.0.0.1:5000"))
     check_loggers(load("digits", "logging.mlflow=false"))
@@ -124,7 +146,12 @@ def test_one_that_is_not_installed_is_one_line(monkeypatch):
 
 @WANDB
 def test_the_real_wandb_offline(tmp_path):
-    ok(*SHORT, "logging.wandb=mine", f"output={tmp_path / 'run'}", env={"HOME": str(tmp_path), "WANDB_API_KEY": ""})
+    ok(
+        *SHORT,
+        "logging.wandb=mine",
+        f"output={tmp_path / 'run'}",
+        env={"HOME": str(tmp_path), "WANDB_API_KEY": ""},
+    )
     [kept] = glob.glob(f"{tmp_path}/run/wandb/offline-run-*/run-*.wandb")
     content = Path(kept).read_bytes()
     for word in (b"train/loss", b"val/top1", b"samples_per_sec", b"optimizer", b"mine"):
@@ -141,13 +168,13 @@ def test_the_real_wandb_offline(tmp_path):
     ],
 )
 def test_a_run_ends_though_the_real_one_is_out_of_reach(tmp_path, library, answers):
-    """One server takes connections and says nothing, the others are not there."""
+    """One server accepts connections and says nothing, and the others do not exist."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1] if answers else free_port()}"
         own = {"WANDB_BASE_URL": address, "WANDB_API_KEY": "0" * 40, "HOME": str(tmp_path)}
         word = f"logging.{library}={'mine' if library == 'wandb' else address}"
-        done = ok(*SHORT, word, f"output={tmp_path / 'run'}", env=own, timeout=120)
-    assert len(re.findall(rf"warning: logging\.{library} lacks .*\(.+\)\n", done.stdout)) == 1
+        completed = ok(*SHORT, word, f"output={tmp_path / 'run'}", env=own, timeout=120)
+    assert len(re.findall(rf"warning: logging\.{library} lacks .*\(.+\)\n", completed.stdout)) == 1
     assert result(tmp_path / "run")["status"] == "completed"
 
 
@@ -161,10 +188,36 @@ def test_the_real_mlflow_in_a_folder_and_continued(tmp_path, monkeypatch):
     from mlflow import MlflowClient
 
     client = MlflowClient(tracking_uri=where)
-    known = json.loads((tmp_path / "run" / "mlflow.json").read_text())["id"]
-    run = client.get_run(known)
-    assert (run.info.status, run.info.run_name) == ("FINISHED", "run") and run.data.params["model.name"] == "mlp"
+    known_names = json.loads((tmp_path / "run" / "mlflow.json").read_text())["id"]
+    run = client.get_run(known_names)
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "run")
+    assert run.data.params["model.name"] == "mlp"
     assert run.data.metrics["final/val_top1"] == pytest.approx(result(tmp_path / "run")["val_top1"])
-    history = client.get_metric_history(known, "train/loss")
+    history = client.get_metric_history(known_names, "train/loss")
     assert [point.step for point in history] == [1, 2, 3]
     assert len(client.search_runs([run.info.experiment_id])) == 1
+
+
+SLOW_WANDB = """
+import time
+Settings = dict
+def login(prompt):
+    return True
+def init(**settings):
+    time.sleep(5)
+    return Run()
+class Run:
+    summary = {}
+    def log(self, values, step):
+        pass
+    def finish(self, exit_code):
+        time.sleep(5)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_wait_for_a_server_that_rank_0_asks_for_longer_than_they_may_be_silent(tmp_path):
+    (tmp_path / "wandb.py").write_text(SLOW_WANDB)
+    variables = {"PYTHONPATH": f"{tmp_path}:{PROJECT}"}
+    words = ["mode=ddp", "nproc=2", "timeout=1", "logging.wandb=mine", f"output={tmp_path / 'run'}"]
+    ok(*latest(*SHORT, *words), env=variables)

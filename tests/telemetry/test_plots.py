@@ -1,4 +1,7 @@
-"""Pictures: there, see-through, and legible with as many modes as there are. Looked at by people, measured here."""
+"""Pictures: there, see-through, and legible with as many modes as there are.
+
+Looked at by people, measured here.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ from PIL import Image
 from trainer.recipe import MODES
 from trainer.telemetry import plots
 
-BARS = [(mode, 1000.0 * n, 100.0, f"{1000 * n:,} ± 100,  1.11x  (on CPU cores)") for n, mode in enumerate(MODES, 1)]
+BARS = [
+    (mode, 1000.0 * n, 100.0, f"{1000 * n:,} ± 100,  1.11x  (on CPU cores)")
+    for n, mode in enumerate(MODES, 1)
+]
 
 
 @pytest.fixture
@@ -36,15 +42,17 @@ def apart(found):
 
 
 def test_the_ground_is_transparent(tmp_path):
-    plots.bars(tmp_path / "p.png", BARS, "images per second")
+    plots.draw_bars(tmp_path / "p.png", BARS, "images per second")
     image = Image.open(tmp_path / "p.png")
     assert image.mode == "RGBA" and image.getpixel((2, 2))[3] == 0
     assert any(image.getpixel((x, image.height // 2))[3] for x in range(image.width))
 
 
-@pytest.mark.parametrize("bars", [BARS, [*BARS, *BARS], BARS[:1], [*BARS[:2], ("pipeline nproc=2", None, 0, "exit 2")]])
-def test_bars_have_room_for_their_words(bars, tmp_path, drawn):
-    plots.bars(tmp_path / "p.png", bars, "images per second", "digits, global batch 96")
+@pytest.mark.parametrize(
+    "bars", [BARS, [*BARS, *BARS], BARS[:1], [*BARS[:2], ("pipeline nproc=2", None, 0, "exit 2")]]
+)
+def test_labels_fit_in_bars(bars, tmp_path, drawn):
+    plots.draw_bars(tmp_path / "p.png", bars, "images per second", "digits, global batch 96")
     (figure,) = drawn
     (axes,) = figure.axes
     words = boxes(figure, [*axes.texts, *axes.get_yticklabels(), axes.xaxis.label])

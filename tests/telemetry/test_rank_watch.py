@@ -1,7 +1,10 @@
-"""A rank that is slow is told; a week of healthy minutes, made of real ones, is told nothing.
+"""A slow rank is reported.
 
-`rank_times.json` has, by the number of ranks, steps of resnet8 in mode=ddp on a CPU, and of each rank its microseconds
-of the step, those for its data, and those of its forward pass: of a processor, as if each rank had a core to itself.
+A week of healthy minutes, built from real ones, causes no report.
+
+`rank_times.json` has, by the number of ranks, steps of resnet8 in mode=ddp on a CPU, and of each
+rank its microseconds of the step, those for its data, and those of its forward pass: of a
+processor, as if each rank had a core to itself.
 """
 
 from __future__ import annotations
@@ -20,22 +23,29 @@ BLOCK = 30  # steps of a trace that stay together
 
 
 def named(ranks, seconds, seed=1, slow=(1.0, 0.0), rank=0):
-    """Who is named in so many seconds, and when: each second is a step of a healthy run, in blocks by chance.
+    """Return the ranks that are reported and when, for steps of one second each that are drawn from
+    a healthy run in blocks.
 
-    `slow` is a factor of one rank's forward pass, and a share of a step by which its data are late.
+    `slow` is a factor of one rank's forward pass, and its data wait as a share of a step.
     """
-    rows, chance, watch, found = TRACES[ranks], random.Random(seed), RankWatch(), []
+    rows = TRACES[ranks]
+    chance = random.Random(seed)
+    watch = RankWatch()
+    collected = []
     for second in range(seconds):
         if second % BLOCK == 0:
             place = chance.randrange(len(rows))
-        own = [[step, data, forward] for step, data, forward in rows[(place + second % BLOCK) % len(rows)]]
+        own = [
+            [step, data, forward]
+            for step, data, forward in rows[(place + second % BLOCK) % len(rows)]
+        ]
         late = own[rank][0] * slow[1]
         own[rank] = [own[rank][0] * slow[0] + late, own[rank][1] + late, own[rank][2] * slow[0]]
         slowest = max(step for step, _, _ in own)  # the others wait for it
         watch.add(1.0, [(slowest, data, forward) for _, data, forward in own])
         if (lag := watch.named()) is not None:
-            found.append((second, lag))
-    return found
+            collected.append((second, lag))
+    return collected
 
 
 @pytest.mark.parametrize("ranks", TRACES)
@@ -55,6 +65,9 @@ def test_a_rank_that_is_an_eighth_slower_is_named_with_its_cause(ranks, slow):
 
 def test_where_a_rank_was_not_measured_none_is_judged():
     watch = RankWatch()
-    assert [watch.add(100.0, [(1.0, 0.0, 0.2), (1.0, 0.0, forward)]) for forward in (0.0, 0.1, 0.1)] == [None] * 3
+    assert [
+        watch.add(100.0, [(1.0, 0.0, 0.2), (1.0, 0.0, forward)]) for forward in (0.0, 0.1, 0.1)
+    ] == [None] * 3
     lag = watch.add(1.0, [(1.0, 0.0, 0.2), (1.0, 0.0, 0.1)])
-    assert lag is not None and (lag.rank, lag.behind) == (0, pytest.approx(1.0))
+    assert lag is not None
+    assert (lag.rank, lag.behind) == (0, pytest.approx(1.0))

@@ -7,11 +7,18 @@ from trainer.telemetry import readable
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(None, "-"), (0, "0 B"), (999, "999 B"), (1024, "1 KiB"), (5 * 2**20, "5 MiB"), (3 * 2**30, "3.00 GiB")],
+    [
+        (None, "-"),
+        (0, "0 B"),
+        (999, "999 B"),
+        (1024, "1 KiB"),
+        (5 * 2**20, "5 MiB"),
+        (3 * 2**30, "3.00 GiB"),
+    ],
 )
 def test_sizes(count, text):
-    assert readable.as_size(count) == text
-    assert count is None or readable.as_size(count, more=True) == f">{text}"
+    assert readable.format_size(count) == text
+    assert count is None or readable.format_size(count, more=True) == f">{text}"
 
 
 @pytest.mark.parametrize(
@@ -28,15 +35,21 @@ def test_sizes(count, text):
     ],
 )
 def test_durations(seconds, text):
-    assert readable.duration(seconds) == text
+    assert readable.format_duration(seconds) == text
 
 
 def test_a_table_is_as_wide_as_its_cells_and_leaves_empty_columns_out():
     rows = [["name", "", "size"], ["a", "", "10"], ["longer", "", ""]]
-    assert readable.table(rows, right={2}) == ["name    size", "a         10", "longer"]
+    assert readable.format_table(rows, right={2}) == ["name    size", "a         10", "longer"]
 
 
-MEMORY = {"24GiB": 24 * 2**30, "24GB": 24e9, "512mib": 2**29, "1.5TB": 1.5e12, "8 GiB": 2**33}
+MEMORY = {
+    "24GiB": 24 * 2**30,
+    "24GB": 24e9,
+    "512mib": 2**29,
+    "1.5TB": 1.5e12,
+    "8 GiB": 2**33,
+}
 SPEEDS = {"10GB/s": 1e10, "1GiB/s": 2**30, "100Gbit/s": 12.5e9}
 
 

@@ -1,4 +1,4 @@
-"""Each sentence at its limits: what is told, and what is not told although it is near."""
+"""Sentences at their limits: the case that is reported, and a close case that is not."""
 
 from __future__ import annotations
 
@@ -11,14 +11,23 @@ from tests.command_line import suggested
 from trainer.devices.host import Strain
 from trainer.recipe import load
 from trainer.telemetry.rank_watch import FEW, WINDOW, WINDOWS, RankWatch
-from trainer.telemetry.symptoms import Facts, slow_rank, symptoms
+from trainer.telemetry.symptoms import RunState, describe_slow_rank, find_symptoms
 
 GUESS = math.log(10)
 WELL = {
-    "over": True, "step": 600, "steps": 600, "epoch_steps": 100, "classes": 10, "names": list("abcdefghij"),
-    "losses": [1.2, 0.5, 0.3, 0.25, 0.22, 0.2], "validation": [{"loss": 0.3, "top1": 0.92}] * 3, "labelled": True,
-    "actual": [40] * 10, "predicted": [42, 38] * 5, "before": [40] * 10,
-}  # fmt: skip
+    "over": True,
+    "step": 600,
+    "steps": 600,
+    "epoch_steps": 100,
+    "classes": 10,
+    "names": list("abcdefghij"),
+    "losses": [1.2, 0.5, 0.3, 0.25, 0.22, 0.2],
+    "validation": [{"loss": 0.3, "top1": 0.92}] * 3,
+    "labelled": True,
+    "actual": [40] * 10,
+    "predicted": [42, 38] * 5,
+    "before": [40] * 10,
+}
 STUCK = {"validation": [{"loss": GUESS, "top1": 0.1}] * 3, "losses": [GUESS] * 6}
 HEART = {"losses": [1, 0.4, 0.1, 0.04, 0.03, 0.02], "validation": [{"loss": 1, "top1": 0.7}] * 3}
 GUESSED = {"predicted": [0, 44] + [44] * 8, "before": [0, 44] + [44] * 8}
@@ -26,11 +35,11 @@ GUESSED = {"predicted": [0, 44] + [44] * 8, "before": [0, 44] + [44] * 8}
 
 def told(*words, **changes):
     recipe = load(None, *words)
-    found = symptoms(Facts(**{**WELL, **changes}), recipe)
-    for remedy in suggested(" ".join(found.values())):
+    actual = find_symptoms(RunState(**{**WELL, **changes}), recipe)
+    for remedy in suggested(" ".join(actual.values())):
         key = remedy.partition("=")[0]
         load(None, *(word for word in words if not word.startswith(f"{key}=")), remedy)
-    return found
+    return actual
 
 
 def test_a_run_that_is_well():
@@ -50,8 +59,8 @@ def test_a_run_that_is_well():
     ],
 )
 def test_the_loss(losses, kind):
-    found = told(losses=losses)
-    assert kind in found.get("loss", "") and bool(kind) == ("loss" in found)
+    actual = told(losses=losses)
+    assert kind in actual.get("loss", "") and bool(kind) == ("loss" in actual)
 
 
 def test_the_loss_in_the_warm_up():
@@ -61,8 +70,14 @@ def test_the_loss_in_the_warm_up():
 
 
 def test_a_loss_of_another_kind():
-    """Where guessing has no known loss, only what undoes all learning is told."""
-    plain = {"classes": None, "actual": (), "predicted": (), "before": (), "validation": [{"loss": 12.0}] * 3}
+    """Only a loss that undoes all learning is reported, because guessing has no known loss."""
+    plain = {
+        "classes": None,
+        "actual": (),
+        "predicted": (),
+        "before": (),
+        "validation": [{"loss": 12.0}] * 3,
+    }
     assert told(**plain, losses=[70, 90, 100]) == {}
     assert told(**plain, losses=[70, 40, 50, 61]) == {}
     assert "worse than at the beginning" in told(**plain, losses=[70, 40, 60, 90])["loss"]
@@ -70,28 +85,40 @@ def test_a_loss_of_another_kind():
 
 
 def test_the_rate_that_is_tried_is_one_that_the_recipe_takes():
-    assert suggested(told("optimizer.lr=0.00002", losses=[7, 9, 10])["loss"])[0] == "optimizer.lr=2e-06"
-    kept = told("optimizer.lr=0.5", "schedule.min_lr=0.1", "clip_grad_norm=1", losses=[7, 9, 10])["loss"]
+    assert (
+        suggested(told("optimizer.lr=0.00002", losses=[7, 9, 10])["loss"])[0]
+        == "optimizer.lr=2e-06"
+    )
+    kept = told("optimizer.lr=0.5", "schedule.min_lr=0.1", "clip_grad_norm=1", losses=[7, 9, 10])[
+        "loss"
+    ]
     assert suggested(kept) == [] and "lower optimizer.lr" in kept
 
 
 def test_accuracy_at_the_share_of_the_largest_class():
     assert suggested(told(**STUCK)["accuracy"]) == ["optimizer.lr=0.01", "optimizer.lr=1"]
-    uneven = {"actual": [310] + [10] * 9, "predicted": [400] + [0] * 9, "before": [400] + [0] * 9}
+    uneven = {
+        "actual": [310] + [10] * 9,
+        "predicted": [400] + [0] * 9,
+        "before": [400] + [0] * 9,
+    }
     ninety = {"validation": [{"loss": 1.0, "top1": 0.775}] * 3, "losses": [1.0] * 6}
     assert suggested(told(**uneven, **ninety)["accuracy"])[0] == "data.balance=true"
 
 
 def test_training_is_perfect_and_validation_is_not():
-    found = told(**HEART)
-    assert "top-1 70%" in found["memorised"] and "augment.mixup=0.2" in suggested(found["memorised"])
-    smooth = [0.55, 0.52, 0.51, 0.505, 0.504, 0.503]  # of which 0.5003 are the targets' own
+    actual = told(**HEART)
+    assert "top-1 70%" in actual["memorised"]
+    assert "augment.mixup=0.2" in suggested(actual["memorised"])
+    smooth = [0.55, 0.52, 0.51, 0.505, 0.504, 0.503]  # The targets' own entropy is 0.5003.
     assert "memorised" in told("loss.label_smoothing=0.1", **{**HEART, "losses": smooth})
 
 
 def test_a_class_that_is_never_predicted():
-    found = told(**GUESSED)["never predicted"]
-    assert "predicted as a," in found and "40 of it" in found and "data.balance=true" in suggested(found)
+    actual = told(**GUESSED)["never predicted"]
+    assert "predicted as a," in actual
+    assert "40 of it" in actual
+    assert "data.balance=true" in suggested(actual)
     assert "labels are right" in told("data.balance=true", **GUESSED)["never predicted"]
     assert "labels are right" in told(**GUESSED, labelled=False)["never predicted"]
 
@@ -99,17 +126,26 @@ def test_a_class_that_is_never_predicted():
 SLOWLY = [{"loss": loss, "top1": 0.1} for loss in (2.3, 2.25, 2.2)]
 
 
+# The weighting makes rare classes right and common ones wrong.
 @pytest.mark.parametrize(
     ("kind", "facts", "words"),
     [
-        ("accuracy", STUCK | {"validation": [{"loss": GUESS, "top1": 0.13}] * 3}, []),  # better than guessing
+        (
+            "accuracy",
+            STUCK | {"validation": [{"loss": GUESS, "top1": 0.13}] * 3},
+            [],
+        ),  # better than guessing
         ("accuracy", STUCK | {"validation": SLOWLY}, []),
         ("accuracy", STUCK | {"losses": [1.5] * 6}, []),  # has learned the training images
         ("accuracy", STUCK | {"validation": [{"loss": GUESS, "top1": 0.1}] * 2}, []),
         ("accuracy", STUCK | {"step": 40}, []),
         ("accuracy", STUCK | {"warmup": 580}, []),
         ("accuracy", STUCK | {"actual": [4] * 10}, []),
-        ("accuracy", STUCK, ["loss.class_weights=balanced"]),  # which makes rare classes right and common ones wrong
+        (
+            "accuracy",
+            STUCK,
+            ["loss.class_weights=balanced"],
+        ),
         ("memorised", HEART | {"validation": [{"loss": 0.3, "top1": 0.91}] * 3}, []),
         ("memorised", HEART | {"losses": [1, 0.4, 0.1, 0.09, 0.08, 0.02]}, []),
         ("memorised", HEART | {"step": 40}, []),
@@ -117,7 +153,7 @@ SLOWLY = [{"loss": loss, "top1": 0.1} for loss in (2.3, 2.25, 2.2)]
         ("memorised", HEART, ["augment.mixup=0.2"]),
         ("memorised", HEART, ["augment.cutmix=1"]),
         ("memorised", HEART | {"losses": [0.6] * 6}, ["loss.label_smoothing=0.1"]),
-        # a class that may still come
+        # A class that may still appear.
         ("never predicted", GUESSED | {"before": [1, 43] + [44] * 8}, []),
         ("never predicted", GUESSED | {"before": ()}, []),
         ("never predicted", GUESSED | {"actual": [19] + [44] * 9}, []),
@@ -130,7 +166,7 @@ SLOWLY = [{"loss": loss, "top1": 0.1} for loss in (2.3, 2.25, 2.2)]
         ),  # hardly known yet
     ],
 )
-def test_what_is_near_is_not_told(kind, facts, words):
+def test_close_cases_are_not_reported(kind, facts, words):
     assert kind not in told(*words, **facts)
 
 
@@ -154,11 +190,15 @@ def test_one_cause_gets_one_word():
         (("shares=[3,1]",), "try shares=auto"),
     ],
 )
-def test_a_slow_ranks_line_tells_what_shares_can_do(words, says):
-    """Of two ranks, one 0.6 times as fast: equal parts do 2 x 0.6, and unequal ones 1.6."""
+def test_the_line_about_a_slow_rank_has_the_gain_of_shares(words, says):
+    """Two ranks, one of them 0.6 times as fast: equal local batches reach 2 x 0.6 and unequal ones
+    1.6.
+    """
     watch = RankWatch()
     for _ in range(WINDOWS * FEW):
         watch.add(WINDOW, [[1.0, 0.0, 0.2], [1.0, 0.0, 0.2 / 0.6]])
     lag = watch.named()
-    assert says in slow_rank(lag, "here, cuda:1", load("digits", *words))
-    assert "shares" not in slow_rank(replace(lag, data=True), "here, cuda:1", load("digits")), "images come late"
+    assert says in describe_slow_rank(lag, "here, cuda:1", load("digits", *words))
+    assert "shares" not in describe_slow_rank(
+        replace(lag, data=True), "here, cuda:1", load("digits")
+    ), "images come late"

@@ -1,4 +1,4 @@
-"""Plain lines, what a folder holds after a resume, and the null twin."""
+"""Plain lines, the contents of a folder after a resume, and the null tracker."""
 
 import inspect
 import os
@@ -13,9 +13,10 @@ import pytest
 
 from tests import warm
 from tests.command_line import BARE, environment, steps
+from tests.saving.states import commit
 from trainer.errors import FolderInUseError, SetupError
 from trainer.recipe import load
-from trainer.saving.checkpoint import Position, State, commit
+from trainer.saving.checkpoint import Position, State
 from trainer.saving.run_folder import RunFolder
 from trainer.telemetry import tracking
 from trainer.telemetry.tracking import NullTracker, Tracker
@@ -23,7 +24,7 @@ from trainer.telemetry.tracking import NullTracker, Tracker
 
 @pytest.fixture
 def tracker(tmp_path):
-    """Of a run of 30 epochs in the folder `run`; still to be started."""
+    """Return a tracker of a run of 30 epochs in the folder `run`, which is not started."""
     recipe = load("digits", f"output={tmp_path / 'run'}")
     return Tracker(recipe, RunFolder(recipe))
 
@@ -35,30 +36,43 @@ def test_a_folder_that_was_removed_is_one_error_and_is_not_made_again(tmp_path, 
     with pytest.raises(SetupError, match="run was removed"):
         tracker.result({"status": "running"})
     with pytest.raises(SetupError, match=r"run .*No such file"):
-        commit(tmp_path / "run", State(Position(1, 0, 1), {}, {}), 2)
+        commit(
+            tmp_path / "run",
+            State(Position(1, 0, 1), {}, {}),
+            2,
+        )
     tracker.close()
     assert not (tmp_path / "run").exists()
 
 
 def test_the_null_tracker_answers_everything_a_tracker_does():
-    public = {name for name, _ in inspect.getmembers(Tracker, inspect.isfunction) if not name.startswith("_")}
-    null = {name for name, _ in inspect.getmembers(NullTracker, inspect.isfunction) if not name.startswith("_")}
+    public = {
+        name
+        for name, _ in inspect.getmembers(Tracker, inspect.isfunction)
+        if not name.startswith("_")
+    }
+    null = {
+        name
+        for name, _ in inspect.getmembers(NullTracker, inspect.isfunction)
+        if not name.startswith("_")
+    }
     assert public == null
     for name in public:
-        ours, theirs = inspect.signature(getattr(Tracker, name)), inspect.signature(getattr(NullTracker, name))
-        assert list(ours.parameters) == list(theirs.parameters), name
+        ours = inspect.signature(getattr(Tracker, name))
+        reference = inspect.signature(getattr(NullTracker, name))
+        assert list(ours.parameters) == list(reference.parameters), name
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """What the time is, before the tracker is made."""
+    """Set the clock before the tracker is created."""
     now = [100.0]
     monkeypatch.setattr(tracking.time, "perf_counter", lambda: now[0])
     return now
 
 
 def test_plain_lines_and_files(tmp_path, capsys, clock, tracker):
-    """Without a terminal a line a minute, with what is true then."""
+    """A line per minute is printed without a terminal, with the values of that time."""
     tracker.start(Position(0, 0, 0), 1000, "top1")
     row = {"step": 5, "epoch": 1, "seconds": 1.0, "train_loss": 0.25, "lr": 0.1}
     tracker.step({**row, "samples_per_sec": 1234.5, "skipped": 0})
@@ -78,20 +92,38 @@ def test_plain_lines_and_files(tmp_path, capsys, clock, tracker):
     ]
     names = {path.name.split(".")[0] for path in (tmp_path / "run").iterdir()}
     assert {"recipe", "steps", "result", "events"} <= names
-    assert (tmp_path / "run" / "steps.csv").read_text().splitlines()[1] == "5,1,1.0,0.25,0.1,1234.5,0"
+    assert (tmp_path / "run" / "steps.csv").read_text().splitlines()[
+        1
+    ] == "5,1,1.0,0.25,0.1,1234.5,0"
 
 
 def test_a_row_of_many_metrics_fits(capsys, tracker):
-    cells = {"epoch": "1/2", **{f"metric {n}": "0.1234" for n in range(20)}, "images/s": "12", "seconds": "3.0"}
+    cells = {
+        "epoch": "1/2",
+        **{f"metric {n}": "0.1234" for n in range(20)},
+        "images/s": "12",
+        "seconds": "3.0",
+    }
     tracker.row(cells, best=True)
     tracker.row(cells, best=False)
     tracker.close()
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3 and {len(line) for line in lines} == {len(lines[0])} and len(lines[0]) <= 80
-    assert lines[0].split()[0] == "epoch" and lines[0].endswith("images/s   seconds") and lines[1] == lines[2]
+    assert len(lines) == 3
+    assert {len(line) for line in lines} == {len(lines[0])}
+    assert len(lines[0]) <= 80
+    assert lines[0].split()[0] == "epoch"
+    assert lines[0].endswith("images/s   seconds")
+    assert lines[1] == lines[2]
 
 
-RUN = ["recipe=digits", "model.name=mlp", "epochs=4", "optimizer.lr=0.5", "logging.every_steps=1", *BARE]
+RUN = [
+    "recipe=digits",
+    "model.name=mlp",
+    "epochs=4",
+    "optimizer.lr=0.5",
+    "logging.every_steps=1",
+    *BARE,
+]
 
 
 @pytest.mark.slow
@@ -100,24 +132,50 @@ def test_on_a_terminal_one_line_lives_and_the_best_epoch_is_bold(tmp_path):
     columns = 60
     master, slave = pty.openpty()
     termios.tcsetwinsize(slave, (50, columns))
-    plain = {name: value for name, value in environment().items() if name not in ("NO_COLOR", "COLUMNS", "TERM")}
-    command = [sys.executable, "-m", "trainer", *RUN, "mode=ddp", "nproc=2", f"output={tmp_path / 'run'}"]
-    child = warm.Popen(command, env={**plain, "TERM": "xterm"}, stdin=slave, stdout=slave, stderr=slave)
+    plain = {
+        name: value
+        for name, value in environment().items()
+        if name not in ("NO_COLOR", "COLUMNS", "TERM")
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "trainer",
+        *RUN,
+        "mode=ddp",
+        "nproc=2",
+        f"output={tmp_path / 'run'}",
+    ]
+    child = warm.Popen(
+        command, env={**plain, "TERM": "xterm"}, stdin=slave, stdout=slave, stderr=slave
+    )
     os.close(slave)
     written = b""
-    with suppress(OSError):  # its other end is closed
+    with suppress(OSError):  # The other end is closed.
         while chunk := os.read(master, 65536):
             written += chunk
     os.close(master)
     assert child.wait() == 0, written
     text = written.decode()
     lines = text.replace("\r\n", "\n").split("\n")
-    states = [re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", state) for line in lines for state in line.split("\r")]
+    states = [
+        re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", state) for line in lines for state in line.split("\r")
+    ]
     live = [state for state in states if state.startswith("epoch ") and "/4  " in state]
     assert live and all(len(state) <= columns for state in live)
-    last = [re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", line.split("\r")[-1]) for line in lines]
-    assert all(len(line) <= columns for line in last if "/run" not in line), "all but commands and paths"
-    assert sum("train loss" in line for line in last) == 1 and any("details " in line for line in last)
+    last = [
+        re.sub(
+            r"\x1b\[[0-9;]*[A-Za-z]",
+            "",
+            line.split("\r")[-1],
+        )
+        for line in lines
+    ]
+    assert all(len(line) <= columns for line in last if "/run" not in line), (
+        "all but commands and paths"
+    )
+    assert sum("train loss" in line for line in last) == 1
+    assert any("details " in line for line in last)
     rows = [line.split("\r")[-1] for line in lines if re.search(r"\b[1-4]/4 {3}", line)]
     assert len(rows) == 4
     values = [float(re.search(r"([\d.]+)%", row)[1]) for row in rows]
@@ -128,7 +186,14 @@ def test_on_a_terminal_one_line_lives_and_the_best_epoch_is_bold(tmp_path):
 
 def test_a_run_whose_folder_another_one_has_by_now_adds_no_row(tmp_path, tracker):
     tracker.start(Position(0, 0, 0), 10, "top1")
-    row = {"step": 1, "epoch": 1, "seconds": 1.0, "train_loss": 1.0, "lr": 0.1, "samples_per_sec": ""}
+    row = {
+        "step": 1,
+        "epoch": 1,
+        "seconds": 1.0,
+        "train_loss": 1.0,
+        "lr": 0.1,
+        "samples_per_sec": "",
+    }
     tracker.step(row)
     (tmp_path / "run" / ".lock").unlink()
     (tmp_path / "run" / ".lock").write_text("another run's name")

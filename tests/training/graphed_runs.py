@@ -1,4 +1,6 @@
-"""Whole runs of the product's loop whose steps are launched or replayed, and everything that they leave, to the bit."""
+"""Whole runs of the training loop with eager or replayed steps, and all their results, equal to the
+bit.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -23,13 +26,16 @@ from tests.simulated.simcuda.runs import alone
 from tests.simulated.tape import CpuRecorder, graphs_on_the_cpu
 from trainer.processes import faults
 from trainer.recipe import load
-from trainer.training import loop, step_graphs
+from trainer.training import loop, step_graphs, step_tuning
 from trainer.training import run as runs
 
 WARM, TIMED = 2, 3  # steps before one is recorded, and of each kind that graphs=auto compares
-BASE = """data.name=synthetic data.samples=40 data.val_samples=16 data.image_size=8 data.channels=1 data.workers=0
-batch_size=8 model.name=noisy epochs=2 optimizer.lr=0.02 schedule.name=cosine schedule.warmup_epochs=0.7 threads=1
-mode=single devices=[cpu] logging.every_steps=3 logging.warmup_steps=0 logging.progress=false logging.tensorboard=false
+BASE = """data.name=synthetic data.samples=40 data.val_samples=16 data.image_size=8
+data.channels=1 data.workers=0
+batch_size=8 model.name=noisy epochs=2 optimizer.lr=0.02 schedule.name=cosine
+schedule.warmup_epochs=0.7 threads=1
+mode=single devices=[cpu] logging.every_steps=3 logging.warmup_steps=0
+logging.progress=false logging.tensorboard=false
 logging.verdict=false save.every_steps=4 augment.hflip=0.5"""
 TIMES = ("seconds", "samples_per_sec")
 
@@ -105,7 +111,7 @@ class FromTheHost(Noisy):
 
 
 class Hooked(Noisy):
-    """What its user looks at in each pass."""
+    """A model with a hook that its user reads in each pass."""
 
     def __init__(self, *given):
         super().__init__(*given)
@@ -113,7 +119,9 @@ class Hooked(Noisy):
 
 
 class Anneals(Noisy):
-    """What its layers do depends on how often it was switched to training: on the epoch."""
+    """A model whose layers depend on how often it was switched to training, that is, on the
+    epoch.
+    """
 
     epochs = 0
 
@@ -123,6 +131,24 @@ class Anneals(Noisy):
 
     def forward(self, x):
         return super().forward(x) * (1 + 0.5 * self.epochs)
+
+
+class Pace:
+    calls = np.int64(0)
+
+
+class CountsInObject(Noisy):
+    """Is another model from its twelfth pass on, which it counts in an object: no recorded pass
+    shows that.
+    """
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.pace = Pace()
+
+    def forward(self, x):
+        self.pace.calls = self.pace.calls + self.training
+        return super().forward(x) * (2 if self.pace.calls > 11 else 1)
 
 
 class Drifts(Noisy):
@@ -138,7 +164,9 @@ class Drifts(Noisy):
 
 
 class Expanded(Noisy):
-    """A buffer whose numbers are one in memory, to which torch does not write."""
+    """A model with an expanded buffer: its values share one number in memory, so torch refuses to
+    write to it.
+    """
 
     def __init__(self, *given):
         super().__init__(*given)
@@ -149,11 +177,13 @@ class Expanded(Noisy):
 
 
 class WaitsOnOne(Noisy):
-    """One rank's decides on the host."""
+    """A model in which one rank waits for the device."""
 
     def forward(self, x):
         out = super().forward(x)
-        return out * 1.0 if os.environ.get("RANK") == "1" and float(out.detach().sum()) > -1e9 else out
+        return (
+            out * 1.0 if os.environ.get("RANK") == "1" and float(out.detach().sum()) > -1e9 else out
+        )
 
 
 SEEN: list[torch.Size] = []
@@ -166,7 +196,7 @@ class Stopped(Exception):
 
 
 class Left:
-    """What a run leaves: every tensor of its files, the rows and figures it logged.
+    """Results of a run: every tensor of its files, the rows and figures that it logged.
 
     Attributes:
         recorders: what recorded its steps.
@@ -185,12 +215,25 @@ class Left:
     def read(self) -> Left:
         for file in sorted(self.folder.rglob("*.safetensors")):
             named = load_file(file)
-            self.tensors |= {f"{file.relative_to(self.folder)}:{key}": tensor for key, tensor in named.items()}
+            self.tensors |= {
+                f"{file.relative_to(self.folder)}:{key}": tensor for key, tensor in named.items()
+            }
         for row in steps(self.folder):
             self.figures[f"step {row['step']}"] = {key: row[key] for key in row if key not in TIMES}
-        names = ["train_loss", "val_loss", "val_top1", "best", "epoch", "nonfinite_steps", "steps", "status"]
+        names = [
+            "train_loss",
+            "val_loss",
+            "val_top1",
+            "best",
+            "epoch",
+            "nonfinite_steps",
+            "steps",
+            "status",
+        ]
         with suppress(FileNotFoundError):
-            self.figures |= {name: value for name, value in result(self.folder).items() if name in names}
+            self.figures |= {
+                name: value for name, value in result(self.folder).items() if name in names
+            }
         return self
 
     @property
@@ -210,7 +253,7 @@ def train(
     kind: type[CpuRecorder] = CpuRecorder,
     nan_at: Sequence[int] = (),
 ) -> Left:
-    """A run in this process, on a CPU that has graphs.
+    """Train in this process, on a CPU with graphs.
 
     Args:
         patches: (owner, attribute, value) for its duration.
@@ -219,15 +262,21 @@ def train(
         nan_at: steps whose images are no numbers.
     """
     left = Left(Path(folder))
-    recipe = load(None, *latest(*BASE.split(), *words.split()), f"output={folder}")
+    recipe = load(
+        None,
+        *latest(*BASE.split(), *words.split()),
+        f"output={folder}",
+    )
 
-    class Steps(step_graphs.Steps):
+    class Steps(step_graphs.GraphSteps):
         def __init__(self, *given: Any) -> None:
             *most, say = given
             super().__init__(*most, lambda line: (left.said.append(line), say(line))[1])
             left.steps = self
 
-    real, log, norms = runs.Run.__post_init__, loop.reporting.log_step, {}
+    real = runs.Run.__post_init__
+    log = loop.reporting.log_step
+    norms = {}
 
     def post_init(run: Any, *resolved: Any) -> None:
         real(run, *resolved)
@@ -241,19 +290,19 @@ def train(
 
             run.strategy.after_step = after_step
 
-    def log_step(run: Any, mean: float, lr: float, norm: Any, window: Any) -> None:
-        norms[f"norm {run.state.position.step}"] = (mean, lr, None if norm is None else norm.item())
-        log(run, mean, lr, norm, window)
+    def log_step(state: Any, observer: Any, mean: float, lr: float, norm: Any, *more: Any) -> None:
+        norms[f"norm {state.position.step}"] = (mean, lr, None if norm is None else norm.item())
+        log(state, observer, mean, lr, norm, *more)
 
     with alone(), ExitStack() as stack:
         left.recorders = stack.enter_context(graphs_on_the_cpu(kind))
         own = [
-            (runs, "Steps", Steps),
+            (step_graphs, "GraphSteps", Steps),
             (runs.Run, "__post_init__", post_init),
             (loop.reporting, "log_step", log_step),
-            (step_graphs, "WARM", WARM),
-            (step_graphs, "TIMED", TIMED),
-            (faults, "active", bool(nan_at)),
+            (step_graphs, "WARMUP_STEPS", WARM),
+            (step_tuning, "TIMED_STEPS", TIMED),
+            (faults, "is_active", bool(nan_at)),
         ]
         fault = ",".join(f"nan@0:{step}" for step in nan_at)
         stack.enter_context(mock.patch.dict(os.environ, {"TRAINER_FAULT": fault}))
@@ -270,24 +319,63 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def differences(a: Left, b: Left) -> list[str]:
-    """What is not the same to the bit: weights, buffers, optimizer, averages, scaler, random states, rows, figures."""
+    """List what is not the same to the bit: weights, buffers, optimizer, averages, scaler, random
+    states, rows, figures.
+    """
     names = sorted(a.tensors.keys() | b.tensors.keys())
-    found = [n for n in names if n not in a.tensors or n not in b.tensors or not same(a.tensors[n], b.tensors[n])]
+    actual = [
+        n
+        for n in names
+        if n not in a.tensors or n not in b.tensors or not same(a.tensors[n], b.tensors[n])
+    ]
     keys = sorted(a.figures.keys() | b.figures.keys())
     pairs = [(key, a.figures.get(key), b.figures.get(key)) for key in keys]
-    return found + [f"{key}: {one} {two}" for key, one, two in pairs if repr(one) != repr(two)]
+    return actual + [f"{key}: {one} {two}" for key, one, two in pairs if repr(one) != repr(two)]
 
 
 @functools.cache
 def launched(words: str) -> Left:
-    """The run whose steps are launched, once for all that compare with it."""
+    """Return the run with eager steps, which all tests share."""
     with tempfile.TemporaryDirectory() as folder:
         left = train(f"{words} graphs=false", Path(folder))
         assert left.recorders == []
         return left
 
 
-def replayed(words: str, patches: Any = (), graphs: str = "true", **more: Any) -> Left:
+def replayed(
+    words: str,
+    patches: Any = (),
+    graphs: str = "true",
+    **more: Any,
+) -> Left:
     """The run that records its steps."""
     with tempfile.TemporaryDirectory() as folder:
         return train(f"{words} graphs={graphs}", Path(folder), patches, **more)
+
+
+class Dropping(nn.Module):
+    def __init__(self, classes, channels, size):
+        super().__init__()
+        self.first, self.norm, self.drop = (
+            nn.Conv2d(channels, 6, 3),
+            nn.BatchNorm2d(6),
+            nn.Dropout(0.5),
+        )
+        self.head = nn.Linear(6, classes)
+
+    def forward(self, x):
+        return self.head(self.drop(self.norm(self.first(x)).relu().mean((2, 3))))
+
+
+class Waiting(Dropping):
+    def forward(self, x):
+        out = super().forward(x)
+        return out * 2 if not self.training and out.max().item() > 0 else out
+
+
+class Counting(Dropping):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += not self.training
+        return super().forward(x) * (2 if self.calls % 3 == 0 else 1)

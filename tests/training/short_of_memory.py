@@ -1,6 +1,6 @@
-"""A plugin: a model with BatchNorm and dropout, and one without, on a full device, for passes of more than FAULTY_ROWS
-images after FAULTY_AFTER of them; with FAULTY_IN=step once, in the optimizer's step. FAULTY_RANK is the rank that it
-happens to.
+"""A plugin: a model with BatchNorm and dropout, and one without, on a full device, for passes of
+more than FAULTY_ROWS images after FAULTY_AFTER of them; with FAULTY_IN=step once, in the
+optimizer's step. FAULTY_RANK is the rank that it happens to.
 """
 
 import os
@@ -11,7 +11,8 @@ from torch import nn
 from trainer import register_model
 from trainer.models import small
 
-ROWS, AFTER = int(os.environ.get("FAULTY_ROWS", 8)), int(os.environ.get("FAULTY_AFTER", 0))
+ROWS = int(os.environ.get("FAULTY_ROWS", 8))
+AFTER = int(os.environ.get("FAULTY_AFTER", 0))
 HERE = os.environ.get("FAULTY_RANK", "0") == os.environ.get("RANK", "0")
 passes = 0
 
@@ -29,7 +30,13 @@ class Short(nn.Module):
         global passes
         out = self.dropout(self.model(x))
         passes += torch.is_grad_enabled() and len(x) > ROWS
-        if HERE and torch.is_grad_enabled() and passes > AFTER and len(x) > ROWS and "FAULTY_IN" not in os.environ:
+        if (
+            HERE
+            and torch.is_grad_enabled()
+            and passes > AFTER
+            and len(x) > ROWS
+            and "FAULTY_IN" not in os.environ
+        ):
             full()
         return out
 
@@ -47,7 +54,8 @@ def short_plain(classes, channels, size):
 if os.environ.get("FAULTY_IN") == "step":
     from trainer.optim.optimization import Updater
 
-    plain, steps = Updater.step, 0
+    plain = Updater.step
+    steps = 0
 
     def step(*given):
         global steps

@@ -9,14 +9,19 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import Dataset, TensorDataset
+from torch.utils.flop_counter import FlopCounterMode
 
 import trainer
 from tests import warm
@@ -25,9 +30,15 @@ from tests.data.photo_folders import photo_set
 from trainer import EpochReport, train
 from trainer.errors import Interrupted, RecipeError, SetupError
 from trainer.processes import stacks
+from trainer.processes.torch_context import plain_context
 
 pytestmark = pytest.mark.usefixtures("warm_commands")
-QUIET = {"logging__progress": False, "logging__verdict": False, "logging__tensorboard": False, "devices": ["cpu"]}
+QUIET = {
+    "logging__progress": False,
+    "logging__verdict": False,
+    "logging__tensorboard": False,
+    "devices": ["cpu"],
+}
 SHORT = {**QUIET, "mode": "single", "model": "mlp", "max_steps": 2, "epochs": 1}
 IMAGES = torch.rand(40, 1, 4, 4)
 DATA = TensorDataset(IMAGES, (IMAGES.mean((1, 2, 3)) > 0.5).long())
@@ -42,11 +53,16 @@ LONG = {**OWN, "max_steps": None, "epochs": 9}
 
 
 def test_a_recipe_by_its_name_with_words_and_keywords(tmp_path):
-    found = train("digits", "optimizer.lr=0.2", **SHORT, batch_size=32, output=tmp_path / "run")
-    assert (found["recipe"], found["mode"], found["steps"], found["batch_size"]) == ("digits", "single", 2, 32)
+    trained = train("digits", "optimizer.lr=0.2", **SHORT, batch_size=32, output=tmp_path / "run")
+    assert (trained["recipe"], trained["mode"], trained["steps"], trained["batch_size"]) == (
+        "digits",
+        "single",
+        2,
+        32,
+    )
     again = trainer.load_recipe(tmp_path / "run")
     assert (again.optimizer.lr, again.model.name) == (0.2, "mlp")
-    assert found == result(tmp_path / "run")
+    assert trained == result(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -54,22 +70,54 @@ def test_a_recipe_by_its_name_with_words_and_keywords(tmp_path):
     [
         ("digitz", {}, "recipe=digitz: no such recipe or file; did you mean recipe=digits?"),
         ("digits", {"epoch": 2}, "digits: epoch is not a key; did you mean epochs?"),
-        ("digits", {"model": "mlpp", "mode": "single"}, "model.name=mlpp is not a model; did you mean mlp?"),
+        (
+            "digits",
+            {"model": "mlpp", "mode": "single"},
+            "model.name=mlpp is not a model; did you mean mlp?",
+        ),
         ("digits", {"nproc": "two"}, "nproc=two must be a whole number"),
         ("digits", {"on_epoch": 1}, "on_epoch= is a function of one report, not int"),
-        (None, {"model": 3}, "model= is a torch.nn.Module, a function that makes one, or a name"),
-        (None, {"data": DATA}, "data= is TensorDataset: it is (training set, held-out set), and may have class nam"),
-        (None, {"data": {"train": DATA, "unsupervised": DATA}}, "data= has train, unsupervised, where it needs "),
-        (None, {"data": (DATA, DATA), "optimizer": torch.optim.SGD}, "optimizer=SGD is not a value for a recipe: set"),
-        (None, {"data": (DATA, DATA), "batch_size": 64, "mode": "single"}, "40 training images are fewer than one glo"),
+        (None, {"model": 3}, "model= must be a torch.nn.Module"),
+        (
+            None,
+            {"data": DATA},
+            "data= is TensorDataset: it is (training set, held-out set), and may have class nam",
+        ),
+        (
+            None,
+            {"data": {"train": DATA, "unsupervised": DATA}},
+            "data= has train, unsupervised, where it needs ",
+        ),
+        (
+            None,
+            {"data": (DATA, DATA), "optimizer": torch.optim.SGD},
+            "optimizer=SGD is not a value for a recipe: set",
+        ),
+        (
+            None,
+            {"data": (DATA, DATA), "batch_size": 64, "mode": "single"},
+            "40 training images are fewer than one glo",
+        ),
         (None, {"data": DATA.tensors}, "data= has tensors side by side, where each set is a pair"),
         ("digits", {"plugin": 5}, "plugin= is a module's name, as in plugin='my_module', not int"),
-        (None, {"net": net()}, "net=Sequential is not a key: what is no recipe's is model=net, data="),
-        (None, {"train_set": DATA}, "train_set=TensorDataset is not a key: what is no recipe's is model=net, data="),
-        (None, {"callbacks": [print]}, "callbacks=print is not a key: what is no recipe's is model=net, data="),
+        (
+            None,
+            {"net": net()},
+            "net=Sequential is not a key: what is no recipe's is model=net, data=",
+        ),
+        (
+            None,
+            {"train_set": DATA},
+            "train_set=TensorDataset is not a key: what is no recipe's is model=net, data=",
+        ),
+        (
+            None,
+            {"callbacks": [print]},
+            "callbacks=print is not a key: what is no recipe's is model=net, data=",
+        ),
     ],
 )
-def test_what_cannot_be_is_one_line(tmp_path, monkeypatch, recipe, keywords, line):
+def test_an_invalid_call_is_one_line(tmp_path, monkeypatch, recipe, keywords, line):
     monkeypatch.chdir(tmp_path)
     with pytest.raises((RecipeError, SetupError)) as error:
         train(recipe, **{"devices": ["cpu"], **keywords})
@@ -79,9 +127,15 @@ def test_what_cannot_be_is_one_line(tmp_path, monkeypatch, recipe, keywords, lin
 @pytest.mark.parametrize("kind", [str, Path])
 def test_a_folder_of_photos_is_data(tmp_path, kind):
     photo_set(tmp_path / "photos", {"cat": 4, "dog": 4})
-    words = {**SHORT, "data__image_size": 16, "batch_size": 2, "data__workers": 0, "output": tmp_path / "run"}
-    found = train("digits", data=kind(tmp_path / "photos"), **words)
-    assert found["data"]["name"] == "imagefolder" and found["data"]["train_samples"] == 6
+    words = {
+        **SHORT,
+        "data__image_size": 16,
+        "batch_size": 2,
+        "data__workers": 0,
+        "output": tmp_path / "run",
+    }
+    trained = train("digits", data=kind(tmp_path / "photos"), **words)
+    assert trained["data"]["name"] == "imagefolder" and trained["data"]["train_samples"] == 6
 
 
 @pytest.mark.parametrize("word", [net(), "nproc=2"])
@@ -93,20 +147,20 @@ def test_words_are_a_recipes(word):
 def test_a_module_has_the_last_weights_afterwards(tmp_path):
     model = net()
     before = model[1].weight.detach().clone()
-    found = train(**OWN | {"model": model}, output=tmp_path / "run")
+    trained = train(**OWN | {"model": model}, output=tmp_path / "run")
     counts = {"train_samples": 40, "val_samples": 40, "skipped": 0, "uncached": 0}
-    assert found["data"] == {"name": "TensorDataset", "synthetic": False, **counts}
+    assert trained["data"] == {"name": "TensorDataset", "synthetic": False, **counts}
     assert not torch.equal(model[1].weight, before)
     with torch.no_grad():
         right = (model.eval()(IMAGES).argmax(1) == DATA.tensors[1]).float().mean().item()
-    assert right == pytest.approx(found["val_top1"])
+    assert right == pytest.approx(trained["val_top1"])
 
 
 def test_a_run_without_a_recipe_is_called_after_its_model_and_data(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = train(**OWN | {"model": net()})
-    assert found["recipe"] == "Sequential-TensorDataset"
-    assert Path(found["output"]).name.startswith("Sequential-TensorDataset-single-")
+    trained = train(**OWN | {"model": net()})
+    assert trained["recipe"] == "Sequential-TensorDataset"
+    assert Path(trained["output"]).name.startswith("Sequential-TensorDataset-single-")
     assert trainer.load_recipe(model__name="timm:resnet50").name == "timm_resnet50-digits"
 
 
@@ -117,7 +171,13 @@ def test_a_failed_run_leaves_the_module_alone_and_no_worker(tmp_path):
     def fail(report):
         raise ZeroDivisionError("mine")
 
-    words = {**OWN, "model": model, "data": (Photos(), Photos(), 2), "data__workers": 1, "output": tmp_path / "run"}
+    words = {
+        **OWN,
+        "model": model,
+        "data": (Photos(), Photos(), 2),
+        "data__workers": 1,
+        "output": tmp_path / "run",
+    }
     with pytest.raises(ZeroDivisionError, match="mine") as error:
         train(**words, on_epoch=fail)
     assert error.traceback and multiprocessing.active_children() == []
@@ -125,30 +185,43 @@ def test_a_failed_run_leaves_the_module_alone_and_no_worker(tmp_path):
     assert result(tmp_path / "run")["status"] == "failed"
 
 
-def test_a_call_hears_of_each_epoch_and_any_kind_of_false_ends_the_run_as_a_completed_one(tmp_path):
-    """Of NumPy here; Python's own in test_callbacks."""
+def test_a_callback_gets_each_epoch_and_any_false_value_completes_the_run(tmp_path):
+    """The numbers are NumPy's; Python's own are in test_callbacks."""
     heard = []
 
     def stop(report):
         heard.append(report)
         return np.bool_(report.step < 3)
 
-    found = train(**LONG, output=tmp_path / "run", on_epoch=stop)
-    assert (found["status"], found["exit_code"], found["steps"], found["epochs"]) == ("completed", 0, 4, 2)
-    assert (tmp_path / "run" / "last.safetensors").is_file() and found["ended_by"] == "callback"
-    assert [(report.epoch, report.epochs, report.step) for report in heard] == [(1, 9, 2), (2, 9, 4)]
+    trained = train(**LONG, output=tmp_path / "run", on_epoch=stop)
+    assert (trained["status"], trained["exit_code"], trained["steps"], trained["epochs"]) == (
+        "completed",
+        0,
+        4,
+        2,
+    )
+    assert (tmp_path / "run" / "last.safetensors").is_file() and trained["ended_by"] == "callback"
+    assert [(report.epoch, report.epochs, report.step) for report in heard] == [
+        (1, 9, 2),
+        (2, 9, 4),
+    ]
     assert isinstance(heard[0], EpochReport)
-    assert heard[-1].metrics["top1"] == found["val_top1"] and heard[0].best
-    assert [report.train_loss for report in heard] == found["losses"]
+    assert heard[-1].metrics["top1"] == trained["val_top1"] and heard[0].best
+    assert [report.train_loss for report in heard] == trained["losses"]
 
 
 def test_ctrl_c_saves_and_comes_back_as_an_error(tmp_path):
     words = {**LONG, "logging__every_steps": 1, "output": tmp_path / "run"}
     with pytest.raises(Interrupted, match=r"Ctrl-C.*\bstep \d"):
-        train(**words, on_epoch=lambda report: os.kill(os.getpid(), signal.SIGINT) if report.epoch == 1 else None)
+        train(
+            **words,
+            on_epoch=lambda report: (
+                os.kill(os.getpid(), signal.SIGINT) if report.epoch == 1 else None
+            ),
+        )
     assert result(tmp_path / "run")["status"] == "preempted"
-    found = train(**words, resume="auto")
-    assert (found["status"], found["epochs"], found["steps"]) == ("completed", 9, 18)
+    trained = train(**words, resume="auto")
+    assert (trained["status"], trained["epochs"], trained["steps"]) == ("completed", 9, 18)
 
 
 class Photos(Dataset):
@@ -177,9 +250,10 @@ def test_tied_weights_stay_tied_and_are_continued(tmp_path, mode):
     before = model.first.weight.detach().clone()
     words = {**LONG, **mode, "epochs": 2, "model": model, "output": tmp_path / "run"}
     train(**words, on_epoch=lambda report: False)
-    assert model.second.weight is model.first.weight and not torch.equal(model.first.weight, before)
-    found = train(**words, resume="auto")
-    assert (found["epochs"], found["status"]) == (2, "completed")
+    assert model.second.weight is model.first.weight
+    assert not torch.equal(model.first.weight, before)
+    trained = train(**words, resume="auto")
+    assert (trained["epochs"], trained["status"]) == (2, "completed")
 
 
 def test_one_run_at_a_time_in_a_process(tmp_path):
@@ -188,27 +262,37 @@ def test_one_run_at_a_time_in_a_process(tmp_path):
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(train, "digits", **SHORT, output=tmp_path / output).exception()
 
-    told = []
-    train("digits", **SHORT, output=tmp_path / "first", on_epoch=lambda report: told.append(elsewhere("second")))
-    assert isinstance(told[0], RecipeError) and "train()" in str(told[0])
+    messages = []
+    train(
+        "digits",
+        **SHORT,
+        output=tmp_path / "first",
+        on_epoch=lambda report: messages.append(elsewhere("second")),
+    )
+    assert isinstance(messages[0], RecipeError) and "train()" in str(messages[0])
     assert elsewhere("third") is None and result(tmp_path / "third")["status"] == "completed"
 
 
 def test_the_process_is_as_it_was(tmp_path):
-    before, handlers = torch.get_num_threads(), [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    threads, drawn = set(threading.enumerate()), (random.getstate(), torch.get_rng_state())
+    before = torch.get_num_threads()
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    threads = set(threading.enumerate())
+    drawn = (random.getstate(), torch.get_rng_state())
     torch.set_num_threads(before + 2)
     try:
 
         async def within():
-            return train("digits", **SHORT, threads=1, deterministic=True, output=tmp_path / "run")["steps"]
+            return train("digits", **SHORT, threads=1, deterministic=True, output=tmp_path / "run")[
+                "steps"
+            ]
 
         assert asyncio.run(within()) == 2
         assert torch.get_num_threads() == before + 2
         assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
         assert set(threading.enumerate()) <= threads
         assert stacks.append("of the program, not of the run") is None
-        assert random.getstate() == drawn[0] and torch.equal(torch.get_rng_state(), drawn[1])
+        assert random.getstate() == drawn[0]
+        assert torch.equal(torch.get_rng_state(), drawn[1])
         assert not torch.are_deterministic_algorithms_enabled()
     finally:
         torch.set_num_threads(before)
@@ -230,7 +314,8 @@ class Mine(Dataset):
         return {"pixel_values": torch.full((1, 4, 4), float(index % 2)), "labels": index % 2}
 
 caller = os.getpid()
-quiet = dict(mode="ddp", nproc=2, devices=["cpu"], batch_size=20, data__workers=0, logging__verdict=False)
+quiet = dict(mode="ddp", nproc=2, devices=["cpu"], batch_size=20, data__workers=0,
+    logging__verdict=False)
 net = Net()
 before = net[1].weight.detach().clone()
 
@@ -238,9 +323,12 @@ def hear(report):
     report.log(f"heard{report.epoch}", os.getpid())
     return report.epoch < 2
 
-found = trainer.train(model=net, data=(Mine(), Mine(), 2), epochs=5, output="one", on_epoch=hear, **quiet)
+idle = dict(pipeline__split_size=2)
+found = trainer.train(model=net, data=(Mine(), Mine(), 2), epochs=5, output="one", on_epoch=hear,
+    **idle, **quiet)
 assert (found["world_size"], found["epochs"], found["status"]) == (2, 2, "completed"), found
-assert found["logged"].keys() == {"heard1", "heard2"} and os.getpid() not in found["logged"].values(), found
+assert found["logged"].keys() == {"heard1", "heard2"}, found
+assert os.getpid() not in found["logged"].values(), found
 assert not torch.equal(net[1].weight, before)
 
 assert trainer.predict(net, torch.ones(3, 1, 4, 4), devices=["cpu"]).shape == (3, 2)
@@ -249,14 +337,16 @@ def fail(report):
     raise KeyError("mine")
 
 try:
-    trainer.train(model=Net, data=lambda: (Mine(), Mine(), ["a", "b"]), epochs=5, output="two", on_epoch=fail, **quiet)
+    trainer.train(model=Net, data=lambda: (Mine(), Mine(), ["a", "b"]), epochs=5, output="two",
+        on_epoch=fail, **quiet)
 except trainer.errors.TrainerError as error:
     print("raised", error)
 
 try:
     trainer.train(
         model=Net, data=(Mine(), Mine(), 2), epochs=500, output="three", **quiet,
-        on_epoch=lambda report: os.kill(caller, signal.SIGINT) if report.epoch == 1 else None,  # twice: at once
+        # twice: at once
+        on_epoch=lambda report: os.kill(caller, signal.SIGINT) if report.epoch == 1 else None,
     )
 except trainer.errors.Interrupted as error:
     print("interrupted", error)
@@ -265,13 +355,24 @@ except trainer.errors.Interrupted as error:
 
 @pytest.mark.slow
 def test_classes_of_stdin_travel_to_other_processes_and_calls_come_back(tmp_path):
-    done = warm.run(
-        [sys.executable, "-"], input=STDIN, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300
+    completed = warm.run(
+        [sys.executable, "-"],
+        input=STDIN,
+        env=environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
-    assert done.returncode == 0 and re.search(r"raised .*KeyError: 'mine'", done.stdout), done.stdout + done.stderr
-    assert re.search(r"interrupted .*Ctrl-C.* step ", done.stdout), done.stdout + done.stderr
+    assert completed.returncode == 0 and re.search(
+        r"raised .*KeyError: 'mine'", completed.stdout
+    ), completed.stdout + completed.stderr
+    assert completed.stdout.count("unused: ") == 1
+    assert re.search(r"interrupted .*Ctrl-C.* step ", completed.stdout), (
+        completed.stdout + completed.stderr
+    )
     assert result(tmp_path / "three")["status"] == "preempted"
-    assert "Traceback" not in done.stdout, done.stdout
+    assert "Traceback" not in completed.stdout, completed.stdout
     two = result(tmp_path / "two")
     assert two["status"] == "failed" and "KeyError: 'mine'" in two["error"]
 
@@ -294,7 +395,8 @@ torch.manual_seed(rank)  # a program that does not think of it draws other weigh
 net = nn.Sequential(nn.Flatten(), nn.Linear(16, 2))
 trainer.train(
     model=net, data=(data, data), mode="local_sgd", epochs=1, optimizer__lr=1e-12, batch_size=20,
-    output="run", devices=["cpu"], logging__verdict=False, on_epoch=heard.append if rank == 0 else None,
+    output="run", devices=["cpu"], logging__verdict=False, pipeline__microbatches=2,
+    on_epoch=heard.append if rank == 0 else None,
 )
 torch.manual_seed(0)
 first = nn.Sequential(nn.Flatten(), nn.Linear(16, 2))
@@ -304,12 +406,25 @@ os._exit(0)  # gloo may abort in the interpreter's own end
 """
 
 
-def test_in_a_script_that_torchrun_runs_rank_0_hears_and_its_weights_count(tmp_path):
+def test_rank_0_of_a_script_under_torchrun_gets_the_callback_and_its_weights_count(tmp_path):
     (tmp_path / "script.py").write_text(UNDER_TORCHRUN)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "script.py"]
-    done = warm.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [(tmp_path / f"rank{rank}.txt").read_text() for rank in (0, 1)] == ["1 True\n", "0 True\n"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        "script.py",
+    ]
+    completed = warm.run(
+        command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert [(tmp_path / f"rank{rank}.txt").read_text() for rank in (0, 1)] == [
+        "1 True\n",
+        "0 True\n",
+    ]
+    assert completed.stdout.count("unused: ") == 1, "rank 0 alone reports keys that do nothing"
 
 
 @pytest.mark.full("reads torch for a minute; .ci/run runs it where mypy has just done so")
@@ -317,5 +432,161 @@ def test_a_users_script_is_typed():
     script = PROJECT / "tests" / "training" / "typed_script.py"
     pytest.importorskip("mypy", reason="pip install mypy")
     command = [sys.executable, "-m", "mypy", "--strict", str(script)]
-    done = subprocess.run(command, cwd=PROJECT, env=environment(), capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout
+    completed = subprocess.run(
+        command, cwd=PROJECT, env=environment(), capture_output=True, text=True, timeout=600
+    )
+    assert completed.returncode == 0, completed.stdout
+
+
+class Spoiling(TorchFunctionMode):
+    """A user's strategy that sees each call and changes one."""
+
+    def __torch_function__(self, function, types, arguments=(), keywords=None):
+        out = function(*arguments, **(keywords or {}))
+        return out + 1 if function is nn.functional.linear else out
+
+
+@contextmanager
+def switched(get, set_, value):
+    before = get()
+    set_(value)
+    try:
+        yield
+        assert get() == value, "and it is the caller's again"
+    finally:
+        set_(before)
+
+
+@contextmanager
+def raising():
+    with warnings.catch_warnings(action="error"), np.errstate(all="raise"):
+        yield
+
+
+def test_a_callers_filters_of_warnings_still_hold_for_those_that_would_raise_and_all_others():
+    def messages_within(*filters):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.resetwarnings()
+            for action, pattern, category in reversed(filters):
+                warnings.filterwarnings(action, pattern, category)
+            before = [*warnings.filters]
+            with plain_context():
+                for message, category in (
+                    ("noise", UserWarning),
+                    ("worth", UserWarning),
+                    ("old", FutureWarning),
+                ):
+                    warnings.warn(message, category, stacklevel=1)
+            assert warnings.filters == before, "and they are the caller's again"
+        return [str(warning.message) for warning in caught]
+
+    everything = ("error", "", Warning)
+    assert messages_within(everything) == ["noise", "worth", "old"], "none is raised"
+    assert messages_within(("ignore", "noi.e", UserWarning), everything) == ["worth", "old"]
+    assert messages_within(("ignore", "", FutureWarning), ("error", "worth", UserWarning)) == [
+        "noise",
+        "worth",
+    ]
+    assert messages_within(
+        ("error", "noise", UserWarning), ("ignore", "", UserWarning), everything
+    ) == ["noise", "old"]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", category=UserWarning)
+        warnings.filterwarnings("ignore", module=r"tests\.")
+        with plain_context(), warnings.catch_warnings(record=True) as caught:
+            warnings.warn("of this module", UserWarning, stacklevel=1)
+    assert not caught
+
+
+CONTEXTS = {
+    "nothing": nullcontext,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "torch.device": lambda: torch.device("meta"),
+    "default device": lambda: switched(
+        torch.get_default_device, torch.set_default_device, torch.device("meta")
+    ),
+    "default dtype": lambda: switched(
+        torch.get_default_dtype, torch.set_default_dtype, torch.float64
+    ),
+    "deterministic": lambda: switched(
+        torch.get_deterministic_debug_mode, lambda mode: torch.set_deterministic_debug_mode(mode), 2
+    ),
+    "threads": lambda: switched(torch.get_num_threads, torch.set_num_threads, 2),
+    "anomaly": torch.autograd.detect_anomaly,
+    "function mode": Spoiling,
+    "dispatch mode": lambda: FlopCounterMode(display=False),
+    "fake tensors": FakeTensorMode,
+    "warnings": raising,
+}
+FAST = ("autocast", "inference_mode", "torch.device", "default dtype")
+UINT8 = (torch.rand(4, 1, 8, 8) * 255).byte()
+
+
+def everything(context, folder):
+    """Return the results of all functions that a program may call in a context: two steps, and the
+    trained model.
+    """
+    with context():
+        trained = train("digits", **SHORT, output=folder)
+        loaded = trainer.load(folder)
+        labelled = loaded.predict(UINT8)
+        evaluated = loaded.evaluate("devices=[cpu]")
+    weights = (folder / "last.safetensors").read_bytes()
+    return (
+        trained["val_loss"],
+        weights,
+        [answer.probabilities for answer in labelled],
+        evaluated["val_loss"],
+    )
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return everything(nullcontext, tmp_path_factory.mktemp("plain") / "run")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CONTEXTS],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_callers_context_changes_nothing(name, plain, tmp_path):
+    assert everything(CONTEXTS[name], tmp_path / "run") == plain
+    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+def test_a_module_made_under_inference_mode_gets_its_weights(tmp_path):
+    with torch.inference_mode():
+        model = net()
+        before = model[1].weight.clone()
+        train(**{**OWN, "model": model}, output=tmp_path / "run")
+    assert not torch.equal(model[1].weight, before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["inference_mode", "torch.device", "default dtype", "fake tensors", "function mode"]
+)
+def test_nor_does_it_where_processes_are_started(name, tmp_path):
+    model = net()
+    rows = IMAGES.reshape(40, 16)[:6]
+    expected = model(rows).detach()
+    each = [*rows]
+    streamed = [*expected]
+    ones = [torch.ones(0, 3), torch.ones(2)]
+    with CONTEXTS[name]():
+        outputs = trainer.predict(model, rows, devices=["cpu"])
+        if name != "fake tensors":  # a stream's items are copied in the caller's own context
+            streamed = [*trainer.predict(model, iter(each), devices=["cpu"])]
+        with trainer.DevicePool(["cpu"], torch.neg) as pool:
+            jobs = [pool.submit(torch.neg, one) for one in ones]
+            negated = [job.result() for job in jobs]
+            negated += [*pool.map(ones)] if name != "fake tensors" else negated
+        ddp = {**OWN, "model": model, "mode": "ddp", "nproc": 2}
+        trained = train(**ddp, output=tmp_path / "ddp")
+    torch.testing.assert_close(outputs, expected)
+    torch.testing.assert_close(torch.stack(streamed), expected)
+    assert all(map(torch.equal, negated, [-one for one in ones] * 2))
+    assert trained["status"] == "completed" and not any(p.is_meta for p in model.parameters())

@@ -10,7 +10,8 @@ from trainer import register_model
 
 class Net(nn.Linear):
     def forward(self, inputs):
-        if self.training and (steps := getattr(self, "steps", 0)) == 8:  # ddp begins with passes on nothing
+        # ddp begins with passes on nothing
+        if self.training and (steps := getattr(self, "steps", 0)) == 8:
             raise KeyError("no such head")
         self.steps = getattr(self, "steps", 0) + self.training
         return super().forward(inputs.flatten(1))
@@ -21,14 +22,25 @@ def own_net(num_classes, channels, image_size):
 """
 
 
-@pytest.mark.parametrize("words", [["mode=single"], ["nproc=2", "devices=[cpu]"]], ids=["single", "ddp"])
+@pytest.mark.parametrize(
+    "words", [["mode=single"], ["nproc=2", "devices=[cpu]"]], ids=["single", "ddp"]
+)
 def test_a_sentence_on_the_screen_and_the_stack_in_the_run_folder(words, tmp_path):
     (tmp_path / "own.py").write_text(OWN)
-    own = ["recipe=digits", "plugin=own", "model.name=own_net", "epochs=1", "logging.progress=false"]
-    done = trainer(*own, *words, f"output={tmp_path / 'run'}", cwd=tmp_path)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
-    said = f"KeyError: 'no such head' ({tmp_path / 'own.py'}:8, in forward)"
-    assert done.stderr.startswith(f"trainer: error: {said}; the stack is in {tmp_path / 'run'}/stacks-rank")
-    file = tmp_path / "run" / done.stderr.strip().rpartition("/")[2]
-    assert file.read_text().count("Traceback") == 1 and file.read_text().rstrip().endswith("KeyError: 'no such head'")
+    own = [
+        "recipe=digits",
+        "plugin=own",
+        "model.name=own_net",
+        "epochs=1",
+        "logging.progress=false",
+    ]
+    completed = trainer(*own, *words, f"output={tmp_path / 'run'}", cwd=tmp_path)
+    assert completed.returncode == 1 and completed.stderr.count("\n") == 1, completed.stderr
+    message = f"KeyError: 'no such head' ({tmp_path / 'own.py'}:9, in forward)"
+    assert completed.stderr.startswith(
+        f"trainer: error: {message}; the stack is in {tmp_path / 'run'}/stacks-rank"
+    )
+    file = tmp_path / "run" / completed.stderr.strip().rpartition("/")[2]
+    assert file.read_text().count("Traceback") == 1
+    assert file.read_text().rstrip().endswith("KeyError: 'no such head'")
     assert result(tmp_path / "run")["error"].startswith("KeyError: 'no such head' (")

@@ -1,4 +1,4 @@
-"""What is said where memory is short."""
+"""Messages if memory is short."""
 
 import re
 
@@ -12,14 +12,22 @@ from tests.command_line import QUIET, ok, result, trainer
     [
         ("mode=single", 2),
         ("mode=single batch_size=66 accumulate=3", 6),  # 66 is no multiple of 4 or 5
-        pytest.param("mode=pipeline devices=[cpu,cpu] model.name=cnn_gn", 2, marks=pytest.mark.full),
+        pytest.param(
+            "mode=pipeline devices=[cpu,cpu] model.name=cnn_gn", 2, marks=pytest.mark.full
+        ),
     ],
 )
 def test_a_run_out_of_memory_says_what_takes_it_and_a_key_that_works(mode, pieces, tmp_path):
     words = ["recipe=digits", *mode.split(), "max_steps=3", *QUIET]
-    done = trainer(*words, f"output={tmp_path / 'full'}", env={"TRAINER_FAULT": "oom@0:2"})
-    assert done.returncode == 6 and "weights, gradients and optimizer " in done.stderr, done.stderr
-    found = re.search(r"type (accumulate=(\d+)) or more, ", done.stderr)
-    assert found and int(found[2]) == pieces, done.stderr
-    assert result(tmp_path / "full")["error"] in done.stderr
-    ok(*(word for word in words if not word.startswith("accumulate=")), found[1], f"output={tmp_path / 'fits'}")
+    completed = trainer(*words, f"output={tmp_path / 'full'}", env={"TRAINER_FAULT": "oom@0:2"})
+    assert completed.returncode == 6 and "weights, gradients and optimizer " in completed.stderr, (
+        completed.stderr
+    )
+    match = re.search(r"type (accumulate=(\d+)) or more, ", completed.stderr)
+    assert match and int(match[2]) == pieces, completed.stderr
+    assert result(tmp_path / "full")["error"] in completed.stderr
+    ok(
+        *(word for word in words if not word.startswith("accumulate=")),
+        match[1],
+        f"output={tmp_path / 'fits'}",
+    )

@@ -39,7 +39,8 @@ def hear(report):
 quick = dict(batch_size=20, devices=["cpu"], logging__verdict=False, data__workers=0)
 """
 HERE = """
-found = trainer.train(model=Net(), data=(Mine(), Mine(), 2), epochs=2, mode="single", output="here", **quick)
+found = trainer.train(model=Net(), data=(Mine(), Mine(), 2), epochs=2, mode="single",
+    output="here", **quick)
 found["status"], found["epochs"]
 """
 IN_OTHERS = """
@@ -52,7 +53,8 @@ found = trainer.train(
 found["world_size"], found["logged"]["epoch"], torch.equal(before, net[1].weight)
 """
 REGISTERED = """
-trainer.train("digits", model="noted", mode="ddp", nproc=2, max_steps=1, output="noted", devices=["cpu"])["steps"]
+trainer.train("digits", model="noted", mode="ddp", nproc=2, max_steps=1, output="noted",
+    devices=["cpu"])["steps"]
 """
 WRONG = """
 try:
@@ -68,32 +70,54 @@ trainer.train("digits", epoch=2)
 
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory: pytest.TempPathFactory):
-    """Each cell's outputs, by its name, and the folder that the kernel worked in; the last may end in an exception."""
+    """Return the outputs of each cell by its name, and the kernel's folder.
+
+    The last cell may raise an exception.
+    """
     folder = tmp_path_factory.mktemp("notebook")
-    sources = {"here": HERE, "others": IN_OTHERS, "registered": REGISTERED, "wrong": WRONG, "told": TOLD}
-    book = nbformat.v4.new_notebook(cells=[*map(nbformat.v4.new_code_cell, (PREPARED, *sources.values()))])
+    sources = {
+        "here": HERE,
+        "others": IN_OTHERS,
+        "registered": REGISTERED,
+        "wrong": WRONG,
+        "told": TOLD,
+    }
+    book = nbformat.v4.new_notebook(
+        cells=[*map(nbformat.v4.new_code_cell, (PREPARED, *sources.values()))]
+    )
     book.cells[-1].metadata["tags"] = ["raises-exception"]
-    client = nbclient.NotebookClient(book, timeout=300, resources={"metadata": {"path": str(folder)}})
-    with mock.patch.dict(os.environ, environment(IPYTHONDIR=str(folder), JUPYTER_RUNTIME_DIR=str(folder))):
-        warm.everything()  # the kernel and what it starts
+    client = nbclient.NotebookClient(
+        book, timeout=300, resources={"metadata": {"path": str(folder)}}
+    )
+    with mock.patch.dict(
+        os.environ, environment(IPYTHONDIR=str(folder), JUPYTER_RUNTIME_DIR=str(folder))
+    ):
+        warm.start_all_warm()  # the kernel and what it starts
         try:
             client.execute()
         finally:
-            warm.what_is_asked_for()
+            warm.start_requested_warm()
     return {name: cell.outputs for name, cell in zip(sources, book.cells[1:], strict=True)}, folder
 
 
 def value(outputs) -> str:
-    return next(output.data["text/plain"] for output in outputs if output.output_type == "execute_result")
+    return next(
+        output.data["text/plain"] for output in outputs if output.output_type == "execute_result"
+    )
 
 
 def printed(outputs) -> str:
-    return "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
+    return "".join(
+        output.text
+        for output in outputs
+        if output.output_type == "stream" and output.name == "stdout"
+    )
 
 
-def test_a_kernel_trains_in_itself_and_in_processes_that_know_its_classes(cells):
+def test_a_kernel_trains_in_itself_and_in_processes_with_its_classes(cells):
     outputs, folder = cells
-    assert value(outputs["here"]) == "('completed', 2)" and value(outputs["others"]) == "(2, 2.0, False)"
+    assert value(outputs["here"]) == "('completed', 2)"
+    assert value(outputs["others"]) == "(2, 2.0, False)"
     assert "trainer 0.1.0" in printed(outputs["here"])
     for run, mode in (("here", "single"), ("others", "ddp")):
         assert "2/2" in printed(outputs[run]), "what the ranks print is the cell's output"

@@ -1,4 +1,4 @@
-"""Runs made to go wrong in one way each, and the word that they get; healthy ones get none."""
+"""Runs that go wrong in one way each, with their message; healthy runs have no message."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import textwrap
 
 import pytest
 
-from tests.command_line import latest, ok, result, suggested
-from tests.telemetry.event_values import scalars
+from tests.command_line import latest, ok, result, scalars, suggested
 from trainer.recipe import load
 from trainer.saving.journal import read_journal
 
-SMALL = ["logging.progress=false", "logging.tensorboard=false", "save.every_epochs=null", "threads=1"]
+SMALL = [
+    "logging.progress=false",
+    "logging.tensorboard=false",
+    "save.every_epochs=null",
+    "threads=1",
+]
 DIGITS = ["recipe=digits_single", *SMALL]
 CHARTED = [word for word in SMALL if "tensorboard" not in word]
 MADE = """
@@ -22,7 +26,8 @@ MADE = """
     from trainer.recipe import load
 
     sets = open_datasets(load("digits_single"))
-    (images, labels), (seen, truth) = ((part.images, part.labels) for part in (sets.train, sets.val))
+    (images, labels), (seen,
+        truth) = ((part.images, part.labels) for part in (sets.train, sets.val))
     names = list("0123456789")
 
     @register_dataset("nonsense")
@@ -31,44 +36,69 @@ MADE = """
         return (images, labels[torch.randperm(len(labels))]), (seen, truth), names
 """
 STRAINED = """
-    import trainer.training.run as run
+    import trainer.training.observer as observer
     from trainer.devices.host import Strain
 
-    class Meter(run.StrainMeter):
+    class Meter(observer.StrainMeter):
         def read(self):
             return Strain(12.0, others=0.55)
 
-    run.StrainMeter = Meter
+    observer.StrainMeter = Meter
 """
 LEARNS = [  # models with rates at which they learn the digits
-    ("cnn", "0.05"), ("cnn", "0.2"), ("cnn_gn", "0.05"), ("mlp", "0.05"), ("mlp", "0.2"), ("resnet8", "0.1"),
-]  # fmt: skip
+    ("cnn", "0.05"),
+    ("cnn", "0.2"),
+    ("cnn_gn", "0.05"),
+    ("mlp", "0.05"),
+    ("mlp", "0.2"),
+    ("resnet8", "0.1"),
+]
 VARIED = [
-    [], ["batch_size=32"], ["batch_size=240", "accumulate=2"], ["schedule.name=constant", "schedule.warmup_epochs=0"],
-    ["loss.label_smoothing=0.2"], ["augment.mixup=0.4"], ["augment.cutmix=1", "loss.label_smoothing=0.1"], ["ema=0.99"],
-    ["loss.class_weights=balanced"], ["data.balance=true", "clip_grad_norm=1"], ["max_steps=2"],
+    [],
+    ["batch_size=32"],
+    ["batch_size=240", "accumulate=2"],
+    ["schedule.name=constant", "schedule.warmup_epochs=0"],
+    ["loss.label_smoothing=0.2"],
+    ["augment.mixup=0.4"],
+    ["augment.cutmix=1", "loss.label_smoothing=0.1"],
+    ["ema=0.99"],
+    ["loss.class_weights=balanced"],
+    ["data.balance=true", "clip_grad_norm=1"],
+    ["max_steps=2"],
     ["epochs=1", "schedule.warmup_epochs=0"],
-    ["optimizer.name=adamw", "optimizer.lr=0.002"], ["max_steps=40"], ["stop.patience=1"], ["model.num_classes=12"],
+    ["optimizer.name=adamw", "optimizer.lr=0.002"],
+    ["max_steps=40"],
+    ["stop.patience=1"],
+    ["model.num_classes=12"],
     ["schedule.warmup_epochs=3"],
-]  # fmt: skip
+]
 
 
 def trained(folder, *words):
-    """What a run has printed before its last lines, and its result; each remedy that it names can be typed."""
-    done = ok(*words, "output=run", cwd=folder)
+    """Return the output of a run before its last lines, and its result.
+
+    Each suggestion in the output can be typed.
+    """
+    completed = ok(*words, "output=run", cwd=folder)
     end = result(folder / "run")
     for remedy in suggested(" ".join(end["warnings"].values())):
         load("digits_single", *instead(words, remedy))
-    told = " ".join(line for title, line in lines(done.stdout) if title in ("verdict", "warning")).lower()
-    assert all(sentence.lower() in told for sentence in end["warnings"].values()), told
-    meanwhile, _, _ = done.stdout.partition("  done ")
+    message = " ".join(
+        line for title, line in lines(completed.stdout) if title in ("verdict", "warning")
+    ).lower()
+    assert all(sentence.lower() in message for sentence in end["warnings"].values()), message
+    meanwhile, _, _ = completed.stdout.partition("  done ")
     return [line for title, line in lines(meanwhile) if title == "warning"], end
 
 
 def instead(words, remedy):
-    """A run's words with a remedy, without what only a command line takes."""
+    """Return a run's arguments with a suggestion, and without those that only a command line
+    accepts.
+    """
     key = remedy.partition("=")[0]
-    return [word for word in words if not word.startswith((f"{key}=", "recipe=", "plugin=", "nproc="))] + [remedy]
+    return [
+        word for word in words if not word.startswith((f"{key}=", "recipe=", "plugin=", "nproc="))
+    ] + [remedy]
 
 
 def lines(text):
@@ -83,7 +113,13 @@ def learning(end):
 
 
 def test_a_loss_above_guessing(tmp_path):
-    words = [*DIGITS, "optimizer.lr=20", "schedule.name=constant", "schedule.warmup_epochs=0", "epochs=4"]
+    words = [
+        *DIGITS,
+        "optimizer.lr=20",
+        "schedule.name=constant",
+        "schedule.warmup_epochs=0",
+        "epochs=4",
+    ]
     meanwhile, end = trained(tmp_path, *words)
     assert learning(end) == {"loss"} and "2.30" in end["warnings"]["loss"]
     assert sum("worse than guessing" in line for line in meanwhile) == 1
@@ -94,7 +130,14 @@ def test_a_loss_above_guessing(tmp_path):
 
 def test_accuracy_at_the_largest_class(tmp_path):
     (tmp_path / "made.py").write_text(textwrap.dedent(MADE))
-    words = ["plugin=made", "data.name=nonsense", *DIGITS, "schedule.warmup_epochs=0", "epochs=4", "batch_size=32"]
+    words = [
+        "plugin=made",
+        "data.name=nonsense",
+        *DIGITS,
+        "schedule.warmup_epochs=0",
+        "epochs=4",
+        "batch_size=32",
+    ]
     meanwhile, end = trained(tmp_path, *words, "ema=null", "model.name=mlp")
     assert learning(end) == {"accuracy"} and "labels are right" in end["warnings"]["accuracy"]
     assert sum("accuracy is stuck" in line for line in meanwhile) == 1
@@ -103,8 +146,8 @@ def test_accuracy_at_the_largest_class(tmp_path):
 def test_a_machine_that_cannot_compute(tmp_path):
     (tmp_path / "strained.py").write_text(textwrap.dedent(STRAINED))
     meanwhile, end = trained(tmp_path, "plugin=strained", *DIGITS, "epochs=2")
-    [line] = [line for line in meanwhile if "other programs" in line]
-    assert all(word in line and word in end["verdict"]["sentence"] for word in ("55%", "type top"))
+    [line] = [line for line in meanwhile if "other processes" in line]
+    assert all(word in line and word in end["verdict"]["sentence"] for word in ("55%", "top shows"))
 
 
 SLOW = """
@@ -133,21 +176,26 @@ SLOW = """
 
     @register_model("slow")
     def slow(num_classes, channels, image_size):
-        return nn.Sequential(nn.Flatten(), Slow(channels * image_size ** 2, 32), nn.ReLU(), nn.Linear(32, num_classes))
+        return nn.Sequential(nn.Flatten(), Slow(channels * image_size ** 2, 32), nn.ReLU(),
+            nn.Linear(32, num_classes))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "compute"),
-    [("ddp", False), *(pytest.param(mode, True, marks=pytest.mark.full) for mode in ("fsdp", "local_sgd"))],
+    [
+        ("ddp", False),
+        *(pytest.param(mode, True, marks=pytest.mark.full) for mode in ("fsdp", "local_sgd")),
+    ],
 )
 def test_a_rank_that_holds_up_the_others_is_named(mode, compute, tmp_path):
-    """With windows of a moment."""
+    """The windows are very short."""
     (tmp_path / "slow_rank.py").write_text(textwrap.dedent(SLOW.format(compute=compute)))
     words = ["recipe=digits", "plugin=slow_rank", f"mode={mode}", "nproc=2", *CHARTED]
     meanwhile, end = trained(tmp_path, *words, "model.name=slow", "max_steps=80", "epochs=9")
-    [line] = [line for line in meanwhile if line.startswith("rank 1 (")]  # of moments also the other may be
+    # The other message may appear at some moments, too.
+    [line] = [line for line in meanwhile if line.startswith("rank 1 (")]
     assert line == end["warnings"]["rank 1"] and "slower than the others" in line and "cpu" in line
     assert ("images come late" in line) != compute
     [attempt] = read_journal(tmp_path / "run" / "journal.jsonl")[0]
@@ -157,22 +205,43 @@ def test_a_rank_that_holds_up_the_others_is_named(mode, compute, tmp_path):
 
 @pytest.mark.full("runs of each mode, long enough to notice")
 def test_ranks_and_stages_notice_alike(tmp_path):
-    """Classes are counted on all ranks, also where only the last stage has outputs."""
+    """Classes are counted on all ranks, even if only the last stage has outputs."""
     for mode in ("ddp", "pipeline"):
-        words = [f"mode={mode}", "nproc=2", "optimizer.lr=1e-6", "epochs=5", "batch_size=32", "model.name=mlp"]
-        ok("recipe=digits", *SMALL, *words, "schedule.warmup_epochs=0", f"output={mode}", cwd=tmp_path)
+        words = [
+            f"mode={mode}",
+            "nproc=2",
+            "optimizer.lr=1e-6",
+            "epochs=5",
+            "batch_size=32",
+            "model.name=mlp",
+        ]
+        ok(
+            "recipe=digits",
+            *SMALL,
+            *words,
+            "schedule.warmup_epochs=0",
+            f"output={mode}",
+            cwd=tmp_path,
+        )
         assert learning(result(tmp_path / mode)) == {"accuracy"}, mode
 
 
 FULL = pytest.mark.full("a hundred runs")
 
 
-@pytest.mark.parametrize("number", [7, *(pytest.param(number, marks=FULL) for number in range(102) if number != 7)])
-def test_healthy_runs_are_told_nothing(number, tmp_path):
-    """Of their learning, at the end and before."""
+@pytest.mark.parametrize(
+    "number", [7, *(pytest.param(number, marks=FULL) for number in range(102) if number != 7)]
+)
+def test_healthy_runs_get_no_message(number, tmp_path):
+    """No message is about learning, at the end or before."""
     (model, rate), varied = LEARNS[number % len(LEARNS)], VARIED[number % len(VARIED)]
-    words = [f"model.name={model}", f"optimizer.lr={rate}", f"epochs={4 + number % 5}", f"seed={number}"]
+    words = [
+        f"model.name={model}",
+        f"optimizer.lr={rate}",
+        f"epochs={4 + number % 5}",
+        f"seed={number}",
+    ]
     words = latest(*words, *varied)
     meanwhile, end = trained(tmp_path, *DIGITS, *words)
-    before = [line for line in meanwhile if not re.match("other programs", line)]
+    before = [line for line in meanwhile if not re.match("other processes", line)]
     assert [*learning(end), *before] == [], (words, end["losses"], end["val_top1"])

@@ -1,4 +1,4 @@
-"""What a person finds in TensorBoard, read from real runs' files as it reads them."""
+"""Charts and pictures in TensorBoard, read from the files of real runs."""
 
 from types import SimpleNamespace
 
@@ -7,23 +7,52 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.command_line import ok, trainer
-from tests.telemetry.test_dashboards import FIRST
 from trainer.data import Batch
 from trainer.recipe import load
 from trainer.tasks import Classification, Multilabel, Regression
 from trainer.training import presenting
 
-SMALL = ["recipe=digits", "model.name=cnn_gn", "epochs=2", "logging.every_steps=2", "logging.warmup_steps=1"]
+FIRST = [
+    "1_train_loss",
+    "2_val_loss",
+    "3_val_top1",
+    "4_samples_per_sec",
+    "5_val_samples_per_sec",
+    "6_data_wait_pct",
+]
+
+SMALL = [
+    "recipe=digits",
+    "model.name=cnn_gn",
+    "epochs=2",
+    "logging.every_steps=2",
+    "logging.warmup_steps=1",
+]
 SMALL += ["logging.progress=false", "threads=1"]
-TOLD = ["train/lr", "train/grad_norm", "val/loss", "val/top1", "val/top5", "speed/samples_per_sec", "speed/step_ms"]
-TOLD += ["speed/samples_per_sec_per_device", "speed/data_wait_pct", "z_memory/peak_gib/cpu:0"]
+TOLD = [
+    "train/lr",
+    "train/grad_norm",
+    "val/loss",
+    "val/top1",
+    "val/top5",
+    "speed/samples_per_sec",
+    "speed/step_ms",
+]
+TOLD += ["speed/samples_per_sec_per_device", "speed/data_wait_pct", "z_memory/peak_gib/cpu"]
 
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
     """A pipeline that was killed and continued."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    killed = [*SMALL, "mode=pipeline", "nproc=2", "pipeline.microbatches=4", "save.every_steps=9", f"output={folder}"]
+    killed = [
+        *SMALL,
+        "mode=pipeline",
+        "devices=[cpu,cpu]",
+        "pipeline.microbatches=4",
+        "save.every_steps=9",
+        f"output={folder}",
+    ]
     assert trainer(*killed, env={"TRAINER_FAULT": "kill@0:12"}).returncode != 0
     ok(*killed, "resume=auto")
     return EventAccumulator(str(folder)).Reload()
@@ -36,7 +65,9 @@ def test_the_first_group_is_the_overview_and_memory_is_last(shown):
     assert [tag.removeprefix("overview/") for tag in tags if tag.startswith("overview/")] == FIRST
     assert {*TOLD} <= {*tags}
     for tag, twin in (("1_train_loss", "train/loss"), ("3_val_top1", "val/top1")):
-        front, values = ([(e.step, e.value) for e in shown.Scalars(name)] for name in (f"overview/{tag}", twin))
+        front, values = (
+            [(e.step, e.value) for e in shown.Scalars(name)] for name in (f"overview/{tag}", twin)
+        )
         assert front == values != []
 
 
@@ -46,7 +77,10 @@ def test_a_continued_run_is_one_curve(shown):
 
 
 def test_pictures(shown):
-    assert shown.Tags()["images"] == ["view/1 batch as the model sees it", "view/2 confusion matrix"]
+    assert shown.Tags()["images"] == [
+        "view/1 batch as the model sees it",
+        "view/2 confusion matrix",
+    ]
     for tag in shown.Tags()["images"]:
         [picture] = shown.Images(tag)
         assert picture.encoded_image_string.startswith(b"\x89PNG")
@@ -58,7 +92,8 @@ def test_a_server_that_reads_while_a_run_is_continued_forgets_what_comes_again(t
     from trainer.telemetry.tracking import Tracker
 
     recipe = load("digits", f"output={tmp_path / 'run'}", "resume=auto")
-    (tmp_path / "run" / "checkpoints" / "step-00000005").mkdir(parents=True)  # what is saved is continued
+    # The saved step is resumed.
+    (tmp_path / "run" / "checkpoints" / "step-00000005").mkdir(parents=True)
     reader = EventAccumulator(str(tmp_path / "run"))
     for position, last in ((Position(0, 0, 0), 8), (Position(5, 0, 5), 10)):
         tracker = Tracker(recipe, RunFolder(recipe))
@@ -71,19 +106,27 @@ def test_a_server_that_reads_while_a_run_is_continued_forgets_what_comes_again(t
 
 
 def test_a_picture_that_cannot_be_drawn_ends_no_run():
-    said = []
-    run = SimpleNamespace(tracker=SimpleNamespace(shows=True, say=said.append), datasets=None)
-    presenting.first_batch(run, Batch(torch.zeros(2, 1, 4, 4), torch.zeros(2), 2))
-    [line] = said
+    messages = []
+    tracker = SimpleNamespace(shows=True, say=messages.append)
+    presenting.show_first_batch(
+        tracker, None, None, Batch(torch.zeros(2, 1, 4, 4), torch.zeros(2), 2)
+    )
+    [line] = messages
     assert "AttributeError" in line
 
 
-@pytest.mark.parametrize(("shape", "count"), [((8, 1, 4, 4), 8), ((96, 3, 224, 224), 32), ((4, 1, 2048, 2048), 1)])
-def test_of_large_images_fewer_are_shown(shape, count, monkeypatch):
+@pytest.mark.parametrize(
+    ("shape", "count"), [((8, 1, 4, 4), 8), ((96, 3, 224, 224), 32), ((4, 1, 2048, 2048), 1)]
+)
+def test_fewer_large_images_are_shown(shape, count, monkeypatch):
     looked = []
-    monkeypatch.setattr(presenting, "as_pictures", lambda datasets, inputs: looked.append(len(inputs)))
-    run = SimpleNamespace(tracker=SimpleNamespace(shows=True), datasets=None)
-    presenting.first_batch(run, Batch(torch.empty(shape), torch.empty(0), shape[0]))
+    monkeypatch.setattr(
+        presenting, "as_pictures", lambda datasets, inputs: looked.append(len(inputs))
+    )
+    tracker = SimpleNamespace(shows=True)
+    presenting.show_first_batch(
+        tracker, None, None, Batch(torch.empty(shape), torch.empty(0), shape[0])
+    )
     assert looked == [count]
 
 
@@ -101,5 +144,4 @@ def test_of_large_images_fewer_are_shown(shape, count, monkeypatch):
 )
 def test_a_target_in_words(kind, target, words):
     names = ["cat", "dog"]
-    run = SimpleNamespace(task=kind(load("digits"), names), datasets=SimpleNamespace(classes=names))
-    assert presenting.named(run, target) == words
+    assert presenting.format_caption(kind(load("digits"), names), names, target) == words

@@ -1,4 +1,4 @@
-"""Random states come back exactly."""
+"""Random states are restored exactly."""
 
 import os
 import random
@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from tests.simulated.simcuda.runs import alone
-from trainer.training.randomness import random_states, restore_random_states, seed_everything, seed_ranks
+from trainer.training.randomness import (
+    read_random_states,
+    restore_random_states,
+    seed_everything,
+    seed_ranks,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +29,7 @@ def draw():
 def test_states_travel_as_tensors():
     seed_everything(3, deterministic=False)
     draw()
-    states = random_states([torch.device("cpu")])
+    states = read_random_states([torch.device("cpu")])
     assert all(isinstance(value, torch.Tensor) for value in states.values())
     expected = draw()
     draw()

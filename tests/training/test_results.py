@@ -1,4 +1,4 @@
-"""result.json is what its type and the guide say."""
+"""The file result.json matches its type and the guide."""
 
 from dataclasses import fields
 from typing import get_type_hints
@@ -17,24 +17,53 @@ def test_the_guide_lists_the_keys():
 
 
 def test_a_runs_result_has_these_keys_and_types(tmp_path):
-    words = ["recipe=digits", "mode=pipeline", "devices=[cpu,cpu]", "model.name=cnn_gn", "max_steps=16", *WHOLE]
+    words = [
+        "recipe=digits",
+        "mode=pipeline",
+        "devices=[cpu,cpu]",
+        "model.name=cnn_gn",
+        "max_steps=16",
+        *WHOLE,
+    ]
     ok(*words, "save.every_steps=4", f"output={tmp_path / 'run'}")
-    found = result(tmp_path / "run")
-    assert found.keys() == Result.__required_keys__ | {"val_loss", "val_top1", "val_top5", "best_top1"}
-    assert found["pipeline"] and found["throughput"] and found["verdict"]
+    run_result = result(tmp_path / "run")
+    assert run_result.keys() == Result.__required_keys__ | {
+        "val_loss",
+        "val_top1",
+        "val_top5",
+        "best_top1",
+    }
+    assert run_result["pipeline"] and run_result["throughput"] and run_result["verdict"]
     hints = get_type_hints(Result)
-    for key, value in found.items():
+    for key, value in run_result.items():
         TypeAdapter(hints[key]).validate_python(value, strict=True)
-    assert [*found["data"]] == ["name", "synthetic", "train_samples", "val_samples", "skipped", "uncached"]
+    assert [*run_result["data"]] == [
+        "name",
+        "synthetic",
+        "train_samples",
+        "val_samples",
+        "skipped",
+        "uncached",
+    ]
     speed = {field.name for field in fields(Speed)}
-    assert speed <= found.keys() and [*found["step_time_s"]] == [field.name for field in fields(StepTime)]
-    assert [*found["throughput"]] == [*(field.name for field in fields(Throughput)), "per_device", "threads"]
-    told = found["save"]  # after 4, 8, 12 and 16 steps, and the epoch's 14
-    assert told["count"] == 5 and 0 < told["blocked_s"] <= told["seconds"]
-    assert all(type(found["data"][key]) is int for key in ("train_samples", "val_samples", "skipped", "uncached"))
+    assert speed <= run_result.keys()
+    assert [*run_result["step_time_s"]] == [field.name for field in fields(StepTime)]
+    assert [*run_result["throughput"]] == [
+        *(field.name for field in fields(Throughput)),
+        "per_device",
+        "threads",
+    ]
+    message = run_result["save"]  # after 4, 8, 12 and 16 steps, and the epoch's 14
+    assert message["count"] == 5 and 0 < message["blocked_s"] <= message["seconds"]
+    assert all(
+        type(run_result["data"][key]) is int
+        for key in ("train_samples", "val_samples", "skipped", "uncached")
+    )
 
 
-def test_the_type_knows_the_metrics_of_the_tasks_that_ship():
+def test_the_type_has_the_metrics_of_all_tasks():
     kinds = [Classification, Multilabel, Regression]
-    told = {f"val_{name}" for kind in kinds for name in kind.metric_names()} | {f"best_{kind.metric}" for kind in kinds}
-    assert told == Metrics.__optional_keys__
+    message = {f"val_{name}" for kind in kinds for name in kind.metric_names()} | {
+        f"best_{kind.metric}" for kind in kinds
+    }
+    assert message == Metrics.__optional_keys__

@@ -1,32 +1,22 @@
-"""Checkpoints that one mode writes and another continues, and how runs of several stages or workers end."""
+"""Checkpoints that one mode writes and another continues, and how runs of several stages or workers
+end.
+"""
 
 from __future__ import annotations
 
 import math
 import shutil
-import signal
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from tests.command_line import QUIET, WHOLE, losses, ok, result, steps, trainer
-from tests.modes.ways import EXACT, PIPELINE, WORKERS
-from trainer.telemetry.events import curves_of
+from tests.training.whole_runs import APART, EPOCH, MODES, assert_ends_like, kill, newest
+from trainer.telemetry.events import read_curves
 
-# ------------------------------------------------------------------------------------- from mode to mode
-
-EPOCH = ["recipe=digits", "batch_size=64", "model.name=cnn_gn", "optimizer.lr=0.001", "schedule.warmup_epochs=0"]
-EPOCH += ["augment.crop=none", "ema=0.9", "epochs=1", "timeout=60", *QUIET]  # 22 steps, with momentum
-MODES = {
-    "single": ["mode=single"],
-    **{name: EXACT[name] for name in ("dp", "ddp", "split", "streams", "1f1b")},
-    "zbv 2x2": [*PIPELINE, "nproc=4", "pipeline.stages=2", "pipeline.schedule=zbv"],
-    **WORKERS,
-}
-APART = (*WORKERS,)  # other maths, and 23 steps an epoch
+# ------------------------------------------------------------------------------------- from mode to
+# mode
 
 
 @pytest.fixture(scope="module")
@@ -37,37 +27,18 @@ def whole(tmp_path_factory):
     return folder
 
 
-def kill(step, *words, rank=0, **options):
-    """Run until a rank is killed at that step; everything has ended then."""
-    done = trainer(*words, env={"TRAINER_FAULT": f"kill@{rank}:{step}"}, **options)
-    assert done.returncode in (7, -signal.SIGKILL), done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    return done
-
-
-def newest(folder):
-    return max(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").iterdir())
-
-
-def ends_like(folder, whole):
-    assert losses(folder) == pytest.approx(losses(whole), rel=1e-4)
-    assert [row["step"] for row in steps(folder)] == [row["step"] for row in steps(whole)]
-    one, two = (load_file(path / "last.safetensors") for path in (whole, folder))
-    torch.testing.assert_close(two, one, rtol=1e-3, atol=1e-5)
-    assert result(folder)["val_loss"] == pytest.approx(result(whole)["val_loss"], rel=1e-4)
-
-
 @pytest.mark.slow
 def test_a_run_goes_round_all_modes(whole, tmp_path):
     """Killed again and again, and continued in another mode each time: one run all the same."""
-    run, ring = tmp_path / "run", ["single", "1f1b", "split", "ddp", "streams"]
+    run = tmp_path / "run"
+    ring = ["single", "1f1b", "split", "ddp", "streams"]
     words = [*EPOCH, "save.every_steps=4", "resume=auto", f"output={run}"]
     for turn, mode in enumerate(ring[:-1], 1):
         kill(4 * turn + 2, *words, *MODES[mode])
         assert newest(run) == 4 * turn
-    done = ok(*words, *MODES[ring[-1]])
-    assert "resuming at step 16 of 22" in done.stdout
-    ends_like(run, whole)
+    completed = ok(*words, *MODES[ring[-1]])
+    assert "resuming at step 16 of 22" in completed.stdout
+    assert_ends_like(run, whole)
 
 
 @pytest.mark.parametrize("was", MODES)
@@ -79,22 +50,36 @@ def test_every_mode_continues_every_other(was, whole, tmp_path):
     for now in MODES:
         run = tmp_path / now
         shutil.copytree(tmp_path / "killed", run)
-        done = ok(*words, *MODES[now], f"output={run}", "resume=auto")
-        assert "resuming at step 10 of " in done.stdout
+        completed = ok(*words, *MODES[now], f"output={run}", "resume=auto")
+        assert "resuming at step 10 of " in completed.stdout
         if was in APART or now in APART:
-            found = result(run)
-            assert found["status"] == "completed" and found["data"]["val_samples"] == 360
-            assert found["steps"] in range(21, 25) and len(steps(run)) == found["steps"], (was, now, found["steps"])
-            assert all(map(math.isfinite, [*losses(run), found["val_loss"]]))
+            run_result = result(run)
+            assert run_result["status"] == "completed" and run_result["data"]["val_samples"] == 360
+            assert (
+                run_result["steps"] in range(21, 25) and len(steps(run)) == run_result["steps"]
+            ), (
+                was,
+                now,
+                run_result["steps"],
+            )
+            assert all(map(math.isfinite, [*losses(run), run_result["val_loss"]]))
         else:
-            ends_like(run, whole)
+            assert_ends_like(run, whole)
 
 
-UNEVEN = ["recipe=digits", "schedule.warmup_epochs=0", "epochs=1", "max_steps=12", "save.every_steps=5", "timeout=60"]
+UNEVEN = [
+    "recipe=digits",
+    "schedule.warmup_epochs=0",
+    "epochs=1",
+    "max_steps=12",
+    "save.every_steps=5",
+    "timeout=60",
+]
 UNEVEN += [*WHOLE, "logging.verdict=false"]
 SIZES = {
     # 11 pairs on each of three ranks, in 4 + 4 + 3; 17 and 16 on two
-    "ddp": "cnn_gn optimizer.lr=0.05 batch_size=66 accumulate=3 augment.mixup=0.2 loss.label_smoothing=0.1 "
+    "ddp": "cnn_gn optimizer.lr=0.05 batch_size=66 accumulate=3 augment.mixup=0.2 "
+    "loss.label_smoothing=0.1 "
     "clip_grad_norm=0.5",
     # 12 + 12 + 11 of the first 35 images, and of the others; then 18 + 17
     "ddp sync_bn=true": "cnn optimizer.lr=0.001 batch_size=70 accumulate=2",
@@ -103,31 +88,37 @@ SIZES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [pytest.param(mode, marks=[pytest.mark.full] * (mode != "ddp")) for mode in SIZES])
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=[pytest.mark.full] * (mode != "ddp")) for mode in SIZES]
+)
 def test_a_rank_is_lost_where_the_batch_does_not_divide(mode, tmp_path):
     """Shards of unequal sizes add up to the gradient of the whole batch."""
-    words, ranks = [*UNEVEN, *f"model.name={SIZES[mode]}".split()], f"mode={mode}".split()
-    one, run = tmp_path / "single", tmp_path / "run"
+    words = [*UNEVEN, *f"model.name={SIZES[mode]}".split()]
+    ranks = f"mode={mode}".split()
+    one = tmp_path / "single"
+    run = tmp_path / "run"
     ok(*words, "mode=single", f"output={one}")
     kill(8, *words, *ranks, "nproc=3", f"output={run}", rank=1)
     assert newest(run) == 5
     ok(*words, *ranks, "nproc=2", f"output={run}", "resume=auto")
-    ends_like(run, one)
+    assert_ends_like(run, one)
     assert losses(run) == pytest.approx(losses(one), rel=2e-5)
-    norms = [curves_of(folder)["train/grad_norm"][2] for folder in (one, run)]
-    assert len(norms[0]) == 12 and norms[1] == pytest.approx(norms[0], rel=2e-4)
+    norms = [read_curves(folder)["train/grad_norm"][2] for folder in (one, run)]
+    assert len(norms[0]) == 12
+    assert norms[1] == pytest.approx(norms[0], rel=2e-4)
 
 
-# ------------------------------------------------------------------------------------------------ bad endings
+# --------------------------------------------------------------------------------------------------
+# bad endings
 
 
 def running(folder):
     """Processes with the run's folder in their command line."""
-    found = []
+    collected = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):  # it has ended
-            found += [path.parent.name] * (str(folder).encode() in path.read_bytes())
-    return found
+        with suppress(OSError):  # The process has ended.
+            collected += [path.parent.name] * (str(folder).encode() in path.read_bytes())
+    return collected
 
 
 FAULTS = {
@@ -136,7 +127,11 @@ FAULTS = {
     "oom@1:3": (6, "out of memory on cpu:1, which has "),
     "nan@0:3": (5, "not finite"),
 }
-SAMPLE = {("kill@1:3", "ddp"): [], ("kill@1:3", "1f1b"): [], ("hang@1:3", "ddp"): [pytest.mark.slow]}
+SAMPLE = {
+    ("kill@1:3", "ddp"): [],
+    ("kill@1:3", "1f1b"): [],
+    ("hang@1:3", "ddp"): [pytest.mark.slow],
+}
 
 
 @pytest.mark.parametrize(
@@ -148,17 +143,28 @@ SAMPLE = {("kill@1:3", "ddp"): [], ("kill@1:3", "1f1b"): [], ("hang@1:3", "ddp")
     ],
 )
 def test_a_failing_rank_ends_all_with_its_own_code(fault, mode, tmp_path):
-    words = ["recipe=digits", "batch_size=64", *MODES[mode], "timeout=10", *QUIET, f"output={tmp_path / 'run'}"]
-    done = trainer(*words, env={"TRAINER_FAULT": fault}, timeout=90)
+    words = [
+        "recipe=digits",
+        "batch_size=64",
+        *MODES[mode],
+        "timeout=10",
+        *QUIET,
+        f"output={tmp_path / 'run'}",
+    ]
+    completed = trainer(*words, env={"TRAINER_FAULT": fault}, timeout=90)
     code, says = FAULTS[fault]
-    assert done.returncode == code, done.stderr
-    lines = done.stderr.splitlines()
+    assert completed.returncode == code, completed.stderr
+    lines = completed.stderr.splitlines()
     assert says in lines[-1] and lines[-1].startswith("trainer: error: ")
-    if fault.startswith("hang"):  # each rank shows where it waited, and the one that hung, where
-        shown = {path.name: path.read_text() for path in (tmp_path / "run").glob("stacks-rank*.txt")}
-        assert len(shown) == result(tmp_path / "run")["world_size"] and "faults.py" in shown["stacks-rank1.txt"]
+    # Each rank prints where it waited, and the one that hung prints where it is.
+    if fault.startswith("hang"):
+        shown = {
+            path.name: path.read_text() for path in (tmp_path / "run").glob("stacks-rank*.txt")
+        }
+        assert len(shown) == result(tmp_path / "run")["world_size"]
+        assert "faults.py" in shown["stacks-rank1.txt"]
     else:
-        assert len(lines) == 1, done.stderr
+        assert len(lines) == 1, completed.stderr
     assert running(tmp_path) == []
 
 
@@ -174,7 +180,8 @@ def note(layer, inputs):
 
 @register_model("watched")
 def build(num_classes, channels, image_size):
-    layers = [nn.Flatten(), nn.Linear(channels * image_size ** 2, 8), nn.Tanh(), nn.Linear(8, num_classes)]
+    layers = [nn.Flatten(), nn.Linear(channels * image_size ** 2, 8), nn.Tanh(),
+        nn.Linear(8, num_classes)]
     for layer in layers[1::2]:
         layer.register_forward_pre_hook(note)
     return nn.Sequential(*layers)
@@ -182,17 +189,32 @@ def build(num_classes, channels, image_size):
 
 
 def test_not_finite_in_one_stage_updates_none_and_saves_nothing(tmp_path):
-    """Each rank notes its weights at every forward pass: from the poisoned batch on they stay as they are."""
+    """Ranks record their weights at every forward pass: they stay the same from the poisoned batch
+    on.
+    """
     (tmp_path / "watched.py").write_text(WATCHED)
-    words = ["recipe=digits", "plugin=watched", "model.name=watched", "batch_size=64", *MODES["1f1b"]]
-    words += ["pipeline.cuts=['2']", "save.every_steps=4", "logging.every_steps=100", "logging.progress=false"]
-    done = trainer(*words, f"output={tmp_path / 'run'}", cwd=tmp_path, env={"TRAINER_FAULT": "nan@0:6"})
-    assert done.returncode == 5 and len(done.stderr.splitlines()) == 1, done.stderr
+    words = [
+        "recipe=digits",
+        "plugin=watched",
+        "model.name=watched",
+        "batch_size=64",
+        *MODES["1f1b"],
+        "pipeline.cuts=['2']",
+        "save.every_steps=4",
+        "logging.every_steps=100",
+        "logging.progress=false",
+    ]
+    completed = trainer(
+        *words, f"output={tmp_path / 'run'}", cwd=tmp_path, env={"TRAINER_FAULT": "nan@0:6"}
+    )
+    assert completed.returncode == 5 and len(completed.stderr.splitlines()) == 1, completed.stderr
     assert newest(tmp_path / "run") == 4 and not (tmp_path / "run" / "last.safetensors").exists()
     assert result(tmp_path / "run")["status"] == "failed"
     for rank in (0, 1):
         seen = [line.split() for line in (tmp_path / f"rank{rank}.txt").read_text().splitlines()]
         poisoned = next(number for number, (_, finite) in enumerate(seen) if finite == "0.0")
         weights = [weight for weight, _ in seen]
-        assert len(set(weights[:poisoned])) >= 5, "five steps before it, each with weights of its own"
+        assert len(set(weights[:poisoned])) >= 5, (
+            "five steps before it, each with weights of its own"
+        )
         assert set(weights[poisoned:]) == {weights[poisoned]} and "nan" not in weights

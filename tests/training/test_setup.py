@@ -1,12 +1,12 @@
-"""What a run asks of its cards before it is put together."""
+"""Checks of the cards before a run is built."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from trainer.distributed.world import World
 from trainer.processes.rank import Place
-from trainer.processes.world import World
 from trainer.training import reporting, setup
 
 NAMES = {0: "NVIDIA A100-SXM4-80GB", 1: "Tesla T4", 2: "NVIDIA A100-SXM4-80GB"}
@@ -16,34 +16,57 @@ NAMES = {0: "NVIDIA A100-SXM4-80GB", 1: "Tesla T4", 2: "NVIDIA A100-SXM4-80GB"}
 def mixed(monkeypatch):
     """A world that drives cards of a machine with an A100, a T4 and an A100."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: NAMES[device.index])
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5) if device.index == 1 else (8, 0))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_capability",
+        lambda device: (7, 5) if device.index == 1 else (8, 0),
+    )
 
     def make(*indices):
         drives = tuple(torch.device("cuda", index) for index in indices)
-        return World(Place(), drives[0], 1, tuple(map(str, drives)), drives)
+        return World(
+            Place(),
+            drives[0],
+            1,
+            tuple(map(str, drives)),
+            drives,
+        )
 
     return make
 
 
 def test_the_peak_is_that_of_every_card_together(mixed):
-    model, data = torch.nn.Linear(4, 2), SimpleNamespace(example=lambda rows: SimpleNamespace(shape=(rows, 4)))
+    model = torch.nn.Linear(4, 2)
+    data = SimpleNamespace(example=lambda rows: SimpleNamespace(shape=(rows, 4)))
 
     def peak(precision, *indices):
-        return setup.utilisation_base(model, data, setup.cards_of(mixed(*indices), precision))[0]
+        return setup.compute_utilisation_base(
+            model,
+            data,
+            setup.describe_cards(mixed(*indices), precision),
+        )[0]
 
-    assert peak("fp16", 0, 1) == pytest.approx((312 + 65) * 1e12) and peak("fp16", 1) == pytest.approx(65e12)
-    assert peak("fp16", 0, 2) == pytest.approx(624e12) and peak("bf16", 0, 1) is None
+    assert peak("fp16", 0, 1) == pytest.approx((312 + 65) * 1e12)
+    assert peak("fp16", 1) == pytest.approx(65e12)
+    assert peak("fp16", 0, 2) == pytest.approx(624e12)
+    assert peak("bf16", 0, 1) is None
     facts = SimpleNamespace(peak_flops=peak("fp16", 0, 1), training_flops=3 * 10**9)
-    run = SimpleNamespace(observer=SimpleNamespace(model=facts))
-    assert reporting._mfu(run, 1000.0) == pytest.approx(3e12 / 377e12)
-    base = setup.utilisation_base(model, data, setup.cards_of(mixed(0), "fp16"))
-    model.bias.requires_grad_(False)  # forward and the weight's gradient are left, of inputs that need none
-    frozen = setup.utilisation_base(model, data, setup.cards_of(mixed(0), "fp16"))
+    assert reporting._compute_mfu(facts, 1000.0) == pytest.approx(3e12 / 377e12)
+    base = setup.compute_utilisation_base(model, data, setup.describe_cards(mixed(0), "fp16"))
+    # Forward and the weight's gradient are left, of inputs that need none.
+    model.bias.requires_grad_(False)
+    frozen = setup.compute_utilisation_base(model, data, setup.describe_cards(mixed(0), "fp16"))
     assert (base[1], frozen[1]) == (3 * 2 * 4 * 2, 2 * 2 * 4 * 2)
     cpu = World(Place(), torch.device("cpu"), 1, ("cpu:0",))
-    assert setup.utilisation_base(model, data, setup.cards_of(cpu, "bf16")) == (None, 0)
+    assert setup.compute_utilisation_base(model, data, setup.describe_cards(cpu, "bf16")) == (
+        None,
+        0,
+    )
 
 
 def test_whether_a_card_emulates_bf16_is_known(mixed):
-    assert not any(emulates for _, emulates in setup.cards_of(mixed(0, 1), "fp16").values())
-    assert [emulates for _, emulates in setup.cards_of(mixed(0, 1), "bf16").values()] == [False, True]
+    assert not any(emulates for _, emulates in setup.describe_cards(mixed(0, 1), "fp16").values())
+    assert [emulates for _, emulates in setup.describe_cards(mixed(0, 1), "bf16").values()] == [
+        False,
+        True,
+    ]

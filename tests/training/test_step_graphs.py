@@ -1,6 +1,8 @@
-"""A replayed step is the launched one, to the bit: losses, norms, weights, optimizer, averages, random states, files.
+"""A replayed step is the launched one, to the bit: losses, norms, weights, optimizer, averages,
+random states, files.
 
-Here the CPU has graphs: `tests.simulated.tape`. On simulated cards: `tests/simulated/test_graphs_on_simulated_cuda.py`.
+Here the CPU has graphs: `tests.simulated.tape`. On simulated cards:
+`tests/simulated/test_graphs_on_simulated_cuda.py`.
 """
 
 import random
@@ -13,20 +15,30 @@ import torch
 from tests.command_line import latest, ok, result
 from tests.simulated.tape import CpuRecorder, is_recording, same_draws
 from tests.training.graphed_runs import BASE, WARM, Left, differences, launched, replayed, train
-from trainer.devices.cuda_graphs import NotRecorded
+from trainer.devices.cuda_graphs import NotCapturable
 from trainer.errors import TrainerError
 from trainer.modes.base import Strategy
 from trainer.optim.optimization import MovingAverage, Updater
 from trainer.optim.optimizers import LearningRates
 from trainer.recipe.checks import OPTIONS
+from trainer.recipe.optimizer_table import OPTIMIZERS
 from trainer.training import step_graphs
-from trainer.training.step_graphs import Steps
+from trainer.training.step_graphs import GraphSteps
 
 SGD = "optimizer.weight_decay=0.001 optimizer.nesterov=true"
-ADAMW = "optimizer.name=adamw optimizer.lr=0.003 optimizer.weight_decay=0.1 optimizer.norm_weight_decay=0"
+ADAMW = (
+    "optimizer.name=adamw optimizer.lr=0.003 optimizer.weight_decay=0.1 "
+    "optimizer.norm_weight_decay=0"
+)
 MUON = "optimizer.name=muon optimizer.lr=0.01 optimizer.weight_decay=0.05 optimizer.nesterov=true"
 UNEVEN = "mode=local_sgd local_sgd.every=3 data.samples=53"
 CASES = {
+    # On a CPU only fused steps accept a tensor as the learning rate without reading it.
+    **{
+        name: f"optimizer.name={name} optimizer.lr=0.003"
+        for name, row in OPTIMIZERS.items()
+        if row.fused
+    },
     "sgd without momentum": "optimizer.momentum=0 clip_grad_norm=0.5",
     "nesterov": f"{SGD} accumulate=4 ema=0.9 clip_grad_norm=1",
     "adam": "optimizer.name=adam optimizer.lr=0.003 schedule.name=step schedule.step_epochs=1",
@@ -34,12 +46,16 @@ CASES = {
     "muon": f"{MUON} optimizer.layer_decay=0.7 model.name=cnn",
     "fp16": f"precision=fp16 model.name=mlp {SGD} ema=0.9 clip_grad_norm=1 accumulate=2",
     "bf16": f"precision=bf16 {ADAMW} clip_grad_norm=1",
-    "all that changes images": f"augment.mixup=0.2 augment.cutmix=0.5 augment.erase=0.5 augment.crop=pad {SGD}",
+    "all that changes "
+    "images": f"augment.mixup=0.2 augment.cutmix=0.5 augment.erase=0.5 augment.crop=pad {SGD}",
     "unequal batches": f"{UNEVEN} batch_size=10 {SGD} ema=0.9",
     "unequal micro-batches": f"{UNEVEN} accumulate=3 batch_size=12 {SGD}",
     "an odd buffer": f"model.name=expanded {SGD}",
 }
-SLOW = {"vit": f"model.name=vit_tiny {ADAMW}", "muon, bf16": f"{MUON} precision=bf16 ema=0.9 accumulate=2"}
+SLOW = {
+    "vit": f"model.name=vit_tiny {ADAMW}",
+    "muon, bf16": f"{MUON} precision=bf16 ema=0.9 accumulate=2",
+}
 ELSEWHERE = {
     "graphs": "all that is here",
     "compile": "of cards: a tape does not see the kernels of compiled code",
@@ -49,23 +65,31 @@ ELSEWHERE = {
     "muon": "above",
 }
 ALLOWED = [option for option in OPTIONS if option not in ELSEWHERE]
-MODEL = {"freeze": "cnn", "layer_decay": "cnn", "fp16": "mlp", "channels_last": "cnn", "recompute": "cnn"}
+MODEL = {
+    "freeze": "cnn",
+    "layer_decay": "cnn",
+    "fp16": "mlp",
+    "channels_last": "cnn",
+    "recompute": "cnn",
+}
 
 
 def equal(words, played):
-    """Whether a run that recorded its steps is the one that launched them."""
+    """Return whether a run with captured steps equals the one with eager steps."""
     assert differences(launched(words), played) == []
     return True
 
 
 def one_line(played):
-    """What it said of going on without recordings."""
+    """Return the message that a run continues without captures."""
     (line,) = played.said
     assert not played.replayed_to_the_end
     return line
 
 
-@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.full) for name in SLOW)])
+@pytest.mark.parametrize(
+    "name", [*CASES, *(pytest.param(name, marks=pytest.mark.full) for name in SLOW)]
+)
 def test_a_run_with_replayed_steps_is_the_one_with_launched_steps(name):
     words = (CASES | SLOW)[name]
     played = replayed(words)
@@ -75,9 +99,11 @@ def test_a_run_with_replayed_steps_is_the_one_with_launched_steps(name):
 
 @pytest.mark.parametrize("warm", [4, 5])
 def test_a_step_is_recorded_after_a_save_or_an_evaluation(warm):
-    """The fourth step is the last before a save, the fifth before an evaluation with averaged weights."""
+    """The fourth step is the last before a save, the fifth before an evaluation with averaged
+    weights.
+    """
     words = f"{ADAMW} accumulate=2 ema=0.9"
-    played = replayed(words, [(step_graphs, "WARM", warm)])
+    played = replayed(words, [(step_graphs, "WARMUP_STEPS", warm)])
     assert equal(words, played) and played.said == [] and played.replayed_to_the_end
 
 
@@ -90,14 +116,15 @@ def test_an_option(option):
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_blocks_that_draw_are_computed_anew_launched(told, tmp_path):
-    """Said beforehand, and found by the proof of a replay where it is not known."""
+def test_blocks_with_random_numbers_are_recomputed_eagerly(told, tmp_path):
+    """A message says so in advance, or the comparison with a replay detects it."""
     unknown = [] if told else [(Strategy, "note_draws", lambda strategy, draws: None)]
     if told:
         with pytest.raises(TrainerError, match="recompute=false, or graphs=false"):
             train("recompute=true graphs=true", tmp_path)
     played = replayed("recompute=true", unknown, graphs="auto" if told else "true")
-    assert ("random states" if told else "random numbers") in one_line(played) and equal("recompute=true", played)
+    assert ("random states" if told else "random numbers") in one_line(played)
+    assert equal("recompute=true", played)
 
 
 # Steps that are not finite.
@@ -105,25 +132,32 @@ def test_blocks_that_draw_are_computed_anew_launched(told, tmp_path):
 
 @pytest.mark.parametrize("words", ["", "precision=fp16 model.name=mlp"])
 def test_a_step_that_is_not_finite_ends_the_run(words, tmp_path):
-    found = []
+    collected = []
     for graphs in ("false", "true"):
         with pytest.raises(TrainerError, match="not finite") as error:
             train(f"{words} graphs={graphs} logging.every_steps=100", tmp_path / graphs, nan_at=[7])
-        found.append((str(error.value).replace(f"/{graphs}", ""), Left(tmp_path / graphs).read()))
-    assert found[0][0] == found[1][0] and differences(found[0][1], found[1][1]) == []
+        collected.append(
+            (str(error.value).replace(f"/{graphs}", ""), Left(tmp_path / graphs).read())
+        )
+    assert collected[0][0] == collected[1][0]
+    assert differences(collected[0][1], collected[1][1]) == []
 
 
 # Resuming.
 
 
 def continued(words, folder, stops):
-    """A run that is killed after each of some steps, by (step, word for graphs), and ends with the last word."""
+    """Kill a run after some steps, given as (step, argument for graphs), resume it each time, and
+    end with the last argument.
+    """
     for step, graphs in stops:
         left = train(f"{words} {graphs} resume=auto", folder, stop_after=step)
     return left
 
 
-@pytest.mark.parametrize("ways", [pytest.param("true true", marks=pytest.mark.slow), "true false", "false true"])
+@pytest.mark.parametrize(
+    "ways", [pytest.param("true true", marks=pytest.mark.slow), "true false", "false true"]
+)
 def test_a_run_goes_on_in_mid_epoch(ways, tmp_path):
     """And graphs may be turned on and off there."""
     words = f"accumulate=2 {ADAMW} ema=0.9 data.samples=80"
@@ -142,10 +176,13 @@ def test_a_run_goes_on_in_mid_epoch(ways, tmp_path):
 
 
 def clock(replay):
-    """A recorder of a device on which a launched step takes a second and a replayed one so many."""
+    """Simulate a recorder for a device on which an eager step takes a second and a replayed one
+    `replayed` seconds.
+    """
 
     class Timed(CpuRecorder):
-        seconds, noted = 0.0, 0
+        seconds = 0.0
+        noted = 0
 
         def now(self):
             self.seconds += replay if self.replays > self.noted else 1.0
@@ -164,7 +201,7 @@ def test_auto_keeps_the_faster(replay, kept):
     assert f"{1e3 * replay:.3g}" in played.said[0] and "1e+03" in played.said[0]
 
 
-# What cannot be recorded.
+# --- models that cannot be captured.
 
 REASONS = {
     "waits": r"graphed_runs\.py:\d+|_local_scalar_dense",
@@ -172,6 +209,7 @@ REASONS = {
     "replaces": "buffer",
     "counts": "calls",
     "drifts": "factors",
+    "countsinobject": "pace.calls",
     "hooked": "hook of norm",
 }
 
@@ -186,7 +224,8 @@ def test_a_model_that_cannot_be_recorded_is_launched(model):
 class Fails(CpuRecorder):
     """Cannot record what is asked for after some recordings."""
 
-    after, error = 0, NotRecorded("of a reason")
+    after = 0
+    error = NotCapturable("of a reason")
 
     def record(self, work):
         if len(self.recordings) >= self.after:
@@ -195,16 +234,25 @@ class Fails(CpuRecorder):
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
-@pytest.mark.parametrize("error", [NotRecorded("of a reason"), torch.OutOfMemoryError("CUDA out of memory. Tried")])
+@pytest.mark.parametrize(
+    "error", [NotCapturable("of a reason"), torch.OutOfMemoryError("CUDA out of memory. Tried")]
+)
 def test_a_recording_that_fails_changes_nothing(after, error):
     words = f"{ADAMW} accumulate=2 ema=0.9 clip_grad_norm=1"
-    played = replayed(words, kind=type("Fails", (Fails,), {"after": after, "error": error}))
+    played = replayed(
+        words,
+        kind=type(
+            "Fails",
+            (Fails,),
+            {"after": after, "error": error},
+        ),
+    )
     assert equal(words, played)
-    assert ("of a reason" if isinstance(error, NotRecorded) else "memory") in one_line(played)
+    assert ("of a reason" if isinstance(error, NotCapturable) else "memory") in one_line(played)
 
 
 def in_recordings(plain, does):
-    """A function that does something else first, but not where steps are launched."""
+    """Return a function that does something else first, except in eager steps."""
 
     def changed(*given):
         if is_recording():
@@ -222,17 +270,20 @@ def full(*_):
     ("changes", "told"),
     [
         ((Strategy, "loss", in_recordings(Strategy.loss, full)), "memory"),
-        ((Updater, "step", in_recordings(Updater.step, lambda updater, loss, *_: loss.item())), "local_scalar"),
+        (
+            (Updater, "step", in_recordings(Updater.step, lambda updater, loss, *_: loss.item())),
+            "local_scalar",
+        ),
         ((Updater, "step", in_recordings(Updater.step, lambda *_: random.random())), "random"),
     ],
 )
-def test_what_goes_wrong_within_a_recording_changes_nothing(changes, told):
+def test_a_failed_capture_changes_nothing(changes, told):
     words = f"{SGD} ema=0.9 accumulate=2"
     played = replayed(words, [changes])
     assert equal(words, played) and told in one_line(played)
 
 
-# What moves.
+# --- values that change from step to step.
 
 
 @contextmanager
@@ -247,33 +298,39 @@ def moved(self, averages, plain=Strategy.weights):
 MOVES = [(Strategy, "weights", moved)]
 
 
-@pytest.mark.parametrize(("words", "patches"), [(f"{ADAMW} ema=0.9", MOVES), (f"model.name=anneals {SGD}", [])])
-def test_what_is_not_as_it_was_an_epoch_before_is_launched(words, patches):
+@pytest.mark.parametrize(
+    ("words", "patches"), [(f"{ADAMW} ema=0.9", MOVES), (f"model.name=anneals {SGD}", [])]
+)
+def test_steps_that_differ_from_the_previous_epoch_are_eager(words, patches):
     played = replayed(words, patches)
     assert equal(words, played) and "an epoch before" in one_line(played)
 
 
-# Mutants: each of these is wrong, and either another run or one whose steps are launched after all.
+# --- mutants: each is wrong, and is detected as a different run or as one that falls back to eager
+# steps.
 
 
 def rates_are_numbers(self, optimizer, device=None):
-    self.groups, self.tensors = optimizer.param_groups, {}
+    self.groups = optimizer.param_groups
+    self.tensors = {}
 
 
-def loss_is_kept(self, batch, weight, sync, plain=Steps.forward_backward):
+def loss_is_kept(self, batch, weight, sync, plain=GraphSteps.forward_backward):
     before = self.recorder.replays
     loss = plain(self, batch, weight, sync)
     return loss if self.recorder.replays == before else self.recorder.last.result
 
 
-def batch_is_not_copied(self, batch, weight, sync, plain=Steps.forward_backward):
+def batch_is_not_copied(self, batch, weight, sync, plain=GraphSteps.forward_backward):
     if self.recorder.replays:
         batch = vars(self).setdefault("first", batch)
     return plain(self, batch, weight, sync)
 
 
 class OneForAll(CpuRecorder):
-    """What was recorded first serves for all that gives as much: a pass that adds, another shape."""
+    """A recorder that reuses the first capture for everything with equal results: a pass that
+    accumulates, another shape.
+    """
 
     def record(self, work):
         recorded = super().record(work)
@@ -291,21 +348,32 @@ def average_is_updated_outside(self, step, plain=MovingAverage.update):
 
 
 def average_is_recorded(self, *given, plain=Updater.step, update=MovingAverage.update):
-    """With the decay of that step."""
+    """Use the decay of the captured step for all steps."""
     norm = plain(self, *given)
     if is_recording():
         update(AVERAGES[0], WARM + 1)
     return norm
 
 
-RECORDED = [(Updater, "step", average_is_recorded), (MovingAverage, "update", average_is_updated_outside)]
+RECORDED = [
+    (Updater, "step", average_is_recorded),
+    (MovingAverage, "update", average_is_updated_outside),
+]
 NUMBERS = [(LearningRates, "__init__", rates_are_numbers)]
 MUTANTS = {  # words, patches, recorder
     "the learning rate is a number": (SGD, NUMBERS, CpuRecorder),
     "muon's learning rate is a number": (CASES["muon"], NUMBERS, CpuRecorder),
-    "a loss is kept": (SGD, [(Steps, "forward_backward", loss_is_kept)], CpuRecorder),
-    "the batch is not copied": (SGD, [(Steps, "forward_backward", batch_is_not_copied)], CpuRecorder),
-    "storages change": (f"{ADAMW} ema=0.9", [*MOVES, (Steps, "check", lambda self: None)], CpuRecorder),
+    "a loss is kept": (SGD, [(GraphSteps, "forward_backward", loss_is_kept)], CpuRecorder),
+    "the batch is not copied": (
+        SGD,
+        [(GraphSteps, "forward_backward", batch_is_not_copied)],
+        CpuRecorder,
+    ),
+    "storages change": (
+        f"{ADAMW} ema=0.9",
+        [*MOVES, (GraphSteps, "check", lambda self: None)],
+        CpuRecorder,
+    ),
     "draws repeat": ("", [], same_draws(CpuRecorder)),
     "a pass that adds is the first": (f"{SGD} accumulate=2", [], OneForAll),
     "a number of the host": (f"model.name=fromthehost {SGD}", [], CpuRecorder),
@@ -316,21 +384,28 @@ MUTANTS = {  # words, patches, recorder
 @pytest.mark.parametrize("proven", [True, False])
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant(name, proven):
-    """By the proof before the first replay that counts, where there is one, and by what the run leaves."""
+    """The comparison before the first real replay detects it, if there is one, or the results of
+    the run do.
+    """
     words, patches, kind = MUTANTS[name]
-    unproven = [] if proven else [(step_graphs, "difference", lambda *_: None)]
+    unproven = [] if proven else [(step_graphs, "find_difference", lambda *_: None)]
     try:
         played = replayed(words, [*patches, *unproven], kind=kind)
     except (RuntimeError, AssertionError, TrainerError):
-        return  # it has ended
+        return  # The process has ended.
     assert differences(launched(words), played) or not played.replayed_to_the_end
 
 
 # Ranks.
 
-RANKS = {  # words, and steps before one is recorded: a save, or an averaging, follows the last of them
+# Columns: arguments, and the number of steps before one is captured; a save or an averaging follows
+# the last of them
+RANKS = {
     "ddp": (f"mode=ddp accumulate=2 ema=0.9 clip_grad_norm=0.5 {ADAMW}", 4),
-    "local_sgd": (f"mode=local_sgd local_sgd.every=3 data.samples=97 batch_size=20 ema=0.9 {SGD}", 3),
+    "local_sgd": (
+        f"mode=local_sgd local_sgd.every=3 data.samples=97 batch_size=20 ema=0.9 {SGD}",
+        3,
+    ),
 }
 MORE_RANKS = {
     "ddp, label smoothing": (f"mode=ddp loss.label_smoothing=0.1 augment.mixup=0.2 {SGD}", 2),
@@ -341,12 +416,19 @@ MORE_RANKS = {
 
 
 def commanded(words, graphs, warm, folder):
-    """What two ranks of a command leave, and how many steps or parts of these each replayed."""
+    """Return the results of two ranks of a command, and the number of steps, or parts of steps,
+    that each replayed.
+    """
     base = [word for word in BASE.split() if not word.startswith("devices=")]
     replays = folder / f"replays {graphs}"
     replays.mkdir()
     env = {"TRAINER_TEST_REPLAYS": str(replays), "TRAINER_TEST_WARM": str(warm)}
-    more = ["nproc=2", "plugin=tests.simulated.tape_plugin", f"graphs={graphs}", f"output={folder / graphs}"]
+    more = [
+        "nproc=2",
+        "plugin=tests.simulated.tape_plugin",
+        f"graphs={graphs}",
+        f"output={folder / graphs}",
+    ]
     left = Left(folder / graphs)
     left.output = ok(*latest(*base, *words.split(), *more), env=env).stdout
     return left.read(), [file.stat().st_size for file in replays.iterdir()]
@@ -368,7 +450,7 @@ def test_ranks_that_replay_are_ranks_that_launch(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_keeps_one_rank_from_recording_is_told_and_all_launch(tmp_path):
+def test_if_one_rank_cannot_capture_all_ranks_run_eagerly_with_a_message(tmp_path):
     words = f"mode=ddp model.name=waitsonone {SGD} epochs=3"
     eager, _ = commanded(words, "false", 0, tmp_path)
     played, _ = commanded(words, "true", 2, tmp_path)

@@ -1,4 +1,4 @@
-"""Early stopping through the real command line: when a run ends, that it can be continued, and what it says."""
+"""Early stopping through the real command line: the end of a run, resuming it, and the messages."""
 
 import json
 import math
@@ -13,8 +13,15 @@ from trainer.saving.checkpoint import Position
 from trainer.training import stopping
 from trainer.training.state import History
 
-# A learning rate that moves nothing: the first epoch is the best.
-STILL = ["recipe=digits", "model.name=mlp", "optimizer.lr=1e-12", "augment.crop=none", "batch_size=256", *QUIET]
+# A learning rate without effect, so the first epoch is the best.
+STILL = [
+    "recipe=digits",
+    "model.name=mlp",
+    "optimizer.lr=1e-12",
+    "augment.crop=none",
+    "batch_size=256",
+    *QUIET,
+]
 STILL += ["optimizer.weight_decay=0", "schedule.warmup_epochs=0"]
 MODES = {"single": ["mode=single"], "ddp": ["mode=ddp", "nproc=2"]}
 STAGES = ["mode=pipeline", "nproc=2", "pipeline.microbatches=2"]
@@ -22,24 +29,29 @@ STAGES = ["mode=pipeline", "nproc=2", "pipeline.microbatches=2"]
 
 @pytest.mark.slow
 def test_ranks_without_outputs_stop_too(tmp_path):
-    done = ok(*STILL, *STAGES, "stop.patience=2", "epochs=9", f"output={tmp_path / 'run'}")
-    assert re.search(r"stopped: 2 epochs .*top-1.*\bepoch 1\b", done.stdout)
-    found = result(tmp_path / "run")
-    assert (found["status"], found["exit_code"]) == ("completed", 0) and ended(tmp_path / "run")[:2] == (
+    completed = ok(*STILL, *STAGES, "stop.patience=2", "epochs=9", f"output={tmp_path / 'run'}")
+    assert re.search(r"stopped: 2 epochs .*top-1.*\bepoch 1\b", completed.stdout)
+    run_result = result(tmp_path / "run")
+    assert (run_result["status"], run_result["exit_code"]) == ("completed", 0)
+    assert ended(tmp_path / "run")[:2] == (
         "stop.patience",
         3,
     )
-    assert (tmp_path / "run" / "last.safetensors").is_file() and (tmp_path / "run" / "best.safetensors").is_file()
+    assert (tmp_path / "run" / "last.safetensors").is_file()
+    assert (tmp_path / "run" / "best.safetensors").is_file()
 
 
 def ended(folder):
-    found = result(folder)
-    return found["ended_by"], found["epochs"], found["steps"], len(losses(folder))
+    run_result = result(folder)
+    return run_result["ended_by"], run_result["epochs"], run_result["steps"], len(losses(folder))
 
 
-@pytest.mark.parametrize("mode", ["single", pytest.param("ddp", marks=pytest.mark.full("as single"))])
+@pytest.mark.parametrize(
+    "mode", ["single", pytest.param("ddp", marks=pytest.mark.full("as single"))]
+)
 def test_a_stopped_run_stays_so_until_patience_is_raised(mode, tmp_path):
-    whole, run = tmp_path / "whole", tmp_path / "run"
+    whole = tmp_path / "whole"
+    run = tmp_path / "run"
     words = [*STILL, *MODES[mode], "epochs=5"]
     ok(*words, "stop.patience=2", f"output={run}")
     words += ["resume=auto"]
@@ -49,7 +61,9 @@ def test_a_stopped_run_stays_so_until_patience_is_raised(mode, tmp_path):
     assert ended(run) == ("stop.patience", 4, 20, 20)
     ok(*words, "stop.patience=null", f"output={run}")
     ok(*words, f"output={whole}")
-    assert ended(run) == ended(whole) == ("epochs", 5, 25, 25) and losses(run) == losses(whole), "to the last bit"
+    assert ended(run) == ended(whole) == ("epochs", 5, 25, 25) and losses(run) == losses(whole), (
+        "to the last bit"
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,6 +81,12 @@ def test_a_stopped_run_stays_so_until_patience_is_raised(mode, tmp_path):
     ],
 )
 def test_patience(best, best_epoch, epoch, patience, lost):
-    resolved = SimpleNamespace(recipe=load(None, f"stop.patience={json.dumps(patience)}"), speed_only=False)
-    history, position = History(best=best, best_epoch=best_epoch), Position(0, epoch, 0)
-    assert stopping.lost_patience(resolved, SimpleNamespace(history=history, position=position)) is lost
+    resolved = SimpleNamespace(
+        recipe=load(None, f"stop.patience={json.dumps(patience)}"), speed_only=False
+    )
+    history = History(best=best, best_epoch=best_epoch)
+    position = Position(0, epoch, 0)
+    assert (
+        stopping.has_lost_patience(resolved, SimpleNamespace(history=history, position=position))
+        is lost
+    )

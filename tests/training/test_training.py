@@ -1,6 +1,8 @@
-"""Whole runs through the real command line: what a mode computes, what a run leaves behind, what survives.
+"""Whole runs through the real command line: the numbers of a mode, the files of a run, and
+interrupted runs.
 
-Importing torch costs seconds and a torchrun five: tests share a run where they look at different sides of it.
+Importing torch costs seconds and a torchrun five: tests share a run where they look at different
+sides of it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ from safetensors.torch import load_file
 from tests import warm
 from tests.command_line import (
     QUIET,
-    WHOLE,
     environment,
     free_port,
     losses,
@@ -31,14 +32,13 @@ from tests.command_line import (
     torchrun,
     trainer,
     wait_for,
+    written,
 )
 from tests.data.photo_folders import photo
-from tests.telemetry.event_values import written
+from tests.training.whole_runs import SAME, assert_same_run
 from trainer import train
 from trainer.recipe import load, shipped_recipes
 from trainer.saving.steps_file import STEP_COLUMNS
-
-SAME = ["recipe=digits", "batch_size=64", "optimizer.lr=0.001", "augment.crop=none", "max_steps=20", *WHOLE]
 
 
 @pytest.fixture(scope="module")
@@ -49,25 +49,49 @@ def reference(tmp_path_factory):
     return folder
 
 
-def test_what_a_run_leaves_behind(reference):
+def test_files_of_a_run(reference):
     names = {path.name for path in reference.iterdir()}
-    assert {"recipe.yaml", "result.json", "steps.csv", "last.safetensors", "best.safetensors", "checkpoints"} <= names
-    found = result(reference)
-    assert found["status"] == "completed" and found["steps"] == 20 and found["data"]["val_samples"] == 360
-    assert found["throughput"]["samples_per_sec"] > 0 and found["step_time_s"]["p95"] > 0
-    assert 0 <= found["data_wait_fraction"] < 1 and found["peak_memory_bytes"]["cpu"] > 2**20
+    assert {
+        "recipe.yaml",
+        "result.json",
+        "steps.csv",
+        "last.safetensors",
+        "best.safetensors",
+        "checkpoints",
+    } <= names
+    run_result = result(reference)
+    assert run_result["status"] == "completed"
+    assert run_result["steps"] == 20
+    assert run_result["data"]["val_samples"] == 360
+    assert run_result["throughput"]["samples_per_sec"] > 0 and run_result["step_time_s"]["p95"] > 0
+    assert (
+        0 <= run_result["data_wait_fraction"] < 1 and run_result["peak_memory_bytes"]["cpu"] > 2**20
+    )
     assert steps(reference)[0].keys() == {*STEP_COLUMNS}
 
 
 def test_golden_losses(reference):
-    """The first losses of the default model on the default data: a change of maths anywhere shows here."""
+    """The first losses of the default model on the default data: a change of maths anywhere shows
+    here.
+    """
     assert losses(reference)[:3] == pytest.approx([2.3573520, 2.3600483, 2.3316798], rel=1e-3)
 
 
 @pytest.mark.slow
 def test_weights_load_into_bare_torchvision(tmp_path):
-    words = ["recipe=resnet50", "mode=single", "data.name=synthetic", "data.image_size=32", "data.samples=8"]
-    words += ["data.val_samples=4", "batch_size=4", "epochs=1", "model.num_classes=10", "save.keep=2", *QUIET]
+    words = [
+        "recipe=resnet50",
+        "mode=single",
+        "data.name=synthetic",
+        "data.image_size=32",
+        "data.samples=8",
+        "data.val_samples=4",
+        "batch_size=4",
+        "epochs=1",
+        "model.num_classes=10",
+        "save.keep=2",
+        *QUIET,
+    ]
     ok(*words, f"output={tmp_path / 'run'}")
     model = torchvision.models.resnet50(num_classes=10)
     model.load_state_dict(load_file(tmp_path / "run" / "last.safetensors"), strict=True)
@@ -75,7 +99,8 @@ def test_weights_load_into_bare_torchvision(tmp_path):
         assert file.metadata()["format"] == "pt" and file.metadata()["ema"] == "false"
 
 
-# --------------------------------------------------------------------------------------------- every recipe
+# ---------------------------------------------------------------------------------------------
+# every recipe
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +110,11 @@ def photos(tmp_path_factory):
     for split, count in (("train", 16), ("val", 6)):
         for number in range(count):
             name = f"{number}.{'jpg' if number % 4 > 1 else 'png'}"
-            photo(root / split / ("cat", "dog")[number % 2] / name, (48, 40), seed=number)
+            photo(
+                root / split / ("cat", "dog")[number % 2] / name,
+                (48, 40),
+                seed=number,
+            )
     return root
 
 
@@ -93,7 +122,7 @@ LIGHT = {  # networks for what is no matter of size; the full counts take the re
     "vit_b_16": "vit_tiny",
     "swin_t": "vit_tiny",
     "convnext_tiny": "cnn_gn",
-    "resnet50": "resnet18",  # which test_weights_load_into_bare_torchvision trains
+    "resnet50": "resnet18",  # The test test_weights_load_into_bare_torchvision trains it.
     "resnet50_v2": "resnet18",
     "resnet50_8gpu": "resnet18",
 }
@@ -106,55 +135,96 @@ LARGE = ("resnet18", "resnet50_v2", "resnet50_8gpu")
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.full] * (name in LARGE) + [pytest.mark.slow] * (name in SLOW))
+        pytest.param(
+            name, marks=[pytest.mark.full] * (name in LARGE) + [pytest.mark.slow] * (name in SLOW)
+        )
         for name in shipped_recipes()
     ],
 )
 def test_every_recipe_trains_two_steps(name, photos, tmp_path, full):
-    """On images made here where its own must be fetched; the network and everything else are the recipe's.
+    """The images are synthetic if the recipe's must be downloaded; the network and everything else
+    are the recipe's.
 
     Through the Python API, in this process: an import of torch for each would cost half a minute.
     """
     data = load(name).data
-    words = ["mode=single", "threads=1", "compile=false", "optimizer.lr=0.001", "batch_size=8", "accumulate=1"]
+    words = [
+        "mode=single",
+        "threads=1",
+        "compile=false",
+        "optimizer.lr=0.001",
+        "batch_size=8",
+        "accumulate=1",
+    ]
     words += ["max_steps=2", "epochs=1", *QUIET]
     if name in LIGHT and not full:
         words += [f"model.name={LIGHT[name]}"]
     if data.name == "imagefolder":
-        words += [f"data.root={photos}", "data.image_size=32", "model.weights=null", "data.workers=0"]
+        words += [
+            f"data.root={photos}",
+            "data.image_size=32",
+            "model.weights=null",
+            "data.workers=0",
+        ]
     elif data.name != "digits":
         size, channels = (28, 1) if "mnist" in data.name else (32, 3)
         words += ["data.name=synthetic", f"data.image_size={size}", f"data.channels={channels}"]
         words += ["data.samples=16", "data.val_samples=6"]
-    if load(name).distill.weight is not None:  # its teacher is a run of the user's
+    if load(name).distill.weight is not None:  # The teacher is a run of the user.
         train(load("cifar10_fast", *words, f"output={tmp_path / 'teacher'}"))
         words += [f"distill.teacher={tmp_path / 'teacher'}"]
     train(load(name, *words, f"output={tmp_path / 'run'}"))
-    found = result(tmp_path / "run")
-    assert found["steps"] == 2 and found["status"] == "completed" and 0 < found["train_loss"] < 20
+    run_result = result(tmp_path / "run")
+    assert (
+        run_result["steps"] == 2
+        and run_result["status"] == "completed"
+        and 0 < run_result["train_loss"] < 20
+    )
     shutil.rmtree(tmp_path)  # up to 2 GB of checkpoints
 
 
 @pytest.mark.slow
 def test_resnet50_without_data_measures_speed(tmp_path):
-    words = ["recipe=resnet50", "mode=single", "data.image_size=32", "batch_size=4", "max_steps=3", *QUIET]
-    done = ok(*words, f"output={tmp_path / 'run'}")
-    found = result(tmp_path / "run")
-    assert "SYNTHETIC" in done.stdout and "images/s" in done.stdout and "data.root=" in done.stdout
-    assert found["data"]["synthetic"] and found["steps"] == 3 and found["throughput"]["samples_per_sec"] > 0
-    assert not (tmp_path / "run" / "checkpoints").exists() and not (tmp_path / "run" / "last.safetensors").exists()
+    words = [
+        "recipe=resnet50",
+        "mode=single",
+        "data.image_size=32",
+        "batch_size=4",
+        "max_steps=3",
+        *QUIET,
+    ]
+    completed = ok(*words, f"output={tmp_path / 'run'}")
+    run_result = result(tmp_path / "run")
+    assert (
+        "SYNTHETIC" in completed.stdout
+        and "images/s" in completed.stdout
+        and "data.root=" in completed.stdout
+    )
+    assert run_result["data"]["synthetic"]
+    assert run_result["steps"] == 3
+    assert run_result["throughput"]["samples_per_sec"] > 0
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert not (tmp_path / "run" / "last.safetensors").exists()
     gone = trainer(*words, f"data.root={tmp_path / 'nowhere'}", f"output={tmp_path / 'other'}")
     assert gone.returncode == 3 and "nowhere" in gone.stderr and "Traceback" not in gone.stderr
 
 
-def test_what_fails_before_the_first_step_leaves_no_folder_below_runs(photos, tmp_path):
-    words = ["model.name=cnn", "mode=single", f"data.root={photos}", "batch_size=4", "model.init_from=/nowhere", *QUIET]
-    done = trainer("recipe=finetune", *words, cwd=tmp_path)
-    assert done.returncode != 0 and "'/nowhere' is not there" in done.stderr
+def test_a_failure_before_the_first_step_leaves_no_folder_below_runs(photos, tmp_path):
+    words = [
+        "model.name=cnn",
+        "mode=single",
+        f"data.root={photos}",
+        "batch_size=4",
+        "model.init_from=/nowhere",
+        *QUIET,
+    ]
+    completed = trainer("recipe=finetune", *words, cwd=tmp_path)
+    assert completed.returncode != 0 and "'/nowhere' is not there" in completed.stderr
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-# ---------------------------------------------------------------------------------------- killed and resumed
+# ---------------------------------------------------------------------------------------- killed
+# and resumed
 
 PLUGIN = """
 from torch import nn
@@ -176,33 +246,42 @@ def dropped(tmp_path):
     return ["plugin=mymodels", "model.name=dropped"]
 
 
-def same_run(one, two):
-    keep = ("step", "epoch", "train_loss", "lr")
-    assert [[row[key] for key in keep] for row in steps(one)] == [[row[key] for key in keep] for row in steps(two)]
-    assert (one / "last.safetensors").read_bytes() == (two / "last.safetensors").read_bytes()
-    assert result(one)["losses"] == result(two)["losses"] and result(one)["best_epoch"] == result(two)["best_epoch"]
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 4], ids=["single", "ddp 2", "ddp 4"])
 def test_killed_in_mid_epoch_and_resumed_is_byte_equal(ranks, dropped, photos, tmp_path, full):
     if ranks > 1 and not full:
         pytest.skip("a sample of the modes; --all takes every one")
     mode = ["mode=single"] if ranks == 1 else ["mode=ddp", f"nproc={ranks}"]
-    words = ["recipe=finetune", "model.weights=null", f"data.root={photos}", "data.image_size=16", "data.workers=1"]
-    words += ["augment.auto=trivial", "ema=0.9", "batch_size=4", "epochs=6", "save.every_steps=2", *dropped, *mode]
+    words = [
+        "recipe=finetune",
+        "model.weights=null",
+        f"data.root={photos}",
+        "data.image_size=16",
+        "data.workers=1",
+        "augment.auto=trivial",
+        "ema=0.9",
+        "batch_size=4",
+        "epochs=6",
+        "save.every_steps=2",
+        *dropped,
+        *mode,
+    ]
     words += ["logging.every_steps=3", "logging.progress=false"]
     ok(*words, f"output={tmp_path / 'whole'}", cwd=tmp_path)
     for cut in (7, *range(3, 24)) if full else (7,):
         folder = tmp_path / f"cut{cut}"
-        killed = trainer(*words, f"output={folder}", cwd=tmp_path, env={"TRAINER_FAULT": f"kill@0:{cut}"})
+        killed = trainer(
+            *words, f"output={folder}", cwd=tmp_path, env={"TRAINER_FAULT": f"kill@0:{cut}"}
+        )
         assert killed.returncode != 0
         ok(*words, f"output={folder}", "resume=auto", cwd=tmp_path)
-        same_run(folder, tmp_path / "whole")
+        assert_same_run(folder, tmp_path / "whole")
         assert logged(folder) == logged(tmp_path / "whole")
 
 
 def logged(folder):
-    """(tag, step) of all raw TensorBoard events, each once; what depends on the clock is left out."""
+    """Return (tag, step) of all raw TensorBoard events, each once, without those that depend on the
+    clock.
+    """
     timed = ("save/", "speed/", "overview/4_samples", "overview/6_data")
     seen = [value for value in written(folder) if not value[0].startswith(timed)]
     assert seen == sorted({*seen})
@@ -211,42 +290,66 @@ def logged(folder):
 
 
 def test_averaged_batch_norm_is_evaluated_as_it_is_saved(tmp_path):
-    """Running statistics are each rank's own until they are settled; what is evaluated must be what is written."""
-    words = ["recipe=digits", "mode=ddp", "nproc=2", "ema=0.9", "epochs=1", "optimizer.lr=0.01", *QUIET]
+    """Running statistics are each rank's own until they are settled; what is evaluated must be what
+    is written.
+    """
+    words = [
+        "recipe=digits",
+        "mode=ddp",
+        "nproc=2",
+        "ema=0.9",
+        "epochs=1",
+        "optimizer.lr=0.01",
+        *QUIET,
+    ]
     ok(*words, f"output={tmp_path / 'run'}")
-    done = ok("evaluate", f"checkpoint={tmp_path / 'run'}")
-    found = result(tmp_path / "run")
-    assert f"val loss {found['val_loss']:.4f}" in done.stdout and f"{found['val_top1']:.2%}" in done.stdout
-    assert "on 360 held-out images" in done.stdout
+    completed = ok("evaluate", f"checkpoint={tmp_path / 'run'}")
+    run_result = result(tmp_path / "run")
+    assert f"val loss {run_result['val_loss']:.4f}" in completed.stdout
+    assert f"{run_result['val_top1']:.2%}" in completed.stdout
+    assert "on 360 held-out images" in completed.stdout
 
 
 def test_rank_0_alone_refusing_ends_the_others_at_once(reference):
     begun = time.monotonic()
-    done = trainer(*SAME, "mode=ddp", "nproc=2", "model.name=cnn_gn", f"output={reference}")
-    assert done.returncode == 8 and len(done.stderr.splitlines()) == 1, done.stderr
+    completed = trainer(*SAME, "mode=ddp", "nproc=2", "model.name=cnn_gn", f"output={reference}")
+    assert completed.returncode == 8 and len(completed.stderr.splitlines()) == 1, completed.stderr
     assert time.monotonic() - begun < 15
 
 
 def test_folders_that_are_taken(reference):
     again = trainer(*SAME, "mode=single", "model.name=cnn_gn", f"output={reference}")
-    assert again.returncode == 8 and "resume=auto" in again.stderr and len(again.stderr.splitlines()) == 1
-    other = trainer(*SAME, "mode=single", "model.name=cnn_gn", "seed=5", f"output={reference}", "resume=auto")
+    assert again.returncode == 8
+    assert "resume=auto" in again.stderr
+    assert len(again.stderr.splitlines()) == 1
+    other = trainer(
+        *SAME, "mode=single", "model.name=cnn_gn", "seed=5", f"output={reference}", "resume=auto"
+    )
     assert other.returncode == 2 and "seed: 0 there, 5 now" in other.stderr
-    done = ok(*SAME, "mode=single", "model.name=cnn_gn", f"output={reference}", "resume=auto")
-    assert "done" in done.stdout and len(steps(reference)) == 20
-    assert result(reference)["throughput"]["samples_per_sec"] > 0, "a finished run keeps what it measured"
+    completed = ok(*SAME, "mode=single", "model.name=cnn_gn", f"output={reference}", "resume=auto")
+    assert "done" in completed.stdout and len(steps(reference)) == 20
+    assert result(reference)["throughput"]["samples_per_sec"] > 0, (
+        "a finished run keeps what it measured"
+    )
     logged(reference)
 
 
-# ------------------------------------------------------------------------------------------- bad endings
+# ------------------------------------------------------------------------------------------- bad
+# endings
 
 
 @contextmanager
 def started(*words, stderr=subprocess.STDOUT, **changes):
-    """A run that goes on, as a process; it does not outlive the block."""
+    """Start a run as a process, which does not outlive the block."""
     command = [sys.executable, "-m", "trainer", *words, *QUIET]
     pipe = subprocess.PIPE
-    process = warm.Popen(command, env=environment(**changes), stdout=pipe, stderr=stderr, text=True)
+    process = warm.Popen(
+        command,
+        env=environment(**changes),
+        stdout=pipe,
+        stderr=stderr,
+        text=True,
+    )
     try:
         yield process
     finally:
@@ -255,7 +358,13 @@ def started(*words, stderr=subprocess.STDOUT, **changes):
 
 
 def test_a_long_step_behind_a_checkpoint_is_not_waited_for(tmp_path):
-    words = ["recipe=digits", "mode=single", "model.name=mlp", "save.every_steps=5", f"output={tmp_path / 'run'}"]
+    words = [
+        "recipe=digits",
+        "mode=single",
+        "model.name=mlp",
+        "save.every_steps=5",
+        f"output={tmp_path / 'run'}",
+    ]
     with started(*words, TRAINER_FAULT="hang@0:6") as process:
         wait_for((tmp_path / "run" / "checkpoints" / "step-00000005").exists, process, 90)
         process.send_signal(signal.SIGTERM)
@@ -275,43 +384,60 @@ def test_a_long_step_behind_a_checkpoint_is_not_waited_for(tmp_path):
 )
 def test_a_signal_saves_and_leaves(number, code, mode, tmp_path):
     folder = tmp_path / "run"
-    with started("recipe=digits", "epochs=2000", *mode, f"output={folder}", stderr=subprocess.PIPE) as process:
+    with started(
+        "recipe=digits", "epochs=2000", *mode, f"output={folder}", stderr=subprocess.PIPE
+    ) as process:
         wait_for(lambda: (folder / "steps.csv").exists() and len(steps(folder)) > 30, process)
         process.send_signal(number)
-        _, said = process.communicate(timeout=20)
-    assert process.returncode == code, said
-    assert f"output={folder} resume=auto" in said and "Traceback" not in said
-    found = result(folder)
-    assert found["status"] == "preempted" and found["exit_code"] == code
+        _, message = process.communicate(timeout=20)
+    assert process.returncode == code, message
+    assert f"output={folder} resume=auto" in message and "Traceback" not in message
+    run_result = result(folder)
+    assert run_result["status"] == "preempted" and run_result["exit_code"] == code
     saved = max(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").iterdir())
-    assert saved == found["steps"] > 30
+    assert saved == run_result["steps"] > 30
 
 
-# --------------------------------------------------------------------------------------------- launchers
+# ---------------------------------------------------------------------------------------------
+# launchers
 
 
 def two_nodes(*words, folders, env=None):
     """Two torchruns of the user, each in a folder of its own, the first with rank 0."""
-    both = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
+    both = [
+        "--nnodes=2",
+        "--nproc_per_node=1",
+        "--master_addr=127.0.0.1",
+        f"--master_port={free_port()}",
+    ]
     with ExitStack() as closing:
         nodes = []
         for rank, folder in enumerate(folders):
             node = torchrun(*words, arguments=[*both, f"--node_rank={rank}"], cwd=folder, env=env)
             nodes.append(closing.enter_context(node))
-        said = [node.communicate(timeout=120)[0] for node in nodes]
-        return [(node.returncode, out) for node, out in zip(nodes, said, strict=True)]
+        messages = [node.communicate(timeout=120)[0] for node in nodes]
+        return [(node.returncode, out) for node, out in zip(nodes, messages, strict=True)]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("mode", ["mode=ddp", "mode=pipeline pipeline.microbatches=2"])
 def test_a_node_without_the_run_folder_gets_the_checkpoint(mode, reference, tmp_path):
-    """Each node has a disk of its own: only the first has what was saved."""
+    """Each node has its own disk, and only the first has the saved files."""
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
         folder.mkdir()
-    words = [*SAME, *mode.split(), "model.name=cnn_gn", "ema=0.9", "output=runs/mine", "save.every_steps=2"]
+    words = [
+        *SAME,
+        *mode.split(),
+        "model.name=cnn_gn",
+        "ema=0.9",
+        "output=runs/mine",
+        "save.every_steps=2",
+    ]
     ended = two_nodes(*words, folders=folders, env={"TRAINER_FAULT": "kill@1:10"})
-    assert all(code for code, _ in ended) and (folders[0] / "runs").exists() and not (folders[1] / "runs").exists()
+    assert all(code for code, _ in ended)
+    assert (folders[0] / "runs").exists()
+    assert not (folders[1] / "runs").exists()
     turned = two_nodes(*words, "resume=auto", folders=folders[::-1])
     assert all(code for code, _ in turned), turned
     assert any(re.search(r"rank 1 .*\bruns/mine .*rank 0 ", out) for _, out in turned), turned
@@ -321,10 +447,25 @@ def test_a_node_without_the_run_folder_gets_the_checkpoint(mode, reference, tmp_
 
 
 def test_restarts_resume_by_themselves(tmp_path):
-    arguments = ["--standalone", "--nproc_per_node=2", "--max-restarts=1", f"--log-dir={tmp_path / 'logs'}"]
-    words = ["recipe=digits", "model.name=cnn_gn", "epochs=1", "save.every_steps=4", f"output={tmp_path / 'run'}"]
-    with torchrun(*words, *QUIET, arguments=arguments, env={"TRAINER_FAULT": "kill@1:10"}) as process:
+    arguments = [
+        "--standalone",
+        "--nproc_per_node=2",
+        "--max-restarts=1",
+        f"--log-dir={tmp_path / 'logs'}",
+    ]
+    words = [
+        "recipe=digits",
+        "model.name=cnn_gn",
+        "epochs=1",
+        "save.every_steps=4",
+        f"output={tmp_path / 'run'}",
+    ]
+    with torchrun(
+        *words, *QUIET, arguments=arguments, env={"TRAINER_FAULT": "kill@1:10"}
+    ) as process:
         out, _ = process.communicate(timeout=120)
-    out += "".join(f"\n{path}: {path.read_text()}" for path in sorted((tmp_path / "logs").rglob("error.json")))
+    out += "".join(
+        f"\n{path}: {path.read_text()}" for path in sorted((tmp_path / "logs").rglob("error.json"))
+    )
     assert process.returncode == 0, out
     assert "resuming at step 8" in out and len(steps(tmp_path / "run")) == 14, out

@@ -1,5 +1,5 @@
-"""The command line: its commands, words, help pages and completion.
+"""The command line: commands, arguments, help pages and completion.
 
-No torch in this room, so that a typo is answered at once.
+Nothing here imports torch, so that a typo is reported immediately.
 Imports: errors, recipe, processes, saving.
 """

@@ -1,4 +1,4 @@
-"""The commands: one declaration for each, which dispatch, grammar and completion read."""
+"""The table of commands, which dispatch, grammar and completion read."""
 
 from __future__ import annotations
 
@@ -7,14 +7,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the command line; its help is its section of the guide's page `commands`."""
+    """A command of the command line. The guide's page `commands` has a help section for each.
 
-    home: str = ""  # the module whose `command` takes the words; empty: `__main__` itself
-    words: tuple[str, ...] = ()  # its own, beside the keys of a recipe; without any it reads its words itself
-    wants: tuple[str, ...] = ()  # what to type at least
-    alone: bool = False  # refused as one of several tasks of mpirun or srun
+    Attributes:
+        home: module whose function `command` accepts the arguments; empty for `__main__`.
+        words: options in addition to the keys of a recipe. A command without any parses its
+            arguments itself.
+        wants: example of the arguments that are required at least.
+        alone: whether the command refuses to run as one of several tasks of mpirun or srun.
+    """
+
+    home: str = ""
+    words: tuple[str, ...] = ()
+    wants: tuple[str, ...] = ()
+    alone: bool = False
 
 
+# Commands in the order of the overview and of the guide's page `commands`.
 COMMANDS = {
     "train": Command(words=("recipe", "nproc", "max_restarts", "plugin"), wants=("recipe=digits",)),
     "compare": Command(
@@ -35,26 +44,41 @@ COMMANDS = {
         wants=("recipe=digits",),
         alone=True,
     ),
-    "predict": Command("trainer.commands.predict", ("checkpoint", "plugin"), wants=("photo.jpg",), alone=True),
-    "evaluate": Command(words=("checkpoint", "plugin", "split"), wants=("checkpoint=RUN",), alone=True),
+    "predict": Command(
+        "trainer.commands.predict", ("checkpoint", "plugin"), wants=("photo.jpg",), alone=True
+    ),
+    "evaluate": Command(
+        words=("checkpoint", "plugin", "split"), wants=("checkpoint=RUN",), alone=True
+    ),
     "export": Command("trainer.commands.export", wants=("RUN", "format=onnx"), alone=True),
     "runs": Command("trainer.commands.runs"),
-    "cache": Command("trainer.data.cache.homes", alone=True),
+    "cache": Command("trainer.commands.cache", alone=True),
     "doctor": Command("trainer.commands.doctor"),
     "prove": Command("trainer.commands.prove", alone=True),
     "submit": Command(
         "trainer.commands.submit",
         (
-            *("recipe", "nodes", "nproc", "cpus", "memory", "time", "partition", "account", "requeues"),
-            *("max_restarts", "plugin", "output", "resume"),
+            "recipe",
+            "nodes",
+            "nproc",
+            "cpus",
+            "memory",
+            "time",
+            "partition",
+            "account",
+            "requeues",
+            "max_restarts",
+            "plugin",
+            "output",
+            "resume",
         ),
         wants=("slurm", "recipe=digits", "nproc=2", "time=01:00:00", "cpus=8"),
         alone=True,
     ),
-    "recipes": Command("trainer.recipe.key_reference"),
+    "recipes": Command("trainer.commands.recipes"),
     "guide": Command("trainer.cli.guide"),
     "completion": Command("trainer.cli.completion"),
     "version": Command(),
     "help": Command(),
 }
-OWN_WORDS = frozenset(word for command in COMMANDS.values() for word in command.words)  # of any command
+OWN_WORDS = frozenset[str]().union(*(command.words for command in COMMANDS.values()))

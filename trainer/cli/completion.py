@@ -1,7 +1,7 @@
-"""`python -m trainer completion bash|zsh`: a script that completes commands, keys and recipes at the Tab key.
+"""Command `completion bash|zsh`: a shell script that completes commands, keys and recipes.
 
-They are lists in the script, so that no Python starts at a Tab; files and folders come from the shell itself. The
-shells' code lies beside this file; both share `completion.sh`.
+The script contains the lists, so that pressing Tab starts no Python; the shell itself completes
+files and folders. The templates are next to this file, and both shells share `completion.sh`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.cli.command_table import COMMANDS
-from trainer.cli.grammar import program
-from trainer.cli.guide import topics
+from trainer.cli.grammar import format_program
+from trainer.cli.guide import list_topics
 from trainer.errors import RecipeError
 from trainer.recipe import shipped_recipes
-from trainer.recipe.checks import refused_schedules
+from trainer.recipe.checks import list_refused_schedules
 from trainer.recipe.known_names import DATASETS, SMALL_MODELS, TASKS, torchvision_classifiers
 from trainer.recipe.reflection import choices, defaults
 
@@ -22,42 +22,54 @@ SHELLS = ("bash", "zsh")
 
 
 def command(words: Sequence[str]) -> int:
-    """Print the script for a shell."""
-    if list(words) not in [[shell] for shell in SHELLS]:
-        given = f"'{' '.join(words)[:40]}' is not a shell that completion knows:" if words else "for which shell?"
-        raise RecipeError(f"{given} type {program()} completion bash, or zsh")
-    print(script(words[0]), end="")
+    """Print the completion script of a shell."""
+    if len(words) != 1 or words[0] not in SHELLS:
+        raise RecipeError(
+            f"completion knows two shells: type {format_program()} completion bash, or zsh"
+        )
+    print(build_script(words[0]), end="")
     return 0
 
 
-def script(shell: str) -> str:
-    """The script for bash or zsh, which completes what this version knows."""
-    keys = [f"{key}=" for key in defaults()]
-    words = {name: [f"{word}=" for word in command.words] for name, command in COMMANDS.items() if command.words}
-    marks = {
+def build_script(shell: str) -> str:
+    """Return the script for bash or zsh, which completes the names that this version knows."""
+    cases = []
+    for name, entry in COMMANDS.items():
+        if entry.words:
+            options = " ".join(f"{word}=" for word in entry.words)
+            cases.append(f"{name}) _trainer_match {options} $_trainer_keys ;;")
+    lists = {
         "COMMANDS": COMMANDS,
         "RECIPES": shipped_recipes(),
-        "KEYS": keys,
-        "VALUES": _values(),
-        "TOPICS": topics(),
+        "KEYS": [f"{key}=" for key in defaults()],
+        "VALUES": _list_values(),
+        "TOPICS": list_topics(),
         "SHELLS": SHELLS,
-        "OWN": [f"{name}) _trainer_match {' '.join(own)} $_trainer_keys ;;" for name, own in words.items()],
     }
-    text = _code("sh").removesuffix("\n")
-    for mark, found in marks.items():
-        text = text.replace(f"@{mark}@", ("\n        " if mark == "OWN" else " ").join(found))
-    return _code(shell).replace("@FOUND@", text).replace("@PROGRAM@", program())
+    text = _read_template("sh").removesuffix("\n")
+    for mark, names in lists.items():
+        text = text.replace(f"@{mark}@", " ".join(names))
+    text = text.replace("@OWN@", "\n        ".join(cases))
+    return _read_template(shell).replace("@FOUND@", text).replace("@PROGRAM@", format_program())
 
 
-def _code(shell: str) -> str:
+def _read_template(shell: str) -> str:
     return Path(__file__).with_suffix(f".{shell}").read_text(encoding="utf-8")
 
 
-def _values() -> list[str]:
-    """key=value for what can be typed, where there is a list of it."""
-    known = {key: [value for value in allowed if key != "pipeline.schedule" or value not in refused_schedules()]
-             for key, allowed in choices().items()}  # fmt: skip
-    models = [*SMALL_MODELS, *torchvision_classifiers()]
-    known |= {"model.name": models, "data.name": [*DATASETS], "task.name": [*TASKS]}
-    known |= {"recipe": [*shipped_recipes()]}
-    return [f"{key}={value}" for key, allowed in known.items() for value in allowed]
+def _list_values() -> list[str]:
+    """List `key=value` for every key whose values can be enumerated."""
+    values_by_key = {key: [*values] for key, values in choices().items()}
+    schedules = values_by_key["pipeline.schedule"]
+    # Schedules that the installed torch lacks would be refused when they are typed.
+    refused = list_refused_schedules()
+    values_by_key["pipeline.schedule"] = [name for name in schedules if name not in refused]
+    values_by_key["model.name"] = [*SMALL_MODELS, *torchvision_classifiers()]
+    values_by_key["data.name"] = [*DATASETS]
+    values_by_key["task.name"] = [*TASKS]
+    values_by_key["recipe"] = [*shipped_recipes()]
+    pairs = []
+    for key, values in values_by_key.items():
+        for value in values:
+            pairs.append(f"{key}={value}")
+    return pairs

@@ -1,4 +1,7 @@
-"""The words of a command line -> a command and its words as key=value, or the one line that says what to type."""
+"""Parse a command line into a command and its arguments as key=value.
+
+An error is one line that says what to type.
+"""
 
 from __future__ import annotations
 
@@ -11,119 +14,172 @@ from collections.abc import Mapping, Sequence
 from trainer.cli.command_table import COMMANDS, OWN_WORDS
 from trainer.errors import RecipeError
 from trainer.processes import family
-from trainer.processes.rank import place
+from trainer.processes.rank import read_place
 from trainer.recipe import shipped_recipes
-from trainer.recipe.explaining import advice_on
+from trainer.recipe.explaining import suggest_key
 from trainer.recipe.key_reference import keys
 from trainer.recipe.reflection import defaults
-from trainer.recipe.text import nearest
+from trainer.recipe.text import find_nearest
 from trainer.saving.run_names import HOME, is_run
 
-FLAGS = ("--json",)  # ours, which have no value
+# Options without a value.
+FLAGS = ("--json",)
 
 
-def program(environment: Mapping[str, str] = os.environ) -> str:
-    """How this program was started: by torchrun, by launch.sh, or as a module."""
-    if _under_torchrun(environment):
-        return f"torchrun --nproc_per_node={place(environment).local_size} -m trainer"
+def format_program(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the command that started this program: torchrun, launch.sh, or Python with -m."""
+    if _is_under_torchrun(environment):
+        rank = read_place(environment)
+        # Ranks of several machines meet at an address, which `--standalone` would ignore.
+        alone = ""
+        if rank.size == rank.local_size:
+            alone = " --standalone"
+        return f"torchrun{alone} --nproc_per_node={rank.local_size} -m trainer"
     return environment.get("TRAINER_COMMAND") or "python -m trainer"
 
 
-def _under_torchrun(environment: Mapping[str, str]) -> bool:
-    """Whether the user's own torchrun started this."""
-    return place(environment).launched and family.PARENT not in environment
+def _is_under_torchrun(environment: Mapping[str, str]) -> bool:
+    """Return whether the user started torchrun, rather than our launcher."""
+    return read_place(environment).launched and family.PARENT not in environment
 
 
 def read(words: Sequence[str]) -> tuple[str, list[str]]:
-    """The command that the words name, and the words that it takes: `--key value` and `--key=value` as key=value.
+    """Parse the arguments of the program.
+
+    Returns:
+        The command and its arguments, where `--key value` and `--key=value` became `key=value`.
 
     Raises:
-        RecipeError: with what to type.
+        RecipeError: the arguments name no command or option; says what to type.
     """
-    words = [word.rstrip("\r") for word in words]  # of a script that Windows wrote
+    # A script that was written on Windows ends its lines with CR LF, which the shell passes on.
+    words = [word.rstrip("\r") for word in words]
     if not words:
-        if _under_torchrun(os.environ):
-            raise _to_type("train")
+        if _is_under_torchrun(os.environ):
+            raise _build_missing_error("train")
         return "help", []
     if words[0] in ("--version", "-V"):
         return "version", []
-    command, rest = words[0], words[1:]
+    command = words[0]
+    rest = words[1:]
     if command not in COMMANDS:
         if "=" not in command and not command.startswith("-"):
-            guess = nearest(command, [*COMMANDS, *shipped_recipes()])
-            hint = f"did you mean {guess if guess in COMMANDS else f'recipe={guess}'}? " if guess else ""
-            raise RecipeError(f"'{command[:80]}' is not a command; {hint}there are: {', '.join(COMMANDS)}")
-        command, rest = "train", words
+            guess = find_nearest(command, [*COMMANDS, *shipped_recipes()])
+            hint = ""
+            if guess:
+                suggestion = guess if guess in COMMANDS else f"recipe={guess}"
+                hint = f"did you mean {suggestion}? "
+            raise RecipeError(
+                f"'{command[:80]}' is not a command; {hint}there are: {', '.join(COMMANDS)}"
+            )
+        command = "train"
+        rest = words
+    # `plan help` prints the same page as `help plan`.
     if rest == ["help"]:
         return "help", [command]
     if COMMANDS[command].wants and not rest:
-        raise _to_type(command)
-    taken = spelled(rest)
+        raise _build_missing_error(command)
+    arguments = normalise_options(rest)
     if command == "predict":
-        taken = sorted_out(taken)
-    return command, [word for place, word in enumerate(taken) if "=" not in word or word not in taken[:place]]
+        arguments = classify_paths(arguments)
+    # An override that is repeated with the same value is no conflict; a repeated photo is kept.
+    distinct = list[str]()
+    for argument in arguments:
+        if "=" not in argument or argument not in distinct:
+            distinct.append(argument)
+    return command, distinct
 
 
-def spelled(words: Sequence[str]) -> list[str]:
-    """The words with options as key=value: `--key value`, `--key=value`, and dashes within a key."""
-    taken, rest = list[str](), list(words)
+def normalise_options(words: Sequence[str]) -> list[str]:
+    """Write options as `key=value`: `--key value`, `--key=value`, and keys with dashes."""
+    arguments = list[str]()
+    rest = list(words)
     while rest:
         word = rest.pop(0)
         key, equals, value = word.partition("=")
         name = key.lstrip("-").replace("-", "_")
+        is_key = name in defaults() or name in OWN_WORDS
         if not name or word in FLAGS:
-            taken.append(word)
+            arguments.append(word)
         elif equals:
-            ours = key.startswith("-") or name in defaults() or name in OWN_WORDS  # else it may be a file's name
-            taken.append(f"{name}={value}" if ours else word)
+            # The name of a file may contain "=" as well; it must stay as it is.
+            is_option = key.startswith("-") or is_key
+            arguments.append(f"{name}={value}" if is_option else word)
         elif not word.startswith("-"):
-            taken.append(word)
-        elif rest and "=" not in rest[0] and not re.match(r"-(?!\d)|$", rest[0]):  # it can be a value
-            taken.append(f"{name}={rest.pop(0)}")
-        elif name in defaults() or name in OWN_WORDS:
-            example = keys()[name].example if name in defaults() else f"{name}=VALUE"
+            arguments.append(word)
+        elif rest and "=" not in rest[0] and not re.match(r"-(?!\d)|$", rest[0]):
+            # A value may be a negative number, but no other option.
+            arguments.append(f"{name}={rest.pop(0)}")
+        elif is_key:
+            if name in defaults():
+                example = keys()[name].example
+            else:
+                example = f"{name}=VALUE"
             raise RecipeError(f"{word} has no value: type {example}")
         else:
-            raise RecipeError(f"{word}: {name} is not a key; {advice_on(name, [*defaults(), *OWN_WORDS])}")
-    return taken
+            raise RecipeError(
+                f"{word}: {name} is not a key; {suggest_key(name, [*defaults(), *OWN_WORDS])}"
+            )
+    return arguments
 
 
-def sorted_out(words: Sequence[str]) -> list[str]:
-    """The words of `predict`: the run among them as `checkpoint=`, and paths that hold a "=" so that they are no key.
+def classify_paths(words: Sequence[str]) -> list[str]:
+    """Classify the arguments of `predict`: a run becomes `checkpoint=RUN`.
+
+    A path that contains "=" is rewritten so that it cannot be read as a key.
 
     Raises:
-        RecipeError: a word means two things or nothing, or two are runs.
+        RecipeError: an argument is ambiguous or does not exist, or two arguments are runs.
     """
-    taken = [_sorted_out(word) for word in words]
-    runs = list(dict.fromkeys(word.partition("=")[2] for word in taken if word.startswith("checkpoint=")))
+    arguments = [_classify_path(word) for word in words]
+    checkpoints = [argument for argument in arguments if argument.startswith("checkpoint=")]
+    runs = [argument.partition("=")[2] for argument in dict.fromkeys(checkpoints)]
     if len(runs) > 1:
-        raise RecipeError(f"{runs[0]} and {runs[1]} are both runs: type one of them, as in predict {runs[0]} photo.jpg")
-    return taken
+        raise RecipeError(
+            f"{runs[0]} and {runs[1]} are both runs: type one of them, as in predict {runs[0]} "
+            "photo.jpg"
+        )
+    return arguments
 
 
-def _sorted_out(word: str) -> str:
+def _classify_path(word: str) -> str:
     key, equals, _ = word.partition("=")
     path = os.path.expanduser(word)
-    there = os.path.lexists(path)
-    ours = key in defaults() or key in COMMANDS["predict"].words
-    if word.startswith("-") or (equals and (ours or (not there and os.sep not in key))):
+    exists = os.path.lexists(path)
+    is_key = key in defaults() or key in COMMANDS["predict"].words
+    if word.startswith("-"):
         return word
+    # A misspelled key is returned too, for the parser of the recipe to report.
+    if equals and (is_key or (not exists and os.sep not in key)):
+        return word
+    # A run may be named by its path or by its name below runs.
     below = os.path.join(HOME, word)
-    run_here, run_below = is_run(path), is_run(below)
-    if run_below and there and not run_here:
-        raise RecipeError(f"'{word}' is here, and {below} is a run: type ./{word} for the first, {below} for the run")
+    run_here = is_run(path)
+    run_below = is_run(below)
+    if run_below and exists and not run_here:
+        raise RecipeError(
+            f"'{word}' is here, and {below} is a run: type ./{word} for the first, {below} for the "
+            "run"
+        )
     if run_here or run_below:
         return f"checkpoint={word}"
-    if not there:
+    if not exists:
         raise RecipeError(f"'{word[:80]}': no photo, folder or run of that name")
     run = next(glob.iglob(os.path.join(glob.escape(path), "*", "recipe.yaml")), None)
     if run is not None:
-        raise RecipeError(f"'{word}' holds runs: type one of them, as in predict {os.path.dirname(run)} photo.jpg")
-    return os.path.join(".", word) if "=" in word.split(os.sep)[0] else word
+        raise RecipeError(
+            f"'{word}' holds runs: type one of them, as in predict {os.path.dirname(run)} photo.jpg"
+        )
+    # The prefix keeps the parser of the recipe from reading the path as a key.
+    if "=" in word.split(os.sep)[0]:
+        return os.path.join(".", word)
+    return word
 
 
-def _to_type(command: str) -> RecipeError:
-    """What to type where a command was typed alone."""
-    shown = [] if command == "train" else [command]
-    typed = shlex.join([*shlex.split(program()), *shown, *COMMANDS[command].wants])
-    return RecipeError(f"{command} what? type {typed}")
+def _build_missing_error(command: str) -> RecipeError:
+    """Build the error for a command that was typed without its required arguments."""
+    arguments = shlex.split(format_program())
+    if command != "train":
+        arguments.append(command)
+    example = shlex.join([*arguments, *COMMANDS[command].wants])
+    return RecipeError(f"{command} what? type {example}")

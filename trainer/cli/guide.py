@@ -1,91 +1,114 @@
-"""`python -m trainer guide`, answers by question, and `--help`, a page for each command: from `trainer/guide/`."""
+"""Commands `guide` and `--help`: pages from the folder `trainer/guide/`."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 import re
+import shutil
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.cli.grammar import program
+from trainer.cli.grammar import format_program
 from trainer.errors import RecipeError
-from trainer.processes.terminal import as_typed
+from trainer.processes.terminal import localize_commands
 
-KEYS = "  python -m trainer recipes keys explains every key, python -m trainer guide answers questions"
+KEYS = (
+    "  python -m trainer recipes keys explains every key, python -m trainer guide answers questions"
+)
+# Section of the page `commands`: name, description, usage, list of options, examples.
 SECTION = re.compile(
     r"^## (?P<name>\w+)\n\n(?P<about>.*?)\n\n```text\npython -m trainer (?P<usage>.*?)\n```\n\n"
-    r"(\| word [^\n]*\n\| ---[^\n]*\n(?P<rows>.*?)\n\n)?```sh\n(?P<examples>.*?)\n```$",
+    r"((?P<rows>- .*?)\n\n)?```sh\n(?P<examples>.*?)\n```$",
     re.S | re.M,
 )
 
 FOLDER = Path(__file__).parent.parent / "guide"
-INDEX = "README"  # what a git host shows of the folder
-
-
-def cells(row: str) -> list[str]:
-    """The cells of a table's row."""
-    return [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", row.strip())[1:-1]]
+# Git hosts show this page for the folder.
+INDEX = "README"
 
 
 def command(words: Sequence[str]) -> str:
-    """The page of the topic that the words name; without words, all topics.
+    """Return the page of the topic that `words` name, or the list of topics without words.
 
     Raises:
-        RecipeError: no such topic; the line names those nearest to it.
+        RecipeError: there is no such topic; the message names the closest ones.
     """
-    asked = " ".join(words).strip().lower().removesuffix(".md")
-    if not asked or asked == INDEX.lower():
-        return _listed()
-    if asked not in topics():
-        near = difflib.get_close_matches(asked, topics(), n=3, cutoff=0.7)
-        found = {topic: f"{1000 * question}{page(topic)}".lower() for topic, question in topics().items()}
-        often = {topic: text.count(asked) for topic, text in found.items() if topic not in near}
-        near = [*near, *sorted(filter(often.get, often), key=lambda topic: -often[topic])][:3]
-        hint = f"; nearest: {', '.join(near)}" if near else ""
-        raise RecipeError(f"'{asked[:80]}' is not a topic{hint}: type {' '.join([program(), 'guide', *near[:1]])}")
-    return _as_started(asked, page(asked))
+    topic = " ".join(words).strip().lower().removesuffix(".md")
+    if not topic or topic == INDEX.lower():
+        return _format_index()
+    if topic not in list_topics():
+        similar = difflib.get_close_matches(topic, list_topics(), n=3, cutoff=0.7)
+        mentions = {}
+        for name, question in list_topics().items():
+            # A mention in the question counts for more than any number on the page.
+            text = 1000 * question + read_page(name)
+            mentions[name] = text.lower().count(topic)
+        mentioning = sorted(filter(mentions.get, mentions), key=mentions.__getitem__, reverse=True)
+        nearest = [*dict.fromkeys([*similar, *mentioning])][:3]
+        hint = ""
+        if nearest:
+            hint = f"; nearest: {', '.join(nearest)}"
+        example = " ".join([format_program(), "guide", *nearest[:1]])
+        raise RecipeError(f"'{topic[:80]}' is not a topic{hint}: type {example}")
+    return _name_program(topic, read_page(topic))
 
 
 @functools.cache
-def topics() -> dict[str, str]:
-    """Each topic with its question, in reading order."""
-    return {name: question for _, rows in _parts() for name, question in rows}
+def list_topics() -> dict[str, str]:
+    """Map each topic to its question, in reading order."""
+    questions = dict[str, str]()
+    for _, rows in _read_index():
+        questions.update(rows)
+    return questions
 
 
-def page(topic: str) -> str:
-    """A topic's page, in Markdown."""
+def read_page(topic: str) -> str:
+    """Read the Markdown page of a topic."""
     return (FOLDER / f"{topic}.md").read_text(encoding="utf-8")
 
 
-def _parts() -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """The index: each heading with its topics and their questions."""
-    for part in page(INDEX).split("\n## ")[1:]:
-        rows = [cells(line) for line in part.splitlines() if line.startswith("| [")]
-        yield part.splitlines()[0], [(re.sub(r"\[(\w+)\].*", r"\1", name), question) for name, question in rows]
+def _read_index() -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Yield each heading of the index with its topics and their questions."""
+    for section in read_page(INDEX).split("\n## ")[1:]:
+        heading, *lines = section.splitlines()
+        rows = []
+        for line in lines:
+            if line.startswith("- ["):
+                link, _, question = line.partition(": ")
+                rows.append((re.sub(r"- \[(\w+)\].*", r"\1", link), question))
+        yield heading, rows
 
 
-def _listed() -> str:
-    width = max(map(len, topics()))
-    lines = [f"usage: {program()} guide TOPIC"]
-    for heading, rows in _parts():
-        lines += ["", heading, *(f"  {name:<{width}}  {question}" for name, question in rows)]
+def _format_index() -> str:
+    width = max(map(len, list_topics()))
+    lines = [f"usage: {format_program()} guide TOPIC"]
+    for heading, rows in _read_index():
+        lines += ["", heading]
+        lines += [f"  {name:<{width}}  {question}" for name, question in rows]
     return "\n".join(lines) + "\n"
 
 
-def _as_started(topic: str, text: str) -> str:
-    """A page with the program's name as it was typed; what only launch.sh knows stays launch.sh's.
+def _name_program(topic: str, text: str) -> str:
+    """Write the program's name in a page as the user typed it.
 
-    The page `start` lists all ways to start, and so keeps them.
+    Commands that only launch.sh has keep its name, and so does the page `start`, which lists all
+    ways to start.
     """
-    text = text if topic == "start" else as_typed(text)
-    return re.sub(r"\./launch\.sh(?= (?!test\b|tensorboard\b|--help\b)[\w-])", lambda _: program(), text)
+    if topic != "start":
+        text = localize_commands(text)
+    return re.sub(
+        r"\./launch\.sh(?= (?!test\b|tensorboard\b|--help\b)[\w-])",
+        lambda _: format_program(),
+        text,
+    )
 
 
 @dataclass(frozen=True)
 class Page:
-    """Help for one command: how it is called, what it does, its words, and lines to type as they are."""
+    """Help for one command: usage, description, options, and examples to type unchanged."""
 
     usage: str
     about: str
@@ -94,34 +117,70 @@ class Page:
 
 
 @functools.cache
-def pages() -> dict[str, Page]:
-    """Each command's page, as its section of the guide's page `commands` has it."""
+def parse_command_pages() -> dict[str, Page]:
+    """Parse the page of each command from the guide's page `commands`."""
     by_name = {}
-    for section in SECTION.finditer(page("commands")):
-        rows = (cells(row) for row in (section["rows"] or "").splitlines())
-        words = {word.strip("`"): text for word, text in rows}
+    for section in SECTION.finditer(read_page("commands")):
+        words = {}
+        for row in (section["rows"] or "").splitlines():
+            word, _, text = row.removeprefix("- `").partition("`: ")
+            words[word] = text
         about = " ".join(section["about"].split())
-        by_name[section["name"]] = Page(section["usage"], about, words, tuple(section["examples"].splitlines()))
+        examples = tuple(section["examples"].splitlines())
+        by_name[section["name"]] = Page(section["usage"], about, words, examples)
     return by_name
 
 
-def first(recipes: str) -> str:
-    """The first page, with the recipes' lines."""
-    shown = {page.usage.partition(" [")[0]: re.split("[:.,]", page.about)[0] for page in pages().values()}
-    width = max(map(len, shown))
-    lines = ["usage: python -m trainer COMMAND [key=value ...]        COMMAND --help shows more", ""]
-    lines += [f"  {usage:<{width}}  {about}" for usage, about in shown.items()]
-    examples = pages()["train"].examples
-    lines += ["", "  --key=value and --key value are read as key=value", KEYS, "", "recipes:", recipes, ""]
-    lines += ["examples:", *(f"  {line}" for line in (*examples[:2], examples[-1]))]
-    return as_typed("\n".join(lines)) + "\n"
+def format_overview(recipes: str) -> str:
+    """Format the overview of all commands; `recipes` are the lines that describe the recipes."""
+    summaries = {}
+    for entry in parse_command_pages().values():
+        # The overview has one line per command: no optional arguments, and the first clause.
+        usage = entry.usage.partition(" [")[0]
+        summaries[usage] = re.split("[:.,]", entry.about)[0]
+    width = max(map(len, summaries))
+    lines = [
+        "usage: python -m trainer COMMAND [key=value ...]        COMMAND --help shows more",
+        "",
+    ]
+    lines += [f"  {usage:<{width}}  {about}" for usage, about in summaries.items()]
+    examples = parse_command_pages()["train"].examples
+    lines += [
+        "",
+        "  --key=value and --key value are read as key=value",
+        KEYS,
+        "",
+        "recipes:",
+        recipes,
+        "",
+    ]
+    lines += ["examples:", f"  {examples[0]}", f"  {examples[1]}", f"  {examples[-1]}"]
+    return localize_commands("\n".join(lines)) + "\n"
 
 
-def command_page(command: str) -> str:
-    """One command's page."""
-    about = pages()[command]
-    lines = [f"usage: python -m trainer {about.usage}", "", about.about]
-    width = max((len(word) for word in about.words), default=0)
-    lines += ["", *(f"  {word:<{width}}  {text}" for word, text in about.words.items())] if about.words else []
-    lines += ["", "examples:", *(f"  {line}" for line in about.examples)]
-    return as_typed("\n".join(lines)) + "\n"
+def _wrap(start: str, text: str) -> str:
+    """Wrap a text that follows `start` to the width of the terminal, or to 120 columns."""
+    return textwrap.fill(
+        text,
+        min(120, shutil.get_terminal_size((120, 24)).columns),
+        initial_indent=start,
+        subsequent_indent=" " * len(start),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def format_command_page(command: str) -> str:
+    """Format the page of one command."""
+    entry = parse_command_pages()[command]
+    lines = [f"usage: python -m trainer {entry.usage}", "", _wrap("", entry.about)]
+    if entry.words:
+        width = max(map(len, entry.words))
+        lines.append("")
+        for word, text in entry.words.items():
+            lines.append(_wrap(f"  {word:<{width}}  ", text))
+    lines += ["", "examples:"]
+    # Examples are not wrapped, so that they can be copied.
+    for example in entry.examples:
+        lines.append(f"  {example}")
+    return localize_commands("\n".join(lines)) + "\n"

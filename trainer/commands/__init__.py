@@ -1,5 +1,5 @@
-"""The commands, one room each; what they do to a run they do through the steps of `training`.
+"""The commands, one module or package each; they run a model through the steps of `training`.
 
-Imports: errors, recipe, devices, tasks, processes, pool, saving, launch, models, telemetry, data, modes, optim,
-training.
+Imports: errors, versions, recipe, devices, tasks, memory, processes, distributed, pool, saving,
+launch, models, telemetry, data, modes, optim, training.
 """

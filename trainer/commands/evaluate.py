@@ -1,4 +1,4 @@
-"""A trained run, evaluated again: from its files alone, on other data or other devices."""
+"""The command `evaluate`: evaluate a trained run again, on other data or other devices."""
 
 from __future__ import annotations
 
@@ -8,84 +8,110 @@ import torch
 
 from trainer import modes
 from trainer.data import Loader
+from trainer.distributed.world_setup import create_world
 from trainer.errors import RecipeError
-from trainer.models.zoo import fitted
+from trainer.models.zoo import select_fitting_weights
 from trainer.modes import Context
-from trainer.processes.resources import locate
 from trainer.processes.terminal import say
-from trainer.processes.world import DATA_PATIENCE
+from trainer.processes.torch_context import plain_context
 from trainer.recipe.checks import check_processes
-from trainer.recipe.recipe_files import split_words, word_of
-from trainer.saving.run_names import run_named
-from trainer.saving.tensor_files import whole
-from trainer.training.evaluation import evaluate, metrics_of, replayed
-from trainer.training.initial_model import model_of
+from trainer.recipe.recipe_files import format_argument, split_arguments
+from trainer.saving.run_names import find_run
+from trainer.saving.tensor_files import wrap_tensors
+from trainer.training.evaluation import build_forward, evaluate, strip_prefix
+from trainer.training.initial_model import build_for_dataset
+from trainer.training.randomness import restore_global_state
 from trainer.training.same_images import check_same_images
-from trainer.training.setup import start_process, task_of
+from trainer.training.setup import create_task, start_process
 from trainer.training.trained import Trained
 
 
+@plain_context()
+@restore_global_state()
 def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
     """Evaluate a trained run again, in this process or as one of torchrun's ranks.
 
     Args:
-        checkpoint: a run folder (its last weights) or its name below runs, one of its checkpoints, or a .safetensors
-            file of it.
-        words: `key=value` on top of the run's own recipe: where the data is, another batch size, devices; and
-            split=test for the images of a test part, which no run looks at where there is a val part too.
+        checkpoint: Run folder (for its last weights), name of a run below runs, checkpoint of a
+            run, or .safetensors file.
+        words: `key=value` overrides of the run's recipe, such as the data, batch size and devices.
+            `split=test` evaluates the test split, which a run with a validation split never reads.
 
     Returns:
-        What `evaluate` returns, on every rank; of split=test as test_loss and so on.
+        The metrics of `trainer.training.evaluation.evaluate` on every rank, by the keys "val_loss"
+        or "test_loss" and so on.
 
     Raises:
-        RecipeError: it is no path, or the words mean nothing.
-        CheckpointError: no such checkpoint, or no recipe with it.
+        RecipeError: The checkpoint is not a path, or an override is wrong.
+        CheckpointError: There is no such checkpoint, or it has no recipe.
     """
     if not isinstance(checkpoint, str | Path):
-        raise RecipeError(f"evaluate() takes a run's path, as in evaluate('runs/x'), not {type(checkpoint).__name__}")
-    options, settings = split_words(words, ("split",))
-    part = options.get("split", "val")
-    if part not in ("val", "test"):
-        raise RecipeError(f"split={part[:40]}: evaluate takes split=val (the default) or split=test")
-    if any(word.startswith("output=") for word in settings):
         raise RecipeError(
-            "output= is not for evaluate, which writes no file; it takes data. keys, split=, batch_size=, devices=, "
-            "threads= and precision="
+            "evaluate() accepts the path of a run, as in evaluate('runs/x'), not "
+            f"{type(checkpoint).__name__}"
         )
-    trained = Trained.read(run_named(str(checkpoint)), settings)
-    path, recipe = str(trained.path), trained.recipe
+    options, overrides = split_arguments(words, ("split",))
+    split = options.get("split", "val")
+    if split not in ("val", "test"):
+        raise RecipeError(
+            f"split={split[:40]}: evaluate accepts split=val (the default) or split=test"
+        )
+    if any(override.startswith("output=") for override in overrides):
+        raise RecipeError(
+            "output= is not for evaluate, which writes no file; it accepts data. keys, split=, "
+            "batch_size=, devices=, threads= and precision="
+        )
+    trained = Trained.read(find_run(str(checkpoint)), overrides)
+    path = str(trained.path)
+    recipe = trained.recipe
     start_process(recipe)
-    world = locate(recipe)
+    world = create_world(recipe)
     if recipe.shares == "auto" or (recipe.shares is not None and world.size == 1):
         raise RecipeError(
-            f"{word_of('shares', recipe.shares)}: evaluate divides images among torchrun's processes by numbers, as in "
-            "shares=[3,1]; type shares=null"
+            f"{format_argument('shares', recipe.shares)}: evaluate divides images among torchrun's "
+            "processes by numbers, as in shares=[3,1]; type shares=null"
         )
-    rows = -(-recipe.batch_size // world.size)  # padding makes any number of images fit
-    augment = {"crop": recipe.augment.crop}  # tells whether photos are read as they are needed
-    plain = {"accumulate": 1, "recompute": False, "augment": augment}
-    recipe = recipe.replace(mode="single" if world.size == 1 else "ddp", batch_size=rows * world.size, **plain)
+    # Padding makes the images divisible, so the local batch may be rounded up.
+    local_batch = -(-recipe.batch_size // world.size)
+    mode = "single" if world.size == 1 else "ddp"
+    recipe = recipe.replace(
+        mode=mode,
+        batch_size=local_batch * world.size,
+        accumulate=1,
+        recompute=False,
+        # The crop determines whether photos are decoded on demand or in advance.
+        augment={"crop": recipe.augment.crop},
+    )
     check_processes(recipe, world.size)
     world.connect(recipe.timeout)
-    data = world.all_or_none(lambda: trained.data(recipe, part == "test"), DATA_PATIENCE)
+    data = world.all_or_none(lambda: trained.data(recipe, split == "test"))
     check_same_images(world, data)
-    task = task_of(recipe, data)
-    model = model_of(recipe, task, data, starting=False)
-    weights = fitted(model, trained.weights, path, whole=True)
-    strategy = modes.create(Context(recipe, world, task, data.example(rows)))
+    task = create_task(recipe, data)
+    model = build_for_dataset(recipe, task, data, starting=False)
+    weights = select_fitting_weights(model, trained.weights, path, whole=True)
+    strategy = modes.create(Context(recipe, world, task, data.example(local_batch)))
     strategy.setup(model)
-    strategy.scatter(whole(weights), {**strategy.named_parameters(), **strategy.named_buffers()})
+    tensors = {**strategy.named_parameters(), **strategy.named_buffers()}
+    strategy.scatter(wrap_tensors(weights), tensors)
     loader = Loader(data, recipe, task, strategy.share, world.device, world.place.local_size)
-    forward = replayed(strategy, lambda line: say(line) if world.is_main else None)
+
+    def say_once(line: str) -> None:
+        if world.is_main:
+            say(line)
+
+    forward = build_forward(strategy, say_once)
     forward.begin(len(loader.evaluation_spans))
     metrics = evaluate(strategy, loader.evaluation(), world, forward=forward)
     forward.close()
-    skipped = int(world.sum_(torch.tensor([float(loader.skipped)])).item())
+    skipped_here = torch.tensor([float(loader.skipped)])
+    skipped = int(world.sum_(skipped_here).item())
     loader.close()
     if world.is_main:
-        images = f"{metrics['val_samples']:,} {'test' if part == 'test' else 'held-out'} images of {data.name}"
-        images += f"; {skipped:,} more cannot be read" if skipped else ""
-        say(f"{path}: {part} {task.text(metrics_of(metrics))} on {images}")
+        kind = "test" if split == "test" else "held-out"
+        images = f"{metrics['val_samples']:,} {kind} images of {data.name}"
+        if skipped:
+            images += f"; {skipped:,} more cannot be read"
+        say(f"{path}: {split} {task.text(strip_prefix(metrics))} on {images}")
     world.barrier()
     world.close()
-    return {f"{part}_{key.removeprefix('val_')}": value for key, value in metrics.items()}
+    return {f"{split}_{key.removeprefix('val_')}": value for key, value in metrics.items()}

@@ -1,11 +1,11 @@
 """Data: sets of images, their order, and the batches that a rank reads of them.
 
 It knows no model and no mode: a `DataShare` says what a rank reads.
-Imports: errors, recipe, devices, tasks, processes, saving, models, telemetry.
+Imports: errors, recipe, devices, tasks, memory, processes, distributed, saving, models, telemetry.
 """
 
 from trainer.data.datasets import open_datasets
-from trainer.data.loaders import Loader, steps_per_epoch
+from trainer.data.loaders import Loader, count_steps_per_epoch
 from trainer.data.photos.photo_reader import as_pictures
 from trainer.data.registered import register_dataset
 from trainer.data.sets import (
@@ -34,7 +34,7 @@ __all__ = [
     "TensorSet",
     "TensorSpec",
     "as_pictures",
+    "count_steps_per_epoch",
     "open_datasets",
     "register_dataset",
-    "steps_per_epoch",
 ]

@@ -1,4 +1,4 @@
-"""Augmentation: whole batches of small images, single photos, and what is done to both on the device.
+"""Augmentation of whole batches of small images, of single photos, and of batches on the device.
 
 Every draw is a function of (seed, epoch, sample index): see `sampling`.
 """
@@ -20,7 +20,7 @@ from torchvision.transforms.v2 import functional as vision
 
 from trainer.data import sampling
 from trainer.data.photos import policies
-from trainer.data.photos.copies import on_device
+from trainer.data.photos.copies import copy_to_device
 from trainer.data.sampling import Array, Mix
 from trainer.recipe import AugmentRecipe
 from trainer.recipe.image_sizes import ImageSize, sides
@@ -28,7 +28,10 @@ from trainer.recipe.image_sizes import ImageSize, sides
 
 @contextmanager
 def private_random_state() -> Iterator[None]:
-    """Restore torch's CPU generator afterwards (torch.manual_seed would also reset CUDA's)."""
+    """Restore the state of torch's CPU generator afterwards.
+
+    Code inside must seed `torch.default_generator`: torch.manual_seed would also reset CUDA's.
+    """
     before = torch.default_generator.get_state()
     try:
         yield
@@ -36,17 +39,33 @@ def private_random_state() -> Iterator[None]:
         torch.default_generator.set_state(before)
 
 
-AUTO: dict[str, Any] = {"trivial": v2.TrivialAugmentWide, "rand": v2.RandAugment, "autoaugment": v2.AutoAugment}
+AUTO: dict[str, Any] = {
+    "trivial": v2.TrivialAugmentWide,
+    "rand": v2.RandAugment,
+    "autoaugment": v2.AutoAugment,
+}
 
 
 class Auto:
-    """torchvision's automatic policy, seeded anew for each sample. Use inside `private_random_state`."""
+    """Automatic policy of torchvision, seeded for each sample.
 
-    def __init__(self, recipe: AugmentRecipe, seed: int, epoch: int, index: Array) -> None:
-        bilinear, kind = vision.InterpolationMode.BILINEAR, AUTO.get(recipe.auto)
-        self.policy: Callable[[Tensor], Tensor] | None = kind(interpolation=bilinear) if kind else None
-        bits = sampling.hashed(seed, epoch, index, sampling.AUTO) >> np.uint64(1)
-        self.seeds: list[int] = bits.tolist() if self.policy else []
+    Use inside `private_random_state`.
+    """
+
+    def __init__(
+        self,
+        recipe: AugmentRecipe,
+        seed: int,
+        epoch: int,
+        index: Array,
+    ) -> None:
+        self.policy: Callable[[Tensor], Tensor] | None = None
+        self.seeds: list[int] = []
+        kind = AUTO.get(recipe.auto)
+        if kind:
+            self.policy = kind(interpolation=vision.InterpolationMode.BILINEAR)
+            bits = sampling.draw_bits(seed, epoch, index, sampling.AUTO) >> np.uint64(1)
+            self.seeds = bits.tolist()
 
     def __call__(self, row: int, image: Tensor) -> Tensor:
         if self.policy is None:
@@ -55,14 +74,17 @@ class Auto:
         return self.policy(image)
 
     def batch(self, images: Tensor) -> Tensor:
-        """All of (n, H, W, C) images, in place, with the same result as one by one."""
+        """Augment all of (n, H, W, C) uint8 images in place, with the results of single calls."""
         if self.policy is None:
             return images
-        if images.device.type == "cpu" and images.shape[1] * images.shape[2] > policies.BATCHED:
+        pixels = images.shape[1] * images.shape[2]
+        if images.device.type == "cpu" and pixels > policies.BATCHED:
             for row, image in enumerate(images.permute(0, 3, 1, 2)):
                 image.copy_(self(row, image))
             return images
-        draw, stand_in = policies.recorded(self.policy), torch.empty(images.shape[1:], dtype=torch.uint8)
+        draw = policies.record_steps(self.policy)
+        # Only the size of an image affects the draws.
+        stand_in = torch.empty(images.shape[1:], dtype=torch.uint8)
         plans = []
         for seed in self.seeds:
             torch.default_generator.manual_seed(seed)
@@ -72,29 +94,51 @@ class Auto:
 
 @dataclass(frozen=True)
 class Draws:
-    """The random draws for a block of small images, on their device; None is off."""
+    """The random draws for a block of n small images, on their device; None is off.
 
-    shift: Tensor | None  # (n, 2) int64
-    box: Tensor | None  # (n, 4) int64 of top, left, height, width
-    flip: Tensor | None  # (n,) bool
+    Attributes:
+        shift: (n, 2) int64, top and left of a crop of the padded image.
+        box: (n, 4) int64 of top, left, height, width.
+        flip: (n,) bool.
+    """
+
+    shift: Tensor | None
+    box: Tensor | None
+    flip: Tensor | None
 
     @classmethod
     def of(
-        cls, recipe: AugmentRecipe, seed: int, epoch: int, index: Array, size: ImageSize, device: torch.device
+        cls,
+        recipe: AugmentRecipe,
+        seed: int,
+        epoch: int,
+        index: Array,
+        size: ImageSize,
+        device: torch.device,
     ) -> Draws:
+        """Draw what `recipe` asks for, for the samples `index` of images of `size` pixels."""
         shift = box = flip = None
         if recipe.crop == "pad":
-            shift = sampling.shifts(seed, epoch, index, recipe.crop_padding)
+            shift = sampling.draw_shifts(seed, epoch, index, recipe.crop_padding)
         if recipe.crop == "resized":
-            draws, (low, high) = sampling.box_draws(seed, epoch, index, sampling.CROP), recipe.crop_scale
-            box = sampling.crop_boxes(draws, *sides(size), (low, high))
+            draws = sampling.draw_boxes(seed, epoch, index, sampling.CROP)
+            box = sampling.crop_boxes(draws, *sides(size), recipe.crop_scale)
         if recipe.hflip:
-            flip = sampling.flips(seed, epoch, index, recipe.hflip, recipe.alternate)
-        return cls(
-            *(None if part is None else on_device(torch.from_numpy(part), device) for part in (shift, box, flip))
-        )
+            flip = sampling.draw_flips(
+                seed,
+                epoch,
+                index,
+                recipe.hflip,
+                recipe.alternate,
+            )
+
+        def move(part: Array | None) -> Tensor | None:
+            return None if part is None else copy_to_device(torch.from_numpy(part), device)
+
+        return cls(move(shift), move(box), move(flip))
 
     def rows(self, start: int, stop: int) -> Draws:
+        """Return the draws of images `start` to `stop`."""
         parts = (self.shift, self.box, self.flip)
         return Draws(*(part if part is None else part[start:stop] for part in parts))
 
@@ -102,24 +146,39 @@ class Draws:
 class Gallery:
     """Small images on their device, indexed and augmented by whole batches.
 
-    Their layout is (N, H, W, C): rows then are contiguous, and a batch is channels_last without a copy.
+    Their layout is (N, H, W, C): rows then are contiguous, and a batch is channels_last without a
+    copy.
     """
 
-    def __init__(self, images: Tensor, padding: int, device: torch.device) -> None:
-        """`images` (N, C, H, W) uint8; `padding` pixels of black are kept around them for `shift`."""
+    def __init__(
+        self,
+        images: Tensor,
+        padding: int,
+        device: torch.device,
+    ) -> None:
+        """Move `images` to `device`.
+
+        Args:
+            images: (N, C, H, W) uint8.
+            padding: black pixels to keep on all sides for `Draws.shift`.
+            device: where the images are kept.
+        """
         self.device = device
         self.height, self.width = images.shape[-2:]
         padded = F.pad(images, (padding,) * 4) if padding else images
         self.images = padded.permute(0, 2, 3, 1).contiguous().to(device)
         if device.type == "cpu":
-            # numpy copies a window's rows as runs of bytes, torch element by element: 8 us against 72 us for 32 of
-            # 3x32x32. (N, top, left, height, width x C)
-            lines, channels = self.images.numpy().reshape(*self.images.shape[:2], -1), self.images.shape[3]
+            # NumPy copies a window's rows as runs of bytes, torch element by element: 8 us against
+            # 72 us for 32 images of 3 x 32 x 32. The windows are (N, top, left, height, width * C).
+            lines = self.images.numpy().reshape(*self.images.shape[:2], -1)
+            channels = self.images.shape[3]
             window = (self.height, self.width * channels)
-            self._windows = sliding_window_view(lines, window, (1, 2))[:, :, ::channels]
+            all_windows = sliding_window_view(lines, window, (1, 2))
+            # A window starts at a pixel, not between its channels.
+            self._windows = all_windows[:, :, ::channels]
 
     def take(self, index: Tensor, draws: Draws) -> Tensor:
-        """(n, H, W, C) uint8."""
+        """Return the augmented images of the rows `index`, (n, H, W, C) uint8."""
         if draws.shift is None:
             batch = self.images.index_select(0, index)
         elif self.device.type == "cpu":
@@ -127,43 +186,56 @@ class Gallery:
             pixels = torch.from_numpy(self._windows[index.numpy(), top, left])
             batch = pixels.view(len(index), self.height, self.width, self.images.shape[3])
         else:
-            windows = self.images.unfold(1, self.height, 1).unfold(2, self.width, 1).permute(0, 1, 2, 4, 5, 3)
-            batch = windows[index, draws.shift[:, 0], draws.shift[:, 1]].contiguous()
+            windows = self.images.unfold(1, self.height, 1)
+            windows = windows.unfold(2, self.width, 1)
+            windows = windows.permute(0, 1, 2, 4, 5, 3)
+            top, left = draws.shift.unbind(1)
+            batch = windows[index, top, left].contiguous()
         if draws.box is not None:
-            batch = resized_crops(batch, draws.box)
+            batch = resize_crops(batch, draws.box)
         if draws.flip is not None:
-            batch = self._mirrored(batch, draws.flip)
+            batch = self._flip(batch, draws.flip)
         return batch
 
-    def _mirrored(self, batch: Tensor, flip: Tensor) -> Tensor:
+    def _flip(self, batch: Tensor, flip: Tensor) -> Tensor:
         if self.device.type != "cpu":
             return torch.where(flip[:, None, None, None], batch.flip(2), batch)
-        pixels = batch.numpy().view(f"V{batch.shape[3]}")[..., 0]  # whole pixels move, in half of torch's time
+        # NumPy moves whole pixels as one element, in half of torch's time.
+        pixels = batch.numpy().view(f"V{batch.shape[3]}")[..., 0]
         chosen = flip.numpy()
         pixels[chosen] = pixels[chosen][:, :, ::-1]
         return batch
 
 
-def resized_crops(batch: Tensor, boxes: Tensor) -> Tensor:
-    """Cut a box out of each (n, H, W, C) uint8 image and enlarge it to the image's size, bilinearly."""
+def resize_crops(batch: Tensor, boxes: Tensor) -> Tensor:
+    """Cut a box out of each image and resize it to the image's size, bilinearly.
+
+    Args:
+        batch: (n, H, W, C) uint8.
+        boxes: (n, 4) of top, left, height, width.
+    """
     height, width = batch.shape[1:3]
     top, left, h, w = boxes.to(torch.float32).unbind(1)
-    # On a GPU in float64: affine_grid multiplies matrices, which in float32 may round to TF32.
+    # On a GPU affine_grid multiplies matrices, which may round to TF32 in float32.
     kind = torch.float64 if batch.device.type == "cuda" else torch.float32
     theta = torch.zeros(len(batch), 2, 3, device=batch.device, dtype=kind)
-    theta[:, 0, 0], theta[:, 0, 2] = w / width, (2 * left + w) / width - 1
-    theta[:, 1, 1], theta[:, 1, 2] = h / height, (2 * top + h) / height - 1
+    theta[:, 0, 0] = w / width
+    theta[:, 0, 2] = (2 * left + w) / width - 1
+    theta[:, 1, 1] = h / height
+    theta[:, 1, 2] = (2 * top + h) / height - 1
     images = batch.permute(0, 3, 1, 2).float()
     grid = F.affine_grid(theta, list(images.shape), align_corners=False).float()
     cut = F.grid_sample(images, grid, padding_mode="border", align_corners=False)
-    return cut.round_().clamp_(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+    pixels = cut.round_().clamp_(0, 255).to(torch.uint8)
+    return pixels.permute(0, 2, 3, 1).contiguous()
 
 
-CACHED = 2**16  # numbers: larger images are normalised one by one on a CPU, so that one fits its cache
+# Numbers per image: on a CPU, larger images are normalised singly, so that an image fits its cache.
+CACHED = 2**16
 
 
 class DeviceTransform:
-    """From uint8 images on the device to a batch: normalise, erase, mix."""
+    """Turns uint8 images on the device into a batch: normalise, erase, mix."""
 
     def __init__(
         self,
@@ -173,62 +245,85 @@ class DeviceTransform:
         channels_last: bool,
         device: torch.device,
     ) -> None:
+        """Prepare the normalisation.
+
+        Args:
+            mean: mean of each channel, for pixels in [0, 1].
+            std: standard deviation of each channel.
+            size: size of the images in pixels.
+            channels_last: memory format of the batches.
+            device: device of the batches.
+        """
         self.device = device
         self.channels_last = channels_last or len(mean) == 1
-        scale = 1 / (255 * torch.tensor(std, dtype=torch.float64))
-        shift = -torch.tensor(mean, dtype=torch.float64) / torch.tensor(std, dtype=torch.float64)
+        means = torch.tensor(mean, dtype=torch.float64)
+        deviations = torch.tensor(std, dtype=torch.float64)
 
-        def whole(values: Tensor) -> Tensor:
-            # A number a pixel: over a last dimension of three, broadcasting takes five times as long.
+        def expand(values: Tensor) -> Tensor:
+            # Use one number per pixel: broadcasting over a last dimension of three takes five times
+            # as long.
             values = values.float()
-            last = self.channels_last
-            full = values.expand(*sides(size), -1) if last else values[:, None, None].expand(-1, *sides(size))
+            if self.channels_last:
+                full = values.expand(*sides(size), -1)
+            else:
+                full = values[:, None, None].expand(-1, *sides(size))
             return full.contiguous().to(device)
 
-        self.scale, self.shift = whole(scale), whole(shift)
+        self.scale = expand(1 / (255 * deviations))
+        self.shift = expand(-means / deviations)
         self.nothing = torch.empty(0, device=device)
 
     def inputs(self, images: Tensor) -> Tensor:
-        """(n, H, W, C) uint8 as normalised (n, C, H, W) float32."""
+        """Normalise (n, H, W, C) uint8 images to (n, C, H, W) float32."""
         if not self.channels_last:
             images = images.permute(0, 3, 1, 2).contiguous()
-        inputs = self._empty(images.shape)
-        alone = self.device.type == "cpu" and self.scale.numel() > CACHED
-        for out, image in zip(inputs, images, strict=True) if alone else [(inputs, images)]:
+        on_cpu = self.device.type == "cpu"
+        # NumPy allocates huge pages and torch does not: page faults would take half of the time.
+        if on_cpu:
+            inputs = torch.from_numpy(np.empty(images.shape, np.float32))
+        else:
+            inputs = torch.empty(images.shape, device=self.device)
+        singly = on_cpu and self.scale.numel() > CACHED
+        pairs = zip(inputs, images, strict=True) if singly else [(inputs, images)]
+        for out, image in pairs:
             out.copy_(image).mul_(self.scale).add_(self.shift)
-        return inputs.permute(0, 3, 1, 2) if self.channels_last else inputs
+        if self.channels_last:
+            return inputs.permute(0, 3, 1, 2)
+        return inputs
 
-    def _empty(self, shape: torch.Size) -> Tensor:
-        """float32. NumPy allocates huge pages and torch does not: page faults would take half of the time."""
-        if self.device.type == "cpu":
-            return torch.from_numpy(np.empty(shape, np.float32))
-        return torch.empty(shape, device=self.device)
-
-    def erased(self, inputs: Tensor, boxes: Array) -> Tensor:
-        """Set each image's box to the mean, in place."""
-        if self.device.type == "cuda":  # as many kernels for any number of images
-            return inputs.masked_fill_(self._inside(boxes, inputs.shape[-2:]), 0)
-        for row in np.flatnonzero(boxes[:, 2]):  # few are: a mask over the whole batch takes five times as long
+    def erase(self, inputs: Tensor, boxes: Array) -> Tensor:
+        """Set each image's box (top, left, height, width) to the mean, in place."""
+        # The mask needs the same few kernels for any number of images.
+        if self.device.type == "cuda":
+            mask = self._inside(boxes, inputs.shape[-2:])
+            return inputs.masked_fill_(mask, 0)
+        # Few images are erased: a mask over the whole batch takes five times as long.
+        for row in np.flatnonzero(boxes[:, 2]):
             top, left, height, width = boxes[row].tolist()
             inputs[row, :, top : top + height, left : left + width] = 0
         return inputs
 
-    def mixed(self, inputs: Tensor, mix: Mix) -> Tensor:
-        """Mix the pixels of neighbours (2k, 2k + 1); an odd last one stays as it is."""
+    def mix(self, inputs: Tensor, mix: Mix) -> Tensor:
+        """Mix the pixels of neighbours (2k, 2k + 1); an odd last image stays as it is."""
         pairs = self._pairs(inputs, mix)
         other = pairs.flip(1)
         away = self._column(1 - mix.blend)[:, :, None, None, None]
         mixed = torch.lerp(pairs, other, away)
         if mix.box.any():
-            mixed = torch.where(self._inside(mix.box, inputs.shape[-2:])[:, None], other, mixed)
+            inside = self._inside(mix.box, inputs.shape[-2:])[:, None]
+            mixed = torch.where(inside, other, mixed)
         whole = self._with_last(mixed.flatten(0, 1), inputs)
-        # With one channel the strides may have changed and mean the same; compiled code would be compiled again.
-        return whole.as_strided(whole.shape, inputs.stride()) if inputs.shape[1] == 1 else whole
+        # With one channel, other strides mean the same layout, but compiled code would be compiled
+        # again for them.
+        if inputs.shape[1] == 1:
+            return whole.as_strided(whole.shape, inputs.stride())
+        return whole
 
-    def soft(self, hard: Tensor, mix: Mix) -> Tensor:
-        """Targets (n, ...) float32, mixed as their images are."""
+    def mix_targets(self, hard: Tensor, mix: Mix) -> Tensor:
+        """Mix targets (n, ...) float32 as their images are mixed."""
         pairs = self._pairs(hard, mix)
-        away = self._column(1 - mix.label).view(-1, *[1] * hard.dim())
+        away = self._column(1 - mix.label)
+        away = away.view(-1, *[1] * hard.dim())
         soft = torch.lerp(pairs, pairs.flip(1), away)
         return self._with_last(soft.flatten(0, 1), hard)
 
@@ -239,14 +334,18 @@ class DeviceTransform:
 
     @staticmethod
     def _with_last(paired: Tensor, rows: Tensor) -> Tensor:
-        return paired if len(paired) == len(rows) else torch.cat([paired, rows[len(paired) :]])
+        if len(paired) == len(rows):
+            return paired
+        return torch.cat([paired, rows[len(paired) :]])
 
     def _column(self, values: Array) -> Tensor:
-        return on_device(torch.from_numpy(values), self.device)[:, None]
+        return copy_to_device(torch.from_numpy(values), self.device)[:, None]
 
     def _inside(self, boxes: Array, size: tuple[int, ...]) -> Tensor:
-        """(n, 1, *size) bool: the pixels inside each (top, left, height, width)."""
-        top, left, height, width = on_device(torch.from_numpy(boxes), self.device)[:, :, None].unbind(1)
+        """Return a mask (n, 1, *size) bool of the pixels in each (top, left, height, width)."""
+        columns = copy_to_device(torch.from_numpy(boxes), self.device)[:, :, None]
+        top, left, height, width = columns.unbind(1)
         y, x = (torch.arange(side, device=self.device) for side in size)
-        rows, columns = (y >= top) & (y < top + height), (x >= left) & (x < left + width)
-        return (rows[:, None, :, None]) & (columns[:, None, None, :])
+        in_rows = (y >= top) & (y < top + height)
+        in_columns = (x >= left) & (x < left + width)
+        return in_rows[:, None, :, None] & in_columns[:, None, None, :]

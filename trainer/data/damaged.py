@@ -1,118 +1,201 @@
-"""Damaged photos, found before the first step instead of minutes later, by the beginning and the end of each file.
+"""Search for damaged photos, before the first step instead of minutes later.
 
-Ranks share the photos, and threads wait for the disk together. What does not look whole is decoded as for evaluation,
-so that no photo is called damaged which could be read.
+A JPEG file is complete if it has an end marker, a WebP file if its chunks have the declared length,
+and a PNG file if its checksums match. Files of other kinds are decoded. Ranks divide the photos,
+and several threads hide the latency of the disk. A file that seems incomplete is decoded as for
+evaluation, so that a readable photo is not reported as damaged.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
+from itertools import chain
+from typing import BinaryIO
 
 import numpy as np
 from PIL import Image
 
 from trainer.data.encoded import EncodedPhotos
 from trainer.data.folders.photo_folders import unreadable
-from trainer.data.photos.decoding import formats, reason, without_warnings
-from trainer.data.photos.photo_reader import held_out
+from trainer.data.photos.decoding import PNG as PNG_START
+from trainer.data.photos.decoding import check_png, describe_failure, list_formats, without_warnings
+from trainer.data.photos.photo_reader import prepare_for_evaluation
 from trainer.data.sets import Datasets, ImageSet
-from trainer.processes.world import DATA_PATIENCE, World
+from trainer.distributed.world import World
+from trainer.processes.resources import count_cores
 from trainer.recipe import Recipe
 from trainer.saving import files
-from trainer.saving.files import csv_text, portable
+from trainer.saving.files import escape_non_utf8, format_csv
 from trainer.telemetry.tracking import Progress
 
-SKIPPED_FILE = "skipped.csv"  # of a run folder: the damaged photos
+# List of the damaged photos in a run's folder.
+SKIPPED_FILE = "skipped.csv"
 HEADER = ("file", "split", "reason")
-TOGETHER, WAITING = 256, 16  # photos of a piece of work, and threads, which mostly wait for the disk
-ENDS = 4096  # bytes that tell what kind of file begins or ends there; programs append a few to a JPEG
-JPEG, PNG, WEBP = (b"\xff\xd8", b"\xff\xd9"), (b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"), (b"RIFF", b"WEBP")
+# Photos that a thread checks per task.
+TOGETHER = 256
+# Threads: they mostly wait for the disk.
+WAITING = 16
+# Threads that decode at once: more would be no faster, and each needs the memory of a large image.
+DECODING = threading.BoundedSemaphore(count_cores())
+# Bytes to search for markers at both ends: programs append a few bytes to a JPEG.
+ENDS = 4096
+# First and last bytes of a file.
+JPEG = (b"\xff\xd8", b"\xff\xd9")
+PNG = (PNG_START, b"IEND\xaeB`\x82")
+# Bytes 0 to 4 and 8 to 12 of a file.
+WEBP = (b"RIFF", b"WEBP")
 
-Damaged = tuple[str, str, str]  # train or val, path, reason
+# train or val, path, reason.
+Damaged = tuple[str, str, str]
 
 
-def without_damage(data: Datasets, recipe: Recipe, world: World) -> Datasets:
-    """The same set, with what was found to be damaged in `damaged` and in a note, the same on every rank. Collective.
-    Raises SetupError.
+def find_damaged(
+    data: Datasets,
+    recipe: Recipe,
+    world: World,
+) -> Datasets:
+    """Search `data` for damaged photos; return it with `damaged` and a note, the same on all ranks.
+
+    This is a collective operation.
+
+    Raises:
+        SetupError: photos are damaged, and data.on_error=stop.
     """
-    mine = world.all_or_none(lambda: _look(data, recipe, world), DATA_PATIENCE)
-    damaged = tuple(world.broadcast_object(sorted(file for part in world.gather(mine) for file in part)))
+    found_here = world.all_or_none(lambda: _search_share(data, recipe, world))
+    everywhere = sorted(chain.from_iterable(world.gather(found_here)))
+    damaged = tuple(world.broadcast_object(everywhere))
     if not damaged:
         return data
     if recipe.data.on_error == "stop":
-        raise unreadable([(path, why) for _, path, why in damaged], len(data.train) + len(data.val))
-    held = sum(split == "val" for split, *_ in damaged)
-    parts = [f"{count:,} {kind}" for count, kind in ((len(damaged) - held, "training"), (held, "held-out")) if count]
-    note = f"{' and '.join(parts)} photos are damaged: see {SKIPPED_FILE}"
+        failures = [(path, why) for _, path, why in damaged]
+        raise unreadable(failures, len(data.train) + len(data.val))
+    val_count = sum(split == "val" for split, _, _ in damaged)
+    train_count = len(damaged) - val_count
+    counts = []
+    if train_count:
+        counts.append(f"{train_count:,} training")
+    if val_count:
+        counts.append(f"{val_count:,} held-out")
+    note = f"{' and '.join(counts)} photos are damaged: see {SKIPPED_FILE}"
     return replace(data, damaged=damaged, notes={**data.notes, "skipped": note})
 
 
-def table(damaged: Sequence[Damaged]) -> str:
-    """The text of skipped.csv."""
-    return csv_text([HEADER, *((portable(path), split, why) for split, path, why in damaged)])
+def format_damaged(damaged: Sequence[Damaged]) -> str:
+    """Return the text of skipped.csv."""
+    rows = [(escape_non_utf8(path), split, why) for split, path, why in damaged]
+    return format_csv([HEADER, *rows])
 
 
-def _look(data: Datasets, recipe: Recipe, world: World) -> list[Damaged]:
-    """What this rank finds in its share; of sets in memory, which every rank has decoded, rank 0 tells."""
+def _search_share(
+    data: Datasets,
+    recipe: Recipe,
+    world: World,
+) -> list[Damaged]:
+    """Return the damaged photos of this rank's share.
+
+    Every rank has decoded the sets in memory: rank 0 reports their failures.
+    """
     damaged: list[Damaged] = []
-    shares: list[tuple[str, EncodedPhotos, Sequence[int]]] = []
+    blocks: list[tuple[str, EncodedPhotos, Sequence[int]]] = []
     for split, part in (("train", data.train), ("val", data.val)):
         if isinstance(part, ImageSet) and world.is_main:
             damaged += [(split, path, why) for path, why in part.failures]
         elif isinstance(part, EncodedPhotos) and recipe.data.check != "off":
-            share = np.array_split(np.arange(len(part)), world.size)[world.rank].tolist()
-            shares += [(split, part, share[at : at + TOGETHER]) for at in range(0, len(share), TOGETHER)]
+            shares = np.array_split(np.arange(len(part)), world.size)
+            share = shares[world.rank].tolist()
+            for start in range(0, len(share), TOGETHER):
+                blocks.append((split, part, share[start : start + TOGETHER]))
     progress = Progress(
-        sum(len(share) for *_, share in shares), recipe.logging.progress and world.is_main, "check", "photo"
+        sum(len(indices) for _, _, indices in blocks),
+        recipe.logging.progress and world.is_main,
+        "check",
+        "photo",
     )
     pool = ThreadPoolExecutor(WAITING)
     try:
         with without_warnings():
-            asked = {pool.submit(_unreadable, *each, data): len(each[2]) for each in shares}
-            for done in as_completed(asked):
-                damaged += done.result()
-                progress.more(asked[done])
+            lengths = {}
+            for split, part, indices in blocks:
+                task = pool.submit(
+                    _find_damaged,
+                    split,
+                    part,
+                    indices,
+                    data,
+                )
+                lengths[task] = len(indices)
+            for task in as_completed(lengths):
+                damaged += task.result()
+                progress.more(lengths[task])
     finally:
         pool.shutdown(cancel_futures=True)
         progress.close()
     return damaged
 
 
-def _unreadable(split: str, part: EncodedPhotos, share: Sequence[int], data: Datasets) -> list[Damaged]:
-    """Those of a share that do not look whole and cannot be read, and why."""
+def _find_damaged(
+    split: str,
+    part: EncodedPhotos,
+    indices: Sequence[int],
+    data: Datasets,
+) -> list[Damaged]:
+    """Return the photos that do not look complete and cannot be decoded, and why."""
     damaged = []
-    for index in share:
-        if not looks_whole(part.address(index)):
-            try:
-                held_out(part.open(index, data.channels)[0], data.image_size)
-            except Exception as error:  # decoders raise anything at all
-                damaged.append((split, part.where(index), reason(error)))
+    for index in indices:
+        if is_complete(part.address(index)):
+            continue
+        try:
+            with DECODING:
+                prepare_for_evaluation(part.open(index, data.channels)[0], data.image_size)
+        except Exception as error:
+            # Decoders can raise anything.
+            damaged.append((split, part.where(index), describe_failure(error)))
     return damaged
 
 
-def looks_whole(address: bytes) -> bool:
-    """Whether an image file begins and ends as its kind does, or can at least be opened. Of those in shards, which
-    are read as wholes, nobody looks."""
+def is_complete(address: bytes) -> bool:
+    """Return whether an image file is complete (see the module), or else can be decoded.
+
+    Images in shards are not checked.
+    """
     if b"\0" in address:
         return True
     try:
-        with files.opened(address) as file:
+        with files.open_regular(address) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - ENDS))
             last = file.read(ENDS)
             file.seek(0)
             first = file.read(ENDS)
             if first.startswith(JPEG[0]):
-                return JPEG[1] in last  # within a JPEG's pixels it cannot be
+                # The end marker cannot occur within the compressed pixels.
+                return JPEG[1] in last
+            file.seek(0)
             if first.startswith(PNG[0]):
+                check_png(np.fromfile(file, np.uint8))
                 return last.endswith(PNG[1])
             if first.startswith(WEBP[0]) and first[8:12] == WEBP[1]:
-                return int.from_bytes(first[4:8], "little") + 8 <= size
-            file.seek(0)
-            with Image.open(file, formats=formats()):
+                declared_size = int.from_bytes(first[4:8], "little") + 8
+                return _find_chunks_end(file) == declared_size <= size
+            with DECODING, Image.open(file, formats=list_formats()) as image:
+                image.load()
                 return True
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+    except Exception:
+        # Decoders can raise anything.
         return False
+
+
+def _find_chunks_end(file: BinaryIO) -> int:
+    """Return where the last chunk of a WebP file ends."""
+    end = 12
+    file.seek(end)
+    while len(head := file.read(8)) == 8:
+        length = int.from_bytes(head[4:], "little")
+        # A chunk of odd length is followed by a padding byte.
+        end += 8 + length + length % 2
+        file.seek(end)
+    return end

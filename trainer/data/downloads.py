@@ -1,6 +1,7 @@
-"""torchvision's small sets, in the data folder or downloaded there by one process a node.
+"""Published data sets of torchvision, read from the data folder or downloaded to it.
 
-The data folder is `data.root`, else $TRAINER_DATA, else ~/.cache/trainer.
+One process per node downloads. The data folder is `data.root`, else $TRAINER_DATA, else
+~/.cache/trainer.
 """
 
 from __future__ import annotations
@@ -17,79 +18,113 @@ import torch
 from torch import Tensor
 from torchvision import datasets as published
 
-from trainer.data.photos.decoding import reason
+from trainer.data.photos.decoding import describe_failure
 from trainer.errors import SetupError
 from trainer.recipe import DataRecipe
 from trainer.saving import locks
 
-PATIENCE = 30  # seconds without a byte before a download is given up
-Split = tuple[Tensor, Tensor]  # images (N, C, H, W) uint8, labels (N,) int64
+# Seconds without a byte after which a download is given up.
+PATIENCE = 30
+# Images (N, C, H, W) uint8 and labels (N,) int64.
+Split = tuple[Tensor, Tensor]
+# Training set, validation set, class names.
+Loaded = tuple[Split, Split, tuple[str, ...]]
 
 
 class Published(NamedTuple):
-    """A data set of torchvision's."""
+    """A data set of torchvision.
+
+    Attributes:
+        maker: torchvision's class.
+        folder: the folder that torchvision expects in the data folder.
+        mean: mean of each channel, for pixels in [0, 1].
+        std: standard deviation of each channel.
+    """
 
     maker: Any
-    folder: str  # what torchvision expects in the data folder
+    folder: str
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
 
-CIFAR10, CIFAR100 = published.CIFAR10, published.CIFAR100
 PUBLISHED = {
     "mnist": Published(published.MNIST, "MNIST", (0.1307,), (0.3081,)),
     "fashion_mnist": Published(published.FashionMNIST, "FashionMNIST", (0.2860,), (0.3530,)),
-    "cifar10": Published(CIFAR10, "cifar-10-batches-py", (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    "cifar100": Published(CIFAR100, "cifar-100-python", (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    "cifar10": Published(
+        published.CIFAR10, "cifar-10-batches-py", (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+    ),
+    "cifar100": Published(
+        published.CIFAR100, "cifar-100-python", (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
+    ),
 }
 
 
-def data_folder(data: DataRecipe) -> Path:
-    """Where published sets live."""
+def get_data_folder(data: DataRecipe) -> Path:
+    """Return the folder of the published data sets."""
     return Path(data.root or os.environ.get("TRAINER_DATA") or "~/.cache/trainer").expanduser()
 
 
-def load_published(data: DataRecipe) -> tuple[Split, Split, tuple[str, ...]]:
-    """(training set, held-out set, class names), downloaded where that is needed and allowed. Raises SetupError."""
-    known, root = PUBLISHED[data.name], data_folder(data)
-    loaded = _load(known, root)
+def load_published(data: DataRecipe) -> Loaded:
+    """Return (training set, validation set, class names), downloaded if needed and allowed.
+
+    Raises:
+        SetupError: the files are missing or cannot be read.
+    """
+    source = PUBLISHED[data.name]
+    root = get_data_folder(data)
+    loaded = _load(source, root)
     why = "data.download=false"
     if loaded is None and data.download:
         try:
-            with locks.in_turn(root, f".{data.name}.lock"):  # other ranks have downloaded it meanwhile
-                loaded = _load(known, root) or _download(known, root, data.name)
+            with locks.wait_for_lock(root, f".{data.name}.lock"):
+                # Another rank may have downloaded the files while this one waited.
+                loaded = _load(source, root) or _download(source, root, data.name)
         except (OSError, RuntimeError, EOFError, ValueError) as error:
-            why = f"the download failed: {reason(error)}"
+            why = f"the download failed: {describe_failure(error)}"
     if loaded is None:
         raise SetupError(
-            f"{data.name} is not in {root} ({why}); put the {known.folder}/ there that torchvision downloads, "
-            "or type data.root=FOLDER where it is"
+            f"{data.name} is not in {root} ({why}): put the {source.folder}/ that torchvision "
+            "downloads there, or type data.root=FOLDER of the folder that contains it"
         )
     return loaded
 
 
-def _load(known: Published, root: Path) -> tuple[Split, Split, tuple[str, ...]] | None:
-    """The set in `root`; None where it is missing or incomplete."""
-    if not (root / known.folder).is_dir():
+def _load(source: Published, root: Path) -> Loaded | None:
+    """Read the data set from `root`; return None if it is missing or incomplete."""
+    if not (root / source.folder).is_dir():
         return None
     try:
-        train, val = known.maker(root, train=True), known.maker(root, train=False)
-    except RuntimeError:  # torchvision: files are missing or have the wrong checksum
+        train = source.maker(root, train=True)
+        val = source.maker(root, train=False)
+    except RuntimeError:
+        # torchvision raises this if files are missing or have the wrong checksum.
         return None
     except (OSError, ValueError, EOFError, AssertionError, pickle.UnpicklingError) as error:
-        raise SetupError(f"{root / known.folder} cannot be read ({reason(error)}); remove it and start again") from None
-    return _tensors(train), _tensors(val), tuple(train.classes)
+        raise SetupError(
+            f"{root / source.folder} cannot be read ({describe_failure(error)}): remove it and "
+            "start again"
+        ) from None
+    return _to_tensors(train), _to_tensors(val), tuple(train.classes)
 
 
-def _tensors(data: Any) -> Split:
-    pixels = torch.as_tensor(data.data)  # (N, H, W) or (N, H, W, C)
+def _to_tensors(data: Any) -> Split:
+    # Pixels are (N, H, W) or (N, H, W, C).
+    pixels = torch.as_tensor(data.data)
     if pixels.dim() == 3:
         pixels = pixels[..., None]
-    return pixels.permute(0, 3, 1, 2), torch.as_tensor(np.asarray(data.targets), dtype=torch.int64)
+    labels = torch.as_tensor(np.asarray(data.targets), dtype=torch.int64)
+    return pixels.permute(0, 3, 1, 2), labels
 
 
-def _download(known: Published, root: Path, name: str) -> tuple[Split, Split, tuple[str, ...]] | None:
-    """Download into a temporary folder and rename it, so that a killed process leaves nothing that looks complete."""
+def _download(
+    source: Published,
+    root: Path,
+    name: str,
+) -> Loaded | None:
+    """Download into a temporary folder and rename it.
+
+    A killed process therefore leaves nothing that looks complete.
+    """
     for left_over in root.glob(f".{name}-*.tmp"):
         shutil.rmtree(left_over, ignore_errors=True)
     draft = root / f".{name}-{os.getpid()}.tmp"
@@ -98,10 +133,11 @@ def _download(known: Published, root: Path, name: str) -> tuple[Split, Split, tu
     try:
         draft.mkdir()
         for train in (True, False):
-            known.maker(draft, train=train, download=True)
-        shutil.rmtree(root / known.folder, ignore_errors=True)  # an incomplete one
-        os.replace(draft / known.folder, root / known.folder)
+            source.maker(draft, train=train, download=True)
+        # An incomplete folder would prevent the renaming.
+        shutil.rmtree(root / source.folder, ignore_errors=True)
+        os.replace(draft / source.folder, root / source.folder)
     finally:
         socket.setdefaulttimeout(timeout)
         shutil.rmtree(draft, ignore_errors=True)
-    return _load(known, root)
+    return _load(source, root)

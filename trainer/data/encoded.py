@@ -1,7 +1,8 @@
-"""Encoded images of one split: in a file each, or many in a shard.
+"""Encoded images of one split, either one per file or many per shard.
 
-An image's address says where its bytes are, in every process of the machine: the path of its file; or, separated by
-zero bytes, the path of a shard, its kind, size and time of change, and two numbers that depend on its kind.
+An image's address says where its bytes are, in every process of the machine. It is the path of the
+image's file; or, separated by zero bytes, the path of a shard, its kind, size and time of change,
+and two numbers that depend on its kind.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import io
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import BinaryIO, Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
+import xxhash
 from torch import Tensor
 
 from trainer.data.archives import parquet, tars
@@ -25,94 +27,157 @@ from trainer.data.archives.indexes import Archive
 from trainer.data.photos.decoding import Bytes, open_encoded, read_file
 from trainer.data.photos.lazy_images import Picture
 from trainer.data.photos.pixel_range import Range
+from trainer.data.sampling import Array
 from trainer.saving import files
 
+# Bytes of an image that are read together to recognise it.
+BLOCK = 2**14
+# Numbers of blocks: all of an image of up to 1 MiB, and those that are read at each start.
+WHOLE, FEW = 64, 2
 READ = {tars.KIND: tars.encoded, parquet.KIND: parquet.encoded}
 
 
-def in_archive(shard: Archive, kind: bytes) -> bytes:
-    """The first bytes of the addresses of a shard's images."""
+def archive_prefix(shard: Archive, kind: bytes) -> bytes:
+    """Return the first bytes of the addresses of a shard's images."""
     return b"%b\0%b\0%d\0%d\0" % (shard.path, kind, shard.size, shard.time)
 
 
-def encoded(address: bytes) -> Bytes:
-    """The bytes of an image. Raises OSError, ValueError."""
+def read_encoded(address: bytes) -> Bytes:
+    """Return the bytes of an image.
+
+    Raises:
+        OSError, ValueError: the file or shard cannot be read, or has changed.
+    """
     path, *rest = address.split(b"\0")
     if not rest:
         return read_file(path)
-    kind, size, time, *place = rest
-    first, second = map(int, place)
-    return READ[kind](Archive(path, int(size), int(time)), first, second)
+    kind, size, time, first, second = rest
+    archive = Archive(path, int(size), int(time))
+    return READ[kind](archive, int(first), int(second))
 
 
-def header_file(address: bytes) -> BinaryIO:
-    """A file to read an image's header from. Raises OSError, ValueError."""
-    return io.BytesIO(encoded(address).data) if b"\0" in address else files.opened(address)
+def open_header(address: bytes) -> BinaryIO:
+    """Return a file to read an image's header from.
+
+    Raises:
+        OSError, ValueError: as in `encoded`.
+    """
+    if b"\0" in address:
+        return io.BytesIO(read_encoded(address).data)
+    return files.open_regular(address)
 
 
-def identity(address: bytes) -> bytes:
-    """Bytes that change when the image may have changed."""
+def compute_identity(address: bytes) -> bytes:
+    """Return bytes that change when the image may have changed."""
     if b"\0" in address:
         return address
     try:
-        facts = os.stat(address)
-        size, changed = facts.st_size, facts.st_mtime_ns
-    except OSError:  # such as a broken link: training reports it
-        size = changed = -1
-    return b"%b\0%d\0%d" % (address, size, changed)
+        status = os.stat(address)
+    except OSError:
+        # Training reports what is missing, such as the target of a link.
+        return b"%b\0-1\0-1" % address
+    return b"%b\0%d\0%d" % (address, status.st_size, status.st_mtime_ns)
 
 
-def size_of(address: bytes) -> int:
-    """The image's size in bytes; -1 where it is missing, or the size is not known without reading."""
-    parts = identity(address).split(b"\0")
-    in_file, in_tar = b"\0" not in address, parts[1] == tars.KIND
-    return int(parts[1]) if in_file else int(parts[-1]) if in_tar else -1
+def hash_location(address: bytes) -> int:
+    """Return a hash that changes when the file is replaced or copied; 0 if it is missing."""
+    with suppress(OSError):
+        status = os.stat(address.partition(b"\0")[0])
+        return xxhash.xxh3_64_intdigest(b"%d %d" % (status.st_ino, status.st_ctime_ns))
+    return 0
+
+
+def hash_content(address: bytes, blocks: int) -> int:
+    """Return a hash of about `blocks` blocks of the image, the first and last ones included.
+
+    The hash is 0 if the image cannot be read.
+    """
+    digest = xxhash.xxh3_64()
+    # pyarrow can raise anything.
+    with suppress(Exception), open_header(address) as file:
+        size = file.seek(0, os.SEEK_END)
+        step = max(BLOCK, size // blocks)
+        last = max(0, size - BLOCK)
+        for start in (*range(0, size, step), last):
+            file.seek(start)
+            digest.update(file.read(BLOCK))
+        return digest.intdigest()
+    return 0
+
+
+def encoded_size(address: bytes) -> int:
+    """Return the image's size in bytes.
+
+    The size is -1 if the image is missing, or if its size is not known without reading it.
+    """
+    parts = compute_identity(address).split(b"\0")
+    if b"\0" not in address:
+        return int(parts[1])
+    return int(parts[-1]) if parts[1] == tars.KIND else -1
 
 
 class EncodedPhotos(ABC):
-    """The images of one split. All names are one block of bytes: cheap to hold and to send to workers."""
+    """The images of one split.
 
-    pixel_range: Range | None = None  # the recipe's data.pixel_range
+    All names are in one block of bytes, which is small and fast to send to workers.
 
-    def __init__(self, root: Path, names: Iterable[str], labels: npt.NDArray[Any]) -> None:
-        """`names` are paths below `root`, `labels` (names, ...) their targets."""
-        self.root, self.labels = str(root), labels
-        listed = [os.fsencode(name) for name in names]
-        self._names = b"".join(listed)
-        self._ends = np.cumsum([len(name) for name in listed], dtype=np.int64)
+    Attributes:
+        root: the folder or file that contains the images.
+        labels: (samples, ...) targets.
+        pixel_range: the recipe's data.pixel_range.
+    """
+
+    pixel_range: Range | None = None
+
+    def __init__(
+        self,
+        root: Path,
+        names: Iterable[str],
+        labels: Array,
+    ) -> None:
+        """`names` are paths below `root`; `labels` (names, ...) are their targets."""
+        self.root = str(root)
+        self.labels = labels
+        encoded_names = [os.fsencode(name) for name in names]
+        self._names = b"".join(encoded_names)
+        self._ends = np.cumsum([len(name) for name in encoded_names], dtype=np.int64)
 
     @abstractmethod
     def address(self, index: int) -> bytes:
-        """Of an image: see the module."""
+        """Return the address of an image: see the module."""
 
     def __len__(self) -> int:
         return len(self._ends)
 
     def name(self, index: int) -> str:
-        """Its path below the root."""
+        """Return the path of an image below the root."""
         start = self._ends[index - 1] if index else 0
         return os.fsdecode(self._names[start : self._ends[index]])
 
     def where(self, index: int) -> str:
+        """Return the path of an image."""
         return os.path.join(self.root, self.name(index))
 
     def digest(self) -> str:
-        """A hash of names and targets, which does not depend on where the folder is."""
+        """Return a hash of names and targets, which does not depend on where the folder is."""
         digest = hashlib.blake2b(self._names, digest_size=16)
         for values in (self._ends, self.labels):
             digest.update(np.ascontiguousarray(values).data)
         return digest.hexdigest()
 
     def open(self, index: int, channels: int) -> tuple[Picture, Tensor]:
-        picture = open_encoded(encoded(self.address(index)), channels, self.pixel_range)
+        """Return image and target of a sample; the image is decoded later."""
+        picture = open_encoded(read_encoded(self.address(index)), channels, self.pixel_range)
         return picture, torch.as_tensor(self.labels[index])
 
     def read(self, index: int, channels: int) -> tuple[Tensor, Tensor]:
+        """Return image and target of a sample, the image in full size."""
         picture, label = self.open(index, channels)
         return picture.whole(max(picture.height, picture.width)), label
 
-    def part(self, rows: npt.NDArray[Any]) -> Self:
-        """Some of them."""
+    def part(self, rows: Array) -> Self:
+        """Return the images of the indices `rows`."""
         part = copy.copy(self)
-        EncodedPhotos.__init__(part, Path(self.root), (self.name(row) for row in rows), self.labels[rows])
+        names = (self.name(row) for row in rows)
+        EncodedPhotos.__init__(part, Path(self.root), names, self.labels[rows])
         return part

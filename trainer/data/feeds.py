@@ -1,4 +1,4 @@
-"""Where a loader's batches come from: memory, or readers of photos and of other samples in files."""
+"""Feeds: sources of a loader's batches, either in memory or in files that workers read."""
 
 from __future__ import annotations
 
@@ -10,83 +10,137 @@ from torch import Tensor
 
 from trainer.data.augment import Auto, Draws, Gallery, private_random_state
 from trainer.data.folders.photo_folders import unreadable
-from trainer.data.photos.copies import Copies, Copy, on_device
+from trainer.data.photos.copies import Copies, Copy, copy_to_device
 from trainer.data.photos.photo_reader import Key, Reader, Report, Unreadable
-from trainer.data.sampling import Array
+from trainer.data.sampling import Array, Span
 from trainer.data.sets import Datasets, ImageSet, LabelledSource, PhotoSource, TensorSet
 from trainer.data.workers.worker_pool import Buffers, Filled, InProcess, Workers
 from trainer.recipe import AugmentRecipe, Recipe
 
-BLOCK = 16_384  # rows whose random draws are made at once
+# Number of rows whose random draws are made in one call: a call per small batch would be slow.
+BLOCK = 16_384
+
+# Inputs and labels of each batch.
+Batches = Iterator[tuple[Tensor, Tensor]]
+# Inputs, labels and the number of rows that are not padding.
+PaddedBatches = Iterator[tuple[Tensor, Tensor, int]]
+# Makes the training inputs of a batch from its rows of the pool, its first position in a block of
+# samples, and its samples.
+Take = Callable[[Tensor, int, Array], Tensor]
+# Copies of inputs and labels that are under way, and the report about them.
+Copying = tuple[Copy, Copy, Report]
 
 
 class MemoryFeed:
-    """Batches of what lies in memory, indexed when they are needed: inputs, labels, or neither, where a rank needs no
-    more.
+    """Batches of samples in memory, indexed when they are needed.
 
-    Both kinds of feed give uint8 images (n, H, W, C), or other inputs (n, ...), and labels (n, ...) on the device.
+    Inputs or labels are missing on a rank that does not need them. All feeds return uint8 images
+    (n, H, W, C), or other inputs (n, ...), and labels (n, ...) on the device.
     """
 
     def __init__(
-        self, inputs: Tensor | None, labels: Tensor | None, length: int, rows: int, device: torch.device
+        self,
+        inputs: Tensor | None,
+        labels: Tensor | None,
+        length: int,
+        rows: int,
+        device: torch.device,
     ) -> None:
-        """Sample i of `length` is row i % rows of the tensors, as in an `ImageSet`; of None batches are empty."""
+        """Move `inputs` and `labels` to `device`.
+
+        Args:
+            inputs: (pool, ...); None makes every batch of inputs empty.
+            labels: (pool, ...); None makes every batch of labels empty.
+            length: samples; sample i is row i % pool, as in an `ImageSet`.
+            rows: rows of a full batch.
+            device: where batches are returned.
+        """
         self.failures: list[Unreadable] = []
         self.uncached = 0
         self._inputs = None if inputs is None else inputs.to(device)
         self._labels = None if labels is None else labels.to(device)
-        self._pool = min((len(part) for part in (inputs, labels) if part is not None), default=length)
-        self._length, self._rows, self._device = length, rows, device
+        pools = [len(part) for part in (inputs, labels) if part is not None]
+        self._pool = min(pools, default=length)
+        self._length = length
+        self._rows = rows
+        self._device = device
         self._nothing = torch.empty(0, device=device)
 
-    def training(self, epoch: int, batches: Sequence[Array]) -> Iterator[tuple[Tensor, Tensor]]:
-        """A batch for each array of at most `rows` sample indices."""
-        several = max(1, BLOCK // self._rows)
-        for first in range(0, len(batches), several):
-            block = batches[first : first + several]
+    def training(self, epoch: int, batches: Sequence[Array]) -> Batches:
+        """Yield (inputs, labels) for each array of at most `rows` sample indices."""
+        batches_per_block = max(1, BLOCK // self._rows)
+        for first in range(0, len(batches), batches_per_block):
+            block = batches[first : first + batches_per_block]
             index = np.concatenate(block)
-            at = on_device(torch.from_numpy(index % self._pool), self._device)
-            labels, take = self._taken(self._labels, at), self._drawn(epoch, index)
+            rows = copy_to_device(torch.from_numpy(index % self._pool), self._device)
+            labels = self._select(self._labels, rows)
+            take = self._prepare_block(epoch, index)
             stop = 0
             for batch in block:
-                start, stop = stop, stop + len(batch)
-                yield take(at[start:stop], start, batch), labels[start:stop]
+                start = stop
+                stop += len(batch)
+                yield take(rows[start:stop], start, batch), labels[start:stop]
 
-    def evaluation(self, spans: list[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """Batches of samples start to stop, padded to `rows`, with the number of rows that count."""
-        for start, stop in spans:  # the last sample is repeated beyond the end
-            index = np.minimum(np.arange(start, start + self._rows), self._length - 1) % self._pool
-            at = on_device(torch.from_numpy(index), self._device)
-            yield self._plain(at), self._taken(self._labels, at), stop - start
+    def evaluation(self, spans: list[Span]) -> PaddedBatches:
+        """Yield (inputs, labels, count) for each (start, stop) of samples.
+
+        Batches are padded to `rows`; the first `count` rows are samples.
+        """
+        last = self._length - 1
+        for start, stop in spans:
+            # Padding repeats the last sample.
+            index = np.minimum(np.arange(start, start + self._rows), last)
+            rows = copy_to_device(torch.from_numpy(index % self._pool), self._device)
+            yield self._take_plain(rows), self._select(self._labels, rows), stop - start
 
     def close(self) -> None:
-        pass
+        """Do nothing: there are no workers to stop."""
 
-    def _drawn(self, epoch: int, index: Array) -> Callable[[Tensor, int, Array], Tensor]:
-        """What makes training inputs of a part of these samples: of its rows, its place among them, its samples."""
-        return lambda at, start, batch: self._plain(at)
+    def _prepare_block(self, epoch: int, index: Array) -> Take:
+        """Return a function that makes training inputs for the batches of the samples `index`."""
+        return lambda rows, start, batch: self._take_plain(rows)
 
-    def _plain(self, at: Tensor) -> Tensor:
-        return self._taken(self._inputs, at)
+    def _take_plain(self, rows: Tensor) -> Tensor:
+        return self._select(self._inputs, rows)
 
-    def _taken(self, part: Tensor | None, at: Tensor) -> Tensor:
-        return self._nothing if part is None else part[at]
+    def _select(self, part: Tensor | None, rows: Tensor) -> Tensor:
+        return self._nothing if part is None else part[rows]
 
 
 class ImageFeed(MemoryFeed):
     """Batches of images in memory, augmented in this process."""
 
-    def __init__(self, images: ImageSet, rows: int, augment: AugmentRecipe, seed: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        images: ImageSet,
+        rows: int,
+        augment: AugmentRecipe,
+        seed: int,
+        device: torch.device,
+    ) -> None:
         super().__init__(None, images.labels, len(images), rows, device)
-        self._augment, self._seed = augment, seed
-        self._gallery = Gallery(images.images, augment.crop_padding if augment.crop == "pad" else 0, device)
+        self._augment = augment
+        self._seed = seed
+        padding = augment.crop_padding if augment.crop == "pad" else 0
+        self._gallery = Gallery(images.images, padding, device)
 
-    def _drawn(self, epoch: int, index: Array) -> Callable[[Tensor, int, Array], Tensor]:
-        size = self._gallery.height, self._gallery.width
-        draws = Draws.of(self._augment, self._seed, epoch, index, size, self._device)
+    def _prepare_block(self, epoch: int, index: Array) -> Take:
+        size = (self._gallery.height, self._gallery.width)
+        draws = Draws.of(
+            self._augment,
+            self._seed,
+            epoch,
+            index,
+            size,
+            self._device,
+        )
 
-        def take(at: Tensor, start: int, batch: Array) -> Tensor:
-            images = self._gallery.take(at, draws.rows(start, start + len(batch)))
+        def take(
+            rows: Tensor,
+            start: int,
+            batch: Array,
+        ) -> Tensor:
+            images = self._gallery.take(rows, draws.rows(start, start + len(batch)))
             if self._augment.auto != "none":
                 with private_random_state():
                     images = Auto(self._augment, self._seed, epoch, batch).batch(images)
@@ -94,100 +148,150 @@ class ImageFeed(MemoryFeed):
 
         return take
 
-    def _plain(self, at: Tensor) -> Tensor:
-        return self._gallery.take(at, Draws(None, None, None))
+    def _take_plain(self, rows: Tensor) -> Tensor:
+        return self._gallery.take(rows, Draws(None, None, None))
 
 
-def readers_of(
-    datasets: Datasets, sources: Sequence[PhotoSource], rows: int, recipe: Recipe, workers: int
+def build_readers(
+    datasets: Datasets,
+    sources: Sequence[PhotoSource],
+    rows: int,
+    recipe: Recipe,
+    workers: int,
 ) -> Workers | InProcess:
-    """What reads batches of `rows` samples of all the sources, in so many workers; 0: this process."""
+    """Create the readers of `sources`, which read batches of `rows` samples.
 
-    def readers(buffers: Buffers) -> list[Reader]:
-        return [
-            Reader(source, buffers.inputs, buffers.labels, recipe, datasets.plain is not None) for source in sources
-        ]
+    They run in `workers` processes, or in this process if `workers` is 0.
+    """
 
-    def allocate(count: int) -> Buffers:
-        return Buffers.allocate(datasets, rows, count, shared=workers > 0)
+    def allocate(slots: int) -> tuple[Buffers, list[Reader]]:
+        buffers = Buffers.allocate(datasets, rows, slots, shared=workers > 0)
+        plain = datasets.plain is not None
+        readers = []
+        for source in sources:
+            readers.append(
+                Reader(
+                    source,
+                    buffers.inputs,
+                    buffers.labels,
+                    recipe,
+                    plain,
+                )
+            )
+        return buffers, readers
 
-    if not workers:
-        return InProcess(allocate(1), readers)
-    return Workers(sources, allocate, readers, workers, recipe.timeout)
+    if workers:
+        return Workers(sources, allocate, workers, recipe.timeout)
+    return InProcess(*allocate(1))
 
 
 class PhotoFeed:
-    """Batches of one of the sources of `readers`.
+    """Batches of one source of `readers`.
 
     Attributes:
-        uncached: photos that had to be prepared anew, for the cache lacked them.
+        failures: what could not be read, and why.
+        uncached: photos that were prepared because the cache lacked them.
     """
 
-    def __init__(self, readers: Workers | InProcess, part: int, rows: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        readers: Workers | InProcess,
+        part: int,
+        rows: int,
+        device: torch.device,
+    ) -> None:
+        """Read source number `part` of `readers`; a full batch has `rows` samples."""
         self.failures: list[Unreadable] = []
         self.uncached = 0
-        self._readers, self._part, self._rows, self._device = readers, part, rows, device
-        self._copies = Copies(device)
+        self._readers = readers
+        self._part = part
+        self._rows = rows
+        self._copies = Copies(device) if device.type == "cuda" else None
 
-    def training(self, epoch: int, batches: Sequence[Array]) -> Iterator[tuple[Tensor, Tensor]]:
-        return ((images, labels) for images, labels, _ in self._read(self._keys(epoch, batches)))
+    def training(self, epoch: int, batches: Sequence[Array]) -> Batches:
+        """Yield (inputs, labels) for each array of sample indices."""
+        filled = self._read(self._keys(epoch, batches))
+        return ((inputs, labels) for inputs, labels, _ in filled)
 
-    def evaluation(self, spans: list[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor, int]]:
-        return self._read(self._keys(None, [np.arange(*span) for span in spans]))
+    def evaluation(self, spans: list[Span]) -> PaddedBatches:
+        """Yield (inputs, labels, count) for each (start, stop) of samples."""
+        batches = [np.arange(*span) for span in spans]
+        return self._read(self._keys(None, batches))
 
     def prefetch(self, epoch: int | None, batches: Sequence[Array]) -> None:
-        """Read these as soon as workers have no other work; `epoch` is None for evaluation."""
+        """Read `batches` as soon as workers are idle; `epoch` is None for evaluation."""
         self._readers.prefetch(self._keys(epoch, batches))
 
     def close(self) -> None:
+        """Stop the workers."""
         self._readers.close()
 
     def _keys(self, epoch: int | None, batches: Sequence[Array]) -> list[Key]:
         return [(self._part, epoch, index) for index in batches]
 
-    def _read(self, keys: list[Key]) -> Iterator[tuple[Tensor, Tensor, int]]:
+    def _read(self, keys: list[Key]) -> PaddedBatches:
         filled = self._readers.read(keys)
-        return self._overlapped(filled, keys) if self._device.type == "cuda" else self._in_order(filled, keys)
+        if self._copies:
+            return self._read_overlapped(self._copies, filled, keys)
+        return self._read_in_order(filled, keys)
 
-    def _in_order(self, filled: Iterator[Filled], keys: list[Key]) -> Iterator[tuple[Tensor, Tensor, int]]:
+    def _read_in_order(self, filled: Iterator[Filled], keys: list[Key]) -> PaddedBatches:
         for (inputs, labels, report), key in zip(filled, keys, strict=True):
-            rows = self._counted(report, key)
-            yield inputs[:rows], labels[:rows].clone(), report.rows  # the slot is filled again after the next batch
+            rows = self._add_report(report, key)
+            # The slot is filled again after the next batch, when these labels may still be in use.
+            yield inputs[:rows], labels[:rows].clone(), report.rows
 
-    def _overlapped(self, filled: Iterator[Filled], keys: list[Key]) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """On a GPU: the next batch is copied, once it has been read, while this one is used."""
+    def _read_overlapped(
+        self,
+        copies: Copies,
+        filled: Iterator[Filled],
+        keys: list[Key],
+    ) -> PaddedBatches:
+        """Copy the next batch to the GPU while the current one is used.
 
-        def begin() -> tuple[Copy, Copy, Report] | None:
+        The copy starts early only if the next batch has already been read.
+        """
+
+        def begin() -> Copying | None:
             batch = next(filled, None)
-            return batch and (self._copies.begin(batch.inputs), self._copies.begin(batch.labels), batch.report)
+            if batch is None:
+                return None
+            return copies.begin(batch.inputs), copies.begin(batch.labels), batch.report
 
-        following: tuple[Copy, Copy, Report] | None = None
+        following: Copying | None = None
         for n, key in enumerate(keys):
-            now, following = following or begin(), None
-            assert now is not None
+            current = following or begin()
+            following = None
+            assert current is not None
             if n + 1 < len(keys) and self._readers.ready():
                 following = begin()
-            inputs, labels, report = now
-            rows = self._counted(report, key)
-            batch = inputs.arrived()[:rows], labels.arrived()[:rows], report.rows
-            del now, inputs, labels
+            inputs, labels, report = current
+            rows = self._add_report(report, key)
+            batch = (inputs()[:rows], labels()[:rows], report.rows)
+            # No reference may outlive its use: the GPU needs the memory for the next batch.
+            del current, inputs, labels
             yield batch
             del batch
 
-    def _counted(self, report: Report, key: Key) -> int:
-        """Note what could not be read; returns the rows of the batch: evaluation pads to full shape."""
+    def _add_report(self, report: Report, key: Key) -> int:
+        """Add the failures of a batch and return its number of rows.
+
+        Evaluation pads its batches to full shape.
+        """
         self.failures += report.failures
         self.uncached += report.uncached
         if report.end:
             self.close()
             raise unreadable(report.failures[:1], 1)
-        return self._rows if key[1] is None else len(key[2])
+        _, epoch, index = key
+        return self._rows if epoch is None else len(index)
 
 
-def known_labels(part: ImageSet | TensorSet | PhotoSource, skip: bool) -> Tensor | None:
-    """A set's labels, where they are known without reading a photo.
+def find_labels(part: ImageSet | TensorSet | PhotoSource, skip: bool) -> Tensor | None:
+    """Return the labels of a set if they are known without reading its photos, else None.
 
-    With `skip` (unreadable photos are skipped) they are not: another sample's label replaces that of a skipped one.
+    With `skip`, which skips unreadable photos, the labels of files are unknown: another sample's
+    label replaces the label of a skipped one.
     """
     if isinstance(part, ImageSet | TensorSet):
         return part.labels

@@ -1,4 +1,8 @@
-"""Random generators that hang on a user's data set, as on its transforms: what they draw belongs to a sample."""
+"""Random generators that belong to a user's data set, such as those of its transforms.
+
+They are seeded for each sample of each epoch, so that their numbers depend neither on the worker
+nor on the samples before.
+"""
 
 from __future__ import annotations
 
@@ -11,57 +15,69 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.models.undisturbed import WIDEST, is_generator, restorer
+from trainer.models.reachable import MAX_ENTRIES
+from trainer.models.undisturbed import is_generator, make_restorer
 
 LEAVES = (str, bytes, int, float, type, types.ModuleType, torch.Tensor, np.ndarray)
-MOST = 10_000  # objects that are looked at
+# Number of objects to search at most.
+MOST = 10_000
 
 
 class Generators:
-    """Those that attributes, lists and dictionaries lead to from a data set, nearest first.
+    """The random generators that a data set's attributes, lists and dictionaries contain.
 
-    They are remembered by where they hang: some libraries make new ones in a loader worker.
+    They are found breadth first, and remembered by their container and key: some libraries replace
+    them with new ones in a loader worker.
     """
 
     def __init__(self, dataset: Any) -> None:
         self._places: list[tuple[Any, Any]] = []
-        level, seen = [dataset], {id(dataset)}
+        level = [dataset]
+        seen = {id(dataset)}
         while level and len(seen) < MOST:
             following = []
             for value in level:
-                held = value if isinstance(value, dict | list | tuple) else getattr(value, "__dict__", None)
-                if not isinstance(held, dict | list | tuple) or len(held) > WIDEST:
+                container = value
+                if not isinstance(value, dict | list | tuple):
+                    container = getattr(value, "__dict__", None)
+                if not isinstance(container, dict | list | tuple) or len(container) > MAX_ENTRIES:
                     continue
-                for key, part in held.items() if isinstance(held, dict) else enumerate(held):
+                for key, part in (
+                    container.items() if isinstance(container, dict) else enumerate(container)
+                ):
                     if is_generator(part):
-                        self._places.append((held, key))
+                        self._places.append((container, key))
                     elif not isinstance(part, LEAVES) and id(part) not in seen:
                         seen.add(id(part))
                         following.append(part)
             level = following
 
     def __iter__(self) -> Iterator[Any]:
-        for holder, key in self._places:
-            with suppress(LookupError):  # it was removed meanwhile
-                if is_generator(generator := holder[key]):
+        for container, key in self._places:
+            # The data set may have removed a generator since the search.
+            with suppress(LookupError):
+                if is_generator(generator := container[key]):
                     yield generator
 
     def seed(self, key: int) -> None:
-        """Begin a stream for each, which differ."""
+        """Seed each generator with a different number that depends on `key`."""
         for number, generator in enumerate(self):
-            own = (key + number * 0x9E3779B97F4A7C15) % 2**64
+            own_key = (key + number * 0x9E3779B97F4A7C15) % 2**64
             if isinstance(generator, np.random.Generator):
                 bits: Any = generator.bit_generator
-                bits.state = type(bits)(own).state
+                bits.state = type(bits)(own_key).state
             elif isinstance(generator, torch.Generator):
-                generator.manual_seed(own >> 1)
+                generator.manual_seed(own_key >> 1)
+            elif isinstance(generator, random.Random):
+                generator.seed(own_key)
             else:
-                generator.seed(own if isinstance(generator, random.Random) else own & 0xFFFFFFFF)
+                # NumPy's RandomState accepts 32 bits.
+                generator.seed(own_key & 0xFFFFFFFF)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Put their states back afterwards."""
+        """Restore the states of the generators afterwards."""
         with ExitStack() as stack:
-            for each in self:
-                stack.callback(restorer(each))
+            for generator in self:
+                stack.callback(make_restorer(generator))
             yield

@@ -1,4 +1,4 @@
-"""Items and whole sets as users of torch, torchvision and Hugging Face have them."""
+"""Items and whole data sets in the forms of torch, torchvision and Hugging Face."""
 
 from __future__ import annotations
 
@@ -17,109 +17,170 @@ from trainer.data.tensors import as_targets, as_tensor
 from trainer.errors import RecipeError
 from trainer.tasks import Task
 
+# Keys of an item that is a dictionary, the preferred ones first.
 INPUTS = ("image", "images", "img", "pixel_values", "input", "inputs", "input_values", "x")
 TARGETS = ("label", "labels", "target", "targets", "fine_label", "class", "y")
+# Names of the classes, or of a regression's values.
+Names = tuple[str, ...]
 GIVE = "give their number: data=(train_set, val_set"
 
 
-def pair(item: Any) -> tuple[Any, Any]:
-    """An item's input and target; those of a dictionary by their keys. Raises ValueError."""
-    found = type(item).__name__
+def split_item(item: Any) -> tuple[Any, Any]:
+    """Return the input and the target of an item, which is a pair or a dictionary.
+
+    Raises:
+        ValueError: the item is something else.
+    """
+    description = type(item).__name__
     if isinstance(item, Mapping):
-        keys = [next((name for name in names if name in item), None) for names in (INPUTS, TARGETS)]
-        if None not in keys:
-            return item[keys[0]], item[keys[1]]
-        found = f"a dictionary of {', '.join(map(str, item))[:100]}"
+        input_key = next((name for name in INPUTS if name in item), None)
+        target_key = next((name for name in TARGETS if name in item), None)
+        if input_key is not None and target_key is not None:
+            return item[input_key], item[target_key]
+        description = f"a dictionary of {', '.join(map(str, item))[:100]}"
     elif isinstance(item, tuple | list):
         if len(item) == 2:
             return item[0], item[1]
-        found += f" of {len(item)}"
+        description += f" of {len(item)}"
     raise ValueError(
-        f"an item must be (input, target), or a dictionary with one of {', '.join(INPUTS[:4])} and one of "
-        f"{', '.join(TARGETS[:4])}, found {found}"
+        f"an item must be (input, target), or a dictionary with one of {', '.join(INPUTS[:4])} and "
+        f"one of {', '.join(TARGETS[:4])}, found {description}"
     )
 
 
 def as_input(value: Any) -> Any:
-    """An item's input as a Pillow image or a tensor, with an image's channels first. Raises RecipeError."""
+    """Return an item's input as a Pillow image or a tensor; images have their channels first.
+
+    Raises:
+        RecipeError: no tensor can hold the input.
+    """
     if isinstance(value, Image.Image):
         return value
-    return channels_first(as_tensor(value), 3)
+    return move_channels_first(as_tensor(value), 3)
 
 
-def channels_first(images: Tensor, dimensions: int) -> Tensor:
-    """uint8 images (H, W) or (H, W, C) as (C, H, W); `dimensions` is 4 for several in a tensor."""
+def move_channels_first(images: Tensor, dimensions: int) -> Tensor:
+    """Convert uint8 images (H, W) or (H, W, C) to (C, H, W).
+
+    `dimensions` is 3 for one image, 4 for a batch. Other tensors are returned unchanged.
+    """
     if images.dtype != torch.uint8:
         return images
+    channel_dim = dimensions - 3
     if images.dim() == dimensions - 1:
-        return images.unsqueeze(dimensions - 3)
-    last, first = images.shape[-1:], images.shape[dimensions - 3 : dimensions - 2]
-    if images.dim() == dimensions and last[0] in (1, 3) and first[0] not in (1, 3):
-        return images.movedim(-1, dimensions - 3)
+        return images.unsqueeze(channel_dim)
+    if images.dim() != dimensions:
+        return images
+    # A shape such as (3, H, 3) has its channels first already.
+    is_first = images.shape[channel_dim] in (1, 3)
+    if images.shape[-1] in (1, 3) and not is_first:
+        return images.movedim(-1, channel_dim)
     return images
 
 
-def tensors_of(part: Any) -> tuple[Tensor, Tensor] | None:
-    """A part in memory as a pair of tensors (inputs, targets); None for others."""
+def to_tensors(part: Any) -> tuple[Tensor, Tensor] | None:
+    """Return a data set in memory as a pair of tensors (inputs, targets); None for others."""
     if isinstance(part, TensorDataset) and len(part.tensors) == 2:
         part = part.tensors
-    if isinstance(part, Subset) and (whole := tensors_of(part.dataset)) is not None:
+    if isinstance(part, Subset) and (whole := to_tensors(part.dataset)) is not None:
         index = as_tensor(part.indices)
         return whole[0][index], whole[1][index]
-    pairs = isinstance(part, tuple | list) and len(part) == 2
-    if pairs and all(isinstance(each, Tensor | np.ndarray) for each in part):
-        inputs, targets = (make(each).detach().cpu() for make, each in zip((as_tensor, as_targets), part, strict=True))
-        return channels_first(inputs, 4), targets
+    is_pair = isinstance(part, tuple | list) and len(part) == 2
+    if is_pair and all(isinstance(each, Tensor | np.ndarray) for each in part):
+        inputs = as_tensor(part[0]).detach().cpu()
+        targets = as_targets(part[1]).detach().cpu()
+        return move_channels_first(inputs, 4), targets
     return None
 
 
-def counted_names(part: Any, kind: type[Task], of: str, tensors: tuple[Tensor, Tensor] | None) -> tuple[str, ...]:
-    """Numbers as names, of as many classes or values as the targets in memory have. Raises RecipeError."""
-    targets = tensors[1] if tensors is not None else stored_targets(part) if kind.reads == "class" else None
+def number_names(
+    part: Any,
+    kind: type[Task],
+    where: str,
+    tensors: tuple[Tensor, Tensor] | None,
+) -> Names:
+    """Return numbers as names, as many as the targets in memory have classes or values.
+
+    Args:
+        part: a user's data set.
+        kind: the task.
+        where: the name of `part` for messages.
+        tensors: inputs and targets, if the data set is in memory.
+
+    Raises:
+        RecipeError: the targets do not say how many there are.
+    """
+    targets = None
+    if tensors is not None:
+        targets = tensors[1]
+    elif kind.reads == "class":
+        targets = find_stored_targets(part)
     if targets is None:
-        raise RecipeError(f"{of}: it does not name its classes or values: {GIVE}, 10), or their names instead of 10")
+        raise RecipeError(
+            f"{where}: it does not name its classes or values: {GIVE}, 10), or their names instead "
+            "of 10"
+        )
     if kind.reads != "class":
-        return numbers(targets[0].numel())
+        return name_by_number(targets[0].numel())
     if targets.dtype.is_floating_point or targets.is_complex() or not targets.numel():
         raise RecipeError(
-            f"{of}: classes are whole numbers from 0, found {str(targets.dtype).removeprefix('torch.')}; "
-            "to predict numbers: task.name=regression"
+            f"{where}: classes are whole numbers from 0, found "
+            f"{str(targets.dtype).removeprefix('torch.')}; to predict numbers: task.name=regression"
         )
     if strange := sparse(targets.numpy()):
-        raise RecipeError(f"{of}: {strange}; if so, {GIVE}, 1000)")
-    return numbers(int(targets.max()) + 1)
+        raise RecipeError(f"{where}: {strange}; if that is right, {GIVE}, 1000)")
+    return name_by_number(int(targets.max()) + 1)
 
 
-def numbers(count: int) -> tuple[str, ...]:
-    """Names for classes of which only the number is known."""
+def name_by_number(count: int) -> Names:
+    """Return "0", "1", ... as names, for classes that have no names."""
     return tuple(map(str, range(max(1, count))))
 
 
-def made_of(part: Any) -> list[Any]:
-    """The sets that a ConcatDataset or a Subset is made of."""
+def unwrap_datasets(part: Any) -> list[Any]:
+    """Return the data sets inside a ConcatDataset or a Subset, or `part` itself."""
     if isinstance(part, Subset):
-        return made_of(part.dataset)
-    return [one for each in part.datasets for one in made_of(each)] if isinstance(part, ConcatDataset) else [part]
+        return unwrap_datasets(part.dataset)
+    if isinstance(part, ConcatDataset):
+        inner: list[Any] = []
+        for each in part.datasets:
+            inner += unwrap_datasets(each)
+        return inner
+    return [part]
 
 
-def names_in(part: Any) -> tuple[str, ...]:
-    """The names of classes 0, 1, ... as torchvision's and Hugging Face's data sets have them; empty without any."""
-    places = getattr(part, "class_to_idx", None)
-    with suppress(TypeError):  # other values
-        if isinstance(places, Mapping) and places and sorted(places.values()) == [*range(len(places))]:
-            return tuple(map(str, sorted(places, key=places.__getitem__)))
+def find_class_names(part: Any) -> Names:
+    """Return the names of classes 0, 1, ... that a data set of torchvision or Hugging Face has.
+
+    The result is empty if it has none.
+    """
+    index_of: Any = getattr(part, "class_to_idx", None)
+    # Values that are not numbers cannot be compared with the range.
+    with suppress(TypeError):
+        has_indices = (
+            isinstance(index_of, Mapping)
+            and index_of
+            and sorted(index_of.values()) == [*range(len(index_of))]
+        )
+        if has_indices:
+            return tuple(map(str, sorted(index_of, key=index_of.__getitem__)))
     classes = getattr(part, "classes", None)
     if isinstance(classes, Sequence) and not isinstance(classes, str) and classes:
         return tuple(map(str, classes))
+    # Hugging Face describes each column in `features`; a column of class labels has names.
     features = getattr(part, "features", None)
-    named = (getattr(features.get(name), "names", None) for name in TARGETS) if isinstance(features, Mapping) else ()
-    return tuple(map(str, next(filter(None, named), ())))
+    if isinstance(features, Mapping):
+        for column in TARGETS:
+            names = getattr(features.get(column), "names", None)
+            if names:
+                return tuple(map(str, names))
+    return ()
 
 
-def stored_targets(part: Any) -> Tensor | None:
-    """All class indices, where a data set has them as an attribute."""
+def find_stored_targets(part: Any) -> Tensor | None:
+    """Return all class indices of a data set that has them as an attribute, else None."""
     if isinstance(part, Subset):
-        return stored_targets(part.dataset)
+        return find_stored_targets(part.dataset)
     for name in ("targets", "labels"):
         try:
             targets = as_targets(getattr(part, name))

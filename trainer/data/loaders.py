@@ -1,10 +1,14 @@
-"""Batches for a share: the same samples, augmented alike, for any number of shares and workers."""
+"""Data loading: the batches of one share of the global batch.
+
+The samples and their augmentation are the same for any number of shares and loader workers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 import torch
@@ -12,72 +16,118 @@ from torch import Tensor
 
 from trainer.data import sampling
 from trainer.data.augment import DeviceTransform
-from trainer.data.feeds import ImageFeed, MemoryFeed, PhotoFeed, known_labels, readers_of
-from trainer.data.sampling import Array
+from trainer.data.feeds import ImageFeed, MemoryFeed, PhotoFeed, build_readers, find_labels
+from trainer.data.sampling import Array, Span
 from trainer.data.sets import Batch, Datasets, DataShare, ImageSet, PhotoSource, TensorSet
-from trainer.data.workers.worker_counts import allowed, check_shared_memory, slots
+from trainer.data.workers.worker_counts import allowed, slots
 from trainer.data.workers.worker_pool import buffered
 from trainer.errors import RecipeError
+from trainer.memory.device import check_shared_memory
 from trainer.processes import faults
 from trainer.recipe import AugmentRecipe, Recipe
-from trainer.recipe.shares import given, rows_of
+from trainer.recipe.shares import count_rows, fixed_shares
 from trainer.tasks import Task
 
 
-def steps_per_epoch(samples: int, recipe: Recipe, share: DataShare) -> int:
-    """Optimizer steps in an epoch of `samples` training images, the same on every share.
+def count_steps_per_epoch(
+    samples: int,
+    recipe: Recipe,
+    share: DataShare,
+) -> int:
+    """Return the optimizer steps in an epoch of `samples` training images, the same on every share.
 
-    As many as there are full global batches; where every sample is used, as many as the largest share needs with
-    batch_size / count images a step. Raises RecipeError.
+    Normally this is the number of full global batches. If every sample is used, it is the number of
+    steps that the largest share needs with batch_size / count images per step.
+
+    Raises:
+        RecipeError: there are fewer images than a global batch, or a micro-batch would be empty.
     """
+    micro_batches = recipe.pieces
+    # A valid batch size is a multiple of this number of images.
+    unit = share.count * micro_batches * recipe.augment.together
     if samples < recipe.batch_size:
-        rows = share.count * recipe.pieces * recipe.augment.together
-        largest = samples // rows * rows
-        remedy = f"try batch_size={largest}" if largest else f"at least {rows} are needed"
+        largest = samples // unit * unit
+        remedy = f"try batch_size={largest}" if largest else f"at least {unit} are needed"
         raise RecipeError(
-            f"{samples} training images are fewer than one global batch (batch_size={recipe.batch_size}); {remedy}"
+            f"{samples} training images are fewer than one global batch "
+            f"(batch_size={recipe.batch_size}); {remedy}"
         )
     if not share.every_sample:
         return samples // recipe.batch_size
 
-    def steps(size: int) -> int:
-        if given(recipe):  # which count is unequal need not divide the batch
-            return -(-samples // size)
-        return sampling.contiguous_steps(samples, size // share.count, share.count)
+    def count_steps(batch_size: int) -> int:
+        # Unequal shares are proportional to their rows, and their number need not divide the batch.
+        if fixed_shares(recipe):
+            return -(-samples // batch_size)
+        # Among equal shares the last one also has the remainder.
+        start, stop = sampling.compute_span(samples, share.count - 1, share.count)
+        return -(-(stop - start) // (batch_size // share.count))
 
-    def fits(size: int) -> bool:
-        """Whether the smallest share has a sample for each micro-batch of each step; a larger size takes fewer."""
-        rows = rows_of(recipe.model_copy(update={"batch_size": size}), share.count) if given(recipe) else ()
-        spans = [sampling.contiguous_span(samples, index, share.count, rows) for index in range(share.count)]
-        return min(stop - start for start, stop in spans) >= steps(size) * recipe.pieces
+    def fills_micro_batches(batch_size: int) -> bool:
+        """Return whether the smallest share has a sample for each micro-batch of each step.
 
-    if not fits(recipe.batch_size):
-        larger = range(recipe.batch_size, samples + 1, share.count * recipe.pieces * recipe.augment.together)
-        size = next(filter(fits, larger), None)
-        fewer = "use fewer processes" + ", or accumulate=1" * (recipe.pieces > 1)
+        A larger batch size needs fewer steps.
+        """
+        rows: Sequence[int] = ()
+        if fixed_shares(recipe):
+            resized = recipe.model_copy(update={"batch_size": batch_size})
+            rows = count_rows(resized, share.count)
+        sizes = []
+        for index in range(share.count):
+            start, stop = sampling.compute_span(samples, index, share.count, rows)
+            sizes.append(stop - start)
+        return min(sizes) >= count_steps(batch_size) * micro_batches
+
+    if not fills_micro_batches(recipe.batch_size):
+        larger = range(recipe.batch_size, samples + 1, unit)
+        size = next(filter(fills_micro_batches, larger), None)
+        if size:
+            remedy = f"try batch_size={size}"
+        elif micro_batches > 1:
+            remedy = "use fewer processes, or accumulate=1"
+        else:
+            remedy = "use fewer processes"
         raise RecipeError(
             f"{samples} training images over {share.count} processes leave micro-batches empty at "
-            f"batch_size={recipe.batch_size} accumulate={recipe.pieces}; "
-            + (f"try batch_size={size}" if size else fewer)
+            f"batch_size={recipe.batch_size} accumulate={micro_batches}; {remedy}"
         )
-    return steps(recipe.batch_size)
+    return count_steps(recipe.batch_size)
 
 
-def workers_of(recipe: Recipe, readers: int, batch_bytes: int) -> int:
-    """Loader workers of one rank, where `readers` ranks of this machine read images: as many as the recipe says, or as
-    cores and memory allow. Raises SetupError."""
-    count = allowed(readers, batch_bytes) if recipe.data.workers is None else recipe.data.workers
-    check_shared_memory(readers * slots(count) * batch_bytes if count else 0)
+def count_workers(
+    recipe: Recipe,
+    readers: int,
+    batch_bytes: int,
+) -> int:
+    """Return the number of loader workers of one rank.
+
+    This is data.workers, or by default what the cores and the memory of this machine allow.
+
+    Args:
+        recipe: the recipe.
+        readers: ranks of this machine that read images.
+        batch_bytes: size of one batch in shared memory.
+
+    Raises:
+        SetupError: the shared memory is too small.
+    """
+    count = recipe.data.workers
+    if count is None:
+        count = allowed(readers, batch_bytes)
+    if count:
+        check_shared_memory(readers * slots(count) * batch_bytes)
     return count
 
 
 class Loader:
     """Reads the batches of a share.
 
-    The epoch's order is `sampling.permutation`, or `sampling.balanced` with data.balance=true.
-    Global batch b of an epoch is order[b * batch_size : (b + 1) * batch_size], in `accumulate` contiguous parts, and
-    share r of W reads the r-th contiguous part of each (`sampling.share_spans`). A share with every sample reads its
-    r-th part of the whole order instead (`sampling.contiguous_rows`), in micro-batches whose sizes differ by one.
+    The epoch's order is `sampling.draw_permutation`, or with data.balance=true
+    `sampling.draw_balanced_permutation`. Global batch b of an epoch is
+    order[b * batch_size : (b + 1) * batch_size], in `accumulate` contiguous micro-batches. Share r
+    of W reads the r-th contiguous part of each micro-batch (`sampling.share_spans`). A share with
+    every sample reads its r-th part of the whole order instead (`sampling.divide_rows`), in
+    micro-batches whose sizes differ by at most one.
 
     Attributes:
         steps_per_epoch: optimizer steps; only training needs a full one.
@@ -86,196 +136,347 @@ class Loader:
     """
 
     def __init__(
-        self, datasets: Datasets, recipe: Recipe, task: Task, share: DataShare, device: torch.device, readers: int = 1
+        self,
+        datasets: Datasets,
+        recipe: Recipe,
+        task: Task,
+        share: DataShare,
+        device: torch.device,
+        readers: int = 1,
     ) -> None:
-        """`readers` is the number of ranks on this machine that read, and share its cores and memory. Raises
-        SetupError."""
-        self._datasets, self._recipe, self._share, self._device = datasets, recipe, share, device
-        samples = len(datasets.train)
-        self.samples_per_step = samples / self.steps_per_epoch if share.every_sample else float(recipe.batch_size)
-        self._mixes, self._task = recipe.augment.together > 1, task
-        self._epoch: tuple[int, list[Array]] | None = None  # the indices of the epoch that was last asked for
+        """Create the feeds of `share`.
+
+        `readers` is the number of ranks on this machine that read images. They divide its cores and
+        memory.
+
+        Raises:
+            SetupError: the shared memory is too small for the loader workers.
+        """
+        self._datasets = datasets
+        self._recipe = recipe
+        self._share = share
+        self._device = device
+        self.samples_per_step = float(recipe.batch_size)
+        if share.every_sample:
+            self.samples_per_step = len(datasets.train) / self.steps_per_epoch
+        self._mixes = recipe.augment.together > 1
+        self._task = task
+        # Epoch number and micro-batches of the epoch that was used last.
+        self._epoch: tuple[int, list[Array]] | None = None
         self._transform = DeviceTransform(
-            datasets.mean, datasets.std, datasets.image_size, recipe.channels_last, device
+            datasets.mean,
+            datasets.std,
+            datasets.image_size,
+            recipe.channels_last,
+            device,
         )
         self.readers = readers
-        self._feeds: list[MemoryFeed | PhotoFeed] = []  # of training and of evaluation
+        # The feed of training and the feed of evaluation.
+        self._feeds: list[MemoryFeed | PhotoFeed] = []
         self.divide(share.numbers)
 
     def divide(self, numbers: tuple[float, ...]) -> None:
-        """Read from the next batch on what is this share's where shares are in proportion to the numbers."""
-        recipe, datasets, device, readers = self._recipe, self._datasets, self._device, self.readers
-        share = self._share = replace(self._share, numbers=numbers)
-        rows = rows_of(recipe, share.count, numbers=numbers)
+        """Divide batches among the shares in proportion to `numbers`, from the next batch on."""
+        recipe = self._recipe
+        datasets = self._datasets
+        device = self._device
+        share = replace(self._share, numbers=numbers)
+        self._share = share
+        rows = count_rows(recipe, share.count, numbers=numbers)
         self._spans = sampling.share_spans(recipe.batch_size, rows, share.index)
-        self._every = rows if numbers else [max(rows)] * share.count  # of a batch of evaluation
-        self._rows, self._epoch = self._every[share.index], None
+        self._evaluation_rows = rows if numbers else [max(rows)] * share.count
+        self._rows = self._evaluation_rows[share.index]
+        self._epoch = None
         self.close()
-        counted = [(feed.failures, feed.uncached) for feed in self._feeds]
-        self._feeds.clear()  # a device that holds the images has no room for two of them
-        # Photos are read for themselves, or for labels that are known in no other way.
-        parts, skip = (datasets.train, datasets.val), recipe.data.on_error == "skip"
-        labels = [known_labels(part, skip) if share.targets else None for part in parts]
-        reads = share.inputs, share.inputs and share.counted
-        sources: list[PhotoSource] = [
-            part
-            for part, known, read in zip(parts, labels, reads, strict=True)
-            if not isinstance(part, ImageSet | TensorSet) and (read or (share.targets and known is None))
-        ]
-        self._slot, self._workers = 0, 0
+        counters = [(feed.failures, feed.uncached) for feed in self._feeds]
+        # A device that holds all images has no memory for a second copy: free the first one now.
+        self._feeds.clear()
+        parts = (datasets.train, datasets.val)
+        skip = recipe.data.on_error == "skip"
+        labels = [find_labels(part, skip) if share.targets else None for part in parts]
+        needs_inputs = (share.inputs, share.inputs and share.counted)
+        sources: list[PhotoSource] = []
+        for part, part_labels, needed in zip(parts, labels, needs_inputs, strict=True):
+            if isinstance(part, ImageSet | TensorSet):
+                continue
+            # A rank without inputs still reads photos if only they say their labels.
+            if needed or (share.targets and part_labels is None):
+                sources.append(part)
+        self._slot_bytes = 0
+        self._workers = 0
+        pool = None
         if sources:
-            self._slot = self._rows * (buffered(datasets).bytes + datasets.targets.bytes + 8)
-            self._workers = workers_of(recipe, readers, self._slot)
-        pool = readers_of(datasets, sources, self._rows, recipe, self._workers) if sources else None
+            row_bytes = buffered(datasets).bytes + datasets.targets.bytes + 8
+            self._slot_bytes = self._rows * row_bytes
+            self._workers = count_workers(recipe, self.readers, self._slot_bytes)
+            pool = build_readers(
+                datasets,
+                sources,
+                self._rows,
+                recipe,
+                self._workers,
+            )
 
-        def feed(
-            part: ImageSet | TensorSet | PhotoSource, known: Tensor | None, augment: AugmentRecipe, read: bool
+        def build_feed(
+            part: ImageSet | TensorSet | PhotoSource,
+            part_labels: Tensor | None,
+            augment: AugmentRecipe,
+            needed: bool,
         ) -> MemoryFeed | PhotoFeed:
-            number = next((n for n, each in enumerate(sources) if each is part), None)
-            if pool is not None and number is not None:
-                return PhotoFeed(pool, number, self._rows, device)
-            if read and isinstance(part, ImageSet):
-                images = ImageFeed(part, self._rows, augment, recipe.seed, device)
-                if share.index == 0 and not counted:  # every rank has decoded every image
+            for number, source in enumerate(sources):
+                if pool is not None and source is part:
+                    return PhotoFeed(pool, number, self._rows, device)
+            if needed and isinstance(part, ImageSet):
+                images = ImageFeed(
+                    part,
+                    self._rows,
+                    augment,
+                    recipe.seed,
+                    device,
+                )
+                # Every rank has decoded every image: the first share reports the failures, once.
+                if share.index == 0 and not counters:
                     images.failures += part.failures
                 return images
-            inputs = part.inputs if read and isinstance(part, TensorSet) else None
-            return MemoryFeed(inputs, known, len(part), self._rows, device)
+            inputs = part.inputs if needed and isinstance(part, TensorSet) else None
+            return MemoryFeed(
+                inputs,
+                part_labels,
+                len(part),
+                self._rows,
+                device,
+            )
 
-        self._feeds += [
-            feed(*each) for each in zip(parts, labels, (recipe.augment, AugmentRecipe()), reads, strict=True)
-        ]
-        for made, (failures, uncached) in zip(self._feeds, counted, strict=False):
-            made.failures, made.uncached = failures, uncached
+        augments = (recipe.augment, AugmentRecipe())
+        for arguments in zip(
+            parts,
+            labels,
+            augments,
+            needs_inputs,
+            strict=True,
+        ):
+            self._feeds.append(build_feed(*arguments))
+        for feed, (failures, uncached) in zip(self._feeds, counters, strict=False):
+            feed.failures = failures
+            feed.uncached = uncached
 
     @cached_property
     def steps_per_epoch(self) -> int:
-        """Raises RecipeError: too few training images (see the function)."""
-        return steps_per_epoch(len(self._datasets.train), self._recipe, self._share)
+        """Optimizer steps per epoch; raises RecipeError if there are too few training images."""
+        return count_steps_per_epoch(len(self._datasets.train), self._recipe, self._share)
 
     @property
     def skipped(self) -> int:
-        """Images that could not be read and were replaced (training) or left out (evaluation), each time.
+        """Number of times that an unreadable image was replaced (training) or skipped (evaluation).
 
-        A share without inputs has none: the rank that needs the same images counts them.
+        This is 0 on a share without inputs: the rank that needs the same images counts them.
         """
-        return sum(len(feed.failures) for feed in self._feeds) if self._share.inputs and self._share.counted else 0
+        if self._share.inputs and self._share.counted:
+            return sum(len(feed.failures) for feed in self._feeds)
+        return 0
 
     @property
     def uncached(self) -> int:
-        """Photos that the cache lacked, each time: they were prepared anew. Counted as `skipped` ones are."""
-        return sum(feed.uncached for feed in self._feeds) if self._share.inputs and self._share.counted else 0
+        """Number of times that a photo was prepared because the cache lacked it.
+
+        Shares count these photos as in `skipped`.
+        """
+        if self._share.inputs and self._share.counted:
+            return sum(feed.uncached for feed in self._feeds)
+        return 0
 
     @property
     def workers(self) -> int | None:
-        """Processes that read training images for this rank; None where they lie in memory."""
-        return None if isinstance(self._datasets.train, ImageSet | TensorSet) else self._workers
+        """Number of processes that read training images for this rank; None for a set in memory."""
+        if isinstance(self._datasets.train, ImageSet | TensorSet):
+            return None
+        return self._workers
 
     def workers_in_words(self) -> str | None:
-        """How many processes read, and the memory that they take; None where none do."""
+        """Describe the loader workers and their memory; return None if there are none."""
         count = self._workers
         if not count:
             return None
-        size = slots(count) * self._slot / 2**20
-        return f"{count} process{'es' * (count > 1)} a rank, {slots(count)} batches in {size:,.0f} MiB of shared memory"
+        batches = slots(count)
+        megabytes = batches * self._slot_bytes / 2**20
+        processes = "process" if count == 1 else "processes"
+        return (
+            f"{count} {processes} a rank, {batches} batches in {megabytes:,.0f} MiB of shared "
+            "memory"
+        )
 
-    def training(self, epoch: int, start_step: int = 0, stop_step: int | None = None) -> Iterator[Batch]:
-        """`accumulate` micro-batches a step, from `start_step` on to the epoch's end or `stop_step`.
+    def training(
+        self,
+        epoch: int,
+        start_step: int = 0,
+        stop_step: int | None = None,
+    ) -> Iterator[Batch]:
+        """Yield `accumulate` micro-batches per step, from `start_step` to `stop_step`.
 
-        The evaluation's first batches are read while the last ones are used.
+        `stop_step` is by default the end of the epoch. Workers read the first batches of the
+        evaluation while the last ones of the training are used.
 
         Raises:
             SetupError: an image cannot be read, and data.on_error=stop.
             PeerError: a loader worker died or hangs.
         """
-        pieces = self._recipe.pieces
+        micro_batches = self._recipe.pieces
         indices = self._indices(epoch)
-        steps, wanted = len(indices) // pieces, slice(start_step * pieces, stop_step and stop_step * pieces)
+        steps = len(indices) // micro_batches
+        if stop_step is None:
+            stop_step = steps
+        indices = indices[start_step * micro_batches : stop_step * micro_batches]
         train, val = self._feeds
-        batches = train.training(epoch, indices[wanted])
+        batches = train.training(epoch, indices)
         if isinstance(val, PhotoFeed):
             val.prefetch(None, [np.arange(*span) for span in self.evaluation_spans])
-        for n, ((images, labels), index) in enumerate(zip(batches, indices[wanted], strict=True)):
-            step, piece = divmod(n, pieces)
-            batch = self._batch(images, labels, index, epoch, start_step + step, piece)
-            if faults.active:
-                faults.inject(batch.inputs, epoch * steps + start_step + step + 1)
+        for n, ((images, labels), index) in enumerate(zip(batches, indices, strict=True)):
+            step, piece = divmod(n, micro_batches)
+            step += start_step
+            batch = self._batch(
+                images,
+                labels,
+                index,
+                epoch,
+                step,
+                piece,
+            )
+            if faults.is_active:
+                faults.inject(batch.inputs, epoch * steps + step + 1)
             yield batch
 
     def _indices(self, epoch: int) -> list[Array]:
-        """The samples of each micro-batch of an epoch."""
+        """Return the sample indices of each micro-batch of an epoch."""
         if self._epoch is None or self._epoch[0] != epoch:
-            recipe, share = self._recipe, self._share
-            order, size = self._order(epoch), recipe.batch_size
+            recipe = self._recipe
+            share = self._share
+            order = self._order(epoch)
             if share.every_sample:
-                rows = rows_of(recipe, share.count, numbers=share.numbers) if share.numbers else ()
-                start, stop = sampling.contiguous_span(len(order), share.index, share.count, rows)
-                steps = sampling.contiguous_rows(order[start:stop], self.steps_per_epoch, recipe.pieces)
+                rows: Sequence[int] = ()
+                if share.numbers:
+                    rows = count_rows(recipe, share.count, numbers=share.numbers)
+                start, stop = sampling.compute_span(len(order), share.index, share.count, rows)
+                part = order[start:stop]
+                steps = sampling.divide_rows(part, self.steps_per_epoch, recipe.pieces)
             else:
-                steps = sampling.share_rows(order, size, self._spans)
-            self._epoch = epoch, [piece for step in steps for piece in step]
+                steps = sampling.share_rows(order, recipe.batch_size, self._spans)
+            self._epoch = epoch, [*chain.from_iterable(steps)]
         return self._epoch[1]
 
     def _order(self, epoch: int) -> Array:
-        """The samples of an epoch, in order."""
-        recipe, part = self._recipe, self._datasets.train
-        labels = known_labels(part, skip=False) if recipe.data.balance else None
+        """Return the sample indices of an epoch in order."""
+        recipe = self._recipe
+        train = self._datasets.train
+        samples = len(train)
+        labels = find_labels(train, skip=False) if recipe.data.balance else None
         if labels is None:
-            return sampling.permutation(recipe.seed, epoch, len(part))
-        rows = len(labels)  # of a small pool, sample i has the label of row i % rows
-        stride = -(-len(part) // rows) * rows
-        return sampling.balanced(recipe.seed, epoch, labels.numpy()[np.arange(len(part)) % rows], stride)
+            return sampling.draw_permutation(recipe.seed, epoch, samples)
+        # Sample i of an `ImageSet` is row i % rows: a small pool of images can stand for many.
+        rows = len(labels)
+        stride = -(-samples // rows) * rows
+        sample_labels = labels.numpy()[np.arange(samples) % rows]
+        return sampling.draw_balanced_permutation(recipe.seed, epoch, sample_labels, stride)
 
     @property
-    def evaluation_spans(self) -> list[tuple[int, int]]:
-        """Which held-out samples this share's batches of one evaluation hold, (start, stop): as many on every share."""
-        return sampling.evaluation_spans(len(self._datasets.val), self._every, self._share.index)
+    def evaluation_spans(self) -> list[Span]:
+        """(start, stop) of the validation samples in each batch that this share evaluates.
+
+        All shares have the same number of batches.
+        """
+        samples = len(self._datasets.val)
+        return sampling.list_evaluation_spans(samples, self._evaluation_rows, self._share.index)
 
     def evaluation(self, then: int | None = None) -> Iterator[Batch]:
-        """The held-out set: over all shares each sample once, in as many full-shape batches on every share.
+        """Yield the batches of the validation set, in full shape.
 
-        With data.on_error=skip, `count` leaves out unreadable images, but not on a share that reads nothing. The first
-        batches of the epoch `then` are prefetched.
+        All shares together evaluate each sample once, in the same number of batches. With
+        data.on_error=skip, `count` excludes unreadable images, but not on a share that reads
+        nothing. The first batches of the training epoch `then` are prefetched.
         """
         train, val = self._feeds
-        batches = val.evaluation(self.evaluation_spans)
+        spans = self.evaluation_spans
+        batches = val.evaluation(spans)
         if then is not None and isinstance(train, PhotoFeed):
             train.prefetch(then, self._indices(then))
-        for (images, labels, count), span in zip(batches, self.evaluation_spans, strict=True):
+        for (images, labels, count), span in zip(batches, spans, strict=True):
             inputs = self._inputs(images) if self._share.counted else self._transform.nothing
-            yield Batch(inputs, self._targets(labels), count, self._samples(range(*span), count))
+            samples = self._samples(range(*span), count)
+            yield Batch(inputs, self._targets(labels), count, samples)
 
     def _samples(self, span: range, count: int) -> Sequence[int] | None:
-        """The held-out samples of the batch that was just read, `count` of a span: the others could not be read."""
+        """Return the validation samples in the batch that was just read.
+
+        The batch has `count` samples of `span`: the others could not be read. Return None if the
+        data set cannot say which.
+        """
         if count == len(span):
             return span
         where = getattr(self._datasets.val, "where", None)
-        left_out = {path for path, _ in self._feeds[1].failures[count - len(span) :]}
-        samples = [sample for sample in span if where is not None and where(sample) not in left_out]
+        failures = self._feeds[1].failures[count - len(span) :]
+        skipped_paths = {path for path, _ in failures}
+        samples = []
+        for sample in span:
+            if where is not None and where(sample) not in skipped_paths:
+                samples.append(sample)
         return samples if len(samples) == count else None
 
     def close(self) -> None:
-        """End the loader workers."""
+        """Stop the loader workers."""
         for feed in self._feeds:
             feed.close()
 
     def _inputs(self, images: Tensor) -> Tensor:
         if not self._share.inputs:
             return self._transform.nothing
-        return images if self._datasets.plain else self._transform.inputs(images)
+        if self._datasets.plain:
+            return images
+        return self._transform.inputs(images)
 
     def _targets(self, labels: Tensor) -> Tensor:
-        return labels if self._share.targets else self._transform.nothing
+        if self._share.targets:
+            return labels
+        return self._transform.nothing
 
-    def _batch(self, images: Tensor, labels: Tensor, index: Array, epoch: int, step: int, piece: int) -> Batch:
-        augment, seed, size, share = self._recipe.augment, self._recipe.seed, self._datasets.image_size, self._share
-        inputs, targets = self._inputs(images), self._targets(labels)
+    def _batch(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        index: Array,
+        epoch: int,
+        step: int,
+        piece: int,
+    ) -> Batch:
+        augment = self._recipe.augment
+        seed = self._recipe.seed
+        size = self._datasets.image_size
+        share = self._share
+        inputs = self._inputs(images)
+        targets = self._targets(labels)
         if augment.erase and share.inputs:
-            inputs = self._transform.erased(inputs, sampling.erase_boxes(seed, epoch, index, augment.erase, size))
+            boxes = sampling.draw_erase_boxes(
+                seed,
+                epoch,
+                index,
+                augment.erase,
+                size,
+            )
+            inputs = self._transform.erase(inputs, boxes)
         if self._mixes:
-            pairs, (first, _) = self._recipe.batch_size // 2, self._spans[piece]
-            whole = sampling.mixing(seed, epoch, step, pairs, augment.mixup, augment.cutmix, size)
-            mix = whole.rows(first, first + len(index))  # a micro-batch may be shorter than others
-            targets = self._transform.soft(self._task.shares(targets), mix) if share.targets else targets
-            inputs = self._transform.mixed(inputs, mix) if share.inputs else inputs
+            pairs = self._recipe.batch_size // 2
+            whole = sampling.draw_mix(
+                seed,
+                epoch,
+                step,
+                pairs,
+                augment.mixup,
+                augment.cutmix,
+                size,
+            )
+            first, _ = self._spans[piece]
+            # A micro-batch may be shorter than its span.
+            mix = whole.rows(first, first + len(index))
+            if share.targets:
+                targets = self._transform.mix_targets(self._task.shares(targets), mix)
+            if share.inputs:
+                inputs = self._transform.mix(inputs, mix)
         return Batch(inputs, targets, len(index))

@@ -1,4 +1,4 @@
-"""Data sets of the user's own: functions that a plugin registers, and images in memory."""
+"""Data sets of users: functions that a plugin registers, and images in memory."""
 
 from __future__ import annotations
 
@@ -13,24 +13,41 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer import tasks
-from trainer.data.folders.photo_folders import IMAGENET, Shape, image_shape, shape_of, statistics
+from trainer.data.folders.photo_folders import (
+    IMAGENET,
+    Numbers,
+    Shape,
+    image_shape,
+    shape_of,
+    statistics,
+)
 from trainer.data.folders.scanning import few
 from trainer.data.folders.targets import Targets, target_of
-from trainer.data.items import as_input, counted_names, made_of, names_in, numbers, pair, tensors_of
-from trainer.data.photos.decoding import from_item, with_channels
-from trainer.data.photos.photo_reader import centre_cut
-from trainer.data.photos.pixel_range import wanted_of
+from trainer.data.items import (
+    Names,
+    as_input,
+    find_class_names,
+    name_by_number,
+    number_names,
+    split_item,
+    to_tensors,
+    unwrap_datasets,
+)
+from trainer.data.photos.decoding import convert_channels, decode_item
+from trainer.data.photos.photo_reader import resize_and_center_crop
+from trainer.data.photos.pixel_range import recipe_pixel_range
 from trainer.data.sets import CLASS, Datasets, ImageSet, TensorSet, TensorSpec
 from trainer.errors import RecipeError
 from trainer.processes import pickling
 from trainer.recipe import DataRecipe, Recipe
 from trainer.recipe.image_sizes import in_pixels, sides, typed_size
 from trainer.recipe.known_names import DATASETS, Registry
-from trainer.saving.files import portable
+from trainer.saving.files import escape_non_utf8
 from trainer.tasks import Task
 from trainer.tasks.classification import class_name
 
-ITEMS_LOOKED_AT = 16  # of a user's data set, to choose a size
+# Number of items of a user's data set that are read to choose an image size.
+ITEMS_INSPECTED = 16
 ROLES = ("training set", "held-out set")
 SPLIT = "the held-out part that its function returns"
 
@@ -39,17 +56,20 @@ registered = Registry[Maker]("register_dataset", taken=lambda: DATASETS)
 
 
 def register_dataset(name: str) -> Callable[[Maker], Maker]:
-    """Make a data set known as `data.name=name`.
+    """Register a data set as `data.name=name`.
 
-    The decorated function takes the recipe's `data` section and returns (train, val, names). These are the names of the
-    classes, or of a regression's values, their number, or None where the sets have them. train and val each are a pair
-    of tensors or arrays (inputs, targets) or a TensorDataset, which are kept in memory, or any map-style data set of
-    items (input, target) or {"image": input, "label": target}, which loader workers read. What an item draws at random
-    (torch, NumPy, random, or generators among the data set's attributes) depends on seed, epoch and index alone.
+    The decorated function accepts the recipe's `data` section and returns (train, val, names).
+    `names` are the names of the classes, or of a regression's values, or their number, or None if
+    the sets have names. train and val each are a pair of tensors or arrays (inputs, targets) or a
+    TensorDataset, which are kept in memory, or any map-style data set of items (input, target) or
+    {"image": input, "label": target}, which loader workers read. What an item draws at random
+    (torch, NumPy, random, or generators among the data set's attributes) depends only on seed,
+    epoch and index.
 
-    Images are uint8 tensors (N, C, H, W), C = 1 or 3; an item is one of them, of any size, or a Pillow image. Inputs of
-    another type reach the model as they are, and all have one shape. Targets are what the recipe's task wants: for
-    classification (N,) class indices, an int an item.
+    Images are uint8 tensors (N, C, H, W), C = 1 or 3. An item is one such image of any size, or a
+    Pillow image. Inputs of another type reach the model unchanged, and must all have the same
+    shape. Targets are what the recipe's task expects: for classification (N,) class indices, or an
+    int per item.
 
     Raises:
         RecipeError: the name is taken.
@@ -58,88 +78,138 @@ def register_dataset(name: str) -> Callable[[Maker], Maker]:
 
 
 def open_registered(recipe: Recipe) -> Datasets:
-    """The data set of the function that is registered as `data.name`. Raises RecipeError."""
+    """Return the data set of the function that is registered as `data.name`.
+
+    Raises:
+        RecipeError: the function returns something that cannot be used.
+    """
     data = recipe.data
-    made, where = registered[data.name](data), f"data.name={data.name}"
-    if not isinstance(made, tuple) or len(made) != 3:
-        raise RecipeError(f"{where}: its function must return (train, val, class names), not {type(made).__name__}")
-    *parts, names = made
-    pairs = [pair for part in parts if (pair := tensors_of(part)) is not None]
+    where = f"data.name={data.name}"
+    result = registered[data.name](data)
+    if not isinstance(result, tuple) or len(result) != 3:
+        raise RecipeError(
+            f"{where}: its function must return (train, val, class names), not "
+            f"{type(result).__name__}"
+        )
+    *parts, names = result
+    pairs = [pair for part in parts if (pair := to_tensors(part)) is not None]
     if len(pairs) == 2:
         for inputs, targets in pairs:
-            if not len(inputs) or len(inputs) != (len(targets) if targets.dim() else -1):
-                shapes = f"{tuple(inputs.shape)} and {tuple(targets.shape)}"
-                raise RecipeError(f"{where}: inputs and targets must be as many, and at least 1, found {shapes}")
-        return _from_tensors(data, pairs, _names(parts, pairs[0], names, recipe))
-    if any(isinstance(part, tuple | list) and tensors_of(part) is not None for part in parts):
+            has_targets = targets.dim() and len(targets) == len(inputs)
+            if not len(inputs) or not has_targets:
+                raise RecipeError(
+                    f"{where}: inputs and targets must have the same length, at least 1, but their "
+                    f"shapes are {tuple(inputs.shape)} and {tuple(targets.shape)}"
+                )
+        classes = _choose_names(parts, pairs[0], names, recipe)
+        if pairs[0][0].dtype != torch.uint8:
+            train, val = (TensorSet(to_float32(inputs), targets) for inputs, targets in pairs)
+            spec = TensorSpec.of(train.inputs)
+            val_spec = TensorSpec.of(val.inputs)
+            if spec != val_spec:
+                raise RecipeError(
+                    f"{where}: training inputs are {spec}, held-out inputs are {val_spec}: give "
+                    "both the same shape and type"
+                )
+            return _build_tensor_datasets(data, train, val, classes, spec)
+        for images, _ in pairs:
+            is_uint8 = images.dtype == torch.uint8 and images.dim() == 4
+            if not is_uint8 or images.shape[1] not in (1, 3, data.channels):
+                raise RecipeError(
+                    f"{where}: images must be uint8 (N, 1, 3 or data.channels, H, W), and other "
+                    f"inputs of another type, found {images.dtype} {tuple(images.shape)}"
+                )
+        known_statistics = measure_statistics(pairs[0][0])
+        return build_in_memory(
+            data,
+            pairs[0],
+            pairs[1],
+            classes,
+            known_statistics,
+            SPLIT,
+        )
+    if any(isinstance(part, tuple | list) and to_tensors(part) is not None for part in parts):
         raise RecipeError(f"{where}: train and val must both be pairs of tensors, or neither")
     for part, role in zip(parts, ROLES, strict=True):
-        readable = hasattr(part, "__getitem__") and hasattr(part, "__len__") and len(part)
-        if isinstance(part, DataLoader | IterableDataset) or not readable:
+        is_readable = hasattr(part, "__getitem__") and hasattr(part, "__len__") and len(part)
+        if isinstance(part, DataLoader | IterableDataset) or not is_readable:
             raise RecipeError(
-                f"{where}: its {role} must have items and a length above 0, found {type(part).__name__}: samples are "
-                "read by their number. Of a DataLoader give loader.dataset, and what fits into memory as list(...)"
+                f"{where}: its {role} must have items and a length above 0, found "
+                f"{type(part).__name__}: samples are read by their number. Pass loader.dataset "
+                "instead of a DataLoader, and other data that fit into memory as list(...)"
             )
-    return _from_items(recipe, parts, _names(parts, None, names, recipe))
+    return _build_item_datasets(recipe, parts, _choose_names(parts, None, names, recipe))
 
 
-def _names(parts: Sequence[Any], tensors: tuple[Tensor, Tensor] | None, names: Any, recipe: Recipe) -> tuple[str, ...]:
-    """The names that a user gives, or as many numbers, or those of the data sets. Raises RecipeError where these number
-    their classes differently."""
-    kind, where = tasks.kind(recipe), f"data.name={recipe.data.name}"
-    given = () if names is None or isinstance(names, int) else _alike(names)
-    known = [[_alike(names_in(one)) for one in made_of(part)] for part in parts]
-    own = next(filter(None, known[0]), ())
+def _choose_names(
+    parts: Sequence[Any],
+    tensors: tuple[Tensor, Tensor] | None,
+    names: Any,
+    recipe: Recipe,
+) -> Names:
+    """Return the user's class names, as many numbers as the user says, or the data sets' names.
+
+    Raises:
+        RecipeError: the names number the classes differently.
+    """
+    kind = tasks.find_task_class(recipe)
+    where = f"data.name={recipe.data.name}"
+    user_names: Names = ()
+    if names is not None and not isinstance(names, int):
+        user_names = _normalize_names(names)
+    # The names of each base data set of the training set and of the validation set.
+    names_of_parts = []
+    for part in parts:
+        bases = unwrap_datasets(part)
+        names_of_parts.append([_normalize_names(find_class_names(base)) for base in bases])
+    train_names, val_names = names_of_parts
+    own_names = next(filter(None, train_names), ())
     if kind.reads != "values":
-        others = {each for each in (*known[0], *known[1], own or given) if each}
-        if given and sorted(given) == sorted(own):
-            others.add(given)
-        if len(others) > 1:
-            several = " and ".join(f"({few(each)})" for each in sorted(others)[:2])
+        distinct = {each for each in (*train_names, *val_names, own_names or user_names) if each}
+        # User names that only reorder the sets' names contradict their numbers. Other user names
+        # rename the classes.
+        if user_names and sorted(user_names) == sorted(own_names):
+            distinct.add(user_names)
+        if len(distinct) > 1:
+            examples = " and ".join(f"({few(each)})" for each in sorted(distinct)[:2])
             raise RecipeError(
-                f"{where}: its data sets number different classes, {several}: renumber one by its "
+                f"{where}: its data sets number different classes, {examples}: renumber one by its "
                 "target_transform, and give it the other's `classes` and `class_to_idx`"
             )
     else:
-        own = ()
+        own_names = ()
     if isinstance(names, int):
-        return numbers(names)
-    return given or own or counted_names(parts[0], kind, f"{where}, {ROLES[0]}", tensors)
+        return name_by_number(names)
+    return user_names or own_names or number_names(parts[0], kind, f"{where}, {ROLES[0]}", tensors)
 
 
-def _alike(names: Iterable[Any]) -> tuple[str, ...]:
-    return tuple(portable(class_name(str(name))) for name in names)
+def _normalize_names(names: Iterable[Any]) -> Names:
+    return tuple(escape_non_utf8(class_name(str(name))) for name in names)
 
 
-def _from_tensors(data: DataRecipe, parts: Sequence[Sequence[Tensor]], names: tuple[str, ...]) -> Datasets:
-    train, val = parts
-    if train[0].dtype != torch.uint8:
-        sets = [TensorSet(plain(inputs), targets) for inputs, targets in parts]
-        specs = [TensorSpec.of(part.inputs) for part in sets]
-        if specs[0] != specs[1]:
-            raise RecipeError(f"data.name={data.name}: training inputs are {specs[0]}, held-out ones {specs[1]}")
-        return _plain(data, sets[0], sets[1], names, specs[0])
-    for images, _ in parts:
-        if images.dtype != torch.uint8 or images.dim() != 4 or images.shape[1] not in (1, 3, data.channels):
-            raise RecipeError(
-                f"data.name={data.name}: images must be uint8 (N, 1, 3 or data.channels, H, W), and other inputs of "
-                f"another type, found {images.dtype} {tuple(images.shape)}"
-            )
-    return in_memory(data, train, val, names, measured(train[0]), SPLIT)
-
-
-def in_memory(
+def build_in_memory(
     data: DataRecipe,
     train: Sequence[Tensor],
     val: Sequence[Tensor],
-    classes: tuple[str, ...],
-    known: tuple[tuple[float, ...], tuple[float, ...]],
+    classes: Names,
+    known_statistics: tuple[Numbers, Numbers],
     holdout: str,
 ) -> Datasets:
-    """A data set of two pairs of images (N, C, H, W) uint8 and targets (N, ...), cut to the recipe's size.
+    """Build a data set of images in memory.
 
-    They are resized until they just cover it, and what they have beyond it is cut off at both ends. `known` are
-    the images' mean and standard deviation, a channel each. Raises RecipeError.
+    Images are resized until they just cover the recipe's size, and cropped to it at the centre.
+
+    Args:
+        data: the recipe's `data` section.
+        train: images (N, C, H, W) uint8 and targets (N, ...).
+        val: the same for validation.
+        classes: class names.
+        known_statistics: mean and standard deviation of each channel.
+        holdout: a description of the validation split.
+
+    Raises:
+        RecipeError: the images are not square and the recipe has no size, or have targets for
+            each pixel and another size than the recipe's.
     """
     channels = data.channels or train[0].shape[1]
     height, width = train[0].shape[-2:]
@@ -151,65 +221,135 @@ def in_memory(
         )
     size = typed_size(data.image_size) or int(height)
 
-    def resized(pair: Sequence[Tensor]) -> ImageSet:
-        images = with_channels(pair[0], channels)
-        if images.shape[-2:] != sides(size):
-            if pair[1].dim() > 2:
+    def resize(pair: Sequence[Tensor]) -> ImageSet:
+        images, targets = pair
+        images = convert_channels(images, channels)
+        old_size = images.shape[-2:]
+        if old_size != sides(size):
+            if targets.dim() > 2:
+                target_shape = " x ".join(map(str, targets.shape[1:]))
                 raise RecipeError(
-                    f"data.name={data.name}: its images are {' x '.join(map(str, images.shape[-2:]))} and would become "
-                    f"{in_pixels(size)}, and its targets, of {' x '.join(map(str, pair[1].shape[1:]))}, would not "
-                    "follow"
+                    f"data.name={data.name}: its images of {old_size[0]} x {old_size[1]} would be "
+                    f"resized to {in_pixels(size)}, but not its targets of {target_shape}: type "
+                    f"data.image_size=[{old_size[0]},{old_size[1]}]"
                 )
-            images = centre_cut(images, size, size)
-        return ImageSet(images, pair[1])
+            images = resize_and_center_crop(images, size, size)
+        return ImageSet(images, targets)
 
-    mean, std = statistics(*known, channels)
-    parts, sources = (resized(train), resized(val)), (train, val)
-    (high, wide), before = sides(size), {tuple(pair[0].shape[-2:]) for pair in sources}
-    shapes = " and ".join(f"{height} x {width}" for height, width in sorted(before) if height * wide != width * high)
-    kept = "square" if high == wide else f"part of the shape of {in_pixels(size)}"
-    notes = {"images": f"are {shapes}, of which the {kept} in the middle is kept"} if shapes else {}
-    return Datasets(data.name, *parts, classes, channels, size, mean, std, False, holdout, notes, sources=sources)
+    mean, std = (statistics(each, channels) for each in known_statistics)
+    train_set = resize(train)
+    val_set = resize(val)
+    high, wide = sides(size)
+    cropped = []
+    old_sizes = {tuple(images.shape[-2:]) for images, _ in (train, val)}
+    for height, width in sorted(old_sizes):
+        if height * wide != width * high:
+            cropped.append(f"{height} x {width}")
+    notes = {}
+    if cropped:
+        kept = "square" if high == wide else f"part of the shape of {in_pixels(size)}"
+        notes["images"] = f"are {' and '.join(cropped)}, of which the {kept} in the middle is kept"
+    return Datasets(
+        name=data.name,
+        train=train_set,
+        val=val_set,
+        classes=classes,
+        channels=channels,
+        image_size=size,
+        mean=mean,
+        std=std,
+        synthetic=False,
+        holdout=holdout,
+        notes=notes,
+        sources=(train, val),
+    )
 
 
-def _from_items(recipe: Recipe, parts: Sequence[Any], names: tuple[str, ...]) -> Datasets:
+def _build_item_datasets(
+    recipe: Recipe,
+    parts: Sequence[Any],
+    names: Names,
+) -> Datasets:
+    """Build a data set of items that loader workers read."""
     data = recipe.data
-    kind = tasks.kind(recipe)
-    shapes, spec, target = _look(parts[0], kind, names)
+    kind = tasks.find_task_class(recipe)
+    shapes, spec, target = _inspect_items(parts[0], kind, names)
     if len(target.shape) > 1 and spec is None:
+        shape = " x ".join(map(str, target.shape))
         raise RecipeError(
-            f"data.name={data.name}: its targets, of {' x '.join(map(str, target.shape))}, lie on images, which are "
-            "resized and they are not: give the images as float tensors, which stay as they are, or all as two tensors"
+            f"data.name={data.name}: its targets, of {shape}, belong to pixels, but its images "
+            "would be resized and the targets would not: return the images as float tensors, which "
+            "stay as they are, or the whole set as two tensors"
         )
     train, val = (
-        UserItems(part, f"{data.name}, {role}", Targets(kind, names, target), spec, recipe.data)
+        UserItems(
+            part,
+            f"{data.name}, {role}",
+            Targets(kind, names, target),
+            spec,
+            data,
+        )
         for part, role in zip(parts, ROLES, strict=True)
     )
     if spec is not None:
-        return _plain(data, train, val, names, spec, target)
+        return _build_tensor_datasets(data, train, val, names, spec, target)
     channels, size, notes = image_shape(recipe, shapes)
     if channels not in (1, 3) and (data.mean is None or data.std is None):
-        raise RecipeError(f"data.name={data.name}: give data.mean and data.std of its {channels} channels")
-    mean, std = statistics(*IMAGENET, channels)
-    return Datasets(data.name, train, val, names, channels, size, mean, std, False, SPLIT, notes, target)
+        raise RecipeError(
+            f"data.name={data.name}: set data.mean and data.std of its {channels} channels"
+        )
+    mean, std = (statistics(each, channels) for each in IMAGENET)
+    return Datasets(
+        name=data.name,
+        train=train,
+        val=val,
+        classes=names,
+        channels=channels,
+        image_size=size,
+        mean=mean,
+        std=std,
+        synthetic=False,
+        holdout=SPLIT,
+        notes=notes,
+        targets=target,
+    )
 
 
 class UserItems:
-    """A user's map-style data set as a source of photos, or of other inputs of shape and type `spec`."""
+    """A user's map-style data set as a `PhotoSource`.
 
-    def __init__(self, items: Any, name: str, targets: Targets, spec: TensorSpec | None, data: DataRecipe) -> None:
-        self.items, self.name, self.targets, self.spec = items, name, targets, spec
-        self.pixel_range = wanted_of(data)
-        self.by_value = False  # pickle its classes too: no other process can import them
+    Attributes:
+        items: the user's data set.
+        name: its name in messages.
+        targets: task, names and shape of the targets.
+        spec: shape and type of inputs that are not images, else None.
+        pixel_range: the recipe's data.pixel_range.
+        by_value: whether to pickle classes too, because no other process can import them.
+    """
+
+    def __init__(
+        self,
+        items: Any,
+        name: str,
+        targets: Targets,
+        spec: TensorSpec | None,
+        data: DataRecipe,
+    ) -> None:
+        self.items = items
+        self.name = name
+        self.targets = targets
+        self.spec = spec
+        self.pixel_range = recipe_pixel_range(data)
+        self.by_value = False
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.by_value or pickling.nowhere_to_import():
-            return {"packed": pickling.packed(vars(self), "the data set")}
+        if self.by_value or pickling.has_unimportable_main():
+            return {"packed": pickling.pickle_by_value(vars(self), "the data set")}
         return vars(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "packed" in state:
-            pickling.arrived = True
+            pickling.has_received_objects = True
             state = pickle.loads(state["packed"])
         vars(self).update(state)
 
@@ -217,33 +357,45 @@ class UserItems:
         return len(self.items)
 
     def where(self, index: int) -> str:
+        """Return the name of an item for messages."""
         return f"{self.name}: item {index}"
 
     def read(self, index: int, channels: int) -> tuple[Tensor, Tensor | int]:
-        item, label = pair(self.items[index])
-        item, target = as_input(item), self.targets.checked(label)
+        """Return input and target of an item, as `PhotoSource.read` does."""
+        item, label = split_item(self.items[index])
+        item = as_input(item)
+        target = self.targets.checked(label)
         if self.spec is None:
-            return from_item(item, channels, self.pixel_range), target
-        inputs = plain(item)
-        if (spec := TensorSpec.of(inputs[None])) != self.spec:
-            raise ValueError(f"its input is {spec}, and that of others {self.spec}")
+            return decode_item(item, channels, self.pixel_range), target
+        inputs = to_float32(item)
+        spec = TensorSpec.of(inputs[None])
+        if spec != self.spec:
+            raise ValueError(f"its input is {spec}, but other inputs are {self.spec}")
         return inputs, target
 
 
-def plain(inputs: Tensor) -> Tensor:
-    """Real numbers as float32, which models compute in; whole numbers stay what they are."""
+def to_float32(inputs: Tensor) -> Tensor:
+    """Convert real numbers to float32, in which models compute; keep whole numbers."""
     return inputs.float() if inputs.is_floating_point() else inputs
 
 
-def _look(items: Any, kind: type[Task], names: Sequence[str]) -> tuple[list[Shape], TensorSpec | None, TensorSpec]:
-    """Of some of a user's items: images' (channels, height, width), else the inputs; and the target.
+def _inspect_items(
+    items: Any, kind: type[Task], names: Sequence[str]
+) -> tuple[list[Shape], TensorSpec | None, TensorSpec]:
+    """Read some of a user's items.
 
-    Reading an item reports what is wrong with it.
+    Items that cannot be read are skipped here: reading them later reports what is wrong.
+
+    Returns:
+        (channels, height, width) of the images; the shape and type of the inputs if they are not
+        images, else None; the shape and type of a target.
     """
-    shapes, specs, targets = list[Shape](), list[TensorSpec](), list[TensorSpec]()
-    for index in range(0, len(items), max(1, len(items) // ITEMS_LOOKED_AT)):
+    shapes = list[Shape]()
+    specs = list[TensorSpec]()
+    targets = list[TensorSpec]()
+    for index in range(0, len(items), max(1, len(items) // ITEMS_INSPECTED)):
         with suppress(Exception):
-            item, label = pair(items[index])
+            item, label = split_item(items[index])
             item = as_input(item)
             if isinstance(item, Image.Image):
                 shapes.append(shape_of(item))
@@ -251,23 +403,42 @@ def _look(items: Any, kind: type[Task], names: Sequence[str]) -> tuple[list[Shap
                 channels, height, width = item.shape
                 shapes.append((channels, height, width))
             else:
-                specs.append(TensorSpec.of(plain(item)[None]))
+                specs.append(TensorSpec.of(to_float32(item)[None]))
             targets.append(TensorSpec.of(target_of(label, kind, names)[None]))
-    return shapes, None if shapes or not specs else specs[0], targets[0] if targets else CLASS
+    target = targets[0] if targets else CLASS
+    if shapes or not specs:
+        return shapes, None, target
+    return shapes, specs[0], target
 
 
-def _plain(
-    data: DataRecipe, train: Any, val: Any, names: tuple[str, ...], spec: TensorSpec, target: TensorSpec | None = None
+def _build_tensor_datasets(
+    data: DataRecipe,
+    train: Any,
+    val: Any,
+    names: Names,
+    spec: TensorSpec,
+    target: TensorSpec = CLASS,
 ) -> Datasets:
-    """A data set of inputs that are not images."""
-    first, last = (spec.shape[0], spec.shape[-1]) if spec.shape else (1, 1)
+    """Build a data set whose inputs are not images."""
     return Datasets(
-        data.name, train, val, names, first, last, (), (), False, SPLIT, targets=target or CLASS, plain=spec
+        name=data.name,
+        train=train,
+        val=val,
+        classes=names,
+        channels=spec.shape[0] if spec.shape else 1,
+        image_size=spec.shape[-1] if spec.shape else 1,
+        mean=(),
+        std=(),
+        synthetic=False,
+        holdout=SPLIT,
+        targets=target,
+        plain=spec,
     )
 
 
-def measured(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel, over at most 10,000 images."""
+def measure_statistics(images: Tensor) -> tuple[Numbers, Numbers]:
+    """Return the mean and standard deviation of each channel, over at most 10,000 images."""
     pixels = images[:: max(1, len(images) // 10_000)].double() / 255
-    mean, std = pixels.mean((0, 2, 3)), pixels.std((0, 2, 3)).clamp_min(1e-3)
+    mean = pixels.mean((0, 2, 3))
+    std = pixels.std((0, 2, 3)).clamp_min(1e-3)
     return tuple(mean.tolist()), tuple(std.tolist())

@@ -1,6 +1,6 @@
-"""The order of samples and every random draw about them: pure functions of (seed, epoch, sample).
+"""Sample order and random augmentation draws: pure functions of (seed, epoch, sample).
 
-A counter-based hash takes the place of a random stream, so that a draw needs no state. The same sample gets the same
+A counter-based hash replaces a random stream, so a draw needs no state. A sample gets the same
 draws with any number of ranks and loader workers, and in a run that was stopped and resumed.
 """
 
@@ -16,22 +16,32 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.recipe.image_sizes import ImageSize, sides
-from trainer.recipe.shares import portions
+from trainer.recipe.shares import divide_in_proportion
 
 Array = npt.NDArray[Any]
+# First index, and the index after the last one.
+Span = tuple[int, int]
+# Top, left, height, width in pixels.
+Box = tuple[int, int, int, int]
 
-# What a draw is for. CROP and ERASE take BOX_DRAWS numbers each.
+# The `draw` number of each purpose. CROP and ERASE use BOX_DRAWS numbers each, so they are far
+# apart. Renumbering would change the results of every recipe.
 ORDER, FLIP, SHIFT_Y, SHIFT_X, AUTO, MIX, ERASE_OR_NOT, POOL, BALANCE, ITEM = range(10)
 BOX_TRIES = 10
 BOX_DRAWS = 4 * BOX_TRIES
-CROP, ERASE = 100, 200
-RATIO = (3 / 4, 4 / 3)  # of a random resized crop's sides
+CROP = 100
+ERASE = 200
+# Range of width / height of a random resized crop, as in torchvision.
+RATIO = (3 / 4, 4 / 3)
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _scramble(values: Array) -> Array:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): every bit of the input moves every bit of the output."""
+    """Apply the finaliser of splitmix64 (Steele, Lea, Flood 2014).
+
+    Every input bit affects every output bit.
+    """
     values = values ^ (values >> np.uint64(30))
     values *= np.uint64(0xBF58476D1CE4E5B9)
     values ^= values >> np.uint64(27)
@@ -41,234 +51,434 @@ def _scramble(values: Array) -> Array:
 
 
 @lru_cache(maxsize=64)
-def _key(seed: int, epoch: int) -> Array:
+def _compute_key(seed: int, epoch: int) -> Array:
     key = _scramble(np.array([seed], np.uint64) + _GOLDEN)
     return _scramble(key + np.array([epoch], np.uint64) * _GOLDEN)
 
 
-def hashed(seed: int, epoch: int, index: npt.ArrayLike, draw: npt.ArrayLike) -> Array:
-    """64 random bits for each (index, draw), broadcast together; at least one-dimensional uint64."""
+def draw_bits(
+    seed: int,
+    epoch: int,
+    index: npt.ArrayLike,
+    draw: npt.ArrayLike,
+) -> Array:
+    """Return 64 random bits for each (index, draw), as uint64.
+
+    `index` and `draw` are broadcast together; the result has at least one dimension.
+    """
     rows = np.atleast_1d(np.asarray(index)).astype(np.uint64)
     draws = np.atleast_1d(np.asarray(draw)).astype(np.uint64)
-    return _scramble(_scramble(rows + _key(seed, epoch)) + draws * _GOLDEN)
+    keys = _scramble(rows + _compute_key(seed, epoch))
+    return _scramble(keys + draws * _GOLDEN)
 
 
-def uniform(seed: int, epoch: int, index: npt.ArrayLike, draw: npt.ArrayLike) -> Array:
-    """As `hashed`, as float64 in [0, 1)."""
-    return np.asarray((hashed(seed, epoch, index, draw) >> np.uint64(11)) * 2.0**-53)
+def draw_uniform(
+    seed: int,
+    epoch: int,
+    index: npt.ArrayLike,
+    draw: npt.ArrayLike,
+) -> Array:
+    """Return a float64 in [0, 1) for each (index, draw), broadcast as in `draw_bits`."""
+    # float64 has 53 bits of precision.
+    bits = draw_bits(seed, epoch, index, draw) >> np.uint64(11)
+    return np.asarray(bits * 2.0**-53)
 
 
-def permutation(seed: int, epoch: int, samples: int) -> Array:
-    """The order of an epoch: every index below `samples` once, (samples,) int64."""
-    return np.argsort(hashed(seed, epoch, np.arange(samples), ORDER), kind="stable")
+def draw_permutation(
+    seed: int,
+    epoch: int,
+    samples: int,
+) -> Array:
+    """Return the order of an epoch: every index below `samples` once, (samples,) int64."""
+    keys = draw_bits(seed, epoch, np.arange(samples), ORDER)
+    return np.argsort(keys, kind="stable")
 
 
-def balanced(seed: int, epoch: int, labels: Array, stride: int) -> Array:
-    """The order of an epoch in which every class comes equally often, but for one: (samples,) int64.
+def draw_balanced_permutation(
+    seed: int,
+    epoch: int,
+    labels: Array,
+    stride: int,
+) -> Array:
+    """Return an order in which class frequencies differ by at most one, (samples,) int64.
 
-    `labels` (samples,) are class indices. A class's images come in turn, over the epochs too: none comes again before
-    all have. The k-th time that an epoch has a sample it is called sample + k * `stride`, and its augmentation is drawn
-    for that number.
+    The images of a class are used in turn, across epochs too: no image repeats before all images of
+    the class were used. In the k-th pass over its class in this epoch (from 0), an image is
+    returned as sample + k * `stride`, so that each repeat has an augmentation of its own.
+
+    Args:
+        labels: (samples,) class indices.
+        stride: a multiple of the number of samples.
     """
-    _, of, counts = np.unique(labels, return_inverse=True, return_counts=True)
-    each = -(-len(labels) // len(counts))
-    turns = epoch * each + np.arange(each)
+    _, class_of, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    per_class = -(-len(labels) // len(counts))
+    turns = epoch * per_class + np.arange(per_class)
+    by_class = np.argsort(class_of, kind="stable")
+    class_ends = np.cumsum(counts)[:-1]
     drawn = []
-    for members in np.split(np.argsort(of, kind="stable"), np.cumsum(counts)[:-1]):
-        passes, places = turns // len(members), turns % len(members)
-        samples = np.empty(each, np.int64)
+    for members in np.split(by_class, class_ends):
+        passes = turns // len(members)
+        positions = turns % len(members)
+        samples = np.empty(per_class, np.int64)
         for number in np.unique(passes):
-            shuffled = members[np.argsort(hashed(seed, number, members, BALANCE), kind="stable")]
-            samples[passes == number] = shuffled[places[passes == number]] + (number - passes[0]) * stride
+            in_pass = passes == number
+            keys = draw_bits(seed, number, members, BALANCE)
+            shuffled = members[np.argsort(keys, kind="stable")]
+            repeats = number - passes[0]
+            samples[in_pass] = shuffled[positions[in_pass]] + repeats * stride
         drawn.append(samples)
-    surplus = len(counts) * each - len(labels)  # so many classes, others in every epoch, have one image less
+    # The classes cannot always divide an epoch evenly: `surplus` classes, different ones in every
+    # epoch, have one image less.
+    surplus = len(counts) * per_class - len(labels)
     short = np.roll(np.arange(len(counts)), epoch * surplus)[:surplus]
-    kept = np.concatenate([samples[: each - (row in short)] for row, samples in enumerate(drawn)])
-    return kept[permutation(seed, epoch, len(labels))]
+    for row in short:
+        drawn[row] = drawn[row][:-1]
+    return np.concatenate(drawn)[draw_permutation(seed, epoch, len(labels))]
 
 
-def share_spans(batch_size: int, rows: Sequence[int], index: int) -> list[tuple[int, int]]:
-    """Which rows of a global batch are each micro-batch of one share, (start, stop), of shares of so many `rows`.
+def share_spans(
+    batch_size: int,
+    rows: Sequence[int],
+    index: int,
+) -> list[Span]:
+    """Return the rows of a global batch that one share reads: (start, stop) of each micro-batch.
 
-    The batch is divided into micro-batches first, and each of these into shares: what all shares compute at a time are
-    the same rows for any number of them, as BatchNorm over all ranks sees.
+    The batch is first divided into micro-batches, and each micro-batch into shares. All shares
+    together therefore compute the same rows at a time, however many they are. BatchNorm over all
+    ranks depends on this.
+
+    Args:
+        batch_size: rows of the global batch.
+        rows: rows of each share in one micro-batch.
+        index: the share.
     """
-    starts = range(sum(rows[:index]), batch_size, sum(rows))
+    offset = sum(rows[:index])
+    starts = range(offset, batch_size, sum(rows))
     return [(start, start + rows[index]) for start in starts]
 
 
-def share_rows(order: Array, batch_size: int, spans: list[tuple[int, int]]) -> list[list[Array]]:
-    """What one share reads of an epoch: sample indices, [step][piece] of (rows,).
+def share_rows(
+    order: Array,
+    batch_size: int,
+    spans: list[Span],
+) -> list[list[Array]]:
+    """Return the sample indices that one share reads in an epoch: [step][micro-batch] of (rows,).
 
-    Global batch b is order[b * batch_size : (b + 1) * batch_size], of which the share reads its `share_spans`. The last
-    partial global batch is dropped.
+    Global batch b is order[b * batch_size : (b + 1) * batch_size]. The share reads its
+    `share_spans` of each batch. The last partial global batch is dropped.
     """
     steps = len(order) // batch_size
     batches = order[: steps * batch_size].reshape(steps, batch_size)
     return [[batch[start:stop] for start, stop in spans] for batch in batches]
 
 
-def contiguous_span(samples: int, index: int, count: int, rows: Sequence[int] = ()) -> tuple[int, int]:
-    """The contiguous part of an epoch's order for one share, as (start, stop): in proportion to `rows`, where these are
-    given, else equal, and the last has the remainder too."""
+def compute_span(
+    samples: int,
+    index: int,
+    count: int,
+    rows: Sequence[int] = (),
+) -> Span:
+    """Return the (start, stop) of one share's contiguous part of an epoch.
+
+    The `count` parts are proportional to `rows`. Without `rows` they are equal, and the last part
+    also has the remainder.
+    """
     if rows:
-        parts = portions(samples, rows)
-        return sum(parts[:index]), sum(parts[: index + 1])
+        sizes = divide_in_proportion(samples, rows)
+        return sum(sizes[:index]), sum(sizes[: index + 1])
     size = samples // count
-    return index * size, samples if index == count - 1 else (index + 1) * size
+    start = index * size
+    if index == count - 1:
+        return start, samples
+    return start, start + size
 
 
-def contiguous_steps(samples: int, rows: int, count: int) -> int:
-    """Steps of an epoch in which each of `count` shares reads its contiguous part, at most `rows` samples a step."""
-    start, stop = contiguous_span(samples, count - 1, count)
-    return -(-(stop - start) // rows)
+def divide_rows(
+    part: Array,
+    steps: int,
+    micro_batches: int,
+) -> list[list[Array]]:
+    """Divide one share's contiguous part of an epoch: [step][micro-batch] of (rows,) indices.
 
-
-def contiguous_rows(part: Array, steps: int, pieces: int) -> list[list[Array]]:
-    """What a share reads of an epoch where each has a contiguous part: sample indices, [step][piece] of (rows,).
-
-    All shares take as many steps. A part is divided over them, and a step into `pieces` micro-batches, as evenly as
-    possible: sizes differ by one, and none is above the share's nominal one.
+    All shares make the same number of steps. The part is divided into steps, and each step into
+    `micro_batches`, as evenly as possible: sizes differ by at most one, and none exceeds the
+    share's nominal size.
     """
-    return [np.array_split(step, pieces) for step in np.array_split(part, steps)]
+    return [np.array_split(step, micro_batches) for step in np.array_split(part, steps)]
 
 
-def evaluation_spans(samples: int, rows: Sequence[int], index: int) -> list[tuple[int, int]]:
-    """Which samples one share evaluates, as (start, stop), a batch each: all shares together take each sample once.
+def list_evaluation_spans(
+    samples: int,
+    rows: Sequence[int],
+    index: int,
+) -> list[Span]:
+    """Return the samples that one share evaluates: (start, stop) of each batch.
 
-    Every share has as many batches, of its own `rows`; a stop short of these, or equal to start, is to be padded.
+    All shares together evaluate each sample once, and every share has the same number of batches.
+    A batch with fewer than `rows[index]` samples, or none, must be padded.
     """
-    first, size = sum(rows[:index]), sum(rows)
-    starts = range(first, first + samples + (-samples) % size, size)
-    return [(min(start, samples), min(start + rows[index], samples)) for start in starts]
+    first = sum(rows[:index])
+    size = sum(rows)
+    end = first + samples + (-samples) % size
+    spans = []
+    for start in range(first, end, size):
+        stop = start + rows[index]
+        spans.append((min(start, samples), min(stop, samples)))
+    return spans
 
 
-def shifts(seed: int, epoch: int, index: Array, padding: int) -> Array:
-    """Where a crop of an image padded by `padding` on all sides starts: (n, 2) int64, y then x."""
-    drawn = uniform(seed, epoch, index[:, None], np.array([SHIFT_Y, SHIFT_X]))
-    return np.asarray(drawn * (2 * padding + 1)).astype(np.int64)
+def draw_shifts(
+    seed: int,
+    epoch: int,
+    index: Array,
+    padding: int,
+) -> Array:
+    """Draw where the crop of a padded image starts: (n, 2) int64, y then x.
 
-
-def flips(seed: int, epoch: int, index: Array, probability: float, alternate: bool = False) -> Array:
-    """Which images are mirrored: (n,) bool. `alternate`: drawn for the first epoch, and the other way in every second.
-
-    So two epochs show each image from both sides: Jordan (arXiv:2404.00498), section 3.6.
+    The image has `padding` pixels on all four sides.
     """
-    drawn = np.asarray(uniform(seed, 0 if alternate else epoch, index, FLIP) < probability)
-    return ~drawn if alternate and epoch % 2 else drawn
+    drawn = draw_uniform(seed, epoch, index[:, None], np.array([SHIFT_Y, SHIFT_X]))
+    shifts = drawn * (2 * padding + 1)
+    return np.asarray(shifts).astype(np.int64)
 
 
-def box_draws(seed: int, epoch: int, index: Array, purpose: int) -> Array:
-    """The numbers behind one box (CROP or ERASE) an image: (n, BOX_TRIES, 4)."""
-    draws = uniform(seed, epoch, index[:, None], purpose + np.arange(BOX_DRAWS))
+def draw_flips(
+    seed: int,
+    epoch: int,
+    index: Array,
+    probability: float,
+    alternate: bool = False,
+) -> Array:
+    """Draw which images are mirrored: (n,) bool.
+
+    With `alternate`, flips are drawn for the first epoch and inverted in every second epoch, so two
+    epochs show each image from both sides: Jordan (arXiv:2404.00498), section 3.6.
+    """
+    drawn_epoch = 0 if alternate else epoch
+    flips = np.asarray(draw_uniform(seed, drawn_epoch, index, FLIP) < probability)
+    if alternate and epoch % 2:
+        return ~flips
+    return flips
+
+
+def draw_boxes(
+    seed: int,
+    epoch: int,
+    index: Array,
+    purpose: int,
+) -> Array:
+    """Draw the numbers for one box per image, (n, BOX_TRIES, 4); `purpose` is CROP or ERASE."""
+    draws = draw_uniform(seed, epoch, index[:, None], purpose + np.arange(BOX_DRAWS))
     return draws.reshape(len(index), BOX_TRIES, 4)
 
 
-def crop_boxes(draws: Array, height: int, width: int, scale: tuple[float, float]) -> Array:
-    """Random resized crops as torchvision draws them: (n, 4) int64 of top, left, height, width.
+def crop_boxes(
+    draws: Array,
+    height: int,
+    width: int,
+    scale: Sequence[float],
+) -> Array:
+    """Return random resized crops as torchvision draws them.
 
-    The area relative to the image's is uniform in `scale`, the logarithm of the aspect ratio uniform between 3/4 and
-    4/3; after ten tries that do not fit, the largest central box with such a ratio.
+    The area relative to the image's is uniform in `scale`, and the logarithm of the aspect ratio is
+    uniform between 3/4 and 4/3. If ten tries do not fit, the crop is the largest central box with
+    such a ratio.
+
+    Args:
+        draws: (n, BOX_TRIES, 4) of `draw_boxes`.
+
+    Returns:
+        (n, 4) int64: top, left, height, width.
     """
-    boxes, fits = _boxes(draws, height, width, scale, RATIO, margin=0)
-    boxes[~fits] = _central(height, width)
+    boxes, fits = _choose_boxes(
+        draws,
+        height,
+        width,
+        scale,
+        RATIO,
+        margin=0,
+    )
+    boxes[~fits] = _compute_central_box(height, width)
     return boxes
 
 
 class CropBoxes:
-    """`crop_boxes` of images that each have a size of their own, one at a time, in plain numbers: for one box NumPy
-    takes ten times as long."""
+    """The boxes of `crop_boxes` for images of different sizes, one at a time.
 
-    def __init__(self, draws: Array, scale: tuple[float, float]) -> None:
-        """`draws` (n, BOX_TRIES, 4) as of `box_draws`."""
-        self._areas = _areas(draws, scale).tolist()
-        self._aspects = _aspects(draws, RATIO).tolist()
+    The computation uses Python numbers, because NumPy takes ten times as long for one box.
+    """
+
+    def __init__(self, draws: Array, scale: Sequence[float]) -> None:
+        """Prepare the `draws`, (n, BOX_TRIES, 4) of `draw_boxes`."""
+        self._areas = _compute_areas(draws, scale).tolist()
+        self._aspects = _compute_aspects(draws, RATIO).tolist()
         self._places = draws[..., 2:].tolist()
 
-    def box(self, row: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """Top, left, height and width of a crop of image `row`, which is `height` x `width` pixels."""
-        for scale, aspect, (y, x) in zip(self._areas[row], self._aspects[row], self._places[row], strict=True):
+    def box(
+        self,
+        row: int,
+        height: int,
+        width: int,
+    ) -> Box:
+        """Return (top, left, height, width) of a crop of image `row`.
+
+        The image has `height` x `width` pixels.
+        """
+        tries = zip(
+            self._areas[row],
+            self._aspects[row],
+            self._places[row],
+            strict=True,
+        )
+        for scale, aspect, (y, x) in tries:
             area = height * width * scale
-            h, w = round(math.sqrt(area / aspect)), round(math.sqrt(area * aspect))
+            h = round(math.sqrt(area / aspect))
+            w = round(math.sqrt(area * aspect))
             if 0 < h <= height and 0 < w <= width:
-                return int(y * (height - h + 1)), int(x * (width - w + 1)), h, w
-        return _central(height, width)
+                top = int(y * (height - h + 1))
+                left = int(x * (width - w + 1))
+                return top, left, h, w
+        return _compute_central_box(height, width)
 
 
-def erase_boxes(seed: int, epoch: int, index: Array, probability: float, size: ImageSize) -> Array:
-    """Random erasing (Zhong et al. 2017) as torchvision draws it.
+def draw_erase_boxes(
+    seed: int,
+    epoch: int,
+    index: Array,
+    probability: float,
+    size: ImageSize,
+) -> Array:
+    """Draw boxes for random erasing (Zhong et al. 2017), as torchvision does.
 
-    Returns (n, 4) int64 of top, left, height, width; 0 high where nothing is erased.
+    Returns:
+        (n, 4) int64: top, left, height, width; all 0 for an image without erasing.
     """
-    draws = box_draws(seed, epoch, index, ERASE)
-    boxes, fits = _boxes(draws, *sides(size), (0.02, 0.33), (0.3, 3.3), margin=1)
-    boxes[~(fits & (uniform(seed, epoch, index, ERASE_OR_NOT) < probability))] = 0
+    draws = draw_boxes(seed, epoch, index, ERASE)
+    height, width = sides(size)
+    boxes, fits = _choose_boxes(
+        draws,
+        height,
+        width,
+        scale=(0.02, 0.33),
+        ratio=(0.3, 3.3),
+        margin=1,
+    )
+    is_erased = draw_uniform(seed, epoch, index, ERASE_OR_NOT) < probability
+    boxes[~(fits & is_erased)] = 0
     return boxes
 
 
-def _boxes(
-    draws: Array, height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float], margin: int
+def _choose_boxes(
+    draws: Array,
+    height: int,
+    width: int,
+    scale: Sequence[float],
+    ratio: Sequence[float],
+    margin: int,
 ) -> tuple[Array, Array]:
-    """The first of each row's tries that is at most the image less `margin`, and whether there was one."""
-    area, aspect = height * width * _areas(draws, scale), _aspects(draws, ratio)
+    """Return each row's first box that fits, and whether any of its tries fits.
+
+    A box fits if both sides are at most the image's minus `margin`.
+    """
+    area = height * width * _compute_areas(draws, scale)
+    aspect = _compute_aspects(draws, ratio)
     h = np.rint(np.sqrt(area / aspect)).astype(np.int64)
     w = np.rint(np.sqrt(area * aspect)).astype(np.int64)
-    fits = (h > 0) & (w > 0) & (h <= height - margin) & (w <= width - margin)
-    rows, first = np.arange(len(draws)), fits.argmax(1)
-    h, w = h[rows, first], w[rows, first]
-    top = (draws[rows, first, 2] * (height - h + 1)).astype(np.int64)
-    left = (draws[rows, first, 3] * (width - w + 1)).astype(np.int64)
-    return np.stack([top, left, h, w], 1), fits.any(1)
+    fits_height = (h > 0) & (h <= height - margin)
+    fits_width = (w > 0) & (w <= width - margin)
+    fits = fits_height & fits_width
+    rows = np.arange(len(draws))
+    first = fits.argmax(1)
+    h = h[rows, first]
+    w = w[rows, first]
+    top = draws[rows, first, 2] * (height - h + 1)
+    left = draws[rows, first, 3] * (width - w + 1)
+    boxes = np.stack([top, left, h, w], 1).astype(np.int64)
+    return boxes, fits.any(1)
 
 
-def _areas(draws: Array, scale: tuple[float, float]) -> Array:
-    """Each try's area relative to the image's: (n, BOX_TRIES)."""
-    return np.asarray(scale[0] + (scale[1] - scale[0]) * draws[..., 0])
+def _compute_areas(draws: Array, scale: Sequence[float]) -> Array:
+    """Return the area of each try relative to the image's, (n, BOX_TRIES)."""
+    low, high = scale
+    return np.asarray(low + (high - low) * draws[..., 0])
 
 
-def _aspects(draws: Array, ratio: tuple[float, float]) -> Array:
-    """Each try's width by its height: (n, BOX_TRIES)."""
+def _compute_aspects(draws: Array, ratio: Sequence[float]) -> Array:
+    """Return width / height of each try, (n, BOX_TRIES)."""
     low, high = np.log(ratio)
     return np.asarray(np.exp(low + (high - low) * draws[..., 1]))
 
 
-def _central(height: int, width: int) -> tuple[int, int, int, int]:
-    """The largest box in an image's centre whose sides are in `RATIO`."""
-    h = min(height, round(width / RATIO[0]))
-    w = min(width, round(height * RATIO[1]))
+def _compute_central_box(height: int, width: int) -> Box:
+    """Return the largest central box with an aspect ratio in `RATIO`."""
+    narrowest, widest = RATIO
+    h = min(height, round(width / narrowest))
+    w = min(width, round(height * widest))
     return (height - h) // 2, (width - w) // 2, h, w
 
 
 @dataclass(frozen=True)
 class Mix:
-    """How neighbours (2k, 2k + 1) of a global batch are mixed with each other; P pairs."""
+    """How neighbours (2k, 2k + 1) of a global batch of P pairs are mixed with each other.
 
-    blend: Array  # (P,) float32: the weight of an image's own pixels (mixup); 1 where the pair is cut
-    label: Array  # (P,) float32: the weight of an image's own label
-    box: Array  # (P, 4) int64 of top, left, height, width: what the pair exchanges (cutmix); 0 high where it is blended
+    Attributes:
+        blend: (P,) float32, the weight of an image's own pixels (mixup); 1 for a cutmix pair.
+        label: (P,) float32, the weight of an image's own label.
+        box: (P, 4) int64 of top, left, height, width: the box that a pair exchanges (cutmix); all 0
+            for a mixup pair.
+    """
+
+    blend: Array
+    label: Array
+    box: Array
 
     def rows(self, start: int, stop: int) -> Mix:
-        """The pairs of images start to stop of the global batch."""
+        """Return the pairs of images `start` to `stop` of the global batch."""
         pairs = slice(start // 2, stop // 2)
         return Mix(self.blend[pairs], self.label[pairs], self.box[pairs])
 
 
-def mixing(seed: int, epoch: int, step: int, pairs: int, mixup: float, cutmix: float, size: ImageSize) -> Mix:
-    """Draw mixup (Zhang et al. 2017) and cutmix (Yun et al. 2019) for the pairs of one global batch.
+def draw_mix(
+    seed: int,
+    epoch: int,
+    step: int,
+    pairs: int,
+    mixup: float,
+    cutmix: float,
+    size: ImageSize,
+) -> Mix:
+    """Draw mixup (Zhang et al. 2017) and cutmix (Yun et al. 2019) for one global batch.
 
-    `mixup` and `cutmix` are the alphas of Beta(alpha, alpha), 0 is off; with both on, a pair takes either with
-    probability one half. A cut box has 1 - lambda of the area and is clipped at the border; labels follow the clipped
-    area.
+    With both on, each pair uses either with probability one half. A cut box has 1 - lambda of the
+    area and is clipped at the border; labels follow the clipped area.
+
+    Args:
+        pairs: pairs of images in the global batch.
+        mixup: alpha of Beta(alpha, alpha); 0 is off.
+        cutmix: alpha of Beta(alpha, alpha); 0 is off.
+        size: size of the images in pixels.
     """
-    stream = np.random.Generator(np.random.Philox(key=int(hashed(seed, epoch, step, MIX)[0])))
-    cut = stream.random(pairs) < (0.5 if mixup else 1.0) if cutmix else np.zeros(pairs, bool)
-    blended = stream.beta(mixup, mixup, pairs) if mixup else np.ones(pairs)
-    kept = stream.beta(cutmix, cutmix, pairs) if cutmix else np.ones(pairs)
-    side = (np.asarray(size) * np.sqrt(1 - kept)[:, None]).astype(np.int64)
+    key = int(draw_bits(seed, epoch, step, MIX)[0])
+    stream = np.random.Generator(np.random.Philox(key=key))
+    # All draws come from one stream: their order must not change.
+    is_cut = np.zeros(pairs, bool)
+    blended = np.ones(pairs)
+    kept = np.ones(pairs)
+    if cutmix:
+        is_cut = stream.random(pairs) < (0.5 if mixup else 1.0)
+    if mixup:
+        blended = stream.beta(mixup, mixup, pairs)
+    if cutmix:
+        kept = stream.beta(cutmix, cutmix, pairs)
+    relative_side = np.sqrt(1 - kept)[:, None]
+    side = (np.asarray(size) * relative_side).astype(np.int64)
     centre = stream.integers(0, size, (pairs, 2))
-    start = np.clip(centre - side // 2, 0, size)
-    length = np.clip(centre - side // 2 + side, 0, size) - start
-    box = np.where(cut[:, None], np.concatenate([start, length], 1), 0)
+    corner = centre - side // 2
+    start = np.clip(corner, 0, size)
+    length = np.clip(corner + side, 0, size) - start
+    cut_box = np.concatenate([start, length], 1)
+    box = np.where(is_cut[:, None], cut_box, 0)
     exchanged = box[:, 2] * box[:, 3] / math.prod(sides(size))
-    blend = np.where(cut, 1.0, blended).astype(np.float32)
-    return Mix(blend, np.where(cut, 1 - exchanged, blended).astype(np.float32), box)
+    blend = np.where(is_cut, 1.0, blended)
+    label = np.where(is_cut, 1 - exchanged, blended)
+    return Mix(blend.astype(np.float32), label.astype(np.float32), box)

@@ -1,4 +1,4 @@
-"""What passes between the rooms of `data` and the rest: batches, shares, and sets of images."""
+"""Types that `data` exchanges with other packages: batches, shares, and sets of images."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ class Batch:
     """A micro-batch on the device.
 
     Attributes:
-        inputs: (N, ...). Images are (N, C, H, W) float32, normalised; channels_last in memory where the recipe asks for
-            it. Empty on a share that needs no inputs.
-        targets: (N, ...) as the task wants them: class indices (N,) int64, for example; float32 soft targets under
-            mixup and cutmix. Empty on a share that needs no targets.
+        inputs: (N, ...). Images are (N, C, H, W) float32, normalised, and channels_last in memory
+            if the recipe asks for it. Empty on a share that needs no inputs.
+        targets: (N, ...) in the form of the task: for example class indices (N,) int64, or float32
+            soft targets under mixup and cutmix. Empty on a share that needs no targets.
         count: rows from `count` on are padding (evaluation only).
-        samples: of the other rows, their indices in the held-out set (evaluation only; None where these are not known).
+        samples: indices of the first `count` rows in the validation set (evaluation only; None if
+            they are unknown).
     """
 
     inputs: Tensor
@@ -46,19 +47,21 @@ class TensorSpec(NamedTuple):
 
     @property
     def bytes(self) -> int:
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def to_json(self) -> str:
-        """As in '["float32", [3, 224, 224]]'."""
+        """Return text such as '["float32", [3, 224, 224]]'."""
         return json.dumps([str(self.dtype).removeprefix("torch."), self.shape])
 
     @classmethod
     def of(cls, rows: Tensor) -> TensorSpec:
-        """Of a row of `rows`."""
+        """Return shape and type of one row of `rows`."""
         return cls(tuple(rows.shape[1:]), rows.dtype)
 
 
-CLASS = TensorSpec((), torch.int64)  # one class index
+# Target of a classification: one class index.
+CLASS = TensorSpec((), torch.int64)
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,9 @@ class Example:
     """Shapes and types of a micro-batch, before the first one is read.
 
     Attributes:
-        rows: samples of a full one.
-        inputs, targets: of a sample, as `Batch` has them on the device.
+        rows: samples of a full micro-batch.
+        inputs: shape and type of a sample's inputs, as in `Batch`.
+        targets: shape and type of a sample's targets, as in `Batch`.
         images: whether the inputs are images, which may be channels_last in memory.
     """
 
@@ -78,44 +82,74 @@ class Example:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of a full micro-batch's inputs."""
+        """Shape of a full micro-batch's inputs."""
         return (self.rows, *self.inputs.shape)
 
-    def zeros(self, device: torch.device, rows: int | None = None, channels_last: bool = False) -> Batch:
-        """A micro-batch of zeros, of `rows` samples or a full one, with the strides of a batch."""
+    def batch(
+        self,
+        device: torch.device,
+        rows: int | None = None,
+        channels_last: bool = False,
+    ) -> Batch:
+        """Return a micro-batch for trials and measurements, the same every time.
+
+        Floating-point inputs are random between 0 and 1, which few models refuse: zeros have no
+        standard deviation to divide by, and negative numbers no square root. Everything else is
+        zeros. Strides are those of a real batch.
+
+        Args:
+            device: device of the tensors.
+            rows: samples; by default those of a full micro-batch.
+            channels_last: memory format of images.
+        """
         count = self.rows if rows is None else rows
-        inputs, targets = (
-            torch.zeros(count, *part.shape, dtype=part.dtype, device=device) for part in (self.inputs, self.targets)
+        inputs = torch.zeros(
+            count,
+            *self.inputs.shape,
+            dtype=self.inputs.dtype,
+            device=device,
         )
-        return Batch(self._laid_out(inputs, channels_last), targets, count)
+        if inputs.is_floating_point():
+            inputs.copy_(torch.rand(inputs.shape, generator=torch.Generator().manual_seed(0)))
+        targets = torch.zeros(
+            count,
+            *self.targets.shape,
+            dtype=self.targets.dtype,
+            device=device,
+        )
+        if self.images and inputs.dim() == 4 and (channels_last or inputs.shape[1] == 1):
+            # With one channel, both layouts are the same but have different strides, and a compiler
+            # distinguishes them.
+            pixels = inputs.permute(0, 2, 3, 1).clone(memory_format=torch.contiguous_format)
+            inputs = pixels.permute(0, 3, 1, 2)
+        return Batch(inputs, targets, count)
 
-    def random(self, device: torch.device, rows: int, channels_last: bool) -> Tensor:
-        """Inputs to measure with, the same every time: normal where they are real numbers, else zeros; with the
-        strides of a batch."""
-        if not self.inputs.dtype.is_floating_point:
-            return self.zeros(device, rows).inputs
-        inputs = torch.randn(rows, *self.inputs.shape, generator=torch.Generator().manual_seed(0))
-        return self._laid_out(inputs.to(device, self.inputs.dtype), channels_last)
-
-    def _laid_out(self, inputs: Tensor, channels_last: bool) -> Tensor:
-        if not self.images or inputs.dim() != 4 or not (channels_last or inputs.shape[1] == 1):
-            return inputs
-        # With one channel both layouts are the same, but strides differ, and a compiler looks at them.
-        return inputs.permute(0, 2, 3, 1).clone(memory_format=torch.contiguous_format).permute(0, 3, 1, 2)
+    def random(
+        self,
+        device: torch.device,
+        rows: int,
+        channels_last: bool,
+    ) -> Tensor:
+        """Return the inputs of `batch`."""
+        return self.batch(device, rows, channels_last).inputs
 
 
 @dataclass(frozen=True)
 class DataShare:
-    """What a rank reads.
+    """The part of the data that a rank reads.
 
     Attributes:
-        index, count: part `index` of `count` of every global batch.
-        inputs: whether this rank needs the images; a pipeline stage that is not the first does not.
-        targets: whether it needs the labels; a stage that is not the last does not.
-        counted: whether its images count: for a teacher a pipeline's last stage reads the first's, none held out.
-        numbers: in what proportion all shares divide a batch (`recipe.shares`); empty: equally.
-        every_sample: instead of a part of every global batch, a disjoint contiguous part of the epoch's permutation,
-            of which every sample is used once an epoch (local SGD, Hogwild).
+        index: number of this share of every global batch.
+        count: number of shares.
+        inputs: whether this rank needs the images; only the first stage of a pipeline does.
+        targets: whether this rank needs the labels; only the last stage of a pipeline does.
+        every_sample: instead of a part of every global batch, the share is a disjoint contiguous
+            part of the epoch's permutation, and uses each of its samples once per epoch (local SGD,
+            Hogwild).
+        counted: whether the images of this share count. For a teacher, the last stage of a pipeline
+            also reads the images of the first one; they do not count there, and it reads none of
+            the validation set.
+        numbers: proportions of all shares of a batch (`recipe.shares`); empty for equal shares.
     """
 
     index: int = 0
@@ -129,14 +163,16 @@ class DataShare:
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Images in memory. Sample i is row i % rows, so that a small pool can stand for a large set.
+    """Images in memory.
+
+    Sample i is row i % rows, so that a small pool can stand for a large set.
 
     Attributes:
         images: (rows, C, H, W) uint8.
-        labels: (rows, ...) as the task wants them: class indices (rows,) int64, for example.
-        length: samples; None is one a row.
-        failures: (path, reason) of the files that could not be read and were left out or replaced.
-        where: the path of a sample, of images that were files.
+        labels: (rows, ...) in the form of the task, for example class indices (rows,) int64.
+        length: number of samples; None for the number of rows.
+        failures: (path, reason) of the files that could not be read and were skipped or replaced.
+        where: returns the path of a sample, if the images were files.
     """
 
     images: Tensor
@@ -151,11 +187,13 @@ class ImageSet:
 
 @dataclass(frozen=True)
 class TensorSet:
-    """Inputs in memory that are not images, and reach the model as they are: sequences, tokens, volumes.
+    """Inputs in memory that are not images, such as sequences, tokens and volumes.
+
+    They reach the model unchanged.
 
     Attributes:
         inputs: (rows, ...) of any type.
-        labels: (rows, ...) as the task wants them.
+        labels: (rows, ...) in the form of the task.
     """
 
     inputs: Tensor
@@ -166,56 +204,90 @@ class TensorSet:
 
 
 class PhotoSource(Sized, Protocol):
-    """Images read one by one, in loader workers: it must be picklable, and small when pickled."""
+    """Images that loader workers read one at a time.
+
+    A source must be picklable, and small when pickled.
+    """
 
     def read(self, index: int, channels: int) -> tuple[Tensor, Tensor | int]:
-        """Sample `index` as (channels, height, width) uint8 of any size, and its label; raises whatever goes wrong."""
+        """Return sample `index` as (channels, height, width) uint8 of any size, and its label.
+
+        This may raise anything.
+        """
 
     def where(self, index: int) -> str:
-        """The sample's name for messages: a path where there is one."""
+        """Return the sample's name for messages: its path, if any."""
 
 
 @runtime_checkable
 class PictureSource(Protocol):
-    """A source whose images are decoded no larger than they are needed."""
+    """A source whose images are decoded no larger than needed."""
 
     def open(self, index: int, channels: int) -> tuple[Picture, Tensor | int]:
-        """Sample `index` and its label; it, and decoding later, raises whatever goes wrong."""
+        """Return sample `index` and its label.
+
+        This, and decoding later, may raise anything.
+        """
 
 
 @runtime_checkable
 class LabelledSource(PhotoSource, Protocol):
-    """A source whose labels are known without reading an image: ranks that need only labels then read no images."""
+    """A source whose labels are known without reading an image.
 
-    labels: npt.NDArray[Any]  # (samples, ...)
+    Ranks that need only labels then read no images.
+
+    Attributes:
+        labels: (samples, ...).
+    """
+
+    labels: npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """A training and a held-out set, and the properties of their samples."""
+    """A training set and a validation set, and the properties of their samples.
+
+    Attributes:
+        name: the recipe's data.name.
+        train: the training set.
+        val: the validation set.
+        classes: names of the classes, or of a regression's values.
+        channels: channels of an image; the first size of inputs that are not images.
+        image_size: size of an image; the last size of inputs that are not images.
+        mean: mean of each channel, for pixels in [0, 1].
+        std: standard deviation of each channel.
+        synthetic: whether the images are random.
+        holdout: a description of the validation split.
+        notes: notes for the run's banner, by title.
+        targets: shape and type of a sample's targets.
+        plain: shape and type of a sample's inputs if they are not images, else None.
+        sources: both sets before they were changed to be kept in memory.
+        holdout_table: returns the text of the run's split.csv, if the split was drawn here.
+        damaged: (train or val, path, reason) of the files that are skipped.
+    """
 
     name: str
     train: ImageSet | TensorSet | PhotoSource
     val: ImageSet | TensorSet | PhotoSource
-    classes: tuple[str, ...]  # or the names of a regression's values
-    channels: int  # where inputs are not images: the first size of a sample, and image_size the last
+    classes: tuple[str, ...]
+    channels: int
     image_size: ImageSize
-    mean: tuple[float, ...]  # a channel each, of pixels in [0, 1]
+    mean: tuple[float, ...]
     std: tuple[float, ...]
     synthetic: bool
-    holdout: str  # what is held out, in words
-    notes: Mapping[str, str] = field(default_factory=dict)  # for a run's banner, by title
-    targets: TensorSpec = CLASS  # of a sample
-    plain: TensorSpec | None = None  # of a sample's inputs where they are not images
-    sources: tuple[Any, ...] = ()  # both sets before they were changed to be kept in memory
-    holdout_table: Callable[[], str] | None = None  # the text of a run's split.csv, where the split was drawn here
-    damaged: tuple[tuple[str, str, str], ...] = ()  # files that are skipped: train or val, path, reason
+    holdout: str
+    notes: Mapping[str, str] = field(default_factory=dict)
+    targets: TensorSpec = CLASS
+    plain: TensorSpec | None = None
+    sources: tuple[Any, ...] = ()
+    holdout_table: Callable[[], str] | None = None
+    damaged: tuple[tuple[str, str, str], ...] = ()
 
     @property
     def inputs(self) -> TensorSpec:
-        """Of a sample, as the model has it."""
+        """Shape and type of a sample's inputs, as the model receives them."""
         return self.plain or TensorSpec((self.channels, *sides(self.image_size)), torch.float32)
 
     def example(self, rows: int) -> Example:
-        """What a micro-batch of so many samples looks like."""
+        """Return shapes and types of a micro-batch of `rows` samples."""
         return Example(rows, self.inputs, self.targets, self.plain is None)

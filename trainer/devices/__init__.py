@@ -1,5 +1,5 @@
-"""What this machine computes on: first contact with its cards, their health, a recipe's device list, precision.
+"""The devices of this machine: detecting GPUs, their health, a recipe's device list, precision.
 
 Nothing here starts a process or knows a mode.
-Imports: errors, recipe.
+Imports: errors, versions, recipe.
 """

@@ -1,4 +1,4 @@
-"""Which devices each process drives: a pure function of the recipe, the ranks here and the GPUs here."""
+"""Assign devices to processes, from the recipe and the numbers of local ranks and GPUs."""
 
 from __future__ import annotations
 
@@ -10,81 +10,133 @@ from trainer.errors import RecipeError
 from trainer.recipe import DEVICE, Recipe
 
 
-def assign_devices(recipe: Recipe, local_size: int, cuda: int, nodes: int = 1) -> list[tuple[str, ...]]:
-    """The devices that each local rank drives: one, or all in a mode of one process and several devices.
+def assign_devices(
+    recipe: Recipe,
+    local_size: int,
+    cuda: int,
+    nodes: int = 1,
+) -> list[tuple[str, ...]]:
+    """Return the devices of each local rank.
 
-    `nodes` is the number of machines; a process alone on each of several is one of many.
+    A rank gets one device. The process of a mode with one process and several devices gets all of
+    them. Without a GPU, the stages of a split model run on the CPU. Workers of local SGD may share
+    a device.
 
-    Without a GPU, CPU stand-ins take the place of a split model's devices. Workers of local SGD may share a device.
+    Args:
+        recipe: The recipe.
+        local_size: Number of ranks on this machine.
+        cuda: Number of GPUs on this machine.
+        nodes: Number of machines. With several machines, there are several processes, even if there
+            is one on each machine.
 
     Raises:
-        RecipeError: devices that are not here, or another number than the mode can use, with the number that works.
+        RecipeError: A device does not exist, or the mode cannot use this number of devices.
     """
     names = named_devices(recipe, cuda)
     if recipe.traits.many_devices and local_size == nodes == 1:
-        return [_of_one_process(recipe, names)]
+        return [_assign_to_one_process(recipe, names)]
     if recipe.traits.shared_memory and any(name != "cpu" for name in names):
         raise RecipeError(
-            f"mode={recipe.mode} shares its weights in the CPU's memory: leave devices out, or write devices=[cpu]; "
-            "several workers on one card: mode=local_sgd devices=[cuda:0]"
+            f"mode={recipe.mode} shares its weights in the CPU's memory: leave devices out, or "
+            "write devices=[cpu]; several workers on one card: mode=local_sgd devices=[cuda:0]"
         )
     if recipe.traits.shares_devices or names == ["cpu"]:
         return [(names[rank % len(names)],) for rank in range(local_size)]
     if local_size > len(names):
         raise RecipeError(
-            f"{local_size} processes for {len(names)} device{'s' * (len(names) > 1)} ({', '.join(names)}): "
-            f"use nproc={len(names)} (torchrun --nproc_per_node={len(names)}); mode={recipe.mode} needs one for each"
+            f"{local_size} processes for {len(names)} device{_plural(names)} "
+            f"({', '.join(names)}): use nproc={len(names)} (torchrun's "
+            f"--nproc_per_node={len(names)}); mode={recipe.mode} needs one for each"
         )
     if local_size < len(names) and recipe.devices != "auto":
-        how = "mode=ddp" if recipe.traits.single_device else f"nproc={len(names)}"
+        if recipe.traits.single_device:
+            remedy = "mode=ddp"
+        else:
+            remedy = f"nproc={len(names)}"
         raise RecipeError(
-            f"devices lists {len(names)} for {local_size} process{'es' * (local_size > 1)}, and mode={recipe.mode} "
-            f"uses one each: use {how}, or list {local_size}"
+            f"devices lists {len(names)}, but mode={recipe.mode} uses one for each process, and "
+            f"nproc={local_size}: use {remedy}, or list {local_size}"
         )
     return [(name,) for name in names[:local_size]]
 
 
+def _plural(names: Sequence[str]) -> str:
+    return "" if len(names) == 1 else "s"
+
+
+def count_named_cards(devices: Sequence[str]) -> int:
+    """Return the number of GPUs that a machine needs in order to have all of `devices`.
+
+    Args:
+        devices: Names of devices, such as cuda:0 or, for the first GPU, cuda.
+    """
+    counts = [0]
+    for name in devices:
+        if name != "cpu":
+            counts.append(1 + int(name.partition(":")[2] or 0))
+    return max(counts)
+
+
 def named_devices(recipe: Recipe, cuda: int) -> list[str]:
-    """The recipe's devices, or those there are."""
-    if recipe.devices == "auto":
-        return [f"cuda:{index}" for index in range(cuda)] if cuda and not recipe.traits.shared_memory else ["cpu"]
-    return present(recipe.devices, cuda)
+    """Return the devices in the recipe, or all devices of the machine for devices=auto."""
+    if recipe.devices == "auto" and recipe.traits.shared_memory:
+        return ["cpu"]
+    return resolve_devices(recipe.devices, cuda) or ["cpu"]
 
 
-def prediction_devices(devices: Sequence[str] | Literal["auto"], cuda: int, cores: int) -> list[str]:
-    """The devices of prediction workers, one each: those that are named, or every GPU.
+def prediction_devices(
+    devices: Sequence[str] | Literal["auto"],
+    cuda: int,
+    cores: int,
+) -> list[str]:
+    """Return the device of each prediction worker. For `auto`, there is one worker for each GPU.
 
-    Without a GPU, `auto` is a CPU worker for each of the cores, eight at most.
+    Without a GPU, `auto` means one CPU worker for each core, but at most eight.
 
     Raises:
-        RecipeError: devices that are not here, or none.
+        RecipeError: A device does not exist, or none is named.
     """
     if devices == "auto" and not cuda:
         return ["cpu"] * max(1, min(8, cores))
-    names = [f"cuda:{index}" for index in range(cuda)] if devices == "auto" else present(devices, cuda)
+    names = resolve_devices(devices, cuda)
     if not names:
-        raise RecipeError("devices=[] names none: write devices=auto, or a worker each, as devices=[cuda:0,cpu]")
-    return names
-
-
-def present(devices: Sequence[str], cuda: int) -> list[str]:
-    """The devices under their full names. Raises RecipeError where one is not here."""
-    names = ["cuda:0" if str(name) == "cuda" else str(name) for name in devices]
-    odd = next((name for name in names if not re.fullmatch(DEVICE, name)), None)
-    if odd is not None:
-        raise RecipeError(f"devices: {odd} is not a device; write cpu, cuda:0 or cuda:1")
-    absent = [name for name in names if name != "cpu" and int(name.partition(":")[2]) >= cuda]
-    if absent:
-        have = f"cuda:0 to cuda:{cuda - 1}" if cuda > 1 else "cuda:0" if cuda else "no CUDA device"
         raise RecipeError(
-            f"devices: {absent[0]} is not here, this machine has {have}; "
-            f"write devices={'[cuda:0]' if cuda else '[cpu]'}"
+            "devices=[] names none: write devices=auto, or a device for each worker, as "
+            "devices=[cuda:0,cpu]"
         )
     return names
 
 
-def _of_one_process(recipe: Recipe, names: list[str]) -> tuple[str, ...]:
-    """All devices of a mode that runs in one process; a stage each where the model is split."""
+def resolve_devices(
+    devices: Sequence[str] | Literal["auto"],
+    cuda: int,
+) -> list[str]:
+    """Return the full names of `devices`. For "auto", these are all GPUs.
+
+    Raises:
+        RecipeError: A name is not that of a device, or this machine does not have the device.
+    """
+    if devices == "auto":
+        return [f"cuda:{index}" for index in range(cuda)]
+    names = ["cuda:0" if str(name) == "cuda" else str(name) for name in devices]
+    for name in names:
+        if not re.fullmatch(DEVICE, name):
+            raise RecipeError(f"devices: {name} is not a device; write cpu, cuda:0 or cuda:1")
+    for name in names:
+        if name != "cpu" and int(name.partition(":")[2]) >= cuda:
+            existing = "no CUDA device"
+            remedy = "[cpu]"
+            if cuda:
+                existing = "cuda:0" if cuda == 1 else f"cuda:0 to cuda:{cuda - 1}"
+                remedy = "[cuda:0]"
+            raise RecipeError(
+                f"devices: {name} is not here, this machine has {existing}; write devices={remedy}"
+            )
+    return names
+
+
+def _assign_to_one_process(recipe: Recipe, names: list[str]) -> tuple[str, ...]:
+    """Return the devices of a mode with one process. A staged model has one for each stage."""
     if not recipe.traits.staged:
         return tuple(names)
     stages = recipe.pipeline.stages
@@ -93,18 +145,28 @@ def _of_one_process(recipe: Recipe, names: list[str]) -> tuple[str, ...]:
     if recipe.devices == "auto" and stages and len(names) > stages:
         names = names[:stages]
     if len(names) < 2 or len(names) != (stages or len(names)):
-        want = stages or 2
-        twice = ",".join((names * want)[:want])
+        needed = stages or 2
+        repeated = ",".join((names * needed)[:needed])
+        remedy = f"write devices=[{repeated}]"
+        if len(names) > 1:
+            remedy += f" or pipeline.stages={len(names)}"
         raise RecipeError(
-            f"mode={recipe.mode} puts a stage on each device: {want} stages for {len(names)} device"
-            f"{'s' * (len(names) > 1)} ({', '.join(names)}); write devices=[{twice}]"
-            + (f" or pipeline.stages={len(names)}" if len(names) > 1 else "")
+            f"mode={recipe.mode} puts a stage on each device: {needed} stages for {len(names)} "
+            f"device{_plural(names)} ({', '.join(names)}); {remedy}"
         )
     return tuple(names)
 
 
-def numbered(devices: Iterable[object]) -> Iterator[str]:
-    """Names of the devices that one process drives, different for each: stand-ins on one device get a number."""
+def number_devices(devices: Iterable[object]) -> Iterator[str]:
+    """Yield a unique name for each device of a process.
+
+    Stages that share a device get a number.
+    """
     names = list(map(str, devices))
     for position, name in enumerate(names):
-        yield name if names.count(name) == 1 else f"{name}:{position}" if name == "cpu" else f"{name}#{position}"
+        if names.count(name) == 1:
+            yield name
+        elif name == "cpu":
+            yield f"{name}:{position}"
+        else:
+            yield f"{name}#{position}"

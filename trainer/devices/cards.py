@@ -1,7 +1,7 @@
-"""Detecting this machine's cards: how many can this torch use, and why not all of them?
+"""Count the GPUs that this torch can use, and find the reason if it cannot use all of them.
 
-A run asks as it starts, and so does `python -m trainer doctor`. Where no NVIDIA card is, nothing is asked and torch is
-not loaded. Whether it computes correctly on them is asked in `health`.
+Runs call this at their start, and so does `python -m trainer doctor`. On a machine without a GPU
+torch is not imported. The module `health` checks whether the GPUs compute correctly.
 """
 
 from __future__ import annotations
@@ -14,66 +14,103 @@ from dataclasses import dataclass
 
 from trainer.errors import RecipeError, SetupError, TrainerError
 
-NONE_VISIBLE = {"", "-1", "none", "void", "nodevfiles"}  # of CUDA_VISIBLE_DEVICES; the last is SLURM's
+# Values of CUDA_VISIBLE_DEVICES that hide all GPUs. SLURM sets the last one.
+NONE_VISIBLE = {
+    "",
+    "-1",
+    "none",
+    "void",
+    "nodevfiles",
+}
 REINSTALL = "pip install --force-reinstall torch torchvision"
-NO_NCCL = f"this torch has no NCCL, which ranks on cards talk through: {REINSTALL}, or train with devices=[cpu]"
-MIG = "/proc/driver/nvidia/capabilities/gpu*/mig/gi*"  # a process sees one part of a divided card, so fewer is right
+NO_NCCL = (
+    f"this torch has no NCCL, which ranks on GPUs communicate through: {REINSTALL}, or train with "
+    "devices=[cpu]"
+)
+# Pattern of files that exist if a GPU is divided (MIG). A process can use one of its parts, so CUDA
+# may count fewer devices than there are device nodes.
+MIG = "/proc/driver/nvidia/capabilities/gpu*/mig/gi*"
 
 
 @dataclass(frozen=True)
 class Cards:
-    """How many CUDA devices torch can use, and why not all that are here, if so."""
+    """Number of CUDA devices that torch can use, and the error if it cannot use all of them."""
 
     count: int = 0
     fault: TrainerError | None = None
 
 
 def detect(environment: Mapping[str, str] = os.environ) -> Cards:
-    """Count the cards that torch can use. Torch is asked only where a driver's device node shows that there are some.
+    """Count the GPUs that torch can use.
 
-    A machine without any, or a CUDA_VISIBLE_DEVICES that hides all, has none, and that is no fault.
+    torch is imported only if a device node of the driver exists. It is not a fault if the machine
+    has no GPU, or if CUDA_VISIBLE_DEVICES hides all of them.
     """
-    shown = environment.get("CUDA_VISIBLE_DEVICES")
-    names = None if shown is None else [name.strip() for name in shown.split(",")]
-    if names and "-1" in names:  # CUDA reads up to there
-        names = names[: names.index("-1")]
-    if shown is not None and (shown.strip().lower() in NONE_VISIBLE or not names):
-        return Cards()
-    nodes, perhaps = device_nodes()
-    if not nodes and not perhaps:
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    names = None
+    if visible is not None:
+        names = [name.strip() for name in visible.split(",")]
+        # CUDA ignores the entries after -1.
+        if "-1" in names:
+            names = names[: names.index("-1")]
+        if visible.strip().lower() in NONE_VISIBLE or not names:
+            return Cards()
+    nodes, possible_nodes = list_device_nodes()
+    if not nodes and not possible_nodes:
         return Cards()
     import torch
 
-    count, reason = runtime_count()
+    count, reason = count_runtime_devices()
     if names is not None and count < len(names) and (count or "GPUs are available" in reason):
-        what = f"CUDA_VISIBLE_DEVICES={str(shown)[:80]} names {len(names)}, and CUDA sees {count} of them"
-        right = ",".join(names[:count]) or "0"
-        advice = f"type CUDA_VISIBLE_DEVICES={right}, or leave it unset for all; nvidia-smi -L lists them"
-        return Cards(count, RecipeError(f"{what}: {advice}"))
-    here = f"this machine has {len(nodes)} NVIDIA card{'s' * (len(nodes) > 1)}"
+        valid = ",".join(names[:count]) or "0"
+        message = (
+            f"CUDA_VISIBLE_DEVICES={str(visible)[:80]} names {len(names)}, and CUDA sees {count} "
+            f"of them: type CUDA_VISIBLE_DEVICES={valid}, or leave it unset for all; nvidia-smi -L "
+            "lists them"
+        )
+        return Cards(count, RecipeError(message))
+    machine = f"this machine has {len(nodes)} NVIDIA cards"
+    if len(nodes) == 1:
+        machine = "this machine has 1 NVIDIA card"
     if not count:
-        what = f"{here}, but " if nodes else ""
-        what += f"torch {torch.__version__} cannot use it ({reason[:300] or 'CUDA gives no reason'})"
-        fault = SetupError(f"{what}: see whether nvidia-smi lists it; or train on the CPU with devices=[cpu]")
-        return Cards(fault=fault if nodes or torch.version.hip is not None else None)
-    hidden = 0 if names is not None or count >= len(nodes) or glob.glob(MIG) else len(_openable(nodes)) - count
-    if hidden <= 0:
+        # The device may be another one than a GPU, so a torch that does not support it is no fault.
+        if not nodes and torch.version.hip is None:
+            return Cards()
+        message = (
+            f"torch {torch.__version__} cannot use it ({reason[:300] or 'CUDA gives no reason'}): "
+            "check whether nvidia-smi lists it; or train on the CPU with devices=[cpu]"
+        )
+        if nodes:
+            message = f"{machine}, but {message}"
+        return Cards(fault=SetupError(message))
+    if names is not None or count >= len(nodes) or glob.glob(MIG):
         return Cards(count)
-    listed = ",".join(f"cuda:{index}" for index in range(count))
-    what = f"{here} and CUDA sees {count}: {hidden} may have failed (nvidia-smi and dmesg tell)"
-    return Cards(count, SetupError(f"{what}; train on those it sees with devices=[{listed}]"))
+    failed = len(_openable(nodes)) - count
+    if failed <= 0:
+        return Cards(count)
+    usable = ",".join(f"cuda:{index}" for index in range(count))
+    message = (
+        f"{machine} and CUDA sees {count}: {failed} may have failed (see nvidia-smi and dmesg); "
+        f"train on those it sees with devices=[{usable}]"
+    )
+    return Cards(count, SetupError(message))
 
 
-def device_nodes() -> tuple[list[str], list[str]]:
-    """The device nodes of NVIDIA's cards, and of what may be a card that torch can use."""
+def list_device_nodes() -> tuple[list[str], list[str]]:
+    """List the device nodes of NVIDIA GPUs, and files that show that there may be other GPUs."""
     nodes = sorted(glob.glob("/dev/nvidia[0-9]*"))
+    # Windows Subsystem for Linux has a single node for all GPUs.
     if not nodes and glob.glob("/usr/lib/wsl/lib/libcuda.so*"):
         nodes = glob.glob("/dev/dxg")
     return nodes, glob.glob("/dev/kfd") + glob.glob("/proc/driver/nvidia/gpus/*")
 
 
 def _openable(nodes: Iterable[str]) -> list[str]:
-    """Those that this process may use: a container or SLURM denies others, and a card that failed cannot be opened."""
+    """List the nodes that this process has permission to use, including those of failed GPUs.
+
+    A container or SLURM denies permission for the GPUs of other users. Opening the node of a failed
+    GPU raises a different error.
+    """
     allowed = []
     for node in nodes:
         try:
@@ -86,11 +123,12 @@ def _openable(nodes: Iterable[str]) -> list[str]:
     return allowed
 
 
-def runtime_count() -> tuple[int, str]:
-    """CUDA's own count of devices, and the reason where it is none.
+def count_runtime_devices() -> tuple[int, str]:
+    """Return the number of devices that the CUDA runtime counts, and the reason if it is 0.
 
-    `torch.cuda.device_count()` asks the driver's management library instead, which also counts a card that has failed,
-    every whole card that is divided (MIG), and all cards under a driver that is too old.
+    `torch.cuda.device_count()` calls the driver's management library instead. That library also
+    counts GPUs that have failed, whole GPUs that are divided (MIG), and GPUs whose driver is too
+    old.
     """
     import torch
 

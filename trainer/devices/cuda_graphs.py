@@ -1,7 +1,7 @@
-"""Work that a device is given once, recorded, and repeats: CUDA graphs.
+"""CUDA graphs: work that is captured once and replayed many times.
 
-What is recorded is not computed until it is replayed, and then always on the same memory: no Python runs again. So
-weights, random streams and running statistics are as before a recording, and one that fails has changed nothing.
+A capture only records kernels. A replay runs them on the same memory, without Python. Therefore a
+capture does not change weights, random states or running statistics, even if it fails.
 """
 
 from __future__ import annotations
@@ -16,42 +16,50 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from trainer.recipe.versions import torch_has
+from trainer.versions import torch_has
 
 Made = TypeVar("Made")
 
 
-class NotRecorded(Exception):
-    """Why some work cannot be repeated without its Python."""
+class NotCapturable(Exception):
+    """Raised if work cannot be captured. The message is the reason."""
 
 
-def possible(device: torch.device) -> bool:
-    """Whether the device has graphs."""
+def has_cuda_graphs(device: torch.device) -> bool:
+    """Return whether the device supports CUDA graphs."""
     return device.type == "cuda" and torch.version.hip is None
 
 
-def host_draws() -> tuple[Any, ...]:
-    """Where Python's and NumPy's generators are."""
+def host_random_states() -> tuple[Any, Any]:
+    """Return the states of Python's and NumPy's global generators."""
     return random.getstate(), np.random.get_state()
 
 
-def restore(drawn: tuple[Any, ...]) -> bool:
-    """Put them back there; whether they still were."""
-    python, numpy = host_draws()
-    same = python == drawn[0] and all(np.array_equal(a, b) for a, b in zip(numpy, drawn[1], strict=True))
-    random.setstate(drawn[0])
-    np.random.set_state(drawn[1])
-    return same
+def set_host_random_states(python: Any, numpy: Any) -> None:
+    """Set the states of Python's and NumPy's global generators."""
+    random.setstate(python)
+    np.random.set_state(numpy)
 
 
-recording = False  # whether this process records at present
-recoveries = 0  # times that a generator got another state: what was recorded before draws from one that nobody has
+def restore_random_states(drawn: tuple[Any, Any]) -> bool:
+    """Restore states from `host_random_states`. Return True if they had not changed."""
+    python, numpy = host_random_states()
+    is_same = python == drawn[0] and all(map(np.array_equal, numpy, drawn[1]))
+    set_host_random_states(*drawn)
+    return is_same
+
+
+# True during a capture.
+is_capturing = False
+# Number of times that a random generator got a new state object. Earlier captures still read the
+# old object, which is no longer advanced, so they must not be replayed.
+recoveries = 0
 
 
 class StepRecorder:
-    """Of one device: `torch.cuda.CUDAGraph`s on a stream of their own, over one pool of memory.
+    """Capture CUDA graphs on a side stream. All graphs of a device share a memory pool.
 
-    They are replayed in any order, one after the other.
+    The graphs may be replayed in any order, but only one at a time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -59,17 +67,20 @@ class StepRecorder:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.pool: Any = None
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        self._beside: dict[torch.device, StepRecorder] = {device: self}
+        self._by_device: dict[torch.device, StepRecorder] = {device: self}
 
     def beside(self, device: torch.device) -> StepRecorder:
-        """The one of another device for the same step, closed with this one; itself where it is its own."""
-        if device not in self._beside:
-            self._beside[device] = StepRecorder(device)
-        return self._beside[device]
+        """Return the recorder for `device` in the same step. It is closed with this recorder.
+
+        For its own device, a recorder returns itself.
+        """
+        if device not in self._by_device:
+            self._by_device[device] = StepRecorder(device)
+        return self._by_device[device]
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is computed in here is computed where recordings are made: to get libraries ready for one."""
+        """Run the block on the side stream, so that libraries are initialised before a capture."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
@@ -78,9 +89,10 @@ class StepRecorder:
 
     @contextmanager
     def rehearsal(self) -> Iterator[list[str]]:
-        """Gives, after its end, where the host waited for the device in it: such work cannot be recorded.
+        """List the places in the code where the host waits for the device in this context.
 
-        Torch tells of most waits, not of all: it calls this a prototype.
+        Work with waits cannot be captured. The list is filled when the context ends. torch reports
+        most waits, but not all, because the feature is a prototype.
         """
         waits: list[str] = []
         before = torch.cuda.get_sync_debug_mode()
@@ -91,68 +103,96 @@ class StepRecorder:
                 yield waits
             finally:
                 torch.cuda.set_sync_debug_mode(before)
-        told = [warning for warning in caught if "called a synchronizing" in str(warning.message)]
-        waits += [f"{warning.filename}:{warning.lineno}" for warning in told]
+        for warning in caught:
+            if "called a synchronizing" in str(warning.message):
+                waits.append(f"{warning.filename}:{warning.lineno}")
 
     def record(
-        self, work: Callable[[], Made], stream: torch.cuda.Stream | None = None
+        self,
+        work: Callable[[], Made],
+        stream: torch.cuda.Stream | None = None,
     ) -> tuple[Callable[[], None], Made]:
-        """What replays `work`, and what it gave: tensors that each replay fills anew.
+        """Capture `work`.
 
-        `stream`: where it is recorded, if not where `aside` computes: where the work was computed before.
+        Args:
+            work: Function that computes on the device.
+            stream: Stream on which `work` was run before. The default is the side stream.
+
+        Returns:
+            A function that replays the work, and the result of `work`. Each replay overwrites the
+            tensors of the result.
 
         Raises:
-            NotRecorded: it waits for the device, draws random numbers on the host, or cannot be recorded otherwise.
+            NotCapturable: The work waits for the device, draws random numbers on the host, or
+                cannot be captured for another reason.
         """
-        # Not `torch.cuda.graph`: where a recording fails it leaves its stream as the current one.
+        # `torch.cuda.graph` is not used, because its stream stays the current stream after a
+        # failure.
         torch.cuda.synchronize(self.device)
         if self.pool is None:
             gc.collect()
-            torch.cuda.empty_cache()  # blocks of eager steps, which the graphs' own memory is to take the place of
+            # The graphs cannot use the cached blocks of eager steps, so these are released.
+            torch.cuda.empty_cache()
             with torch.cuda.device(self.device):
                 self.pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        global recording
-        drawn, state = host_draws(), torch.get_rng_state()
-        collecting, recording = gc.isenabled(), True
-        gc.disable()  # what it finalises may free events or memory of the device, which a recording forbids
+        global is_capturing
+        host_states = host_random_states()
+        torch_state = torch.get_rng_state()
+        is_collecting = gc.isenabled()
+        is_capturing = True
+        # A finaliser may free events or memory of the device, which is not allowed in a capture.
+        gc.disable()
         try:
             with torch.cuda.stream(stream or self.stream):
-                # Other threads (photos, loggers, NCCL's watchdog) go on calling CUDA meanwhile.
+                # Other threads (photo readers, loggers, NCCL's watchdog) call CUDA during the
+                # capture.
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 try:
-                    made = work()
+                    result = work()
                 except BaseException:
                     with suppress(RuntimeError):
                         graph.capture_end()
                     raise
                 graph.capture_end()
-        except Exception as error:  # whatever it is, launched it shows itself again, or does not happen
+        except Exception as error:
+            # Any error only ends the capture: if it is a real one, the eager step raises it again.
             self._recover()
-            raise NotRecorded(str(error).strip().partition("\n")[0] or type(error).__name__) from error
-        finally:  # nothing was computed
-            recording = False
-            undrawn = restore(drawn) and torch.equal(state, torch.get_rng_state())
-            torch.set_rng_state(state)
-            if collecting:
+            raise NotCapturable(
+                str(error).strip().partition("\n")[0] or type(error).__name__
+            ) from error
+        finally:
+            # A capture computes nothing, so it must not advance random states.
+            is_capturing = False
+            is_unchanged = restore_random_states(host_states) and torch.equal(
+                torch_state, torch.get_rng_state()
+            )
+            torch.set_rng_state(torch_state)
+            if is_collecting:
                 gc.enable()
-        if not undrawn:
-            raise NotRecorded("it draws random numbers on the host, which a replay would not draw again")
+        if not is_unchanged:
+            raise NotCapturable(
+                "it draws random numbers on the host, which a replay would not draw again"
+            )
         self._graphs.append(graph)
-        return graph.replay, made
+        return graph.replay, result
 
     def _recover(self) -> None:
-        """After a recording that failed: launched work goes on as if there had been none.
+        """End a failed capture, so that eager work can continue.
 
-        An older torch believes that the recording goes on: its generator, and its allocator, which then never takes
-        back memory that several streams have used (pytorch/pytorch#180395), nor gives back the pool's.
+        In older versions of torch, generator and allocator do not notice the end of a failed
+        capture. The allocator then never reuses memory that several streams have used
+        (pytorch/pytorch#180395), and does not release the pool.
         """
         global recoveries
         torch.cuda.synchronize(self.device)
-        index = self.device.index if self.device.index is not None else torch.cuda.current_device()
+        index = self.device.index
+        if index is None:
+            index = torch.cuda.current_device()
         if not torch_has("an end of captures that fail"):
             for end in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
-                with suppress(RuntimeError):  # where torch has done so already
+                # torch may have ended it already.
+                with suppress(RuntimeError):
                     end(index, self.pool)
         if not torch_has("random states of each capture"):
             recoveries += 1
@@ -160,14 +200,14 @@ class StepRecorder:
             generator.graphsafe_set_state(generator.clone_state())
 
     def now(self) -> torch.cuda.Event:
-        """A moment on the device."""
+        """Record an event that measures time on the current stream."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def close(self) -> None:
-        """Give the memory back; nothing is replayed any more."""
-        for device, other in self._beside.items():
+        """Release the memory of all graphs. They can no longer be replayed."""
+        for device, other in self._by_device.items():
             if device != self.device:
                 other.close()
         torch.cuda.synchronize(self.device)
@@ -179,7 +219,7 @@ class StepRecorder:
 
 
 def seconds_between(before: Any, after: Any) -> float:
-    """Of two moments; waits for the later one."""
+    """Return the seconds between two times or CUDA events. Waits for the later event."""
     if isinstance(before, float):
         return float(after - before)
     after.synchronize()

@@ -1,6 +1,6 @@
-"""The cards' health: does this torch compute correctly on each, and copy correctly from one to another?
+"""Check that GPUs compute correctly, and that copies between them are correct.
 
-A run asks it of the cards that it trains on, as it starts, and `python -m trainer doctor` of all.
+A run checks its GPUs at its start. `python -m trainer doctor` checks all GPUs.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import DeviceMemoryError, SetupError, is_out_of_memory
@@ -16,61 +16,89 @@ from trainer.errors import DeviceMemoryError, SetupError, is_out_of_memory
 if TYPE_CHECKING:
     import torch
 
-STOPPED = 0.5  # seconds between two looks at a device: more, and this process was stopped
-PATTERN = 1 << 20  # numbers of 4 bytes, in a copy that is checked
+# Maximum number of seconds between two queries of a device that count as waiting. If the interval
+# is longer, this process was stopped in between.
+MAX_QUERY_SECONDS = 0.5
+# Number of int32 elements in a copy that is checked.
+PATTERN_SIZE = 1 << 20
 
 
 def check_card(device: torch.device, count: int) -> None:
-    """Compute a little on a card, of `count` there are. Raises SetupError, or DeviceMemoryError where it is full."""
+    """Check that a GPU computes a sum correctly.
+
+    Args:
+        device: The GPU.
+        count: Number of GPUs on this machine.
+
+    Raises:
+        SetupError: The GPU does not compute, or computes wrongly.
+        DeviceMemoryError: The GPU's memory is full.
+    """
     import torch
 
     others = [f"cuda:{index}" for index in range(count) if index != device.index]
-    without = f"leave it out with devices=[{','.join(others)}]" if others else "train on the CPU with devices=[cpu]"
+    remedy = "train on the CPU with devices=[cpu]"
+    if others:
+        remedy = f"leave it out with devices=[{','.join(others)}]"
     name = str(device)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own pages about a card that it has no code for
+            # torch prints long warnings about a GPU that it does not support.
+            warnings.simplefilter("ignore")
             name = f"{device} ({torch.cuda.get_device_name(device)})"
         total = int(torch.arange(4096, device=device).sum())
     except RuntimeError as error:
         if is_out_of_memory(error):
-            what = f"{name} is full before anything was loaded: nvidia-smi lists the programs that hold it"
-            raise DeviceMemoryError(f"{what}; or {without}") from error
-        reason = " ".join(str(error).split())[:160]  # "no kernel image is available": torch has no code for it
-        raise SetupError(f"{name} does not compute with torch {torch.__version__} ({reason}): {without}") from error
+            raise DeviceMemoryError(
+                f"{name} is full before anything was loaded: nvidia-smi lists the programs that "
+                f"use it; or {remedy}"
+            ) from error
+        # The error "no kernel image is available" means that torch does not support this GPU.
+        reason = " ".join(str(error).split())[:160]
+        raise SetupError(
+            f"{name} does not compute with torch {torch.__version__} ({reason}): {remedy}"
+        ) from error
     if total != 4096 * 4095 // 2:
-        raise SetupError(f"{name} computes wrongly (a sum came out as {total}): the card is faulty; {without}")
+        raise SetupError(
+            f"{name} computes wrongly (a sum came out as {total}): the card is faulty; {remedy}"
+        )
 
 
-def speed(device: torch.device) -> float:
-    """Matrix products of 1024 x 1024 numbers in a second, in float32: the best of a few rounds of a moment."""
+def measure_speed(device: torch.device) -> float:
+    """Return the number of products of 1024 x 1024 float32 matrices per second, the best of 8."""
     import torch
 
-    matrix, best = torch.ones(1024, 1024, device=device), 0.0
+    matrix = torch.ones(1024, 1024, device=device)
+    best = 0.0
     for power in range(8):
         torch.cuda.synchronize(device)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(2**power):
             torch.mm(matrix, matrix)
         torch.cuda.synchronize(device)
-        best = max(best, 2**power / (time.perf_counter() - begun))
+        best = max(best, 2**power / (time.perf_counter() - start))
     return best
 
 
-def unfinished(devices: Iterable[torch.device], seconds: float) -> torch.device | None:
-    """The first device whose current stream is still busy after this many seconds in which this process ran, if any.
+def find_unfinished(devices: Iterable[torch.device], seconds: float) -> torch.device | None:
+    """Wait for the devices, and return the first whose stream is still busy after `seconds`.
 
-    Asked again and again: a wait for a device that has hung never ends, and no signal is heard in it.
+    Time in which this process is stopped does not count. The devices are queried in a loop, because
+    torch's own wait never returns if a device hangs, and handles no signals.
+
+    Returns:
+        None if all streams are idle.
     """
     import torch
 
-    waited, before = 0.0, time.monotonic()
+    waited = 0.0
+    before = time.monotonic()
     for device in devices:
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         while not event.query():
             now = time.monotonic()
-            waited += min(now - before, STOPPED)
+            waited += min(now - before, MAX_QUERY_SECONDS)
             before = now
             if waited > seconds:
                 return device
@@ -78,32 +106,48 @@ def unfinished(devices: Iterable[torch.device], seconds: float) -> torch.device 
     return None
 
 
-def edges(devices: Sequence[torch.device]) -> list[tuple[torch.device, torch.device]]:
-    """The ways that one process's copies take: between neighbours and to and from the first, each way once."""
-    first = devices[0]
-    ways = [*pairwise(devices), *((first, device) for device in devices[1:])]
-    both = [way for a, b in ways for way in ((a, b), (b, a))]
-    return [way for way in dict.fromkeys(both) if way[0] != way[1]]
+def list_copy_pairs(devices: Sequence[torch.device]) -> list[tuple[torch.device, torch.device]]:
+    """List the pairs of devices between which a process of a staged or replicated model copies.
+
+    A pair consists of neighbours, or of the first device and any other device, in both directions.
+    """
+    first, *others = devices
+    pairs: dict[tuple[torch.device, torch.device], None] = {}
+    for source, target in [*pairwise(devices), *zip(repeat(first), others)]:
+        if source != target:
+            pairs[source, target] = None
+            pairs[target, source] = None
+    return list(pairs)
 
 
-def copies(source: torch.device, target: torch.device, pattern: int) -> bool:
-    """Whether a copy from card to card arrives, compared through the host.
+def copies_correctly(source: torch.device, target: torch.device, pattern: int) -> bool:
+    """Copy a pattern from GPU to GPU, and return whether it arrives.
 
-    The target is written over first: memory that held the same numbers before would hide a copy that does nothing.
+    The target is filled with zeros first, because memory with the same numbers would hide that
+    nothing is copied.
     """
     import torch
 
-    numbers = torch.arange(PATTERN, dtype=torch.int32) * 2 + 2 * pattern * PATTERN + 1
-    there, here = numbers.to(source), torch.zeros(PATTERN, dtype=torch.int32, device=target)
-    here.copy_(there, non_blocking=True)
-    return torch.equal(here.cpu(), numbers)
+    numbers = torch.arange(PATTERN_SIZE, dtype=torch.int32) * 2 + 2 * pattern * PATTERN_SIZE + 1
+    sent = numbers.to(source)
+    received = torch.zeros(PATTERN_SIZE, dtype=torch.int32, device=target)
+    received.copy_(sent, non_blocking=True)
+    return torch.equal(received.cpu(), numbers)
 
 
 def check_copies(ways: Sequence[tuple[torch.device, torch.device]]) -> None:
-    """Copy a pattern along each way. Raises SetupError where copies between cards come out wrong."""
-    wrong = [f"{a} to {b}" for number, (a, b) in enumerate(ways) if not copies(a, b, number + 1)]
+    """Check the copies from the first to the second device of each pair.
+
+    Raises:
+        SetupError: A copy is wrong.
+    """
+    wrong = []
+    for number, (source, target) in enumerate(ways, 1):
+        if not copies_correctly(source, target, number):
+            wrong.append(f"{source} to {target}")
     if wrong:
+        more = " ..." if len(wrong) > 4 else ""
         raise SetupError(
-            f"copies from card to card come out wrong ({', '.join(wrong[:4])}{' ...' * (len(wrong) > 4)}): switch the "
-            "IOMMU or PCIe ACS off; until then train with NCCL_P2P_DISABLE=1 and mode=ddp, or on one card"
+            f"copies from card to card are wrong ({', '.join(wrong[:4])}{more}): switch the IOMMU "
+            "or PCIe ACS off; until then train with NCCL_P2P_DISABLE=1 and mode=ddp, or on one card"
         )

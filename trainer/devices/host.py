@@ -1,6 +1,6 @@
-"""This machine's processor and memory, the limits that a container sets to them, and what keeps it from computing.
+"""Read the processor, the memory and the limits of containers, and measure load by other programs.
 
-Counters of the kernel are read; where there are none, nothing is known.
+All figures come from counters of the Linux kernel. On systems without them, nothing is measured.
 """
 
 from __future__ import annotations
@@ -12,151 +12,205 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-UNLIMITED = 1 << 60  # bytes: a control group with more has no limit
-TICK = 1 / (os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100)  # seconds
-READY = 0.2  # share of the time that a thread was ready to compute and did not get a core, from which on we look why
+PROC = Path("/proc")
+GROUPS = Path("/sys/fs/cgroup")
+# Number of bytes above which the limit of a control group means that there is none.
+UNLIMITED = 1 << 60
+# Seconds per tick of the kernel's counters.
+TICK = 1 / (os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100)
+# Fraction of the time that a thread waited for a core below which other programs do no harm.
+MAX_WAITING = 0.2
 
 
-def processor() -> str:
-    """What it is called."""
+def read_processor_name() -> str:
+    """Return the name of the processor."""
     with suppress(OSError, StopIteration), open(PROC / "cpuinfo") as info:
-        return next(line.partition(":")[2].strip() for line in info if line.startswith("model name"))
+        line = next(line for line in info if line.startswith("model name"))
+        return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
 
 
 def total_memory() -> int:
-    """Bytes of the whole computer."""
+    """Return the size of the computer's memory in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def free_memory() -> int:
-    """Bytes that this process can still have: what the computer has left, and every control group around it."""
-    available = _table(PROC / "meminfo").get("MemAvailable")
+    """Return the number of bytes that this process can still allocate.
+
+    This is the free memory of the computer, or of a control group of the process if that is less.
+    """
+    available = _read_table(PROC / "meminfo").get("MemAvailable")
     free = total_memory() if available is None else available * 1024
-    for folder in _groups("memory"):
-        limit = _number(folder, "memory.max", "memory.limit_in_bytes")
-        used = _number(folder, "memory.current", "memory.usage_in_bytes")
+    for folder in _list_groups("memory"):
+        limit = _read_number(folder, "memory.max", "memory.limit_in_bytes")
+        used = _read_number(folder, "memory.current", "memory.usage_in_bytes")
         if limit is not None and used is not None:
-            held = _table(folder / "memory.stat")  # cached files are given up when memory is wanted
-            free = min(free, max(0, limit - used + held.get("total_inactive_file", held.get("inactive_file", 0))))
+            # The kernel frees cached files when memory is needed. The key's name depends on the
+            # version of control groups.
+            table = _read_table(folder / "memory.stat")
+            cached = table.get("total_inactive_file", table.get("inactive_file", 0))
+            free = min(free, max(0, limit - used + cached))
     return free
 
 
 def memory_limit() -> int | None:
-    """Bytes that the smallest control group around this process may have; None where none has a limit."""
-    limits = [_number(folder, "memory.max", "memory.limit_in_bytes") for folder in _groups("memory")]
-    return min((limit for limit in limits if limit is not None and limit < UNLIMITED), default=None)
+    """Return the lowest memory limit of this process's control groups in bytes, or None."""
+    limits = []
+    for folder in _list_groups("memory"):
+        limit = _read_number(folder, "memory.max", "memory.limit_in_bytes")
+        if limit is not None and limit < UNLIMITED:
+            limits.append(limit)
+    return min(limits, default=None)
 
 
-def _groups(controller: str) -> list[Path]:
-    """Folders of this process's control group and of those around it, of both versions, from the inside out."""
-    lines = ["0::/", f"1:{controller}:/"]  # in a container its group is the outermost
-    lines += _text(PROC / "self" / "cgroup").splitlines()
+def _list_groups(controller: str) -> list[Path]:
+    """List the directories of this process's control groups, innermost first, for both versions."""
+    # In a container, the files of the process's group are in the root directory.
+    lines = ["0::/", f"1:{controller}:/"]
+    lines += _read_text(PROC / "self" / "cgroup").splitlines()
     folders = set[Path]()
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers or controller in controllers.split(","):
             inner = Path(path.lstrip("/"))
-            home = GROUPS / controller if controllers else GROUPS
-            folders |= {home / folder for folder in (inner, *inner.parents)}
+            root = GROUPS / controller if controllers else GROUPS
+            folders |= {root / folder for folder in (inner, *inner.parents)}
     return sorted(folders, key=lambda folder: -len(folder.parts))
 
 
-def _number(folder: Path, *names: str) -> int | None:
+def _read_number(folder: Path, *names: str) -> int | None:
     for name in names:
-        with suppress(OSError, ValueError):  # no such file, or "max"
+        # The file may not exist, or may contain "max" instead of a number.
+        with suppress(OSError, ValueError):
             return int((folder / name).read_text())
     return None
 
 
-def _table(path: Path) -> dict[str, int]:
-    """Names and numbers, a line each."""
+def _read_table(path: Path) -> dict[str, int]:
+    """Read a name and a number from each line. Empty if the file cannot be read."""
+    table = {}
     with suppress(OSError, ValueError):
-        rows = map(str.split, path.read_text().splitlines())
-        return {row[0].rstrip(":"): int(row[1]) for row in rows if len(row) > 1}
+        for fields in map(str.split, path.read_text().splitlines()):
+            if len(fields) > 1:
+                table[fields[0].rstrip(":")] = int(fields[1])
+        return table
     return {}
 
 
-# --- other programs on its cores -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Strain:
-    """What kept the machine from computing since a moment; nothing where it is not known."""
-
-    seconds: float = 0.0  # since then
-    others: float = 0.0  # share of the time of the cores that other programs had, while this one was ready to compute
-
-
-class StrainMeter:
-    """Counts from its making on, while `processes` of this machine train together. Costs nothing meanwhile."""
-
-    def __init__(self, processes: int = 1) -> None:
-        self._processes, self._begun = processes, time.perf_counter()
-        self._spent, self._waits, self._busy, self._stolen = time.process_time(), _waits(), *core_seconds()
-
-    def read(self) -> Strain:
-        """What happened so far."""
-        seconds = max(1e-9, time.perf_counter() - self._begun)
-        ready = max((waited - self._waits.get(thread, 0.0) for thread, waited in _waits().items()), default=0.0)
-        return Strain(seconds, self._others(seconds, ready))
-
-    def _others(self, seconds: float, ready: float) -> float:
-        (busy, stolen), cores = core_seconds(), len(_affinity())
-        if (stolen := (stolen - self._stolen) / cores) >= READY * seconds:  # by other machines of the same host
-            return min(1.0, stolen / seconds)
-        if ready < READY * seconds:  # also who uses few threads on purpose waits for no core
-            return 0.0
-        family = os.getppid() if self._processes > 1 else os.getpid()
-        spent = _family_seconds(family) - self._processes * self._spent  # the others have started up alike
-        return max(0.0, (busy - self._busy - spent) / cores / seconds)
-
-
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     with suppress(OSError, UnicodeDecodeError):
         return path.read_text()
     return ""
 
 
-def _affinity() -> set[int]:
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+# --- other programs on the cores
 
 
-def _waits() -> dict[str, float]:
-    """Seconds that each thread of this process was ready and had no core."""
+@dataclass(frozen=True)
+class Strain:
+    """Load by other programs since the creation of a `StrainMeter`; zeros if it is unknown.
+
+    Attributes:
+        seconds: Number of seconds since then.
+        others: Fraction of the cores' time that other programs used while this program waited.
+    """
+
+    seconds: float = 0.0
+    others: float = 0.0
+
+
+class StrainMeter:
+    """Measure the CPU time of other programs while `processes` processes of this machine train.
+
+    The measurement starts when the meter is created. It costs no time until `read` is called.
+    """
+
+    def __init__(self, processes: int = 1) -> None:
+        self._processes = processes
+        self._start = time.perf_counter()
+        self._own_seconds = time.process_time()
+        self._waits = _read_waits()
+        self._busy, self._stolen = read_core_seconds()
+
+    def read(self) -> Strain:
+        """Return the load by other programs since the creation of the meter."""
+        seconds = max(1e-9, time.perf_counter() - self._start)
+        longest_wait = 0.0
+        for thread, waited in _read_waits().items():
+            longest_wait = max(longest_wait, waited - self._waits.get(thread, 0.0))
+        return Strain(seconds, self._measure_others(seconds, longest_wait))
+
+    def _measure_others(self, seconds: float, longest_wait: float) -> float:
+        busy, stolen = read_core_seconds()
+        cores = len(list_cores())
+        # Stolen time is used by other virtual machines on the same host.
+        stolen = (stolen - self._stolen) / cores
+        if stolen >= MAX_WAITING * seconds:
+            return min(1.0, stolen / seconds)
+        # If no thread waited for a core, other programs did no harm.
+        if longest_wait < MAX_WAITING * seconds:
+            return 0.0
+        root = os.getppid() if self._processes > 1 else os.getpid()
+        # All processes needed about as much CPU time before the measurement as this process.
+        own_seconds = _read_family_seconds(root) - self._processes * self._own_seconds
+        return max(0.0, (busy - self._busy - own_seconds) / cores / seconds)
+
+
+def list_cores() -> set[int]:
+    """Return the indices of the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def _read_waits() -> dict[str, float]:
+    """Return the seconds that each thread of this process has waited for a core."""
     waits = {}
     for path in PROC.glob("self/task/*/schedstat"):
-        fields = _text(path).split()
+        fields = _read_text(path).split()
         if len(fields) == 3:
             waits[path.parent.name] = int(fields[1]) / 1e9
     return waits
 
 
-def core_seconds() -> tuple[float, float]:
-    """Seconds that any program had of the cores of this process, and those that other machines stole."""
+def read_core_seconds() -> tuple[float, float]:
+    """Return the seconds in which this process's cores were busy, and in which time was stolen.
+
+    Busy seconds include those of other programs. Stolen seconds are those of other virtual
+    machines.
+    """
     busy = stolen = 0.0
-    mine = {f"cpu{core}" for core in _affinity()}
-    for line in _text(PROC / "stat").splitlines():
+    cores = {f"cpu{core}" for core in list_cores()}
+    for line in _read_text(PROC / "stat").splitlines():
         name, *fields = line.split()
-        if name in mine and len(fields) >= 8:
-            user, nice, system, _, _, interrupts, soft, steal = (TICK * int(field) for field in fields[:8])
-            busy, stolen = busy + user + nice + system + interrupts + soft, stolen + steal
+        if name in cores and len(fields) >= 8:
+            seconds = [TICK * int(field) for field in fields[:8]]
+            user, nice, system, _, _, interrupts, soft_interrupts, steal = seconds
+            busy = busy + user + nice + system + interrupts + soft_interrupts
+            stolen += steal
     return busy, stolen
 
 
-def _family_seconds(root: int) -> float:
-    """Seconds of a core that a process and those below it had; of one above several ranks, only theirs."""
-    seconds, parents = {}, {}
+def _read_family_seconds(root: int) -> float:
+    """Return the CPU seconds of a process and its descendants.
+
+    The seconds of `root` itself do not count if it is the parent of this process.
+    """
+    seconds = {}
+    parents = {}
     for path in PROC.glob("[0-9]*/stat"):
-        fields = _text(path).rpartition(")")[2].split()  # a program's name may hold anything
+        # The name of a program is in parentheses and may contain spaces and parentheses.
+        fields = _read_text(path).rpartition(")")[2].split()
         if len(fields) > 14:
             pid = int(path.parent.name)
-            parents[pid], seconds[pid] = int(fields[1]), TICK * sum(map(int, fields[11:15]))
-
-    def below(pid: int) -> bool:
-        while pid in parents and pid != root:
-            pid = parents[pid]
-        return pid == root
-
-    return sum(spent for pid, spent in seconds.items() if below(pid) and (pid != root or root == os.getpid()))
+            parents[pid] = int(fields[1])
+            seconds[pid] = TICK * sum(map(int, fields[11:15]))
+    total = 0.0
+    for pid, spent in seconds.items():
+        ancestor = pid
+        while ancestor in parents and ancestor != root:
+            ancestor = parents[ancestor]
+        if ancestor == root and (pid != root or root == os.getpid()):
+            total += spent
+    return total

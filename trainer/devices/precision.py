@@ -1,4 +1,4 @@
-"""What a recipe's `precision` means to torch, and what a device makes of it."""
+"""Set torch's switches for a recipe's `precision`, and find the precision of a device."""
 
 from __future__ import annotations
 
@@ -7,35 +7,47 @@ import torch
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def set_precision(precision: str) -> None:
-    """Let fp32 matrix products and convolutions on CUDA round to TF32, or keep them in full fp32.
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """Return an autocast context for a forward pass. It is disabled for fp32 and tf32."""
+    dtype = AUTOCAST.get(precision)
+    return torch.autocast(device.type, dtype, enabled=dtype is not None)
 
-    torch's own default is a mixture: convolutions in TF32, matrix products in fp32. Set by the older names of torch's
-    switches: they set the newer ones (`fp32_precision`) too, and compiled code reads both. Set by the newer names, the
-    older raise when they are read (torch 2.14).
+
+def set_precision(precision: str) -> None:
+    """Enable TF32 on CUDA for precision=tf32, and disable it for all other values.
+
+    By default, torch uses TF32 for convolutions, but not for matrix products.
     """
+    # These older switches also set the newer ones (`fp32_precision`), and compiled code reads both.
+    # If the newer ones are set, reading the older ones raises an error (torch 2.14).
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
 
 
 def has_tf32(device: torch.device) -> bool:
-    """Whether the device is an NVIDIA card with TF32: Ampere and newer."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+    """Return whether the device is an NVIDIA GPU with TF32: Ampere or newer."""
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether a card computes in bf16 itself: NVIDIA's before Ampere emulate it, slowly."""
+    """Return whether a GPU has instructions for bf16. NVIDIA GPUs before Ampere emulate it."""
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def computed_in(precision: str, device: torch.device) -> str:
-    """The precision that a device really computes in: TF32 is fp32 where there is none."""
-    return "fp32" if precision == "tf32" and not has_tf32(device) else precision
+def resolve_precision(precision: str, device: torch.device) -> str:
+    """Return the precision that a device computes in: fp32 for tf32 if it has no TF32."""
+    if precision == "tf32" and not has_tf32(device):
+        return "fp32"
+    return precision
 
 
-def note(precision: str, device: torch.device) -> str | None:
-    """What to know of a precision on a device; None where there is nothing."""
-    if computed_in(precision, device) != precision:
+def describe_precision(precision: str, device: torch.device) -> str | None:
+    """Return a note for the user about a precision on a device, or None."""
+    if resolve_precision(precision, device) != precision:
         return f"{precision} is computed as fp32: this device has no TF32"
     if precision == "fp32" and has_tf32(device):
         return "fp32 in full: precision=tf32 or bf16 is faster on this card"

@@ -1,5 +1,5 @@
-"""Where the ranks come from: this process, a torchrun that the user started, or one that we start.
+"""Start ranks: this process alone, ranks of the user's torchrun, or ranks that we start.
 
-No torch before something is started.
+Nothing here imports torch before ranks are started.
 Imports: errors, recipe, devices, processes, saving.
 """

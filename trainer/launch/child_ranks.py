@@ -1,4 +1,4 @@
-"""Ranks for a program: `python -m trainer` in a child, whose output and result come back to the caller."""
+"""Start ranks for a Python program: run `python -m trainer` in a child and return its result."""
 
 from __future__ import annotations
 
@@ -9,79 +9,118 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any
 
 from trainer.errors import KINDS, Interrupted, TrainerError
 from trainer.launch import endings
-from trainer.processes import family
+from trainer.processes import early, family, interrupts
 from trainer.recipe import Recipe
 from trainer.saving.run_folder import fresh_folder
 
-DRAIN = 5.0  # seconds that output may take to arrive after the child's end
+# Seconds to wait for the last output of a child that has exited.
+DRAIN_SECONDS = 5.0
 
 
 def train_in_children(
-    recipe: Recipe, plugin: str | None = None, nproc: str | None = None, given: Mapping[str, bytes] | None = None
+    recipe: Recipe,
+    plugin: str | None = None,
+    nproc: str | None = None,
+    modules: Mapping[str, bytes] | None = None,
 ) -> dict[str, Any]:
-    """Train a many-process mode from the Python API: `python -m trainer` in a child, its result.json as the answer.
+    """Train a mode of several processes from the Python API.
 
     Args:
-        plugin, nproc: as on the command line.
-        given: files to be importable in the ranks, by name, such as the module that `plugin` names.
+        recipe: recipe of the run.
+        plugin: value of the argument plugin=.
+        nproc: value of the argument nproc=.
+        modules: contents of files that ranks can import, such as the module `plugin`, by file name.
+
+    Returns:
+        The contents of the run's result.json.
 
     Raises:
-        TrainerError: of the kind that the child's exit code names, with its line. `Interrupted` after Ctrl-C.
+        TrainerError: the kind that belongs to the child's exit code, with the line that it printed;
+            `Interrupted` after Ctrl-C.
     """
-    folder = Path(recipe.output).expanduser() if recipe.output else fresh_folder(recipe)
+    if recipe.output:
+        folder = Path(recipe.output).expanduser()
+    else:
+        folder = fresh_folder(recipe)
     with tempfile.TemporaryDirectory(prefix="trainer-") as temporary:
-        file = Path(temporary, recipe.name, "recipe.yaml")  # a folder's name is its recipe's
+        # A recipe is named after the folder of its recipe.yaml.
+        file = Path(temporary, recipe.name, "recipe.yaml")
         file.parent.mkdir()
-        file.write_text(recipe.replace(output=str(folder.absolute())).to_yaml(), encoding="utf-8")
+        with_output = recipe.replace(output=str(folder.absolute()))
+        file.write_text(with_output.to_yaml(), encoding="utf-8")
         command = [sys.executable, "-m", "trainer", f"recipe={file}"]
-        command += [f"{key}={value}" for key, value in (("nproc", nproc), ("plugin", plugin)) if value]
-        modules = Path(temporary, "modules of the caller")
-        modules.mkdir()
-        for name, content in (given or {}).items():
-            Path(modules, name).write_bytes(content)
-        places = [str(modules), *(os.path.abspath(path) for path in sys.path)]  # ranks import from where we do
-        redirected = sys.stdout is not sys.__stdout__  # a notebook's, say, which a child does not know
-        stopped, printed, errors, code = False, None, None, Interrupted.code
-        try:
-            with family.started(
+        if nproc:
+            command.append(f"nproc={nproc}")
+        if plugin:
+            command.append(f"plugin={plugin}")
+        module_folder = Path(temporary, "modules of the caller")
+        module_folder.mkdir()
+        for name, content in (modules or {}).items():
+            Path(module_folder, name).write_bytes(content)
+        # Ranks import from the same directories as this process.
+        search_path = [str(module_folder), *map(os.path.abspath, sys.path)]
+        # A child does not inherit a replaced stdout, such as that of a notebook.
+        is_redirected = sys.stdout is not sys.__stdout__
+        with (
+            family.run_command(
                 command,
-                leaves=lambda child: child.wait(),
-                environment={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
-                stdout=subprocess.PIPE if redirected else None,
+                environment={**os.environ, "PYTHONPATH": os.pathsep.join(search_path)},
+                stdout=subprocess.PIPE if is_redirected else None,
                 stderr=subprocess.PIPE,
-            ) as child:
-                errors = _Copy(child.stderr, lambda: sys.stderr)
-                printed = _Copy(child.stdout, lambda: sys.stdout) if redirected else None
-                child.wait()
-        except KeyboardInterrupt:
-            stopped = True
-        if errors is not None:
-            code = endings.public_code(child.returncode)
+            ) as child,
+            _signals_sent_to(child),
+        ):
+            errors = _Copy(child.stderr, lambda: sys.stderr)
+            printed = None
+            if is_redirected:
+                printed = _Copy(child.stdout, lambda: sys.stdout)
+            child.wait()
+        code = endings.public_code(child.returncode)
         for copy in filter(None, (printed, errors)):
-            copy.join(DRAIN)
-    if stopped and code != 0:
-        raise Interrupted((errors.last if errors and code == Interrupted.code else "") or "stopped by Ctrl-C")
+            copy.join(DRAIN_SECONDS)
     if code == 0:
         result: dict[str, Any] = json.loads((folder / "result.json").read_text())
         return result
-    assert errors is not None
-    raise KINDS.get(code, TrainerError)(errors.last or errors.end or f"the training ended with exit code {code}")
+    if code == Interrupted.code and not errors.last:
+        raise Interrupted("stopped by Ctrl-C")
+    raise KINDS.get(code, TrainerError)(
+        errors.last or errors.end or f"the training ended with exit code {code}"
+    )
+
+
+def _signals_sent_to(child: subprocess.Popen[str]) -> AbstractContextManager[None]:
+    """Return a context manager that forwards signals to the child, which saves and exits.
+
+    Only this process counts how often Ctrl-C was pressed.
+    """
+    ctrl_c = early.CtrlC(interrupts.ctrl_c_routes())
+
+    def send(number: int, frame: FrameType | None) -> None:
+        if ctrl_c.is_second(number):
+            number = interrupts.SECOND_CTRL_C
+        child.send_signal(number)
+
+    return interrupts.install_handler(interrupts.stop_signals(), send)
 
 
 class _Copy(threading.Thread):
-    """Copies a child's output to ours until it ends, but for its error, which is raised."""
+    """Thread that copies the output of a child, except its error, which the caller raises."""
 
     def __init__(self, source: IO[str] | None, target: Callable[[], Any]) -> None:
         super().__init__(name="output", daemon=True)
-        self.source, self.target = source, target
-        self.last = ""  # the last line that the child printed of its end
-        self.end = ""  # the last line of all, for a child that printed nothing of its end
+        self.source = source
+        self.target = target
+        # Last line in which the child reported how it ended.
+        self.last = ""
+        # Last line of any kind, because a killed child does not report how it ended.
+        self.end = ""
         self.start()
 
     def run(self) -> None:
@@ -90,6 +129,7 @@ class _Copy(threading.Thread):
             if line.startswith("trainer: "):
                 self.last = self.end.removeprefix("trainer: ").removeprefix("error: ")
             if not line.startswith("trainer: error: "):
-                with suppress(OSError, ValueError, AttributeError):  # there may be nobody to read it
+                # A closed pipe or notebook must not end the training.
+                with suppress(OSError, ValueError, AttributeError):
                     self.target().write(line)
                     self.target().flush()

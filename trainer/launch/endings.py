@@ -1,6 +1,7 @@
-"""How ranks end: the line that a failing rank writes, which failure caused the others, and who prints it.
+"""Report how ranks ended: the line of a failing rank, and which failure caused the others.
 
-A rank writes its line where torchrun looks for it; the launcher passes on that of the first cause, with its exit code.
+A rank writes its line into the file that torchrun reads. The launcher prints the line of the first
+cause and exits with its code.
 """
 
 from __future__ import annotations
@@ -24,32 +25,41 @@ from trainer.errors import (
     RecipeError,
     SetupError,
     TrainerError,
+    describe_bug,
     explain,
-    sentence,
 )
 from trainer.processes import family, interrupts, stacks
-from trainer.processes.rank import place
-from trainer.processes.terminal import as_typed
-from trainer.processes.watchdog_process import GIVEN_UP
+from trainer.processes.rank import read_place
+from trainer.processes.terminal import localize_commands
+from trainer.processes.watchdog_process import WATCHDOG_SIGNAL
 
-SMALLER = "the next attempt takes more pieces"  # in the line of a run that memory does not end for good
-SMALLER_AFTER = 60.0  # seconds that a run trains before it takes smaller pieces once more: else they do not help
-KILLED_LATE = 20.0  # seconds after the first failure; torchrun's SIGKILL comes after 30
-CAUSES = {  # what may be behind a signal that nobody sent on purpose
-    "SIGKILL": " (the system may be short of memory)",
-    "SIGABRT": " (NCCL does this if another rank is lost or silent; so does a library that finds an internal error)",
-    "SIGSEGV": " (a fault in torch or another library)",
-    GIVEN_UP.name: " (its Python did not run after a signal)",
-    "SIGBUS": " (/dev/shm or a disk that is mapped may be full)",
-}
+# The line of a run that ran out of memory contains this if smaller micro-batches may fit.
+SMALLER = "the next attempt takes more pieces"
+# Seconds that a run must train before micro-batches shrink again: a run that fails earlier would
+# fail with smaller ones as well.
+SMALLER_AFTER = 60.0
+# Seconds after the first failure from which a signal explains nothing: torchrun sends SIGKILL after
+# 30 seconds.
+KILLED_LATE = 20.0
+# Name of the file that `note_completed` writes.
+COMPLETED = "completed"
 STOPPED = "it is stopped (SIGSTOP, Ctrl-Z, a debugger)"
-NOTICED = 0.3  # seconds within which the launcher notices that a rank is gone; it looks every 0.1 s
-SLOWER = 5.0  # seconds that rank 0 may begin later than another
+# Seconds in which the launcher notices that a rank has exited; it polls every 0.1 s.
+NOTICE_SECONDS = 0.3
+# Maximum delay, in seconds, of the start of rank 0 relative to another rank.
+START_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How one rank failed: its exit code as the system gives it (negative: killed by a signal), its line, when."""
+    """Failure of one rank.
+
+    Attributes:
+        rank: number of the rank.
+        code: exit code in the form of `subprocess`: negative if a signal killed the rank.
+        line: message of the rank, if any.
+        time: time of the failure in seconds since the epoch.
+    """
 
     rank: int
     code: int
@@ -58,57 +68,59 @@ class Ending:
 
 
 def first_cause(endings: Iterable[Ending]) -> Ending:
-    """The failure that explains the others, with the code and the line that the launcher passes on.
+    """Return the failure that explains the others, with the code and line for the launcher.
 
-    A rank that fails takes its peers along: they lose it (7) or are stopped (143, SIGTERM). So a rank's own code
-    counts first, then Ctrl-C, then a rank that a signal killed and those that lost it, then SIGTERM: the earliest.
-    One that was killed long after the first failure did not hear torchrun, which kills such ranks: no cause. Nor is one
-    that NCCL aborted, which waited for another. One that found a stopped rank knows why: that one is woken to write
-    its stacks, of which Python's faulthandler sometimes dies.
+    When a rank fails, its peers lose it (exit code 7) or are stopped (143, SIGTERM). Therefore a
+    rank's own error comes first, then Ctrl-C, then ranks that a signal killed and ranks that lost
+    them, then SIGTERM; among equals, the earliest.
     """
     endings = list(endings)
     follows = {130: 1, PeerError.code: 2, 143: 3}
     late = min(end.time for end in endings) + KILLED_LATE
 
     def precedence(end: Ending) -> tuple[int, bool, bool, float, int]:
-        no_cause = end.code >= 0 or end.code == -signal.SIGABRT or end.time > late
-        return follows.get(public_code(end.code), 0), STOPPED not in end.line, no_cause, end.time, end.rank
+        # A signal explains nothing if it came late: torchrun kills ranks that do not react to
+        # SIGTERM. Nor does SIGABRT, with which NCCL ends a rank that waited for another one.
+        was_killed = end.code < 0 and end.code != -signal.SIGABRT and end.time <= late
+        # A rank that found a stopped one knows the reason. It wakes that rank to write its stacks,
+        # and Python's faulthandler sometimes crashes there.
+        names_stopped_rank = STOPPED in end.line
+        rank_of_code = follows.get(public_code(end.code), 0)
+        return (rank_of_code, not names_stopped_rank, not was_killed, end.time, end.rank)
 
     first = min(endings, key=precedence)
-    return Ending(first.rank, public_code(first.code), first.line or _how_it_ended(first), first.time)
+    line = first.line or f"rank {first.rank} {family.describe_exit(first.code)}"
+    return Ending(first.rank, public_code(first.code), line, first.time)
 
 
 def public_code(code: int) -> int:
-    """What a shell is to see, of an exit code as the system gives it."""
+    """Return the exit code that a shell sees for a code as `subprocess` returns it."""
     if code >= 0:
         return code
-    # Before it could hear the signal, or when its Python could not run.
-    asked = -code in (*interrupts.ALWAYS, *interrupts.IF_UNUSED, GIVEN_UP)
-    return interrupts.exit_code(-code) if asked else PeerError.code
+    # The rank received the signal before its handlers existed, or while Python could not run.
+    if -code in (*interrupts.ALWAYS, *interrupts.IF_UNUSED, WATCHDOG_SIGNAL):
+        return interrupts.exit_code(-code)
+    return PeerError.code
 
 
-def _how_it_ended(end: Ending) -> str:
-    if end.code >= 0:
-        return f"rank {end.rank} ended with exit code {end.code}"
-    try:
-        name = signal.Signals(-end.code).name
-    except ValueError:
-        name = f"signal {-end.code}"
-    return f"rank {end.rank} was killed by {name}{CAUSES.get(name, '')}"
-
-
-TIME_LIMIT = re.compile("timed out|time limit|has hung", re.IGNORECASE)  # in the line of a PeerError
+# Phrases in the message of a `PeerError` that a timeout caused.
+TIME_LIMIT = re.compile("timed out|time limit|has hung", re.IGNORECASE)
 
 
 def cause(error: BaseException, received: signal.Signals | None = None) -> str:
-    """Why this rank ends, in a word or two: that of the rank which took it along, where one of this node says so."""
+    """Return a short reason for the end of this rank.
+
+    If another rank of this node failed first, the reason is that of the other rank.
+    """
     line, code = explain(error)
     if code == Preempted.code and received is not None:
         return received.name
     if code == PeerError.code:
         file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        others = reports(Path(file).parents[1], "*/error.json") if file else {}
-        for end in sorted(others.values(), key=lambda end: end.time):
+        failures: dict[int, Ending] = {}
+        if file:
+            failures = reports(Path(file).parents[1], "*/error.json")
+        for end in sorted(failures.values(), key=lambda end: end.time):
             if end.code not in (PeerError.code, Interrupted.code, Preempted.code):
                 return f"{KINDS.get(end.code, TrainerError).cause} on rank {end.rank}"
         if TIME_LIMIT.search(line):
@@ -117,69 +129,110 @@ def cause(error: BaseException, received: signal.Signals | None = None) -> str:
 
 
 def reports(logs: Path, pattern: str = "*/attempt_*/*/error.json") -> dict[int, Ending]:
-    """What the ranks of this node wrote when they failed, by rank."""
+    """Return the failures that ranks of this node reported, by rank."""
     endings: dict[int, Ending] = {}
     for path in logs.glob(pattern):
         with suppress(OSError, ValueError, KeyError, TypeError):
             message = json.loads(path.read_text())["message"]
+            code = message["errorCode"]
             extra = message["extraInfo"]
             rank = extra["rank"]
-            endings[rank] = Ending(rank, message["errorCode"], extra["py_callstack"], extra["time"])
+            endings[rank] = Ending(rank, code, extra["py_callstack"], extra["time"])
     return endings
 
 
 def write_report(line: str, code: int, now: float) -> None:
-    """Write this rank's line where torchrun looks for it: its summary shows it, and our launcher reads it.
+    """Write this rank's line into the file that torchrun's summary and our launcher read.
 
-    `now` is the time of the failure itself: a rank that found another stopped, and woke it, came first.
+    Args:
+        line: why the rank failed.
+        code: its exit code.
+        now: time of the failure in seconds since the epoch. It must be taken before a stopped rank
+            is resumed, so that the rank which found it stopped is the first failure.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    line = line if family.launcher_prints() else line.partition("\n")[0]  # torchrun's summary shows it for every rank
-    seconds = int(now) + (code == PeerError.code)  # torchrun takes the earliest for the cause, and a lost peer is none
-    extra = {"py_callstack": line, "timestamp": str(seconds), "time": now, "rank": place().rank}
-    draft = f"{path}.{os.getpid()}"  # torchrun may look at any moment, and cannot read half of it
-    with suppress(OSError):  # the exit code is left
-        Path(draft).write_text(json.dumps({"message": {"message": line, "errorCode": code, "extraInfo": extra}}))
+    # torchrun prints the report of every rank, and a stack in each would hide the messages.
+    if not family.launcher_prints():
+        line = line.partition("\n")[0]
+    # torchrun reports the earliest failure, and losing a peer is a consequence: it comes later.
+    seconds = int(now) + (code == PeerError.code)
+    extra = {
+        "py_callstack": line,
+        "timestamp": str(seconds),
+        "time": now,
+        "rank": read_place().rank,
+    }
+    report = {"message": {"message": line, "errorCode": code, "extraInfo": extra}}
+    # torchrun may read the file at any moment, so an incomplete file must not exist.
+    draft = f"{path}.{os.getpid()}"
+    # If the file cannot be written, the exit code still shows the kind of the failure.
+    with suppress(OSError):
+        Path(draft).write_text(json.dumps(report))
         os.replace(draft, path)
 
 
-def with_stack(line: str, error: BaseException) -> str:
-    """A bug in one line, with the file that holds its stack; where there is no run folder yet, above its stack.
+def note_completed() -> None:
+    """Tell our launcher that this rank has completed, so that later signals change no exit code."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and family.launcher_prints():
+        with suppress(OSError):
+            Path(path).with_name(COMPLETED).touch()
 
-    `line` is what `explain` makes of the error.
+
+def with_stack(line: str, error: BaseException) -> str:
+    """Return the message of an error, and write the stack of an unexpected one to the run folder.
+
+    Without a run folder, the stack is appended to the message.
+
+    Args:
+        line: text that `explain` returned for this error.
+        error: the exception.
     """
     if isinstance(error, TrainerError):
         return line
     file = stacks.append(line)
-    return f"{sentence(error)}; the stack is in {file}" if file else f"{sentence(error)}\n{line}"
+    if file:
+        return f"{describe_bug(error)}; the stack is in {file}"
+    return f"{describe_bug(error)}\n{line}"
 
 
 def name_stopped_ranks(line: str, code: int, error: BaseException) -> str:
-    """The line of a rank that lost others, which names those that were stopped."""
-    stopped = family.resume_stopped() if code == PeerError.code else []
+    """Return the message of a rank that lost its peers; it names the ranks that were stopped."""
+    if code != PeerError.code:
+        return line
+    stopped = family.resume_stopped()
     if not stopped:
         return line
-    waited = re.search(r"(\d+) ?ms|ms\)=(\d+)", f"{line} {error.__cause__}")
-    silent = f" was silent for {int(waited[1] or waited[2]) / 1000:g} s:" if waited else ":"
-    return f"rank {', '.join(map(str, stopped))}{silent} {STOPPED}"
+    ranks = ", ".join(map(str, stopped))
+    # gloo and NCCL report their timeouts in milliseconds.
+    timeout = re.search(r"(\d+) ?ms|ms\)=(\d+)", f"{line} {error.__cause__}")
+    if timeout is None:
+        return f"rank {ranks}: {STOPPED}"
+    seconds = int(timeout[1] or timeout[2]) / 1000
+    return f"rank {ranks} was silent for {seconds:g} s: {STOPPED}"
 
 
 def say(line: str, code: int) -> None:
-    """Print how a run ended: one line on stderr (and the stack of a bug that has no file)."""
-    prefix = "trainer: " if code in (0, 130, 143) else "trainer: error: "
-    with suppress(OSError):  # the terminal may be gone
-        print(f"{prefix}{as_typed(line)}", file=sys.stderr, flush=True)
+    """Print on stderr, in one line, how a run ended."""
+    prefix = "trainer: error: "
+    if code in (0, 130, 143):
+        prefix = "trainer: "
+    # The terminal may be closed.
+    with suppress(OSError):
+        print(f"{prefix}{localize_commands(line)}", file=sys.stderr, flush=True)
 
 
 def let_others_print(code: int) -> None:
-    """Wait a moment, in a rank that prints nothing, for its launcher ends all ranks once one has failed.
+    """Wait before a failed rank exits, because its launcher ends all ranks as soon as one exits.
 
-    Ours names the one whose end it sees first, which is not to be one that lost another. Under the user's torchrun
-    every rank finds a mistake in what was typed, or a missing folder, by itself, and only rank 0 prints it.
+    Our launcher reports the rank that it sees exit first, which must not be a rank that only lost a
+    peer. Under the user's torchrun, each rank detects a wrong argument or a missing folder itself,
+    and only rank 0 prints it.
     """
     if family.launcher_prints():
-        time.sleep(NOTICED * (code == PeerError.code))
+        if code == PeerError.code:
+            time.sleep(NOTICE_SECONDS)
     elif code in (RecipeError.code, SetupError.code):
-        time.sleep(SLOWER)
+        time.sleep(START_SECONDS)

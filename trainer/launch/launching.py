@@ -1,8 +1,9 @@
-"""Where the ranks come from: this process, a torchrun that the user started, or one that we start.
+"""Decide whether to start ranks, and run torch's launcher in this process.
 
-There is one launcher, torch's own; `start` calls it within this process, so that the exit code and the line of the rank
-that failed reach the user unchanged. Its ranks are forked, in milliseconds, from a server that has imported torch and
-all of this once. Nothing here imports torch before it starts something.
+There is one launcher, torch's own. `start` calls it within this process, so that the exit code and
+the line of a failed rank reach the user unchanged. Ranks are forked within milliseconds from a
+server that has imported torch and this package once. Nothing here imports torch before ranks are
+started.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 from trainer.devices.assignment import assign_devices
 from trainer.errors import PeerError, RecipeError, SetupError
@@ -28,74 +29,106 @@ from trainer.launch import endings
 from trainer.launch.endings import SMALLER, SMALLER_AFTER, Ending
 from trainer.launch.topology import Launch, bound_by_mpi, choose_launch, task_of_node
 from trainer.processes import early, family, faults, fork_server, interrupts, resources
-from trainer.processes.rank import LAUNCHER, check_meeting, elastic_nodes, place
+from trainer.processes.rank import LAUNCHER, check_meeting, read_elastic_nodes, read_place
 from trainer.processes.terminal import explain_delay
 from trainer.recipe import Recipe
 from trainer.recipe.checks import check_loggers, check_processes
 
 MAIN = "trainer.__main__"
-EXACT = "TRAINER_EXACT"  # for runs whose losses are compared: see randomness
+# Seconds after which a signal is raised again, in case torch swallowed the exception.
+RERAISE_SECONDS = 1.0
+# Variable that is set for runs whose losses are compared: see `training/randomness.py`.
+EXACT = "TRAINER_EXACT"
 
 
-def launch_to_start(recipe: Recipe, nproc: str | None = None, max_restarts: int = 0) -> Launch | None:
-    """Check a recipe against processes and devices before anything heavy starts.
+def launch_to_start(
+    recipe: Recipe, nproc: str | None = None, max_restarts: int = 0
+) -> Launch | None:
+    """Check a recipe against processes and devices, before anything slow starts.
 
-    Gives what to `start`, or None when this process trains: it is a rank already, or the only one, to be started once.
-    Raises RecipeError where it cannot run like this, and SetupError where a logger is missing or ranks cannot meet.
+    Returns:
+        The ranks to `start`, or None if this process trains: it is a rank already, or the only one.
+
+    Raises:
+        RecipeError: the recipe cannot run with these processes and devices.
+        SetupError: a logger is not installed, or ranks cannot connect.
     """
     check_loggers(recipe)
-    rank = place()
+    rank = read_place()
     if rank.launched:
         if nproc is not None and nproc != str(rank.local_size):
             raise RecipeError(
                 f"nproc={nproc} but torchrun started {rank.local_size} here: leave nproc= out, "
-                f"or type torchrun --nproc_per_node={nproc}"
+                f"or set torchrun's --nproc_per_node={nproc}"
             )
         if max_restarts:
             raise RecipeError(
-                f"torchrun started these ranks, and starts them again: leave max_restarts= out, and type "
-                f"torchrun --max-restarts={max_restarts}"
+                "torchrun started these ranks, and starts them again: leave max_restarts= out, and "
+                f"set torchrun's --max-restarts={max_restarts}"
             )
         check_meeting(rank)
-        if (nodes := elastic_nodes()) and (recipe.output is None or recipe.resume is None):
+        nodes = read_elastic_nodes()
+        if nodes and (recipe.output is None or recipe.resume is None):
             raise RecipeError(
-                f"torchrun --nnodes={nodes} starts ranks again whenever a machine joins or leaves: name the folder in "
-                "which they go on, output=runs/elastic resume=auto"
+                f"torchrun --nnodes={nodes} starts ranks again whenever a machine joins or leaves: "
+                "name the folder in which they go on, output=runs/elastic resume=auto"
             )
-        launch, size = Launch(rank.local_size), rank.size
+        launch = Launch(rank.local_size)
+        size = rank.size
     else:
-        launch = choose_launch(os.environ, nproc, recipe, resources.cuda_count, resources.cores())
+        launch = choose_launch(
+            os.environ, nproc, recipe, resources.count_cuda_devices, resources.count_cores()
+        )
         size = launch.size
     machines = size // launch.nproc
     check_processes(recipe, size, machines)
-    if size > 1 and recipe.traits.exchanges == "gradients" and os.environ.get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL":
+    if (
+        size > 1
+        and recipe.traits.exchanges == "gradients"
+        and os.environ.get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL"
+    ):
         raise SetupError(
-            "TORCH_DISTRIBUTED_DEBUG=DETAIL: torch's DistributedDataParallel ends by a segmentation fault with it: "
-            "set TORCH_DISTRIBUTED_DEBUG=INFO"
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL crashes torch's DistributedDataParallel with a "
+            "segmentation fault: set TORCH_DISTRIBUTED_DEBUG=INFO"
         )
-    assign_devices(recipe, launch.nproc, resources.cuda_wanted(recipe), machines)
-    return None if rank.launched or (size == 1 and not max_restarts) else launch
+    assign_devices(recipe, launch.nproc, resources.count_requested_cuda(recipe), machines)
+    if rank.launched or (size == 1 and not max_restarts):
+        return None
+    return launch
 
 
 def wants_children(recipe: Recipe, nproc: str | None = None) -> bool:
-    """Whether the Python API has to start torchrun for this recipe here, and no other task of this node does."""
-    wanted = launch_to_start(recipe, nproc) is not None
-    if wanted and (task := task_of_node(os.environ)):
-        raise RecipeError(f"this is task {task} of its node, where task 0 starts all ranks: start one task per node")
-    return wanted
+    """Return whether the Python API must start ranks in child processes for this recipe.
+
+    Raises:
+        RecipeError: another task of this node starts the ranks.
+    """
+    if launch_to_start(recipe, nproc) is None:
+        return False
+    task = task_of_node(os.environ)
+    if task:
+        raise RecipeError(
+            f"this is task {task} of its node, where task 0 starts all ranks: start one task per "
+            "node"
+        )
+    return True
 
 
 def check_plugin(name: object) -> None:
-    """Raises RecipeError where a program gave something else than text."""
+    """Raise RecipeError if a Python program passed a value that is not a string."""
     if not isinstance(name, str | None):
-        raise RecipeError(f"plugin= is a module's name, as in plugin='my_module', not {type(name).__name__}")
+        raise RecipeError(
+            f"plugin= is a module's name, as in plugin='my_module', not {type(name).__name__}"
+        )
 
 
 def load_plugin(name: str | None) -> None:
-    """Import the user's own module, which registers models and data sets; the working folder comes first.
+    """Import the user's module, which registers models and data sets.
+
+    The working folder is searched first.
 
     Raises:
-        RecipeError: there is no such module.
+        RecipeError: there is no such module, or it imports one that is not installed.
     """
     check_plugin(name)
     if not name:
@@ -106,171 +139,298 @@ def load_plugin(name: str | None) -> None:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name and (name == error.name or name.startswith(f"{error.name}.")):
-            hint = f" (write plugin={name.removesuffix('.py')}, without .py)" if name.endswith(".py") else ""
-            raise RecipeError(f"plugin={name}: no module of that name in {os.getcwd()} or installed{hint}") from None
+            hint = ""
+            if name.endswith(".py"):
+                hint = f" (write plugin={name.removesuffix('.py')}, without .py)"
+            raise RecipeError(
+                f"plugin={name}: no module of that name in {os.getcwd()} or installed{hint}"
+            ) from None
         raise RecipeError(f"plugin={name} imports {error.name}, which is not installed") from None
     except (TypeError, ValueError) as error:
         raise RecipeError(f"plugin={name} is not a module's name: {error}") from None
 
 
 def start(recipe: Recipe, words: Sequence[str], launch: Launch, max_restarts: int = 0) -> int:
-    """Run `python -m trainer words...` under torchrun, within this process; of a node's tasks only the first one does.
+    """Run `python -m trainer words...` under torch's launcher, within this process.
+
+    If mpirun or srun started several tasks on this node, task 0 starts all ranks and the others
+    exit.
 
     Args:
-        max_restarts: how often all ranks are started again when one was lost. What a rank says that it failed of would
-            fail again.
+        words: arguments of the command line.
+        max_restarts: how often all ranks are started again after one was lost. A rank that reports
+            an error is not restarted: it would fail again.
 
     Returns:
         0, or the exit code of the rank that failed first, after printing its line.
     """
-    if task := task_of_node(os.environ):
-        endings.say(f"task {task} of this node exits; task 0 starts all {launch.nproc} ranks here", 0)
+    task = task_of_node(os.environ)
+    if task:
+        endings.say(
+            f"task {task} of this node exits; task 0 starts all {launch.nproc} ranks here", 0
+        )
         return 0
     if bound_by_mpi(os.environ):
-        with suppress(OSError):  # the ranks of all tasks start from this one
+        # mpirun bound this task to a part of the cores, and all ranks of the node start from it.
+        with suppress(OSError):
             os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
     # torchrun would set 1, which could not be distinguished from the user's own 1.
-    os.environ.setdefault("OMP_NUM_THREADS", str(resources.threads_per_process(recipe, launch.nproc)))
+    threads = resources.choose_threads(recipe, launch.nproc)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     start_server()
-    loud = os.environ.get("TORCH_CPP_LOG_LEVEL")
-    os.environ["TORCH_CPP_LOG_LEVEL"] = loud or "FATAL"  # read once, here: pages of stack for nodes that do not meet
+    log_level = os.environ.get("TORCH_CPP_LOG_LEVEL")
+    # torch reads the level when it is imported. At the default level, it prints pages of stacks if
+    # nodes do not connect.
+    os.environ["TORCH_CPP_LOG_LEVEL"] = log_level or "FATAL"
     from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
 
-    if not loud:
+    if not log_level:
         del os.environ["TORCH_CPP_LOG_LEVEL"]
-    arguments = [f"--nproc_per_node={launch.nproc}", f"--nnodes={launch.nnodes}", "--max_restarts=0"]
-    arguments += [f"--rdzv_conf=timeout={math.ceil(recipe.timeout)}"]
+    arguments = [
+        f"--nproc_per_node={launch.nproc}",
+        f"--nnodes={launch.nnodes}",
+        "--max_restarts=0",
+        f"--rdzv_conf=timeout={math.ceil(recipe.timeout)}",
+    ]
     if launch.nnodes == 1:
-        arguments += ["--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:0", "--local_addr=127.0.0.1"]
+        arguments += [
+            "--rdzv_backend=c10d",
+            "--rdzv_endpoint=127.0.0.1:0",
+            "--local_addr=127.0.0.1",
+        ]
     else:
         arguments += ["--rdzv_backend=static", f"--node_rank={launch.node_rank}"]
         arguments += [f"--master_addr={launch.master_addr}", f"--master_port={launch.master_port}"]
-    os.environ[family.PARENT] = str(os.getpid())
-    for name in ("torch.distributed", "torch.multiprocessing"):  # whose 30 lines a failure would bury our one
-        quiet = logging.getLogger(name)
-        quiet.propagate, quiet.handlers = False, [logging.NullHandler()]
-    show = sys.unraisablehook  # the thread of torch's rendezvous may hold its last reference, and try to join itself
-    sys.unraisablehook = lambda error: None if "cannot join current thread" in str(error.exc_value) else show(error)
-    interrupts.raise_at_ctrl_c()
-    passed_on = interrupts.ALWAYS + interrupts.IF_UNUSED
-    handlers = {number: signal.getsignal(number) for number in passed_on}
-    for number in interrupts.IF_UNUSED:  # as SIGTERM, which loader workers get too; under nohup SIGHUP is ignored
-        if early.unused(number):
-            signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    if "--shutdown-timeout" in run.get_args_parser()._option_string_actions:  # the ranks read it too
-        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(recipe.grace + interrupts.SAVING)))
-    arguments.append("--signals-to-handle=SIGTERM,SIGINT,SIGQUIT")
+    # torch logs 30 lines about a failure, which would bury our one.
+    logging.disable()
+    # The thread of torch's rendezvous may hold its own last reference, and try to join itself.
+    show = sys.unraisablehook
+    sys.unraisablehook = lambda error: (
+        None if "cannot join current thread" in str(error.exc_value) else show(error)
+    )
+    if "--shutdown-timeout" in run.get_args_parser()._option_string_actions:
+        # A variable instead of the option, because ranks read it too.
+        seconds = math.ceil(recipe.grace + interrupts.SAVE_SECONDS)
+        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(seconds))
+    # torch would replace our handlers of the signals that this list names.
+    arguments.append("--signals-to-handle=SIGQUIT")
     try:
-        restarts = lost = 0
-        since = -math.inf  # when memory ran out before
-        while True:
-            ending = _attempt(arguments, words, launch, recipe.timeout, restarts)
-            if ending is None:
-                return 0
-            short = SMALLER in ending.line and launch.nnodes == 1 and time.monotonic() - since > SMALLER_AFTER
-            if not short and (ending.code != PeerError.code or lost == max_restarts):
-                endings.say(ending.line, ending.code)
-                return ending.code
-            restarts, lost, since = restarts + 1, lost + (not short), time.monotonic() if short else since
-            line = ending.line.partition("; type ")[0] if short else ending.line
-            how = "from the newest checkpoint, in more pieces" if short else f"{lost} of {max_restarts} times"
-            endings.say(f"{line}; starting again, {how}", 0)
+        with passing_signals_on():
+            restarts = 0
+            lost = 0
+            out_of_memory_at = -math.inf
+            while True:
+                ending = _attempt(arguments, words, launch, recipe.timeout, restarts)
+                if ending is None:
+                    return 0
+                may_fit_in_smaller_batches = (
+                    SMALLER in ending.line
+                    and launch.nnodes == 1
+                    and time.monotonic() - out_of_memory_at > SMALLER_AFTER
+                )
+                if may_fit_in_smaller_batches:
+                    out_of_memory_at = time.monotonic()
+                    line = ending.line.partition("; type ")[0]
+                    how = "from the newest checkpoint, with more micro-batches"
+                elif ending.code == PeerError.code and lost < max_restarts:
+                    lost += 1
+                    line = ending.line
+                    how = f"{lost} of {max_restarts} times"
+                else:
+                    endings.say(ending.line, ending.code)
+                    return ending.code
+                restarts += 1
+                endings.say(f"{line}; starting again, {how}", 0)
+    except SignalException as stopped:
+        # The signal came while no rank was running.
+        code = interrupts.exit_code(stopped.sigval)
+        endings.say(f"stopped by {stopped.sigval.name}", code)
+        return code
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        fork_server.stop_server()
+
+
+@contextmanager
+def passing_signals_on() -> Iterator[None]:
+    """Stop the ranks at the first signal, and kill them at a person's second Ctrl-C.
+
+    torch's own handler raises at every copy of a signal: at the second one ranks receive SIGTERM,
+    and at the third one the launcher exits and kills ranks that are still saving. After this block
+    signals are ignored, because the process is about to exit.
+
+    Raises:
+        SignalException: torch's exception, for the first signal.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    class Stop(SignalException):
+        """Exception for torch, raised again until torch reads `sigval`."""
+
+        @property
+        def sigval(self) -> signal.Signals:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            # torch sends this signal to the ranks, which treat all others like SIGTERM.
+            if ctrl_c.first == signal.SIGINT:
+                return signal.SIGINT
+            return signal.SIGTERM
+
+        @sigval.setter
+        def sigval(self, value: signal.Signals) -> None:
+            pass
+
+    ctrl_c = early.CtrlC(interrupts.ctrl_c_routes())
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        is_first = ctrl_c.first is None
+        if ctrl_c.is_second(number) or number == interrupts.SECOND_CTRL_C:
+            for rank in multiprocessing.active_children():
+                rank.kill()
+        elif is_first or number == signal.SIGALRM:
+            # The code that is interrupted may catch every exception. In a callback, exceptions are
+            # lost.
+            signal.setitimer(signal.ITIMER_REAL, RERAISE_SECONDS)
+            raise Stop("stopped by a signal", signal.SIGTERM)
+
+    numbers = [*interrupts.stop_signals(), interrupts.SECOND_CTRL_C, signal.SIGALRM]
+    for number in numbers:
+        signal.signal(number, handle)
+    # Ranks that see this variable leave the counting of Ctrl-C to this process.
+    os.environ[family.PARENT] = str(os.getpid())
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _attempt(
     arguments: Sequence[str], words: Sequence[str], launch: Launch, timeout: float, restarts: int
 ) -> Ending | None:
-    """torchrun, but that its ranks are forked; None when every rank ended well."""
+    """Run torch's launcher with forked ranks. Return None if every rank succeeded."""
     from torch.distributed import run
     from torch.distributed.launcher.api import elastic_launch
 
-    start_server()  # again, where it was killed
+    # The server may have been killed since the last attempt.
+    start_server()
+    run_id = uuid.uuid4().hex if launch.nnodes == 1 else "trainer"
     with tempfile.TemporaryDirectory(prefix="trainer-") as logs:
-        meeting = uuid.uuid4().hex if launch.nnodes == 1 else "trainer"
-        forked = [f"--rdzv_id={meeting}", "--start_method=forkserver", f"--log_dir={logs}", "trainer"]
+        forked = [
+            f"--rdzv_id={run_id}",
+            "--start_method=forkserver",
+            f"--log_dir={logs}",
+            "trainer",
+        ]
         config, *_ = run.config_from_args(run.parse_args([*arguments, *forked]))  # type: ignore[no-untyped-call]
         with explain_delay(lambda: _missing_nodes(launch, timeout, Path(logs))):
             launcher = elastic_launch(config, run_rank)
-            return _ending(lambda: launcher({**os.environ}, restarts, *words), Path(logs), launch)
+            environment = {**os.environ}
+            return _ending(lambda: launcher(environment, restarts, *words), Path(logs), launch)
 
 
 def _missing_nodes(launch: Launch, timeout: float, logs: Path) -> str:
-    """What this node waits for; empty once its ranks are started, for then all nodes have met."""
+    """Describe the nodes that have not connected yet.
+
+    Returns:
+        An empty string once the ranks of this node are started, because then all nodes are
+        connected.
+    """
     if launch.nnodes == 1 or any(logs.glob("*/attempt_*")):
         return ""
-    others = [str(node) for node in range(launch.nnodes) if node != launch.node_rank]
-    which = others[0] if len(others) == 1 else f"one of {others[0]} to {others[-1]}"
+    missing = [str(node) for node in range(launch.nnodes) if node != launch.node_rank]
+    if len(missing) == 1:
+        waits_for = "the other"
+        which = missing[0]
+    else:
+        waits_for = "the others"
+        which = f"one of {missing[0]} to {missing[-1]}"
     return (
-        f"node {launch.node_rank} waits for the other{'s' * (launch.nnodes > 2)} of {launch.nnodes} nodes at "
-        f"{launch.master_addr}:{launch.master_port}, {timeout:g} s at most: start them with NODE_RANK={which} and the "
-        "same MASTER_ADDR and MASTER_PORT"
+        f"node {launch.node_rank} waits for {waits_for} of {launch.nnodes} nodes at "
+        f"{launch.master_addr}:{launch.master_port}, {timeout:g} s at "
+        f"most: start them with NODE_RANK={which} and the same MASTER_ADDR and MASTER_PORT"
     )
 
 
 def _ending(torchrun: Callable[[], object], logs: Path, launch: Launch) -> Ending | None:
-    """Run to the end; None when every rank ended well."""
+    """Run torch's launcher to its end. Return None if every rank succeeded."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     server_killed = Ending(0, PeerError.code, "the process that ranks are forked from was killed")
     try:
-        with interrupts.block_sigint_in_children():
-            torchrun()
-    except (EOFError, ConnectionError):  # as it was to fork one
+        torchrun()
+    except (EOFError, ConnectionError):
+        # The server died while it was asked to fork a rank.
         return server_killed
     except ChildFailedError as failed:
-        seen = {
-            rank: server_killed if end.exitcode == fork_server.GONE else Ending(rank, end.exitcode, "", end.timestamp)
-            for rank, end in failed.failures.items()
-        }
-        return endings.first_cause((seen | endings.reports(logs)).values())
+        failures: dict[int, Ending] = {}
+        for rank, failure in failed.failures.items():
+            if failure.exitcode == fork_server.SERVER_GONE_CODE:
+                failures[rank] = server_killed
+            else:
+                failures[rank] = Ending(rank, failure.exitcode, "", failure.timestamp)
+        # A rank's own report says more than the exit code that torch saw.
+        failures |= endings.reports(logs)
+        return endings.first_cause(failures.values())
     except SignalException as stopped:
-        children = multiprocessing.active_children()  # forked as it came, torch does not know of them yet
+        signalled = stopped.sigval
+        # torch does not know ranks that were being forked when the signal came.
+        children = multiprocessing.active_children()
         for child in children:
             child.terminate()
         for child in children:
-            child.join(interrupts.PROMPT)
+            child.join(interrupts.IDLE_GRACE_SECONDS)
             child.kill()
-        # The agent has passed the signal on and waited. A rank that could not save ends with another code.
-        code = interrupts.exit_code(stopped.sigval)
-        ours = Ending(sys.maxsize, code, f"stopped by {stopped.sigval.name}", time.time())
-        others = [end for end in endings.reports(logs).values() if end.code != PeerError.code]
-        return endings.first_cause([ours, *others])
+        completed = [*logs.glob(f"*/attempt_*/*/{endings.COMPLETED}")]
+        if len(completed) == launch.nproc:
+            return None
+        # torch's agent has sent the signal to the ranks and waited for them. A rank that could not
+        # save reports another code.
+        code = interrupts.exit_code(signalled)
+        own_ending = Ending(sys.maxsize, code, f"stopped by {signalled.name}", time.time())
+        reports = endings.reports(logs).values()
+        causes = [end for end in reports if end.code != PeerError.code]
+        return endings.first_cause([own_ending, *causes])
     except Exception as error:
         if not type(error).__name__.startswith(("Dist", "Rendezvous")):
             raise
         where = f"{launch.master_addr}:{launch.master_port}"
-        raise SetupError(f"the nodes cannot connect at {where}: {str(error).splitlines()[0]}") from None
+        reason = str(error).splitlines()[0]
+        raise SetupError(f"the nodes cannot connect at {where}: {reason}") from None
     return None
 
 
 def start_server() -> None:
-    """Start the server, which imports beside this process. Its libraries see the environment as it is now."""
-    fork_server.context(MAIN, "trainer.training.loop", "torch.utils.tensorboard")
+    """Start the process from which ranks are forked; it imports torch in parallel to this process.
+
+    Libraries in that process read the environment of this moment.
+    """
+    fork_server.start_server(MAIN, "trainer.training.loop", "torch.utils.tensorboard")
 
 
 def run_rank(environment: Mapping[str, str], restarts: int, *words: str) -> None:
-    """Be a rank, as `python -u -m trainer words...` is. Where that fails this process ends with its exit code.
+    """Run `python -u -m trainer words...` as a rank, in a forked process.
+
+    If it fails, this process exits with its code.
 
     Args:
-        environment: the launcher's, to which torch's launcher has added what makes this a rank.
-        restarts: how often our launcher has started these ranks again.
+        environment: variables of the launcher. torch has already added those of the rank to this
+            process.
+        restarts: how often our launcher has restarted the ranks.
     """
     early.install_handlers()
     for name in environment.keys() - os.environ.keys():
         os.environ[name] = environment[name]
     os.environ[LAUNCHER] = environment[family.PARENT]
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
-    importlib.reload(faults)  # which looks at the environment once
+    # `faults` reads the environment only when it is imported.
+    importlib.reload(faults)
     fork_server.begin_rank()
     with suppress(OSError):
         Path("/proc/self/comm").write_text(f"{family.RANK_NAME}{os.environ['RANK']}")
     for stream in (sys.stdout, sys.stderr):
-        reconfigure: Any = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(write_through=True)
+        # A program may have replaced a stream by another object.
+        with suppress(AttributeError):
+            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
     sys.argv[1:] = words
     importlib.import_module(MAIN).main()

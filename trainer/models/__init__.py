@@ -1,5 +1,5 @@
 """Models by name, their graphs, where they can be cut, and how their stages are balanced.
 
-Modes run the stages.
-Imports: devices, errors, recipe, saving, tasks.
+Subpackage `modes` runs the stages.
+Imports: errors, recipe, devices, tasks, memory, saving.
 """

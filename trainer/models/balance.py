@@ -1,4 +1,4 @@
-"""The cost of each block of a model on its device, and the cuts that make the slowest stage fastest."""
+"""Measure the cost of each block of a model, and cut the model into equally fast stages."""
 
 from __future__ import annotations
 
@@ -13,144 +13,211 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import RecipeError
-from trainer.models.memory import Allocations, size_of
-from trainer.models.partition import Traced, choose
-from trainer.models.undisturbed import undisturbed
+from trainer.memory.measuring import Allocations, count_bytes
+from trainer.models.partition import Traced, resolve_cuts
+from trainer.models.undisturbed import restore_after
 
-TIE = 1.01  # stages within one percent of the best count as equally fast: timings vary as much
+# Seconds within this factor of each other count as equal, because timings vary by a percent.
+TIE = 1.01
 
 
 @dataclass(frozen=True)
 class BlockCost:
-    """One micro-batch through the block between two neighbouring cuts."""
+    """Cost of a micro-batch in the block between two neighbouring cuts.
 
-    forward: float  # seconds
-    backward: float  # seconds
-    bytes: int  # sent over the cut after this block; 0 for the last
-    kept: int = 0  # bytes, from the forward pass to the backward pass, without its inputs
-    weights: int = 0  # bytes
+    Attributes:
+        forward: Duration of the forward pass in seconds.
+        backward: Duration of the backward pass in seconds.
+        bytes: Size of the output that is sent to the next block; 0 for the last block.
+        kept: Size in bytes of the tensors that the forward pass saves for the backward pass,
+            without the block's inputs.
+        weights: Size of the parameters in bytes.
+    """
+
+    forward: float
+    backward: float
+    bytes: int
+    kept: int = 0
+    weights: int = 0
 
 
-def cuts_for(traced: Traced, wanted: Sequence[str], stages: int, costs: Sequence[BlockCost]) -> tuple[str, ...]:
-    """The cuts of `pipeline.cuts`, where the model has them, or, where it is auto, the best for these costs."""
+def choose_cuts(
+    traced: Traced,
+    wanted: Sequence[str],
+    stages: int,
+    costs: Sequence[BlockCost],
+) -> tuple[str, ...]:
+    """Return the cuts that `pipeline.cuts` names, or the best cuts for `costs` if it is auto."""
     if wanted != "auto":
-        return choose(traced, wanted, stages)
+        return resolve_cuts(traced, wanted, stages)
     return tuple(traced.cuts[index] for index in balance(costs, stages))
 
 
-def by_stage(traced: Traced, cuts: Sequence[str], costs: Sequence[BlockCost]) -> list[Sequence[BlockCost]]:
-    """The costs of each stage's blocks."""
+def group_by_stage(
+    traced: Traced,
+    cuts: Sequence[str],
+    costs: Sequence[BlockCost],
+) -> list[Sequence[BlockCost]]:
+    """Group the costs of the blocks by stage."""
     bounds = [0, *(traced.cuts.index(cut) + 1 for cut in cuts), len(costs)]
-    return [costs[a:b] for a, b in pairwise(bounds)]
+    return [costs[start:end] for start, end in pairwise(bounds)]
 
 
-def stage_seconds(traced: Traced, cuts: Sequence[str], costs: Sequence[BlockCost]) -> list[tuple[float, float]]:
-    """Seconds of each stage, forward and backward."""
-    blocks = by_stage(traced, cuts, costs)
-    return [(sum(cost.forward for cost in stage), sum(cost.backward for cost in stage)) for stage in blocks]
+def sum_stage_seconds(
+    traced: Traced,
+    cuts: Sequence[str],
+    costs: Sequence[BlockCost],
+) -> list[tuple[float, float]]:
+    """Return the duration in seconds of the forward and the backward pass of each stage."""
+    seconds = []
+    for stage in group_by_stage(traced, cuts, costs):
+        forward = sum(cost.forward for cost in stage)
+        backward = sum(cost.backward for cost in stage)
+        seconds.append((forward, backward))
+    return seconds
 
 
-def balance(costs: Sequence[BlockCost], stages: int) -> tuple[int, ...]:
-    """Where to cut a sequence of blocks into `stages` so that the slowest stage is fastest: rising indices i of
-    cuts, between the blocks i and i + 1. Raises RecipeError for fewer blocks than stages.
+def balance(
+    costs: Sequence[BlockCost],
+    stages: int,
+) -> tuple[int, ...]:
+    """Cut a sequence of blocks into stages so that the slowest stage is as fast as possible.
 
-    Two passes of the linear-partition dynamic programme (Skiena, The Algorithm Design Manual, section 8.5): the first
-    finds the fastest slowest stage, the second, among all cuts within 1 % of it, those with the fewest bytes sent.
+    The linear-partition dynamic programme (Skiena, The Algorithm Design Manual, section 8.5) runs
+    twice. The first run finds the duration of the slowest stage. The second run finds the cuts that
+    send the fewest bytes, among all cuts whose slowest stage takes at most 1 % longer.
+
+    Returns:
+        Rising indices i of cuts between the blocks i and i + 1.
+
+    Raises:
+        RecipeError: There are fewer blocks than stages.
     """
     if stages > len(costs):
         raise RecipeError(
-            f"{stages} stages need {stages - 1} cuts and the model has only {len(costs) - 1} usable cuts: "
-            f"lower pipeline.stages to at most {len(costs)}"
+            f"{stages} stages need {stages - 1} cuts and the model has only {len(costs) - 1} "
+            f"usable cuts: lower pipeline.stages to at most {len(costs)}"
         )
-    upto = [0.0, *accumulate(cost.forward + cost.backward for cost in costs)]
-    blocks = range(len(costs))
+    ends = list(accumulate(cost.forward + cost.backward for cost in costs))
 
-    # Entry i of a list: the best way to cut the first i + 1 blocks into so many stages.
-    slowest = [upto[i + 1] for i in blocks]
+    # Entry i is the duration of the slowest stage for the best cuts of the first i + 1 blocks.
+    slowest = ends
     for _ in range(stages - 1):
-        slowest = [
-            min((max(slowest[j], upto[i + 1] - upto[j + 1]) for j in range(i)), default=float("inf")) for i in blocks
-        ]
+        longer = []
+        for i, end in enumerate(ends):
+            best = float("inf")
+            for j in range(i):
+                best = min(best, max(slowest[j], end - ends[j]))
+            longer.append(best)
+        slowest = longer
     limit = slowest[-1] * TIE
-    ways: list[tuple[int, float, tuple[int, ...]] | None]  # bytes, slowest stage, cuts
-    ways = [(0, upto[i + 1], ()) if upto[i + 1] <= limit else None for i in blocks]
+
+    # An entry has the number of bytes sent, the duration of the slowest stage, and the cuts, in
+    # this order, so that the minimum is the best.
+    ways: list[tuple[int, float, tuple[int, ...]] | None]
+    ways = [(0, end, ()) if end <= limit else None for end in ends]
     for _ in range(stages - 1):
-        ways = [
-            min(
-                (
-                    (before[0] + costs[j].bytes, max(before[1], upto[i + 1] - upto[j + 1]), (*before[2], j))
-                    for j, before in enumerate(ways[:i])
-                    if before is not None and upto[i + 1] - upto[j + 1] <= limit
-                ),
-                default=None,
-            )
-            for i in blocks
-        ]
-    assert ways[-1] is not None  # the first pass found one
+        longer_ways: list[tuple[int, float, tuple[int, ...]] | None] = []
+        for i, end in enumerate(ends):
+            candidates = []
+            for j, way in enumerate(ways[:i]):
+                seconds = end - ends[j]
+                if way is not None and seconds <= limit:
+                    sent, slowest_before, cuts = way
+                    sent += costs[j].bytes
+                    candidates.append((sent, max(slowest_before, seconds), (*cuts, j)))
+            longer_ways.append(min(candidates, default=None))
+        ways = longer_ways
+    # The first run found cuts within the limit.
+    assert ways[-1] is not None
     return ways[-1][2]
 
 
-def block_costs(
+def time_blocks(
     traced: Traced,
     inputs: Tensor,
     run: Callable[[nn.Module, Tensor], Tensor] = lambda module, x: module(x),
     repeats: int = 3,
 ) -> list[BlockCost]:
-    """Time forward and backward of each block between neighbouring cuts, on the device the inputs are on.
+    """Measure the forward and backward pass of each block between neighbouring cuts.
 
-    In training mode, one block after the other as in a pipeline: each gets a detached output of the one before. The
-    model is not changed: neither gradients, running statistics, training flags nor the random state. It may be on
-    another device: each block goes to the inputs' device and back.
+    The blocks run one after the other in training mode, as in a pipeline: the input of a block is
+    the detached output of the block before. Gradients, running statistics, training flags and
+    random states do not change. If the model is not on the device of the inputs, each block is
+    moved there and back.
 
     Args:
-        inputs: a micro-batch (N, C, H, W). Its size matters: blocks do not scale alike.
-        run: calls a module, for example under autocast.
-        repeats: the median of so many, after one to warm up.
+        traced: The model.
+        inputs: A micro-batch (N, C, H, W). Relative costs of blocks depend on its size.
+        run: Calls a module, for example under autocast.
+        repeats: Number of measurements after a warm-up. The result is their median.
     """
     blocks = traced.stages(traced.cuts)
     rounds = []
-    with undisturbed(blocks, inputs.device):
+    with restore_after(blocks, inputs.device):
         for repeat in range(1 + repeats):
-            received, costs = inputs, []
+            received = inputs
+            costs = []
             for block in blocks:
-                home = next((tensor.device for tensor in block.state_dict().values()), inputs.device)
-                received, cost = _time(block.to(inputs.device).train(), received, run, weigh=repeat == 0)
-                block.to(home)  # the device may be too small for the whole model
+                tensors = block.state_dict().values()
+                device = next((tensor.device for tensor in tensors), inputs.device)
+                block.to(inputs.device).train()
+                received, cost = _measure(block, received, run, counts_kept=repeat == 0)
+                # The inputs' device may be too small for the whole model.
+                block.to(device)
                 costs.append(cost)
             rounds.append(costs)
-    return [
-        BlockCost(
-            statistics.median(cost.forward for cost in times),
-            statistics.median(cost.backward for cost in times),
-            first.bytes if block is not blocks[-1] else 0,
-            first.kept,
-            size_of(*block.parameters()),
+    warm_up, *timed_rounds = rounds
+    medians = []
+    for index, block in enumerate(blocks):
+        costs = [timed[index] for timed in timed_rounds]
+        is_last = block is blocks[-1]
+        medians.append(
+            BlockCost(
+                forward=statistics.median(cost.forward for cost in costs),
+                backward=statistics.median(cost.backward for cost in costs),
+                bytes=0 if is_last else warm_up[index].bytes,
+                kept=warm_up[index].kept,
+                weights=count_bytes(*block.parameters()),
+            )
         )
-        for block, first, times in zip(blocks, rounds[0], zip(*rounds[1:], strict=True), strict=True)
-    ]
+    return medians
 
 
-def _time(
-    block: nn.Module, received: Tensor, run: Callable[[nn.Module, Tensor], Tensor], weigh: bool
+def _measure(
+    block: nn.Module,
+    received: Tensor,
+    run: Callable[[nn.Module, Tensor], Tensor],
+    counts_kept: bool,
 ) -> tuple[Tensor, BlockCost]:
-    """One forward and backward; returns the output as the next block receives it. `weigh` counts saved tensors."""
+    """Run a forward and backward pass.
+
+    Returns:
+        The detached output, which is the input of the next block, and the cost. Its field `kept` is
+        0 unless `count_bytes` is True.
+    """
     parameters = [p for p in block.parameters() if p.requires_grad]
-    counting = Allocations([*block.parameters(), *block.buffers(), received]) if weigh else None
-    with torch.enable_grad(), counting or nullcontext():
+    allocations = None
+    if counts_kept:
+        allocations = Allocations([*block.parameters(), *block.buffers(), received])
+    with torch.enable_grad(), allocations or nullcontext():
         start = _clock(received.device)
         out = run(block, received)
         middle = _clock(received.device)
-        kept = counting.live if counting else 0
-        wanted = [received, *parameters] if received.requires_grad else parameters
-        if out.requires_grad:  # else this block and all before it are frozen. Changes no .grad
-            torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
+        kept = allocations.live if allocations else 0
+        # The output has no gradient if this block and all blocks before it are frozen.
+        if out.requires_grad:
+            inputs = [received, *parameters] if received.requires_grad else parameters
+            # `backward` would change the attribute `grad` of the parameters.
+            torch.autograd.grad(out, inputs, torch.ones_like(out), allow_unused=True)
         end = _clock(received.device)
     sent = out.detach()
-    return sent.requires_grad_(out.requires_grad), BlockCost(middle - start, end - middle, size_of(sent), kept)
+    cost = BlockCost(middle - start, end - middle, count_bytes(sent), kept)
+    return sent.requires_grad_(out.requires_grad), cost
 
 
 def _clock(device: torch.device) -> float:
-    """Seconds, after the device is synchronised."""
+    """Synchronise the device and return the time in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -1,4 +1,4 @@
-"""A model's blocks from its inputs to its outputs, and which of its parameters do not train."""
+"""List the blocks of a model, and freeze blocks or parameters."""
 
 from __future__ import annotations
 
@@ -10,174 +10,264 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from trainer.errors import RecipeError
-from trainer.recipe import nearest
+from trainer.recipe import find_nearest
 
 LISTS = (nn.Sequential, nn.ModuleList)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class Block(NamedTuple):
-    """A part of a model that is frozen, or has a learning rate, as a whole."""
+    """Part of a model that can be frozen, or can have its own learning rate.
 
-    name: str  # of its module
-    parameters: list[str]  # names, with those of loose parameters around it
-
-
-def blocks(model: nn.Module) -> list[Block]:
-    """The model's blocks in the order in which it defines them; parameters that are used twice count once.
-
-    A block is a child of the model, or of a list in it (`nn.Sequential`, `nn.ModuleList`), or of a part whose lists
-    hold more than half of all weights: a residual block, an encoder layer, a convolution on its own. Loose parameters
-    belong to the block before them, or to the first: normalisation between blocks, position embeddings, class tokens.
+    Attributes:
+        name: Name of the block's module.
+        parameters: Names of its parameters, and of loose parameters before and after it.
     """
-    listed: list[Block] = []
-    waiting: list[str] = []  # loose ones before the first block
-    for name, parameters, loose in _parts(model, "", sum(p.numel() for p in model.parameters()) / 2):
-        if loose and not listed:
+
+    name: str
+    parameters: list[str]
+
+
+def list_blocks(model: nn.Module) -> list[Block]:
+    """List the model's blocks in the order of their definition.
+
+    A block is a child of the model, or of a list in the model (`nn.Sequential`, `nn.ModuleList`),
+    or of a module whose lists contain more than half of all weights. Examples are a residual block,
+    an encoder layer, and a single convolution. Loose parameters, such as normalisation between
+    blocks, position embeddings and class tokens, belong to the block before them, or else to the
+    first block. A parameter that is used twice is listed once.
+    """
+    rows: list[Block] = []
+    # Loose parameters before the first block.
+    waiting: list[str] = []
+    half = sum(p.numel() for p in model.parameters()) / 2
+    for name, parameters, is_loose in _iterate_parts(model, "", half):
+        if is_loose and not rows:
             waiting += parameters
-        elif loose:
-            listed[-1].parameters.extend(parameters)
+        elif is_loose:
+            rows[-1].parameters.extend(parameters)
         else:
-            listed.append(Block(name, [*waiting, *parameters]))
+            rows.append(Block(name, [*waiting, *parameters]))
             waiting = []
     if waiting:
-        listed.append(Block("", waiting))
-    once: set[str] = {name for name, _ in model.named_parameters()}
-    return [Block(name, [p for p in parameters if p in once]) for name, parameters in listed]
+        rows.append(Block("", waiting))
+    unique = dict(model.named_parameters())
+    for row in rows:
+        row.parameters[:] = [name for name in row.parameters if name in unique]
+    return rows
 
 
-def _parts(module: nn.Module, prefix: str, half: float) -> Iterator[tuple[str, list[str], bool]]:
-    """Parts with parameters in the order of their definition: name, parameters, whether they are loose."""
-    direct = [f"{prefix}{name}" for name, _ in module.named_parameters(recurse=False)]
+def _iterate_parts(
+    module: nn.Module,
+    prefix: str,
+    half: float,
+) -> Iterator[tuple[str, list[str], bool]]:
+    """Yield the name of each part with parameters, their names, and whether they are loose."""
+    name = prefix.removesuffix(".")
+    direct = dict(module.named_parameters(name, recurse=False))
     if direct:
-        yield prefix.removesuffix("."), direct, True
+        yield name, list(direct), True
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         parameters = dict(child.named_parameters(prefix=path))
         if not parameters:
             continue
-        if type(child) in LISTS or _in_lists(child) > half:
-            yield from _parts(child, f"{path}.", half)
+        if type(child) in LISTS or _count_weights_in_lists(child) > half:
+            yield from _iterate_parts(child, f"{path}.", half)
         else:
             yield path, list(parameters), all(p.ndim <= 1 for p in parameters.values())
 
 
-def _in_lists(module: nn.Module) -> int:
-    """Number of weights in lists of layers within a module."""
-    return sum(
-        sum(p.numel() for p in child.parameters()) if type(child) in LISTS else _in_lists(child)
-        for child in module.children()
-    )
+def _count_weights_in_lists(module: nn.Module) -> int:
+    count = 0
+    for child in module.children():
+        if type(child) in LISTS:
+            count += sum(p.numel() for p in child.parameters())
+        else:
+            count += _count_weights_in_lists(child)
+    return count
 
 
-def head(model: nn.Module) -> str:
-    """The name of the last linear or convolutional layer; empty where there is none."""
-    layers = [name for name, layer in model.named_modules() if isinstance(layer, (nn.Linear, *CONVOLUTIONS))]
-    return layers[-1] if layers else ""
+def find_head(model: nn.Module) -> str:
+    """Return the name of the last linear or convolutional layer, or an empty string."""
+    last = ""
+    for name, layer in model.named_modules():
+        if isinstance(layer, (nn.Linear, *CONVOLUTIONS)):
+            last = name
+    return last
 
 
-def freeze(model: nn.Module, wanted: int | Sequence[str], name: str) -> None:
-    """Freeze some parameters (requires_grad=False): so many first blocks, all but the last so many where negative, or
-    those of names or patterns of modules and parameters, as in `layer1` or `encoder.layers.*.mlp`.
+def freeze(
+    model: nn.Module,
+    wanted: int | Sequence[str],
+    name: str,
+) -> None:
+    """Freeze parameters (`requires_grad=False`) and the running statistics of their layers.
 
-    Raises RecipeError where there are not so many, a pattern matches nothing, or nothing is left to train.
+    Args:
+        model: Changed in place.
+        wanted: Number of first blocks to freeze. If negative, minus the number of last blocks to
+            train. Or names or patterns of modules and parameters to freeze, such as `layer1` or
+            `encoder.layers.*.mlp`.
+        name: The model's name, for messages.
+
+    Raises:
+        RecipeError: The model has too few blocks, a pattern matches nothing, or nothing is left to
+            train.
     """
     parameters = dict(model.named_parameters())
+    chosen: set[str] = set()
     if isinstance(wanted, int):
-        row = blocks(model)
-        count = wanted if wanted > 0 else len(row) + wanted
-        if not 0 < count < len(row):
+        rows = list_blocks(model)
+        count = wanted if wanted > 0 else len(rows) + wanted
+        if not 0 < count < len(rows):
+            names = _abbreviate([block.name for block in rows])
             raise RecipeError(
-                f"model.freeze={wanted}: {name} has {len(row)} blocks of layers ({_listed([b.name for b in row])}), "
-                f"and the last has to train: model.freeze={len(row) - 1} is the most"
+                f"model.freeze={wanted}: {name} has {len(rows)} blocks of layers ({names}), and "
+                f"the last has to train: model.freeze={len(rows) - 1} is the most"
             )
-        chosen = {parameter for block in row[:count] for parameter in block.parameters}
+        for block in rows[:count]:
+            chosen.update(block.parameters)
     else:
-        chosen = {parameter for pattern in wanted for parameter in _fitting(model, pattern, name)}
-    left = [parameter for parameter in parameters if parameter not in chosen and parameters[parameter].requires_grad]
-    if not left:
-        raise RecipeError(f"model.freeze leaves nothing of {name} to train: take its last layer out of the list")
-    for parameter in chosen:
-        parameters[parameter].requires_grad_(False)
-    for norm in _frozen_by_position(model):
+        for pattern in wanted:
+            chosen.update(_match(model, pattern, name))
+    if not any(p.requires_grad for key, p in parameters.items() if key not in chosen):
+        raise RecipeError(
+            f"model.freeze leaves nothing of {name} to train: take its last layer out of the list"
+        )
+    frozen_parameters = {parameters[key] for key in chosen}
+    for module in model.modules():
+        # The names are stored in the module, because copies of a parameter, and FSDP's shards of
+        # it, lose its attributes.
+        names_here = []
+        for key, parameter in module.named_parameters(recurse=False):
+            if parameter in frozen_parameters:
+                names_here.append(key)
+        module.frozen_names = names_here  # type: ignore[assignment]
+    refreeze(model)
+    for norm in _find_frozen_norms(model):
         norm.keeps_statistics = True  # type: ignore[assignment]
 
 
-def _fitting(model: nn.Module, pattern: str, model_name: str) -> list[str]:
-    """Names of the parameters that a pattern matches, or whose modules it matches."""
-    names = [name for name, _ in model.named_parameters()]
-    fits = [name for name in names if any(fnmatchcase(above, pattern) for above in _path(name))]
-    if not fits:
-        every = dict.fromkeys(above for name in names for above in _path(name))
-        guess = nearest(pattern, every)
-        tops = list(dict.fromkeys(name.partition(".")[0] for name in names))
-        hint = f"did you mean {guess}?" if guess else f"it has {_listed(tops)}"
-        raise RecipeError(f"model.freeze: nothing in {model_name} that trains is called '{pattern}'; {hint}")
-    return fits
+def _match(
+    model: nn.Module,
+    pattern: str,
+    model_name: str,
+) -> list[str]:
+    """Return the names of the parameters that match a pattern or are in a module that matches."""
+    names = list(dict(model.named_parameters()))
+    matches = []
+    for name in names:
+        if any(fnmatchcase(path, pattern) for path in _list_paths(name)):
+            matches.append(name)
+    if not matches:
+        paths: list[str] = []
+        for name in names:
+            paths += _list_paths(name)
+        children = dict.fromkeys(name.partition(".")[0] for name in names)
+        hint = f"it has {_abbreviate(list(children))}"
+        if guess := find_nearest(pattern, dict.fromkeys(paths)):
+            hint = f"did you mean {guess}?"
+        raise RecipeError(
+            f"model.freeze: nothing in {model_name} that trains is called '{pattern}'; {hint}"
+        )
+    return matches
 
 
-def _path(name: str) -> list[str]:
-    """A parameter's name and those of all modules around it."""
+def _list_paths(name: str) -> list[str]:
+    """Return the name of a parameter, and of all modules that contain it."""
     parts = name.split(".")
     return [".".join(parts[: n + 1]) for n in range(len(parts))]
 
 
-def frozen(model: nn.Module) -> list[str]:
-    """What is frozen, in as few names as possible: whole modules, else parameters."""
+def list_frozen(model: nn.Module) -> list[str]:
+    """List the frozen modules, and the frozen parameters of other modules."""
     names: list[str] = []
 
     def visit(module: nn.Module, prefix: str) -> None:
-        names.extend(f"{prefix}{name}" for name, p in module.named_parameters(recurse=False) if not p.requires_grad)
-        for name, child in module.named_children():
-            training = [p.requires_grad for p in child.parameters()]
-            if training and not any(training):
+        for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.requires_grad:
                 names.append(f"{prefix}{name}")
-            elif training:
+        for name, child in module.named_children():
+            flags = [p.requires_grad for p in child.parameters()]
+            if flags and not any(flags):
+                names.append(f"{prefix}{name}")
+            elif flags:
                 visit(child, f"{prefix}{name}.")
 
     visit(model, "")
     return names
 
 
-def frozen_norms(model: nn.Module) -> list[_NormBase]:
-    """Normalisation layers whose running statistics `freeze` froze."""
-    return [layer for layer in model.modules() if isinstance(layer, _NormBase) and keeps_statistics(layer)]
+def list_frozen_norms(model: nn.Module) -> list[_NormBase]:
+    """List the normalisation layers with running statistics that `freeze` froze."""
+    layers = []
+    for layer in model.modules():
+        if isinstance(layer, _NormBase) and keeps_statistics(layer):
+            layers.append(layer)
+    return layers
 
 
-def hold_statistics(model: nn.Module) -> None:
-    """Let `frozen_norms` use their running statistics in training too; dropout inside of such a layer stays on."""
-    for layer in frozen_norms(model):
-        layer.training = False  # not `eval()`, which is for its children as well
+def refreeze(model: nn.Module) -> None:
+    """Freeze again what `freeze` froze, because the model's own `train` may have changed it.
+
+    Dropout inside a frozen normalisation layer stays active.
+    """
+    for layer in list_frozen_norms(model):
+        # `eval()` would also switch the children of the layer.
+        layer.training = False
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if name in getattr(module, "frozen_names", ()):
+                parameter.requires_grad_(False)
 
 
 def keeps_statistics(layer: nn.Module) -> bool:
-    """Whether `freeze` froze this layer's running statistics."""
+    """Return whether `freeze` froze this layer's running statistics."""
     return bool(getattr(layer, "keeps_statistics", False))
 
 
-def _frozen_by_position(model: nn.Module) -> Iterator[_NormBase]:
-    """Batch normalisation, and instance normalisation with running statistics, that is frozen.
+def _find_frozen_norms(model: nn.Module) -> Iterator[_NormBase]:
+    """Yield frozen batch normalisation, and frozen instance normalisation that tracks statistics.
 
-    One without weight and bias is frozen with the module around it, or where that trains in part, with the layer before
-    it; without any layer before it, with the first that has parameters.
+    A layer without weight and bias is frozen if the module that contains it is frozen. If only a
+    part of that module is frozen, the layer is frozen if the last layer with parameters before it
+    is, or else the first layer with parameters.
     """
-    trains = [[p.requires_grad for p in layer.parameters(recurse=False)] for layer in model.modules()]
-    before = next((not any(flags) for flags in trains if flags), False)  # whether the layer before is frozen
-    for (name, layer), flags in zip(model.named_modules(), trains, strict=True):
-        before = not any(flags) if flags else before
-        tracks = isinstance(layer, _BatchNorm) or (isinstance(layer, _NormBase) and layer.running_mean is not None)
-        if tracks and (before if flags else _like_its_module(model, name, before)):
+    flags_of_layers = []
+    for layer in model.modules():
+        flags_of_layers.append([p.requires_grad for p in layer.parameters(recurse=False)])
+    is_frozen = next((not any(flags) for flags in flags_of_layers if flags), False)
+    for (name, layer), flags in zip(model.named_modules(), flags_of_layers, strict=True):
+        if flags:
+            is_frozen = not any(flags)
+        if not isinstance(layer, _NormBase):
+            continue
+        if not isinstance(layer, _BatchNorm) and layer.running_mean is None:
+            continue
+        is_norm_frozen = is_frozen
+        if not flags:
+            is_norm_frozen = _is_surrounding_frozen(model, name, is_frozen)
+        if is_norm_frozen:
             yield layer
 
 
-def _like_its_module(model: nn.Module, name: str, before: bool) -> bool:
+def _is_surrounding_frozen(
+    model: nn.Module,
+    name: str,
+    is_frozen_before: bool,
+) -> bool:
     while name:
         name = name.rpartition(".")[0]
-        training = {p.requires_grad for p in model.get_submodule(name).parameters()}
-        if training:
-            return before if len(training) == 2 else not training.pop()
-    return before
+        flags = {p.requires_grad for p in model.get_submodule(name).parameters()}
+        if len(flags) == 1:
+            return not flags.pop()
+        if flags:
+            return is_frozen_before
+    return is_frozen_before
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) <= 8 else f"{', '.join(names[:4])}, ... {', '.join(names[-2:])}"
+def _abbreviate(names: Sequence[str]) -> str:
+    if len(names) <= 8:
+        return ", ".join(names)
+    return f"{', '.join(names[:4])}, ... {', '.join(names[-2:])}"

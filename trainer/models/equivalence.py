@@ -1,7 +1,9 @@
-"""Proof that what replaces a model trains as the model does: both make the same training passes before the first step.
+"""Check before the first step that a replacement of a model trains as the model does.
 
-Compared are outputs, gradients, weights, buffers, plain attributes (counters, tensors, arrays) and random states, over
-two passes: what the first leaves behind shows in the second. Nothing of it is left.
+A replacement is, for example, a pipeline of stages. Model and replacement run the same two training
+passes. Outputs, gradients, weights, buffers, attributes (counters, tensors, arrays) and random
+states are compared. The second pass shows differences in the state that the first pass leaves. All
+state is restored afterwards.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -16,34 +19,64 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import RecipeError, is_out_of_memory
-from trainer.models.undisturbed import attributes, generators, is_plain, undisturbed
+from trainer.models.reachable import Reachable
+from trainer.models.undisturbed import is_plain, read_generator_states, restore_after
 
-# Of a tensor's norm. Both run the same operations on one device: whatever computes something else is further apart.
+# Maximum relative error of equal tensors. Model and replacement run the same operations on one
+# device, so different computations lead to larger errors.
 TOLERANCE = {"fp32": 1e-5, "tf32": 1e-5, "bf16": 1e-4, "fp16": 1e-4}
 AS_IT_IS = "mode=ddp, which runs the model as it is"
-NOISE = 8  # times as far apart as two replays are: what a kernel adds up in any order is no fault
+# Maximum error of a CUDA graph replay, as a multiple of the error between two replays. Two replays
+# differ if a kernel adds numbers up in a random order.
+NOISE = 8
+# Number of elements that are multiplied at a time, so that they fit the CPU's cache.
+CHUNK_SIZE = 2**17
 Made = TypeVar("Made")
 Tensors = dict[str, Tensor | None]
 
 
 class Passes(NamedTuple):
-    """What training passes did, by names."""
+    """Record of training passes. Dictionaries are indexed by names for messages.
 
-    # Buffers, attributes, changed weights, before the first pass and after each, with its output.
+    Attributes:
+        tensors: Buffers, attributes and changed weights before the first pass, and the same with
+            the output after each pass.
+        gradients: Gradients, accumulated over all passes.
+        plain: Attributes and states of the random generators after each pass.
+    """
+
     tensors: list[Tensors]
-    gradients: Tensors  # of all passes, added up
-    plain: list[dict[str, object]]  # after each pass: attributes and generators
+    gradients: Tensors
+    plain: list[dict[str, object]]
 
 
-def fewest_rows(most: int, make: Callable[[int], Made], say: Callable[[str], None], name: str) -> Made | None:
-    """What `make` gives with one row, or two, or `most`: as few as the model takes. None, and a line, where memory is
-    too small."""
+def try_fewest_rows(
+    most: int,
+    make: Callable[[int], Made],
+    say: Callable[[str], None],
+    name: str,
+) -> Made | None:
+    """Call `make` with 1, 2 and `most` rows until the model accepts the number of rows.
+
+    Args:
+        most: Maximum number of rows.
+        make: Function of the number of rows.
+        say: Prints a warning if the memory is too small.
+        name: Name of the model, for the warning.
+
+    Returns:
+        The result of `make`, or None if the memory is too small.
+    """
     for rows in sorted({1, 2, most}):
         try:
             return make(rows)
-        except Exception as error:  # the model's code may raise anything
+        except Exception as error:
+            # The model's code may raise anything.
             if is_out_of_memory(error):
-                say(f"WARNING: {name} is not compared with what replaces it: memory is too small for both")
+                say(
+                    f"WARNING: {name} is not compared with what replaces it: memory is too small "
+                    "for both"
+                )
                 return None
             if rows >= most:
                 raise
@@ -57,75 +90,115 @@ def observe(
     inputs: Sequence[Tensor],
     after: Callable[[bool], object] = lambda last: None,
     parameters: Mapping[str, nn.Parameter] | None = None,
+    evaluate: Callable[[], object] | None = None,
 ) -> Passes:
-    """Run training passes of a model, or of what replaces it and shares its weights, and undo them.
+    """Record training passes of a model, or of a replacement with the same weights, and undo them.
+
+    Between two passes the model is switched to evaluation and back, as at the end of an epoch,
+    because a model's own `train()` may count epochs.
 
     Args:
-        train: switches to training.
-        run: a forward pass.
-        inputs: a micro-batch (N, ...) for each pass.
-        after: what ends a pass, behind its backward pass; told whether it is the last.
-        parameters: this rank's own, where the model holds others by now.
+        model: The model whose state is recorded.
+        train: Switches the model to training.
+        run: Runs a forward pass.
+        inputs: A micro-batch (N, ...) for each pass.
+        after: Called after each backward pass. The argument says whether it was the last pass.
+        parameters: Parameters of this rank, if they are not those of the model.
+        evaluate: Switches the model to evaluation. The default is the model's own `eval()`.
     """
-    parameters = dict(model.named_parameters()) if parameters is None else parameters
-    kept = {name: (parameter.detach().clone(), parameter.grad) for name, parameter in parameters.items()}
-    # The very objects of now: one that a pass assigns anew, as its last activations, is no state that adds up.
-    held = [(name, value) for name, value in attributes(model) if isinstance(value, Tensor | np.ndarray)]
+    if parameters is None:
+        parameters = dict(model.named_parameters())
+    originals = {}
+    for name, parameter in parameters.items():
+        originals[name] = parameter.detach().clone(), parameter.grad
+    # Only objects that exist before the passes are compared. An object that each pass replaces,
+    # such as its activations, does not accumulate.
+    initial_objects = {}
+    for name, value in Reachable([model]).values:
+        if isinstance(value, Tensor | np.ndarray):
+            initial_objects[name] = value
 
-    def state() -> Tensors:
-        weights = ((f"change of {name}", p, kept[name][0]) for name, p in parameters.items())
-        changed: Tensors = {name: None if torch.equal(p, was) else p.detach().clone() for name, p, was in weights}
-        changed |= {name: _numbers(value) for name, value in held}
-        return changed | {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
+    def read_state(reachable: Reachable) -> Tensors:
+        state: Tensors = {}
+        for name, parameter in parameters.items():
+            is_unchanged = torch.equal(parameter, originals[name][0])
+            state[f"change of {name}"] = None if is_unchanged else parameter.detach().clone()
+        # An attribute with a single number may be a counter, even if passes assign a new tensor.
+        scalars = {}
+        for name, value in reachable.values:
+            if isinstance(value, Tensor) and value.numel() == 1:
+                scalars[name] = value
+        for name, value in initial_objects.items():
+            state[name] = _copy_numbers(scalars.get(name, value))
+        for name, buffer in model.named_buffers():
+            state[f"buffer {name}"] = buffer.clone()
+        return state
 
     plain = list[dict[str, object]]()
     try:
-        with undisturbed([model], inputs[0].device), torch.enable_grad():
+        with restore_after([model], inputs[0].device), torch.enable_grad():
             for parameter in parameters.values():
                 parameter.grad = None
             train()
-            tensors = [state()]
-            for number, piece in enumerate(inputs, 1):
-                out = run(piece)
-                if out.requires_grad:  # no loss is needed: the gradients of its outputs are drawn
+            tensors = [read_state(Reachable([model]))]
+            for number, micro_batch in enumerate(inputs, 1):
+                if number > 1:
+                    (evaluate or model.eval)()
+                    train()
+                out = run(micro_batch)
+                # The gradient of the outputs is random, because no loss is computed here.
+                if out.requires_grad:
                     noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
                     torch.autograd.backward(out, noise.to(out))
                 after(number == len(inputs))
-                tensors.append(state() | {"output": out.detach()})
-                plain.append(plain_attributes(model) | generators())
-            return Passes(tensors, {f"gradient of {name}": p.grad for name, p in parameters.items()}, plain)
+                reachable = Reachable([model])
+                tensors.append(read_state(reachable) | {"output": out.detach()})
+                plain.append(read_plain_attributes(model, reachable) | read_generator_states())
+            gradients = {f"gradient of {name}": p.grad for name, p in parameters.items()}
+            return Passes(tensors, gradients, plain)
     finally:
         with torch.no_grad():
-            for name, (value, gradient) in kept.items():
+            for name, (value, gradient) in originals.items():
                 parameters[name].copy_(value)
                 parameters[name].grad = gradient
 
 
-def plain_attributes(model: nn.Module, figures: bool = False) -> dict[str, object]:
-    """Numbers and words that a module has, and the length of what it collects; `figures` in there too, which the
-    rounding of a pass may change."""
-    found: dict[str, object] = {}
-    for name, value in attributes(model):
-        collected = isinstance(value, list | tuple | dict | set)
-        figure = not figures and isinstance(value, float) and name.endswith("]")
-        if collected or (isinstance(value, bool | int | float | str) and not figure):
-            found[name] = repr(len(value) if collected else value)
-    return found
+def read_plain_attributes(
+    model: nn.Module,
+    reachable: Reachable | None = None,
+) -> dict[str, object]:
+    """Return values that a model's code may branch on, by names for messages.
+
+    These are numbers, strings and lengths that the code reaches, and which parameters train.
+    """
+    attributes = dict((reachable or Reachable([model])).plain)
+    for name, parameter in model.named_parameters():
+        attributes[f"requires_grad of {name}"] = parameter.requires_grad
+    return attributes
 
 
-def _numbers(value: Any) -> Tensor | None:
-    """A copy of those of a tensor or array that a pass can change in place."""
+def _copy_numbers(value: Any) -> Tensor | None:
+    """Copy a tensor or array that a pass can change in place; return None for other values."""
     if isinstance(value, Tensor):
         return value.to("cpu", copy=True) if is_plain(value) else None
-    with suppress(TypeError, ValueError):  # an array of objects, or of a type that torch does not have
-        return torch.from_numpy(value.copy()) if value.flags.writeable else None
+    # torch cannot represent an array of objects.
+    with suppress(TypeError, ValueError):
+        if value.flags.writeable:
+            return torch.from_numpy(value.copy())
     return None
 
 
-def _counted(passes: Passes) -> dict[str, object]:
-    """What goes on changing: an attribute that is set once, like a size, counts nothing."""
-    first, last = passes.plain[0], passes.plain[-1]
-    return {name: (first.get(name), value) for name, value in last.items() if first.get(name) != value}
+def _find_counters(passes: Passes) -> dict[str, tuple[object, object]]:
+    """Return the attributes that passes after the first one change.
+
+    An attribute that only the first pass sets, such as a size, is not a counter.
+    """
+    first = passes.plain[0]
+    counters = {}
+    for name, value in passes.plain[-1].items():
+        if first.get(name) != value:
+            counters[name] = first.get(name), value
+    return counters
 
 
 def check_equivalent(
@@ -136,60 +209,171 @@ def check_equivalent(
     floor: float = 0.0,
     instead: str = AS_IT_IS,
 ) -> None:
-    """Raise RecipeError if `what` replaces a model, by its name, and trains another.
+    """Check that the replacement of a model trains as the model does.
 
-    Tensors may be `tolerance` x their norm apart, or x `floor` where that is more: gradients that should be zero are
-    rounding errors, which another order of sums changes.
+    Args:
+        what: Name of the replacement, for messages.
+        whole: Passes of the model.
+        replaced: Passes of the replacement.
+        tolerance: Allowed distance between two tensors, relative to the norm.
+        floor: Minimum norm that `tolerance` is multiplied by. Gradients that should be zero consist
+            of rounding errors, which depend on the order of sums.
+        instead: What to use instead, for messages.
+
+    Raises:
+        RecipeError: The two differ.
     """
-    if found := [*_differences(whole, replaced, tolerance, floor)]:
-        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    if differences := [*_iterate_differences(whole, replaced, tolerance, floor)]:
+        more = f" and {len(differences) - 1} more" if len(differences) > 1 else ""
         raise RecipeError(
-            f"{what} would train another model: in two passes of both what differs is the {found[0]}{more}; use "
-            f"{instead}"
+            f"{what} would train another model: in two passes of both what differs is the "
+            f"{differences[0]}{more}; use {instead}"
         )
 
 
-def _differences(whole: Passes, replaced: Passes, tolerance: float, floor: float) -> Iterator[str]:
-    """Each as a noun with its distance; what tells most comes first."""
-    counted = _counted(whole), _counted(replaced)
-    for name in counted[0] | counted[1]:
-        if counted[0].get(name) != counted[1].get(name):
+def _iterate_differences(
+    whole: Passes,
+    replaced: Passes,
+    tolerance: float,
+    floor: float,
+) -> Iterator[str]:
+    """Yield the name and the size of each difference. Counters come first."""
+    counters = _find_counters(whole)
+    others = _find_counters(replaced)
+    for name in counters | others:
+        figures = others.get(name, ())
+        # The user's program never reads a list of numbers to which only the replacement appends.
+        is_log = name.endswith("]") and all(isinstance(figure, float) for figure in figures)
+        if name not in counters and is_log:
+            continue
+        if not _are_close(counters.get(name, ()), figures, tolerance):
             yield f"{name} (changed otherwise by one of the two)"
-    pairs = zip([*whole.tensors, whole.gradients], [*replaced.tensors, replaced.gradients], strict=True)
-    for one, other in pairs:
-        for name, value in one.items():
-            if (apart := _apart(value, other.get(name), tolerance, floor)) is not None:
-                yield f"{name} ({apart})"
+    all_tensors = [*whole.tensors, whole.gradients]
+    all_others = [*replaced.tensors, replaced.gradients]
+    for tensors, other_tensors in zip(all_tensors, all_others, strict=True):
+        for name, value in tensors.items():
+            distance = _describe_distance(value, other_tensors.get(name), tolerance, floor)
+            if distance is not None:
+                yield f"{name} ({distance})"
 
 
-def distance(one: Tensor, other: Tensor, floor: float = 0.0) -> float:
-    """The norm of the difference, as a share of the first one's norm, or of `floor` where that is more; infinite for
-    tensors of other shapes or types."""
+def _are_close(
+    values: Sequence[object],
+    others: Sequence[object],
+    tolerance: float,
+) -> bool:
+    """Return whether values are equal. Floats may differ by `tolerance`."""
+    if len(values) != len(others):
+        return False
+    for value, other in zip(values, others, strict=True):
+        if isinstance(value, float) and isinstance(other, float):
+            if not math.isclose(value, other, rel_tol=tolerance):
+                return False
+        elif value != other:
+            return False
+    return True
+
+
+def relative_error(
+    one: Tensor,
+    other: Tensor,
+    floor: float = 0.0,
+) -> float:
+    """Return the norm of the difference, divided by the norm of `one`, or by `floor` if larger.
+
+    The result is infinite if the tensors have different shapes or types.
+    """
     if one.shape != other.shape or one.dtype != other.dtype:
         return math.inf
     if torch.equal(one, other):
         return 0.0
-    real = (torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in (one, other))
-    first, second = (tensor.double().nan_to_num(1e30, 2e30, -2e30) for tensor in real)
-    return float((first - second).norm() / first.norm().clamp(min=floor))
+    if one.is_complex():
+        one = torch.view_as_real(one)
+        other = torch.view_as_real(other)
+    # Equal infinities, and two NaNs, count as equal.
+    first = one.double().nan_to_num(1e30, 2e30, -2e30)
+    second = other.double().nan_to_num(1e30, 2e30, -2e30)
+    norm = first.norm().clamp(min=floor)
+    return float((first - second).norm() / norm)
 
 
-def _apart(one: Tensor | None, other: Tensor | None, tolerance: float, floor: float = 0.0) -> str | None:
-    """How far two tensors are from each other, None where they are alike."""
+def _describe_distance(
+    one: Tensor | None,
+    other: Tensor | None,
+    tolerance: float,
+    floor: float = 0.0,
+) -> str | None:
+    """Describe the difference of two tensors; return None if it is within `tolerance`."""
     if one is None or other is None:
         return None if one is other else "there in one of the two alone"
-    if math.isinf(apart := distance(one, other, floor)):
+    distance = relative_error(one, other, floor)
+    if math.isinf(distance):
         return "of another shape or type"
-    return None if apart <= tolerance else f"{apart:.2g} of its norm apart"
+    if distance <= tolerance:
+        return None
+    return f"{distance:.2g} of its norm apart"
 
 
-def changing(passes: Passes) -> list[str]:
-    """The state that each forward pass changes: with more passes in a step it is another model."""
-    before, after, least = passes.tensors[0], passes.tensors[-1], TOLERANCE["fp32"]
-    counted = [name for name in _counted(passes) if name.startswith("attribute ")]
-    return counted + [name for name in before if _apart(before[name], after[name], least) is not None]
+@dataclass(frozen=True, eq=False)
+class Sketch:
+    """Summary of a tensor: its product with fixed noise, and its norm.
+
+    The product changes if any element changes, or if elements are exchanged.
+    """
+
+    product: float
+    norm: float
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the sketches belong to tensors that are equal up to rounding."""
+        if not isinstance(other, Sketch):
+            return False
+        # With `not ... >` instead of `<=`, NaNs count as equal.
+        return not abs(self.product - other.product) > TOLERANCE["fp32"] * self.norm
 
 
-def draws(passes: Passes) -> bool:
-    """Whether passes on the CPU draw of torch's generator."""
-    return "random state of torch" in _counted(passes)
+def sketch_tensors(named: Mapping[str, Tensor]) -> dict[str, Sketch]:
+    """Return a sketch of each tensor by name. The host waits once for each device."""
+    rows: dict[torch.device, dict[str, Tensor]] = {}
+    noise = torch.randn(CHUNK_SIZE, generator=torch.Generator().manual_seed(0))
+    for name, tensor in named.items():
+        real = tensor.detach()
+        if real.is_complex():
+            real = torch.view_as_real(real)
+        noise = noise.to(real.device)
+        product = torch.zeros((), device=real.device)
+        squares = torch.zeros((), device=real.device)
+        for index, chunk in enumerate(torch.split(real.reshape(-1), CHUNK_SIZE)):
+            numbers = chunk.float()
+            # The factor differs between chunks, so that an exchange of two chunks changes the sum.
+            products = numbers * noise[: len(numbers)]
+            product += math.cos(index) * products.sum()
+            squares += numbers.square().sum()
+        rows.setdefault(real.device, {})[name] = torch.stack([product, squares.sqrt()])
+    sketches: dict[str, Sketch] = {}
+    for rows_on_device in rows.values():
+        numbers_on_host = torch.stack([*rows_on_device.values()]).tolist()
+        for name, (host_product, norm) in zip(rows_on_device, numbers_on_host, strict=True):
+            sketches[name] = Sketch(host_product, norm)
+    return sketches
+
+
+def list_changing_state(passes: Passes) -> list[str]:
+    """List the state that each forward pass changes.
+
+    A model with state like this trains differently if a step has more passes.
+    """
+    names = []
+    for name in _find_counters(passes):
+        if not name.startswith("random state "):
+            names.append(name)
+    after = passes.tensors[-1]
+    for name, tensor in passes.tensors[0].items():
+        if _describe_distance(tensor, after[name], TOLERANCE["fp32"]) is not None:
+            names.append(name)
+    return names
+
+
+def draws_random_numbers(passes: Passes) -> bool:
+    """Return whether passes on the CPU draw from torch's generator."""
+    return "random state of torch" in _find_counters(passes)

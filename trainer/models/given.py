@@ -1,4 +1,4 @@
-"""Models of the Python API: modules, and functions that make them."""
+"""Models that the Python API accepts: modules, and functions that build them."""
 
 from __future__ import annotations
 
@@ -18,116 +18,166 @@ from trainer.errors import RecipeError
 from trainer.models.small import SMALL
 from trainer.recipe.image_sizes import ImageSize
 
-OFFERED = ("num_classes", "channels", "image_size")  # parameters that a function may have
+# Parameters that a user's function may have.
+OFFERED = ("num_classes", "channels", "image_size")
 
 
-class Given:
-    """A model's builder, from a module or from a function that makes one.
+class ModelBuilder:
+    """Builder of a model from a user's module or function.
 
-    A module is copied, with its weights, so that a run does not change the caller's. A function or class is called with
-    those of num_classes, channels and image_size that it has parameters for.
+    A module is copied with its weights, so that a run does not change the caller's module. A
+    function or class is called with num_classes, channels and image_size, if it has parameters of
+    that name.
     """
 
     def __init__(self, source: nn.Module | Callable[..., nn.Module]) -> None:
-        """Raises RecipeError for what is neither a module nor a function of `OFFERED`."""
+        """Check the source.
+
+        Raises:
+            RecipeError: `source` is neither a module nor a function of `OFFERED` parameters, or the
+                module cannot be copied or trained.
+        """
         if isinstance(source, nn.Module):
-            source = bare(source)
-            if any(map(is_lazy, [*source.parameters(), *source.buffers()])):
+            source = unwrap(source)
+            tensors = [*source.parameters(), *source.buffers()]
+            if any(map(is_lazy, tensors)):
                 raise RecipeError("model= has lazy layers: call model(batch) once before")
             if (reason := not_in_a_copy(source)) is not None:
-                raise RecipeError(f"model= {reason}, which no copy of it has: give a function that makes it")
+                raise RecipeError(
+                    f"model= {reason}, which a copy would not have: pass a function that builds it"
+                )
             if not any(parameter.requires_grad for parameter in source.parameters()):
-                raise RecipeError("model= has nothing to train: set requires_grad=True on some of its parameters")
+                raise RecipeError(
+                    "model= has nothing to train: set requires_grad=True on some of its parameters"
+                )
         elif not callable(source):
             raise RecipeError(
-                f"model= is a torch.nn.Module, a function that makes one, or a name as in model='cnn', "
-                f"not {type(source).__name__}"
+                "model= must be a torch.nn.Module, a function that builds one, or a name as in "
+                f"model='cnn', not {type(source).__name__}"
             )
         else:
-            _wanted(source)
+            _select_parameters(source)
         self.source = source
 
     @property
     def name(self) -> str:
-        """Its name in recipes and run folders; for a function of torchvision's the one there."""
+        """Name in recipes and run directories. torchvision's own functions keep theirs."""
         source = self.source
         while isinstance(source, functools.partial):
             source = source.func
         name = str(getattr(source, "__name__", type(source).__name__))
-        known = (*SMALL, *torchvision.models.list_models(module=torchvision.models))
-        if name in known:
-            theirs = name not in SMALL and self.source is torchvision.models.get_model_builder(name)
-            return name if theirs else f"my_{name}"
+        if name in SMALL:
+            return f"my_{name}"
+        if name in torchvision.models.list_models(module=torchvision.models):
+            is_own = self.source is not torchvision.models.get_model_builder(name)
+            return f"my_{name}" if is_own else name
         return name if name.isidentifier() else "model"
 
-    def __call__(self, num_classes: int, channels: int, image_size: ImageSize) -> nn.Module:
+    def __call__(
+        self,
+        num_classes: int,
+        channels: int,
+        image_size: ImageSize,
+    ) -> nn.Module:
         if isinstance(self.source, nn.Module):
-            return self._copied(self.source)
+            return self._copy(self.source)
         offered = dict(zip(OFFERED, (num_classes, channels, image_size), strict=True))
-        model = self.source(**{name: offered[name] for name in _wanted(self.source)})
+        arguments = {name: offered[name] for name in _select_parameters(self.source)}
+        model = self.source(**arguments)
         if not isinstance(model, nn.Module):
-            raise RecipeError(f"model={self.name} must make a torch.nn.Module, and made {type(model).__name__}")
-        return bare(model)
+            raise RecipeError(
+                f"model={self.name} must return a torch.nn.Module, not {type(model).__name__}"
+            )
+        return unwrap(model)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A module is sent to other processes on the CPU: they have other devices."""
+        """Return the state with the module on the CPU, because processes have different devices."""
         source = self.source
-        if isinstance(source, nn.Module) and any(p.device.type != "cpu" for p in source.parameters()):
-            source = self._copied(source)
+        if isinstance(source, nn.Module):
+            device_types = {parameter.device.type for parameter in source.parameters()}
+            if device_types - {"cpu"}:
+                source = self._copy(source)
         return {"source": source}
 
-    def _copied(self, source: nn.Module) -> nn.Module:
+    def _copy(self, source: nn.Module) -> nn.Module:
         try:
             return copy.deepcopy(source).cpu()
-        except Exception as error:  # a module may hold anything at all
+        except Exception as error:
+            # A user's module may contain objects that cannot be copied.
             reason = " ".join(str(error).split())[:160]
             raise RecipeError(
-                f"model={self.name} cannot be copied ({type(error).__name__}: {reason}): give a function that makes it"
+                f"model={self.name} cannot be copied ({type(error).__name__}: {reason}): pass a "
+                "function that builds it"
             ) from None
 
 
 def not_in_a_copy(model: nn.Module) -> str | None:
-    """What torch leaves out of a module's copy, or leaves with the original."""
-    own = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
+    """Describe the first part of a module that a copy would lack, or share with the original.
+
+    A copy lacks the hooks of parameters. A copied function still refers to the original.
+
+    Returns:
+        None if the copy would be complete.
+    """
+    own = set(map(id, model.modules()))
+    own.update(map(id, model.parameters()))
+    own.update(map(id, model.buffers()))
+    empty_cell = types.CellType()
     for name, module in model.named_modules():
-        attributes = vars(module).values()
-        functions = [*attributes, *(hook for hooks in attributes if isinstance(hooks, dict) for hook in hooks.values())]
-        cells = [cell for function in functions for cell in getattr(function, "__closure__", None) or ()]
-        if any(cell != types.CellType() and id(cell.cell_contents) in own for cell in cells):  # one may be empty
-            return f"has a function in {name or 'itself'} that refers to the model around it"
-    return next((f"has a hook of a parameter, {name}" for name, p in model.named_parameters() if has_hooks(p)), None)
+        functions = [*vars(module).values()]
+        for attribute in vars(module).values():
+            if isinstance(attribute, dict):
+                functions += attribute.values()
+        for function in functions:
+            for cell in getattr(function, "__closure__", None) or ():
+                if cell != empty_cell and id(cell.cell_contents) in own:
+                    return (
+                        f"has a function in {name or 'itself'} that refers to the model around it"
+                    )
+    for name, parameter in model.named_parameters():
+        if has_hooks(parameter):
+            return f"has a hook of a parameter, {name}"
+    return None
 
 
 def has_hooks(parameter: Any) -> bool:
-    """Whether something is done to its gradient."""
+    """Return whether a parameter has hooks on its gradient."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
-def bare(model: nn.Module) -> nn.Module:
-    """The module inside of DataParallel, DistributedDataParallel and torch.compile."""
+def unwrap(model: nn.Module) -> nn.Module:
+    """Unwrap a model from DataParallel, DistributedDataParallel and torch.compile."""
     if isinstance(model, DataParallel | DistributedDataParallel):
-        return bare(model.module)
-    inner = getattr(model, "_orig_mod", None)  # torch.compile's
-    return bare(inner) if isinstance(inner, nn.Module) else model
+        return unwrap(model.module)
+    # torch.compile keeps the model under this name.
+    inner = getattr(model, "_orig_mod", None)
+    return unwrap(inner) if isinstance(inner, nn.Module) else model
 
 
-def _wanted(source: Callable[..., Any]) -> list[str]:
-    """Which of `OFFERED` a function is called with."""
+def _select_parameters(source: Callable[..., Any]) -> list[str]:
+    """Return which of `OFFERED` a function is called with.
+
+    Raises:
+        RecipeError: The function needs another argument.
+    """
     try:
         parameters = inspect.signature(source).parameters.values()
     except (TypeError, ValueError):
         return []
-    bound = source.keywords if isinstance(source, functools.partial) else {}
-    absent = [
-        each.name
-        for each in parameters
-        if each.default is each.empty
-        and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-        and each.name not in OFFERED
-    ]
-    if absent:
-        raise RecipeError(
-            f"model= is called with those of {', '.join(OFFERED)} that it has, and needs {absent[0]}: "
-            f"write model=lambda: ...({absent[0]}=...)"
-        )
-    return [each.name for each in parameters if each.name in OFFERED and each.name not in bound]
+    bound: dict[str, Any] = {}
+    if isinstance(source, functools.partial):
+        bound = source.keywords
+    selected = []
+    for parameter in parameters:
+        name = parameter.name
+        if name in OFFERED:
+            if name not in bound:
+                selected.append(name)
+            continue
+        is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is parameter.empty and not is_variadic:
+            raise RecipeError(
+                f"model= is called with those of {', '.join(OFFERED)} that it has parameters for, "
+                f"and also needs {name}: write model=lambda: ...({name}=...)"
+            )
+    return selected

@@ -1,4 +1,4 @@
-"""A model's graph, which is right in training and in evaluation."""
+"""Trace a model to a graph that is correct in training and in evaluation."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from trainer.models.undisturbed import generators, undisturbed
+from trainer.models.undisturbed import find_change, read_generator_states, restore_after
 
 BY_MODE = "_by_mode"
 
 
+# These functions change a tensor in place, but return a new object for a number. fx would print
+# `operator.iadd` as a statement that also changes the number for its other users.
 def iadd(value: Any, other: Any) -> Any:
-    value += other  # in place for a tensor, a new object for a number
+    value += other
     return value
 
 
@@ -44,32 +46,43 @@ INPLACE: set[Any] = {iadd, isub, imul, itruediv}
 
 
 class Untraceable(Exception):
-    """Why a model cannot be traced, as a clause."""
+    """Raised if a model cannot be traced. The message is a clause for a longer message."""
 
 
 class ByMode(nn.Module):
-    """A constant that differs in training and evaluation: tracing alone would freeze `self.training`."""
+    """Constant with different values in training and evaluation.
+
+    Tracing would otherwise store the value for the mode in which the model is traced.
+    """
 
     def forward(self, in_training: Any, in_evaluation: Any) -> Any:
         return in_training if self.training else in_evaluation
 
 
 class Value(fx.Proxy):
-    """A proxy that records `a += b` in place; fx would record a sum, which views of `a` do not see."""
+    """Proxy that records `a += b` as an operation in place.
 
-    def _changed(self, change: Callable[[Any, Any], Any], other: Any) -> fx.Proxy:
+    fx would record a sum, which does not change views of `a`.
+    """
+
+    def _change(
+        self,
+        change: Callable[[Any, Any], Any],
+        other: Any,
+    ) -> fx.Proxy:
         return self.tracer.create_proxy("call_function", change, (self, other), {})
 
-    __iadd__ = partialmethod(_changed, iadd)
-    __isub__ = partialmethod(_changed, isub)
-    __imul__ = partialmethod(_changed, imul)
-    __itruediv__ = partialmethod(_changed, itruediv)
+    __iadd__ = partialmethod(_change, iadd)
+    __isub__ = partialmethod(_change, isub)
+    __imul__ = partialmethod(_change, imul)
+    __itruediv__ = partialmethod(_change, itruediv)
 
 
 class Tracer(fx.Tracer):
-    """Records for each value the modules that return it, innermost first."""
+    """Tracer that also records which modules return each value, the innermost module first."""
 
-    proxy_buffer_attributes = True  # else what is computed from buffers alone would be a constant
+    # Without this option, values that are computed from buffers alone become constants.
+    proxy_buffer_attributes = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,21 +93,42 @@ class Tracer(fx.Tracer):
         return Value(node, self)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Also normalisation, modules without parameters that read `training` (stochastic depth), and those with hooks
-        of the backward pass, which proxies do not have."""
-        asks = "training" in getattr(type(m).forward, "__code__", _no_code).co_names
-        return (
-            super().is_leaf_module(m, module_qualified_name)
-            or isinstance(m, _NormBase)
-            or bool(m._backward_hooks or m._backward_pre_hooks)
-            or (asks and not any(True for _ in m.parameters()))
-        )
+        """Return whether a module is recorded as a single operation.
 
-    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
-        """One input, and the root's own hooks; other arguments of `forward` keep their defaults."""
-        return nn.Module._call_impl, [self.root, self.create_proxy("placeholder", "inputs", (), {})]
+        Leaves of fx are also leaves here. Further leaves are normalisation, modules without
+        parameters that read `training`, such as stochastic depth, and modules with backward hooks,
+        which cannot be registered on proxies.
+        """
+        if isinstance(m, torch.jit.ScriptModule):
+            return True
+        if super().is_leaf_module(m, module_qualified_name) or isinstance(m, _NormBase):
+            return True
+        if m._backward_hooks or m._backward_pre_hooks:
+            return True
+        code = getattr(type(m).forward, "__code__", None)
+        reads_training = code is not None and "training" in code.co_names
+        return reads_training and next(m.parameters(), None) is None
 
-    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def create_args_for_root(
+        self,
+        root_fn: Any,
+        is_module: bool,
+        concrete_args: Any = None,
+    ) -> Any:
+        """Create one input, and call the root with its hooks.
+
+        Further arguments of `forward` keep their defaults.
+        """
+        inputs = self.create_proxy("placeholder", "inputs", (), {})
+        return nn.Module._call_impl, [self.root, inputs]
+
+    def call_module(
+        self,
+        m: nn.Module,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
         out = super().call_module(m, forward, args, kwargs)
         name = self.path_of_module(m)
         self.calls[name] += 1
@@ -103,94 +137,134 @@ class Tracer(fx.Tracer):
         return out
 
 
-_no_code = (lambda: None).__code__
-
-
 @dataclass(frozen=True)
 class Recording:
-    """A model's graph, and the constants of tracing by their name in the graph."""
+    """A model's graph, and the constants of tracing by their names in the graph."""
 
     graph: fx.Graph
     constants: dict[str, Any]
     tracer: Tracer
 
     def names(self, value: fx.Node) -> list[str]:
-        """The modules that return a value, innermost first; else the name of the operation. Unique."""
-        modules = [name for name in self.tracer.ends[value] if self.tracer.calls[name] == 1]
-        return modules or [value.name if value.name not in self.tracer.calls else f"{value.name}()"]
+        """Return unique names of a value.
+
+        These are the modules that return it, the innermost first, or else the operation's name.
+        """
+        calls = self.tracer.calls
+        modules = [name for name in self.tracer.ends[value] if calls[name] == 1]
+        if modules:
+            return modules
+        return [f"{value.name}()" if value.name in calls else value.name]
 
 
 def record(model: nn.Module) -> Recording:
-    """Trace a model in both modes into one graph.
+    """Trace a model in both modes into a graph.
 
     Raises:
-        Untraceable: control flow on values, several inputs or outputs, random numbers, or operations that depend on
-            the mode.
+        Untraceable: The model has control flow on values, several inputs or outputs, random
+            numbers, or operations that depend on the mode.
     """
-    with undisturbed([model], torch.device("cpu")):
-        training, evaluation = (_record(model, mode) for mode in (True, False))
+    training = _trace(model, is_training=True)
+    evaluation = _trace(model, is_training=False)
     _merge(training, evaluation)
     if not isinstance(training.graph.output_node().args[0], fx.Node):
         raise Untraceable("it returns more than one tensor")
     return training
 
 
-def _record(model: nn.Module, mode: bool) -> Recording:
-    tracer, before = Tracer(), {module: dict(vars(module)) for module in model.train(mode).modules()}
-    states = generators()
-    try:
-        graph = tracer.trace(model)
-    except Exception as error:  # the model's code, run with proxies, may raise anything
-        raise Untraceable(f"{' '.join(str(error).split())[:160]}{_where(error)}") from error
-    finally:
-        constants = {name: vars(model)[name] for name in set(vars(model)) - set(before[model])}
-        for module, values in before.items():
-            vars(module).clear()
-            vars(module).update(values)
-    drawn = [name for name, state in generators().items() if state != states[name]]
-    if drawn:
-        raise Untraceable(f"its forward draws random numbers that do not follow from its input ({drawn[0]})")
+def _trace(model: nn.Module, is_training: bool) -> Recording:
+    tracer = Tracer()
+    states = read_generator_states()
+    # Tracing runs the user's code, and a model's own `train`, which may change any state.
+    with restore_after([model], torch.device("cpu"), weights=True):
+        attributes = {*vars(model.train(is_training))}
+        try:
+            graph = tracer.trace(model)
+        except Exception as error:
+            # The model's code may raise any error if its inputs are proxies.
+            reason = " ".join(str(error).split())[:160]
+            raise Untraceable(f"{reason}{_locate(error)}") from error
+        constants = {}
+        for name, value in vars(model).items():
+            if name not in attributes:
+                constants[name] = value
+        changed_state = find_change(states, read_generator_states())
+    if changed_state is not None:
+        raise Untraceable(
+            f"its forward draws random numbers that do not follow from its input ({changed_state})"
+        )
     return Recording(graph, constants, tracer)
 
 
-def _where(error: BaseException) -> str:
-    """The line of the model's code that raised."""
-    inner = (Path(torch.__file__).parent, Path(__file__))
-    frames = traceback.extract_tb(error.__traceback__)
-    outer = [frame for frame in frames if not any(Path(frame.filename).is_relative_to(path) for path in inner)]
-    return f" ({Path(outer[-1].filename).name}, line {outer[-1].lineno})" if outer else ""
+def _locate(error: BaseException) -> str:
+    """Format the file and line of the model's code that raised an error."""
+    torch_folder = Path(torch.__file__).parent
+    location = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        path = Path(frame.filename)
+        if path != Path(__file__) and not path.is_relative_to(torch_folder):
+            location = f" ({path.name}, line {frame.lineno})"
+    return location
 
 
 def _merge(training: Recording, evaluation: Recording) -> None:
-    """Make the graph of training mode right for evaluation too: constants that differ are chosen by mode."""
+    """Make the graph of training mode correct for evaluation as well.
+
+    A `ByMode` replaces each constant that differs.
+    """
     pairs = list(zip(training.graph.nodes, evaluation.graph.nodes, strict=False))
     for node, other in pairs:
-        if (node.op, node.name, node.target) != (other.op, other.name, other.target):
-            raise Untraceable(f"in training it computes {node.name} where in evaluation it computes {other.name}")
-        node.args = _either(node, node.args, other.args)
-        node.kwargs = _either(node, node.kwargs, other.kwargs)
-    if not all(_same(value, evaluation.constants[name]) for name, value in training.constants.items()):
-        raise Untraceable("its forward makes constants that are not the same each time")
+        operation = node.op, node.name, node.target
+        if operation != (other.op, other.name, other.target):
+            raise Untraceable(
+                f"in training it computes {node.name} where in evaluation it computes {other.name}"
+            )
+        node.args = _merge_argument(node, node.args, other.args)
+        node.kwargs = _merge_argument(node, node.kwargs, other.kwargs)
+    for name, value in training.constants.items():
+        if not _is_same(value, evaluation.constants[name]):
+            raise Untraceable("its forward makes constants that are not the same each time")
 
 
-def _same(value: Any, other: Any) -> bool:
+def _is_same(value: Any, other: Any) -> bool:
     if isinstance(value, Tensor) and isinstance(other, Tensor):
         return value.shape == other.shape and (value.is_meta or torch.equal(value, other))
     return bool(value == other)
 
 
-def _either(node: fx.Node, value: Any, other: Any) -> Any:
-    """An argument of `node` for both modes: `value` in training, `other` in evaluation."""
-    if isinstance(value, fx.Node) and isinstance(other, fx.Node) and value.name == other.name:
+def _merge_argument(
+    node: fx.Node,
+    value: Any,
+    other: Any,
+) -> Any:
+    """Return an argument of `node` for both modes.
+
+    Args:
+        node: The operation in the graph of training.
+        value: The argument in training.
+        other: The argument in evaluation.
+    """
+    is_node = isinstance(value, fx.Node)
+    is_other_node = isinstance(other, fx.Node)
+    if is_node and is_other_node and value.name == other.name:
         return value
-    if isinstance(value, list | tuple) and isinstance(other, list | tuple) and len(value) == len(other):
-        return type(value)(_either(node, a, b) for a, b in zip(value, other, strict=True))
-    if isinstance(value, dict) and isinstance(other, dict) and value.keys() == other.keys():
-        return {key: _either(node, value[key], other[key]) for key in value}
+    if is_node or is_other_node:
+        raise Untraceable(
+            f"in training it computes {node.name} from other values than in evaluation"
+        )
+    are_sequences = isinstance(value, list | tuple) and isinstance(other, list | tuple)
+    if are_sequences and len(value) == len(other):
+        pairs = zip(value, other, strict=True)
+        return type(value)(_merge_argument(node, *pair) for pair in pairs)
+    are_mappings = isinstance(value, dict) and isinstance(other, dict)
+    if are_mappings and value.keys() == other.keys():
+        return {key: _merge_argument(node, value[key], other[key]) for key in value}
     if isinstance(value, slice) and isinstance(other, slice):
-        return slice(*(_either(node, getattr(value, end), getattr(other, end)) for end in ("start", "stop", "step")))
-    if isinstance(value, fx.Node) or isinstance(other, fx.Node):
-        raise Untraceable(f"in training it computes {node.name} from other values than in evaluation")
+        return slice(
+            _merge_argument(node, value.start, other.start),
+            _merge_argument(node, value.stop, other.stop),
+            _merge_argument(node, value.step, other.step),
+        )
     if type(value) is type(other) and value == other:
         return value
     with node.graph.inserting_before(node):
@@ -198,5 +272,5 @@ def _either(node: fx.Node, value: Any, other: Any) -> Any:
 
 
 def attribute(model: nn.Module, target: object) -> Any:
-    """The attribute with a dotted name."""
+    """Return the attribute with a dotted name."""
     return operator.attrgetter(str(target))(model)

@@ -1,10 +1,10 @@
-"""What a pass does beside its kernels, which a replay of the kernels would not do."""
+"""Read host state that a pass may change, which a CUDA graph replay would not change."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain
 from typing import Any
 
@@ -12,90 +12,128 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.models.equivalence import plain_attributes
-from trainer.models.undisturbed import attributes, generators, is_generator, is_plain
+from trainer.models.equivalence import read_plain_attributes
+from trainer.models.reachable import Reachable
+from trainer.models.undisturbed import is_generator, is_plain, read_generator_states
 
-# Whose hooks compute on the device and do nothing else, and whose models use the same parameters in every pass.
+# Prefixes of modules whose hooks only compute on the device, and whose models use the same
+# parameters in every pass.
 LIBRARIES = ("torch.", "torchvision.", "timm.", "trainer.")
 
 
-def host_state(modules: Sequence[nn.Module], on_device: Collection[str]) -> dict[str, object]:
-    """What a pass may change on the host, by names for messages: generators, and what modules hold.
+def read_host_state(
+    modules: Sequence[nn.Module],
+    on_device: Collection[str],
+) -> dict[str, object]:
+    """Return the state on the host that a pass may change, by names for messages.
+
+    This is the state of random generators, and the attributes of modules.
 
     Args:
-        on_device: types of the devices that compute; "cpu" where it stands in for one.
+        modules: The modules that run.
+        on_device: Types of the devices that compute. "cpu" if it replaces a GPU in a test.
     """
-    found = generators()
+    state = read_generator_states()
     if "cpu" in on_device:
-        del found["random state of torch"]  # the device's own, from which a replay draws
+        # On a CPU that replaces a GPU, this generator belongs to the device.
+        del state["random state of torch"]
     for number, module in enumerate(modules):
-        mark = f" ({number})" if len(modules) > 1 else ""
-        found |= {f"{name}{mark}": value for name, value in plain_attributes(module, figures=True).items()}
-        for name, value in chain(((f"buffer {name}", b) for name, b in module.named_buffers()), attributes(module)):
-            if isinstance(value, Tensor | np.ndarray):  # one that is assigned anew is not what a recording reads
-                found[name + mark] = _Held(value, on_device)
+        suffix = f" ({number})" if len(modules) > 1 else ""
+        reachable = Reachable([module])
+        for name, attribute in read_plain_attributes(module, reachable).items():
+            state[name + suffix] = attribute
+        for name, value in [*_name_buffers(module), *reachable.values]:
+            # A graph does not read a tensor that the pass assigns, so objects are compared, too.
+            if isinstance(value, Tensor | np.ndarray):
+                state[name + suffix] = _Snapshot(value, on_device)
             elif is_generator(value):
-                found[name + mark] = repr(getattr(value, "bit_generator", value).__getstate__())
-    return found
+                generator = getattr(value, "bit_generator", value)
+                state[name + suffix] = repr(generator.__getstate__())
+    return state
 
 
-def held_tensors(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Buffers, and tensors among the attributes of modules: what a pass may change in place, by names for messages."""
-    found: dict[str, Tensor] = {}
+def list_held_tensors(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Return the buffers and attributes that a pass may change in place, by names for messages."""
+    tensors: dict[str, Tensor] = {}
     for number, module in enumerate(modules):
-        buffers = ((f"buffer {name}", buffer) for name, buffer in module.named_buffers())
-        named = ((name, value) for name, value in chain(buffers, attributes(module)) if isinstance(value, Tensor))
-        found |= {f"{name} ({number})": tensor for name, tensor in named if is_plain(tensor)}
-    return found
+        for name, value in [*_name_buffers(module), *Reachable([module]).values]:
+            if isinstance(value, Tensor) and is_plain(value):
+                tensors[f"{name} ({number})"] = value
+    return tensors
 
 
-class _Held:
-    """An object, and its numbers where they lie on the host. It is kept, or another might get its id."""
+def _name_buffers(module: nn.Module) -> list[tuple[str, Any]]:
+    return [(f"buffer {name}", buffer) for name, buffer in module.named_buffers()]
 
-    def __init__(self, value: Tensor | np.ndarray, on_device: Collection[str]) -> None:
-        self.value, self.digest = value, b""
+
+class _Snapshot:
+    """Identity of a tensor or array, and a digest of its numbers if they are on the host.
+
+    The reference keeps the object alive, so that no new object can get the same id.
+    """
+
+    def __init__(
+        self,
+        value: Tensor | np.ndarray,
+        on_device: Collection[str],
+    ) -> None:
+        self.value = value
+        self.digest = b""
         if isinstance(value, np.ndarray):
             self.digest = hashlib.sha256(value.tobytes()).digest()
         elif is_plain(value) and value.device.type not in on_device:
-            self.digest = hashlib.sha256(value.reshape(-1).view(torch.uint8).numpy().tobytes()).digest()
+            numbers = value.reshape(-1).view(torch.uint8).numpy()
+            self.digest = hashlib.sha256(numbers.tobytes()).digest()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Held) and self.value is other.value and self.digest == other.digest
+        if not isinstance(other, _Snapshot):
+            return False
+        return self.value is other.value and self.digest == other.digest
 
     __hash__ = None  # type: ignore[assignment]
 
 
-def settings(modules: Sequence[nn.Module]) -> dict[str, object]:
-    """What a model may decide by from pass to pass, by names for messages: attributes, training flags, what trains."""
-    found: dict[str, object] = {}
+def read_settings(modules: Sequence[nn.Module]) -> dict[str, object]:
+    """Return values that a model's code may branch on, by names for messages.
+
+    These are attributes, training flags, which parameters train, and a hook of the user.
+    """
+    state: dict[str, object] = {}
     for number, module in enumerate(modules):
-        mark = f" ({number})" if len(modules) > 1 else ""
-        found |= {f"{name}{mark}": value for name, value in plain_attributes(module, figures=True).items()}
-        found |= {f"mode of {name or 'the model'}{mark}": part.training for name, part in module.named_modules()}
-        found |= {f"requires_grad of {name}{mark}": p.requires_grad for name, p in module.named_parameters()}
-    return found | {"hooks": own_hook(modules)}
+        suffix = f" ({number})" if len(modules) > 1 else ""
+        for name, attribute in read_plain_attributes(module).items():
+            state[name + suffix] = attribute
+        for name, part in module.named_modules():
+            state[f"mode of {name or 'the model'}{suffix}"] = part.training
+    return state | {"hooks": find_own_hook(modules)}
 
 
-def changed_on_the_host(before: Mapping[str, object], after: Mapping[str, object]) -> str | None:
-    """The name of what is not as it was; None where all is."""
-    return next((name for name in [*before, *after] if before.get(name) != after.get(name)), None)
+def find_own_hook(modules: Sequence[nn.Module]) -> str | None:
+    """Return the name of a hook of the user for messages, or None.
 
-
-def own_hook(modules: Sequence[nn.Module]) -> str | None:
-    """A hook of a user's own, by a name for messages: Python that runs while a pass is recorded, and never again."""
+    A replay does not run the Python code of hooks.
+    """
     for module in modules:
         for name, part in module.named_modules():
-            kinds = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
-            if not all(map(of_library, chain.from_iterable(kind.values() for kind in kinds))):
+            hooks = chain(
+                part._forward_hooks.values(),
+                part._forward_pre_hooks.values(),
+                part._backward_hooks.values(),
+                part._backward_pre_hooks.values(),
+            )
+            if not all(map(of_library, hooks)):
                 return f"hook of {name or type(part).__name__}"
         for name, parameter in module.named_parameters():
-            of_gradients = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
-            if any(not of_library(hook) for hooks in of_gradients for hook in (hooks or {}).values()):
+            gradient_hooks = parameter._backward_hooks or {}
+            accumulation_hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+            hooks = chain(gradient_hooks.values(), accumulation_hooks.values())
+            if not all(map(of_library, hooks)):
                 return f"hook of the parameter {name}"
     return None
 
 
 def of_library(made: Any) -> bool:
-    """Whether a class, a function or a part of one is no user's own."""
-    made = made.func if isinstance(made, functools.partial) else made
+    """Return whether a class, function or object belongs to a library, not to the user."""
+    if isinstance(made, functools.partial):
+        made = made.func
     return str(getattr(made, "__module__", None) or type(made).__module__).startswith(LIBRARIES)

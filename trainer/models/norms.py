@@ -1,4 +1,4 @@
-"""Batch normalisation and its subclasses: which of them a mode may replace, by running them on samples."""
+"""Find normalisation layers, and check whether a layer computes batch normalisation."""
 
 from __future__ import annotations
 
@@ -15,119 +15,172 @@ from torch.overrides import TorchFunctionMode
 
 from trainer.errors import RecipeError
 from trainer.models.blocks import keeps_statistics
-from trainer.models.undisturbed import undisturbed
+from trainer.models.undisturbed import is_plain, restore_after
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class BatchNormCalls(TorchFunctionMode):
-    """Replaces `torch.nn.functional.batch_norm` in this context, whichever layer calls it."""
+    """Context in which `instead` replaces `torch.nn.functional.batch_norm`."""
 
     def __init__(self, instead: Callable[..., Tensor]) -> None:
         super().__init__()
         self._instead = instead
 
     def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        return (self._instead if function is batch_norm else function)(*args, **(kwargs or {}))
+        if function is batch_norm:
+            function = self._instead
+        return function(*args, **(kwargs or {}))
 
 
-def statistics_layers(model: nn.Module) -> dict[str, _NormBase]:
-    """Normalisation that has running statistics and is not frozen, each layer once, by its first name."""
-    return {
-        name: layer
-        for name, layer in model.named_modules()
-        if isinstance(layer, _NormBase) and layer.running_mean is not None and not keeps_statistics(layer)
-    }
+def list_statistics_layers(model: nn.Module) -> dict[str, _NormBase]:
+    """Return normalisation layers with running statistics that are not frozen, by first name."""
+    layers = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, _NormBase) and _tracks_statistics(layer):
+            layers[name] = layer
+    return layers
 
 
-def training_norms(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Batch normalisation that uses the batch's statistics in training, each layer once, by its first name."""
-    return {
-        name: layer
-        for name, layer in model.named_modules()
-        if isinstance(layer, _BatchNorm) and not keeps_statistics(layer)
-    }
+def _tracks_statistics(layer: _NormBase) -> bool:
+    return layer.running_mean is not None and not keeps_statistics(layer)
+
+
+def buffers_besides_statistics(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that a pass can write, except those of `list_statistics_layers`."""
+    prefixes = tuple(f"{layer}." for layer in list_statistics_layers(model))
+    buffers = {}
+    for name, buffer in model.named_buffers():
+        if is_plain(buffer) and not name.startswith(prefixes):
+            buffers[name] = buffer
+    return buffers
+
+
+def list_training_norms(model: nn.Module) -> dict[str, _BatchNorm]:
+    """Return the batch normalisation that uses a batch's statistics in training, by first name."""
+    layers = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, _BatchNorm) and not keeps_statistics(layer):
+            layers[name] = layer
+    return layers
 
 
 def check_alone(model: nn.Module, exchanges: str = "nothing") -> None:
-    """Refuse layers that communicate with other ranks, which may be at another layer, or that no rank has whole."""
+    """Raise RecipeError for layers that are wrong if ranks do not run the same layers together.
+
+    SyncBatchNorm would hang, because the ranks it waits for may be at a different layer. The
+    running statistics of InstanceNorm would be those of a single rank.
+
+    Raises:
+        RecipeError: The model has such a layer.
+    """
     for name, layer in model.named_modules():
-        tracks = isinstance(layer, _InstanceNorm) and layer.running_mean is not None and not keeps_statistics(layer)
-        if tracks and exchanges in ("gradients", "shards"):
+        label = f"layer {name or 'the model itself'} ({type(layer).__name__})"
+        if (
+            exchanges in ("gradients", "shards")
+            and isinstance(layer, _InstanceNorm)
+            and _tracks_statistics(layer)
+        ):
             raise RecipeError(
-                f"layer {name or 'the model itself'} ({type(layer).__name__}) would keep statistics of rank 0's images "
-                "alone: make it track_running_stats=False, or type mode=single"
+                f"{label} would keep statistics of rank 0's images alone: make it "
+                "track_running_stats=False, or type mode=single"
             )
         if isinstance(layer, nn.SyncBatchNorm):
             raise RecipeError(
-                f"layer {name or 'the model itself'} ({type(layer).__name__}) exchanges its statistics with ranks that "
-                "may be at another layer: make it nn.BatchNorm2d, and type sync_bn=true, which is for mode=ddp"
+                f"{label} exchanges its statistics with ranks that may be at another layer: make "
+                "it nn.BatchNorm2d, and type sync_bn=true, which is for mode=ddp"
             )
 
 
-def unlike(layers: Mapping[str, nn.Module], known: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
-    """The layers for which `known` is false; it is called once for each kind."""
+def select_unlike(
+    layers: Mapping[str, nn.Module],
+    known: Callable[[nn.Module], bool],
+) -> dict[str, nn.Module]:
+    """Return the layers for which `known` is False. It is called once for each kind of layer."""
     answers: dict[Any, bool] = {}
-
-    def answer(layer: nn.Module) -> bool:
-        options = [value for key, value in vars(layer).items() if key != "num_features" and not isinstance(value, dict)]
+    others = {}
+    for name, layer in layers.items():
+        options = []
+        for key, value in vars(layer).items():
+            if key != "num_features" and not isinstance(value, dict):
+                options.append(value)
         kind = type(layer), repr(options), *map(type, layer.children())
         if kind not in answers:
             answers[kind] = known(layer)
-        return answers[kind]
-
-    return {name: layer for name, layer in layers.items() if not answer(layer)}
+        if not answers[kind]:
+            others[name] = layer
+    return others
 
 
 def acts_as_batch_norm(layer: nn.Module) -> bool:
-    """Whether a layer is `nn.BatchNorm2d` or the like, with whatever it adds to the result, an activation or dropout:
-    rows meet in one call of `torch.nn.functional.batch_norm` alone, outputs in training do not depend on the running
-    statistics, and those move to the batch's by its momentum."""
+    """Return whether a layer is batch normalisation, possibly with an activation or dropout.
+
+    Such a layer calls `torch.nn.functional.batch_norm` once, and rows interact only in that call.
+    Its outputs in training do not depend on the running statistics, and the statistics move towards
+    those of the batch by the layer's momentum.
+    """
     if type(layer).forward is _BatchNorm.forward and "forward" not in vars(layer):
         return True
     if not isinstance(layer, _BatchNorm):
         return False
     calls: list[bool] = []
 
-    def counted(inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def count(inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         calls.append(kwargs["training"] if "training" in kwargs else args[4])
         return batch_norm(inputs, *args, **kwargs)
 
     try:
-        with undisturbed([layer], torch.device("cpu")):
-            if not layer.train().training:  # it always is in evaluation mode
+        with restore_after([layer], torch.device("cpu")):
+            # Rows do not interact in a layer that stays in evaluation mode.
+            if not layer.train().training:
                 return True
-        for inputs in _samples(layer):
+        for inputs in _iterate_samples(layer):
             calls.clear()
-            with BatchNormCalls(counted):
+            with BatchNormCalls(count):
                 _run(layer, inputs, 1.0, 0.0)
-            return calls == [True] and (layer.running_mean is None or _writes_only(layer, inputs))
-    except Exception:  # the user's code may raise anything
+            if calls != [True]:
+                return False
+            return layer.running_mean is None or _only_writes_statistics(layer, inputs)
+    except Exception:
+        # The user's code may raise any error.
         return False
     return False
 
 
-def _samples(layer: Any) -> Iterator[Tensor]:
-    """Inputs of as many dimensions as the layer takes, in its precision."""
-    kind = next((tensor.dtype for tensor in (layer.weight, layer.running_mean) if tensor is not None), torch.float32)
-    for sides in (2, 0, 1, 3):
-        shape = (6, layer.num_features, *[3] * sides)
-        inputs = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=kind) + 2
+def _iterate_samples(layer: Any) -> Iterator[Tensor]:
+    """Yield inputs in the layer's precision, with each number of dimensions that it accepts."""
+    dtype = torch.float32
+    for tensor in (layer.running_mean, layer.weight):
+        if tensor is not None:
+            dtype = tensor.dtype
+    for image_dims in (2, 0, 1, 3):
+        shape = (6, layer.num_features, *[3] * image_dims)
+        inputs = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=dtype) + 2
         with suppress(ValueError, RuntimeError, AssertionError):
             _run(layer, inputs, 1.0, 0.0)
             yield inputs
 
 
-def _run(layer: Any, inputs: Tensor, momentum: float, start: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Outputs in training, and buffers afterwards, of a layer whose running statistics were `start`.
+def _run(
+    layer: Any,
+    inputs: Tensor,
+    momentum: float,
+    start: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the outputs of a layer in training, and its buffers afterwards.
 
-    The layer is restored. It is not copied: a `forward` that was assigned to it may refer to it.
+    The running statistics are set to `start` first. The layer is restored. A copy is not used,
+    because a `forward` that was assigned to the layer may refer to the original.
     """
-    before = layer.momentum
+    original_momentum = layer.momentum
     try:
-        with undisturbed([layer], inputs.device), torch.no_grad():
+        with restore_after([layer], inputs.device), torch.no_grad():
             layer.train().momentum = momentum
             for name in STATISTICS:
                 if getattr(layer, name, None) is not None:
@@ -136,38 +189,56 @@ def _run(layer: Any, inputs: Tensor, momentum: float, start: float) -> tuple[Ten
             out = layer.forward(inputs.clone())
             return out, {name: buffer.clone() for name, buffer in layer.named_buffers()}
     finally:
-        layer.momentum = before
+        layer.momentum = original_momentum
 
 
-def _writes_only(layer: _BatchNorm, inputs: Tensor) -> bool:
+def _only_writes_statistics(layer: _BatchNorm, inputs: Tensor) -> bool:
     axes = [axis for axis in range(inputs.dim()) if axis != 1]
+    batch_statistics = {"running_mean": inputs.mean(axes), "running_var": inputs.var(axes)}
     outputs = []
     for momentum, start in ((1.0, 5e5), (0.25, 3.0)):
-        out, after = _run(layer, inputs, momentum, start)
+        out, buffers = _run(layer, inputs, momentum, start)
         outputs.append(out)
-        expected = {"running_mean": inputs.mean(axes), "running_var": inputs.var(axes)}
-        expected = {name: torch.full_like(value, start).lerp(value, momentum) for name, value in expected.items()}
         for name, buffer in layer.named_buffers():
             if name == "num_batches_tracked":
-                if after[name] != start + 1:
+                if buffers[name] != start + 1:
                     return False
-            elif not torch.allclose(after[name], expected.get(name, buffer), rtol=1e-4, atol=1e-4):
+                continue
+            # A pass must not change other buffers.
+            expected = buffer
+            if name in batch_statistics:
+                statistics = batch_statistics[name]
+                expected = torch.full_like(statistics, start).lerp(statistics, momentum)
+            if not torch.allclose(buffers[name], expected, rtol=1e-4, atol=1e-4):
                 return False
     return torch.equal(*outputs)
 
 
-def values_a_row(model: nn.Module, inputs: Tensor, layers: Mapping[str, nn.Module]) -> dict[str, list[int]]:
-    """How many values of a channel each layer gets of one row of `inputs` (N, ...), for each call."""
-    seen: dict[str, list[int]] = {name: [] for name in layers}
+def count_values_per_row(
+    model: nn.Module,
+    inputs: Tensor,
+    layers: Mapping[str, nn.Module],
+) -> dict[str, list[int]]:
+    """Count the values per channel that each layer normalises for one row, in each of its calls.
 
-    def note(name: str) -> Callable[..., None]:
-        return lambda layer, args, out: seen[name].append(out.numel() // (layer.num_features * len(inputs)))
+    Args:
+        model: The model around the layers.
+        inputs: A batch (N, ...).
+        layers: Layers with `num_features`, by name.
+    """
+    counts: dict[str, list[int]] = {name: [] for name in layers}
 
-    hooks = [layer.register_forward_hook(note(name)) for name, layer in layers.items()]
+    def make_hook(name: str) -> Callable[..., None]:
+        def count(layer: Any, args: Any, out: Tensor) -> None:
+            counts[name].append(out.numel() // (layer.num_features * len(inputs)))
+
+        return count
+
+    hooks = [layer.register_forward_hook(make_hook(name)) for name, layer in layers.items()]
     try:
-        with undisturbed([model], inputs.device), torch.no_grad():
+        with restore_after([model], inputs.device), torch.no_grad():
             model.eval()(inputs)
     finally:
         for hook in hooks:
             hook.remove()
-    return seen
+    return counts

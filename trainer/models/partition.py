@@ -1,7 +1,8 @@
-"""From a model's graph to its cuts, and to stages that keep parameter names.
+"""Cut a model into stages.
 
-A model can be cut where exactly one tensor is live. `torch.fx` records its operations (Reed et al., arXiv:2112.08429);
-a stage is the operations between two cuts, with the model's parameters and buffers under the model's names.
+A model can be cut where exactly one tensor is live. `torch.fx` records the model's operations (Reed
+et al., arXiv:2112.08429). A stage consists of the operations between two cuts. Its parameters and
+buffers have the same names as in the model.
 """
 
 from __future__ import annotations
@@ -18,117 +19,175 @@ from torch import Tensor, fx, nn
 
 from trainer import recipe as recipes
 from trainer.errors import RecipeError
-from trainer.models.graphs import BY_MODE, INPLACE, ByMode, Recording, Tracer, Untraceable, attribute, record
+from trainer.models.graphs import (
+    BY_MODE,
+    INPLACE,
+    ByMode,
+    Recording,
+    Tracer,
+    Untraceable,
+    attribute,
+    record,
+)
 
+# Names of operations that return a tuple or a shape.
 _SEVERAL = {"chunk", "split", "tensor_split", "unbind", "size", "shape"}
+# Operations whose result is never a view of an argument.
 _FRESH: set[Any] = {torch.add, torch.mul, torch.matmul, torch.cat}
 _FRESH |= {operator.add, operator.sub, operator.mul, operator.truediv, operator.matmul}
 
 
 @dataclass(frozen=True)
 class CutPoint:
-    """Between two operations, where only one value is live."""
+    """Point between two operations where only one value is live.
 
-    end: int  # index of the last node before it
-    value: fx.Node
-    usable: bool  # the value is a tensor, and no later operation changes it in place
-
-
-def cut_points(nodes: Sequence[fx.Node], model: nn.Module) -> list[list[CutPoint]]:
-    """The points of a graph where it can be cut, in order, grouped by the parameters before them.
-
-    Without points with no parameter before or after them, and those with a tensor of the state dict used on both sides.
-    Reading an attribute keeps nothing live: every stage that uses it reads it.
+    Attributes:
+        end: Index of the last node before the point.
+        value: The live value.
+        usable: Whether the value is a tensor that no later operation changes in place.
     """
-    position = {node: i for i, node in enumerate(nodes)}
-    last = {node: max((position[user] for user in node.users), default=-1) for node in nodes}
-    spans = _spans(nodes, model)
-    used = [spans[id(p)] for p in model.parameters() if id(p) in spans]
+
+    end: int
+    value: fx.Node
+    usable: bool
+
+
+def cut_points(
+    nodes: Sequence[fx.Node],
+    model: nn.Module,
+) -> list[list[CutPoint]]:
+    """List the points where a graph can be cut, grouped by the number of parameters before them.
+
+    A point is left out if no parameter is used before it or none after it, or if a tensor of the
+    state dict is used on both sides. An attribute does not count as live, because each stage that
+    uses it reads it.
+    """
+    position = {node: index for index, node in enumerate(nodes)}
+    last_use = dict.fromkeys(nodes, -1)
+    for index, node in enumerate(nodes):
+        for read in node.all_input_nodes:
+            last_use[read] = index
+    spans = _find_spans(nodes, model)
+    first_uses = []
+    for parameter in model.parameters():
+        if id(parameter) in spans:
+            first_uses.append(spans[id(parameter)][0])
     groups: defaultdict[int, list[CutPoint]] = defaultdict(list)
     live: set[fx.Node] = set()
-    for i, node in enumerate(nodes):
-        live = {value for value in live | {node} if last[value] > i and value.op != "get_attr"}
-        before = sum(first <= i for first, _ in used)
-        if len(live) == 1 and 0 < before < len(used) and not any(a <= i < b for a, b in spans.values()):
-            (value,) = live
-            usable = not _several(value) and not _changed(value, i, position, model)
-            groups[before].append(CutPoint(i, value, usable))
+    for index, node in enumerate(nodes):
+        if node.op != "get_attr":
+            live.add(node)
+        live = {value for value in live if last_use[value] > index}
+        parameters_before = sum(first <= index for first in first_uses)
+        if len(live) != 1 or not 0 < parameters_before < len(first_uses):
+            continue
+        if any(first <= index < last for first, last in spans.values()):
+            continue
+        (value,) = live
+        usable = not _is_several(value) and not _is_changed(value, index, position, model)
+        groups[parameters_before].append(CutPoint(index, value, usable))
     return list(groups.values())
 
 
-def _spans(nodes: Sequence[fx.Node], model: nn.Module) -> dict[int, tuple[int, int]]:
-    """By id, each tensor of the state dict that is used: the first and the last node that uses it."""
+def _find_spans(
+    nodes: Sequence[fx.Node],
+    model: nn.Module,
+) -> dict[int, tuple[int, int]]:
+    """Return the first and the last node that uses each tensor of the state dict, by its id."""
     saved = model.state_dict(keep_vars=True)
-    known = {id(tensor) for tensor in saved.values()}
+    saved_ids = set(map(id, saved.values()))
     spans: dict[int, tuple[int, int]] = {}
-    for i, node in enumerate(nodes):
-        used = [
-            saved[str(read.target)] for read in node.all_input_nodes if read.op == "get_attr" and read.target in saved
-        ]
+    for index, node in enumerate(nodes):
+        used: list[Any] = []
+        for read in node.all_input_nodes:
+            if read.op == "get_attr" and read.target in saved:
+                used.append(saved[str(read.target)])
         if node.op == "call_module" and node.target != BY_MODE:
             module = attribute(model, node.target)
             used += [*module.parameters(), *module.buffers()]
-        for tensor in used:
-            if id(tensor) in known:
-                spans[id(tensor)] = (spans.get(id(tensor), (i, i))[0], i)
+        for key in map(id, used):
+            if key in saved_ids:
+                first, _ = spans.get(key, (index, index))
+                spans[key] = first, index
     return spans
 
 
-def _several(value: fx.Node) -> bool:
-    """Whether a value is a tuple or a shape, as far as the graph shows."""
-    name = value.args[1] if value.target is getattr else getattr(value.target, "__name__", value.target)
-    return name in _SEVERAL or any(
+def _is_several(value: fx.Node) -> bool:
+    """Return whether the graph shows that a value is a tuple or a shape."""
+    name: Any = getattr(value.target, "__name__", value.target)
+    if value.target is getattr:
+        name = value.args[1]
+    if name in _SEVERAL:
+        return True
+    return any(
         user.target is operator.getitem and isinstance(user.args[1], int) for user in value.users
     )
 
 
-def _changed(value: fx.Node, end: int, position: Mapping[fx.Node, int], model: nn.Module) -> bool:
-    """Whether an operation after node `end` changes a value in place, directly or through a possible view.
+def _is_changed(
+    value: fx.Node,
+    end: int,
+    position: Mapping[fx.Node, int],
+    model: nn.Module,
+) -> bool:
+    """Return whether an operation after node `end` changes a value in place.
 
-    Autograd forbids that for a received tensor, a leaf that requires grad; and in one process it shares its memory with
-    the sender's.
+    The operation may change a possible view of the value. A stage must not change a tensor that it
+    receives: the tensor is a leaf that requires grad, which autograd does not allow to change, and
+    in a single process the sending stage uses the same memory.
     """
     views = [value]
+    # The loop appends to the list that it iterates over.
     for view in views:
         for user in view.users:
-            if position[user] > end and _written(user, model) is view:
+            if position[user] <= end:
+                continue
+            if _find_written(user, model) is view:
                 return True
-            if position[user] > end and not _is_fresh(user, model) and user not in views:
+            if not _is_fresh(user, model) and user not in views:
                 views.append(user)
     return False
 
 
-def _written(node: fx.Node, model: nn.Module) -> object:
-    """The value that an operation changes in place, if any."""
-    if node.op == "call_module":
-        inplace = node.target != BY_MODE and getattr(attribute(model, node.target), "inplace", False)
+def _find_written(node: fx.Node, model: nn.Module) -> object:
+    """Return the value that an operation changes in place, or None."""
+    is_inplace: Any = False
+    if node.op == "call_module" and node.target != BY_MODE:
+        is_inplace = getattr(attribute(model, node.target), "inplace", False)
     elif node.op == "call_method":
-        inplace = _is_inplace_name(str(node.target))
+        is_inplace = _is_inplace_name(str(node.target))
     elif node.op == "call_function":
-        inplace = node.target in INPLACE or _is_inplace_name(getattr(node.target, "__name__", ""))
-        inplace = inplace or _argument(node, "inplace")
-    else:
-        return None
-    return (*node.args, *node.kwargs.values())[0] if inplace else None
+        name = getattr(node.target, "__name__", "")
+        is_inplace = (
+            node.target in INPLACE or _is_inplace_name(name) or _find_argument(node, "inplace")
+        )
+    if is_inplace:
+        return (*node.args, *node.kwargs.values())[0]
+    return None
 
 
 def _is_inplace_name(name: str) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
-def _argument(node: fx.Node, name: str) -> Any:
-    """The argument of a Python function that is called with it by name or by position, else None."""
+def _find_argument(node: fx.Node, name: str) -> Any:
+    """Return the argument `name` of a call of a Python function, or None."""
     assert callable(node.target)
     try:
-        return inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments.get(name)
-    except (TypeError, ValueError):  # a builtin without a signature
+        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+        return bound.arguments.get(name)
+    except (TypeError, ValueError):
+        # Some builtins have no signature.
         return None
 
 
 def _is_fresh(node: fx.Node, model: nn.Module) -> bool:
-    """Whether a result is certainly not a view of an argument: sums, products, and layers with parameters."""
+    """Return whether a result is certainly not a view of an argument.
+
+    This holds for sums, products, and layers with parameters.
+    """
     if node.op == "call_module" and node.target != BY_MODE:
-        return any(True for _ in attribute(model, node.target).parameters())
+        return next(attribute(model, node.target).parameters(), None) is not None
     return node.target in _FRESH or node.target in INPLACE
 
 
@@ -136,128 +195,182 @@ class Traced:
     """A model as a sequence of blocks.
 
     Attributes:
-        cuts: the usable cuts in order, each named after the innermost module whose output is sent ("layer3.2": a stage
-            ends after that block) or, where that is no module's output, after an operation of the graph ("add_3"). Of
-            places without parameters between them only the last is a cut, so that each stage has something to train.
-        named: every name a user may give -> its cut: also outer modules that end there ("layer3"), and places before
-            a cut with only operations without parameters between ("layer4" -> "flatten").
+        cuts: The usable cuts in order. The name of a cut is that of the innermost module whose
+            output is sent ("layer3.2": a stage ends after that block), or of an operation of the
+            graph ("add_3") if no module returns the value. If there are no parameters between
+            several points, only the last point is a cut, so that each stage has parameters.
+        named: The cut for each name that a user may type. Other names of a cut are outer modules
+            that end there ("layer3"), and points before it without parameters in between
+            ("layer4" -> "flatten").
+        users: Index of the block that uses a parameter or buffer, for those that the graph does not
+            contain, such as the parameters of a hook.
     """
 
     def __init__(self, model: nn.Module, recording: Recording) -> None:
         self._model = model
         self._constants = recording.constants
         self._nodes = list(recording.graph.nodes)
-        self._ends: list[tuple[int, fx.Node]] = []  # of each cut: the last node before it, the value that is sent
+        # Index of the last node before each cut, and the value that is sent.
+        self._ends: list[tuple[int, fx.Node]] = []
         self.named: dict[str, str] = {}
+        self.users: dict[str, int] = {}
         cuts: list[str] = []
         for group in cut_points(self._nodes, model):
-            usable = [place for place in group if place.usable]
+            usable = [point for point in group if point.usable]
             if usable:
-                cuts.append(recording.names(usable[-1].value)[0])
-                self._ends.append((usable[-1].end, usable[-1].value))
-                self.named |= {name: cuts[-1] for place in group for name in recording.names(place.value)}
+                last = usable[-1]
+                cuts.append(recording.names(last.value)[0])
+                self._ends.append((last.end, last.value))
+                for point in group:
+                    for name in recording.names(point.value):
+                        self.named[name] = cuts[-1]
         self.cuts = tuple(cuts)
 
     def stages(self, cuts: Sequence[str]) -> list[fx.GraphModule]:
-        """The model as `len(cuts)` + 1 modules, each of which takes the output of the one before, a tensor.
+        """Cut the model into `len(cuts)` + 1 modules. The input of each is the output before it.
 
-        Parameters and buffers are the model's own (move them with `stage.to`), and the stages' state dicts together are
-        the model's. Unused ones belong to the last stage. Modules without parameters may be in several stages, and then
-        share their training flag.
+        The stages contain the parameters and buffers of the model itself (move them with
+        `stage.to`), and their state dicts together are that of the model. A tensor of `users` is in
+        the stage with its block, and an unused tensor is in the last stage. Modules without
+        parameters may be in several stages, which then share the training flag.
 
         Raises:
-            RecipeError: as `choose`.
+            RecipeError: The cuts are not usable; see `resolve_cuts`.
         """
-        ends = [self._ends[self.cuts.index(cut)] for cut in choose(self, cuts, len(cuts) + 1)]
-        ends.append((len(self._nodes) - 1, self._nodes[-1].args[0]))
-        stages, start, received = [], 0, self._nodes[0]
+        ends: list[tuple[int, Any]] = []
+        for cut in resolve_cuts(self, cuts, len(cuts) + 1):
+            ends.append(self._ends[self.cuts.index(cut)])
+        output = self._nodes[-1]
+        ends.append((len(self._nodes) - 1, output.args[0]))
+        stages = []
+        start = 0
+        received = self._nodes[0]
         for end, sent in ends:
-            stages.append(self._stage(self._nodes[start : end + 1], received, sent))
-            start, received = end + 1, sent
-        held = {name for stage in stages for name, _ in _tensors(stage)}
-        for name, tensor in _tensors(self._model):
-            if name not in held:  # unused, or another name of a tied one
-                owners = (stage for stage in stages if any(other is tensor for _, other in _tensors(stage)))
-                _put(next(owners, stages[-1]), name, tensor)
+            stages.append(self._build_stage(self._nodes[start : end + 1], received, sent))
+            start = end + 1
+            received = sent
+        owners: dict[int, fx.GraphModule] = {}
+        assigned_names = set[str]()
+        for stage in stages:
+            for name, tensor in _iterate_tensors(stage):
+                assigned_names.add(name)
+                owners.setdefault(id(tensor), stage)
+        for name, tensor in _iterate_tensors(self._model):
+            # No stage contains unused tensors, or the second name of a tied tensor.
+            if name not in assigned_names:
+                block = self.users.get(name, len(self.cuts))
+                user = sum(self.cuts.index(self.named[cut]) < block for cut in cuts)
+                owner = owners.setdefault(id(tensor), stages[user])
+                _register(owner, name, tensor)
         saved = self._model.state_dict().keys()
         for stage in stages:
             for name, _ in stage.named_buffers(remove_duplicate=False):
                 if name not in saved:
-                    owner, _, field = name.rpartition(".")
-                    stage.get_submodule(owner)._non_persistent_buffers_set.add(field)
+                    module_name, _, field = name.rpartition(".")
+                    stage.get_submodule(module_name)._non_persistent_buffers_set.add(field)
         return stages
 
-    def _stage(self, nodes: Sequence[fx.Node], received: fx.Node, sent: fx.Node) -> fx.GraphModule:
+    def _build_stage(
+        self,
+        nodes: Sequence[fx.Node],
+        received: fx.Node,
+        sent: fx.Node,
+    ) -> fx.GraphModule:
         graph = fx.Graph(tracer_cls=Tracer)
         copies = {received: graph.placeholder(received.name)}
 
-        def copied(node: fx.Node) -> fx.Node:
-            if node not in copies:  # an attribute: every stage that uses it reads it, wherever it was read first
+        def copy_input(node: fx.Node) -> fx.Node:
+            # A stage reads each attribute that it uses, even if the model read it earlier.
+            if node not in copies:
                 assert node.op == "get_attr"
                 copies[node] = graph.node_copy(node)
             return copies[node]
 
         for node in nodes:
             if node.op not in ("placeholder", "get_attr", "output"):
-                copies[node] = graph.node_copy(node, copied)
+                copies[node] = graph.node_copy(node, copy_input)
         graph.output(copies[sent])
-        targets = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
-        stage = fx.GraphModule({target: self._attribute(target) for target in targets}, graph)
+        attributes: dict[str, Any] = {}
+        for node in graph.nodes:
+            target = str(node.target)
+            if node.op in ("get_attr", "call_module") and target not in attributes:
+                attributes[target] = self._find_attribute(target)
+        stage = fx.GraphModule(attributes, graph)
         stage.training = self._model.training
         return stage
 
-    def _attribute(self, target: str) -> Any:
+    def _find_attribute(self, target: str) -> Any:
         if target == BY_MODE:
             return ByMode().train(self._model.training)
-        return self._constants[target] if target in self._constants else attribute(self._model, target)
+        if target in self._constants:
+            return self._constants[target]
+        return attribute(self._model, target)
 
 
 def trace(model: nn.Module, name: str = "") -> Traced:
-    """Record the model's operations, in training and in evaluation mode, and find where it can be cut.
+    """Record the model's operations in training and evaluation, and find its cuts.
 
-    `name` is the recipe's, for messages. Raises RecipeError where its forward cannot be recorded.
+    Args:
+        model: The model. It is not changed.
+        name: The model's name in the recipe, for messages.
+
+    Raises:
+        RecipeError: The model's forward pass cannot be recorded.
     """
     try:
         return Traced(model, record(model))
     except Untraceable as error:
         raise RecipeError(
-            f"model.name={name or type(model).__name__} cannot be cut into stages: {error}; use mode=ddp, "
-            "or write its forward as a straight line of operations on one tensor"
+            f"model.name={name or type(model).__name__} cannot be cut into stages: {error}; use "
+            "mode=ddp, or write its forward as a straight line of operations on one tensor"
         ) from error
 
 
-def choose(traced: Traced, wanted: Sequence[str], stages: int) -> tuple[str, ...]:
-    """The cuts of a user's `pipeline.cuts=[...]`.
+def resolve_cuts(
+    traced: Traced,
+    wanted: Sequence[str],
+    stages: int,
+) -> tuple[str, ...]:
+    """Return the cuts for the names in `pipeline.cuts=[...]`.
 
     Raises:
-        RecipeError: a name that is no cut (with the nearest, and the list), one too many or too few, or a wrong order.
+        RecipeError: A name is not a cut, or the number or the order of the names is wrong.
     """
-    given = f"pipeline.cuts=[{', '.join(wanted)}]"
+    option = f"pipeline.cuts=[{', '.join(wanted)}]"
     for name in wanted:
         if name not in traced.named:
-            guess = recipes.nearest(name, traced.named)
+            guess = recipes.find_nearest(name, traced.named)
             hint = f"did you mean {guess}? There are" if guess else "there are"
-            raise RecipeError(f"{given}: {name} is not a usable cut; {hint}: {', '.join(traced.cuts) or 'none'}")
+            raise RecipeError(
+                f"{option}: {name} is not a usable cut; {hint}: {', '.join(traced.cuts) or 'none'}"
+            )
     if len(wanted) != stages - 1:
-        raise RecipeError(f"{given} has {len(wanted)} names and {stages} stages need {stages - 1}")
+        raise RecipeError(f"{option} has {len(wanted)} names and {stages} stages need {stages - 1}")
     chosen = tuple(traced.named[name] for name in wanted)
-    for i, cut in enumerate(chosen):
-        if cut in chosen[:i]:
-            raise RecipeError(f"{given}: {wanted[chosen.index(cut)]} and {wanted[i]} mean the same cut, {cut}")
+    for index, cut in enumerate(chosen):
+        if cut in chosen[:index]:
+            first = wanted[chosen.index(cut)]
+            raise RecipeError(f"{option}: {first} and {wanted[index]} mean the same cut, {cut}")
     ordered = sorted(chosen, key=traced.cuts.index)
     if list(chosen) != ordered:
-        raise RecipeError(f"{given} is not in the model's order; use pipeline.cuts=[{','.join(ordered)}]")
+        raise RecipeError(
+            f"{option} is not in the model's order; use pipeline.cuts=[{','.join(ordered)}]"
+        )
     return chosen
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers under all their names."""
+def _iterate_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield all names of parameters and buffers, with the tensors."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Register a parameter or buffer under a dotted name, in empty modules where there are none yet."""
+def _register(
+    module: nn.Module,
+    name: str,
+    tensor: Tensor,
+) -> None:
+    """Register a parameter or buffer under a dotted name. Missing modules on its path are added."""
     *path, field = name.split(".")
     for part in path:
         if part not in module._modules:

@@ -1,15 +1,16 @@
-"""Memory for compute: activations inside of a model's blocks are computed anew in the backward pass, not kept for it.
+"""Activation checkpointing: the backward pass computes the activations of a block again.
 
-Chen, Xu, Zhang and Guestrin, "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174), by torch's
-`checkpoint`. Random numbers are those of the forward pass, and running statistics count a batch once. Parameters keep
-their names: what is wrapped is a block's `forward`. What is compiled lies inside of what is computed anew, as in
-torchtitan: compiled code draws random numbers of its own, and with `checkpoint` around it draws the same ones twice.
+Chen, Xu, Zhang and Guestrin, "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174).
+The implementation uses torch's `checkpoint`. The second computation draws the same random numbers
+as the first, and running statistics count a batch once. Parameters keep their names, because only
+the `forward` of a block is wrapped. Compiled code is inside the checkpoint, as in torchtitan: its
+own random numbers are then the same in both computations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,82 +20,125 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from trainer.devices import cuda_graphs
-from trainer.models.blocks import blocks
+from trainer.devices.cuda_graphs import host_random_states, set_host_random_states
+from trainer.models.blocks import list_blocks
+from trainer.models.reachable import is_own
 
-WITHOUT = "recompute=false, or accumulate=2 to save memory"
-Run = tuple[str, ...]  # names of modules that are computed anew together
+ALTERNATIVE = "recompute=false, or accumulate=2 to save memory"
+# Names of modules that are recomputed together.
+Run = tuple[str, ...]
 Forward = Callable[..., Any]
 
 
-def runs_of(model: nn.Module) -> list[Run]:
-    """What is computed anew, in the order of the model: a block that has layers of its own, or in a plain
-    `nn.Sequential` a convolution or linear layer with what follows it up to the next."""
-    found: dict[Run, None] = {}
-    for name in (block.name for block in blocks(model)):
-        parent = name.rpartition(".")[0]
-        if type(model.get_submodule(parent)) is nn.Sequential and name:
-            found |= dict.fromkeys(_runs_in(model.get_submodule(parent), f"{parent}." if parent else ""))
-        elif _is_composite(model.get_submodule(name)) and name:
-            found[(name,)] = None
-    return [*found]
+def list_runs(model: nn.Module) -> list[Run]:
+    """List the parts of a model that can be recomputed, in the order of the model.
+
+    A part is a block that contains layers. In a plain `nn.Sequential`, it is a convolution or
+    linear layer with the layers that follow it, up to the next convolution or linear layer.
+    """
+    runs: dict[Run, None] = {}
+    for block in list_blocks(model):
+        if not block.name:
+            continue
+        parent_name = block.name.rpartition(".")[0]
+        parent = model.get_submodule(parent_name)
+        if type(parent) is nn.Sequential:
+            prefix = f"{parent_name}." if parent_name else ""
+            runs.update(dict.fromkeys(_split_sequential(parent, prefix)))
+        elif _is_composite(model.get_submodule(block.name)):
+            runs[(block.name,)] = None
+    return [*runs]
 
 
 def _is_composite(module: nn.Module) -> bool:
-    """Whether a module is called and has more than one operation, as far as one can tell."""
-    called = type(module).forward is not nn.Module.forward and type(module) is not nn.Sequential
-    return called and (any(True for _ in module.children()) or not type(module).__module__.startswith("torch.nn."))
+    """Return whether a module is called and seems to run several operations."""
+    # The forward of a scripted module cannot be wrapped.
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
+    # Containers such as `nn.ModuleList` are not called, and `nn.Sequential` is split.
+    if type(module).forward is nn.Module.forward or type(module) is nn.Sequential:
+        return False
+    has_children = next(module.children(), None) is not None
+    return has_children or not type(module).__module__.startswith("torch.nn.")
 
 
-def _runs_in(sequential: nn.Module, prefix: str) -> Iterator[Run]:
+def _split_sequential(
+    sequential: nn.Module,
+    prefix: str,
+) -> Iterator[Run]:
     run: list[str] = []
-    matrices = 0  # in this run
+    has_matrix_in_run = False
+    # The entry with None ends the last run.
     for name, child in [*sequential.named_children(), ("", None)]:
-        matrix = child is not None and any(p.ndim > 1 for p in child.parameters())
-        apart = child is None or type(child) is nn.Sequential or (matrix and _is_composite(child))
-        if apart or (matrix and matrices):
+        has_matrix = child is not None and any(p.ndim > 1 for p in child.parameters())
+        is_apart = (
+            child is None or type(child) is nn.Sequential or (has_matrix and _is_composite(child))
+        )
+        if is_apart or (has_matrix and has_matrix_in_run):
             if len(run) > 1:
                 yield tuple(run)
-            run, matrices = [], 0
-        if not apart and (run or not getattr(child, "inplace", False)):  # a run's own input stays as it is
+            run = []
+            has_matrix_in_run = False
+        if is_apart:
+            if child is not None and type(child) is not nn.Sequential:
+                yield (prefix + name,)
+        # A run must not change its input in place, because the second computation reads it.
+        elif run or not getattr(child, "inplace", False):
             run.append(prefix + name)
-            matrices += matrix
-        elif apart and child is not None and type(child) is not nn.Sequential:
-            yield (prefix + name,)
+            has_matrix_in_run = has_matrix_in_run or has_matrix
 
 
 def recompute(
-    model: nn.Module, runs: Iterable[Run], random: bool = True, compiles: bool = False, kept: Sequence[Run] = ()
+    model: nn.Module,
+    runs: Iterable[Run],
+    random: bool = True,
+    compiles: bool = False,
+    kept: Sequence[Run] = (),
 ) -> None:
-    """Let a model, or a copy of one in which that was done, compute these anew in each backward pass.
+    """Wrap parts of a model so that each backward pass computes their activations again.
 
     Args:
-        random: with the random numbers of the forward pass; shapes alone need none.
-        compiles: compile each of them, and the others that are `kept`.
+        model: The model, which is changed in place. It may be a copy of a wrapped model.
+        runs: The parts to wrap, from `list_runs`.
+        random: Whether the second computation draws the random numbers of the first.
+        compiles: Whether to compile each part of `runs` and `kept`.
+        kept: Parts that keep their activations.
     """
-    in_rows: dict[str, dict[Run, Forward]] = {}
+    by_sequential: dict[str, dict[Run, Forward]] = {}
 
-    def changed(run: Run, forward: Forward) -> Forward:
-        forward = compiled(forward, run[0]) if compiles else forward
-        return forward if run in kept else anew(forward, [model.get_submodule(name) for name in run], random)
+    def wrap(run: Run, forward: Forward) -> Forward:
+        if compiles:
+            forward = compile_call(forward, run[0])
+        if run in kept:
+            return forward
+        return checkpoint_forward(forward, [model.get_submodule(name) for name in run], random)
 
     for run in (*runs, *kept):
         if len(run) > 1:
-            row = _row([model.get_submodule(name) for name in run])
-            in_rows.setdefault(run[0].rpartition(".")[0], {})[run] = changed(run, row)
+            forward = _chain([model.get_submodule(name) for name in run])
+            parent = run[0].rpartition(".")[0]
+            by_sequential.setdefault(parent, {})[run] = wrap(run, forward)
             continue
         block = model.get_submodule(run[0])
-        if hasattr(vars(block).get("forward"), "anew"):  # of the model that this is a copy of
+        # A copy of a wrapped model has the wrapped `forward` of the original.
+        if hasattr(vars(block).get("forward"), "anew"):
             del block.forward
-        block.forward = changed(run, block.forward)
-    for name, together in in_rows.items():
-        starts = {model.get_submodule(run[0]): forward for run, forward in together.items()}
-        inside = {model.get_submodule(name) for run in together for name in run[1:]}
-        holder = model.get_submodule(name)
-        holder.forward = _row([starts.get(part, part) for part in holder.children() if part not in inside])
+        block.forward = wrap(run, block.forward)
+    for parent, forwards in by_sequential.items():
+        replacements: dict[nn.Module, list[Forward]] = {}
+        for run, forward in forwards.items():
+            first, *others = map(model.get_submodule, run)
+            replacements[first] = [forward]
+            replacements |= {other: [] for other in others}
+        sequential = model.get_submodule(parent)
+        parts: list[Forward] = []
+        for child in sequential.children():
+            parts += replacements.get(child, [child])
+        sequential.forward = _chain(parts)
 
 
-def _row(parts: Sequence[Forward]) -> Forward:
-    """The `forward` of a plain `nn.Sequential` of these."""
+def _chain(parts: Sequence[Forward]) -> Forward:
+    """Return the `forward` of a plain `nn.Sequential` of `parts`."""
 
     def forward(value: Any) -> Any:
         for part in parts:
@@ -104,46 +148,64 @@ def _row(parts: Sequence[Forward]) -> Forward:
     return forward
 
 
-def compiled(forward: Forward, name: str) -> Forward:
-    """`forward`, compiled by itself.
+def compile_call(forward: Forward, name: str) -> Forward:
+    """Compile a block's `forward` separately from the rest of the model.
 
-    It has code and a name of its own: where torch's tracer meets the same code with other shapes, it takes them for
-    dynamic ones, and gives up at the ninth.
+    The function gets its own code object and name. If torch's tracer meets the same code with
+    different shapes, it marks the shapes as dynamic, and it gives up at the ninth shape.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
     run.__code__ = run.__code__.replace(co_name=f"forward_{name}")
-    of_it: Forward = torch.compile(run)
-    return of_it
+    compiled_run: Forward = torch.compile(run)
+    return compiled_run
 
 
-def anew(forward: Forward, modules: Sequence[nn.Module], random: bool = True) -> Forward:
-    """`forward`, which runs `modules`, with its activations computed anew in the backward pass."""
-    norms = [layer for module in modules for layer in module.modules() if isinstance(layer, _NormBase)]
-
-    def contexts() -> Any:
-        return nullcontext(), _uncounted(norms)
+def checkpoint_forward(
+    forward: Forward,
+    modules: Sequence[nn.Module],
+    random: bool = True,
+) -> Forward:
+    """Wrap a `forward` that runs `modules`, so that the backward pass computes it again."""
+    layers: list[nn.Module] = []
+    for module in modules:
+        layers += module.modules()
+    norms = [layer for layer in layers if isinstance(layer, _NormBase)]
+    # torch restores only its own random states. Reading those of Python and NumPy takes 0.1 ms, so
+    # it is skipped for layers of libraries, which draw from neither.
+    draws_on_host = random and any(map(_may_draw_on_host, layers))
 
     def forward_anew(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # For the second pass lists are as they are now: one that collects outputs, as a DenseNet's, grows.
-        first, (args, kwargs) = [(args, kwargs)], tree_map(lambda value: value, (args, kwargs))
+        # The second computation needs copies of lists, because a list that collects outputs, as in
+        # a DenseNet, grows.
+        first_arguments = [(args, kwargs)]
+        args, kwargs = tree_map(lambda value: value, (args, kwargs))
+        states = host_random_states() if draws_on_host else None
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = first.pop() if first else (args, kwargs)
-            return forward(*args, **kwargs)
+            if first_arguments:
+                args, kwargs = first_arguments.pop()
+                return forward(*args, **kwargs)
+            # This code runs once for each backward pass through the block. A model that computes
+            # gradients in its own forward has two.
+            with _keep_statistics(norms), ExitStack() as stack:
+                if states is not None:
+                    stack.callback(set_host_random_states, *host_random_states())
+                    set_host_random_states(*states)
+                return forward(*args, **kwargs)
 
-        # Stopping early raises through C++, and on a GPU torch 2.11 lost that exception. Random states cannot be put
-        # back in a recording, whose proof finds blocks that draw.
         return checkpoint(
             run,
             *args,
             use_reentrant=False,
-            preserve_rng_state=random and not cuda_graphs.recording,
-            context_fn=contexts,
+            # Random states cannot be restored during a CUDA graph capture. The check before a
+            # capture finds blocks that draw random numbers.
+            preserve_rng_state=random and not cuda_graphs.is_capturing,
+            # Stopping early raises an exception through C++, which torch 2.11 loses on a GPU.
             early_stop=False,
             **kwargs,
         )
@@ -152,17 +214,24 @@ def anew(forward: Forward, modules: Sequence[nn.Module], random: bool = True) ->
     return forward_anew
 
 
-@contextmanager
-def _uncounted(norms: Sequence[_NormBase]) -> Iterator[None]:
-    """A second pass over the same batch leaves running statistics as they are, and changes copies of them.
+def _may_draw_on_host(layer: nn.Module) -> bool:
+    has_hooks = bool(layer._forward_hooks or layer._forward_pre_hooks)
+    return has_hooks or is_own(type(layer)) or "forward" in vars(layer)
 
-    Nothing else is other than in the first pass: a layer whose momentum is another would be compiled again.
+
+@contextmanager
+def _keep_statistics(norms: Sequence[_NormBase]) -> Iterator[None]:
+    """Let a second pass over the same batch update copies of the running statistics.
+
+    Setting the momentum to 0 instead would compile the layers again.
     """
-    before = [(layer, {**layer._buffers}) for layer in norms if layer.training]
+    originals = [(layer, {**layer._buffers}) for layer in norms if layer.training]
     try:
-        for layer, buffers in before:
-            layer._buffers.update({name: b if b is None else b.clone() for name, b in buffers.items()})
+        for layer, buffers in originals:
+            for name, buffer in buffers.items():
+                if buffer is not None:
+                    layer._buffers[name] = buffer.clone()
         yield
     finally:
-        for layer, buffers in before:
+        for layer, buffers in originals:
             layer._buffers.update(buffers)

@@ -1,33 +1,40 @@
-"""A model's forward pass without gradients: its kernels launched one by one by Python, or recorded once and replayed.
+"""Run a model's forward pass without gradients eagerly, or replay it as a CUDA graph.
 
-Recorded is one shape, after the model has computed it a few times; any other shape is launched. A replay does what the
-pass did when it was recorded, on the same memory. So it is compared with launched passes before it counts, and a model
-that does anything beside its kernels (waits, draws on the host, counts) is launched.
+One input shape is captured, after a few eager passes. All other shapes run eagerly. A replay
+repeats the kernels of the captured pass on the same memory. Therefore its outputs are compared with
+those of eager passes before it is used. A model that also acts on the host (waits for the device,
+draws random numbers, counts passes) runs eagerly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from trainer.devices import cuda_graphs
-from trainer.devices.cuda_graphs import NotRecorded, StepRecorder
-from trainer.errors import is_out_of_memory, text_of
-from trainer.models.equivalence import NOISE, distance
-from trainer.models.host_state import changed_on_the_host, held_tensors, host_state, own_hook, settings
-from trainer.models.undisturbed import undisturbed
+from trainer.devices.cuda_graphs import NotCapturable, StepRecorder
+from trainer.errors import is_out_of_memory, read_text
+from trainer.models.equivalence import NOISE, relative_error
+from trainer.models.host_state import (
+    find_own_hook,
+    list_held_tensors,
+    read_host_state,
+    read_settings,
+)
+from trainer.models.undisturbed import find_change, restore_after
 
-WARM = 3  # passes of a shape before it is recorded
-PAYS = 36  # passes of a shape from which on a recording, which takes some more of them, gains
+# Number of consecutive eager passes of a shape before it is captured.
+WARMUP_PASSES = 3
+# Minimum number of passes for which the time of a capture is worthwhile.
+MIN_PASSES = 36
 Forward = Callable[[Tensor], Tensor | None]
 
 
 class ReplayedForward:
-    """Calls `forward`, or replays it. Of one thread at a time."""
+    """Callable that runs `forward` or replays it. It must be called from one thread."""
 
     def __init__(
         self,
@@ -36,147 +43,205 @@ class ReplayedForward:
         device: torch.device,
         wanted: bool,
         say: Callable[[str], None],
-        warm: int = WARM,
+        warm: int = WARMUP_PASSES,
     ) -> None:
-        """
+        """Prepare without capturing anything.
+
         Args:
-            forward: from inputs (N, ...) to outputs (N, ...) on `device`, by `modules`.
-            wanted: False: every pass is launched.
-            say: prints why passes are launched where recordings are wanted; called once.
-            warm: passes of a shape in a row before it is recorded.
+            forward: Computes outputs (N, ...) from inputs (N, ...) on `device`.
+            modules: The modules that `forward` runs.
+            device: The device of inputs and outputs.
+            wanted: Whether to capture passes. If False, all passes run eagerly.
+            say: Prints why passes run eagerly although `wanted` is True. It is called at most once.
+            warm: Number of consecutive eager passes of a shape before it is captured.
         """
-        self._forward, self._modules, self._device, self._say, self._warm = forward, modules, device, say, warm
-        self._launches = not (wanted and cuda_graphs.possible(device))  # for good
-        self._paying = True
+        self._forward = forward
+        self._modules = modules
+        self._device = device
+        self._say = say
+        self._warm = warm
+        # It never changes from True to False.
+        self._is_eager = not (wanted and cuda_graphs.has_cuda_graphs(device))
+        self._is_paying = True
         self._recorder: StepRecorder | None = None
-        self._shape: object = None  # of what is recorded, or of the last pass
-        self._seen = 0  # passes of it
+        # The captured shape, or else that of the last pass; number of consecutive passes with it.
+        self._shape: object = None
+        self._passes = 0
         self._replay: Callable[[], None] | None = None
-        self._inputs, self._outputs = torch.empty(0), torch.empty(0)  # the recorded ones
-        self._fitting: object = None
+        # Memory that the graph reads and writes.
+        self._inputs = torch.empty(0)
+        self._outputs = torch.empty(0)
+        self._fingerprint: object = None
 
     def begin(self, batches: int) -> None:
-        """So many passes follow. A recording stays if weights and modules are as they were and where they were."""
-        self._paying = batches >= PAYS
-        if self._replay is not None and self._fitting != self._as_it_is():
+        """Prepare for `batches` passes.
+
+        A captured pass is kept if weights and modules have not changed since.
+        """
+        self._is_paying = batches >= MIN_PASSES
+        if self._replay is not None and self._fingerprint != self._read_fingerprint():
             self.close()
 
     def __call__(self, inputs: Tensor) -> Tensor | None:
-        """The outputs, which are the caller's own."""
+        """Return the outputs. Later calls do not overwrite them."""
         shape = inputs.shape, inputs.stride(), inputs.dtype
         if self._replay is not None and shape == self._shape:
-            return self._replayed(inputs)
-        if self._launches or self._replay is not None or not self._paying:
-            return self._launched(inputs)
-        self._seen = self._seen + 1 if shape == self._shape else 1
+            return self._run_replay(inputs)
+        if self._is_eager or self._replay is not None or not self._is_paying:
+            return self._run_eagerly(inputs)
+        self._passes = self._passes + 1 if shape == self._shape else 1
         self._shape = shape
-        if self._seen <= self._warm:
-            with self._aside():
+        if self._passes <= self._warm:
+            if self._recorder is None:
+                self._recorder = cuda_graphs.StepRecorder(self._device)
+            with self._recorder.aside():
                 return self._forward(inputs)
         try:
-            self._record(inputs)
-            return self._replayed(inputs)
-        except Exception as error:  # the model's code may raise anything
-            if not isinstance(error, NotRecorded) and not is_out_of_memory(error):
+            self._capture(inputs)
+            return self._run_replay(inputs)
+        except Exception as error:
+            # The model's code may raise any error.
+            if not isinstance(error, NotCapturable) and not is_out_of_memory(error):
                 raise
-            reason = text_of(error).partition("\n")[0]
-        self._give_up(reason)  # not within the handler, whose traceback holds memory
+            reason = read_text(error).partition("\n")[0]
+        # Inside the handler, the traceback would keep memory alive.
+        self._give_up(reason)
         return self._forward(inputs)
 
     def close(self) -> None:
-        """Give the recording's memory back. Later passes are recorded anew."""
-        self._replay, self._shape, self._seen = None, None, 0
-        self._inputs, self._outputs = torch.empty(0), torch.empty(0)
+        """Release the graph's memory. Later passes may be captured again."""
+        self._replay = None
+        self._shape = None
+        self._passes = 0
+        self._inputs = torch.empty(0)
+        self._outputs = torch.empty(0)
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None
 
-    def _aside(self) -> AbstractContextManager[None]:
-        if self._recorder is None:
-            self._recorder = cuda_graphs.StepRecorder(self._device)
-        return self._recorder.aside()
-
-    def _replayed(self, inputs: Tensor) -> Tensor:
+    def _run_replay(self, inputs: Tensor) -> Tensor:
         assert self._replay is not None
         self._inputs.copy_(inputs, non_blocking=True)
         self._replay()
-        return self._outputs.clone()  # the next replay writes there
+        # The next replay overwrites the outputs.
+        return self._outputs.clone()
 
-    def _launched(self, inputs: Tensor) -> Tensor | None:
-        """Where memory does not suffice beside the recording, without that."""
+    def _run_eagerly(self, inputs: Tensor) -> Tensor | None:
+        """Run a pass eagerly. If memory runs out, release the graph and run the pass again."""
         try:
             return self._forward(inputs)
         except Exception as error:
             if self._replay is None or not is_out_of_memory(error):
                 raise
-        self._give_up("memory does not suffice beside the recording")
+        self._give_up("memory does not suffice for eager passes next to the graph")
         return self._forward(inputs)
 
     def _give_up(self, reason: str) -> None:
-        self._launches = True
+        self._is_eager = True
         self.close()
-        self._say(f"  graphs: forward passes without gradients are launched kernel by kernel: {reason}")
+        self._say(
+            f"  graphs: forward passes without gradients are launched kernel by kernel: {reason}"
+        )
 
-    def _record(self, inputs: Tensor) -> None:
-        """Raises NotRecorded; nothing was computed."""
-        assert self._recorder is not None
-        if (hook := own_hook(self._modules)) is not None:
-            raise NotRecorded(f"a {hook} would not be called by a replay")
-        with self._recorder.aside():
-            launched = self._trial(lambda: self._forward(inputs), watched=True)
-        own = inputs.clone()  # of the same strides
-        with undisturbed(self._modules, self._device, weights=True):  # its Python runs in it
-            replay, outputs = self._recorder.record(lambda: self._forward(own))
+    def _capture(self, inputs: Tensor) -> None:
+        """Capture a pass and compare its replay with an eager pass.
+
+        Raises:
+            NotCapturable: The pass cannot be replayed. Nothing has been changed.
+        """
+        recorder = self._recorder
+        assert recorder is not None
+        if (hook := find_own_hook(self._modules)) is not None:
+            raise NotCapturable(f"a {hook} would not be called by a replay")
+        with recorder.aside():
+            expected = self._run_trial(lambda: self._forward(inputs), recorder.rehearsal())
+        # The clone has the strides of the inputs.
+        own_inputs = inputs.clone()
+        # The capture runs the model's Python code, which may change host state.
+        with restore_after(self._modules, self._device, weights=True):
+            replay, outputs = recorder.record(lambda: self._forward(own_inputs))
         assert outputs is not None
 
-        def again() -> Tensor:
-            own.copy_(inputs)
+        def replay_inputs() -> Tensor:
+            own_inputs.copy_(inputs)
             replay()
             return outputs
 
-        found = self._trial(again)
-        far = {name: apart for name, value in launched.items() if (apart := distance(value, found[name]))}
-        if far:
-            other = self._trial(again)
-            for name, apart in far.items():
-                if not apart <= NOISE * distance(found[name], other[name]):
-                    raise NotRecorded(f"replayed, {name} is {apart:.2g} of its norm apart")
-        self._inputs, self._outputs, self._replay, self._fitting = own, outputs, replay, self._as_it_is()
+        replayed = self._run_trial(replay_inputs, nullcontext([]))
+        distances = {}
+        for name, tensor in expected.items():
+            if distance := relative_error(tensor, replayed[name]):
+                distances[name] = distance
+        if distances:
+            # Two replays also differ if a kernel adds numbers up in a random order.
+            again = self._run_trial(replay_inputs, nullcontext([]))
+            for name, distance in distances.items():
+                if not distance <= NOISE * relative_error(replayed[name], again[name]):
+                    raise NotCapturable(f"replayed, {name} is {distance:.2g} of its norm apart")
+        self._inputs = own_inputs
+        self._outputs = outputs
+        self._replay = replay
+        self._fingerprint = self._read_fingerprint()
 
-    def _trial(self, work: Forward | Callable[[], Tensor | None], watched: bool = False) -> dict[str, Tensor]:
-        """Outputs of a pass, and what it leaves on the device, as copies; nothing of it stays. By names."""
-        assert self._recorder is not None
-        with undisturbed(self._modules, self._device, weights=True):
-            before = self._on_the_host()
-            watch: AbstractContextManager[list[str]] = self._recorder.rehearsal() if watched else nullcontext([])
-            with watch as waits:
-                outputs = work()  # type: ignore[call-arg]
-            after = self._on_the_host()
+    def _run_trial(
+        self,
+        work: Callable[[], Tensor | None],
+        rehearsal: AbstractContextManager[list[str]],
+    ) -> dict[str, Tensor]:
+        """Run and undo a pass.
+
+        Args:
+            work: Computes the outputs.
+            rehearsal: Context that lists where the host waited for the device.
+
+        Returns:
+            Copies of the outputs, and of the tensors that the pass may have changed, by names for
+            messages.
+
+        Raises:
+            NotCapturable: The pass has effects that a replay would not have.
+        """
+        with restore_after(self._modules, self._device, weights=True):
+            before = self._read_host_state()
+            with rehearsal as waits:
+                outputs = work()
+            after = self._read_host_state()
             if waits:
-                raise NotRecorded(f"the model waits for the device, in {waits[0]}")
-            if (changed := changed_on_the_host(before, after)) is not None:
-                raise NotRecorded(f"a pass changes {changed} on the host")
+                raise NotCapturable(f"the model waits for the device, in {waits[0]}")
+            if (name := find_change(before, after)) is not None:
+                raise NotCapturable(f"a pass changes {name} on the host")
             if not isinstance(outputs, Tensor):
-                raise NotRecorded(f"the model gives a {type(outputs).__name__}, not a tensor")
-            return {"the output": outputs.clone()} | {
-                name: tensor.clone() for name, tensor in held_tensors(self._modules).items()
-            }
+                raise NotCapturable(f"the model returns a {type(outputs).__name__}, not a tensor")
+            copies = {"the output": outputs.clone()}
+            for name, tensor in list_held_tensors(self._modules).items():
+                copies[name] = tensor.clone()
+            return copies
 
-    def _parts(self) -> list[nn.Module]:
-        return [part for module in self._modules for part in module.modules()]
+    def _read_host_state(self) -> dict[str, object]:
+        """Return the state on the host that a pass may change, which a replay does not change.
 
-    def _on_the_host(self) -> dict[str, object]:
-        """What a pass may change there, where a replay changes nothing; weights with how often they were written."""
-        found = host_state(self._modules, {self._device.type})
+        For weights, this is the number of times that they were written.
+        """
+        state = read_host_state(self._modules, {self._device.type})
         for number, module in enumerate(self._modules):
-            written = ((name, p) for name, p in module.named_parameters() if not p.is_inference())
-            found |= {f"weight {name} ({number})": parameter._version for name, parameter in written}
-        return found
+            for name, parameter in module.named_parameters():
+                # Inference tensors have no version.
+                if not parameter.is_inference():
+                    state[f"weight {name} ({number})"] = parameter._version
+        return state
 
-    def _as_it_is(self) -> object:
-        """What a recording was made for: it stands as long as this does."""
-        weights = chain.from_iterable(module.parameters() for module in self._modules)
-        addresses = [tensor.data_ptr() for tensor in (*weights, *held_tensors(self._modules).values())]
-        hooks = [[*part._forward_hooks, *part._forward_pre_hooks] for part in self._parts()]
-        plain = {name: value for name, value in settings(self._modules).items() if not name.startswith("mode of")}
-        return addresses, hooks, plain, self._parts(), cuda_graphs.recoveries
+    def _read_fingerprint(self) -> object:
+        """Return the state that a captured pass depends on. It is valid until the state changes."""
+        tensors: list[Tensor] = []
+        parts: list[nn.Module] = []
+        for module in self._modules:
+            tensors += module.parameters()
+            parts += module.modules()
+        tensors += list_held_tensors(self._modules).values()
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        hooks = [[*part._forward_hooks, *part._forward_pre_hooks] for part in parts]
+        plain = {}
+        for name, value in read_settings(self._modules).items():
+            if not name.startswith("mode of"):
+                plain[name] = value
+        return addresses, hooks, plain, parts, cuda_graphs.recoveries

@@ -1,4 +1,4 @@
-"""Models of shapes alone, on torch's meta device: copies of a model, and models that are built there."""
+"""Copy a model to torch's meta device, or build it there. Its tensors then have no values."""
 
 from __future__ import annotations
 
@@ -12,74 +12,103 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from trainer.errors import text_of
-from trainer.models.memory import Allocations
+from trainer.errors import read_text
+from trainer.memory.measuring import Allocations
 
 SIMPLE = (bool, int, float, str, torch.dtype)
 
 
-def without_values(model: nn.Module) -> nn.Module:
-    """A copy on the meta device; values are not copied on the way."""
+def copy_to_meta(model: nn.Module) -> nn.Module:
+    """Copy a model to the meta device. Its values are not copied."""
     memo: dict[int, Any] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         if not is_lazy(tensor) and tensor.is_leaf:
             shape = tensor.detach().to("meta")
-            trained = isinstance(tensor, nn.Parameter)
-            memo[id(tensor)] = nn.Parameter(shape, tensor.requires_grad) if trained else shape
-    memo |= {id(tensor): tensor.detach().to("meta") for tensor in computed(model)}
+            if isinstance(tensor, nn.Parameter):
+                shape = nn.Parameter(shape, tensor.requires_grad)
+            memo[id(tensor)] = shape
+    for tensor in list_computed_tensors(model):
+        memo[id(tensor)] = tensor.detach().to("meta")
     return copy.deepcopy(model, memo).to("meta")
 
 
-def computed(model: nn.Module) -> list[Tensor]:
-    """Attributes that are computed of weights, as of pruned ones: torch refuses to copy such tensors."""
-    attributes = (value for module in model.modules() for value in vars(module).values())
-    return [value for value in attributes if isinstance(value, Tensor) and not value.is_leaf]
+def list_computed_tensors(model: nn.Module) -> list[Tensor]:
+    """List attributes that were computed from weights, such as by pruning.
 
-
-def built_on_meta(make: Callable[[], nn.Module]) -> tuple[nn.Module | None, str]:
-    """What `make` gives where tensors have no values; or None, and why that would not be the model.
-
-    What of a model has values after all is no parameter and no buffer, or it has looked at some: nobody could fill it.
+    `copy.deepcopy` cannot copy them.
     """
-    drawn = torch.get_rng_state()
+    tensors = []
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                tensors.append(value)
+    return tensors
+
+
+def build_on_meta(make: Callable[[], nn.Module]) -> tuple[nn.Module | None, str]:
+    """Call `make` on the meta device.
+
+    Returns:
+        The model and "". Or None and the reason why its values could not be copied to it later: its
+        code reads values, or a tensor is neither a parameter nor a buffer.
+    """
+    random_state = torch.get_rng_state()
     try:
-        with torch.device("meta"), Allocations(()) as made:
+        with torch.device("meta"), Allocations(()) as allocations:
             model = make()
-        held = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
-    except Exception as error:  # a user's code may raise anything at all
-        return None, f"its code needs values: {type(error).__name__}: {' '.join(text_of(error).split())[:120]}"
+        tensors = [*model.parameters(), *model.buffers()]
+        registered = {tensor.untyped_storage()._cdata for tensor in tensors}
+    except Exception as error:
+        # The user's code may raise any error.
+        reason = " ".join(read_text(error).split())[:120]
+        return None, f"its code needs values: {type(error).__name__}: {reason}"
 
-    def hides() -> bool:
-        return any(each.device.type == "meta" and each._cdata not in held for each in made.alive())
+    def has_hidden_tensor() -> bool:
+        return any(
+            storage.device.type == "meta" and storage._cdata not in registered
+            for storage in allocations.alive()
+        )
 
-    if hides():
-        gc.collect()  # what only refers to itself
-    if hides():
-        return None, "it holds a tensor that is no parameter and no buffer"
-    if not torch.equal(drawn, torch.get_rng_state()):
-        return None, "it draws random numbers on a device of its own choice"
+    if has_hidden_tensor():
+        # Tensors in reference cycles exist until the garbage collector runs.
+        gc.collect()
+    if has_hidden_tensor():
+        return None, "it holds a tensor that is neither a parameter nor a buffer"
+    if not torch.equal(random_state, torch.get_rng_state()):
+        return None, "it draws random numbers on a device that it chooses itself"
     return model, ""
 
 
-def description(model: nn.Module) -> str:
-    """A digest of what a model is beside its values: modules with their plain attributes, and tensors."""
+def compute_digest(model: nn.Module) -> str:
+    """Return a digest of a model's modules and plain attributes, and of its tensors' types."""
     lines: list[Any] = []
     for name, module in model.named_modules(remove_duplicate=False):
         plain = {key: value for key, value in vars(module).items() if _is_simple(value)}
         lines.append((name, type(module).__qualname__, plain))
-    for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
-        first: dict[int, str] = {}
-        for name, tensor in named:
-            kind = tuple(tensor.shape), tensor.dtype, tensor.requires_grad, isinstance(tensor, nn.Parameter)
-            lines.append((name, first.setdefault(id(tensor), name), *kind))
-    return hashlib.sha256("\n".join(map(repr, lines)).encode()).hexdigest()
+    for named_tensors in (
+        model.named_parameters(remove_duplicate=False),
+        model.named_buffers(remove_duplicate=False),
+    ):
+        first_names: dict[int, str] = {}
+        for name, tensor in named_tensors:
+            first_name = first_names.setdefault(id(tensor), name)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            shape = tuple(tensor.shape)
+            lines.append(
+                (name, first_name, shape, tensor.dtype, tensor.requires_grad, is_parameter)
+            )
+    text = "\n".join(map(repr, lines))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _is_simple(value: Any) -> bool:
-    return isinstance(value, SIMPLE) or (isinstance(value, tuple | list) and all(map(_is_simple, value)))
+    if isinstance(value, tuple | list):
+        return all(map(_is_simple, value))
+    return isinstance(value, SIMPLE)
 
 
-def give_values(tensor: Tensor, values: Tensor) -> None:
-    """Put `values` in the place of a tensor, for all that refer to it."""
-    kept = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
-    torch.utils.swap_tensors(tensor, kept)  # type: ignore[no-untyped-call]
+def replace_tensor(tensor: Tensor, values: Tensor) -> None:
+    """Replace a tensor by `values` in all objects that refer to it."""
+    if isinstance(tensor, nn.Parameter):
+        values = nn.Parameter(values, tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, values)  # type: ignore[no-untyped-call]

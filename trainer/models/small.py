@@ -1,4 +1,4 @@
-"""Small models, for small images and for trying things out."""
+"""Small models for small images and for experiments."""
 
 from __future__ import annotations
 
@@ -15,35 +15,66 @@ from torchvision.models.resnet import BasicBlock
 
 from trainer.recipe.image_sizes import ImageSize, sides, square
 
-Builder = Callable[[int, int, Any], nn.Module]  # of (num_classes, channels, image_size: an int, or height and width)
+# A builder is called with num_classes, channels and image_size, which is an int or (height, width).
+Builder = Callable[[int, int, Any], nn.Module]
 
 
-def mlp(num_classes: int, channels: int, image_size: ImageSize) -> nn.Module:
+def mlp(
+    num_classes: int,
+    channels: int,
+    image_size: ImageSize,
+) -> nn.Module:
+    """Build a perceptron with two hidden layers of 256 units."""
     inputs = channels * math.prod(sides(image_size))
     return nn.Sequential(
-        nn.Flatten(), nn.Linear(inputs, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, num_classes)
+        nn.Flatten(),
+        nn.Linear(inputs, 256),
+        nn.ReLU(),
+        nn.Linear(256, 256),
+        nn.ReLU(),
+        nn.Linear(256, num_classes),
     )
 
 
-def _convolutional(
-    norm: Callable[[int], nn.Module], num_classes: int, channels: int, image_size: ImageSize
+def _build_cnn(
+    norm: Callable[[int], nn.Module],
+    num_classes: int,
+    channels: int,
+    image_size: ImageSize,
 ) -> nn.Module:
-    """3x3 convolutions, each with a normalisation, the image halved between them; a fourth from 16 pixels on."""
-    widths = (32, 64, 128) if min(sides(image_size)) < 16 else (32, 64, 128, 256)
+    """Build three 3x3 convolutions with normalisation, and pooling between them.
+
+    For images of at least 16 pixels, there are four convolutions.
+    """
+    widths = [32, 64, 128]
+    if min(sides(image_size)) >= 16:
+        widths.append(256)
     layers: list[nn.Module] = []
     for width in widths:
-        layers += [nn.Conv2d(channels, width, 3, padding=1, bias=False), norm(width), nn.ReLU(inplace=True)]
-        layers += [nn.MaxPool2d(2)] if width < widths[-1] else [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+        if layers:
+            layers.append(nn.MaxPool2d(2))
+        layers += [
+            nn.Conv2d(channels, width, 3, padding=1, bias=False),
+            norm(width),
+            nn.ReLU(inplace=True),
+        ]
         channels = width
-    return nn.Sequential(*layers, nn.Linear(channels, num_classes))
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes)]
+    return nn.Sequential(*layers)
 
 
-def vit_tiny(num_classes: int, channels: int, image_size: ImageSize) -> nn.Module:
+def vit_tiny(
+    num_classes: int,
+    channels: int,
+    image_size: ImageSize,
+) -> nn.Module:
+    """Build a Vision Transformer with 4 layers of width 96."""
     image_size = square(image_size)
-    patches = next(count for count in range(8, 0, -1) if image_size % count == 0)  # along each side
+    patches_per_side = next(count for count in range(8, 0, -1) if image_size % count == 0)
+    patch_size = image_size // patches_per_side
     model: nn.Module = torchvision.models.VisionTransformer(
         image_size,
-        image_size // patches,
+        patch_size,
         num_layers=4,
         num_heads=4,
         hidden_dim=96,
@@ -51,29 +82,42 @@ def vit_tiny(num_classes: int, channels: int, image_size: ImageSize) -> nn.Modul
         num_classes=num_classes,
     )
     if channels != 3:
-        model.conv_proj = nn.Conv2d(channels, 96, image_size // patches, image_size // patches)
+        model.conv_proj = nn.Conv2d(channels, 96, patch_size, patch_size)
     return model
 
 
 class SmallResNet(nn.Module):
-    """The ResNet for 32-pixel images of He et al., "Deep Residual Learning" (arXiv:1512.03385), section 4.2.
+    """ResNet for 32-pixel images.
 
-    Depth is 6 x blocks + 2. Shortcuts that change shape are 1x1 convolutions (their option B).
+    He et al., "Deep Residual Learning" (arXiv:1512.03385), section 4.2. Depth is 6 x blocks + 2.
+    Shortcuts that change shape are 1x1 convolutions (their option B).
     """
 
-    def __init__(self, blocks: int, num_classes: int, channels: int, image_size: ImageSize) -> None:
+    def __init__(
+        self,
+        blocks: int,
+        num_classes: int,
+        channels: int,
+        image_size: ImageSize,
+    ) -> None:
         super().__init__()
         self.stem = nn.Sequential(
-            nn.Conv2d(channels, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(inplace=True)
+            nn.Conv2d(channels, 16, 3, padding=1, bias=False),
+            nn.BatchNorm2d(16),
+            nn.ReLU(inplace=True),
         )
-        width, stages = 16, []
+        width = 16
+        stages = []
         for planes in (16, 32, 64):
             stage: list[nn.Module] = []
             for _ in range(blocks):
-                stride, shortcut = 1, None
+                stride = 1
+                shortcut = None
                 if planes != width:
                     stride = 2
-                    shortcut = nn.Sequential(nn.Conv2d(width, planes, 1, 2, bias=False), nn.BatchNorm2d(planes))
+                    shortcut = nn.Sequential(
+                        nn.Conv2d(width, planes, 1, 2, bias=False), nn.BatchNorm2d(planes)
+                    )
                 stage.append(BasicBlock(width, planes, stride, shortcut))
                 width = planes
             stages.append(nn.Sequential(*stage))
@@ -85,16 +129,18 @@ class SmallResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W) -> (N, num_classes)."""
-        out: Tensor = self.head(self.stages(self.stem(x)).mean((2, 3)))
+        features = self.stages(self.stem(x))
+        out: Tensor = self.head(features.mean((2, 3)))
         return out
 
 
 class Whitening(nn.Module):
-    """Patches of 2x2 pixels as decorrelated numbers, each with its negative: fixed filters, so nothing is trained.
+    """Fixed filters that turn 2x2 patches into decorrelated numbers and their negatives.
 
-    Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU" (arXiv:2404.00498), section 3.2, takes the eigenvectors of
-    the training patches' covariance. These are the ones that photos have by and large, with no data to look at: the
-    2x2 Hadamard patterns of brightness and of two opponent colours. BatchNorm brings each to variance 1.
+    Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU" (arXiv:2404.00498), section 3.2, uses
+    the eigenvectors of the training patches' covariance. The filters here approximate those of
+    photos without looking at data: the 2x2 Hadamard patterns of brightness and of two opponent
+    colours. BatchNorm scales each to variance 1. Nothing is trained.
 
     Shapes: (N, C, H, W) -> (N, 8 C, H - 1, W - 1).
     """
@@ -103,7 +149,9 @@ class Whitening(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        patterns = torch.tensor([[1.0, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]) / 2
+        patterns = torch.tensor(
+            [[1.0, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]
+        ).div(2)
         colours = torch.eye(channels)
         if channels == 3:
             colours = F.normalize(torch.tensor([[1.0, 1, 1], [1, 0, -1], [-1, 2, -1]]))
@@ -117,48 +165,66 @@ class Whitening(nn.Module):
 
 
 class Mirrored(nn.Sequential):
-    """In evaluation, and wherever the model answers: the mean of the answers to an image and to its mirror image."""
+    """A model that averages its outputs for an image and its mirror image in evaluation."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W) -> (N, num_classes)."""
-        answer: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
-        return answer if self.training else (answer + super().forward(x.flip(3))) / 2  # type: ignore[no-untyped-call]
+        out: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
+        if not self.training:
+            out = (out + super().forward(x.flip(3))) / 2  # type: ignore[no-untyped-call]
+        return out
 
 
-def _fast(widths: Sequence[int], num_classes: int, channels: int, image_size: ImageSize) -> nn.Module:
-    """The network of Jordan (arXiv:2404.00498), sections 3.1 to 3.3, with widths of one's own; GELU, no residuals.
+def _build_fast_cnn(
+    widths: Sequence[int],
+    num_classes: int,
+    channels: int,
+    image_size: ImageSize,
+) -> nn.Module:
+    """Build the network of Jordan (arXiv:2404.00498), sections 3.1 to 3.3, with other widths.
 
-    Convolutions begin as the identity of their first inputs (dirac), so that the signal passes from the first step on.
+    The network has GELU and no residuals. Images below 16 pixels have two blocks instead of three.
     """
+    if min(sides(image_size)) < 16:
+        widths = widths[:-1]
     layers: list[nn.Module] = [Whitening(channels), nn.GELU()]
     inputs = 8 * channels
-    for width in widths if min(sides(image_size)) >= 16 else widths[:-1]:
-        first, second = (nn.Conv2d(of, width, 3, padding=1, bias=False) for of in (inputs, width))
+    for width in widths:
+        first = nn.Conv2d(inputs, width, 3, padding=1, bias=False)
+        second = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        # Convolutions start as the identity of their first inputs, so that the signal passes from
+        # the first step on.
         for convolution in (first, second):
             nn.init.dirac_(convolution.weight.data[: convolution.in_channels])
         layers += [first, nn.MaxPool2d(2), nn.BatchNorm2d(width), nn.GELU()]
         layers += [second, nn.BatchNorm2d(width), nn.GELU()]
         inputs = width
-    return nn.Sequential(*layers, nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(inputs, num_classes))
+    layers += [nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(inputs, num_classes)]
+    return nn.Sequential(*layers)
 
 
-# As wide as published, for a GPU: 1.97 million weights. Images below 16 pixels have two blocks, not three.
-fast_cnn = partial(_fast, (64, 256, 256))
+# The widths are the published ones, for a GPU: 1.97 million weights.
+fast_cnn = partial(_build_fast_cnn, (64, 256, 256))
 
 
-def fast_cnn_mirrored(num_classes: int, channels: int, image_size: ImageSize) -> nn.Module:
-    """The same layers under the same names, which look at an image from both sides."""
+def fast_cnn_mirrored(
+    num_classes: int,
+    channels: int,
+    image_size: ImageSize,
+) -> nn.Module:
+    """Build `fast_cnn` with the same parameter names, averaged over mirror images."""
     return Mirrored(*fast_cnn(num_classes, channels, image_size).children())
 
 
 SMALL: dict[str, Builder] = {
     "mlp": mlp,
-    "cnn": partial(_convolutional, nn.BatchNorm2d),
-    "cnn_gn": partial(_convolutional, partial(nn.GroupNorm, 8)),
+    "cnn": partial(_build_cnn, nn.BatchNorm2d),
+    "cnn_gn": partial(_build_cnn, partial(nn.GroupNorm, 8)),
     "vit_tiny": vit_tiny,
     "resnet8": partial(SmallResNet, 1),
     "resnet20": partial(SmallResNet, 3),
     "fast_cnn": fast_cnn,
     "fast_cnn_mirrored": fast_cnn_mirrored,
-    "fast_cnn_small": partial(_fast, (32, 128, 256)),  # narrow enough for a CPU: three eighths of the arithmetic
+    # Three eighths of the arithmetic, so that a CPU trains it in reasonable time.
+    "fast_cnn_small": partial(_build_fast_cnn, (32, 128, 256)),
 }

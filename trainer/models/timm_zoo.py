@@ -1,4 +1,7 @@
-"""Models of timm, PyTorch Image Models, by name: model.name=timm:NAME. timm is imported when one is built."""
+"""Models of timm (PyTorch Image Models) by name: `model.name=timm:NAME`.
+
+timm is an optional dependency and is imported when one of its models is built.
+"""
 
 from __future__ import annotations
 
@@ -8,120 +11,148 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.errors import RecipeError, SetupError, text_of
+from trainer.errors import RecipeError, SetupError, load_extra, read_text
 from trainer.recipe import ModelRecipe
 from trainer.recipe.image_sizes import ImageSize
 from trainer.recipe.known_names import TIMM
 
 
-def create(recipe: ModelRecipe, num_classes: int, channels: int, image_size: ImageSize, starting: bool) -> nn.Module:
-    """The model, with the weights that timm publishes where the recipe asks for them and `starting` is set.
+def create(
+    recipe: ModelRecipe,
+    num_classes: int,
+    channels: int,
+    image_size: ImageSize,
+    starting: bool,
+) -> nn.Module:
+    """Build a timm model, with published weights if the recipe and `starting` ask for them.
 
     Raises:
         RecipeError: timm is not installed, or has no such model or weights.
-        SetupError: the weights cannot be fetched.
+        SetupError: The weights cannot be downloaded.
+        AssertionError: The model cannot be built for images of that size.
     """
-    timm, name = _checked(recipe)
-    options = {"num_classes": num_classes, "in_chans": channels}
-    pretrained = starting and recipe.weights is not None
+    timm, name = _find_model(recipe)
+    is_pretrained = starting and recipe.weights is not None
+    options = {"num_classes": num_classes, "in_chans": channels, "pretrained": is_pretrained}
     try:
-        return _created(timm, name, image_size, **options, pretrained=pretrained)
-    except Exception as error:  # downloads raise anything at all
-        if not pretrained and isinstance(error, RuntimeError | ValueError):
-            raise AssertionError(text_of(error)) from None  # it does not take images of this shape
-        if not pretrained:
+        try:
+            model: nn.Module = timm.create_model(name, **options, img_size=image_size)
+        except TypeError:
+            # Models for images of any size have no argument `img_size`.
+            model = timm.create_model(name, **options)
+        return model
+    except Exception as error:
+        if not is_pretrained:
+            if isinstance(error, RuntimeError | ValueError):
+                # The model cannot read images of this shape.
+                raise AssertionError(read_text(error)) from None
             raise
-        place = timm.get_pretrained_cfg(name).hf_hub_id or "its page"
+        # A download may raise any error.
+        repository = timm.get_pretrained_cfg(name).hf_hub_id or "its page"
         raise SetupError(
-            f"model.weights={recipe.weights} of {recipe.name} cannot be downloaded ({type(error).__name__}); copy what "
-            f"another machine's ~/.cache/huggingface/hub has of {place} to this one's, or start from its "
-            "model.safetensors: model.weights=null model.init_from=FILE"
+            f"model.weights={recipe.weights} of {recipe.name} cannot be downloaded "
+            f"({type(error).__name__}); copy {repository} from another machine's "
+            "~/.cache/huggingface/hub to this one's, or start from its model.safetensors: "
+            "model.weights=null model.init_from=FILE"
         ) from None
 
 
-def bare(name: str, num_classes: int, channels: int, image_size: ImageSize) -> str:
-    """The call that makes the bare model."""
-    sized = f", img_size={image_size}" if _takes_size(name) else ""
-    return f"timm.create_model('{name.removeprefix(TIMM)}', num_classes={num_classes}, in_chans={channels}{sized})"
+def bare(
+    name: str,
+    num_classes: int,
+    channels: int,
+    image_size: ImageSize,
+) -> str:
+    """Format the call that builds the same model with timm alone."""
+    timm_name = name.removeprefix(TIMM)
+    size = f", img_size={image_size}" if _has_size_argument(name) else ""
+    return f"timm.create_model('{timm_name}', num_classes={num_classes}, in_chans={channels}{size})"
 
 
-def preset(model: ModelRecipe) -> tuple[Any, Any, Any]:
-    """timm's mean, standard deviation and, where it starts from weights, image size; None each where it has none.
+def read_preset(model: ModelRecipe) -> tuple[Any, Any, Any]:
+    """Return mean, standard deviation and image size of a model's preprocessing in timm.
+
+    A value is None if timm does not have it. The image size is also None for random weights.
 
     Raises:
         RecipeError: timm is not installed.
     """
-    timm, name = _timm(model.name), _tagged(model)
-    known = timm.is_model(name) and ("." not in name or name in _published(timm, name))  # else building it raises
-    if not known or (config := timm.get_pretrained_cfg(name)) is None:
+    timm = _import_timm(model.name)
+    name = _add_tag(model)
+    # Building the model reports an unknown name.
+    is_known = timm.is_model(name) and ("." not in name or name in _list_pretrained(timm, name))
+    if not is_known or (config := timm.get_pretrained_cfg(name)) is None:
         return None, None, None
-    size = config.input_size[1:] if (model.weights, model.init_from) != (None, None) else None
+    size = None
+    if (model.weights, model.init_from) != (None, None):
+        size = config.input_size[1:]
     return list(config.mean), list(config.std), size
 
 
-def known_classes(model: ModelRecipe) -> int:
-    timm, name = _checked(model)
+def count_classes(model: ModelRecipe) -> int:
+    """Return the number of classes of a model's published weights."""
+    timm, name = _find_model(model)
     return int(timm.get_pretrained_cfg(name).num_classes)
 
 
-def _timm(name: str) -> Any:
+def _import_timm(name: str) -> Any:
     try:
-        import timm
-    except ImportError as error:
-        raise RecipeError(f"model.name={name} needs the package timm ({error}): pip install timm") from None
-    return timm
+        return load_extra(f"model.name={name}", "timm")
+    except SetupError as error:
+        raise RecipeError(str(error)) from None
 
 
-def _tagged(recipe: ModelRecipe) -> str:
-    """timm's name of a model and its weights: resnet18, or resnet18.a1_in1k."""
+def _add_tag(recipe: ModelRecipe) -> str:
+    """Return timm's name of a model and its weights: resnet18, or resnet18.a1_in1k."""
     name = recipe.name.removeprefix(TIMM)
-    return name if recipe.weights in (None, "DEFAULT") else f"{name.partition('.')[0]}.{recipe.weights}"
+    if recipe.weights in (None, "DEFAULT"):
+        return name
+    return f"{name.partition('.')[0]}.{recipe.weights}"
 
 
-def _checked(recipe: ModelRecipe) -> tuple[Any, str]:
-    """timm, and its name of a model that it has, with the weights that the recipe asks for. Raises RecipeError."""
-    timm, name = _timm(recipe.name), _tagged(recipe)
+def _find_model(recipe: ModelRecipe) -> tuple[Any, str]:
+    """Return timm and its name for the recipe's model and weights.
+
+    Raises:
+        RecipeError: timm is not installed, or has no such model or weights.
+    """
+    timm = _import_timm(recipe.name)
+    name = _add_tag(recipe)
     if not timm.is_model(name):
-        raise RecipeError(f"model.name={recipe.name} is not a model of timm; timm.list_models() lists its models")
-    if recipe.weights is not None or "." in name:
-        _check_weights(timm, recipe, name)
+        raise RecipeError(
+            f"model.name={recipe.name} is not a model of timm; timm.list_models() lists its models"
+        )
+    if recipe.weights is None and "." not in name:
+        return timm, name
+    pretrained_names = _list_pretrained(timm, name)
+    if not pretrained_names:
+        raise RecipeError(
+            f"model.weights={recipe.weights}: timm publishes none for {recipe.name}; type "
+            "model.weights=null to start from random weights"
+        )
+    if "." in name and name not in pretrained_names:
+        model, _, tag = name.partition(".")
+        tags = ", ".join(other.partition(".")[2] for other in pretrained_names[:6])
+        raise RecipeError(
+            f"model.weights={tag} is not published for {TIMM}{model}; there are {tags}, DEFAULT"
+        )
     return timm, name
 
 
-def _check_weights(timm: Any, recipe: ModelRecipe, name: str) -> None:
-    known = _published(timm, name)
-    if not known:
-        raise RecipeError(
-            f"model.weights={recipe.weights}: timm publishes none for {recipe.name}; model.weights=null starts without"
-        )
-    if "." in name and name not in known:
-        model, _, tag = name.partition(".")
-        tags = ", ".join(other.partition(".")[2] for other in known[:6])
-        raise RecipeError(f"model.weights={tag} is not published for {TIMM}{model}; there are {tags}, DEFAULT")
-
-
-def _published(timm: Any, name: str) -> list[str]:
-    """timm's names of a model with each of its published weights."""
-    names: list[str] = timm.list_pretrained(f"{name.partition('.')[0]}.*")
-    return names
+def _list_pretrained(timm: Any, name: str) -> list[str]:
+    """List the names in timm of a model's published weights."""
+    return list(timm.list_pretrained(f"{name.partition('.')[0]}.*"))
 
 
 @lru_cache
-def _takes_size(name: str) -> bool:
-    """Whether a model is made for one size of images, which is an argument."""
+def _has_size_argument(name: str) -> bool:
+    """Return whether the constructor of a model has an argument for the image size."""
     try:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            _timm(name).create_model(name.removeprefix(TIMM), img_size=7 * 32)
+            _import_timm(name).create_model(name.removeprefix(TIMM), img_size=7 * 32)
     except TypeError:
         return False
-    except Exception:  # it has the argument, and refuses the size
-        return True
+    except Exception:
+        # The model has the argument, but does not allow this size.
+        pass
     return True
-
-
-def _created(timm: Any, name: str, image_size: ImageSize, **options: Any) -> nn.Module:
-    try:
-        model: nn.Module = timm.create_model(name, **options, img_size=image_size)
-    except TypeError:  # it takes any size
-        model = timm.create_model(name, **options)
-    return model

@@ -1,4 +1,4 @@
-"""torchvision's classifiers by name, and the weights that it publishes."""
+"""torchvision's classifiers by name, and their published weights."""
 
 from __future__ import annotations
 
@@ -14,159 +14,261 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from trainer.errors import RecipeError, SetupError, is_out_of_memory, text_of
+from trainer.errors import RecipeError, SetupError, is_out_of_memory, read_text
 from trainer.recipe import ModelRecipe
 from trainer.recipe.image_sizes import ImageSize, sides, square
 from trainer.recipe.known_names import AUXILIARY
 from trainer.saving import locks
 
-OLDER = {  # names in published files of DenseNet and ViT, and what torchvision calls them since
+# Patterns of tensor names in published files of DenseNet and ViT, and the current names.
+OLDER = {
     r"(denselayer\d+\.(?:norm|relu|conv))\.([12]\.)": r"\1\2",
     r"(encoder_layer_\d+\.mlp)\.linear_1\.": r"\1.0.",
     r"(encoder_layer_\d+\.mlp)\.linear_2\.": r"\1.3.",
 }
 
 
-def names() -> list[str]:
-    """All that there are."""
+def list_names() -> list[str]:
+    """List the names of all torchvision classifiers."""
     return list(torchvision.models.list_models(module=torchvision.models))
 
 
-def create(recipe: ModelRecipe, num_classes: int, channels: int, image_size: ImageSize, starting: bool) -> nn.Module:
-    """The model, with the weights that torchvision publishes where the recipe asks for them and `starting` is set.
+def create(
+    recipe: ModelRecipe,
+    num_classes: int,
+    channels: int,
+    image_size: ImageSize,
+    starting: bool,
+) -> nn.Module:
+    """Build a torchvision model, with published weights if the recipe and `starting` ask for them.
 
     Raises:
-        RecipeError: other channels than 3 where inputs are transformed, or weights that are not published.
-        SetupError: the weights cannot be fetched or read.
-        AssertionError: it cannot be made for images of that size.
+        RecipeError: The weights are not published, or a model that normalises its inputs itself
+            would read other than 3 channels.
+        SetupError: The weights cannot be downloaded or read.
+        AssertionError: The model cannot be built for images of that size.
     """
-    if channels != 3 and recipe.name in AUXILIARY:  # they mix the three into the weights' normalisation
+    # These models convert three channels to the normalisation of their published weights.
+    if channels != 3 and recipe.name in AUXILIARY:
         raise RecipeError(
-            f"model.name={recipe.name} reads 3 channels and the images have {channels}: set data.channels=3"
+            f"model.name={recipe.name} reads 3 channels and the images have {channels}: set "
+            "data.channels=3"
         )
     builder = torchvision.models.get_model_builder(recipe.name)
-    options = _options(recipe, image_size)
+    options = _builder_options(recipe, image_size)
     if recipe.weights is None or recipe.init_from is not None or not starting:
-        quick = {"init_weights": True} if recipe.name in AUXILIARY else {}  # without, torchvision warns that it is slow
+        # torchvision warns about slow initialisation if this option is not set.
+        if recipe.name in AUXILIARY:
+            options["init_weights"] = True
         try:
-            return _reading(builder(num_classes=num_classes, **options, **quick), channels, started=False)
-        except ValueError as error:  # MaxViT's windows
+            model: nn.Module = builder(num_classes=num_classes, **options)
+        except ValueError as error:
+            # MaxViT divides the image into windows. Some sizes are not divisible.
             raise AssertionError(str(error)) from None
-    weights = published(recipe)
-    options = {} if recipe.name in AUXILIARY else options  # published files have the heads, which go afterwards
-    model: Any = _started(builder, weights, options, recipe.weights)
+        _set_channels(model, channels, is_pretrained=False)
+        return model
+    weights = find_published(recipe)
+    # Published files contain the auxiliary heads, so the model must be built with them.
+    if recipe.name in AUXILIARY:
+        options = {}
+    model = _fetch_model(builder, weights, options, recipe.weights)
     if recipe.name == "inception_v3":
-        model.aux_logits, model.AuxLogits = False, None
-    classes = known_classes(recipe)
-    if classes != num_classes:
-        replace_head(model, classes, num_classes)
-    return _reading(model, channels, started=True)
-
-
-def _reading(model: nn.Module, channels: int, started: bool) -> nn.Module:
-    """The model with a first layer for other channels: its weights `adapted`, or as many new ones of such a spread that
-    its outputs vary as much."""
-    if channels != 3:
-        first = next(part for part in model.modules() if isinstance(part, nn.Conv2d))
-        old = first.weight.detach()
-        drawn = torch.empty(len(old), channels, *old.shape[2:]).normal_() * (old.std() * (3 / channels) ** 0.5)
-        first.in_channels, first.weight = channels, nn.Parameter(adapted(old, channels) if started else drawn)
+        inception: Any = model
+        inception.aux_logits = False
+        inception.AuxLogits = None
+    published_classes = count_classes(recipe)
+    if published_classes != num_classes:
+        replace_head(model, published_classes, num_classes)
+    _set_channels(model, channels, is_pretrained=True)
     return model
 
 
-def adapted(weight: Tensor, channels: int) -> Tensor:
-    """Filters of three channels (out, 3, h, w) for images of `channels`: summed for one, else repeated in turn and
-    scaled by 3 / channels, as timm does (timm/models/_manipulate.py, adapt_input_conv)."""
+def _set_channels(
+    model: nn.Module,
+    channels: int,
+    is_pretrained: bool,
+) -> None:
+    """Change the number of input channels of the first convolution.
+
+    Pretrained weights are adapted (see `adapt_filters`). Random weights are drawn with a standard
+    deviation that keeps the variance of the outputs.
+    """
+    if channels == 3:
+        return
+    first = next(part for part in model.modules() if isinstance(part, nn.Conv2d))
+    old = first.weight.detach()
+    # Random weights are drawn in both cases, so that later random numbers are the same.
+    weight = torch.empty(len(old), channels, *old.shape[2:])
+    weight.normal_()
+    weight *= old.std() * (3 / channels) ** 0.5
+    if is_pretrained:
+        weight = adapt_filters(old, channels)
+    first.in_channels = channels
+    first.weight = nn.Parameter(weight)
+
+
+def adapt_filters(weight: Tensor, channels: int) -> Tensor:
+    """Convert filters for three channels (out, 3, h, w) to filters for `channels`.
+
+    For a single channel, the three filters are added up. For more, they are repeated in order and
+    scaled by 3 / channels, as in timm (timm/models/_manipulate.py, adapt_input_conv).
+    """
     if channels == 1:
         return weight.sum(1, keepdim=True)
-    return weight.repeat(1, -(-channels // 3), 1, 1)[:, :channels] * (3 / channels)
+    repeated = weight.repeat(1, -(-channels // 3), 1, 1)
+    return repeated[:, :channels] * (3 / channels)
 
 
-def _started(builder: Callable[..., Any], weights: Any, options: dict[str, Any], asked: str | None) -> nn.Module:
-    """A model with published weights, which one process a machine downloads."""
-    file = Path(torch.hub.get_dir(), "checkpoints", weights.url.rpartition("/")[2])
-    there = file.exists()
+def _fetch_model(
+    builder: Callable[..., Any],
+    weights: Any,
+    options: dict[str, Any],
+    name: str | None,
+) -> nn.Module:
+    """Build a model with published weights. One process per machine downloads them."""
+    file_name = weights.url.rpartition("/")[2]
+    file = Path(torch.hub.get_dir(), "checkpoints", file_name)
+    is_downloaded = file.exists()
     try:
-        with nullcontext() if there else locks.in_turn(file.parent, f".{file.name}.lock"):
+        lock = (
+            nullcontext()
+            if is_downloaded
+            else locks.wait_for_lock(file.parent, f".{file.name}.lock")
+        )
+        with lock:
             model: nn.Module = builder(weights=weights, **options)
             return model
     except (OSError, HTTPException, RuntimeError, EOFError, UnpicklingError) as error:
         if is_out_of_memory(error):
             raise
-        if there and not isinstance(error, PermissionError):
-            raise SetupError(f"{file} is damaged ({text_of(error)[:160]}): remove it and type the same again") from None
-        # no network, one that breaks off, no room for the file, or another file than was published
+        if is_downloaded and not isinstance(error, PermissionError):
+            raise SetupError(
+                f"{file} is damaged ({read_text(error)[:160]}): remove it and type the same again"
+            ) from None
+        # The network may fail, the disk may be full, or the file may differ from the published one.
         raise SetupError(
-            f"model.weights={asked} cannot be downloaded ({text_of(error)}); put {weights.url} at {file}, "
-            "or start from a file: model.weights=null model.init_from=FILE"
+            f"model.weights={name} cannot be downloaded ({read_text(error)}); put {weights.url} at "
+            f"{file}, or start from a file: model.weights=null model.init_from=FILE"
         ) from None
 
 
-def published(recipe: ModelRecipe) -> Any:
-    """torchvision's entry of the weights that the recipe names. Raises RecipeError where there is none."""
-    known = torchvision.models.get_model_weights(recipe.name).__members__
-    entries = {
-        name: entry for name, entry in known.items() if entry.meta["categories"]
-    }  # without, the last layer is NaN
+def find_published(recipe: ModelRecipe) -> Any:
+    """Return torchvision's entry for the weights that the recipe names.
+
+    Raises:
+        RecipeError: No weights of that name are published.
+    """
+    entries = {}
+    for name, entry in torchvision.models.get_model_weights(recipe.name).__members__.items():
+        # The last layer of weights without categories is NaN.
+        if entry.meta["categories"]:
+            entries[name] = entry
     if recipe.weights not in entries:
-        what = f"model.weights={recipe.weights} is not published for {recipe.name} with a classifier"
-        raise RecipeError(f"{what}; there are {', '.join(entries)}")
+        raise RecipeError(
+            f"model.weights={recipe.weights} is not published for {recipe.name} with a classifier; "
+            f"there are {', '.join(entries)}"
+        )
     return entries[recipe.weights]
 
 
-def known_classes(model: ModelRecipe) -> int:
-    return len(published(model).meta["categories"])
+def count_classes(model: ModelRecipe) -> int:
+    """Return the number of classes of a model's published weights."""
+    return len(find_published(model).meta["categories"])
 
 
-def preset(model: ModelRecipe) -> tuple[Any, Any, Any]:
-    """Mean, standard deviation and, for torchvision's own weights, image size of what a model starts from; None each
-    where photos have these anyway. Raises RecipeError for weights that are not published."""
-    if model.name not in names() or (model.weights, model.init_from) == (None, None):
+def read_preset(model: ModelRecipe) -> tuple[Any, Any, Any]:
+    """Return mean, standard deviation and image size of the preprocessing of a model's weights.
+
+    A value is None if it is the usual one for photos. The image size is also None with `init_from`.
+
+    Raises:
+        RecipeError: The weights are not published.
+    """
+    is_random = model.weights is None and model.init_from is None
+    if is_random or model.name not in list_names():
         return None, None, None
-    wanted = published(model.model_copy(update={"weights": model.weights or "DEFAULT"})).transforms()
+    weights = find_published(model.model_copy(update={"weights": model.weights or "DEFAULT"}))
+    transforms = weights.transforms()
     usual = torchvision.models.ResNet18_Weights.DEFAULT.transforms()
-    size = wanted.crop_size[0] if model.init_from is None and wanted.crop_size != usual.crop_size else None
-    return (None, None, size) if wanted.mean == usual.mean else (wanted.mean, wanted.std, size)
+    size = None
+    if model.init_from is None and transforms.crop_size != usual.crop_size:
+        size = transforms.crop_size[0]
+    if transforms.mean == usual.mean:
+        return None, None, size
+    return transforms.mean, transforms.std, size
 
 
-def renamed(weights: Mapping[str, Tensor], known: Collection[str]) -> dict[str, Tensor]:
-    """Weights with the names that torchvision's models have now, but for those that the model has: `known`."""
-    found = {name: name for name in weights}
-    for pattern, now in OLDER.items():
-        found |= {old: re.sub(pattern, now, name) for old, name in found.items() if old not in known}
-    return {found[name]: tensor for name, tensor in weights.items()}
+def rename_weights(
+    weights: Mapping[str, Tensor],
+    known: Collection[str],
+) -> dict[str, Tensor]:
+    """Rename weights of older torchvision versions, except those whose names are in `known`."""
+    tensors = {}
+    for name, tensor in weights.items():
+        current = name
+        if name not in known:
+            for pattern, replacement in OLDER.items():
+                current = re.sub(pattern, replacement, current)
+        tensors[current] = tensor
+    return tensors
 
 
-def _options(recipe: ModelRecipe, image_size: ImageSize) -> dict[str, Any]:
-    """Arguments of torchvision's builder besides the number of classes."""
+def _builder_options(
+    recipe: ModelRecipe,
+    image_size: ImageSize,
+) -> dict[str, Any]:
+    """Return the arguments of torchvision's builder, without the number of classes."""
     options: dict[str, Any] = {}
     if recipe.name.startswith("vit_"):
-        started = recipe.weights is not None
-        options["image_size"] = published(recipe).meta["min_size"][0] if started else square(image_size)
+        if recipe.weights is None:
+            options["image_size"] = square(image_size)
+        else:
+            options["image_size"] = find_published(recipe).meta["min_size"][0]
     if recipe.name.startswith("maxvit_") and recipe.weights is None:
         options["input_size"] = sides(image_size)
     if recipe.name in AUXILIARY:
-        options["aux_logits"] = False  # with the heads the output would be a tuple
+        # The output of a model with auxiliary heads is a tuple.
+        options["aux_logits"] = False
         if recipe.weights is not None:
-            options["transform_input"] = True  # the model then converts inputs to the weights' normalisation
+            # With this option the model converts its inputs to the normalisation of the weights.
+            options["transform_input"] = True
     return options
 
 
 def bare(recipe: ModelRecipe, num_classes: int, image_size: ImageSize) -> str:
-    """The call that makes the bare model."""
-    options = {"num_classes": num_classes, **_options(recipe, image_size)}
-    options |= {"init_weights": False} if recipe.name in AUXILIARY else {}  # they are loaded
-    return f"torchvision.models.{recipe.name}({', '.join(f'{key}={value}' for key, value in options.items())})"
+    """Format the call that builds the same model with torchvision alone."""
+    options = {"num_classes": num_classes, **_builder_options(recipe, image_size)}
+    # Initialising weights that are loaded afterwards wastes time.
+    if recipe.name in AUXILIARY:
+        options["init_weights"] = False
+    arguments = ", ".join(f"{key}={value}" for key, value in options.items())
+    return f"torchvision.models.{recipe.name}({arguments})"
 
 
-def replace_head(model: nn.Module, old: int, new: int) -> str:
-    """Put a fresh last layer with `new` outputs where the one with `old` outputs was; returns its name."""
-    layers: dict[str, Any] = {
-        name: part for name, part in model.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)
-    }
-    name, layer = [(name, layer) for name, layer in layers.items() if len(layer.weight) == old][-1]
-    bias, linear = layer.bias is not None, isinstance(layer, nn.Linear)
-    fresh = nn.Linear(layer.in_features, new, bias) if linear else nn.Conv2d(layer.in_channels, new, 1, bias=bias)
-    parent, _, attribute = name.rpartition(".")
-    setattr(model.get_submodule(parent), attribute, fresh)
-    return name
+def replace_head(
+    model: nn.Module,
+    old: int,
+    new: int,
+) -> str:
+    """Replace the last linear or convolutional layer that has `old` outputs.
+
+    The new layer has `new` outputs.
+
+    Returns:
+        Name of the layer in the model.
+    """
+    head: Any = None
+    head_name = ""
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Linear | nn.Conv2d) and len(part.weight) == old:
+            head = part
+            head_name = name
+    has_bias = head.bias is not None
+    layer: nn.Module
+    if isinstance(head, nn.Linear):
+        layer = nn.Linear(head.in_features, new, has_bias)
+    else:
+        layer = nn.Conv2d(head.in_channels, new, 1, bias=has_bias)
+    parent, _, attribute = head_name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, layer)
+    return head_name

@@ -1,11 +1,9 @@
-"""Passes of a model that leave no trace: measurements and proofs, before the first step and between steps."""
+"""Restore the state of a model after passes that measure or check it."""
 
 from __future__ import annotations
 
-import copy
 import random
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -14,99 +12,124 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-WIDEST = 1000  # elements of a list or dictionary that is looked into: longer ones hold data
-_OWN = set(vars(nn.Module()))  # what every module has
+from trainer.devices.cuda_graphs import host_random_states, set_host_random_states
+from trainer.errors import RecipeError
+from trainer.models.reachable import Reachable, is_own
 
 
 @contextmanager
-def undisturbed(modules: Sequence[nn.Module], *devices: torch.device, weights: bool = False) -> Iterator[None]:
-    """Restore buffers, training flags, plain attributes (counters, lists, tensors, arrays) and random states
-    afterwards; where a pass of the user's may change `weights`, those too, which takes another copy's memory."""
+def restore_after(
+    modules: Sequence[nn.Module],
+    *devices: torch.device,
+    weights: bool = False,
+    checked: Sequence[nn.Module] | None = None,
+) -> Iterator[None]:
+    """Restore the state that passes of `modules` change inside this context.
+
+    The state includes buffers, flags, random states, and all values that the modules' code reaches.
+
+    Args:
+        modules: The modules that run.
+        devices: Devices whose random states are restored.
+        weights: Whether to restore parameters that the user's code may write. This needs memory for
+            a copy of them.
+        checked: The originals, if `modules` are copies. Then the originals are checked for changes.
+
+    Raises:
+        RecipeError: The passes changed state that cannot be restored, such as the position of a
+            Python generator.
+    """
+    before = Reachable(modules)
+    plain = before.plain
+    if checked and checked is not modules:
+        plain = Reachable(checked).plain
     parts = {part for module in modules for part in module.modules()}
-    flags = {part: part.training for part in parts}
-    # By their names: a module that goes to another device and back has other tensors.
-    buffers = [(part, name, buffer.clone()) for part in parts for name, buffer in part.named_buffers(recurse=False)]
-    kept = [(p, p.detach().clone()) for p in {p for part in parts for p in part.parameters(recurse=False)} if weights]
-    plain = {part: _own(part) for part in parts}
-    objects = {id(value): value for module in modules for _, value in attributes(module)}
+    parameters = set[nn.Parameter]()
+    tensors = set[Tensor]()
+    for part in parts:
+        parameters.update(part.parameters(recurse=False))
+        tensors.update(part.buffers(recurse=False))
+    trained = [(parameter, parameter.requires_grad) for parameter in parameters]
+    if weights and any(is_own(type(part)) for part in parts):
+        tensors |= parameters
+    originals = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    objects = {id(value): value for _, value in before.values}
     try:
         with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng([device for device in devices if device.type == "cuda"]))
-            stack.callback(random.setstate, random.getstate())
-            stack.callback(np.random.set_state, np.random.get_state())
-            for value in objects.values():
-                stack.callback(restorer(value))
+            gpus = [device for device in devices if device.type == "cuda"]
+            stack.enter_context(torch.random.fork_rng(gpus))
+            stack.callback(set_host_random_states, *host_random_states())
+            for entry in objects.values():
+                stack.callback(make_restorer(entry))
             yield
     finally:
-        for part, training in flags.items():
-            part.training = training
-        for part, own in plain.items():
-            for name in _own(part).keys() - own.keys():
-                del vars(part)[name]
-            vars(part).update(own)
+        before.restore()
+        for parameter, requires_grad in trained:
+            if parameter.requires_grad != requires_grad:
+                parameter.requires_grad = requires_grad
         with torch.no_grad():
-            for part, name, before in buffers:
-                if not is_expanded(buffer := part.get_buffer(name)):
-                    buffer.copy_(before)
-            for parameter, value in kept:
-                parameter.copy_(value)
+            for tensor, original in originals:
+                if not is_expanded(tensor):
+                    tensor.copy_(original)
+    after = Reachable(checked or modules).plain
+    for name, value in plain.items():
+        # A cache may lose results, because they can be computed again.
+        if not name.startswith("cache of ") and after.get(name) != value:
+            raise RecipeError(
+                f"each pass of the model changes its {name}, which Python cannot restore after the "
+                "passes that measure and check a run: count in a number instead, or use "
+                "mode=single without recompute"
+            )
+
+
+def find_change(
+    before: Mapping[str, object],
+    after: Mapping[str, object],
+) -> str | None:
+    """Return the first name whose value differs, or None."""
+    for name in [*before, *after]:
+        if before.get(name) != after.get(name):
+            return name
+    return None
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Whether several of its numbers are one in memory, to which torch does not write."""
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    """Return whether elements of a tensor share memory. torch cannot write to it."""
+    sizes = zip(tensor.stride(), tensor.shape, strict=True)
+    return any(stride == 0 and size > 1 for stride, size in sizes)
 
 
-def generators() -> dict[str, object]:
-    """The states of the global generators, to compare, by names for messages."""
-    numpys, torchs = np.random.get_state(legacy=False)["state"], torch.get_rng_state().numpy().tobytes()
-    states = {"NumPy": (numpys["key"].tobytes(), numpys["pos"]), "Python": random.getstate(), "torch": torchs}
-    return {f"random state of {name}": state for name, state in states.items()}
-
-
-def attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What modules have beside parameters, buffers, children, hooks and training flags, and what lists and dictionaries
-    among it hold, by names for messages."""
-    seen = set[int]()
-
-    def reached(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-        yield name, value
-        if type(value) in (list, tuple, deque, dict) and len(value) <= WIDEST and id(value) not in seen:
-            seen.add(id(value))
-            for number, part in enumerate(value.values() if isinstance(value, dict) else value):
-                yield from reached(f"{name}[{number}]", part)
-
-    for prefix, module in model.named_modules():
-        for name, value in _own(module).items():
-            yield from reached(f"attribute {prefix}{'.' * bool(prefix)}{name}", value)
-
-
-def _own(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in _OWN}
+def read_generator_states() -> dict[str, object]:
+    """Return comparable states of the global random generators, by names for messages."""
+    numpy_state = np.random.get_state(legacy=False)["state"]
+    return {
+        "random state of NumPy": (numpy_state["key"].tobytes(), numpy_state["pos"]),
+        "random state of Python": random.getstate(),
+        "random state of torch": torch.get_rng_state().numpy().tobytes(),
+    }
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a pass can change the numbers of a tensor in place, and others can put them back."""
-    known = tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_inference()
-    return known and tensor.is_leaf and not tensor.requires_grad and not is_expanded(tensor)
+    """Return whether passes can change a tensor in place, and `restore_after` can restore it."""
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_inference():
+        return False
+    return tensor.is_leaf and not tensor.requires_grad and not is_expanded(tensor)
 
 
 def is_generator(value: Any) -> bool:
-    """Whether it is a random generator, whose state can be kept."""
+    """Return whether a value is a random generator whose state can be read and set."""
     kinds = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
     return isinstance(value, kinds) and not isinstance(value, random.SystemRandom)
 
 
-def restorer(value: Any) -> Callable[[], object]:
-    """What gives a changeable object its contents back: a generator, a list, a tensor that is no buffer, an array."""
+def make_restorer(value: Any) -> Callable[[], object]:
+    """Return a function that restores a generator, an unregistered tensor, or an array."""
     if isinstance(value, np.random.Generator):
         return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
     if is_generator(value):
-        python = isinstance(value, random.Random)
-        return partial(value.setstate, value.getstate()) if python else partial(value.set_state, value.get_state())
-    if type(value) in (list, deque, dict, set):
-        before, fill = copy.copy(value), value.extend if isinstance(value, list | deque) else value.update
-        return lambda: (value.clear(), fill(before))
+        if isinstance(value, random.Random):
+            return partial(value.setstate, value.getstate())
+        return partial(value.set_state, value.get_state())
     if isinstance(value, Tensor) and is_plain(value):
         return partial(value.copy_, value.clone())
     if isinstance(value, np.ndarray) and value.flags.writeable:

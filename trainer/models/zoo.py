@@ -1,4 +1,4 @@
-"""Name -> model: torchvision's classifiers, the small ones, timm's, and the user's own."""
+"""Models by name: torchvision's classifiers, small models, timm's models and the user's own."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from torch.nn.parameter import is_lazy
 from trainer import recipe as recipes
 from trainer.errors import CheckpointError, RecipeError
 from trainer.models import timm_zoo, torchvision_zoo
-from trainer.models.blocks import freeze, head
-from trainer.models.shapes import without_values
+from trainer.models.blocks import find_head, freeze
+from trainer.models.shapes import copy_to_meta
 from trainer.models.small import SMALL, Builder
+from trainer.models.undisturbed import restore_after
 from trainer.recipe import ModelRecipe
 from trainer.recipe.image_sizes import ImageSize, in_pixels, sides
 from trainer.recipe.known_names import AUXILIARY, TIMM, Registry
-from trainer.saving.run_names import run_named
+from trainer.saving.run_names import find_run
 from trainer.saving.tensor_files import StoredTensor
 from trainer.saving.weights import read_metadata, read_weights
 from trainer.tasks.classification import class_name
@@ -29,27 +30,34 @@ from trainer.tasks.classification import class_name
 Weight = TypeVar("Weight", Tensor, StoredTensor)
 
 USUAL_SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299, 384, 448, 512)
-UNKNOWN = object()  # an output that shapes alone do not give
-# It reads values, or holds some of its own; it turns autocast off where its inputs are.
+# Marks the output of a model that cannot run on the meta device.
+UNKNOWN = object()
+# Parts of torch's error messages for a model that reads values, has constants, or turns autocast
+# off on the device of its inputs. These are limits of the meta device, not faults of the model.
 NOT_ON_META = ("meta tensors", "device meta", "unsupported scalarType")
-builders = Registry[Builder]("register_model", SMALL, lambda: torchvision_zoo.names())
+builders = Registry[Builder]("register_model", SMALL, lambda: torchvision_zoo.list_names())
 
 
 def register_model(name: str) -> Callable[[Builder], Builder]:
-    """Make a model known to recipes: the decorated function takes (num_classes, channels, image_size) and returns it.
-    The size is a number, or (height, width) where data.image_size is no square.
+    """Register a function that builds a model under `name`, for use as `model.name`.
 
-    Put it in a module and name that on the command line: `plugin=my_module model.name=my_net`.
+    The decorated function is called as `function(num_classes, channels, image_size)` and returns
+    the model. `image_size` is an int, or (height, width) if `data.image_size` is not square.
+
+    Put the function in a module and name the module on the command line:
+    `plugin=my_module model.name=my_net`.
 
     Raises:
-        RecipeError: the name is taken.
+        RecipeError: `name` is taken.
     """
     return builders.register(name)
 
 
-def registered_model(name: str) -> Builder | None:
-    """The user's own function of that name."""
-    return builders.get(name) if name not in SMALL or builders[name] is not SMALL[name] else None
+def find_registered(name: str) -> Builder | None:
+    """Return the function that the user has registered as `name`, or None."""
+    if name not in SMALL or builders[name] is not SMALL[name]:
+        return builders.get(name)
+    return None
 
 
 def build(
@@ -62,301 +70,536 @@ def build(
     any_output: bool = False,
     classes: Sequence[str] = (),
 ) -> nn.Module:
-    """The recipe's model on the CPU, with `num_classes` outputs, after a trial on the meta device.
+    """Build the recipe's model on the CPU and check its output shape on the meta device.
 
     Args:
-        starting: load the weights it starts from.
-        inputs: two samples (2, ...) for the trial, where they are not images.
-        any_output: whether other outputs than (N, num_classes) are right.
-        classes: their names, by which `init_from`'s outputs are assigned; empty where they are not known.
+        recipe: The `model` section of a recipe.
+        num_classes: Number of classes of the data. The model has as many outputs, unless the recipe
+            sets a larger number.
+        channels: Number of channels of an image.
+        image_size: Number of pixels per side, or (height, width).
+        starting: Whether to load the initial weights (`weights` or `init_from`).
+        inputs: Two samples (2, ...) for the check, if the data is not images.
+        any_output: Whether to accept any output (2, ...), not only (2, num_classes).
+        classes: Class names to match the outputs of `init_from` with. Empty if unknown.
 
     Raises:
-        RecipeError: an unknown name, a model that cannot read such images, or a `freeze` that does not fit it.
-        SetupError: published weights that cannot be fetched.
-        CheckpointError: `init_from` does not fit.
+        RecipeError: The name is unknown, the model cannot read such images, or `freeze` does not
+            fit it.
+        SetupError: Published weights cannot be downloaded.
+        CheckpointError: The weights of `init_from` do not fit.
     """
     if recipe.num_classes is not None and recipe.num_classes < num_classes:
         raise RecipeError(
-            f"model.num_classes={recipe.num_classes}, but the data has {num_classes} classes: leave it out or raise it"
+            f"model.num_classes={recipe.num_classes}, but the data has {num_classes} classes: "
+            "leave it out or raise it"
         )
     num_classes = recipe.num_classes or num_classes
-    recipe = recipe.model_copy(update={"weights": form(recipe)}) if starting else recipe
+    if starting:
+        recipe = recipe.model_copy(update={"weights": resolve_weights(recipe)})
     if recipe.name in builders and recipe.weights is not None:
         raise RecipeError(
-            f"model.weights={recipe.weights}: {recipe.name} has no published weights; model.weights=null starts "
-            "without any, model.init_from=FILE with those of a run or a file"
+            f"model.weights={recipe.weights}: {recipe.name} has no published weights; type "
+            "model.weights=null to start from random ones, or model.init_from=FILE to load those "
+            "of a run or a file"
         )
     try:
-        model = _made(recipe, num_classes, channels, image_size, starting)
-        model = model.cpu() if any(part.is_cuda for part in (*model.parameters(), *model.buffers())) else model
-        _check_kinds(model, recipe.name)
-        out = _tried(model, channels, image_size, inputs)
+        model = _build_unchecked(recipe, num_classes, channels, image_size, starting)
+        # `cpu()` would raise for a model on the meta device.
+        tensors = [*model.parameters(), *model.buffers()]
+        if any(tensor.is_cuda for tensor in tensors):
+            model = model.cpu()
+        _check_storable(model, recipe.name)
+        out = _run_on_meta(model, channels, image_size, inputs)
     except AssertionError as error:
         reason = " ".join(str(error).split())[:160]
         if inputs is not None:
             raise RecipeError(
-                f"model.name={recipe.name} cannot read inputs of {tuple(inputs.shape[1:])} ({reason})"
+                f"model.name={recipe.name} cannot read inputs of {tuple(inputs.shape[1:])} "
+                f"({reason})"
             ) from None
-        works = _working_size(recipe, num_classes, channels, image_size)
-        words = works if isinstance(works, int | None) else f"[{works[0]},{works[1]}]"
-        hint = f"try data.image_size={words}" if works else "see its documentation"
+        size = _find_working_size(recipe, num_classes, channels, image_size)
+        hint = "see its documentation"
+        if isinstance(size, tuple):
+            hint = f"try data.image_size=[{size[0]},{size[1]}]"
+        elif size:
+            hint = f"try data.image_size={size}"
         raise RecipeError(
-            f"model.name={recipe.name} cannot read {channels} x {in_pixels(image_size)} images ({reason}): {hint}"
+            f"model.name={recipe.name} cannot read {channels} x {in_pixels(image_size)} images "
+            f"({reason}): {hint}"
         ) from None
-    if out is not UNKNOWN and (wrong := _wrong_output(out, num_classes, any_output)):
-        raise RecipeError(f"model.name={recipe.name} gives {wrong}")
+    if out is not UNKNOWN and (fault := _describe_wrong_output(out, num_classes, any_output)):
+        raise RecipeError(f"model.name={recipe.name} returns {fault}")
     if starting and recipe.init_from is not None:
-        _start_from(recipe.init_from, model, recipe.name, classes, num_classes, channels)
+        _load_initial_weights(recipe.init_from, model, recipe.name, classes, num_classes, channels)
     if recipe.freeze is not None:
         freeze(model, recipe.freeze, recipe.name)
     return model
 
 
-def _check_kinds(model: nn.Module, name: str) -> None:
-    """Refuse what a model may keep and no checkpoint would have, with what to write instead."""
-    if (kept := _kept_beside_tensors(model)) is not None:
-        raise RecipeError(f"model.name={name}: {kept}")
-    for key, parameter in (*model.named_parameters(), *model.named_buffers()):
-        if is_lazy(parameter):
-            raise RecipeError(f"model.name={name} has lazy layers: where it is made, call it once on a batch of zeros")
-        if parameter.is_complex() and parameter.requires_grad:
-            instead = "make torch.view_as_real of it the parameter, and compute with torch.view_as_complex"
-            raise RecipeError(f"model.name={name} trains complex numbers, {key}: {instead}")
+def _check_storable(model: nn.Module, name: str) -> None:
+    """Raise RecipeError if a checkpoint would not contain all state of the model."""
+    if (fault := _find_extra_state(model)) is not None:
+        raise RecipeError(f"model.name={name}: {fault}")
+    for key, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise RecipeError(
+                f"model.name={name} has lazy layers: call it once on a batch of zeros in the "
+                "function that builds it"
+            )
+        if tensor.is_complex() and tensor.requires_grad:
+            raise RecipeError(
+                f"model.name={name} trains complex numbers, {key}: make torch.view_as_real of it "
+                "the parameter, and compute with torch.view_as_complex"
+            )
 
 
-def _kept_beside_tensors(model: nn.Module) -> str | None:
-    own = (type(part) for part in model.modules() if type(part).get_extra_state is not nn.Module.get_extra_state)
-    instead = "keeps state by get_extra_state(), which no checkpoint has: keep it as tensors, by register_buffer()"
-    return next((f"{kind.__name__} {instead}" for kind in own), None)
+def _find_extra_state(model: nn.Module) -> str | None:
+    for part in model.modules():
+        kind = type(part)
+        if kind.get_extra_state is not nn.Module.get_extra_state:
+            return (
+                f"{kind.__name__} keeps state by get_extra_state(), which no checkpoint has: "
+                "keep it as tensors, by register_buffer()"
+            )
+    return None
 
 
-def _wrong_output(out: Any, num_classes: int, any_output: bool) -> str:
-    """What is wrong with a model's outputs for two samples; empty where nothing is."""
-    if isinstance(out, Tensor) and (out.shape == (2, num_classes) or (any_output and out.shape[:1] == (2,))):
-        return ""
-    wanted = "this task wants a tensor (2, ...)" if any_output else f"a classifier gives (2, {num_classes})"
+def _describe_wrong_output(out: Any, num_classes: int, any_output: bool) -> str:
+    """Describe what is wrong with a model's output for two samples. Empty if it is right."""
+    expected = "this task needs a tensor (2, ...)"
+    if not any_output:
+        expected = f"a classifier returns (2, {num_classes})"
     if not isinstance(out, Tensor):
-        return f"{type(out).__name__} for 2 images; {wanted}: let its forward return that alone"
-    more = not any_output and out.dim() == 2 and len(out) == 2 and out.shape[1] > num_classes
-    advice = f", or more with model.num_classes={out.shape[1]}" if more else ""
-    return f"{tuple(out.shape)} for 2 images; {wanted}{advice}"
+        return f"{type(out).__name__} for 2 images; {expected}: let its forward return that alone"
+    if out.shape == (2, num_classes) or (any_output and out.shape[:1] == (2,)):
+        return ""
+    fault = f"{tuple(out.shape)} for 2 images; {expected}"
+    if not any_output and out.dim() == 2 and len(out) == 2 and out.shape[1] > num_classes:
+        fault += f", or more with model.num_classes={out.shape[1]}"
+    return fault
 
 
-def _made(recipe: ModelRecipe, num_classes: int, channels: int, image_size: ImageSize, starting: bool) -> nn.Module:
+def _build_unchecked(
+    recipe: ModelRecipe,
+    num_classes: int,
+    channels: int,
+    image_size: ImageSize,
+    starting: bool,
+) -> nn.Module:
     if recipe.name in builders:
         try:
             return builders[recipe.name](num_classes, channels, image_size)
         except TypeError as error:
             if isinstance(image_size, int):
                 raise
-            raise AssertionError(f"its image_size is {image_size}, {error}") from None  # as of image_size**2
+            # A builder that computes `image_size**2`, for example, cannot use a pair.
+            raise AssertionError(f"its image_size is {image_size}, {error}") from None
     if recipe.name.startswith(TIMM):
         return timm_zoo.create(recipe, num_classes, channels, image_size, starting)
-    known = torchvision_zoo.names()
-    if recipe.name not in known:
-        names = [*builders, *known]
-        guess = recipes.nearest(recipe.name, names)
-        hint = f"did you mean {guess}?" if guess else f"small ones: {', '.join(builders)}; any torchvision classifier"
+    torchvision_names = torchvision_zoo.list_names()
+    if recipe.name not in torchvision_names:
+        guess = recipes.find_nearest(recipe.name, [*builders, *torchvision_names])
+        if guess:
+            hint = f"did you mean {guess}?"
+        else:
+            hint = f"small models: {', '.join(builders)}; or any torchvision classifier"
         raise RecipeError(
-            f"model.name={recipe.name} is not a model; {hint} (your own: register_model, or plugin=my_module)"
+            f"model.name={recipe.name} is not a model; {hint} (for your own: register_model, or "
+            "plugin=my_module)"
         )
     return torchvision_zoo.create(recipe, num_classes, channels, image_size, starting)
 
 
-def bare(recipe: ModelRecipe, num_classes: int, image_size: ImageSize, channels: int = 3) -> str | None:
-    """The call that makes the same model in torchvision or timm alone; None for others."""
+def format_bare_call(
+    recipe: ModelRecipe,
+    num_classes: int,
+    image_size: ImageSize,
+    channels: int = 3,
+) -> str | None:
+    """Format the call that builds the model with torchvision or timm alone. None if none does."""
     if recipe.name in builders:
         return None
     if recipe.name.startswith(TIMM):
         return timm_zoo.bare(recipe.name, num_classes, channels, image_size)
-    return torchvision_zoo.bare(recipe, num_classes, image_size) if channels == 3 else None
+    if channels == 3:
+        return torchvision_zoo.bare(recipe, num_classes, image_size)
+    return None
 
 
-def form(recipe: ModelRecipe) -> str | None:
-    """A recipe's `weights`; of GoogLeNet and Inception v3 from a file those whose form it has. They set
-    transform_input, which tensors do not tell: a run does, and ImageNet's auxiliary heads, as of a published file."""
+def resolve_weights(recipe: ModelRecipe) -> str | None:
+    """Return the `weights` that determine how a model is built.
+
+    These are the recipe's own, except for GoogLeNet and Inception v3 with `init_from`. Their
+    published weights need `transform_input`, which the tensors in a file do not show. Therefore the
+    weights are read from the recipe in the file's metadata. A file without a recipe is recognised
+    as published by its auxiliary heads for ImageNet.
+    """
     if recipe.init_from is None or recipe.name not in AUXILIARY:
         return recipe.weights
-    with suppress(CheckpointError, RecipeError):  # of a damaged file: reported when it is loaded
-        path = run_named(recipe.init_from)
-        stored = _stored_model(read_metadata(path))
-        if not stored and path.is_dir():  # a checkpoint of before its run's first weights
-            stored = recipes.load(str(path.absolute().parents[1])).to_dict()["model"]
-        weights = stored.get("weights", recipe.weights)
-        if not stored:
-            heads = (read_weights(path)[0].get(name, ()) for name in ("aux1.fc2.bias", "AuxLogits.fc.bias"))
-            weights = "DEFAULT" if 1000 in map(len, heads) else weights
+    # Loading the weights reports a damaged file.
+    with suppress(CheckpointError, RecipeError):
+        path = find_run(recipe.init_from)
+        model_section = _read_model_section(read_metadata(path))
+        # A checkpoint has no metadata until its run has written the first weights file.
+        if not model_section and path.is_dir():
+            run_folder = path.absolute().parents[1]
+            model_section = recipes.load(str(run_folder)).to_dict()["model"]
+        weights = model_section.get("weights", recipe.weights)
+        if not model_section:
+            tensors = read_weights(path)[0]
+            for name in ("aux1.fc2.bias", "AuxLogits.fc.bias"):
+                if len(tensors.get(name, ())) == 1000:
+                    weights = "DEFAULT"
         published = recipe.model_copy(update={"weights": weights})
-        return None if weights is None else str(torchvision_zoo.published(published).name)
+        if weights is None:
+            return None
+        return str(torchvision_zoo.find_published(published).name)
     return recipe.weights
 
 
-def known_classes(recipe: ModelRecipe, classes: Sequence[str], model: nn.Module) -> int | None:
-    """How many class names `init_from`'s weights have in common; None where outputs cannot be matched by names."""
-    known = _stored_classes(read_metadata(run_named(recipe.init_from))) if recipe.init_from else []
-    outputs = getattr(model.get_submodule(head(model)), "weight", ())
-    telling = are_names(known) and are_names(classes) and len(outputs) == (recipe.num_classes or len(classes))
-    return len({*known} & {*classes}) if telling else None
+def count_shared_classes(
+    recipe: ModelRecipe,
+    classes: Sequence[str],
+    model: nn.Module,
+) -> int | None:
+    """Count the class names that `init_from` and the data share.
 
-
-def _start_from(source: str, model: nn.Module, name: str, classes: Sequence[str], outputs: int, channels: int) -> None:
-    """Load weights of a run folder, a checkpoint or a file.
-
-    In the last layer the outputs of the same classes are loaded, where the file has class names. Without names it is
-    loaded as a whole, unless the number of classes differs.
+    Returns:
+        None if outputs cannot be matched by name.
     """
-    path = run_named(source)
-    weights, metadata = read_weights(path)
-    metadata = metadata if "classes" in metadata else {**read_metadata(path), **metadata}  # a checkpoint's run's
-    state = model.state_dict()
-    counters = {name: tensor for name, tensor in state.items() if name.endswith(".num_batches_tracked")}
-    # Files of before there were counters begin at 0, as in torch.
-    weights = counters | torchvision_zoo.renamed(weights, state)
-    weights = _by_class(weights, metadata, model, classes, outputs)
-    if first := colour_filters(weights, model, channels):
-        weights = {**weights, first: torchvision_zoo.adapted(weights[first], channels)}
-    try:
-        initialise(model, weights, f"init_from={source}")
-    except CheckpointError as error:
-        trained, have = _stored_model(metadata).get("name"), _stored(metadata, "channels")
-        if not isinstance(trained, str) or trained == name:
-            if not isinstance(have, int) or have == channels:
-                raise
-            what = f"init_from={source} reads {have} channel{'s' * (have > 1)}, and images have {channels}"
-            raise CheckpointError(f"{what}: type data.channels={have}, or model.init_from=null") from None
-        known = trained in builders or trained in torchvision_zoo.names() or trained.startswith(TIMM)
-        raise CheckpointError(f"{error}, {trained}{f': type model.name={trained}' if known else ''}") from None
+    stored_classes: list[str] = []
+    if recipe.init_from:
+        stored_classes = _read_class_names(read_metadata(find_run(recipe.init_from)))
+    outputs = getattr(model.get_submodule(find_head(model)), "weight", ())
+    matches = match_by_name(stored_classes, classes)
+    if matches is None or len(outputs) != (recipe.num_classes or len(classes)):
+        return None
+    return len(matches) - matches.count(None)
 
 
-def colour_filters(weights: Mapping[str, Tensor], model: nn.Module, channels: int) -> str:
-    """The name of the first layer's weights, where they are for 3 channels and the model reads others; else empty."""
-    for name, part in model.named_modules():
-        if isinstance(part, nn.Conv2d):
-            (out, _, *kernel), stored = part.weight.shape, weights.get(f"{name}.weight", part.weight)
-            reads_others = part.in_channels == channels != 3 and stored.shape == (out, 3, *kernel)
-            return f"{name}.weight" if reads_others else ""
+def describe_order_match(source: str, classes: Sequence[str]) -> str:
+    """Return a note for the banner if the outputs of `init_from` are matched by their order."""
+    stored_classes = _read_class_names(read_metadata(find_run(source)))
+    if not are_names(stored_classes) and not are_names(classes):
+        return ""
+    if not stored_classes:
+        return ", which names no classes: they are matched by their order if there are as many"
+    if len(stored_classes) == len(classes):
+        return ", its classes matched by their order"
     return ""
 
 
-def _by_class(
-    weights: dict[str, Tensor], metadata: Mapping[str, str], model: nn.Module, classes: Sequence[str], outputs: int
-) -> dict[str, Tensor]:
-    """Weights whose last layer is the model's own, but for the outputs of the classes that both have.
+def _load_initial_weights(
+    source: str,
+    model: nn.Module,
+    name: str,
+    classes: Sequence[str],
+    outputs: int,
+    channels: int,
+) -> None:
+    """Load the weights of a run directory, a checkpoint or a file.
 
-    An output that was trained for another class would be worse than a new one: confident, and wrong. Nothing is changed
-    where the last layer does not have one output for each class, as in some models of users.
+    If the file has class names, the last layer loads the outputs of the classes that it shares with
+    the data. Without names the last layer is loaded whole, unless the number of classes differs.
     """
-    known = _stored_classes(metadata)
-    if not are_names(known) or not are_names(classes) or known == [*classes]:
+    path = find_run(source)
+    weights, metadata = read_weights(path)
+    # The class names of a checkpoint are in the metadata of its run.
+    if "classes" not in metadata:
+        metadata = {**read_metadata(path), **metadata}
+    state = model.state_dict()
+    weights = torchvision_zoo.rename_weights(weights, state)
+    # Files from before PyTorch 0.4.1 have no batch counters. They start at 0, as in torch.
+    for key, tensor in state.items():
+        if key.endswith(".num_batches_tracked"):
+            weights.setdefault(key, tensor)
+    weights = _merge_by_class(weights, metadata, model, classes, outputs)
+    if filters := find_colour_filters(weights, model, channels):
+        weights = {**weights, filters: torchvision_zoo.adapt_filters(weights[filters], channels)}
+    try:
+        load_weights(model, weights, f"init_from={source}")
+    except CheckpointError as error:
+        trained_name = _read_model_section(metadata).get("name")
+        stored_channels = _read_json(metadata, "channels")
+        if not isinstance(trained_name, str) or trained_name == name:
+            if not isinstance(stored_channels, int) or stored_channels == channels:
+                raise
+            raise CheckpointError(
+                f"init_from={source} was trained with data.channels={stored_channels}, and the "
+                f"images have {channels}: type data.channels={stored_channels}, or "
+                "model.init_from=null"
+            ) from None
+        hint = ""
+        if trained_name in (*builders, *torchvision_zoo.list_names()) or trained_name.startswith(
+            TIMM
+        ):
+            hint = f": type model.name={trained_name}"
+        raise CheckpointError(f"{error}, {trained_name}{hint}") from None
+
+
+def find_colour_filters(
+    weights: Mapping[str, Tensor],
+    model: nn.Module,
+    channels: int,
+) -> str:
+    """Return the name of the first convolution's weight if it must be adapted, or else "".
+
+    It must be adapted if the stored weight has 3 input channels and the model has not.
+    """
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Conv2d):
+            key = f"{name}.weight"
+            out_channels, _, *kernel = part.weight.shape
+            stored_shape = weights.get(key, part.weight).shape
+            if part.in_channels == channels != 3 and stored_shape == (out_channels, 3, *kernel):
+                return key
+            return ""
+    return ""
+
+
+def _merge_by_class(
+    weights: dict[str, Tensor],
+    metadata: Mapping[str, str],
+    model: nn.Module,
+    classes: Sequence[str],
+    outputs: int,
+) -> dict[str, Tensor]:
+    """Match the last layer to the classes of the data by their names.
+
+    Outputs of classes that the file does not have keep the model's new weights, because an output
+    that was trained for another class would be confident and wrong. If the last layer does not have
+    one output per class, as in some users' models, the weights are returned unchanged.
+    """
+    stored_classes = _read_class_names(metadata)
+    matches = match_by_name(stored_classes, classes)
+    if matches is None or stored_classes == [*classes]:
         return weights
-    rows = int(metadata["num_classes"]) if metadata.get("num_classes", "").isdecimal() else len(known)
-    state, merged = model.state_dict(), dict(weights)
-    for name in (name for part in ("weight", "bias") if (name := f"{head(model)}.{part}") in state):
-        here, there = state[name], weights.get(name)
-        if there is None or here.shape[1:] != there.shape[1:] or (len(here), len(there)) != (outputs, rows):
+    stored_outputs = len(stored_classes)
+    if metadata.get("num_classes", "").isdecimal():
+        stored_outputs = int(metadata["num_classes"])
+    state = model.state_dict()
+    merged = dict(weights)
+    for part in ("weight", "bias"):
+        name = f"{find_head(model)}.{part}"
+        if name not in state:
+            continue
+        new = state[name]
+        stored = weights.get(name)
+        if stored is None or new.shape[1:] != stored.shape[1:]:
             return weights
-        merged[name] = here.clone()
-        for row, label in enumerate(classes):
-            if label in known:
-                merged[name][row] = there[known.index(label)]
+        if (len(new), len(stored)) != (outputs, stored_outputs):
+            return weights
+        merged[name] = new.clone()
+        for row, match in enumerate(matches):
+            if match is not None:
+                merged[name][row] = stored[match]
     return merged
 
 
+def match_by_name(
+    known: Sequence[str],
+    classes: Sequence[str],
+) -> list[int | None] | None:
+    """Match class names.
+
+    Data sets without names call their classes 0, 1, 2, ... These numbers count as names if both
+    sequences have the same, because directories named by numbers are sorted as 0, 1, 10, 11, 2.
+
+    Returns:
+        The position in `known` of each of `classes`, or None for a class that is not in `known`.
+        None instead of the list if the classes have no names, so that only their order counts.
+    """
+    stored_names = _strip_zeros(known)
+    names = _strip_zeros(classes)
+    named = are_names(stored_names), are_names(names)
+    if not any(named):
+        return None
+    if not all(named) and set(stored_names).isdisjoint(names):
+        return None
+    positions: dict[str, int] = {}
+    for position, name in enumerate(stored_names):
+        positions.setdefault(name, position)
+    return list(map(positions.get, names))
+
+
+def _strip_zeros(names: Sequence[str]) -> list[str]:
+    """Strip leading zeros (directory 07 becomes 7) unless two names would become the same."""
+    stripped = [str(int(name)) if name.isdecimal() else name for name in names]
+    return stripped if len({*stripped}) == len({*names}) else [*names]
+
+
 def are_names(classes: Sequence[str]) -> bool:
-    """Whether they are names: "0", "1", ... are not."""
-    return bool(classes) and [*classes] != [str(place) for place in range(len(classes))]
+    """Return whether classes have names other than their numbers "0", "1", ..."""
+    numbers = map(str, range(len(classes)))
+    return bool(classes) and [*classes] != [*numbers]
 
 
-def _stored_classes(metadata: Mapping[str, str]) -> list[str]:
-    names = _stored(metadata, "classes")
-    named = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    return [class_name(name) for name in names] if named else []
+def _read_class_names(metadata: Mapping[str, str]) -> list[str]:
+    names = _read_json(metadata, "classes")
+    if isinstance(names, list) and all(isinstance(name, str) for name in names):
+        return list(map(class_name, names))
+    return []
 
 
-def _stored_model(metadata: Mapping[str, str]) -> Mapping[str, Any]:
-    """`model` in the recipe of the weights' metadata; empty where there is none."""
-    recipe = _stored(metadata, "recipe")
-    model = recipe.get("model") if isinstance(recipe, dict) else None
-    return model if isinstance(model, dict) else {}
+def _read_model_section(metadata: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return the section `model` of the recipe in a file's metadata. Empty if it has none."""
+    recipe = _read_json(metadata, "recipe")
+    section = recipe.get("model") if isinstance(recipe, dict) else None
+    return section if isinstance(section, dict) else {}
 
 
-def _stored(metadata: Mapping[str, str], key: str) -> Any:
+def _read_json(
+    metadata: Mapping[str, str],
+    key: str,
+) -> Any:
     with suppress(ValueError, KeyError, TypeError, RecursionError):
         return json.loads(metadata[key])
     return None
 
 
-def initialise(model: nn.Module, weights: Mapping[str, Tensor], source: str, whole: bool = False) -> None:
-    """Load weights; unless `whole`, the last layer is not loaded where it has another number of classes.
+def load_weights(
+    model: nn.Module,
+    weights: Mapping[str, Tensor],
+    source: str,
+    whole: bool = False,
+) -> None:
+    """Load weights, except those of a last layer with a different number of classes.
+
+    Args:
+        model: Changed in place.
+        weights: Tensors by name.
+        source: Name of the file, for messages.
+        whole: Whether the last layer must fit, too.
 
     Raises:
-        CheckpointError: naming what does not fit.
+        CheckpointError: A tensor does not fit; the message names it.
     """
-    if (kept := _kept_beside_tensors(model)) is not None:
-        raise CheckpointError(f"{source}: {kept}")
+    if (fault := _find_extra_state(model)) is not None:
+        raise CheckpointError(f"{source}: {fault}")
     state = model.state_dict(keep_vars=True)
-    fitting = type(state)(fitted(model, weights, source, whole))
-    # All names and shapes are this version's, which safetensors cannot say and MNASNet asks for.
+    fitting = type(state)(select_fitting_weights(model, weights, source, whole))
+    # MNASNet reads the version of its state dict, which safetensors cannot store. Names and shapes
+    # have been checked, so the version is the current one.
     fitting._metadata = state._metadata  # type: ignore[attr-defined]
     model.load_state_dict(fitting, strict=False)
 
 
-def fitted(model: nn.Module, weights: Mapping[str, Weight], source: str, whole: bool = False) -> dict[str, Weight]:
-    """The weights that `initialise` loads, under the model's names. Raises CheckpointError naming what does not fit."""
+def select_fitting_weights(
+    model: nn.Module,
+    weights: Mapping[str, Weight],
+    source: str,
+    whole: bool = False,
+) -> dict[str, Weight]:
+    """Return the weights that `load_weights` loads, under the model's names.
+
+    Raises:
+        CheckpointError: A tensor does not fit; the message names it.
+    """
     state = model.state_dict(keep_vars=True)
     tensors = {name: part for name, part in state.items() if isinstance(part, Tensor)}
-    # A tensor that a model has under several names is saved under one.
-    saved = {id(tensor): weights[name] for name, tensor in tensors.items() if name in weights}
-    weights = {name: saved[id(tensor)] for name, tensor in tensors.items() if id(tensor) in saved}
-    absent = [name for name in tensors if name not in weights]
+    # A tensor with several names in the model is saved under one of them.
+    saved = {}
+    for name, tensor in tensors.items():
+        if name in weights:
+            saved[id(tensor)] = weights[name]
+    stored: dict[str, Weight] = {}
+    for name, tensor in tensors.items():
+        if id(tensor) in saved:
+            stored[name] = saved[id(tensor)]
+    absent = [name for name in tensors if name not in stored]
     if absent:
-        raise CheckpointError(f"{source}: holds no {absent[0]} (and {len(absent) - 1} more): weights of another model")
-    unlike = [name for name in tensors if tensors[name].shape != weights[name].shape]
-    last = head(model)
-    heads = [name for name in unlike if name.rpartition(".")[0] == last]
-    foreign = sorted(name for name in unlike if whole or name not in heads)
-    if foreign:
-        name = foreign[0]
-        there, here = tuple(weights[name].shape), tuple(tensors[name].shape)
-        why = (
-            f"it knows {there[0]} classes and the data has {here[0]}" if unlike == heads else "weights of another model"
+        raise CheckpointError(
+            f"{source}: has no {absent[0]} (and {len(absent) - 1} more): weights of another model"
         )
-        raise CheckpointError(f"{source}: {name} is {there} there and {here} here: {why}")
-    return {name: weights[name] for name in tensors if name not in unlike}
+    mismatched = [name for name in tensors if tensors[name].shape != stored[name].shape]
+    last_layer = find_head(model)
+    foreign = [name for name in mismatched if whole or name.rpartition(".")[0] != last_layer]
+    if foreign:
+        name = min(foreign)
+        stored_shape = tuple(stored[name].shape)
+        shape = tuple(tensors[name].shape)
+        reason = "weights of another model"
+        if {name.rpartition(".")[0] for name in mismatched} == {last_layer}:
+            reason = f"it has {stored_shape[0]} classes and the data has {shape[0]}"
+        raise CheckpointError(
+            f"{source}: {name} is {stored_shape} there and {shape} here: {reason}"
+        )
+    return {name: stored[name] for name in tensors if name not in mismatched}
 
 
-def _tried(model: nn.Module, channels: int, image_size: ImageSize, inputs: Tensor | None = None) -> Any:
-    """A model's output for two images, or other `inputs`, on the meta device; `UNKNOWN` where it does not run there."""
-    kind = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32), None)
-    place = "meta" if kind is None else "cpu"  # on meta a linear layer does not check types
+def _run_on_meta(
+    model: nn.Module,
+    channels: int,
+    image_size: ImageSize,
+    inputs: Tensor | None = None,
+) -> Any:
+    """Return the model's output for two images or for `inputs`, computed on the meta device.
+
+    Returns:
+        `UNKNOWN` if the model does not run there.
+    """
+    dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
+    dtype = next((dtype for dtype in dtypes if dtype != torch.float32), None)
     try:
-        probe = (without_values(model) if kind is None else copy.deepcopy(model).to(place)).eval()
-        with torch.no_grad():
-            if inputs is None:
-                inputs = torch.zeros(2, channels, *sides(image_size))
-            return probe(inputs.to(place))
-    except NotImplementedError:
-        return UNKNOWN  # an operator without meta kernel; training will show
-    except (RuntimeError, ValueError, AssertionError) as error:
-        if any(sign in str(error) for sign in NOT_ON_META):
+        try:
+            # A linear layer does not check types on meta, so other types run on the CPU.
+            if dtype is None:
+                device = "meta"
+                probe = copy_to_meta(model).eval()
+            else:
+                device = "cpu"
+                probe = copy.deepcopy(model).to(device).eval()
+        except Exception:
+            # Generators and modules from torch.jit.script cannot be copied.
             return UNKNOWN
-        if kind is not None:
+        if inputs is None:
+            inputs = torch.zeros(2, channels, *sides(image_size))
+        # The copy shares closures and globals with the model.
+        with restore_after([probe], checked=[model]), torch.no_grad():
+            return probe(inputs.to(device))
+    except RecipeError:
+        # `restore_after` raises it: the pass changed state that cannot be restored.
+        raise
+    except NotImplementedError:
+        # An operator has no meta kernel. Wrong outputs are found in training.
+        return UNKNOWN
+    except (RuntimeError, ValueError, AssertionError) as error:
+        if any(text in str(error) for text in NOT_ON_META):
+            return UNKNOWN
+        if dtype is not None:
             raise RecipeError(
-                f"the model's weights are {str(kind).removeprefix('torch.')}, and its inputs float32: give "
-                "model.float(); precision=bf16 or fp16 computes in less"
+                f"the model's weights are {str(dtype).removeprefix('torch.')}, and its inputs "
+                "float32: return model.float(); precision=bf16 or fp16 computes in less"
             ) from None
         raise AssertionError(str(error)) from None
-    except LookupError:  # as of a hook that keeps what it sees in the model, of which this is a copy
+    except LookupError:
+        # A hook may read what it has stored in the original, which this copy lacks.
         return UNKNOWN
 
 
-def _working_size(recipe: ModelRecipe, num_classes: int, channels: int, image_size: ImageSize) -> ImageSize | None:
-    """The next larger of the usual image sizes that the model can read, of an oblong one the next like it, or a square
-    of about its shorter side."""
-    (height, width), oblong = sides(image_size), isinstance(image_size, tuple)
-    near: list[ImageSize] = [(-(-height // 32) * 32, -(-width // 32) * 32)] if oblong else []
-    for size in (*near, *(size for size in USUAL_SIZES if size > min(height, width) - oblong)):
-        with suppress(Exception), torch.device("meta"):  # a model of the user's may raise anything
-            _tried(_made(recipe, num_classes, channels, size, starting=False), channels, size)
+def _find_working_size(
+    recipe: ModelRecipe,
+    num_classes: int,
+    channels: int,
+    image_size: ImageSize,
+) -> ImageSize | None:
+    """Return the next larger size in `USUAL_SIZES` that the model can read, or None.
+
+    An oblong size is first rounded up to multiples of 32, and then becomes a square of about its
+    shorter side.
+    """
+    height, width = sides(image_size)
+    shorter = min(height, width)
+    candidates: list[ImageSize] = []
+    if isinstance(image_size, tuple):
+        candidates.append((-(-height // 32) * 32, -(-width // 32) * 32))
+        shorter -= 1
+    candidates += [size for size in USUAL_SIZES if size > shorter]
+    for size in candidates:
+        # The user's model may raise any error.
+        with suppress(Exception), torch.device("meta"):
+            model = _build_unchecked(recipe, num_classes, channels, size, starting=False)
+            _run_on_meta(model, channels, size)
             return size
     return None

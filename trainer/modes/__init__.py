@@ -1,50 +1,60 @@
-"""One file a mode: how it does forward, loss and backward, and what ranks exchange. `base` is the contract.
+"""Strategies, one file per mode: the forward and backward passes, and the exchange between ranks.
 
-The loop that drives them is in `training`.
-Imports: errors, recipe, devices, tasks, processes, saving, models, telemetry, data.
+`base` defines the contract. The loop that calls the strategies is in `training`.
+Imports: errors, versions, recipe, devices, tasks, memory, processes, distributed, saving, models,
+telemetry, data.
 """
 
 from __future__ import annotations
 
 from trainer.data import DataShare
-from trainer.modes.base import Context, Strategy
+from trainer.distributed.world import World
+from trainer.modes.base import Strategy
+from trainer.modes.context import Context
 from trainer.modes.ddp import DistributedDataParallel
 from trainer.modes.dp import DataParallel
 from trainer.modes.fsdp import FullyShardedDataParallel
 from trainer.modes.hogwild import Hogwild
 from trainer.modes.local_sgd import LocalSGD
 from trainer.modes.pipeline.ranks import ProcessPipeline
-from trainer.modes.pipeline.streams import StreamPipeline
+from trainer.modes.pipeline.recorded import CapturablePipeline
 from trainer.modes.split import Split
-from trainer.processes.world import World
 from trainer.recipe import Recipe
 
+# The class of each row of `recipe.TRAITS`.
 STRATEGIES: dict[str, type[Strategy]] = {
     "single": Strategy,
     "dp": DataParallel,
     "ddp": DistributedDataParallel,
     "split": Split,
-    "pipeline": StreamPipeline,
-    "fsdp": FullyShardedDataParallel,
+    "pipeline": CapturablePipeline,
+    # There are no ranks to shard over in a single process.
+    "fsdp": Strategy,
     "local_sgd": LocalSGD,
     "hogwild": Hogwild,
 }
-OVER_PROCESSES: dict[str, type[Strategy]] = {"pipeline": ProcessPipeline}  # another class where there are several
+# Modes that have another class if there are several processes.
+OVER_PROCESSES: dict[str, type[Strategy]] = {
+    "pipeline": ProcessPipeline,
+    "fsdp": FullyShardedDataParallel,
+}
 
 
-def kind(recipe: Recipe, world: World) -> type[Strategy]:
-    """The class of the recipe's mode."""
-    return {**STRATEGIES, **(OVER_PROCESSES if world.size > 1 else {})}[recipe.mode]
+def find_strategy_class(recipe: Recipe, world: World) -> type[Strategy]:
+    """Return the class that implements the recipe's mode in this world."""
+    if world.size > 1 and recipe.mode in OVER_PROCESSES:
+        return OVER_PROCESSES[recipe.mode]
+    return STRATEGIES[recipe.mode]
 
 
-def data_share(recipe: Recipe, world: World) -> DataShare:
-    """Which part of every global batch this rank reads."""
-    return kind(recipe, world).data_share(recipe, world)
+def compute_data_share(recipe: Recipe, world: World) -> DataShare:
+    """Return the part of every global batch that the data loader of this rank reads."""
+    return find_strategy_class(recipe, world).data_share(recipe, world)
 
 
 def create(context: Context) -> Strategy:
-    """The recipe's mode, on this rank."""
-    return kind(context.recipe, context.world)(context)
+    """Create the strategy of the recipe's mode on this rank."""
+    return find_strategy_class(context.recipe, context.world)(context)
 
 
-__all__ = ["STRATEGIES", "Context", "Strategy", "create", "data_share"]
+__all__ = ["STRATEGIES", "Context", "Strategy", "compute_data_share", "create"]

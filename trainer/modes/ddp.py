@@ -1,8 +1,8 @@
-"""`ddp`: a replica on every rank, gradients averaged while the backward pass still runs.
+"""`ddp`: a replica on every rank; gradients are averaged while the backward pass still runs.
 
-Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (arXiv:2006.15704). Torch calls the
-model as it is, but for `sync_bn`, whose layers are checked one by one: unlike stages and shards it needs no proof of
-`models.equivalence`.
+Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
+(arXiv:2006.15704). DDP calls the model unchanged, so no comparison by `models.equivalence` is
+needed, except for the layers that `sync_bn` replaces.
 """
 
 from __future__ import annotations
@@ -11,65 +11,90 @@ import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from trainer.data import Batch
-from trainer.errors import RecipeError
-from trainer.models.host_state import of_library
-from trainer.models.norms import acts_as_batch_norm, unlike
-from trainer.models.undisturbed import undisturbed
-from trainer.modes.base import Communication, Strategy, by_type, in_a_row, put_back
+from trainer.distributed.world import translate_peer_errors
+from trainer.errors import RecipeError, is_out_of_memory
+from trainer.memory.measuring import count_bytes
+from trainer.models.equivalence import NOISE, relative_error
+from trainer.models.norms import acts_as_batch_norm, select_unlike
+from trainer.models.reachable import is_own
+from trainer.models.undisturbed import restore_after
+from trainer.modes.base import Strategy
+from trainer.modes.flattening import apply_collective, group_by_type
+from trainer.modes.measures import Communication
+from trainer.modes.proofs import FLOOR, SHARDED_TOLERANCE, seed_alike
 from trainer.modes.sync_batchnorm import synchronise_batch_norm
-from trainer.processes.world import lost_peers
-from trainer.recipe.versions import torch_has
 from trainer.telemetry.clocks import synchronise
+from trainer.versions import torch_has
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
-PAIRS = 8  # passes with and without communication, at most, to find what it costs
-LOOKS = 4  # passes that tell whether a model leaves parameters unused: by chance, some do in one and not in another
+# Maximum number of pairs of passes, with and without communication, that measure its time.
+MEASURED_PAIRS = 8
+# Number of passes that search for unused parameters, because they may vary from pass to pass.
+PROBE_PASSES = 4
 
 
 def read_in_training(model: nn.Module) -> bool:
-    """Whether the model has buffers that a training step may read, so that every rank needs rank 0's at each.
+    """Return True if a training step may read buffers, so that ranks must share them in each step.
 
-    Batch norm only writes its own then: rank 0's are the same with and without a broadcast, and `sync_weights` spreads
-    them.
+    BatchNorm only writes its buffers in training, so rank 0's buffers do not depend on a broadcast.
+    They are copied to the other ranks by `sync_weights`.
     """
-    holders = {name: module for name, module in model.named_modules() if any(True for _ in module.buffers(False))}
-    return bool(unlike(holders, acts_as_batch_norm))
+    holders = {}
+    for name, module in model.named_modules():
+        if next(module.buffers(False), None) is not None:
+            holders[name] = module
+    return bool(select_unlike(holders, acts_as_batch_norm))
 
 
-def mean_in_bf16(bucket: GradBucket, ranks: int) -> torch.futures.Future[Tensor]:
-    """A bucket's mean over all ranks, sent as bf16, by which every rank gets the same numbers.
+def average_in_bf16(bucket: GradBucket, ranks: int) -> torch.futures.Future[Tensor]:
+    """Average a bucket over all ranks, sent as bf16, so that every rank gets the same numbers.
 
-    As torch's `bf16_compress_hook`, which divides what is rounded already, and which a torch without CUDA refuses.
+    Torch's `bf16_compress_hook` is similar, but divides after rounding, and raises on a torch
+    without CUDA.
     """
     gradients = bucket.buffer()
     summed = dist.all_reduce(gradients.bfloat16(), async_op=True).get_future()
-    return summed.then(lambda done: gradients.copy_(done.value()[0]).div_(ranks))
+
+    def write_mean(finished: torch.futures.Future[list[Tensor]]) -> Tensor:
+        total = finished.value()[0]
+        return gradients.copy_(total).div_(ranks)
+
+    return summed.then(write_mean)
 
 
-def warn_of_none_unused() -> None:
-    """Let torch say now, and to nobody, what it says once a process: that no parameter was unused, so not to look."""
-    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+def swallow_unused_warning() -> None:
+    """Trigger torch's warning that no parameter was unused, with stderr redirected to /dev/null.
+
+    Torch prints this warning once per process, so the user's model does not trigger it again.
+    """
+    stderr = os.dup(2)
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 2)
     try:
-        nn.parallel.DistributedDataParallel(nn.Linear(1, 1), find_unused_parameters=True)(torch.zeros(1, 1))
+        ddp = nn.parallel.DistributedDataParallel(nn.Linear(1, 1), find_unused_parameters=True)
+        ddp(torch.zeros(1, 1))
     finally:
         os.dup2(stderr, 2)
         os.close(stderr)
-        os.close(nowhere)
+        os.close(devnull)
 
 
 class DistributedDataParallel(Strategy):
-    """`torch.nn.parallel.DistributedDataParallel`, with bucket views and `no_sync` while accumulating."""
+    """Wrap the module in `torch.nn.parallel.DistributedDataParallel`.
+
+    Gradients are views of DDP's buckets, and passes use `no_sync` while they accumulate.
+    """
 
     wrapped: nn.parallel.DistributedDataParallel | None = None
 
@@ -77,8 +102,8 @@ class DistributedDataParallel(Strategy):
         self._broadcasts = read_in_training(model)
         if self.exchanges_after_passes and self._broadcasts:
             raise RecipeError(
-                f"model.name={self.recipe.model.name} has buffers that a pass may read, so ranks exchange them within "
-                "it, which cannot be recorded: set graphs=false"
+                f"model.name={self.recipe.model.name} has buffers that a pass may read, so ranks "
+                "exchange them within it, which a CUDA graph cannot capture: set graphs=false"
             )
         if self.recipe.sync_bn and self.world.size > 1:
             synchronise_batch_norm(model)
@@ -86,41 +111,58 @@ class DistributedDataParallel(Strategy):
 
     def connect(self) -> None:
         super().connect()
+        self.retrain()
+
+    def retrain(self) -> None:
+        """Wrap the module in a new DDP, whose reducer contains the parameters that train now."""
         if self.world.size == 1:
             return
-        # Passes of a user's own code may change weights, and other parameters may be unused in each.
-        own = any(not of_library(type(part)) for part in self.module.modules())
-        with lost_peers(), undisturbed([self.module], self.device, weights=own):
-            looks = LOOKS if own else 1
-            unused = bool(self.world.max_(torch.tensor(float(self._leaves_parameters_unused(looks)))))
-            if self.exchanges_after_passes and unused:
+        self.wrapped = None
+        # A pass of a user's own code may change weights, and the unused parameters may vary.
+        is_users_model = any(is_own(type(part)) for part in self.module.modules())
+        with translate_peer_errors(), restore_after([self.module], self.device, weights=True):
+            inputs, has_unused = self.find_probe_inputs(is_users_model)
+            self._probe_inputs = inputs
+            has_unused = bool(self.world.max_(torch.tensor(float(has_unused))))
+            if self.exchanges_after_passes and has_unused:
                 raise RecipeError(
-                    f"model.name={self.recipe.model.name} leaves parameters unused, of which ranks have to tell each "
-                    "other within a pass, which cannot be recorded: set graphs=false"
+                    f"model.name={self.recipe.model.name} leaves parameters unused, which ranks "
+                    "report to each other within a pass, and a CUDA graph cannot capture that: set "
+                    "graphs=false"
                 )
-            if unused:
-                warn_of_none_unused()
+            if has_unused:
+                swallow_unused_warning()
             try:
                 if not self.exchanges_after_passes:
-                    self._replicate(find_unused_parameters=unused)
-            except RuntimeError as error:  # looked for, parameters inside of a reentrant checkpoint seem unused
-                if not unused or "ready only once" not in str(error):
+                    self._replicate(inputs, find_unused_parameters=has_unused)
+            except RuntimeError as error:
+                # Torch's search marks parameters inside a reentrant checkpoint as unused, and the
+                # backward pass marks them a second time.
+                if not has_unused or "ready only once" not in str(error):
                     raise
-                if self.recipe.pieces > 1:  # a static graph fails inside the reducer
+                # A static graph fails inside the reducer when gradients accumulate.
+                if self.recipe.pieces > 1:
                     raise RecipeError(
-                        f"model.name={self.recipe.model.name} leaves parameters unused and has a reentrant checkpoint, "
-                        "which ddp cannot accumulate over: set accumulate=1, or checkpoint(..., use_reentrant=False)"
+                        f"model.name={self.recipe.model.name} leaves parameters unused and has a "
+                        "reentrant checkpoint, which ddp cannot accumulate over: set accumulate=1, "
+                        "or checkpoint(..., use_reentrant=False)"
                     ) from None
-                self._replicate(static_graph=True)
+                self._replicate(inputs, static_graph=True)
         self.module.zero_grad()
-        if self.exchanges_after_passes:  # rank 0's weights on every rank, as DDP does it
-            for tensors in by_type([*self._parameters, *self.named_buffers().values()]):
-                put_back(self.world.broadcast_(in_a_row(tensors)), [tensor.detach() for tensor in tensors])
+        # DDP's constructor copies rank 0's weights to every rank. Without DDP it is done here.
+        if self.exchanges_after_passes:
+            tensors = [*self._parameters, *self.named_buffers().values()]
+            apply_collective(map(Tensor.detach, tensors), self.world.broadcast_)
 
-    def _replicate(self, **graph: bool) -> None:
-        """Put DDP around the module."""
-        in_forward = "forward_sync_buffers" if torch_has("forward_sync_buffers") else "broadcast_buffers"
-        options: dict[str, Any] = {in_forward: self._broadcasts, **graph}
+    def _replicate(self, inputs: Tensor, **graph: bool) -> None:
+        """Wrap the module in DDP and run two passes over `inputs`."""
+        broadcast_option = "broadcast_buffers"
+        if torch_has("forward_sync_buffers"):
+            broadcast_option = "forward_sync_buffers"
+        # The model's own forward may have unfrozen parameters, and DDP reads the flags only once,
+        # in its constructor.
+        self.train_for_probe()
+        options: dict[str, Any] = {broadcast_option: self._broadcasts, **graph}
         self.wrapped = nn.parallel.DistributedDataParallel(
             self.module,
             device_ids=[self.device] if self.device.type == "cuda" else None,
@@ -128,31 +170,98 @@ class DistributedDataParallel(Strategy):
             **options,
         )
         if self.recipe.ddp.compress == "bf16":
-            # Torch looks at a hook's annotations, which a lambda has none of.
-            self.wrapped.register_comm_hook(self.world.size, lambda ranks, bucket: mean_in_bf16(bucket, ranks))
-        self.passes_apart = not (self._broadcasts or self.recipe.sync_bn or self.wrapped.static_graph)
-        # DDP rebuilds its buckets after its first backward pass, and from three ranks on the order of a sum in gloo
-        # depends on a gradient's place in its bucket: every start has to have the buckets of a resumed run.
+            # Torch checks the annotations of a hook. A lambda has none.
+            self.wrapped.register_comm_hook(
+                self.world.size, lambda ranks, bucket: average_in_bf16(bucket, ranks)
+            )
+        self.passes_apart = not (
+            self._broadcasts or self.recipe.sync_bn or self.wrapped.static_graph
+        )
+        # DDP rebuilds its buckets after its first backward pass, and with three ranks or more the
+        # order of a sum in gloo depends on a gradient's position in its bucket. Two passes make
+        # the buckets of a new run equal those of a resumed one.
+        if self.recipe.compile:
+            # Inputs of a different shape than those of a step would be compiled in addition.
+            inputs = self.context.sample()
         for _ in range(2):
-            self._pass_zeros(None if self.recipe.compile else 2)  # another shape would be compiled a second time
+            self._pass(inputs)
+
+    def check_gradients(self) -> None:
+        if self.wrapped is None:
+            return
+        # DDP copies rank 0's buffers to all ranks before a pass, so the same is done without DDP.
+        if self._broadcasts:
+            self.broadcast_buffers({})
+        alone = self._gradients_of(self.module)
+        # Rounding selects a path in some models, such as the larger of two nearly equal scores.
+        # Then two passes of one rank differ as well.
+        repeated = self._gradients_of(self.module)
+        # The images and random numbers of all ranks are equal, so the average equals each rank's
+        # own gradient.
+        together = self._gradients_of(self.wrapped)
+        tolerance = SHARDED_TOLERANCE["bf16" if self.recipe.ddp.compress else self.recipe.precision]
+        floor = FLOOR * get_total_norm([*alone.values()]).item()
+        error = None
+        # A model may use a parameter in some passes only.
+        for name in alone.keys() & together.keys() & repeated.keys():
+            noise = relative_error(alone[name], repeated[name], floor)
+            allowed = max(tolerance, NOISE * noise)
+            if relative_error(alone[name], together[name], floor) > allowed:
+                error = RecipeError(
+                    f"model.name={self.recipe.model.name}: rank {self.world.rank} alone finds "
+                    f"another gradient of {name} than all ranks together, for the same images: its "
+                    "passes depend on the rank; use mode=single"
+                )
+        self.world.raise_any(error)
+
+    def _gradients_of(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return the gradients of one pass through `module`.
+
+        The weights, buffers and random states of before are restored.
+        """
+        self.module.zero_grad()
+        eager = torch.compiler.set_stance("force_eager")
+        with (
+            eager,
+            translate_peer_errors(),
+            restore_after([self.module], self.device, weights=True),
+        ):
+            seed_alike()
+            self.train_for_probe()
+            outputs = self.context.in_precision(module, self._probe_inputs)
+            outputs.float().square().sum().backward()  # type: ignore[no-untyped-call]
+            gradients = {}
+            for name, parameter in self.named_parameters().items():
+                if parameter.grad is not None:
+                    gradients[name] = parameter.grad.detach().clone()
+        self.module.zero_grad()
+        return gradients
 
     def reduce_gradients(self) -> None:
-        """Where passes exchange nothing: all gradients of a type in one message, after them."""
+        """Sum gradients with one message per data type, if the passes have not summed them."""
         if not self.exchanges_after_passes:
             return
-        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
-        if any(parameter.grad is None for parameter in trained):
-            raise self._left_out()
-        with lost_peers():
-            self._sum([parameter.grad for parameter in trained if parameter.grad is not None])
+        gradients = []
+        for parameter in self._parameters:
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                raise self._describe_left_out()
+            gradients.append(parameter.grad)
+        with translate_peer_errors():
+            self._sum(gradients)
 
     def _sum(self, trained: Sequence[Tensor]) -> None:
-        for gradients in by_type(trained):
+        for gradients in group_by_type(trained):
             sizes = [gradient.numel() for gradient in gradients]
             row = torch.empty(sum(sizes), dtype=gradients[0].dtype, device=self.device)
-            pairs = zip(torch.split(row, sizes), gradients, strict=True)
-            # Of the same strides, or a copy would be made of each.
-            views = [part.as_strided(g.shape, g.stride(), part.storage_offset()) for part, g in pairs]
+            # The views have the gradients' strides, because torch would copy a gradient whose
+            # strides differ a second time.
+            views = []
+            for flat, gradient in zip(torch.split(row, sizes), gradients, strict=True):
+                views.append(
+                    flat.as_strided(gradient.shape, gradient.stride(), flat.storage_offset())
+                )
             torch._foreach_copy_(views, gradients)
             if self.recipe.ddp.compress == "bf16":
                 row.copy_(self.world.sum_(row.bfloat16()))
@@ -160,97 +269,162 @@ class DistributedDataParallel(Strategy):
                 self.world.sum_(row)
             torch._foreach_copy_(gradients, views)
 
-    def _leaves_parameters_unused(self, looks: int) -> bool:
-        """Whether one of so many passes does: then DDP looks for them in each, which takes time for each parameter.
+    def find_probe_inputs(self, is_users_model: bool) -> tuple[Tensor, bool]:
+        """Find inputs that the model accepts, and check whether a pass leaves parameters unused.
 
-        Others may leave out other ones, so that a static graph would not do. Not compiled here: inside DDP a graph is
-        cut at its buckets, and outside it is not.
+        If it does, DDP has to search for unused parameters in each pass, which costs time per
+        parameter. The result may vary with chance or with the number of samples if the model is the
+        user's own code, so such a model runs several passes.
+
+        Args:
+            is_users_model: True if a class of the model is defined outside of installed libraries.
+
+        Returns:
+            The inputs, and True if some trained parameter got no gradient.
         """
-        unused = False
-        for _ in range(looks):
-            with torch.compiler.set_stance("force_eager"):
-                self._pass_zeros(2)
-            unused |= any(p.requires_grad and p.grad is None for p in self._parameters)
+        inputs = self.context.sample(2)
+        try:
+            has_unused = self._leaves_parameters_unused(inputs)
+        except Exception as error:
+            # The model may need more than two samples, for example to cut a batch into parts.
+            if is_out_of_memory(error):
+                raise
             self.module.zero_grad()
-        return unused
+            inputs = self.context.sample()
+            has_unused = self._leaves_parameters_unused(inputs)
+        if is_users_model:
+            for _ in range(PROBE_PASSES - 1):
+                has_unused |= self._leaves_parameters_unused(inputs)
+            # If one rank ran out of memory, the others would wait for it under sync_bn.
+            if not self.recipe.sync_bn:
+                with suppress(Exception):
+                    has_unused |= self._leaves_parameters_unused(self.context.sample())
+        return inputs, has_unused
 
-    def _pass_zeros(self, rows: int | None) -> None:
-        """Forward and backward on zeros."""
-        self.train()
-        inputs = self.context.example.zeros(self.device, rows, self.recipe.channels_last).inputs
+    def _leaves_parameters_unused(self, inputs: Tensor) -> bool:
+        """Return True if some trained parameter gets no gradient in a pass over `inputs`.
+
+        The pass is not compiled: it would be compiled as one graph here, but DDP cuts the graph at
+        its buckets.
+        """
+        with torch.compiler.set_stance("force_eager"):
+            self._pass(inputs)
+        has_unused = any(p.requires_grad and p.grad is None for p in self._parameters)
+        self.module.zero_grad()
+        return has_unused
+
+    def _pass(self, inputs: Tensor) -> None:
+        """Run a forward and a backward pass."""
+        self.train_for_probe()
         self.outputs(inputs).sum().backward()  # type: ignore[no-untyped-call]
 
     def outputs(self, inputs: Tensor) -> Tensor:
         if self.wrapped is None or not torch.is_grad_enabled():
             return super().outputs(inputs)
-        return self.in_precision(self.wrapped, inputs)
+        return self.context.in_precision(self.wrapped, inputs)
 
-    def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
+    def forward_backward(
+        self,
+        batch: Batch,
+        weight: float,
+        sync: bool = True,
+    ) -> Tensor:
         if self.wrapped is None:
             return super().forward_backward(batch, weight, sync)
-        with lost_peers(), nullcontext() if sync else self.wrapped.no_sync():
-            # DDP divides the sum of gradients by the ranks, and `weight` has done so already.
+        with translate_peer_errors(), nullcontext() if sync else self.wrapped.no_sync():
+            # DDP divides the sum of gradients by the number of ranks, as `weight` does already.
             size = self.world.size
             loss = super().forward_backward(batch, weight * size, sync) / size
         if sync:
             try:
                 self.wrapped._check_reducer_finalized()  # type: ignore[no-untyped-call]
-            except RuntimeError:  # this rank's pass left out what others used: its gradients are no averages
-                raise self._left_out() from None
+            except RuntimeError:
+                # This rank did not use a parameter that other ranks used, so the gradients are not
+                # averages.
+                raise self._describe_left_out() from None
         return loss
 
-    def _left_out(self) -> RecipeError:
+    def _describe_left_out(self) -> RecipeError:
         return RecipeError(
-            f"model.name={self.recipe.model.name} left parameters out of this pass, and ddp, which saw it use all "
-            "of them at the start, cannot average the others any more; no weight was changed: use mode=single"
+            f"model.name={self.recipe.model.name} left parameters out of this pass, but its passes "
+            "at the start used all of them, so ddp cannot average the gradients; no weight was "
+            "changed: use mode=single"
         )
 
     def sync_weights(self, averages: Mapping[str, Tensor]) -> None:
-        """Rank 0's buffers are the truth: the others' are its own from here on."""
+        """Copy rank 0's buffers and their averages to the other ranks, whose buffers are stale."""
         if self.wrapped is not None or self.exchanges_after_passes:
             self.broadcast_buffers(averages)
 
     def close(self) -> None:
-        """Free DDP while others still hold the process group.
+        """Free DDP while other objects still refer to the process group.
 
-        Were its reducer the last, it would wait for gloo's thread with the interpreter's lock, which that thread may
-        want for the last tensor it was given: with torch 2.11 one run in dozens would never end.
+        If DDP's reducer is the last to refer to the group, it waits for gloo's thread while it
+        holds the interpreter's lock, which that thread may need to free its last tensor. With torch
+        2.11 one run in dozens hangs.
         """
         self.wrapped = None
 
-    def communication(self, steps: int, step_seconds: float, budget: float) -> Communication:
-        """Passes with and without DDP around the model, in turn; where there is no time for these, one all-reduce of as
-        many bytes, of which some may be hidden."""
+    def communication(
+        self,
+        steps: int,
+        step_seconds: float,
+        budget: float,
+    ) -> Communication:
+        """Measure the time that communication adds to a step.
+
+        The time is the difference between passes with and without DDP, which alternate. If `budget`
+        is too short for a pair of passes, a single all-reduce of the same number of bytes is timed
+        instead. That is an upper bound, because the backward pass may hide a part of it. If the
+        all-reduce runs after the backward pass, it is always timed by itself.
+        """
         if self.exchanges_after_passes:
-            return self._exchanged(self.world.broadcast_object(budget))._replace(at_most=False)  # nothing hides it
+            # The backward pass hides no communication, because the all-reduce runs after it.
+            budget = self.world.broadcast_object(budget)
+            return self._exchanged(budget)._replace(at_most=False)
         if self.wrapped is None:
             return Communication(0.0)
-        each = 2 * step_seconds / self.recipe.pieces
-        pairs, budget = self.world.broadcast_object((min(PAIRS, int(budget / each) - 1), budget))
-        with undisturbed([self.module], self.device):
-            measured = self._exposed(pairs) if pairs > 0 else self._exchanged(budget)
+        pair_seconds = 2 * step_seconds / self.recipe.pieces
+        pairs = min(MEASURED_PAIRS, int(budget / pair_seconds) - 1)
+        pairs, budget = self.world.broadcast_object((pairs, budget))
+        with restore_after([self.module], self.device):
+            if pairs > 0:
+                measured = self._exposed(pairs)
+            else:
+                measured = self._exchanged(budget)
         self.module.zero_grad()
         return measured
 
     def _exposed(self, pairs: int) -> Communication:
-        batch = self.context.example.zeros(self.device, channels_last=self.recipe.channels_last)
-        self.train()
-        wrapped, times = self.wrapped, {True: [0.0], False: [0.0]}
+        """Measure the communication that the backward pass does not hide.
+
+        Args:
+            pairs: number of measured passes with DDP, and as many without it.
+        """
+        batch = self.context.example.batch(self.device, channels_last=self.recipe.channels_last)
+        self.train_for_probe()
+        wrapped = self.wrapped
+        # Seconds of passes with DDP (True) and without it (False).
+        times = {True: [0.0], False: [0.0]}
         synchronise([self.device])
         for n in range(2 * (1 + pairs)):
-            together = n % 2 == 0
-            self.wrapped = wrapped if together else None
+            uses_ddp = n % 2 == 0
+            self.wrapped = wrapped if uses_ddp else None
             self.world.barrier()
-            begun = time.perf_counter()
+            start = time.perf_counter()
             self.forward_backward(batch, 1.0)
             synchronise([self.device])
-            times[together].append(time.perf_counter() - begun)
+            times[uses_ddp].append(time.perf_counter() - start)
             self.module.zero_grad()
         self.wrapped = wrapped
-        with_ddp, without = (statistics.median(times[key][2:]) for key in (True, False))  # the first are to warm up
-        return Communication(self._mean(max(0.0, with_ddp - without)))
+        # The first pass of each kind warms up.
+        with_ddp = statistics.median(times[True][2:])
+        without = statistics.median(times[False][2:])
+        return Communication(self.average_over_ranks(max(0.0, with_ddp - without)))
 
     def _exchanged(self, budget: float) -> Communication:
-        size = sum(p.numel() * p.element_size() for p in self._parameters if p.requires_grad)
-        size //= 2 if self.recipe.ddp.compress else 1
+        """Measure one all-reduce of the number of bytes that a step sends."""
+        size = count_bytes(*(p for p in self._parameters if p.requires_grad))
+        if self.recipe.ddp.compress:
+            size //= 2
         return Communication(self.all_reduce_seconds(size, budget), at_most=True)

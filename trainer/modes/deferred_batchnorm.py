@@ -1,16 +1,17 @@
-"""Batch normalisation in a pipeline: running statistics once a mini-batch, as if it were not cut into micro-batches.
+"""BatchNorm in a pipeline: running statistics are updated once per mini-batch.
 
-Each micro-batch is still normalised by its own mean and variance (it has not seen the others); what is deferred are the
-running statistics that evaluation uses. The idea is torchgpipe's (Kim et al., arXiv:2004.09910, section 3.3).
+Each micro-batch is still normalized by its own mean and variance. Only the running statistics,
+which evaluation uses, are deferred to the end of the mini-batch, so that they are those of the
+whole mini-batch. The idea is torchgpipe's (Kim et al., arXiv:2004.09910, section 3.3).
 
-The layers stay as they are. While a mini-batch lasts they have momentum 1, so that their buffers take the statistics of
-each micro-batch; those are noted after each forward pass of a stage, for all of its layers at once and outside of what
-is compiled, and combined when the mini-batch is complete.
+The layers are not replaced. During a mini-batch they have momentum 1, so that their buffers contain
+the statistics of the latest micro-batch. These are copied after each forward pass of a stage, for
+all of its layers at once and outside of compiled code, and combined at the end of the mini-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,124 +19,195 @@ from torch import Tensor, nn
 
 from trainer.data import Example
 from trainer.errors import RecipeError
-from trainer.models.norms import acts_as_batch_norm, statistics_layers, unlike, values_a_row
+from trainer.models.norms import (
+    acts_as_batch_norm,
+    count_values_per_row,
+    list_statistics_layers,
+    select_unlike,
+)
+from trainer.modes.flattening import unflatten_into
 
 
-def deferrable(model: nn.Module, example: Example, remedy: str) -> dict[nn.Module, int]:
-    """The layers whose statistics can be deferred, and how many values of a channel each sees of one row.
+def find_deferrable(
+    model: nn.Module,
+    example: Example,
+    remedy: str,
+) -> dict[nn.Module, int]:
+    """Find the layers whose statistics can be deferred.
+
+    Args:
+        model: the whole model, on the CPU.
+        example: shape of the model's inputs.
+        remedy: end of the error message, with the arguments to type instead.
+
+    Returns:
+        Number of values per channel in one sample, by layer.
 
     Raises:
-        RecipeError: some layer's cannot, with the `remedy`.
+        RecipeError: the statistics of some layer cannot be deferred.
     """
-    layers = statistics_layers(model)
+    layers = list_statistics_layers(model)
     if not layers:
         return {}
-    seen = values_a_row(model, example.zeros(torch.device("cpu"), 2).inputs, layers)
-    refused = dict.fromkeys(unlike(layers, acts_as_batch_norm), "updates its statistics in a way of its own")
-    refused |= {name: f"is called {len(n)} times in a forward pass" for name, n in seen.items() if len(n) > 1}
-    for name, why in refused.items():
+    seen = count_values_per_row(model, example.batch(torch.device("cpu"), 2).inputs, layers)
+    reasons = dict.fromkeys(
+        select_unlike(layers, acts_as_batch_norm), "updates its statistics in a way of its own"
+    )
+    for name, calls in seen.items():
+        if len(calls) > 1:
+            reasons[name] = f"is called {len(calls)} times in a forward pass"
+    for name, reason in reasons.items():
         raise RecipeError(
-            f"layer {name or 'the model itself'} ({type(layers[name]).__name__}) {why}, so statistics of whole batches "
-            f"cannot be had of its micro-batches: {remedy}"
+            f"layer {name or 'the model itself'} ({type(layers[name]).__name__}) {reason}, so "
+            "the statistics of a whole batch cannot be computed from its micro-batches: "
+            f"{remedy}"
         )
-    return {layer: seen[name][0] for name, layer in layers.items() if seen[name]}
+    values: dict[nn.Module, int] = {}
+    for name, layer in layers.items():
+        # A layer that is never called has no statistics.
+        if seen[name]:
+            values[layer] = seen[name][0]
+    return values
 
 
 class DeferredStatistics:
-    """The running statistics of a stage's layers, from the first micro-batch of a mini-batch to its `commit`."""
+    """Running statistics of a stage's layers during one mini-batch."""
 
-    def __init__(self, stage: nn.Module, values: dict[nn.Module, int]) -> None:
-        """`values` of a channel in one row are as of `deferrable`."""
-        self.layers: list[Any] = list(dict.fromkeys(layer for layer in stage.modules() if layer in values))
+    def __init__(
+        self,
+        stage: nn.Module,
+        values: dict[nn.Module, int],
+    ) -> None:
+        """Find the layers of `stage` whose statistics are deferred.
+
+        Args:
+            stage: a stage of the model.
+            values: the result of `find_deferrable`.
+        """
+        self.layers: list[Any] = []
+        for layer in stage.modules():
+            if layer in values:
+                self.layers.append(layer)
         self._values = values
         self._momenta: list[float | None] = []
-        self._parts: list[tuple[int, Tensor, Tensor]] = []  # rows, mean and unbiased variance of all layers in a row
-        self._before: tuple[Tensor, Tensor, list[Tensor]]  # running statistics, and of how many batches
-        self._rows_a_value: Tensor | None = None  # of each channel: what one of its values is of a row
+        # Number of samples, and mean and unbiased variance of all layers, for each micro-batch.
+        self._parts: list[tuple[int, Tensor, Tensor]] = []
+        # Running mean, running variance and batch counters before the mini-batch.
+        self._before: tuple[Tensor, Tensor, list[Tensor]]
+        # 1 / number of values in one sample, for each channel.
+        self._rows_per_value: Tensor | None = None
 
     def begin(self) -> None:
-        """A micro-batch is about to be computed, perhaps the first."""
+        """Prepare the layers for the forward pass of a micro-batch."""
         if self._momenta:
+            # The first micro-batch of this mini-batch has already prepared the layers.
             return
         self.layers = [layer for layer in self.layers if layer.training]
-        counts = [layer.num_batches_tracked for layer in self._counting()]
-        self._before = (*self._flat(), [*torch.stack(counts)] if counts else [])
+        if not self.layers:
+            return
+        counts = [layer.num_batches_tracked for layer in self._counting_layers()]
+        # The copies in `counts` must not alias the buffers, which the layers increment.
+        copies = [*torch.stack(counts)] if counts else []
+        self._before = (*self._concatenate(), copies)
         self._momenta = [layer.momentum for layer in self.layers]
         for layer in self.layers:
-            vars(layer)["momentum"] = 1.0  # as nn.Module would set it, in a tenth of the time
+            # Writing to `vars` takes a tenth of the time of nn.Module's attribute assignment.
+            vars(layer)["momentum"] = 1.0
 
     def gather(self, rows: int) -> None:
-        """A micro-batch of so many rows was computed."""
+        """Copy the statistics of the micro-batch of `rows` samples that was computed last."""
         if self.layers:
-            self._parts.append((rows, *self._flat()))
+            self._parts.append((rows, *self._concatenate()))
 
     def forget(self) -> None:
-        """The mini-batch was given up."""
+        """Restore the statistics of before a mini-batch that is not completed."""
         if self._momenta:
             self._write(*self._before)
 
     def abandon(self) -> None:
-        """The mini-batch was recorded to be computed later, and is not: nothing that was noted has a value."""
-        self._rows_a_value = None
+        """End a mini-batch whose capture failed, because its tensors were never computed."""
+        self._rows_per_value = None
         if self._momenta:
             self._end()
 
     @torch.no_grad()
     def commit(self) -> None:
-        """The mini-batch is complete: update the running statistics with what was gathered."""
+        """Update the running statistics at the end of a mini-batch."""
         if not self._parts:
             return
-        mean, variance, tracked = self._before
-        for part_mean, part_variance in self._combined():
-            torch._foreach_add_(tracked, 1)
-            rate = self._rates(tracked)
-            mean, variance = torch.lerp(mean, part_mean, rate), torch.lerp(variance, part_variance, rate)
-        self._write(mean, variance, tracked)
-
-    def _combined(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Mean and unbiased variance of the micro-batches together (Chan, Golub, LeVeque 1983)."""
+        before_mean, before_variance, tracked = self._before
+        # Mean and unbiased variance of all micro-batches (Chan, Golub, LeVeque 1983).
         total = sum(rows for rows, _, _ in self._parts)
-        mean = variance = torch.zeros_like(self._before[0])
-        for rows, part, _ in self._parts:
-            mean = torch.add(mean, part, alpha=rows / total)
-        each = self._rows_a_value
-        if each is None or len(each) != len(mean):
-            each = self._rows_a_value = self._each([1 / self._values[layer] for layer in self.layers])
-        for rows, part, unbiased in self._parts:
-            biased = torch.addcmul(unbiased, unbiased, each, value=-1 / rows)
-            variance = torch.add(variance, biased + (part - mean).square(), alpha=rows / total)
-        return [(mean, variance / (1 - each / total))]
+        mean = torch.zeros_like(before_mean)
+        variance = mean
+        for rows, part_mean, _ in self._parts:
+            mean = torch.add(mean, part_mean, alpha=rows / total)
+        rows_per_value = self._rows_per_value
+        if rows_per_value is None or len(rows_per_value) != len(mean):
+            per_layer = [1 / self._values[layer] for layer in self.layers]
+            rows_per_value = self._expand(per_layer)
+            self._rows_per_value = rows_per_value
+        for rows, part_mean, unbiased in self._parts:
+            biased = torch.addcmul(unbiased, unbiased, rows_per_value, value=-1 / rows)
+            second_moment = biased + (part_mean - mean).square()
+            variance = torch.add(variance, second_moment, alpha=rows / total)
+        variance = variance / (1 - rows_per_value / total)
+        torch._foreach_add_(tracked, 1)
+        rate = self._rates(tracked)
+        new_mean = torch.lerp(before_mean, mean, rate)
+        new_variance = torch.lerp(before_variance, variance, rate)
+        self._write(new_mean, new_variance, tracked)
 
     def _rates(self, tracked: Sequence[Tensor]) -> Any:
-        """Of each channel, or of all: the momentum, or without one an average over all batches there were."""
+        """Return the weight of the new statistics, per channel or as one number for all channels.
+
+        A layer with momentum None averages over all `tracked` batches, like in torch.
+        """
         if len(set(self._momenta)) == 1 and self._momenta[0] is not None:
             return self._momenta[0]
-        counts = dict(zip(self._counting(), tracked, strict=True))
-        pairs = zip(self.layers, self._momenta, strict=True)
-        return self._each([counts[layer].reciprocal() if rate is None else rate for layer, rate in pairs])
+        counts = dict(zip(self._counting_layers(), tracked, strict=True))
+        rates: list[Any] = []
+        for layer, momentum in zip(self.layers, self._momenta, strict=True):
+            if momentum is None:
+                rates.append(counts[layer].reciprocal())
+            else:
+                rates.append(momentum)
+        return self._expand(rates)
 
-    def _each(self, numbers: Sequence[Any]) -> Tensor:
-        """One number of each layer, for all of its channels."""
-        ones = torch.split(torch.ones_like(self._before[0]), [len(layer.running_mean) for layer in self.layers])
-        return torch.cat([part * number for part, number in zip(ones, numbers, strict=True)])
+    def _expand(self, numbers: Sequence[Any]) -> Tensor:
+        """Repeat one number per layer for each of its channels."""
+        channels = list(map(len, self._buffers("running_mean")))
+        ones = torch.split(torch.ones_like(self._before[0]), channels)
+        expanded = []
+        for part, number in zip(ones, numbers, strict=True):
+            expanded.append(part * number)
+        return torch.cat(expanded)
 
-    def _counting(self) -> list[Any]:
+    def _counting_layers(self) -> list[Any]:
         return [layer for layer in self.layers if layer.num_batches_tracked is not None]
 
     @torch.no_grad()
-    def _flat(self) -> tuple[Tensor, Tensor]:
-        if not self.layers:
-            return torch.empty(0), torch.empty(0)
-        means, variances = ([getattr(layer, name) for layer in self.layers] for name in ("running_mean", "running_var"))
+    def _concatenate(self) -> tuple[Tensor, Tensor]:
+        """Concatenate the running means and variances of all layers."""
+        means = self._buffers("running_mean")
+        variances = self._buffers("running_var")
         return torch.cat(means), torch.cat(variances)
 
+    def _buffers(self, name: str) -> list[Tensor]:
+        return [getattr(layer, name) for layer in self.layers]
+
     @torch.no_grad()
-    def _write(self, mean: Tensor, variance: Tensor, tracked: list[Tensor]) -> None:
-        for name, flat in (("running_mean", mean), ("running_var", variance)) if self.layers else ():
-            buffers = [getattr(layer, name) for layer in self.layers]
-            torch._foreach_copy_(buffers, torch.split(flat, [len(buffer) for buffer in buffers]))
+    def _write(
+        self,
+        mean: Tensor,
+        variance: Tensor,
+        tracked: list[Tensor],
+    ) -> None:
+        unflatten_into(mean, self._buffers("running_mean"))
+        unflatten_into(variance, self._buffers("running_var"))
         if tracked:
-            torch._foreach_copy_([layer.num_batches_tracked for layer in self._counting()], tracked)
+            counts = [layer.num_batches_tracked for layer in self._counting_layers()]
+            torch._foreach_copy_(counts, tracked)
         self._end()
 
     def _end(self) -> None:

@@ -1,11 +1,12 @@
-"""`fsdp`: parameters, gradients and optimizer states are sharded over the ranks, and a block's are whole while it
-computes.
+"""`fsdp`: parameters, gradients and optimizer states are sharded over the ranks.
 
-Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel" (arXiv:2304.11277), by torch's
-`fully_shard` (docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
+The parameters of a block are gathered only while the block computes.
 
-torch's DTensors stay in this file: optimizer, moving average, clipping and checkpoints see this rank's rows, as plain
-parameters that share their storage.
+Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel" (arXiv:2304.11277),
+by torch's `fully_shard` (docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
+
+Torch's DTensors stay in this file. Optimizer, moving average, clipping and checkpoints see the rows
+of this rank, as plain parameters that share the DTensors' storage.
 """
 
 from __future__ import annotations
@@ -21,48 +22,53 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from trainer.data import Batch
+from trainer.distributed.world import translate_peer_errors
 from trainer.errors import RecipeError
-from trainer.models.memory import size_of
-from trainer.models.norms import training_norms
-from trainer.models.shapes import computed, give_values
-from trainer.modes.base import Communication, Strategy
+from trainer.memory.measuring import count_bytes
+from trainer.memory.needs import compute_unit_sizes, count_teacher_bytes
+from trainer.models.norms import list_training_norms
+from trainer.models.shapes import list_computed_tensors, replace_tensor
+from trainer.modes.base import Strategy
 from trainer.modes.ddp import read_in_training
 from trainer.modes.fsdp_units import (
     Order,
     Storage,
     compile_forward,
     copy_views,
-    kept_whole,
-    storages,
-    teacher_share,
-    unit_sizes,
-    units_of,
-    unshardable,
-    whole_parameters,
+    find_kept_parameter,
+    find_sharding_obstacle,
+    find_units,
+    list_storages,
+    list_whole_parameters,
 )
+from trainer.modes.measures import Communication
 from trainer.modes.proofs import check_sharded, observe_whole
 from trainer.modes.sync_batchnorm import synchronise_batch_norm
-from trainer.processes.world import lost_peers
-from trainer.recipe.checks import weight_shards
-from trainer.saving.tensor_files import Piece
+from trainer.recipe.checks import count_weight_shards
+from trainer.saving.tensor_files import Shard
 from trainer.telemetry.clocks import synchronise
 
 
 class FullyShardedDataParallel(Strategy):
-    """`fully_shard` on every block and on what is left, over fp32 shards."""
+    """`fully_shard` of every block and of the remaining modules, with fp32 shards.
 
-    sharded: Mapping[str, nn.Parameter] | None = None  # torch's DTensors by name, where there are several ranks
-    readers: Sequence[torch.device] = ()  # that copy weights from the host, which are to stay as they are meanwhile
+    The class needs several ranks. With one rank, `fsdp` is the class `Strategy`.
+    """
+
+    divided_along = "shards"
+    # Devices that copy weights from the host. The weights must not change before the copies end.
+    readers: Sequence[torch.device] = ()
 
     def to_device(self, model: nn.Module) -> None:
-        """Blocks go to the device one by one, as they are sharded: the whole model may be too large for it."""
-        if self.world.size == 1:
-            super().to_device(model)
-            return
-        if computed(model):
-            raise self._refusal("keeps weights that are computed of others, as pruned ones")
-        self._whole = observe_whole(self, model)
-        for layer in training_norms(model).values():  # which are run to look at them
+        """Keep blocks on the CPU, because the whole model may be too large for the device.
+
+        Each block moves to the device when it is sharded.
+        """
+        if list_computed_tensors(model):
+            raise self._refuse("keeps weights that are computed from others, as pruned ones")
+        self._whole = observe_whole(self.context, model)
+        # The checks below run the normalization layers, so every rank needs their values now.
+        for layer in list_training_norms(model).values():
             self._receive(layer.parameters())
         self._receive(model.buffers())
         self._broadcasts = read_in_training(model)
@@ -71,7 +77,7 @@ class FullyShardedDataParallel(Strategy):
         self.module = model
 
     def _receive(self, tensors: Iterable[Tensor]) -> None:
-        """Rank 0's values of a model's tensors, on this rank's device, and everywhere in the same memory order."""
+        """Move tensors to this rank's device, contiguous, with the values of rank 0. Collective."""
         for tensor in tensors:
             if self.world.is_main:
                 tensor.data = tensor.detach().to(self.device).contiguous()
@@ -81,189 +87,228 @@ class FullyShardedDataParallel(Strategy):
             if values.numel():
                 self.world.broadcast_(values.view(-1).view(torch.uint8))
             if not self.world.is_main:
-                give_values(tensor, values)
+                replace_tensor(tensor, values)
 
     def transform(self) -> None:
-        if self.world.size == 1:
-            super().transform()
-            return
-        shards = weight_shards(self.recipe, self.world.size)
+        shards = count_weight_shards(self.recipe, self.world.size)
         self.world.arrange({"replicas": self.world.size // shards, "shards": shards})
         self.shapes = {name: parameter.shape for name, parameter in self.module.named_parameters()}
-        self.units = units_of(self.module)
-        sizes = unit_sizes(self.module, self.units)
-        self.largest_unit = max(sizes) / max(1, sum(sizes))  # as a part of all parameters' bytes
+        self.units = find_units(self.module)
+        sizes = compute_unit_sizes(self.module, self.units)
+        # Fraction of all parameter bytes that is in the largest unit.
+        self.largest_unit = max(sizes) / max(1, sum(sizes))
         policy = OffloadPolicy()
         if self.recipe.fsdp.offload and self.device.type == "cuda":
-            policy, self.home, self.readers = CPUOffloadPolicy(), torch.device("cpu"), [self.device]
-        self.mesh, whole = self.world.mesh(), list[tuple[str, Storage]]()
-        # On cards the hosts would wait for each other.
-        self.order = Order(self._refusal, every=1 if self.device.type == "cpu" else 64)
-        with lost_peers(), _explained(self._refusal):
+            policy = CPUOffloadPolicy()
+            self.home = torch.device("cpu")
+            self.readers = [self.device]
+        self.mesh = self.world.mesh()
+        whole_storages: list[tuple[str, Storage]] = []
+        # A comparison makes the hosts wait for each other, so it is done less often on GPUs.
+        self.order = Order(self._refuse, every=1 if self.device.type == "cpu" else 64)
+        with translate_peer_errors(), _explain_errors(self._refuse):
             for name in [*self.units, ""]:
                 unit = self.module.get_submodule(name)
-                if (reason := unshardable(unit, name)) is not None:
-                    raise self._refusal(reason)
-                whole += storages(unit, name)
-                self._receive(whole_parameters(unit).values())
-                whole += storages(unit, name)
+                reason = find_sharding_obstacle(unit, name)
+                if reason is not None:
+                    raise self._refuse(reason)
+                # `_receive` may replace the storage of a parameter, so both storages are recorded.
+                whole_storages += list_storages(unit, name)
+                self._receive(list_whole_parameters(unit).values())
+                whole_storages += list_storages(unit, name)
                 unit.register_forward_hook(copy_views)
                 if self.forward_watch is not None and (name or not self.units):
-                    unit.register_forward_pre_hook(partial(timed, self.forward_watch.__enter__))
-                    unit.register_forward_hook(partial(timed, self.forward_watch.__exit__))
+                    unit.register_forward_pre_hook(
+                        partial(mark_training, self.forward_watch.__enter__)
+                    )
+                    unit.register_forward_hook(partial(mark_training, self.forward_watch.__exit__))
                 if self.recipe.compile and name:
                     compile_forward(unit, name)
                 reshard = self.recipe.fsdp.reshard and bool(name)
-                fully_shard(unit, mesh=self.mesh, reshard_after_forward=reshard, offload_policy=policy)
+                fully_shard(
+                    unit,
+                    mesh=self.mesh,
+                    reshard_after_forward=reshard,
+                    offload_policy=policy,
+                )
                 self.order.watch(unit, name)
-        for sharded in self._sharded_modules():  # gradients are of `weight` x the summed loss: they add up
-            sharded.set_gradient_divide_factor(1.0)
-            sharded.set_force_sum_reduction_for_comms(True)
-        reasons = self.world.gather(kept_whole(whole))
-        if (reason := self.world.broadcast_object(next(filter(None, reasons), None))) is not None:
-            raise self._refusal(reason)
+        # The loss is multiplied by `weight` already, so gradients are summed and not averaged.
+        for module in self._sharded_modules():
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        reasons = self.world.gather(find_kept_parameter(whole_storages))
+        reason = self.world.broadcast_object(next(filter(None, reasons), None))
+        if reason is not None:
+            raise self._refuse(reason)
 
     def connect(self) -> None:
-        if self.world.size > 1:
-            self.passes_apart = False
-            self.sharded = dict(self.module.named_parameters())
-            self._local = {
-                name: nn.Parameter(_local(parameter), requires_grad=parameter.requires_grad)
-                for name, parameter in self.sharded.items()
-            }
+        self.passes_apart = False
+        # Torch's DTensors by name, and this rank's rows of them.
+        self.sharded = dict(self.module.named_parameters())
+        self._local: dict[str, nn.Parameter] = {}
+        for name, parameter in self.sharded.items():
+            self._local[name] = nn.Parameter(
+                _get_local_rows(parameter), requires_grad=parameter.requires_grad
+            )
         super().connect()
-        if self.world.size > 1:
-            with lost_peers(), _explained(self._refusal):
-                check_sharded(self, self._whole)
-            del self._whole
+        with translate_peer_errors(), _explain_errors(self._refuse):
+            check_sharded(self, self._whole, self.reduce_gradients)
+        del self._whole
+
+    def retrain(self) -> None:
+        raise self._refuse("changes what trains (requires_grad) from epoch to epoch")
 
     def place_teacher(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
-        parts, size = weight_shards(self.recipe, self.world.size), size_of(*model.parameters(), *model.buffers())
-        if teacher_share(size, size_of(*self.module.parameters()), parts) == size:
+        shards = count_weight_shards(self.recipe, self.world.size)
+        size = count_bytes(*model.parameters(), *model.buffers())
+        if count_teacher_bytes(size, count_bytes(*self.module.parameters()), shards) == size:
             return super().place_teacher(model)
-        if (reason := "keeps computed weights" if computed(model) else unshardable(model, "")) is not None:
-            self.context.say(f"distill.teacher is whole on each rank, for it {reason}")
+        reason = (
+            "keeps computed weights"
+            if list_computed_tensors(model)
+            else find_sharding_obstacle(model, "")
+        )
+        if reason is not None:
+            self.context.say(f"distill.teacher is whole on each rank, because it {reason}")
             return super().place_teacher(model)
-        return _sharded(model, self.mesh, partial(_refused, f"distill.teacher={self.recipe.distill.teacher}"))
+        subject = f"distill.teacher={self.recipe.distill.teacher}"
+        return shard_teacher(model, self.mesh, partial(refuse_sharding, subject))
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        return super().named_parameters() if self.sharded is None else self._local
+        return self._local
 
-    def _sharded_modules(self) -> Iterator[Any]:  # FSDPModule has its methods without types
+    # The methods of FSDPModule have no types.
+    def _sharded_modules(self) -> Iterator[Any]:
         return (module for module in self.module.modules() if isinstance(module, FSDPModule))
 
-    def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
-        if self.sharded is None:
-            return super().forward_backward(batch, weight, sync)
-        with lost_peers():
+    def forward_backward(
+        self,
+        batch: Batch,
+        weight: float,
+        sync: bool = True,
+    ) -> Tensor:
+        with translate_peer_errors():
             if self._broadcasts:
                 self.broadcast_buffers({})
-            if self.world.grid.size("replicas") > 1:  # gradients are reduced to shards in every pass all the same
+            # Torch reduces gradients to shards in every pass, but over replicas only with `sync`.
+            if self.world.grid.size("replicas") > 1:
                 next(self._sharded_modules()).set_requires_all_reduce(sync)
-            with _explained(self._refusal):
+            with _explain_errors(self._refuse):
                 loss = super().forward_backward(batch, weight, sync)
-            self.order.end_pass([name for name, parameter in self.sharded.items() if parameter.grad is not None])
+            used = [name for name, p in self.sharded.items() if p.grad is not None]
+            self.order.end_pass(used)
             return loss
 
-    def _refusal(self, reason: str) -> RecipeError:
-        return _refused(f"model.name={self.recipe.model.name}", reason)
+    def _refuse(self, reason: str) -> RecipeError:
+        return refuse_sharding(f"model.name={self.recipe.model.name}", reason)
 
     def watched_forward(self) -> AbstractContextManager[None]:
-        """Blocks are timed one by one: between them a pass waits for weights from other ranks."""
-        return super().watched_forward() if self.sharded is None else nullcontext()
+        """Return a context without a clock, because hooks measure the blocks instead.
+
+        A whole pass includes waiting for weights from other ranks, between blocks.
+        """
+        return nullcontext()
 
     def reduce_gradients(self) -> None:
-        """This rank's rows of the gradients, which are summed over all ranks already, for the optimizer."""
+        """Set the gradients of the local parameters to this rank's rows, which torch has summed."""
         synchronise(self.readers)
-        for name, parameter in (self.sharded or {}).items():
+        for name, parameter in self.sharded.items():
             if parameter.grad is not None:
-                self._local[name].grad = _local(parameter.grad)
-                parameter.grad = None  # torch would add the next step's
-
-    def grad_norm(self) -> Tensor:
-        norm = super().grad_norm()
-        return norm if self.sharded is None else self.world.sum_(norm.float().square().to(self.home), "shards").sqrt()
-
-    def reduce_overflow(self, flag: Tensor) -> None:
-        self.world.max_(flag)
+                self._local[name].grad = _get_local_rows(parameter.grad)
+                # Otherwise torch would add the next step's gradient to this one.
+                parameter.grad = None
 
     def forward(self, inputs: Tensor) -> Tensor | None:
-        with lost_peers(), _explained(self._refusal):
+        with translate_peer_errors(), _explain_errors(self._refuse):
             return super().forward(inputs)
 
     def sync_weights(self, averages: Mapping[str, Tensor]) -> None:
-        """Rank 0's buffers are the truth: the others' are its own from here on."""
-        if self.sharded is not None:
-            self.order.compare()
-            self.broadcast_buffers(averages)
+        """Copy rank 0's buffers and their averages to the other ranks, whose buffers are stale."""
+        self.order.compare()
+        self.broadcast_buffers(averages)
 
     @contextmanager
     def weights(self, averages: Mapping[str, Tensor]) -> Iterator[None]:
-        """Values are copied, not swapped: torch holds the parameters' storages."""
-        if self.sharded is None:
-            with super().weights(averages):
-                yield
-            return
+        """Return a context in which the model computes with its moving `averages`.
+
+        Values are copied, not swapped, because torch refers to the parameters' storages.
+        """
         live = {**self.named_parameters(), **self.named_buffers()}
-        floats = [(live[name].data, average) for name, average in averages.items() if average.is_floating_point()]
-        kept = [tensor.clone() for tensor, _ in floats]
-        for tensor, average in floats:
+        trained_values = []
+        for name, average in averages.items():
+            if average.is_floating_point():
+                trained_values.append((live[name].data, average))
+        backups = [tensor.clone() for tensor, _ in trained_values]
+        for tensor, average in trained_values:
             tensor.copy_(average)
         try:
             yield
         finally:
-            for unit in self._sharded_modules():  # without a backward pass what was gathered would stay, and train on
+            # Units reshard only in a backward pass. Otherwise the gathered averages would be
+            # trained.
+            for unit in self._sharded_modules():
                 unit.reshard()
             synchronise(self.readers)
-            for (tensor, _), before in zip(floats, kept, strict=True):
-                tensor.copy_(before)
+            for (tensor, _), backup in zip(trained_values, backups, strict=True):
+                tensor.copy_(backup)
 
-    def layout(self, named: Mapping[str, Tensor]) -> dict[str, Piece]:
-        if self.sharded is None:
-            return super().layout(named)
-        return {name: self._piece(name.partition("//")[0], tensor) for name, tensor in named.items()}
+    def layout(self, named: Mapping[str, Tensor]) -> dict[str, Shard]:
+        """Locate the rows of this rank, which are divided as by `torch.chunk`.
 
-    def _piece(self, parameter: str, tensor: Tensor) -> Piece:
-        """Rows are divided as by `torch.chunk`; buffers, and numbers as of steps, are whole."""
-        local = self._local.get(parameter)
-        if local is None or not tensor.dim():
-            return Piece(tensor, tensor.shape)
-        assert tensor.shape == local.shape, f"{parameter}: a state of another shape than the weight has no rows of it"
-        shape = self.shapes[parameter]
-        rows = -(-shape[0] // self.world.grid.size("shards"))
-        return Piece(tensor, shape, min(rows * self.world.grid.coordinate("shards"), shape[0]))
+        Buffers and 0-dim tensors, such as a step counter, are whole on every rank.
+        """
+        pieces = super().layout(named)
+        grid = self.world.grid
+        for name, tensor in named.items():
+            parameter = name.partition("//")[0]
+            local = self._local.get(parameter)
+            if local is None or not tensor.dim():
+                continue
+            assert tensor.shape == local.shape, (
+                f"{parameter}: a state of another shape than the weight cannot be divided into rows"
+            )
+            shape = self.shapes[parameter]
+            rows = -(-shape[0] // grid.size("shards"))
+            start = rows * grid.coordinate("shards")
+            pieces[name] = Shard(tensor, shape, min(start, shape[0]))
+        return pieces
 
-    def pieces(self, named: Mapping[str, Tensor]) -> dict[str, Piece]:
-        pieces = super().pieces(named)
-        if self.world.grid.coordinate("shards") == 0:
-            return pieces
-        return {name: piece for name, piece in pieces.items() if piece.local.shape != piece.shape}
+    def communication(
+        self,
+        steps: int,
+        step_seconds: float,
+        budget: float,
+    ) -> Communication:
+        """Estimate the time of communication by an all-reduce of one shard: an upper bound.
 
-    def communication(self, steps: int, step_seconds: float, budget: float) -> Communication:
-        """As an all-reduce of a rank's part takes it, which sends every byte twice; a step may hide some of it."""
-        if self.sharded is None:
-            return Communication(0.0)
-        parts = self.world.grid.size("shards")
-        size = 4 * sum(shape.numel() for shape in self.shapes.values()) // parts  # ranks' own rows may be unequal
-        budget = self.world.broadcast_object(budget)  # ranks' own may differ
-        seconds = self.all_reduce_seconds(size, budget) * parts / 2
-        return Communication(seconds * (2 + self.recipe.fsdp.reshard) * self.recipe.pieces, at_most=True)
+        An all-reduce sends every byte twice, while an all-gather and a reduce-scatter send it once
+        each.
+        """
+        shards = self.world.grid.size("shards")
+        # Number of rows and time budget may differ between ranks, but the message must not.
+        parameters = sum(shape.numel() for shape in self.shapes.values())
+        size = 4 * parameters // shards
+        budget = self.world.broadcast_object(budget)
+        seconds = self.all_reduce_seconds(size, budget) * shards / 2
+        transfers = 2 + self.recipe.fsdp.reshard
+        return Communication(seconds * transfers * self.recipe.pieces, at_most=True)
 
     def notes(self) -> dict[str, str]:
-        if self.sharded is None:
-            return {}
         grid = self.world.grid
-        replicas = f" x {grid.size('replicas')} replicas" if grid.size("replicas") > 1 else ""
-        on_cpu = "; fsdp.offload moves nothing: they are in the host's memory already"
-        where = ", kept on the host" if self.readers else on_cpu if self.recipe.fsdp.offload else ""
+        replicas = ""
+        if grid.size("replicas") > 1:
+            replicas = f" x {grid.size('replicas')} replicas"
+        offload = ""
+        if self.readers:
+            offload = ", kept on the host"
+        elif self.recipe.fsdp.offload:
+            offload = "; fsdp.offload moves nothing: they are in the host's memory already"
         return {
-            "sharding": f"{grid.size('shards')} shards{replicas}, {len(self.units) + 1} units, the largest "
-            f"{self.largest_unit:.0%} of the weights{where}"
+            "sharding": f"{grid.size('shards')} shards{replicas}, {len(self.units) + 1} units, "
+            f"the largest {self.largest_unit:.0%} of the weights{offload}"
         }
 
     def result_fields(self) -> dict[str, Any]:
-        if self.sharded is None:
-            return {}
         grid = self.world.grid
         return {
             "fsdp": {
@@ -275,26 +320,42 @@ class FullyShardedDataParallel(Strategy):
         }
 
 
-def _sharded(model: Any, mesh: DeviceMesh, refusal: Callable[[str], RecipeError]) -> Callable[[Tensor], Tensor]:
-    """What passes inputs, without gradients, through a model that every rank had whole. It holds nothing of a strategy,
-    which may be made anew."""
-    order = Order(refusal, every=1 if mesh.device_type == "cpu" else 64)
-    for name in [*units_of(model), ""]:
-        order.watch(fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=True), name)
+def shard_teacher(
+    model: Any,
+    mesh: DeviceMesh,
+    refuse: Callable[[str], RecipeError],
+) -> Callable[[Tensor], Tensor]:
+    """Shard a teacher that every rank has whole, for passes without gradients.
+
+    The returned function does not refer to a strategy, because the strategy may be created again.
+
+    Args:
+        model: the teacher.
+        mesh: ranks to shard over.
+        refuse: function that returns the error for a model that cannot be sharded, from a reason.
+
+    Returns:
+        A function that maps inputs to the teacher's outputs.
+    """
+    order = Order(refuse, every=1 if mesh.device_type == "cpu" else 64)
+    for name in [*find_units(model), ""]:
+        unit = fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=True)
+        order.watch(unit, name)
 
     def run(inputs: Tensor) -> Tensor:
-        with lost_peers(), _explained(refusal):
+        with translate_peer_errors(), _explain_errors(refuse):
             outputs: Tensor = model(inputs)
             order.end_pass()
-        model._get_fsdp_state()._root_post_backward_final_callback()  # torch remembers passes up to a backward pass
+        # Torch keeps a record of each pass until its backward pass, which a teacher does not have.
+        model._get_fsdp_state()._root_post_backward_final_callback()
         return outputs
 
     return run
 
 
 @contextmanager
-def _explained(refusal: Callable[[str], RecipeError]) -> Iterator[None]:
-    """A RecipeError in place of torch's errors over a model whose blocks cannot be sharded apart."""
+def _explain_errors(refuse: Callable[[str], RecipeError]) -> Iterator[None]:
+    """Replace torch's errors about blocks that cannot be sharded by a RecipeError."""
     reasons = {
         "mixed torch.Tensor and DTensor": "uses a block's parameters outside of that block",
         "out of bounds for storage": "changes a block's outputs in place",
@@ -302,23 +363,37 @@ def _explained(refusal: Callable[[str], RecipeError]) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        reason = next((reason for words, reason in reasons.items() if words in str(error)), None)
-        if reason is None:
-            raise
-        raise refusal(reason) from error
+        for torch_message, reason in reasons.items():
+            if torch_message in str(error):
+                raise refuse(reason) from error
+        raise
 
 
-def _refused(what: str, reason: str) -> RecipeError:
-    return RecipeError(f"{what} {reason}, which mode=fsdp cannot shard: use mode=ddp")
+def refuse_sharding(subject: str, reason: str) -> RecipeError:
+    """Return the error that a model cannot be sharded.
+
+    Args:
+        subject: key and value that name the model, such as "model.name=resnet50".
+        reason: end of the sentence that begins with `subject`.
+    """
+    return RecipeError(f"{subject} {reason}, which mode=fsdp cannot shard: use mode=ddp")
 
 
-def timed(mark: Callable[[], object], unit: nn.Module, *_: Any) -> None:
-    """Of a block in training: torch has its weights whole before, and lets go of them after."""
+def mark_training(
+    mark: Callable[[], object],
+    unit: nn.Module,
+    *_: Any,
+) -> None:
+    """Call `mark` if `unit` is in training mode. This is a forward hook.
+
+    Torch gathers the unit's weights before its forward pre-hooks and frees them after its forward
+    hooks, so that the time between two marks is computation only.
+    """
     if unit.training:
         mark()
 
 
-def _local(tensor: Any) -> Tensor:
-    """This rank's rows of a DTensor, which share its storage."""
+def _get_local_rows(tensor: Any) -> Tensor:
+    """Return the rows of a DTensor on this rank, as a tensor that shares its storage."""
     local: Tensor = tensor.to_local()
     return local.detach()

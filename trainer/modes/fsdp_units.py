@@ -1,4 +1,4 @@
-"""What `fsdp` gathers at a time: units of a model, and what a unit must be like."""
+"""Units of a model whose parameters `fsdp` gathers together, and requirements on a unit."""
 
 from __future__ import annotations
 
@@ -12,26 +12,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from trainer.models.blocks import blocks
+from trainer.models.blocks import list_blocks
 from trainer.models.given import has_hooks
-from trainer.models.memory import COPIES
-from trainer.models.recompute import anew, compiled
+from trainer.models.recompute import checkpoint_forward, compile_call
 
 Storage = weakref.ref[torch.UntypedStorage]
-TRIES = 20
-FIRST = 4  # passes
-TINY = 0.005  # of the model's parameters: blocks below this are gathered with the root, all at once
+# Maximum number of garbage collections before a storage that is still alive is an error.
+COLLECTIONS = 20
+# Number of passes at the start in which ranks compare every exchange.
+FIRST_PASSES = 4
+# Minimum fraction of the model's parameters in a unit. Smaller blocks are gathered with the root.
+TINY = 0.005
 
 
-def units_of(model: nn.Module) -> list[str]:
-    """Names of the blocks that are gathered each by itself; what else there is belongs to the root.
+def find_units(model: nn.Module) -> list[str]:
+    """List the names of the blocks that are units of their own; the root is the unit of the rest.
 
-    A block with parameters that another part has as well (tied weights) is the root's, and so is one that is not
-    called by itself, and a tiny one.
+    The root also contains blocks that share parameters with other modules (tied weights), blocks
+    whose `forward` is never called, and blocks with less than `TINY` of the parameters.
     """
     total = sum(parameter.numel() for parameter in model.parameters())
     holders: dict[nn.Parameter, set[str]] = {}
@@ -39,121 +44,185 @@ def units_of(model: nn.Module) -> list[str]:
         for parameter in module.parameters(recurse=False):
             holders.setdefault(parameter, set()).add(path)
     units = []
-    for block in blocks(model):
+    for block in list_blocks(model):
         module = model.get_submodule(block.name)
         parameters = list(module.parameters())
         inside = {f"{block.name}.{path}".rstrip(".") for path, _ in module.named_modules()}
-        tied = any(holders[parameter] - inside for parameter in parameters)
-        called = type(module).forward is not nn.Module.forward
-        if block.name and called and not tied and sum(p.numel() for p in parameters) >= TINY * total:
+        is_tied = any(holders[parameter] - inside for parameter in parameters)
+        is_scripted = isinstance(module, torch.jit.ScriptModule)
+        is_called = not is_scripted and type(module).forward is not nn.Module.forward
+        is_large = sum(map(Tensor.numel, parameters)) >= TINY * total
+        if block.name and is_called and not is_tied and is_large:
             units.append(block.name)
     return units
 
 
-def unit_sizes(model: nn.Module, units: Sequence[str]) -> list[int]:
-    """Bytes of the parameters of the root, and of each unit."""
-    inside = [sum(p.numel() * p.element_size() for p in model.get_submodule(name).parameters()) for name in units]
-    return [sum(p.numel() * p.element_size() for p in model.parameters()) - sum(inside), *inside]
+def list_whole_parameters(unit: nn.Module, prefix: str = "") -> dict[str, nn.Parameter]:
+    """Return the parameters of a unit that are not sharded yet, by name."""
+    parameters = {}
+    for name, parameter in unit.named_parameters(prefix=prefix):
+        if not isinstance(parameter, DTensor):
+            parameters[name] = parameter
+    return parameters
 
 
-def teacher_share(teacher: int, student: int, parts: int) -> int:
-    """Bytes that a rank holds of a teacher: its shards where all would be more than it keeps of the student, with
-    gradients and optimizer."""
-    return -(-teacher // parts) if teacher * parts > COPIES * student else teacher
-
-
-def whole_parameters(unit: nn.Module, prefix: str = "") -> dict[str, nn.Parameter]:
-    """Parameters that are whole at present, by name."""
-    return {name: p for name, p in unit.named_parameters(prefix=prefix) if not isinstance(p, DTensor)}
-
-
-def unshardable(unit: nn.Module, prefix: str) -> str | None:
-    """What of a unit that is whole `fully_shard` cannot divide."""
-    parameters = whole_parameters(unit, prefix)
-    for name, parameter in parameters.items():
+def find_sharding_obstacle(unit: nn.Module, prefix: str) -> str | None:
+    """Return the reason why `fully_shard` cannot shard a unit, or None if it can."""
+    if any(isinstance(part, torch.jit.ScriptModule) for part in unit.modules()):
+        return "has a module made by torch.jit.script"
+    types = set()
+    for name, parameter in list_whole_parameters(unit, prefix).items():
         if not parameter.dim():
             return f"has a parameter without dimensions, {name}"
         if not parameter.numel():
             return f"has an empty parameter, {name}"
         if has_hooks(parameter):
             return f"has a hook of a parameter, {name}"
-    kinds = sorted({str(p.dtype).removeprefix("torch.") for p in parameters.values() if p.requires_grad})
-    return f"trains {' and '.join(kinds)} in one block" if len(kinds) > 1 else None
+        if parameter.requires_grad:
+            types.add(str(parameter.dtype).removeprefix("torch."))
+    if len(types) > 1:
+        return f"trains {' and '.join(sorted(types))} in one block"
+    return None
 
 
-def storages(unit: nn.Module, prefix: str) -> list[tuple[str, Storage]]:
-    """Of the parameters that are whole, with their names."""
-    return [(name, weakref.ref(p.untyped_storage())) for name, p in whole_parameters(unit, prefix).items()]
+def list_storages(unit: nn.Module, prefix: str) -> list[tuple[str, Storage]]:
+    """Return weak references to the storages of a unit's parameters that are not sharded yet."""
+    references = []
+    for name, parameter in list_whole_parameters(unit, prefix).items():
+        references.append((name, weakref.ref(parameter.untyped_storage())))
+    return references
 
 
-def kept_whole(before: Sequence[tuple[str, Storage]]) -> str | None:
-    """What of the parameters that are sharded by now the model has in another place too, where it would not train."""
-    for _ in range(TRIES):
-        kept = next((name for name, storage in before if storage() is not None), None)
-        if kept is None:
+def find_kept_parameter(before: Sequence[tuple[str, Storage]]) -> str | None:
+    """Find a sharded parameter whose whole tensor is still in memory.
+
+    The model would compute with this tensor, which is not trained.
+
+    Args:
+        before: the result of `list_storages`, from before the parameters were sharded.
+
+    Returns:
+        The reason to refuse the model, or None if there is no such parameter.
+    """
+    for _ in range(COLLECTIONS):
+        alive = next((name for name, storage in before if storage() is not None), None)
+        if alive is None:
             return None
-        gc.collect()  # what only refers to itself
-        time.sleep(0.1)  # gloo's thread lets go of what it has sent a little later
-    return f"keeps {kept} in a second place, as in a list or a view"
+        # Reference cycles may keep a storage alive.
+        gc.collect()
+        # Gloo's thread releases the tensors that it has sent after a short delay.
+        time.sleep(0.1)
+    return f"keeps {alive} in a second place, as in a list or a view"
 
 
 def compile_forward(unit: nn.Module, name: str) -> None:
-    """Compile a unit without the hooks around it, at which torch's tracer would stop, and inside of what computes it
-    anew."""
+    """Compile the forward pass of a unit, without its hooks and inside its recomputation if any.
+
+    Torch's compiler would break the graph at the hooks.
+    """
     inside = getattr(unit.forward, "anew", None)
-    unit.forward = anew(compiled(inside, name), [unit]) if inside else compiled(unit.forward, name)
+    if inside:
+        unit.forward = checkpoint_forward(compile_call(inside, name), [unit])
+    else:
+        unit.forward = compile_call(unit.forward, name)
 
 
-def copy_views(module: nn.Module, inputs: Any, outputs: Any) -> Any:
-    """What changes a view in place drops torch's hook on it, and the backward pass would use weights that are freed."""
-    return tree_map_only(Tensor, lambda output: output.clone() if output._is_view() else output, outputs)
+def copy_views(
+    module: nn.Module,
+    inputs: Any,
+    outputs: Any,
+) -> Any:
+    """Replace outputs that are views by copies. This is a forward hook.
+
+    An operation that changes a view in place removes torch's hook from the view, and the backward
+    pass would use weights that are freed.
+    """
+
+    def copy_view(output: Tensor) -> Tensor:
+        return output.clone() if output._is_view() else output
+
+    return tree_map_only(Tensor, copy_view, outputs)
 
 
 class Order:
-    """Ranks tell what they send each other by the order alone: one that goes another way through the model would get
-    weights and gradients of another block, or wait for ever.
+    """Check that all ranks gather and reduce the same units in the same order.
 
-    In the `FIRST` passes they compare what is next before each exchange. Later they compare what there was, after every
-    so many passes, and before what is evaluated or saved. Where they differ, each raises `refusal`.
+    Ranks match messages by their order alone. A rank that takes another path through the model
+    would receive the weights and gradients of a different block, or hang.
+
+    In the first `FIRST_PASSES` passes ranks compare each exchange before it starts. Later they
+    compare a digest of all exchanges after every `every` passes, and before weights are evaluated
+    or saved. If the digests differ, every rank raises the error that `refuse` returns.
     """
 
-    def __init__(self, refusal: Callable[[str], Exception], every: int) -> None:
-        self._refusal, self._every, self._passes, self._digest = refusal, every, 0, 0
+    def __init__(
+        self,
+        refuse: Callable[[str], Exception],
+        every: int,
+    ) -> None:
+        self._refuse = refuse
+        self._every = every
+        self._passes = 0
+        self._digest = 0
 
-    def watch(self, unit: Any, name: str) -> None:
-        """Look before each exchange of a unit that was sharded just now."""
-        unit.set_custom_all_gather(_looking(DefaultAllGather, name, self._next))
-        unit.set_custom_reduce_scatter(_looking(DefaultReduceScatter, name, self._next))
+    def watch(
+        self,
+        unit: Any,
+        name: str,
+    ) -> None:
+        """Record each exchange of a sharded unit before it starts."""
+        unit.set_custom_all_gather(_note_before(DefaultAllGather, name, self._note))
+        unit.set_custom_reduce_scatter(_note_before(DefaultReduceScatter, name, self._note))
 
     def end_pass(self, used: Sequence[str] = ()) -> None:
-        """After a pass in training, in which these parameters got a gradient."""
+        """Record the end of a pass, and the names of the parameters that got a gradient in it."""
         self._passes += 1
-        self._next(used, "end", self._passes % self._every == 0)
+        self._note(used, "end", self._passes % self._every == 0)
 
-    def _next(self, names: Sequence[str], what: str, due: bool = False) -> None:
-        self._digest = zlib.crc32(repr((self._digest, *names, what)).encode())
-        if due or self._passes < FIRST:
+    def _note(
+        self,
+        names: Sequence[str],
+        event: str,
+        is_due: bool = False,
+    ) -> None:
+        history = (self._digest, *names, event)
+        self._digest = zlib.crc32(repr(history).encode())
+        if is_due or self._passes < FIRST_PASSES:
             self.compare(names)
 
     def compare(self, names: Sequence[str] = ()) -> None:
-        """Raise on every rank where one did something else, lately with these units or parameters."""
+        """Compare the exchanges of all ranks, and raise on every rank if they differ. Collective.
+
+        Args:
+            names: names of the latest units, for the error.
+        """
         extremes = torch.tensor([self._digest, -self._digest])
         dist.all_reduce(extremes, dist.ReduceOp.MAX)
         if extremes.sum():
-            every: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(every, {*names})
-            common = every[0].intersection(*every)
-            unlike = sorted(set.union(*every) - common) or (common if len(common) == 1 else ["its blocks"])
-            which = ", ".join(name or "its outer layers" for name in [*unlike][:4])
-            raise self._refusal(f"uses {which} on some ranks and not on others, or in another order")
+            names_of_ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(names_of_ranks, {*names})
+            common = names_of_ranks[0].intersection(*names_of_ranks)
+            suspects = sorted(set.union(*names_of_ranks) - common)
+            if not suspects:
+                suspects = [*common] if len(common) == 1 else ["its blocks"]
+            subject = ", ".join(name or "its outer layers" for name in suspects[:4])
+            raise self._refuse(
+                f"uses {subject} on some ranks and not on others, or in another order"
+            )
 
 
-def _looking(kind: Any, name: str, look: Callable[[Sequence[str], str], None]) -> Any:
-    """A collective of torch's for one unit, after a look at how much it sends."""
+def _note_before(
+    kind: Any,
+    name: str,
+    note: Callable[[Sequence[str], str], None],
+) -> Any:
+    """Return a collective of torch's class `kind` for the unit `name`, which calls `note` first."""
 
-    class Looking(kind):  # type: ignore[misc]
-        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            look([name], f"{kind.__name__} {input_tensor.numel()}")
+    class Noting(kind):  # type: ignore[misc]
+        def __call__(
+            self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any
+        ) -> Any:
+            note([name], f"{kind.__name__} {input_tensor.numel()}")
             return super().__call__(output_tensor, input_tensor, *args, **kwargs)
 
-    return Looking()
+    return Noting()

@@ -1,150 +1,193 @@
-"""Proof that sharded weights, blocks that are computed anew, or stages train as the whole model does: that of
-`models.equivalence`, over ranks.
+"""Comparison of sharded weights or recomputed blocks with the whole model.
 
-Rank 0 has the whole model before it is sharded, and makes two passes of it. Then all ranks make the same passes of the
-sharded one: each rank's rows of the summed gradients are those of rank 0's whole ones, so many times. Stages are held
-against it before they are placed.
+Rank 0 has the whole model before it is sharded, and runs two training passes. Then all ranks run
+the same passes of the sharded model: each rank's rows of the summed gradients must equal rank 0's
+gradients of the whole model times the number of ranks. The comparison itself is
+`models.equivalence`.
 """
 
 from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from trainer.devices.precision import AUTOCAST
-from trainer.errors import RecipeError, is_out_of_memory, text_of
-from trainer.models.blocks import hold_statistics
+from trainer.errors import RecipeError, is_out_of_memory, read_text
+from trainer.models.blocks import refreeze
 from trainer.models.equivalence import (
-    AS_IT_IS,
-    TOLERANCE,
     Passes,
     Tensors,
-    changing,
     check_equivalent,
-    draws,
-    fewest_rows,
     observe,
+    try_fewest_rows,
 )
-from trainer.models.norms import statistics_layers, training_norms
-from trainer.models.partition import Traced
-from trainer.models.recompute import WITHOUT, Run, recompute
-from trainer.models.undisturbed import undisturbed
-from trainer.processes.world import DATA_PATIENCE
+from trainer.models.norms import list_training_norms
+from trainer.models.recompute import ALTERNATIVE, Run, recompute
+from trainer.modes.context import Context
+from trainer.modes.state import ModelState
 
-if TYPE_CHECKING:
-    from trainer.modes.base import Strategy
-    from trainer.modes.pipeline.stages import Staged
-
-SHARDED_TOLERANCE = {"fp32": 1e-3, "tf32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}  # sums over ranks, kernels that race
-FLOOR = 1e-2  # of the whole model's gradient
+# Relative tolerance per precision. Sums over ranks and nondeterministic kernels add in another
+# order than the whole model does.
+SHARDED_TOLERANCE = {"fp32": 1e-3, "tf32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}
+# Minimum divisor of relative errors, as a fraction of the norm of the whole gradient.
+FLOOR = 1e-2
+# Minimum number of samples under sync_bn. The variance of a few values is mostly rounding error,
+# which depends on the order of addition and so on the number of ranks.
 SYNCHRONISED_ROWS = 8
 
 
-def observe_whole(strategy: Strategy, model: nn.Module) -> tuple[Passes, int] | None:
-    """On rank 0: two training passes of the model on its device, and of how many rows. None if it does not fit."""
+def observe_whole(context: Context, model: nn.Module) -> tuple[Passes, int] | None:
+    """Run two training passes of the whole model on rank 0 and observe them. Collective.
 
-    def passes(rows: int) -> tuple[Passes, int]:
+    Returns:
+        On rank 0 the passes and their number of samples. None on the other ranks, or if the model
+        does not fit on the device.
+    """
+    name = f"model.name={context.recipe.model.name}"
+    most = context.example.rows
+    least = 1
+    if context.recipe.sync_bn:
+        least = min(most, SYNCHRONISED_ROWS)
+
+    def observe_passes(rows: int) -> tuple[Passes, int]:
+        rows = max(rows, least)
         try:
-            return _passes(strategy, model.to(strategy.device), rows), rows
+            return _observe_passes(context, model.to(context.world.device), rows), rows
         finally:
             model.to("cpu")
 
-    name, most = f"model.name={strategy.recipe.model.name}", strategy.context.example.rows
-    # Of few values a variance is hardly more than rounding, which ranks that share it do in another order.
-    least = min(most, SYNCHRONISED_ROWS) if strategy.recipe.sync_bn else 1
-
-    def on_main() -> tuple[Passes, int] | None:
-        if not strategy.world.is_main:
+    def observe_on_main() -> tuple[Passes, int] | None:
+        if not context.world.is_main:
             return None
-        return fewest_rows(most, lambda rows: passes(max(rows, least)), strategy.context.say, name)
+        return try_fewest_rows(most, observe_passes, context.say, name)
 
-    return strategy.world.all_or_none(on_main, DATA_PATIENCE)
+    return context.world.all_or_none(observe_on_main)
 
 
-def recompute_proven(strategy: Strategy, model: nn.Module, runs: Sequence[Run], kept: Sequence[Run] = ()) -> bool:
-    """`models.recompute.recompute` for a model on the CPU, held against the model as it was. Collective.
+def recompute_proven(
+    context: Context,
+    model: nn.Module,
+    runs: Sequence[Run],
+    kept: Sequence[Run] = (),
+) -> bool:
+    """Let blocks recompute their activations, and compare the model with the original. Collective.
 
-    With `compile` the runs are compiled, and the others that are `kept` too; shards are compiled in their own units.
+    With `compile=true` the blocks in `runs` and `kept` are compiled, unless weights are sharded:
+    shards are compiled per unit.
+
+    Args:
+        context: recipe, world and example of the mode that trains the model.
+        model: the whole model, on the CPU.
+        runs: names of the blocks that recompute.
+        kept: names of the remaining blocks.
 
     Returns:
-        Whether some run draws random numbers; False where memory is too small to tell.
+        True if some block in `runs` draws random numbers. False if none does, or if memory is too
+        small for the comparison.
 
     Raises:
-        RecipeError: it would train another model, or cannot train.
+        RecipeError: recomputation changes the gradients, or the blocks cannot be recomputed.
     """
-    name, whole = f"model.name={strategy.recipe.model.name}", observe_whole(strategy, model)
-    compiles = strategy.recipe.compile and not (
-        strategy.recipe.traits.exchanges == "shards" and strategy.world.size > 1
-    )
+    name = f"model.name={context.recipe.model.name}"
+    whole = observe_whole(context, model)
+    is_sharded = context.recipe.traits.exchanges == "shards" and context.world.size > 1
+    compiles = context.recipe.compile and not is_sharded
     recompute(model, runs, compiles=compiles, kept=kept if compiles else ())
 
-    def check(whole: tuple[Passes, int]) -> bool:
+    def compare_on_main() -> bool:
+        if not whole:
+            return False
+        original, rows = whole
+        modules: list[nn.Module] = []
+        for run in runs:
+            modules += map(model.get_submodule, run)
         try:
-            with _draws([model.get_submodule(name) for run in runs for name in run], strategy.device) as drawn:
-                anew = _passes(strategy, model.to(strategy.device), whole[1])
+            with _observe_draws(modules, context.world.device) as observed_draws:
+                recomputed = _observe_passes(context, model.to(context.world.device), rows)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            in_place = "inplace operation" in str(error)
-            why = "changes a block's inputs in place" if in_place else " ".join(text_of(error).split())[:120]
-            raise RecipeError(f"{name} {why}, so its blocks cannot be computed anew: use {WITHOUT}") from error
+            if "inplace operation" in str(error):
+                reason = "changes a block's inputs in place"
+            else:
+                reason = " ".join(read_text(error).split())[:120]
+            raise RecipeError(
+                f"{name} {reason}, so its blocks cannot be recomputed: use {ALTERNATIVE}"
+            ) from error
         finally:
             model.to("cpu")
-        tolerance = SHARDED_TOLERANCE[strategy.recipe.precision]
-        check_equivalent(f"{name} with recompute=true", whole[0], anew, tolerance, FLOOR, WITHOUT)
-        return any(drawn)
+        tolerance = SHARDED_TOLERANCE[context.recipe.precision]
+        title = f"{name} with recompute=true"
+        check_equivalent(title, original, recomputed, tolerance, FLOOR, ALTERNATIVE)
+        return any(observed_draws)
 
-    draws = strategy.world.all_or_none(lambda: check(whole) if whole else False, DATA_PATIENCE)
-    return bool(strategy.world.broadcast_object(draws))
+    draws_numbers = context.world.all_or_none(compare_on_main)
+    return bool(context.world.broadcast_object(draws_numbers))
 
 
 @contextmanager
-def _draws(modules: Iterable[nn.Module], device: torch.device) -> Iterator[list[bool]]:
-    """Of each pass of each of these modules, whether it draws of torch's generators."""
-    found, before = list[bool](), dict[nn.Module, list[torch.Tensor]]()
+def _observe_draws(modules: Iterable[nn.Module], device: torch.device) -> Iterator[list[bool]]:
+    """Record for each pass of each module whether it draws from torch's generators."""
+    draws: list[bool] = []
+    states_before: dict[nn.Module, list[Tensor]] = {}
 
-    def states() -> list[torch.Tensor]:
-        return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+    def read_states() -> list[Tensor]:
+        states = [torch.get_rng_state()]
+        if device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(device))
+        return states
 
     def begin(module: nn.Module, *_: Any) -> None:
-        before[module] = states()
+        states_before[module] = read_states()
 
     def end(module: nn.Module, *_: Any) -> None:
-        found.append(not all(map(torch.equal, before[module], states())))
+        is_unchanged = all(map(torch.equal, states_before[module], read_states()))
+        draws.append(not is_unchanged)
 
     with ExitStack() as stack:
         for module in modules:
             stack.callback(module.register_forward_pre_hook(begin).remove)
             stack.callback(module.register_forward_hook(end).remove)
-        yield found
+        yield draws
 
 
-def _passes(strategy: Strategy, model: nn.Module, rows: int, **options: Any) -> Passes:
+def seed_alike() -> None:
+    """Seed the global random generators with the same value on all ranks."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+def _observe_passes(context: Context, model: nn.Module, rows: int, **options: Any) -> Passes:
+    """Run two training passes of `rows` random samples each and observe them."""
+
     def train() -> None:
-        for seed in (random.seed, np.random.seed, torch.manual_seed):
-            seed(0)  # on each rank
+        seed_alike()
         model.train()
-        hold_statistics(model)
+        refreeze(model)
 
-    inputs = strategy.context.example.random(strategy.device, 2 * rows, strategy.recipe.channels_last).split(rows)  # type: ignore[no-untyped-call]
+    batches = torch.split(context.sample(2 * rows), rows)
+    run = partial(context.in_precision, model)
     with torch.compiler.set_stance("force_eager"), _without_races():
-        return observe(model, train, lambda piece: strategy.in_precision(model, piece), inputs, **options)
+        return observe(model, train, run, batches, **options)
 
 
 @contextmanager
 def _without_races() -> Iterator[None]:
-    """Kernels add up in one order, where torch has such: in bf16 the rounding of those that race looks like a fault."""
-    mode, benchmark = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
+    """Use deterministic kernels where torch has them.
+
+    In bf16 the rounding of nondeterministic kernels looks like an error.
+    """
+    mode = torch.get_deterministic_debug_mode()
+    benchmark = torch.backends.cudnn.benchmark
     torch.set_deterministic_debug_mode("warn")
     torch.backends.cudnn.benchmark = False
     try:
@@ -155,102 +198,74 @@ def _without_races() -> Iterator[None]:
         torch.backends.cudnn.benchmark = benchmark
 
 
-def check_sharded(strategy: Strategy, whole: tuple[Passes, int] | None) -> None:
-    """Hold this rank's part of the sharded model against what `observe_whole` saw. Collective.
+def check_sharded(
+    state: ModelState,
+    whole: tuple[Passes, int] | None,
+    reduce_gradients: Callable[[], None],
+) -> None:
+    """Compare this rank's shards of the gradients with those of the whole model. Collective.
+
+    Args:
+        state: the sharded model.
+        whole: the result of `observe_whole`.
+        reduce_gradients: function that is called after the second backward pass.
 
     Raises:
-        RecipeError: they train otherwise, on some rank.
+        RecipeError: the gradients of some rank differ. Raised on every rank.
     """
-    world, module, parameters = strategy.world, strategy.module, strategy.named_parameters()
-    if not (rows := world.broadcast_object(whole[1] if whole else 0)):
+    world = state.world
+    module = state.module
+    parameters = state.named_parameters()
+    rows = world.broadcast_object(whole[1] if whole else 0)
+    if not rows:
         return
 
-    def after(last: bool) -> None:
-        if last:
-            strategy.reduce_gradients()
+    def after(is_last: bool) -> None:
+        if is_last:
+            reduce_gradients()
 
-    sharded = _passes(strategy, module, rows, after=after, parameters=parameters)
-    expected, norm = _own_rows(strategy, whole[0].gradients if whole else {})
-    passes = (whole[0] if whole else sharded)._replace(gradients=expected)  # other ranks see no more of the whole
-    if strategy.recipe.sync_bn:  # all ranks' rows count: the same variance, but for an unbiased one's divisor
-        for layer in training_norms(module):
-            for state in (*passes.tensors, *sharded.tensors):
-                state.pop(f"buffer {layer}.running_var", None)
-    name, tolerance = f"model.name={strategy.recipe.model.name} in shards", SHARDED_TOLERANCE[strategy.recipe.precision]
-    world.all_or_none(lambda: check_equivalent(name, passes, sharded, tolerance, FLOOR * norm), DATA_PATIENCE)
-
-
-def _own_rows(strategy: Strategy, found: Tensors) -> tuple[Tensors, float]:
-    """This rank's rows of gradients that rank 0 found, summed over all ranks, and their norm. Collective."""
-    world = strategy.world
-    kinds = {name: None if gradient is None else gradient.dtype for name, gradient in found.items()}
-    norm = get_total_norm([gradient.float() for gradient in found.values() if gradient is not None]).item()
-    kinds, norm = world.broadcast_object((kinds, norm))
-    expected: Tensors = dict.fromkeys(kinds)
-    for (name, kind), piece in zip(kinds.items(), strategy.layout(strategy.named_parameters()).values(), strict=True):
-        if kind is not None:
-            gradient = found.get(name)
-            values = torch.empty(piece.shape, dtype=kind, device=strategy.device) if gradient is None else gradient
-            rows = world.broadcast_(values.contiguous()).narrow(0, piece.start, len(piece.local))
-            expected[name] = rows.to(strategy.home) * world.size
-    return expected, norm * world.size
+    sharded = _observe_passes(state.context, module, rows, after=after, parameters=parameters)
+    expected, norm = _own_rows(state, whole[0].gradients if whole else {})
+    # Only rank 0 has observed the whole model. The other ranks compare their gradients only.
+    passes = (whole[0] if whole else sharded)._replace(gradients=expected)
+    if state.recipe.sync_bn:
+        # The statistics cover the samples of all ranks, which changes the divisor of the variance.
+        for layer in list_training_norms(module):
+            for tensors in (*passes.tensors, *sharded.tensors):
+                tensors.pop(f"buffer {layer}.running_var", None)
+    name = f"model.name={state.recipe.model.name} in shards"
+    tolerance = SHARDED_TOLERANCE[state.recipe.precision]
+    world.all_or_none(lambda: check_equivalent(name, passes, sharded, tolerance, FLOOR * norm))
 
 
-# --- stages -----------------------------------------------------------------------------------------------------------
+def _own_rows(state: ModelState, gradients: Tensors) -> tuple[Tensors, float]:
+    """Return this rank's rows of rank 0's gradients, multiplied by the number of ranks. Collective.
 
+    Args:
+        state: the sharded model.
+        gradients: on rank 0 the whole model's gradients; empty on other ranks.
 
-def stages_proven(staged: Staged, traced: Traced) -> bool:
-    """Hold all blocks in a row against the whole model: on the CPU, for that may not fit a device.
-
-    Returns whether the model draws random numbers; False where memory is too small to tell.
-
-    Raises:
-        RecipeError: they train another model, or each pass changes some state, and a step has several.
+    Returns:
+        The rows by name, and the norm of all gradients multiplied by the number of ranks.
     """
-    name, most = f"model.name={staged.recipe.model.name}", staged.pipe.rows // max(staged.pipe.counts)
-    seen = fewest_rows(most, partial(_passes_of_stages, staged, traced), staged.context.say, name)
-    staged.deferred.clear()
-    if seen is None:
-        return False
-    whole, cut = seen
-    instead = "recompute=false, or mode=ddp" if staged.recipe.recompute else AS_IT_IS
-    check_equivalent(f"{name} in stages", whole, cut, TOLERANCE[staged.recipe.precision], instead=instead)
-    norms = tuple(f"buffer {layer}." for layer in statistics_layers(staged.model))
-    states = [state for state in changing(whole) if not state.startswith(norms)]
-    if states and max(staged.pipe.counts) > 1:
-        raise RecipeError(
-            f"{name}: each pass makes a new {states[0]}, and a step in micro-batches has several passes: use "
-            "mode=ddp, or mode=split"
-        )
-    return draws(whole)
-
-
-def _passes_of_stages(staged: Staged, traced: Traced, rows: int) -> tuple[Passes, Passes]:
-    """Two training passes of the whole model, and of its blocks."""
-    sample = staged.context.example.random(torch.device("cpu"), 2 * rows, staged.recipe.channels_last)
-    pieces, blocks = torch.split(sample, rows), traced.stages(traced.cuts)
-    staged.deferred.clear()
-    staged.defer(blocks)
-
-    def in_precision(module: nn.Module, inputs: Tensor) -> Tensor:
-        # For fp16 too, which on the CPU may take 200 times as long.
-        with torch.autocast("cpu", torch.bfloat16, enabled=staged.recipe.precision in AUTOCAST):
-            out: Tensor = module(inputs)
-        return out
-
-    def in_blocks(inputs: Tensor) -> Tensor:
-        for block in blocks:
-            inputs = staged.run_stage(block, inputs, rows, in_precision)
-        return inputs
-
-    model, train = staged.model, staged.train_modules
-    whole = observe(model, lambda: train([model]), partial(in_precision, model), pieces)
-    cut = observe(model, lambda: train(blocks), in_blocks, pieces, after=lambda _: staged.commit_statistics())
-    return whole, cut
-
-
-def held(model: nn.Module, training: bool) -> WeakSet[nn.Module]:
-    """Modules that the model's own `train` leaves in the other mode, as that of a frozen part does."""
-    with undisturbed([model], torch.device("cpu")):
-        model.train(training)
-        return WeakSet(module for module in model.modules() if module.training != training)
+    world = state.world
+    types: dict[str, torch.dtype | None] = {}
+    float_gradients = []
+    for name, gradient in gradients.items():
+        types[name] = None
+        if gradient is not None:
+            types[name] = gradient.dtype
+            float_gradients.append(gradient.float())
+    types, norm = world.broadcast_object((types, get_total_norm(float_gradients).item()))
+    expected: Tensors = dict.fromkeys(types)
+    pieces = state.layout(state.named_parameters()).values()
+    for (name, dtype), piece in zip(types.items(), pieces, strict=True):
+        if dtype is None:
+            continue
+        gradient = gradients.get(name)
+        if gradient is None:
+            gradient = torch.empty(piece.shape, dtype=dtype, device=state.device)
+        whole = world.broadcast_(gradient.contiguous())
+        rows = whole.narrow(0, piece.start, len(piece.local))
+        expected[name] = rows.to(state.home) * world.size
+    return expected, norm * world.size

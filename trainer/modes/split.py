@@ -1,4 +1,4 @@
-"""`split`: a model too big for one device, in stages on several, one of which works at a time."""
+"""`split`: a model that is too large for one device, in stages that work one after another."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 from trainer.data import Batch
 from trainer.modes.pipeline.orders import Action
-from trainer.modes.pipeline.streams import StreamPipeline
+from trainer.modes.pipeline.recorded import CapturablePipeline
 from trainer.modes.pipeline.tuning import Pipe
 from trainer.recipe import IN_TURN
 
 
-class Split(StreamPipeline):
-    """Stages in turn; autograd takes gradients back over the devices.
+class Split(CapturablePipeline):
+    """Stages that work one after another; autograd sends gradients back over the devices.
 
-    On several devices it is recorded as a pipeline of one micro-batch.
+    On several devices a pass is captured like that of a pipeline with one micro-batch.
     """
 
     def describe_pipe(self, rows: int) -> Pipe:
@@ -29,7 +29,12 @@ class Split(StreamPipeline):
             inputs = self.run_stage(stage, inputs.to(device, non_blocking=True))
         return inputs.to(self.device, non_blocking=True)
 
-    def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
+    def forward_backward(
+        self,
+        batch: Batch,
+        weight: float,
+        sync: bool = True,
+    ) -> Tensor:
         loss = self.weighted_loss(self.outputs(batch.inputs), batch.targets, weight)
         self.backward(loss)
         self.commit_statistics()
@@ -37,12 +42,13 @@ class Split(StreamPipeline):
 
     @contextmanager
     def working(self, action: Action) -> Iterator[None]:
-        with self.lanes[action.stage].working():  # its times would tell nothing
+        # The base class also records times. They are useless for stages that work one at a time.
+        with self.lanes[action.stage].working():
             yield
 
     def notes(self) -> dict[str, str]:
         return {
-            "note": f"{self.plan.stages} stages work in turn, slower than one device if the model fits on it; "
-            "mode=pipeline overlaps micro-batches",
+            "note": f"{self.plan.stages} stages work in turn, slower than one device if the model "
+            "fits on it; mode=pipeline overlaps micro-batches",
             "cuts": super().notes()["cuts"],
         }

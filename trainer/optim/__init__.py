@@ -1,4 +1,4 @@
-"""From gradients to weights: optimizers, schedule, fp16 scaling, moving average, roles of parameters.
+"""Optimizers, learning rate schedule, fp16 loss scaling, moving average, and parameter roles.
 
-Imports: errors, recipe, models, modes.
+Imports: errors, recipe, models.
 """

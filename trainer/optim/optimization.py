@@ -1,84 +1,124 @@
-"""What happens to gradients and weights: learning rate, finite check, fp16 scaling, moving average.
+"""Update of the weights: learning rate, finite check, fp16 loss scaling, moving average.
 
-The loop asks for the learning rate and feeds the average; `training.step_graphs.Steps` calls the `Updater`.
+The training loop calls `build_learning_rate` and `MovingAverage`, and `training.steps` calls
+`Updater`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from trainer.modes.base import Strategy
+from trainer.errors import RecipeError
+from trainer.optim.optimizers import NO_ROLES, build_optimizer
+from trainer.optim.trainable import Roles
 from trainer.recipe import Recipe
-from trainer.recipe.schema import ScheduleRecipe
+from trainer.recipe.schedule_table import LR_SCHEDULES
 
-LOWEST_SCALE = 2.0**-10  # of fp16's loss: 26 halvings in a row are more than an overflow
-
-
-def total_steps(recipe: Recipe, steps_per_epoch: int) -> int:
-    """Optimizer steps of the whole run."""
-    return min(recipe.epochs * steps_per_epoch, recipe.max_steps or recipe.epochs * steps_per_epoch)
+# GradScaler starts at 2**16. An ordinary overflow does not halve the scale 26 times in a row.
+MIN_SCALE = 2.0**-10
 
 
-def _constant(done: float, epochs: int, top: float, schedule: ScheduleRecipe) -> float:
-    return top
+def count_total_steps(recipe: Recipe, steps_per_epoch: int) -> int:
+    """Return the number of optimizer steps of the whole run."""
+    steps = recipe.epochs * steps_per_epoch
+    return min(steps, recipe.max_steps or steps)
 
 
-def _cosine(done: float, epochs: int, top: float, schedule: ScheduleRecipe) -> float:
-    """To `min_lr` at the run's end (Loshchilov and Hutter, arXiv:1608.03983)."""
-    return schedule.min_lr + (top - schedule.min_lr) * (1 + math.cos(math.pi * done)) / 2
+def build_learning_rate(
+    recipe: Recipe, steps_per_epoch: int, total: int | None = None
+) -> Callable[[int], float]:
+    """Build the learning rate as a pure function of the optimizer step, counted from 0.
 
+    The values equal those of torch's chained schedulers: a linear warm-up, then the schedule of the
+    recipe. A cosine restarts at the highest rate (Loshchilov and Hutter, arXiv:1608.03983).
 
-def _step(done: float, epochs: int, top: float, schedule: ScheduleRecipe) -> float:
-    """A multiplication by gamma every `step_epochs` epochs, as in torchvision's reference recipes."""
-    return top * float(schedule.gamma ** (epochs // schedule.step_epochs))
-
-
-# The learning rate after warm-up, from the share of the remaining steps that is done (up to 1), whole epochs since the
-# warm-up, and the highest rate. Their names are those of `ScheduleRecipe.name`.
-LR_SCHEDULES = {"constant": _constant, "cosine": _cosine, "step": _step}
-
-
-def learning_rate(recipe: Recipe, steps_per_epoch: int, total: int | None = None) -> Callable[[int], float]:
-    """The learning rate as a pure function of the optimizer step (from 0), equal to torch's chained schedulers: a
-    linear warm-up, then the recipe's schedule; a cosine that begins anew does so at the highest rate, as in its paper.
-
-    `total`: steps of the schedule, where the recipe alone does not tell.
+    Args:
+        recipe: the recipe with the schedule.
+        steps_per_epoch: number of optimizer steps in an epoch.
+        total: number of steps of the schedule; `count_total_steps` if None.
     """
-    schedule, top, after = recipe.schedule, recipe.peak_lr, LR_SCHEDULES[recipe.schedule.name]
-    warmup, factor = round(schedule.warmup_epochs * steps_per_epoch), schedule.warmup_factor
-    end = total_steps(recipe, steps_per_epoch) if total is None else total
-    restarts = [round(epochs * steps_per_epoch) for epochs in schedule.restarts]
-    bounds = [warmup, *(step for step in restarts if warmup < step < end), max(end, warmup + 1)]
-    parts = [*pairwise(bounds)][::-1]
+    schedule = recipe.schedule
+    peak_lr = recipe.peak_lr
+    lr_after_warmup = LR_SCHEDULES[schedule.name].formula
+    warmup = round(schedule.warmup_epochs * steps_per_epoch)
+    factor = schedule.warmup_factor
+    if total is None:
+        end = count_total_steps(recipe, steps_per_epoch)
+    else:
+        end = total
+    bounds = [warmup]
+    for restart_epochs in schedule.restarts:
+        restart = round(restart_epochs * steps_per_epoch)
+        if warmup < restart < end:
+            bounds.append(restart)
+    bounds.append(max(end, warmup + 1))
+    cycles = [*pairwise(bounds)]
+    cycles.reverse()
 
-    def rate(step: int) -> float:
+    def compute_lr(step: int) -> float:
         if step < warmup:
-            return top * (factor + (1 - factor) * step / warmup)
-        begun, over = next(part for part in parts if step >= part[0])
-        done = min(1.0, (step - begun) / (over - begun))
-        return after(done, (step - warmup) // steps_per_epoch, top, schedule)
+            return peak_lr * (factor + (1 - factor) * step / warmup)
+        start, stop = next(cycle for cycle in cycles if step >= cycle[0])
+        fraction = min(1.0, (step - start) / (stop - start))
+        epochs = (step - warmup) // steps_per_epoch
+        return lr_after_warmup(fraction, epochs, peak_lr, schedule)
 
-    return rate
+    return compute_lr
 
 
-def loss_scaler(recipe: Recipe, device: torch.device) -> torch.amp.GradScaler | None:
-    """What keeps fp16's small gradients above zero; None in other precisions."""
-    return torch.amp.GradScaler(device.type) if recipe.precision == "fp16" else None
+def build_loss_scaler(
+    recipe: Recipe,
+    device: torch.device,
+) -> torch.amp.GradScaler | None:
+    """Build the scaler that keeps small fp16 gradients above zero; None in other precisions."""
+    if recipe.precision == "fp16":
+        return torch.amp.GradScaler(device.type)
+    return None
+
+
+class GradientExchange(Protocol):
+    """Operations on the gradient of the whole model, which may be divided over ranks.
+
+    The strategies of `trainer.modes` implement them.
+    """
+
+    def grad_norm(self) -> Tensor:
+        """Compute the 2-norm of the whole model's gradient, 0-dim, on the device."""
+        ...
+
+    def reduce_overflow(self, flag: Tensor) -> None:
+        """Replace `flag`, 0-dim, by its maximum over all ranks that have a part of the model."""
+        ...
+
+
+class _DeviceGroup(NamedTuple):
+    """Parameters on one device, and the arguments of torch's finite check for them.
+
+    Attributes:
+        parameters: the parameters.
+        flag: becomes 1 if a gradient is not finite, 0-dim.
+        scale: always 1, 0-dim. The check also divides the gradients by this loss scale.
+    """
+
+    parameters: list[nn.Parameter]
+    flag: Tensor
+    scale: Tensor
 
 
 class Updater:
-    """Applies gradients: finite check or fp16 scaler, clipping, optimizer step. Nothing here waits for the device.
+    """Applies gradients: finite check or fp16 scaler, clipping, optimizer step.
 
-    `bad` is a sticky flag on the device: from the first gradient that is not finite on, optimizers skip every
-    update, so the weights stay as they were before it. In fp16 an overflow is ordinary (the scaler lowers its scale and
-    skips that one step); bad is a loss that is not finite, or a scale that has sunk to nothing.
+    Only `is_bad` waits for the device. The flag `bad` is a tensor on the device and is never reset:
+    after the first gradient that is not finite, optimizers skip every update, so the weights keep
+    their last good values. In fp16 an overflow is ordinary: the scaler lowers its scale and skips
+    one step. Training in fp16 has failed if the loss is not finite, which sets the flag, or if the
+    scale is below `MIN_SCALE`.
     """
 
     def __init__(
@@ -87,53 +127,127 @@ class Updater:
         recipe: Recipe,
         device: torch.device,
         scaler: torch.amp.GradScaler | None,
+        roles: Roles = NO_ROLES,
     ) -> None:
-        """`scaler` is the one that scales losses; see `loss_scaler`."""
-        self.optimizer, self.limit, self.scaler = optimizer, recipe.clip_grad_norm, scaler
-        self.bad = torch.zeros((), device=device)
-        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        # A split model has parameters on several devices: a flag each, and `bad` is their maximum. A scale of 1.
-        self.parts = [
-            (
-                [p for p in self.parameters if p.device == where],
-                self.bad if where == device else torch.zeros((), device=where),
-                torch.ones((), device=where),
-            )
-            for where in dict.fromkeys(p.device for p in self.parameters)
-        ]
-        if scaler is not None:
-            scaler.scale(self.bad)  # its state exists from here on, on ranks without a loss too
-
-    def step(self, loss: Tensor, strategy: Strategy, want_norm: bool) -> Tensor | None:
-        """One optimizer step on the gradients there are.
+        """Prepare the update of the parameters of `optimizer`.
 
         Args:
-            loss: this step's, 0-dim; in fp16 it shows what is bad, in other precisions the gradients do.
-            strategy: gives the whole model's gradient norm and spreads flags over its parts.
-            want_norm: compute the norm although nothing is clipped.
+            optimizer: result of `build_optimizer`.
+            recipe: the whole recipe.
+            device: device of the flag `bad`.
+            scaler: result of `build_loss_scaler`, which also scales the losses.
+            roles: roles of the parameters in the whole model.
+        """
+        self.recipe = recipe
+        self.roles = roles
+        self.limit = recipe.clip_grad_norm
+        self.scaler = scaler
+        self.bad = torch.zeros((), device=device)
+        # Parameters that do not train in this epoch, by name.
+        self.frozen: dict[str, nn.Parameter] = {}
+        self._set_optimizer(optimizer)
+        if scaler is not None:
+            # The scaler creates its state at the first call, which a rank without a loss would
+            # never make.
+            scaler.scale(self.bad)
+
+    def _set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.parameters: list[nn.Parameter] = []
+        for group in optimizer.param_groups:
+            self.parameters += group["params"]
+        # A split model has parameters on several devices. Each device has its own flag, and `bad`
+        # becomes their maximum.
+        self.device_groups: dict[torch.device, _DeviceGroup] = {}
+        for p in self.parameters:
+            if p.device not in self.device_groups:
+                flag = self.bad
+                if p.device != self.bad.device:
+                    flag = torch.zeros((), device=p.device)
+                scale = torch.ones((), device=p.device)
+                self.device_groups[p.device] = _DeviceGroup([], flag, scale)
+            self.device_groups[p.device].parameters.append(p)
+
+    def follow(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        also: Collection[str] = (),
+    ) -> None:
+        """Train the `parameters` that require gradients from now on.
+
+        The optimizer keeps every parameter with a state: like any optimizer of torch, it skips
+        parameters without a gradient.
+
+        Args:
+            parameters: all parameters of this rank, by name.
+            also: names of the parameters that have a state in a checkpoint.
+        """
+        state: dict[Tensor, Any] = {}
+        for name, p in parameters.items():
+            if name in also:
+                state[p] = {}
+        state |= self.optimizer.state
+        self._set_optimizer(build_optimizer(parameters, self.recipe.optimizer, self.roles, state))
+        self.frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
+
+    def zero_grad(self) -> None:
+        """Set all gradients to None, including those of frozen parameters."""
+        for parameter in (*self.parameters, *self.frozen.values()):
+            parameter.grad = None
+
+    def step(
+        self,
+        loss: Tensor,
+        exchange: GradientExchange,
+        want_norm: bool,
+    ) -> Tensor | None:
+        """Take one optimizer step with the current gradients.
+
+        Args:
+            loss: loss of this step, 0-dim. It sets `bad` in fp16. In all other precisions the
+                gradients set `bad`.
+            exchange: operations on the gradient of the whole model.
+            want_norm: compute the norm even if the recipe does not clip it.
 
         Returns:
-            The gradient's norm before clipping, where it was computed.
+            The norm of the gradient before clipping, or None if it was not computed.
+
+        Raises:
+            RecipeError: the model has unfrozen a parameter since the epoch began. The weights are
+                unchanged.
         """
+        for name, parameter in self.frozen.items():
+            if parameter.grad is not None:
+                raise RecipeError(
+                    f"model.name={self.recipe.model.name} unfreezes {name} within an epoch: change "
+                    "requires_grad in the model's train(), which is called when an epoch begins"
+                )
         if self.scaler is None:
-            for parameters, flag, scale in self.parts:
-                gradients = [p.grad for p in parameters if p.grad is not None]
-                torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, scale)
-            _merge(self.bad, (flag for _, flag, _ in self.parts))
-            strategy.reduce_overflow(self.bad)
+            for group in self.device_groups.values():
+                gradients = [p.grad for p in group.parameters if p.grad is not None]
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, group.flag, group.scale)
+            flags_of_devices = [group.flag for group in self.device_groups.values()]
+            _merge_flags(self.bad, flags_of_devices)
+            exchange.reduce_overflow(self.bad)
             self.optimizer.found_inf = self.bad  # type: ignore[attr-defined]
         else:
-            self.bad.copy_(torch.maximum(self.bad, 1 - torch.isfinite(loss).float()))  # in place: see `step_graphs`
+            is_bad_loss = 1 - torch.isfinite(loss).float()
+            # A captured CUDA graph reads the flag at this address (see `step_graphs`).
+            self.bad.copy_(torch.maximum(self.bad, is_bad_loss))
             self.scaler.unscale_(self.optimizer)
             flags: dict[Any, Tensor] = self.scaler._found_inf_per_device(self.optimizer)
-            if not flags:  # a stage that is frozen
+            # A pipeline stage whose parameters are all frozen has neither gradients nor flags.
+            if not flags:
                 flags[self.bad.device] = torch.zeros_like(self.bad)
             first, *others = flags.values()
-            _merge(first, others)
-            for flag in others:  # torch adds them up, and a sum of two would be no overflow to a fused optimizer
+            _merge_flags(first, others)
+            # torch adds the flags, and a fused optimizer does not recognize a sum of 2.
+            for flag in others:
                 flag.zero_()
-            strategy.reduce_overflow(first)
-        norm = strategy.grad_norm() if want_norm or self.limit is not None else None
+            exchange.reduce_overflow(first)
+        norm = None
+        if want_norm or self.limit is not None:
+            norm = exchange.grad_norm()
         if self.limit is not None and norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.limit, norm)
         if self.scaler is None:
@@ -144,47 +258,65 @@ class Updater:
         return norm
 
     def is_bad(self) -> bool:
-        """Whether training has failed; waits for the device."""
-        return bool(self.bad.item()) or (self.scaler is not None and self.scaler.get_scale() < LOWEST_SCALE)
+        """Return whether training has failed. Waits for the device."""
+        if self.bad.item():
+            return True
+        return self.scaler is not None and self.scaler.get_scale() < MIN_SCALE
 
     def state(self) -> dict[str, Tensor]:
-        """The scaler's live tensors, empty in other precisions than fp16."""
+        """Return the scaler's own tensors by name; empty unless the precision is fp16."""
         if self.scaler is None:
             return {}
-        scale, growth = self.scaler._scale, self.scaler._growth_tracker
+        scale = self.scaler._scale
+        growth = self.scaler._growth_tracker
         assert scale is not None and growth is not None
         return {"scale": scale, "growth": growth}
 
 
-def _merge(flag: Tensor, others: Iterable[Tensor]) -> None:
-    """Make `flag` the maximum of all, wherever they are."""
+def _merge_flags(flag: Tensor, others: Iterable[Tensor]) -> None:
+    """Set `flag` to the maximum of all flags, which may be on several devices."""
     for other in others:
         if other is not flag:
-            flag.copy_(torch.maximum(flag, other.to(flag.device, non_blocking=True)))
+            moved = other.to(flag.device, non_blocking=True)
+            flag.copy_(torch.maximum(flag, moved))
 
 
 class MovingAverage:
-    """Exponential moving average of weights and float buffers, under plain names.
+    """Exponential moving average of weights and float buffers, by plain name.
 
-    The decay rises as (1 + n) / (10 + n) up to the recipe's, so that short runs do not average their starting weights.
+    The decay after n steps is (1 + n) / (10 + n), and at most `decay`, so that the initial weights
+    have little influence on short runs.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], decay: float) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        decay: float,
+    ) -> None:
         self.live = dict(tensors)
         self.decay = decay
-        self.average = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        self._floats = [name for name, tensor in tensors.items() if tensor.is_floating_point()]
-        self._others = [name for name, tensor in tensors.items() if not tensor.is_floating_point()]
+        self.average: dict[str, Tensor] = {}
+        # Names of averaged tensors, and of counters, which are copied.
+        self._floats: list[str] = []
+        self._integers: list[str] = []
+        for name, tensor in tensors.items():
+            self.average[name] = tensor.detach().clone()
+            if tensor.is_floating_point():
+                self._floats.append(name)
+            else:
+                self._integers.append(name)
 
     def update(self, step: int) -> None:
-        """Take in the weights after `step` optimizer steps."""
+        """Add the weights after `step` optimizer steps to the average."""
         decay = min(self.decay, (1 + step) / (10 + step))
-        average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        update_averages = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        averages = [self.average[name] for name in self._floats]
+        weights = [self.live[name] for name in self._floats]
         with torch.no_grad():
-            average([self.average[n] for n in self._floats], [self.live[n] for n in self._floats], step)
+            update_averages(averages, weights, step)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The averages, with the live value of what cannot be averaged (counters)."""
-        for name in self._others:
+        """Return the averages by name. Integer tensors (counters) have their current values."""
+        for name in self._integers:
             self.average[name].copy_(self.live[name])
         return self.average

@@ -1,4 +1,4 @@
-"""Which of a model's parameters train, and how: what the optimizer of a stage cannot see of the whole model."""
+"""Roles of parameters in the whole model. A pipeline stage has only a part of the model."""
 
 from __future__ import annotations
 
@@ -9,77 +9,144 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.errors import RecipeError
-from trainer.models.blocks import CONVOLUTIONS, blocks, frozen, frozen_norms, head
+from trainer.models.blocks import (
+    CONVOLUTIONS,
+    find_head,
+    list_blocks,
+    list_frozen,
+    list_frozen_norms,
+)
 from trainer.recipe import Recipe
+from trainer.recipe.optimizer_table import MATRIX_OPTIMIZERS
 
 
 class Roles(NamedTuple):
-    """What parameters are in the whole model, by their plain names; a rank may hold a part of them."""
+    """Roles of the parameters of a whole model, by plain name; equal on all ranks.
 
-    rates: Mapping[str, float] = {}  # factors of the learning rate; 1 where it is not here
-    matrices: frozenset[str] = frozenset()  # those that Muon trains, convolutions among them
+    Attributes:
+        rates: factors of the learning rate; 1 for parameters without an entry.
+        matrices: parameters that Muon trains, or would train if they were not frozen.
+    """
 
-
-def roles_of(model: nn.Module, recipe: Recipe) -> Roles:
-    """The roles of a whole model's parameters. Raises RecipeError where the optimizer has nothing to do in it."""
-    decay, rates = recipe.optimizer.layer_decay, {}
-    if decay is not None:
-        row = blocks(model)
-        # As for fine-tuning ELECTRA (Clark et al., arXiv:2003.10555) and BEiT (Bao et al., arXiv:2106.08254).
-        rates = {name: float(decay ** (len(row) - 1 - n)) for n, block in enumerate(row) for name in block.parameters}
-    return Roles(rates, hidden_matrices(model, recipe) if recipe.optimizer.name == "muon" else frozenset())
+    rates: Mapping[str, float] = {}
+    matrices: frozenset[str] = frozenset()
 
 
-def hidden_matrices(model: nn.Module, recipe: Recipe) -> frozenset[str]:
-    """Names of the weights of linear layers but the last, and of convolutions but the first and those in groups.
-
-    torch.optim.Muon is for these. Embeddings and tables of biases are looked up rather than multiplied, the first
-    convolution mostly sees the image, and the last layer makes the outputs: AdamW is for them, as for all
-    one-dimensional parameters.
+def find_roles(model: nn.Module, recipe: Recipe) -> Roles:
+    """Determine the roles of a whole model's parameters.
 
     Raises:
-        RecipeError: there are none that train.
+        RecipeError: the optimizer needs weight matrices, and none of the model's trains.
     """
-    layers = {f"{name}.weight": layer for name, layer in model.named_modules()}
-    convolutions = {name: layer.groups for name, layer in layers.items() if isinstance(layer, CONVOLUTIONS)}
-    whole = {name for name, groups in convolutions.items() if groups == 1}
-    outside = {name for name, layer in layers.items() if isinstance(layer, nn.Embedding | nn.EmbeddingBag)}
-    outside |= {*list(convolutions)[:1], f"{head(model)}.weight"}
-    hidden = {name: p for name, p in model.named_parameters() if p.ndim == 2 or name in whole}
-    trained = {name for name, p in hidden.items() if p.requires_grad and "bias" not in name.rpartition(".")[2]}
-    if not trained - outside:
+    decay = recipe.optimizer.layer_decay
+    rates: dict[str, float] = {}
+    if decay is not None:
+        # The rule for fine-tuning ELECTRA (Clark et al., arXiv:2003.10555) and BEiT (Bao et al.,
+        # arXiv:2106.08254).
+        row = list_blocks(model)
+        for n, block in enumerate(row):
+            factor = float(decay ** (len(row) - 1 - n))
+            rates |= dict.fromkeys(block.parameters, factor)
+    matrices = frozenset[str]()
+    if recipe.optimizer.name in MATRIX_OPTIMIZERS:
+        matrices = list_hidden_matrices(model, recipe)
+    return Roles(rates, matrices)
+
+
+def list_hidden_matrices(model: nn.Module, recipe: Recipe) -> frozenset[str]:
+    """Return the names of the weights that suit `torch.optim.Muon`.
+
+    Muon trains the weights of linear layers except the last, and of convolutions except the first
+    and grouped ones. AdamW trains all other parameters: embeddings and tables of biases are looked
+    up rather than multiplied, the first convolution reads the image, and the last layer computes
+    the outputs.
+
+    Raises:
+        RecipeError: all of these weights are frozen, or the model has none of them.
+    """
+    convolutions = {}
+    excluded = {f"{find_head(model)}.weight"}
+    for name, layer in model.named_modules():
+        if isinstance(layer, CONVOLUTIONS):
+            convolutions[f"{name}.weight"] = layer
+        elif isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+            excluded.add(f"{name}.weight")
+    excluded.update([*convolutions][:1])
+    matrices = {}
+    for name, parameter in model.named_parameters():
+        is_matrix = parameter.ndim == 2
+        if name in convolutions:
+            is_matrix = is_matrix or convolutions[name].groups == 1
+        # Swin's tables of relative position biases have two dimensions as well.
+        is_bias = "bias" in name.rpartition(".")[2]
+        if is_matrix and not is_bias and name not in excluded:
+            matrices[name] = parameter
+    if not any(parameter.requires_grad for parameter in matrices.values()):
         raise RecipeError(
-            f"optimizer.name=muon trains hidden layers, and {recipe.model.name} has none that train: the first "
-            "convolution and the last layer are AdamW's. Use optimizer.name=sgd or adamw, freeze fewer layers by "
-            "model.freeze, or take a model of more"
+            f"optimizer.name={recipe.optimizer.name} trains hidden layers, and "
+            f"{recipe.model.name} has none that train: AdamW trains the first "
+            "convolution and the last layer. Use optimizer.name=sgd or adamw, freeze fewer layers "
+            "with model.freeze, or use a deeper model"
         )
-    return frozenset(trained - outside)
+    return frozenset(matrices)
 
 
-def normalises_batches(model: nn.Module) -> bool:
-    """Whether some batch normalisation looks at the batch in training; a frozen one keeps the statistics it has."""
-    still = frozen_norms(model)
-    return any(isinstance(layer, _BatchNorm) and layer not in still for layer in model.modules())
+def uses_batch_statistics(model: nn.Module) -> bool:
+    """Return whether any BatchNorm layer uses batch statistics in training.
+
+    A frozen layer uses its running statistics instead.
+    """
+    frozen_layers = list_frozen_norms(model)
+    for layer in model.modules():
+        if isinstance(layer, _BatchNorm) and layer not in frozen_layers:
+            return True
+    return False
 
 
-def notes(model: nn.Module, recipe: Recipe) -> dict[str, str]:
-    """Lines of the banner, by their title: what does not train, and how the rest does where it is not all alike."""
-    lines, optimizer = {}, recipe.optimizer
-    still, named, norms = frozen(model), dict(model.named_parameters()), frozen_norms(model)
-    if still:
-        size = sum(p.numel() for p in named.values() if not p.requires_grad)
-        lines["frozen"] = f"{', '.join(still)}: {size:,} of {sum(p.numel() for p in named.values()):,} parameters"
-        lines["frozen"] += f"; statistics of {len(norms)} normalisation layer{'s' * (len(norms) > 1)}" * bool(norms)
+def describe_training(
+    model: nn.Module,
+    recipe: Recipe,
+) -> dict[str, str]:
+    """Describe frozen parameters and learning rates in lines of the banner, by title."""
+    lines = {}
+    optimizer = recipe.optimizer
+    parameters = dict(model.named_parameters())
+    frozen_names = list_frozen(model)
+    norms = list_frozen_norms(model)
+    if frozen_names:
+        total = 0
+        size = 0
+        for p in parameters.values():
+            total += p.numel()
+            if not p.requires_grad:
+                size += p.numel()
+        text = f"{', '.join(frozen_names)}: {size:,} of {total:,} parameters"
+        if norms:
+            text += f"; statistics of {len(norms)} normalisation layer"
+            if len(norms) > 1:
+                text += "s"
+        lines["frozen"] = text
     rate = f"{recipe.peak_lr:g}"
     if optimizer.lr_per is not None:
-        rate += f": {optimizer.lr:g} for {optimizer.lr_per} images a step, and batch_size={recipe.batch_size}"
+        rate += (
+            f": {optimizer.lr:g} for {optimizer.lr_per} images a step, and "
+            f"batch_size={recipe.batch_size}"
+        )
     if optimizer.layer_decay is not None:
-        low = recipe.peak_lr * optimizer.layer_decay ** ((count := len(blocks(model))) - 1)
-        rate += f"; that in the last of {count} blocks, times {optimizer.layer_decay:g} in each before it: {low:.3g}"
+        count = len(list_blocks(model))
+        low = recipe.peak_lr * optimizer.layer_decay ** (count - 1)
+        rate += (
+            f"; that in the last of {count} blocks, times {optimizer.layer_decay:g} in each "
+            f"before it: {low:.3g}"
+        )
     if optimizer.lr_per is not None or optimizer.layer_decay is not None:
         lines["lr"] = rate
-    if optimizer.name == "muon":
-        matrices = hidden_matrices(model, recipe)
-        size = sum(named[name].numel() for name in matrices)
-        lines["muon"] = f"{len(matrices)} hidden layers, {size:,} parameters; AdamW has the others, at the same lr"
+    if optimizer.name in MATRIX_OPTIMIZERS:
+        names = list_hidden_matrices(model, recipe)
+        matrices = [parameters[name] for name in names if parameters[name].requires_grad]
+        size = sum(p.numel() for p in matrices)
+        lines[optimizer.name] = (
+            f"{len(matrices)} hidden layers, {size:,} parameters; AdamW has the others, at the "
+            "same lr"
+        )
     return lines

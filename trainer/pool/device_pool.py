@@ -10,72 +10,88 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
-from multiprocessing import util  # util's own exit handler comes after ours, for ours is registered later
+
+# Import multiprocessing.util before this module registers its exit handler: handlers run in reverse
+# order, so the pool ends its workers before multiprocessing joins all children.
+from multiprocessing import util
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.devices.assignment import present
+from trainer.devices.assignment import resolve_devices
 from trainer.errors import RecipeError, SetupError
 from trainer.pool.batching import Batching
 from trainer.pool.engine import Engine
 from trainer.pool.failures import ItemError
 from trainer.pool.handles import ProcessHandle
-from trainer.pool.scheduler import Scheduler, Seat
-from trainer.pool.stream import as_it_is
+from trainer.pool.scheduler import PoolWorker, Scheduler
+from trainer.pool.stream import copy_item
 from trainer.pool.transport import pack
 from trainer.pool.worker import Definition
 from trainer.processes import fork_server, pickling
-from trainer.processes.resources import cuda_for
+from trainer.processes.resources import count_cores, count_cuda_devices
+from trainer.processes.torch_context import plain_context
 
-MOVE = "move what does not pickle to the top of a module, or undecorate it"
-_open: weakref.WeakSet[Engine] = weakref.WeakSet()
+PICKLE_HINT = "define the function or class at the top of a module, without a decorator"
+# Engines of all pools of this process.
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 class DevicePool:
-    """Workers on devices that process a stream of items in order, as fast as all devices together can.
+    """Worker processes on any list of devices, for streams of items and for jobs.
+
+    The devices share the work according to their speed, and results come in the order of the items.
+    No item is lost if a worker process dies.
 
         with DevicePool(["cuda:0", "cuda:1", "cpu"], Classifier, arguments=(model,)) as pool:
             for label in pool.map(photos):
                 ...
 
-    A worker is a class, made in the worker process as `worker(*arguments)`, with
+    A worker is a function of one item, or a class. The pool creates an instance of the class in
+    each worker process, `worker(*arguments)`, and calls these methods:
 
-        setup(device)   optional; called once, with the `torch.device`
-        __call__(item)  one result, or
-        batch(items)    a list of results, or a tensor or array of shape (len(items), ...)
-        prepare(items)  optional, beside `batch`, which gets what this returns, as many: called when a batch arrives,
-                        in another thread, while the worker still computes the one before
+        setup(device)   Optional. Called once, with a `torch.device`.
+        __call__(item)  Return the result of one item.
+        batch(items)    Return the results of several items: a list, or a tensor or array of shape
+                        (len(items), ...). Called instead of `__call__` if it exists.
+        prepare(items)  Optional, for classes with `batch`: return one prepared item per item, which
+                        `batch` then receives. Called in a second thread when a batch arrives, while
+                        the worker still computes the previous batch.
 
-    or a plain function of an item. It may be called again for an item whose worker was lost. Items given to a worker
-    are views of shared memory, valid during the call: clone what is kept. Gradients are not sent, sparse tensors are
-    refused, results are on the CPU and own their memory.
+    A worker may be called again for an item after its process was lost. Tensors and arrays in items
+    are views of shared memory that are valid during the call only: clone what you keep. Gradients
+    are not sent. Sparse tensors are refused. Results are on the CPU and own their memory.
 
     Args:
-        devices: one worker each, as "cpu" or "cuda:1"; a device may come several times. A worker has as many threads as
-            OMP_NUM_THREADS says, or else its part of the cores.
-        worker: the class or function. It must pickle: defined at the top of a module.
-        arguments: of the class. Their tensors are in memory once for all processes (a process that writes to them
-            gets its own copy of those pages).
-        batch_size: items of every batch, in the order of the stream, so that results do not depend on the devices or
-            their number; None lets each device's batches grow to what it handles best, and follow its speed.
-        assign: "free" gives work to whichever worker is free, "round_robin" in turn: item i (with a `batch_size`,
-            batch i) and job i to worker i % len(devices).
-        start_method: "forkserver" (each start takes a tenth of a second) or "spawn".
-        item_timeout: seconds an item may take until its worker counts as hung and is replaced; None: for ever. A batch
-            may take that long and four times what it usually takes. Jobs may take as long as they like.
-        retries: how often an item is tried. A failed batch is repeated item by item; one whose worker died is repeated
-            as it is, and item by item, once, after so many workers died.
-        on_error: what `map` does about an item that failed every time: "raise" its `ItemError`, or "skip" it, which
-            yields the `ItemError` in the result's place.
+        devices: names such as "cpu" or "cuda:1". Each entry starts one worker, and a device may be
+            listed several times. A worker uses OMP_NUM_THREADS threads; if that variable is not
+            set, the workers divide the cores of this process equally.
+        worker: the function or class. It must be picklable, so define it at the top of a module.
+        arguments: arguments of the class. Their tensors are in memory once for all processes; a
+            process that writes to a tensor gets its own copy of the changed pages.
+        batch_size: number of items in every batch. Batches consist of consecutive items, so results
+            do not depend on the devices. None chooses the size for each device and adapts it to the
+            device's speed.
+        assign: "free" assigns work to any free worker. "round_robin" assigns item i (or batch i, if
+            `batch_size` is set) and job i to worker i % len(devices).
+        start_method: "forkserver", with which a worker starts in a tenth of a second, or "spawn".
+        item_timeout: maximum seconds per item, after which the worker process counts as hung and is
+            replaced; None for no limit. A batch may take `item_timeout` plus four times its usual
+            time. The limit does not apply to jobs.
+        retries: maximum number of tries per item. The items of a failed batch are repeated
+            separately. A batch whose process died is repeated unchanged; after `retries` deaths,
+            its items are repeated separately, once.
+        on_error: what `map` does with an item that failed in every try: "raise" raises its
+            `ItemError`, "skip" yields the `ItemError` instead of the result.
 
     Raises:
-        RecipeError: a device that is not here, arguments that cannot mean anything, or a worker that does not pickle:
-            before anything starts.
+        RecipeError: a device does not exist, an argument is not valid, or the worker cannot be
+            pickled. The error is raised before any process starts.
     """
 
+    @plain_context()
     def __init__(
         self,
         devices: Sequence[str | torch.device],
@@ -89,84 +105,101 @@ class DevicePool:
         retries: int = 3,
         on_error: Literal["raise", "skip"] = "raise",
     ) -> None:
-        checked = check_devices(devices)
+        checked_devices = check_devices(devices)
         _check_worker(worker, arguments)
-        choices = ("assign", assign, "free", "round_robin"), ("on_error", on_error, "raise", "skip")
-        for name, value, *allowed in (*choices, ("start_method", start_method, "forkserver", "spawn")):
-            if value not in allowed:
-                raise RecipeError(f"{name}={value!r} of a DevicePool: use {' or '.join(map(repr, allowed))}")
-        if min(batch_size or 1, retries, 1 if item_timeout is None else item_timeout) <= 0 or batch_size == 0:
-            raise RecipeError("batch_size, retries and item_timeout of a DevicePool must be positive")
+        _check_choice("assign", assign, "free", "round_robin")
+        _check_choice("on_error", on_error, "raise", "skip")
+        _check_choice("start_method", start_method, "forkserver", "spawn")
+        for number in (batch_size, retries, item_timeout):
+            if number is not None and number <= 0:
+                raise RecipeError(
+                    "batch_size, retries and item_timeout of a DevicePool must be positive"
+                )
         self._skip = on_error == "skip"
-        start = _starter(start_method, worker, arguments, len(checked))
-        seats = [Seat(index, str(device)) for index, device in enumerate(checked)]
-        batching = Batching([device.type for device in checked], batch_size)
-        scheduler = Scheduler(seats, batching, assign == "round_robin", retries)
+        start = _make_starter(start_method, worker, arguments, len(checked_devices))
+        workers = [PoolWorker(index, str(device)) for index, device in enumerate(checked_devices)]
+        batching = Batching([device.type for device in checked_devices], batch_size)
+        scheduler = Scheduler(workers, batching, assign == "round_robin", retries)
         self._engine = Engine(start, scheduler, item_timeout)
-        _open.add(self._engine)
+        _engines.add(self._engine)
         self._finalizer = weakref.finalize(self, self._engine.close)
 
     def map(self, items: Iterable[Any], *, ordered: bool = True) -> Iterator[Any]:
-        """A stream of results, one for each item, with a bounded number of items in flight.
+        """Return an iterator over the results, one for each item.
 
-        The iterable is read in the caller's thread, as results are consumed; it may be infinite. The iterator need not
-        be consumed to its end.
+        The number of items in flight is bounded: the caller's thread reads `items` while the caller
+        consumes results, so `items` may be infinite. The iterator may be abandoned before its end.
 
         Args:
-            items: tensors, arrays, nested dicts, lists and tuples of them, whatever pickles. A stream may fill the same
-                tensors and arrays again for each item; other objects are to stay as they are until their result comes.
-            ordered: in the items' order; else as they are computed.
+            items: tensors, arrays, nested dicts, lists and tuples of them, or any picklable
+                objects. A generator may overwrite the same tensors and arrays for each item. Other
+                objects must not change before their results arrive.
+            ordered: True for results in the order of the items, False for results in the order in
+                which they are computed.
 
         Raises:
-            ItemError: with on_error="raise", in place of the failed item's result.
-            PredictionError: a worker's setup failed, or the pool was closed.
-            Exception: what the iterable raised, after the results of the items before.
+            ItemError: an item failed, with on_error="raise".
+            PredictionError: the setup of a worker failed, or the pool was closed.
+            Exception: an exception of `items`, raised after the results of all previous items.
         """
-        # What is there at once is not filled again; a stream's items may be one buffer.
-        source = iter(items) if isinstance(items, Tensor | np.ndarray | list | tuple) else map(as_it_is, items)
+        # Items of a sequence exist at the same time. Other iterables may reuse one buffer.
+        if isinstance(items, Tensor | np.ndarray | list | tuple):
+            source = iter(items)
+        else:
+            source = map(copy_item, items)
         self._engine.check()
         return self._results(source, ordered)
 
     def _results(self, source: Iterator[Any], ordered: bool) -> Iterator[Any]:
         stream = self._engine.add_stream(ordered)
-        taken = given = 0
-        broken: Exception | None = None  # what the iterable raised, to be raised after the results before
+        item_count = 0
+        result_count = 0
+        # An exception of `source`, which is raised after the results of all previous items.
+        source_error: Exception | None = None
         try:
             while True:
                 results = stream.get()
                 if results is None:
-                    if stream.ended and given == taken:
-                        if broken:
-                            raise broken
+                    if stream.ended and result_count == item_count:
+                        if source_error:
+                            raise source_error
                         return
-                    if stream.ended or taken - given >= stream.window:
+                    if stream.ended or item_count - result_count >= stream.window:
                         stream.wait()
                         continue
                     try:
-                        stream.put(taken, next(source))
-                        taken += 1
+                        stream.put(item_count, next(source))
+                        item_count += 1
+                    except StopIteration:
+                        stream.end()
                     except Exception as error:
-                        broken = None if isinstance(error, StopIteration) else error
+                        source_error = error
                         stream.end()
                 elif not isinstance(results, ItemError):
-                    given += len(results)
+                    result_count += len(results)
                     yield from results
                 elif self._skip:
-                    given += 1
+                    result_count += 1
                     yield results
                 else:
                     raise results
         finally:
-            broken = None  # its traceback holds this frame
+            # The traceback of the exception references this frame: break the cycle.
+            source_error = None
             self._engine.close_stream(stream)
 
+    @plain_context()
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Run one job on a worker, whose CUDA device is current meanwhile; `current_device()` returns it.
+        """Run one job, `function(*args, **kwargs)`, on a worker.
 
-        An exception is set on the Future with the worker's traceback as a note. A job whose worker is lost is repeated.
+        In the job, the worker's device is the current CUDA device, and `current_device()` returns
+        it. A job whose process is lost is repeated.
+
+        Returns:
+            A Future. An exception of the job is set on it, with the worker's traceback as a note.
 
         Raises:
-            RecipeError: the job does not pickle.
+            RecipeError: the job cannot be pickled.
         """
         _check_importable(function)
         try:
@@ -174,27 +207,32 @@ class DevicePool:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            raise _unpicklable(function, error) from error
+            raise _pickling_error(function, error) from error
         return self._engine.add_job(call)
 
     def figures(self) -> list[dict[str, Any]]:
-        """One dict for each worker: device, items (done), items_per_sec (while busy), queue (items that it has),
-        batch_size (at present), replaced (how often)."""
+        """Return one dict of measurements for each worker.
+
+        Returns:
+            Dicts with the keys "device", "items" (number of items and jobs done), "items_per_sec"
+            (speed while the worker computes), "queue" (number of items in its queue), "batch_size"
+            (present number of items per batch) and "replaced" (number of lost processes).
+        """
         batching = self._engine.scheduler.batching
         return [
             {
-                "device": seat.device,
-                "items": seat.done,
-                "items_per_sec": batching.speeds[seat.index].rate,
-                "queue": seat.held,
-                "batch_size": batching.size(seat.index),
-                "replaced": seat.replaced,
+                "device": worker.device,
+                "items": worker.done,
+                "items_per_sec": batching.speeds[worker.index].rate,
+                "queue": worker.queued_items,
+                "batch_size": batching.size(worker.index),
+                "replaced": worker.replaced,
             }
-            for seat in self._engine.seats
+            for worker in self._engine.workers
         ]
 
     def close(self) -> None:
-        """End all workers, within seconds; unfinished iterators and Futures get an error."""
+        """End all workers within seconds, and set an error on unfinished iterators and Futures."""
         self._finalizer()
 
     def __enter__(self) -> DevicePool:
@@ -204,80 +242,132 @@ class DevicePool:
         self.close()
 
 
-# --- arguments, and how workers start ---------------------------------------------------------------------------------
+# --- checks of arguments, and the start of workers
+# --------------------------------------------------------------------------------------------------
 
 
 def check_devices(devices: Sequence[str | torch.device]) -> list[torch.device]:
-    """Devices by name. Raises RecipeError for what names none that this machine has, SetupError for broken cards."""
+    """Return the devices with these names.
+
+    Raises:
+        RecipeError: this machine does not have one of the devices.
+        SetupError: a GPU does not work.
+    """
     if isinstance(devices, str | torch.device) or not devices:
-        raise RecipeError(f"devices={devices!r} of a DevicePool: give a list, as ['cuda:0', 'cpu'], one worker each")
-    names = list(map(str, devices))
-    return [torch.device(name) for name in present(names, cuda_for(names))]
-
-
-def _check_worker(worker: Any, arguments: Sequence[Any]) -> None:
-    """Raises RecipeError unless a pool can call it."""
-    name = _name(worker)
-    kinds = [vars(base) for base in worker.__mro__] if isinstance(worker, type) else []
-    methods = any(method in kind for kind in kinds for method in ("__call__", "batch"))
-    if not (methods if kinds else callable(worker) or hasattr(worker, "batch")):
-        raise RecipeError(f"worker {name} cannot be called: give it __call__(self, item) or batch(self, items)")
-    if arguments and not kinds:
-        raise RecipeError(f"arguments are for a worker class, and {name} is none: use functools.partial")
-
-
-def _check_importable(function: Any) -> None:
-    """Raises RecipeError for a function of an interactive session, which another process cannot import."""
-    main: Any = sys.modules["__main__"]
-    pickling.forget_stdin()
-    here = getattr(function, "__module__", None) == "__main__" and not isinstance(function, partial)
-    if here and not hasattr(main, "__file__") and getattr(main, "__spec__", None) is None:
         raise RecipeError(
-            f"{_name(function)} is defined in an interactive session, where workers cannot find it: {MOVE}"
+            f"devices={devices!r} of a DevicePool: pass a list with one entry per worker, such as "
+            "['cuda:0', 'cpu']"
+        )
+    names = list(map(str, devices))
+    return [torch.device(name) for name in resolve_devices(names, count_cuda_devices(names))]
+
+
+def _check_choice(name: str, value: str, *allowed: str) -> None:
+    if value not in allowed:
+        raise RecipeError(
+            f"{name}={value!r} of a DevicePool: use {' or '.join(map(repr, allowed))}"
         )
 
 
-def _unpicklable(function: Any, error: BaseException) -> RecipeError:
+def _check_worker(worker: Any, arguments: Sequence[Any]) -> None:
+    """Raise RecipeError if a pool cannot call the worker."""
+    name = _name(worker)
+    is_class = isinstance(worker, type)
+    if is_class:
+        # Calling the class creates an instance, so look for a method `__call__` of the instance.
+        methods = set().union(*map(vars, worker.__mro__))
+        can_call = not methods.isdisjoint(("__call__", "batch"))
+    else:
+        can_call = callable(worker) or hasattr(worker, "batch")
+    if not can_call:
+        raise RecipeError(
+            f"worker {name} cannot be called: define __call__(self, item) or batch(self, items)"
+        )
+    if arguments and not is_class:
+        raise RecipeError(
+            f"arguments are for a worker class, but {name} is not a class: use functools.partial"
+        )
+
+
+def _check_importable(function: Any) -> None:
+    """Raise RecipeError for a function of an interactive session.
+
+    Another process cannot import such a function.
+    """
+    main: Any = sys.modules["__main__"]
+    pickling.forget_stdin()
+    if getattr(function, "__module__", None) != "__main__" or isinstance(function, partial):
+        return
+    if not hasattr(main, "__file__") and getattr(main, "__spec__", None) is None:
+        raise RecipeError(
+            f"{_name(function)} is defined in an interactive session, where workers cannot find "
+            f"it: {PICKLE_HINT}"
+        )
+
+
+def _pickling_error(function: Any, error: BaseException) -> RecipeError:
     text = " ".join(str(error).split())
-    hint = "" if ".to_dense()" in text else f": {MOVE}"
-    return RecipeError(f"{_name(function)} cannot be sent to another process: {text}{hint}")
+    # The message about sparse tensors already says what to type.
+    if ".to_dense()" not in text:
+        text += f": {PICKLE_HINT}"
+    return RecipeError(f"{_name(function)} cannot be sent to another process: {text}")
 
 
 def _name(function: Any) -> str:
     return str(getattr(function, "__qualname__", repr(function)))
 
 
-def _starter(
-    method: str, worker: Callable[..., Any], arguments: Sequence[Any], count: int
-) -> Callable[[Seat], ProcessHandle]:
-    """A function that starts the worker of a seat. Raises RecipeError for what does not pickle."""
+def _make_starter(
+    method: str,
+    worker: Callable[..., Any],
+    arguments: Sequence[Any],
+    count: int,
+) -> Callable[[PoolWorker], ProcessHandle]:
+    """Return a function that starts the process of one of `count` workers.
+
+    Raises:
+        RecipeError: the user's worker or its arguments cannot be pickled.
+    """
     _check_importable(worker)
     try:
         definition = Definition.of(worker, arguments)
     except SetupError:
         raise
     except Exception as error:
-        raise _unpicklable(worker, error) from error
-    spawn = method == "spawn"
-    context: Any = multiprocessing.get_context("spawn") if spawn else fork_server.context("trainer.pool.worker")
-    threads = threads_each(count)
-    return lambda seat: ProcessHandle(context, definition, seat.device, threads, f"DevicePool-{seat.index}")
+        raise _pickling_error(worker, error) from error
+    context: Any
+    if method == "spawn":
+        context = multiprocessing.get_context("spawn")
+    else:
+        context = fork_server.start_server("trainer.pool.worker")
+    threads = count_threads(count)
+    return lambda worker: ProcessHandle(
+        context, definition, worker.device, threads, f"DevicePool-{worker.index}"
+    )
 
 
-def threads_each(workers: int) -> int:
-    """Threads of a worker: OMP_NUM_THREADS where the user set it, else this process's cores divided by workers."""
-    wish = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    return int(wish) if wish.isdigit() and int(wish) else max(1, len(os.sched_getaffinity(0)) // workers)
+def count_threads(workers: int) -> int:
+    """Return the number of threads of each worker.
+
+    The result is OMP_NUM_THREADS if the user has set it, or the cores of this process divided by
+    `workers`.
+    """
+    setting = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    if setting.isdigit() and int(setting):
+        return int(setting)
+    return max(1, count_cores() // workers)
 
 
-# --- the end ----------------------------------------------------------------------------------------------------------
+# --- the end of the program
+# --------------------------------------------------------------------------------------------------
 
 
 @atexit.register
 def end_of_program() -> None:
-    """End all workers of this process."""
-    for engine in list(_open):
+    """End the workers of all pools of this process."""
+    for engine in list(_engines):
         engine.close()
 
 
-assert util  # imported for the order of exit handlers
+# Use the import, which matters for the order of exit handlers only.
+assert util

@@ -1,4 +1,4 @@
-"""The pool's thread: it starts workers, receives their answers, and replaces those that end or hang."""
+"""The pool's thread, which starts workers, receives answers, and replaces lost processes."""
 
 from __future__ import annotations
 
@@ -15,30 +15,50 @@ from typing import Any
 
 from trainer.errors import PredictionError, RecipeError
 from trainer.pool.handles import ProcessHandle
-from trainer.pool.scheduler import Scheduler, Seat
+from trainer.pool.scheduler import PoolWorker, Scheduler
 from trainer.pool.stream import Job, Stream
 from trainer.pool.worker import Kind
 
-STARTING = 900.0  # seconds that a setup may take: models are downloaded and compiled in it
-STARTS = 10  # times that a seat's workers may end without any result
-LOOK = 0.02  # seconds between two checks whether a slow device's work is to be repeated
-GRACE = 1.0  # seconds for idle workers to end by themselves
+# Maximum seconds of a setup, in which models may be downloaded and compiled.
+SETUP_SECONDS = 900.0
+# Maximum number of processes of a worker that may end without any result between them.
+MAX_STARTS = 10
+# Seconds between two checks whether to repeat the work of a slow device.
+REPEAT_CHECK_SECONDS = 0.02
+# Seconds in which idle processes may end by themselves before they are killed.
+GRACE_SECONDS = 1.0
 
 
 class Engine:
-    """Keeps a worker on each seat of a scheduler. `start` starts one."""
+    """Runs the scheduler in a thread, and keeps one process running for each of its workers."""
 
     def __init__(
-        self, start: Callable[[Seat], ProcessHandle], scheduler: Scheduler, item_timeout: float | None
+        self,
+        start: Callable[[PoolWorker], ProcessHandle],
+        scheduler: Scheduler,
+        item_timeout: float | None,
     ) -> None:
-        self.start, self.scheduler, self.item_timeout = start, scheduler, item_timeout
-        self.seats = scheduler.seats
+        """Start the thread.
+
+        Args:
+            start: starts the process of a worker.
+            scheduler: assigns tasks to the workers.
+            item_timeout: seconds per item after which a process counts as hung; None for no limit.
+        """
+        self.start = start
+        self.scheduler = scheduler
+        self.item_timeout = item_timeout
+        self.workers = scheduler.workers
         self.error: BaseException | None = None
         self._closing = False
         self._pid = os.getpid()
-        self._lock = threading.RLock()  # for what callers' threads change; a finalizer may run in any of them
+        # Protects what callers' threads change. The lock must be reentrant, because a finalizer may
+        # run in any thread, also in one that has the lock.
+        self._lock = threading.RLock()
         self._woken, self._waker = os.pipe()
-        for end in (self._woken, self._waker):  # closed with the engine, for the number may be reused
+        # The pipe is closed together with the engine, not earlier: another thread may still write
+        # to it, and the system may reuse the number of a closed descriptor.
+        for end in (self._woken, self._waker):
             os.set_blocking(end, False)
             weakref.finalize(self, os.close, end).atexit = False
         self._selector = selectors.DefaultSelector()
@@ -46,22 +66,32 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="DevicePool", daemon=True)
         self._thread.start()
 
-    # --- callers' side ------------------------------------------------------------------------------------------------
+    # --- methods for callers' threads
+    # ----------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        with suppress(BlockingIOError):  # full: it is awake soon
+        """Wake the engine's thread."""
+        # A full pipe wakes the thread, too.
+        with suppress(BlockingIOError):
             os.write(self._waker, b"x")
 
     def add_stream(self, ordered: bool) -> Stream:
+        """Add a stream for one call of `map`."""
         scheduler = self.scheduler
         with self._lock:
             self.check()
-            stream = Stream(ordered, scheduler.lanes(), self.wake, scheduler.batching.window, scheduler.batching.fixed)
+            stream = Stream(
+                ordered,
+                scheduler.lanes(),
+                self.wake,
+                scheduler.batching.window,
+                scheduler.batching.fixed,
+            )
             scheduler.streams.append(stream)
         return stream
 
     def close_stream(self, stream: Stream) -> None:
-        """Drop its items and the answers to come."""
+        """Drop the items of a stream and the answers that are still to come."""
         stream.closed = True
         with self._lock:
             if stream in self.scheduler.streams:
@@ -69,6 +99,7 @@ class Engine:
         self.wake()
 
     def add_job(self, call: Any) -> Future[Any]:
+        """Add a job for one call of `submit`."""
         with self._lock:
             self.check()
             future = self.scheduler.add_job(call)
@@ -76,17 +107,20 @@ class Engine:
         return future
 
     def check(self) -> None:
-        """Raises the error that ended the pool, if it has ended."""
-        if self._copied():
-            raise RecipeError("this process is a fork of one with a DevicePool and has no workers: make a new pool")
+        """Raise the error that ended the pool, if the pool has ended."""
+        if self._is_forked():
+            raise RecipeError(
+                "this process was forked from a process with a DevicePool and has no workers: "
+                "create a new pool"
+            )
         if self.error:
             raise self.error
         if self._closing:
-            raise PredictionError("the DevicePool is closed: make a new one")
+            raise PredictionError("the DevicePool is closed: create a new one")
 
     def close(self) -> None:
-        """End all workers and wait for them; does nothing in a fork, which has none."""
-        if self._copied():
+        """End all processes and wait for them. Does nothing in a fork, which has no processes."""
+        if self._is_forked():
             return
         with self._lock:
             self._closing = True
@@ -94,15 +128,16 @@ class Engine:
         if self._thread is not threading.current_thread():
             self._thread.join(10)
 
-    def _copied(self) -> bool:
+    def _is_forked(self) -> bool:
         return os.getpid() != self._pid
 
-    # --- the thread ---------------------------------------------------------------------------------------------------
+    # --- the engine's thread
+    # ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            for seat in self.seats:
-                self._start(seat)
+            for worker in self.workers:
+                self._start(worker)
             while not self._closing:
                 self.scheduler.hand_out()
                 self._listen(self._time_left())
@@ -110,99 +145,129 @@ class Engine:
         except BaseException as error:
             self.error = error
         finally:
-            self._end(self.error or PredictionError("the DevicePool was closed before this was done"))
+            self._end(
+                self.error or PredictionError("the DevicePool was closed before this was done")
+            )
 
     def _end(self, error: BaseException) -> None:
+        """End all processes, and set `error` on everything that is not done."""
         with self._lock:
             self._closing = True
             self.scheduler.fail(error)
-        handles = [(bool(seat.queue) or not seat.ready, seat.handle) for seat in self.seats if seat.handle]
-        for _, handle in handles:
-            handle.connection.close()  # it ends once it is idle
-        deadline = time.monotonic() + GRACE
-        for busy, handle in sorted(handles, key=lambda pair: not pair[0]):
-            handle.kill(0.0 if busy else max(0.0, deadline - time.monotonic()))
-        for seat in self.seats:
-            seat.handle = None
-        del self.start  # and with it the worker's arguments
+        busy = []
+        idle = []
+        for worker in self.workers:
+            if worker.handle:
+                # An idle process ends when its pipe is closed.
+                worker.handle.connection.close()
+                if worker.queue or not worker.ready:
+                    busy.append(worker.handle)
+                else:
+                    idle.append(worker.handle)
+        deadline = time.monotonic() + GRACE_SECONDS
+        for handle in busy:
+            handle.kill(0.0)
+        for handle in idle:
+            handle.kill(max(0.0, deadline - time.monotonic()))
+        for worker in self.workers:
+            worker.handle = None
+        # Free the arguments of the worker class.
+        del self.start
         self._selector.close()
 
-    def _start(self, seat: Seat) -> None:
+    def _start(self, worker: PoolWorker) -> None:
         try:
-            seat.handle = self.start(seat)
+            worker.handle = self.start(worker)
         except Exception as error:
-            raise PredictionError(f"{seat} cannot be started: {error}") from error
-        seat.ready, seat.since, seat.starts = False, time.monotonic(), seat.starts + 1
-        for source in seat.handle.waits_on:
-            self._selector.register(source, selectors.EVENT_READ, seat)
+            raise PredictionError(f"{worker} cannot be started: {error}") from error
+        worker.ready = False
+        worker.since = time.monotonic()
+        worker.starts += 1
+        for source in worker.handle.waits_on:
+            self._selector.register(source, selectors.EVENT_READ, worker)
 
     def _listen(self, timeout: float | None) -> None:
-        """Wait for answers, ended workers and callers, and handle them."""
-        ready = {key.data.index for key, _ in self._selector.select(timeout) if key.data}
+        """Wait at most `timeout` seconds for answers, ended processes and callers, and handle them.
+
+        None waits without a limit.
+        """
+        ready: set[PoolWorker | None] = {key.data for key, _ in self._selector.select(timeout)}
         with suppress(BlockingIOError):
             while os.read(self._woken, 4096):
                 pass
-        for seat in self.seats:
-            if seat.handle and seat.index in ready:
-                self._receive(seat)
-                if ended := seat.handle.ended():
-                    self._replace(seat, ended)
+        for worker in self.workers:
+            if worker.handle and worker in ready:
+                self._receive(worker)
+                if reason := worker.handle.ended():
+                    self._replace(worker, reason)
 
-    def _receive(self, seat: Seat) -> None:
-        assert seat.handle
-        for message, packed in seat.handle.receive():
+    def _receive(self, worker: PoolWorker) -> None:
+        assert worker.handle
+        for message, packed in worker.handle.receive():
             if message.kind == Kind.BROKEN:
                 failure = packed.open()
-                error = PredictionError(f"the setup of {seat} failed: {failure.message}")
+                error = PredictionError(f"the setup of {worker} failed: {failure.message}")
                 error.add_note(f"in the worker:\n{failure.traceback}")
                 raise error
             if message.kind == Kind.READY:
-                seat.ready = True
+                worker.ready = True
             else:
-                self.scheduler.answered(seat, message, packed)
+                self.scheduler.answered(worker, message, packed)
 
-    def _replace(self, seat: Seat, how: str) -> None:
-        """A worker has ended, or must: start another, and repeat what it had."""
-        if not seat.ready and how.endswith("exit code 1"):
-            raise PredictionError(f"{seat} did not get ready: {how}; what it wrote is above")
-        if seat.starts >= STARTS:
-            raise PredictionError(f"{seat} ended {seat.starts} times without a result, last: {how}")
-        assert seat.handle
-        for source in seat.handle.waits_on:
+    def _replace(self, worker: PoolWorker, reason: str) -> None:
+        """Replace the process of a worker, and repeat its tasks.
+
+        Args:
+            worker: the worker.
+            reason: why its process ended, or why it must end.
+        """
+        if not worker.ready and reason.endswith("exit code 1"):
+            raise PredictionError(f"the setup of {worker} failed: {reason}; its error is above")
+        if worker.starts >= MAX_STARTS:
+            raise PredictionError(
+                f"{worker} ended {worker.starts} times without a result, most recently: {reason}"
+            )
+        assert worker.handle
+        for source in worker.handle.waits_on:
             self._selector.unregister(source)
-        seat.handle.kill()
-        seat.handle = None
-        seat.replaced += 1
-        self.scheduler.rescue(seat, how)
-        self._start(seat)
+        worker.handle.kill()
+        worker.handle = None
+        worker.replaced += 1
+        self.scheduler.rescue(worker, reason)
+        self._start(worker)
 
-    def _deadline(self, seat: Seat) -> float:
-        """When a seat's worker counts as hung."""
-        if not seat.ready:
-            return seat.since + STARTING
-        if self.item_timeout is None or not seat.queue or isinstance(seat.queue[0], Job):
+    def _deadline(self, worker: PoolWorker) -> float:
+        """Return the time at which a worker's process counts as hung."""
+        if not worker.ready:
+            return worker.since + SETUP_SECONDS
+        if self.item_timeout is None or not worker.queue or isinstance(worker.queue[0], Job):
             return math.inf
-        count = len(seat.queue[0].items)
+        count = len(worker.queue[0].items)
         allowed = count * self.item_timeout
-        usual = self.scheduler.batching.expected(seat.index, count)
-        if usual is not None and count > 1:  # one item may hang, while the others take as long as usual
+        usual = self.scheduler.batching.expected(worker.index, count)
+        # If one item of a batch hangs, the other items need no longer than usual.
+        if usual is not None and count > 1:
             allowed = min(allowed, self.item_timeout + 4 * usual)
-        return seat.since + allowed
+        return worker.since + allowed
 
     def _time_left(self) -> float | None:
-        """Seconds until something is due, or None."""
+        """Return the seconds until the thread must act, or None if there is no such time."""
         now = time.monotonic()
-        due = [self._deadline(seat) for seat in self.seats]
+        due = [*map(self._deadline, self.workers)]
         due += [stream.due for stream in self.scheduler.streams if stream.due is not None]
-        if len(set(self.scheduler.batching.kinds)) > 1 and any(seat.queue for seat in self.seats):
-            due.append(now + LOOK)
+        has_slow_devices = len(set(self.scheduler.batching.kinds)) > 1
+        if has_slow_devices and any(worker.queue for worker in self.workers):
+            due.append(now + REPEAT_CHECK_SECONDS)
         return max(0.0, min(due) - now) if min(due) < math.inf else None
 
     def _replace_hung(self) -> None:
-        for seat in self.seats:
-            if self._deadline(seat) > time.monotonic():
+        for worker in self.workers:
+            if self._deadline(worker) > time.monotonic():
                 continue
-            self._receive(seat)  # it may have arrived just now
-            if self._deadline(seat) <= time.monotonic():
-                allowed = f"item_timeout={self.item_timeout:g} s" if seat.ready else f"the {STARTING:g} s of a setup"
-                self._replace(seat, f"it took longer than {allowed} and was stopped")
+            # The answer may have arrived just now.
+            self._receive(worker)
+            if self._deadline(worker) <= time.monotonic():
+                limit = f"the {SETUP_SECONDS:g} s of a setup"
+                if worker.ready:
+                    limit = f"item_timeout={self.item_timeout:g} s"
+                self._replace(worker, f"it took longer than {limit} and was stopped")

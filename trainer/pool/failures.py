@@ -1,4 +1,4 @@
-"""Exceptions in a worker: how they are sent, and what the caller gets."""
+"""Exceptions in a worker: their form between processes, and the errors that callers receive."""
 
 from __future__ import annotations
 
@@ -7,23 +7,29 @@ import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 
-from trainer.errors import PredictionError, is_out_of_memory, text_of
+from trainer.errors import PredictionError, is_out_of_memory, read_text
 
-LONGEST = 20_000  # characters of a traceback that are sent: its end
+# Maximum number of characters of a message or traceback that are sent. A longer traceback loses its
+# beginning. Also the maximum size in bytes of a pickled exception.
+MAX_LENGTH = 20_000
 
 
 class ItemError(PredictionError):
-    """An item that failed every time it was tried; the worker's exception is the `__cause__`, where it pickles.
+    """An item that failed in every try.
+
+    The `__cause__` is the exception in the worker, if it can be pickled.
 
     Attributes:
-        index: of the item in the stream, from 0.
-        message: the exception's type and text, or how the worker ended.
-        traceback: the worker's, as text; empty where the worker died or hung.
+        index: index of the item in the stream, from 0.
+        message: type and text of the exception, or how the worker process ended.
+        traceback: traceback in the worker as text; empty if the process died or hung.
     """
 
     def __init__(self, index: int, message: str, traceback: str = "") -> None:
         super().__init__(index, message, traceback)
-        self.index, self.message, self.traceback = index, message, traceback
+        self.index = index
+        self.message = message
+        self.traceback = traceback
         if traceback:
             self.add_note(f"in the worker:\n{traceback}")
 
@@ -32,7 +38,7 @@ class ItemError(PredictionError):
 
     @classmethod
     def of(cls, index: int, failure: Failure) -> ItemError:
-        """The error of an item that failed in a worker."""
+        """Create the error of an item from its failure in a worker."""
         error = cls(index, failure.message, failure.traceback)
         error.__cause__ = failure.original()
         return error
@@ -40,41 +46,63 @@ class ItemError(PredictionError):
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception in a worker, in place of a result."""
+    """An exception in a worker, sent instead of a result.
+
+    Attributes:
+        message: type and text of the exception.
+        traceback: traceback as text.
+        memory: whether a device or the machine was out of memory.
+        whole: whether the batch failed as a whole, perhaps because of one of its items.
+        pickled: the pickled exception; empty if it cannot be pickled.
+    """
 
     message: str
     traceback: str
     memory: bool = False
-    whole: bool = False  # the batch failed, perhaps because of one of its items
-    pickled: bytes = b""  # the exception itself, where it pickles
+    whole: bool = False
+    pickled: bytes = b""
 
     @classmethod
     def of(cls, error: BaseException, whole: bool = False) -> Failure:
-        text = " ".join(text_of(error).split())
-        message = f"{type(error).__name__}: {text}" if text else type(error).__name__
-        trace = "".join(traceback.format_exception(error))[-LONGEST:]
-        return cls(message[:LONGEST], trace, is_out_of_memory(error), whole, _pickled(error))
+        """Describe an exception."""
+        message = type(error).__name__
+        text = " ".join(read_text(error).split())
+        if text:
+            message += f": {text}"
+        trace = "".join(traceback.format_exception(error))[-MAX_LENGTH:]
+        out_of_memory = is_out_of_memory(error)
+        return cls(message[:MAX_LENGTH], trace, out_of_memory, whole, _pickle_exception(error))
 
     def original(self) -> BaseException | None:
-        """The worker's exception, where it unpickles."""
+        """Return the exception itself, or None if it cannot be unpickled."""
         try:
             error = pickle.loads(self.pickled)
-        except BaseException:  # unpickling runs its code, which may raise anything
+        except BaseException:
+            # Unpickling runs code of the exception's class, which can raise any exception.
             return None
         return error if isinstance(error, BaseException) else None
 
     def exception(self) -> BaseException:
-        """The exception for a job's Future: the worker's own where it unpickles, with the worker's traceback."""
+        """Return the exception to set on a job's Future.
+
+        The result is the exception of the worker, or a `PredictionError` if the exception cannot be
+        unpickled. The worker's traceback is added as a note.
+        """
         error = self.original() or PredictionError(self.message)
         with suppress(BaseException):
             error.add_note(f"in the worker:\n{self.traceback}")
         return error
 
 
-def _pickled(error: BaseException) -> bytes:
-    """Empty where it does not unpickle: many exceptions cannot be made from their `args`."""
+def _pickle_exception(error: BaseException) -> bytes:
+    """Pickle an exception. Return no bytes if it cannot be unpickled.
+
+    Many exceptions cannot be created from their `args`, so they pickle but do not unpickle.
+    """
     try:
         data = pickle.dumps(error)
-        return data if len(data) <= LONGEST and isinstance(pickle.loads(data), BaseException) else b""
+        if len(data) <= MAX_LENGTH and isinstance(pickle.loads(data), BaseException):
+            return data
+        return b""
     except BaseException:
         return b""

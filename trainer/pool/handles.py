@@ -1,4 +1,4 @@
-"""The parent's end of a worker: a process behind a pipe."""
+"""Worker processes as the parent sees them: a process, a pipe to it, and shared memory."""
 
 from __future__ import annotations
 
@@ -11,43 +11,76 @@ from typing import Any
 
 from trainer.pool.transport import Message, Packed, fetch, new_slot, store
 from trainer.pool.worker import Definition, Kind, main
-from trainer.processes import fork_server
+from trainer.processes import family, fork_server
 
-DEPTH = 2  # batches that a worker has at most: one that it computes, and the next
+# Maximum number of tasks that a worker has: one that it computes, and the next one.
+DEPTH = 2
 
 
 class ProcessHandle:
-    """A worker process. One thread calls its methods; the process dies with it."""
+    """A worker process.
 
-    def __init__(self, context: Any, definition: Definition, device: str, threads: int, name: str) -> None:
+    The thread that starts the process calls all methods. The process dies with that thread.
+
+    Attributes:
+        connection: this end of the pipe.
+        slots: shared memory for tasks and answers.
+        free: indices of unused slots.
+        lost: whether the process has closed its end of the pipe.
+        waits_on: two objects for a selector; one becomes readable when the process answers or ends.
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        definition: Definition,
+        device: str,
+        threads: int,
+        name: str,
+    ) -> None:
+        """Start the process.
+
+        Args:
+            context: a context of multiprocessing.
+            definition: the user's worker and its arguments.
+            device: name of the device.
+            threads: number of threads for torch.
+            name: name of the process.
+        """
         self.connection, theirs = context.Pipe()
         self.slots = [new_slot() for _ in range(DEPTH)]
         self.free = deque(range(DEPTH))
-        self.lost = False  # the pipe is closed at its other end
+        self.lost = False
         arguments = (theirs, self.slots, definition, device, threads, dict(os.environ))
         self.process = context.Process(target=main, args=arguments, name=name)
-        resource_tracker.ensure_running()  # now, for it unblocks SIGINT
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # for the child, until it ignores SIGINT itself
+        # Start the resource tracker before SIGINT is blocked, because starting it unblocks SIGINT.
+        resource_tracker.ensure_running()
+        # The child inherits the mask, so Ctrl-C cannot end it before it ignores SIGINT itself.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            fork_server.start(self.process)
+            fork_server.start_process(self.process)
         finally:
             theirs.close()
-        self.waits_on = self.connection, self.process.sentinel  # readable when the worker answers or ends
+        self.waits_on = self.connection, self.process.sentinel
 
     def send(self, kind: Kind, packed: Packed) -> None:
+        """Send a task, for which a slot must be free."""
         number = self.free[0]
         extent = store(packed, self.slots[number])
+        # The slot stays free if `store` fails.
         self.free.popleft()
-        with suppress(OSError):  # it died, which `ended` reports
+        # A process that died is reported by `ended`.
+        with suppress(OSError):
             self.connection.send(Message(extent, kind, number))
 
     def receive(self) -> list[tuple[Message, Packed]]:
-        """All answers so far, also those of a process that has ended since."""
+        """Return all answers that have arrived, also from a process that has ended since."""
         answers = []
         try:
             while self.connection.poll():
                 message: Message = self.connection.recv()
-                packed = fetch(self.slots[message.slot].reach(message.extent.end), message.extent, copy=True)
+                memory = self.slots[message.slot].reach(message.extent.end)
+                packed = fetch(memory, message.extent, copy=True)
                 if message.kind in (Kind.BATCH, Kind.JOB):
                     self.free.append(message.slot)
                 answers.append((message, packed))
@@ -56,24 +89,21 @@ class ProcessHandle:
         return answers
 
     def ended(self) -> str:
-        """How it ended; empty while it runs."""
+        """Return how the process ended, or an empty string while it runs."""
         if self.lost:
             self.process.join(0.5)
         code = self.process.exitcode
         if code is None:
             return "it closed its pipe and still runs" if self.lost else ""
-        if code >= 0:
-            return f"it ended with exit code {code}"
-        return f"it was killed by {signal.Signals(-code).name}" + (
-            " (the system may be short of memory)" if -code == signal.SIGKILL else ""
-        )
+        return f"it {family.describe_exit(code)}"
 
     def kill(self, grace: float = 0.0) -> None:
-        """Kill it, after some seconds of grace, and free its memory."""
+        """Close the pipe, kill the process after `grace` seconds, and free its shared memory."""
         self.connection.close()
         self.process.join(grace)
         self.process.kill()
         self.process.join(2)
-        with suppress(ValueError):  # it still runs, in an uninterruptible system call
+        # A killed process can still be running, in a system call that cannot be interrupted.
+        with suppress(ValueError):
             self.process.close()
         self.slots.clear()

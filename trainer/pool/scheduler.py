@@ -1,7 +1,8 @@
-"""Which worker gets which chunks and jobs, and which again.
+"""Assignment of chunks and jobs to workers, and their repetition after failures.
 
-A worker holds a chunk until its answer arrives. What a lost worker held goes to the front of the queue: nothing is
-lost, and the first of two answers counts. The engine's thread calls all methods, but those that say otherwise.
+A worker has a chunk from its assignment until its answer arrives. The chunks of a lost worker go to
+the front of the queue, so no item is lost. If two workers have the same chunk, the first answer
+counts. All methods are called by the engine's thread, unless their docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -21,30 +22,45 @@ from trainer.pool.stream import Chunk, Job, Lane, Stream, finish, resolve
 from trainer.pool.transport import Message, Packed, pack_rows
 from trainer.pool.worker import Kind
 
-LINGER = 0.002  # seconds that an idle worker waits for a full batch
+# Seconds that an idle worker waits for a full batch.
+LINGER_SECONDS = 0.002
 
 
 @dataclass(eq=False)
-class Seat:
-    """A place for a worker on a device: the worker may be replaced, the seat stays."""
+class PoolWorker:
+    """A worker of the pool. Its process may be replaced by another one.
+
+    Attributes:
+        index: index of the worker in the pool.
+        device: name of its device.
+        handle: its present process, if any.
+        ready: whether the setup of the present process has finished.
+        queue: its tasks, the oldest first. The worker computes the oldest task.
+        since: time at which it started the oldest task, or its setup.
+        starts: number of processes started since the last result.
+        done: number of items and jobs done.
+        replaced: number of processes that were replaced.
+    """
 
     index: int
     device: str
     handle: ProcessHandle | None = None
     ready: bool = False
-    queue: deque[Chunk | Job] = field(default_factory=deque)  # its tasks, the oldest first, which it computes
-    since: float = 0.0  # when it began with that, or with its setup
-    starts: int = 0  # since the last result
-    done: int = 0  # items and jobs
+    queue: deque[Chunk | Job] = field(default_factory=deque)
+    since: float = 0.0
+    starts: int = 0
+    done: int = 0
     replaced: int = 0
 
     @property
-    def held(self) -> int:
+    def queued_items(self) -> int:
+        """Number of items in its queue. Callers' threads may read this."""
+        # Iterate over a copy: the engine's thread may change the queue meanwhile.
         return sum(len(task.items) for task in list(self.queue) if isinstance(task, Chunk))
 
     @property
     def has_job(self) -> bool:
-        """Whether it is busy for an unknown time."""
+        """Whether it computes a job, so that it is busy for an unknown time."""
         return bool(self.queue) and isinstance(self.queue[0], Job)
 
     def __str__(self) -> str:
@@ -52,17 +68,35 @@ class Seat:
 
 
 class Scheduler:
-    """Streams and jobs on one side, seats on the other. Work goes to free workers, or `round_robin` in turn."""
+    """Assigns the chunks of streams and the jobs to workers.
 
-    def __init__(self, seats: Sequence[Seat], batching: Batching, round_robin: bool, retries: int) -> None:
-        self.seats, self.batching, self.round_robin, self.retries = seats, batching, round_robin, retries
+    Tasks go to free workers, or to each worker in turn with `round_robin`.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[PoolWorker],
+        batching: Batching,
+        round_robin: bool,
+        retries: int,
+    ) -> None:
+        self.workers = workers
+        self.batching = batching
+        self.round_robin = round_robin
+        self.retries = retries
         self.streams: list[Stream] = []
-        self.jobs: list[deque[Job]] = [deque() for _ in (seats if round_robin else seats[:1])]
+        # A single queue of jobs for all workers; with round_robin, one queue for each worker.
+        self.jobs: list[deque[Job]] = [deque() for _ in (workers if round_robin else workers[:1])]
         self._submitted = 0
 
     def lanes(self) -> list[Lane]:
-        """Of a new stream: one; or with round_robin one for each worker, which get items, or batches, in turn."""
-        width, count = self.batching.fixed, len(self.seats)
+        """Return the lanes of a new stream: one, or one for each worker with round_robin.
+
+        With round_robin, consecutive items belong to consecutive workers; with a fixed batch size,
+        consecutive batches do.
+        """
+        width = self.batching.fixed
+        count = len(self.workers)
         if not self.round_robin:
             return [Lane()]
         if width:
@@ -70,182 +104,228 @@ class Scheduler:
         return [Lane(worker, step=count) for worker in range(count)]
 
     def add_job(self, call: Any) -> Future[Any]:
-        """For callers' threads, one at a time."""
+        """Add a job and return its Future. Callers' threads call this, one at a time."""
         job = Job(Future(), call, self._submitted % len(self.jobs))
         self._submitted += 1
         self.jobs[job.lane].append(job)
         return job.future
 
     def fail(self, error: BaseException) -> None:
-        """Set an error on everything that is not done."""
+        """Set an error on every stream and on every unfinished job."""
         for stream in self.streams:
             stream.fail(error)
-        jobs = [task for seat in self.seats for task in seat.queue if isinstance(task, Job)]
-        for job in jobs + [job for lane in self.jobs for job in lane]:
-            resolve(job.future, error=error)
+        tasks: list[Chunk | Job] = []
+        for worker in self.workers:
+            tasks += worker.queue
+        for jobs in self.jobs:
+            tasks += jobs
+        for task in tasks:
+            if isinstance(task, Job):
+                resolve(task.future, error=error)
 
-    # --- handing out --------------------------------------------------------------------------------------------------
+    # --- assignment
+    # ----------------------------------------------------------------------------------------------
 
     def hand_out(self) -> None:
-        """Give every worker its next tasks, idle and fast ones first."""
+        """Assign tasks to workers, up to `DEPTH` each, to idle and fast workers first."""
         for stream in self.streams:
-            stream.wanted, stream.due = 0, None
-        seats = [seat for seat in self.seats if seat.ready]
-        seats.sort(key=lambda seat: -self.batching.speeds[seat.index].rate)
+            stream.wanted = 0
+            stream.due = None
+        workers = [worker for worker in self.workers if worker.ready]
+        workers.sort(key=lambda worker: -self.batching.speeds[worker.index].rate)
         for depth in range(DEPTH):
-            for seat in seats:
-                while len(seat.queue) == depth and self._feed(seat):
+            for worker in workers:
+                while len(worker.queue) == depth and self._assign_task(worker):
                     pass
 
-    def _lane(self, seat: Seat) -> int:
-        return seat.index if self.round_robin else 0
+    def _lane(self, worker: PoolWorker) -> int:
+        return worker.index if self.round_robin else 0
 
-    def _feed(self, seat: Seat) -> bool:
-        """Give a worker one more task; False where there is none for it now."""
-        jobs = self.jobs[self._lane(seat)]
+    def _assign_task(self, worker: PoolWorker) -> bool:
+        """Assign one task to `worker`. Return False if no task is available."""
+        jobs = self.jobs[self._lane(worker)]
         if jobs:
-            if not seat.queue:
-                self._give_job(seat, jobs.popleft())
+            if not worker.queue:
+                self._assign_job(worker, jobs.popleft())
                 return True
             return False
-        if seat.has_job or any(task.tries for task in seat.queue):
+        if worker.has_job or any(task.tries for task in worker.queue):
             return False
         for stream in list(self.streams):
-            again = stream.again[self._lane(seat)]
-            if again and again[0].tries and seat.queue:  # alone: a worker may prepare a task while it computes another,
-                return False  # and the oldest task of a lost worker counts as the reason
-            chunk = again.popleft() if again else self._take(seat, stream)
+            repeated = stream.again[self._lane(worker)]
+            # A chunk that has failed before must be the worker's only task. A worker may prepare
+            # one task while it computes another, and the oldest task of a lost worker counts as the
+            # reason for its loss.
+            if repeated and repeated[0].tries and worker.queue:
+                return False
+            chunk = repeated.popleft() if repeated else self._take_chunk(worker, stream)
             if chunk:
-                self._give(seat, chunk)
+                self._assign_chunk(worker, chunk)
                 return True
-        return not seat.queue and not self.round_robin and self._repeat(seat)
+        return not worker.queue and not self.round_robin and self._repeat_slow_chunk(worker)
 
-    def _take(self, seat: Seat, stream: Stream) -> Chunk | None:
-        """The next items for a worker, or None: there are too few, or others finish them sooner."""
-        lane = stream.lanes[self._lane(seat)]
-        size = self.batching.size(seat.index)
-        stream.wanted = max(stream.wanted, size)  # before looking: an item that comes now wakes us
-        ended = stream.ended  # before counting: nothing comes after it
+    def _take_chunk(self, worker: PoolWorker, stream: Stream) -> Chunk | None:
+        """Take the next items of a stream for a worker.
+
+        Returns None if there are too few items, or if the other workers finish them sooner.
+        """
+        lane = stream.lanes[self._lane(worker)]
+        size = self.batching.size(worker.index)
+        # Set this before counting: an item that arrives after the count then wakes this thread.
+        stream.wanted = max(stream.wanted, size)
+        # Read this before counting: no item arrives after the end.
+        ended = stream.ended
         pending = len(lane.items)
-        if pending < size and not ended and not self._takes_less(stream, pending):
+        if pending < size and not ended and not self._accepts_less(stream, pending):
             return None
         count = min(size, pending)
         if not self.round_robin:
-            held = {other.index: other.held for other in self.seats if other.ready and not other.has_job}
-            count = self.batching.take(seat.index, held, pending)
+            queued = {
+                other.index: other.queued_items
+                for other in self.workers
+                if other.ready and not other.has_job
+            }
+            count = self.batching.take(worker.index, queued, pending)
         if not count:
             return None
         if count == pending:
             stream.since = 0.0
         return lane.take(count, stream)
 
-    def _takes_less(self, stream: Stream, pending: int) -> bool:
-        """Whether to take less than a full batch: the caller waits for results, or no item has come for a while."""
+    def _accepts_less(self, stream: Stream, pending: int) -> bool:
+        """Return whether to take less than a full batch.
+
+        That is the case if the caller waits for results, or if the batch has been incomplete for
+        `LINGER_SECONDS`.
+        """
         if not pending or self.batching.fixed:
             return False
         now = time.monotonic()
         stream.since = stream.since or now
-        if stream.waiting or now >= stream.since + LINGER:
+        if stream.waiting or now >= stream.since + LINGER_SECONDS:
             return True
-        stream.due = stream.since + LINGER
+        stream.due = stream.since + LINGER_SECONDS
         return False
 
-    def _give(self, seat: Seat, chunk: Chunk) -> None:
-        assert seat.handle
-        if not seat.queue:
-            seat.since = time.monotonic()
+    def _assign_chunk(self, worker: PoolWorker, chunk: Chunk) -> None:
+        assert worker.handle
+        if not worker.queue:
+            worker.since = time.monotonic()
         try:
-            seat.handle.send(Kind.BATCH, pack_rows(chunk.items))
-        except BaseException as error:  # pickling an item may raise anything, and this thread goes on
+            worker.handle.send(Kind.BATCH, pack_rows(chunk.items))
+        except BaseException as error:
+            # Pickling an item can raise any exception, and this thread must not end.
             chunk.done = True
-            if len(chunk.items) > 1:  # find which
-                chunk.stream.again[self._lane(seat)].extendleft(reversed(chunk.singles(chunk.tries)))
+            # Send the items separately to find the one that cannot be pickled.
+            if len(chunk.items) > 1:
+                singles = chunk.singles(chunk.tries)
+                chunk.stream.again[self._lane(worker)].extendleft(reversed(singles))
                 return
             failure = Failure.of(error)
             failure = replace(failure, message=f"it cannot be sent to a worker: {failure.message}")
             chunk.stream.deliver(chunk, ItemError.of(chunk.indices.start, failure))
             return
         chunk.holders += 1
-        seat.queue.append(chunk)
+        worker.queue.append(chunk)
 
-    def _give_job(self, seat: Seat, job: Job) -> None:
-        assert seat.handle
+    def _assign_job(self, worker: PoolWorker, job: Job) -> None:
+        assert worker.handle
         if not job.running and not job.future.set_running_or_notify_cancel():
             return
         job.running = True
-        seat.since = time.monotonic()
-        seat.queue.append(job)
-        seat.handle.send(Kind.JOB, job.call)
+        worker.since = time.monotonic()
+        worker.queue.append(job)
+        worker.handle.send(Kind.JOB, job.call)
 
-    def _repeat(self, seat: Seat) -> bool:
-        """An idle fast device repeats what a slow one of another kind still holds."""
+    def _repeat_slow_chunk(self, worker: PoolWorker) -> bool:
+        """Assign a chunk that a slow device of another kind still has to a fast idle worker.
+
+        Returns False if there is no such chunk.
+        """
         now = time.monotonic()
-        for other in self.seats:
-            for place, chunk in enumerate(other.queue):
-                if isinstance(chunk, Job) or chunk.done or chunk.holders > 1 or other is seat:
+        for other in self.workers:
+            for position, chunk in enumerate(other.queue):
+                if isinstance(chunk, Job) or chunk.done or chunk.holders > 1 or other is worker:
                     continue
-                elapsed = now - other.since if not place else 0.0
-                if self.batching.again(seat.index, other.index, len(chunk.items), elapsed):
-                    self._give(seat, chunk)
+                elapsed = 0.0 if position else now - other.since
+                items = len(chunk.items)
+                if self.batching.again(worker.index, other.index, items, elapsed):
+                    self._assign_chunk(worker, chunk)
                     return True
         return False
 
-    # --- answers ------------------------------------------------------------------------------------------------------
+    # --- answers
+    # ----------------------------------------------------------------------------------------------
 
-    def answered(self, seat: Seat, message: Message, packed: Packed) -> None:
-        """A worker has finished its oldest task."""
-        task = seat.queue.popleft()
-        seat.since, seat.starts = time.monotonic(), 0
+    def answered(self, worker: PoolWorker, message: Message, packed: Packed) -> None:
+        """Process a worker's answer to its oldest task."""
+        task = worker.queue.popleft()
+        worker.since = time.monotonic()
+        worker.starts = 0
         if isinstance(task, Job):
-            seat.done += 1
+            worker.done += 1
             finish(task.future, packed, message.failures)
             return
         task.holders -= 1
-        if not task.tries:  # a repeated single item says little about batches
-            self.batching.speeds[seat.index].observe(len(task.items), message.seconds, message.extent.end)
+        # The speed of a single item that is repeated says little about the speed of batches.
+        if not task.tries:
+            speed = self.batching.speeds[worker.index]
+            speed.observe(len(task.items), message.seconds, message.extent.end)
             for stream in self.streams:
                 stream.window = self.batching.window
         if task.done:
             return
         task.done = True
         if message.failures:
-            self._retry_failures(seat, task, packed)
+            self._retry_failures(worker, task, packed)
         else:
-            seat.done += len(task.items)
+            worker.done += len(task.items)
             task.stream.deliver(task, packed.open)
 
-    def _retry_failures(self, seat: Seat, chunk: Chunk, packed: Packed) -> None:
-        """Deliver the results; repeat, or report, the failures."""
+    def _retry_failures(self, worker: PoolWorker, chunk: Chunk, packed: Packed) -> None:
+        """Deliver the results of a chunk, and repeat or report its failures."""
         try:
             results = packed.open()
-        except BaseException as error:  # one of them does not unpickle: find which
+        except BaseException as error:
+            # A result does not unpickle: repeat all items separately to find it.
             failure = Failure.of(error)
             results = [replace(failure, whole=True)]
         if type(results[0]) is Failure and results[0].whole:
             results = results * len(chunk.items)
             if results[0].memory:
-                self.batching.speeds[seat.index].shrink(len(chunk.items))
+                self.batching.speeds[worker.index].shrink(len(chunk.items))
         for single, result in zip(chunk.singles(chunk.tries + 1), results, strict=True):
             if type(result) is not Failure:
-                seat.done += 1
+                worker.done += 1
                 chunk.stream.deliver(single, lambda result=result: [result])
-            elif len(chunk.items) > 1 and result.whole:  # another item may be the reason: each gets a try by itself
+            elif len(chunk.items) > 1 and result.whole:
+                # Another item of the batch may be the reason, so each item gets a separate try.
                 single.tries = min(single.tries, self.retries - 1)
-                chunk.stream.again[self._lane(seat)].append(single)
+                chunk.stream.again[self._lane(worker)].append(single)
             else:
-                self._try_again(seat, single, result)
+                self._retry_item(worker, single, result)
 
-    def _try_again(self, seat: Seat, single: Chunk, failure: Failure) -> None:
-        """An item failed by itself: try once more, or report it."""
+    def _retry_item(self, worker: PoolWorker, single: Chunk, failure: Failure) -> None:
+        """Repeat an item that failed by itself, or report it after `retries` tries."""
         if single.tries < self.retries:
-            single.stream.again[self._lane(seat)].append(single)
-        else:
-            seat.starts = min(seat.starts, 1) if seat.done else seat.starts  # the item was the reason, not the worker
-            single.stream.deliver(single, ItemError.of(single.indices.start, failure))
+            single.stream.again[self._lane(worker)].append(single)
+            return
+        # The item was the reason for lost processes, not the worker.
+        if worker.done:
+            worker.starts = min(worker.starts, 1)
+        single.stream.deliver(single, ItemError.of(single.indices.start, failure))
 
-    def rescue(self, seat: Seat, how: str) -> None:
-        """A worker is lost: put what it held to the front of the queue. Only its oldest task may be the reason."""
-        tasks, seat.queue = list(seat.queue), deque()
+    def rescue(self, worker: PoolWorker, reason: str) -> None:
+        """Put the tasks of a lost process at the front of the queue.
+
+        Only the oldest task may be the reason for the loss, because the others had not started.
+
+        Args:
+            worker: the worker whose process was lost.
+            reason: how the process ended.
+        """
+        tasks = list(worker.queue)
+        worker.queue = deque()
         for task in reversed(tasks):
             started = task is tasks[0]
             if isinstance(task, Chunk):
@@ -257,14 +337,15 @@ class Scheduler:
                 if task.tries < self.retries:
                     self.jobs[task.lane].appendleft(task)
                 else:
-                    text = f"{seat} ended with the job, {task.tries} times: {how}"
+                    text = f"{worker} ended with the job, {task.tries} times: {reason}"
                     resolve(task.future, error=PredictionError(text))
                 continue
-            again = task.stream.again[self._lane(seat)]
+            repeated = task.stream.again[self._lane(worker)]
             if not started or (task.tries < self.retries and len(task.items) > 1):
-                again.appendleft(task)  # unchanged: results depend on the batch, if only in the last bits
+                # Repeat the batch unchanged: results depend on the batch, if only in the last bits.
+                repeated.appendleft(task)
             elif len(task.items) > 1:
                 task.done = True
-                again.extendleft(reversed(task.singles(self.retries - 1)))
+                repeated.extendleft(reversed(task.singles(self.retries - 1)))
             else:
-                self._try_again(seat, task, Failure(how, ""))
+                self._retry_item(worker, task, Failure(reason, ""))

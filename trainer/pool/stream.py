@@ -1,4 +1,4 @@
-"""Streams of `map` and jobs of `submit`, between the caller's thread and the engine's."""
+"""Streams of `map` and jobs of `submit`, which connect callers with the engine's thread."""
 
 from __future__ import annotations
 
@@ -19,28 +19,42 @@ from trainer.pool.failures import Failure, ItemError
 from trainer.pool.transport import Packed
 
 
-def as_it_is(item: Any) -> Any:
-    """An item with copies of its tensors and arrays: who made it may fill them again before they are sent."""
-    return tree_map(_copied, item) if isinstance(item, dict | list | tuple) else _copied(item)
+def copy_item(item: Any) -> Any:
+    """Return an item with copies of its tensors and arrays.
+
+    The caller's iterable may overwrite the same tensors for the next item before this one is sent.
+    """
+    if isinstance(item, dict | list | tuple):
+        return tree_map(_copy_leaf, item)
+    return _copy_leaf(item)
 
 
-def _copied(leaf: Any) -> Any:
+def _copy_leaf(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.clone()
-    return leaf.copy() if isinstance(leaf, np.ndarray | bytearray) else leaf
+    if isinstance(leaf, np.ndarray | bytearray):
+        return leaf.copy()
+    return leaf
 
 
 class Lane:
-    """A queue of items with their indices: all items of a stream, or every n-th for one worker.
-
-    Indices begin at `first`, are `step` apart, and `skip` more from the end of a batch to the beginning of the next.
-    """
+    """A queue of items with their indices: all items of a stream, or those of one worker."""
 
     def __init__(self, first: int = 0, step: int = 1, skip: int = 0) -> None:
+        """Create an empty queue.
+
+        Args:
+            first: index of the first item.
+            step: difference between the indices of consecutive items.
+            skip: additional difference between the last item of a batch and the next item.
+        """
         self.items: deque[Any] = deque()
-        self.next, self.step, self.skip = first, step, skip
+        self.next = first
+        self.step = step
+        self.skip = skip
 
     def take(self, count: int, stream: Stream) -> Chunk:
+        """Remove the first `count` items and return them as a chunk of `stream`."""
         items = [self.items.popleft() for _ in range(count)]
         indices = range(self.next, self.next + count * self.step, self.step)
         self.next += count * self.step + self.skip
@@ -49,60 +63,109 @@ class Lane:
 
 @dataclass(eq=False)
 class Chunk:
-    """Items of one stream: a worker's batch."""
+    """Items of one stream that a worker computes as one batch.
+
+    Attributes:
+        stream: the stream.
+        indices: index in the stream of each item.
+        items: the items.
+        tries: number of tries that failed.
+        holders: number of workers that have the chunk.
+        done: whether the chunk has an answer, or was split into other chunks.
+    """
 
     stream: Stream
     indices: range
     items: Sequence[Any]
     tries: int = 0
-    holders: int = 0  # workers that have it
-    done: bool = False  # answered, or split into other chunks
+    holders: int = 0
+    done: bool = False
 
     def singles(self, tries: int) -> list[Chunk]:
-        """Its items, each by itself."""
-        pairs = zip(self.indices, self.items, strict=True)
-        return [Chunk(self.stream, range(index, index + 1), [item], tries) for index, item in pairs]
+        """Return one chunk for each item, with `tries` failed tries."""
+        chunks = []
+        for index, item in zip(self.indices, self.items, strict=True):
+            chunks.append(Chunk(self.stream, range(index, index + 1), [item], tries))
+        return chunks
 
 
 class Stream:
-    """One `map`. The caller's thread puts items in and takes results out; the engine's thread does the rest.
+    """Items and results of one call of `map`.
 
-    Both sides only append to and pop from deques, so there is no lock. There is one lane, or one for each worker;
-    `window` items may be in flight, and a batch has `width`, if that is fixed.
+    The caller's thread puts items in and takes results out; the engine's thread does the rest. Both
+    only append to deques and pop from them, so no lock is needed.
+
+    Attributes:
+        window: maximum number of items in flight; the engine changes it.
+        again: chunks of each lane to repeat before new items are sent.
+        arrived: chunks with their results, in the order of arrival.
+        news: set when results or an error arrive.
+        wanted: number of items that the engine waits for; 0 if it waits for none.
+        since: time at which the engine first saw less than a full batch; 0 if it has not.
+        due: time at which the engine accepts less than a full batch, if any.
+        ended: whether the iterable is exhausted.
+        waiting: whether the caller waits for results, so that it does not put items in.
+        closed: whether the caller needs no more results.
     """
 
     def __init__(
-        self, ordered: bool, lanes: list[Lane], wake: Callable[[], None], window: int, width: int | None
+        self,
+        ordered: bool,
+        lanes: list[Lane],
+        wake: Callable[[], None],
+        window: int,
+        width: int | None,
     ) -> None:
-        self.ordered, self.lanes, self.wake, self.window, self.width = ordered, lanes, wake, window, width or 1
-        self.again: list[deque[Chunk]] = [deque() for _ in lanes]  # chunks to be repeated, before new ones, by lane
+        """Create a stream without items.
+
+        Args:
+            ordered: whether results are returned in the order of the items.
+            lanes: one queue, or one for each worker.
+            wake: wakes the engine's thread.
+            window: maximum number of items in flight.
+            width: number of items of every batch, if it is fixed.
+        """
+        self.ordered = ordered
+        self.lanes = lanes
+        self.wake = wake
+        self.window = window
+        self.width = width or 1
+        self.again: list[deque[Chunk]] = [deque() for _ in lanes]
         self.arrived: deque[tuple[Chunk, Any]] = deque()
         self.news = threading.Event()
         self.error: BaseException | None = None
-        self.wanted = 1  # items that the engine waits for; 0: none
-        self.since = 0.0  # when the engine first saw less than a full batch
-        self.due: float | None = None  # when it takes that
-        self.ended = False  # the iterable has no more
-        self.waiting = False  # the caller waits for results and puts no items in
+        self.wanted = 1
+        self.since = 0.0
+        self.due: float | None = None
+        self.ended = False
+        self.waiting = False
         self.closed = False
+        # Results that arrived before those of earlier items, by the index of their first item.
         self._early: dict[int, Any] = {}
         self._next = 0
 
+    # --- methods for the caller's thread
+    # ----------------------------------------------------------------------------------------------
+
     def put(self, index: int, item: Any) -> None:
-        """Caller's side: item `index` of the iterable."""
+        """Add item `index` of the iterable."""
         items = self.lanes[self._lane(index)].items
         items.append(item)
         if self.wanted and (len(items) == self.wanted or len(items) == 1):
             self.wake()
 
     def end(self) -> None:
-        """Caller's side: there are no more items."""
+        """Report to the engine that the iterable is exhausted."""
         self.ended = True
         self.wake()
 
     def get(self) -> Any:
-        """Caller's side: the next results (a list), the next `ItemError`, or None if there are none yet."""
-        arrived, early = self.arrived, self._early
+        """Return the next results as a list, or the next `ItemError`, or None if neither is there.
+
+        Raises the error that ended the pool, once no results are left.
+        """
+        arrived = self.arrived
+        early = self._early
         while arrived:
             chunk, results = arrived.popleft()
             indices = chunk.indices
@@ -111,8 +174,9 @@ class Stream:
                     results = results()
                 except KeyboardInterrupt:
                     raise
-                except BaseException as error:  # one does not unpickle
-                    if len(indices) > 1:  # find which
+                except BaseException as error:
+                    # A result does not unpickle: repeat all items separately to find it.
+                    if len(indices) > 1:
                         self.again[self._lane(indices.start)].extend(chunk.singles(1))
                         self.wake()
                         continue
@@ -124,7 +188,8 @@ class Stream:
             if indices.step == 1 or isinstance(results, ItemError):
                 early[indices.start] = results
             else:
-                early.update((index, [value]) for index, value in zip(indices, results, strict=True))
+                for index, value in zip(indices, results, strict=True):
+                    early[index] = [value]
         results = early.pop(self._next, None)
         if results is None and self.error:
             raise self.error
@@ -136,29 +201,47 @@ class Stream:
         return index // self.width % len(self.lanes)
 
     def wait(self) -> None:
-        """Caller's side: until there are results or an error."""
+        """Wait until results or an error arrive."""
         self.waiting = True
         self.news.clear()
+        # Check after clearing the event: whatever arrives from now on sets it again.
         if not self.arrived and not self.error:
             self.wake()
             self.news.wait()
         self.waiting = False
 
+    # --- methods for the engine's thread
+    # ----------------------------------------------------------------------------------------------
+
     def deliver(self, chunk: Chunk, results: Any) -> None:
-        """Engine's side: `results` is a function that returns a list, or an `ItemError`."""
+        """Deliver the results of a chunk.
+
+        Args:
+            chunk: the chunk.
+            results: an `ItemError`, or a function that unpickles the results and returns a list, so
+                that unpickling happens in the caller's thread.
+        """
         if not self.closed:
             self.arrived.append((chunk, results))
             self.news.set()
 
     def fail(self, error: BaseException) -> None:
-        """Engine's side: no more results will come."""
+        """End the stream with an error: no more results will arrive."""
         self.error = error
         self.news.set()
 
 
 @dataclass(eq=False)
 class Job:
-    """A call of `submit`."""
+    """A call of `submit`.
+
+    Attributes:
+        future: receives the result or the error.
+        call: the pickled function with its arguments.
+        lane: index of the job's queue.
+        tries: number of tries in which the worker was lost.
+        running: whether the job has been assigned to a worker, so that it cannot be cancelled.
+    """
 
     future: Future[Any]
     call: Any
@@ -173,14 +256,20 @@ def finish(future: Future[Any], packed: Packed, failed: int) -> None:
         result = packed.open()
         error = result.exception() if failed else None
     except BaseException as broken:
-        result, error = None, broken
+        result = None
+        error = broken
     resolve(future, result, error)
 
 
 def resolve(future: Future[Any], result: Any = None, error: BaseException | None = None) -> None:
-    """Set a Future's result or error, unless it was cancelled; what would end a program, as SystemExit, is a cause."""
+    """Set the result or error of a Future, unless the Future was cancelled.
+
+    Exceptions that would end a program, such as SystemExit, are set as the cause of a
+    `PredictionError`.
+    """
     if error is not None and not isinstance(error, Exception):
-        cause, error = error, PredictionError(Failure.of(error).message)
+        cause = error
+        error = PredictionError(Failure.of(error).message)
         error.__cause__ = cause
     with suppress(InvalidStateError):
         future.set_exception(error) if error else future.set_result(result)

@@ -1,7 +1,8 @@
-"""Values in shared memory: tensors, arrays, and whatever pickles, in slots that two processes map.
+"""Transport of values between two processes through slots in shared memory.
 
-pickle's protocol 5 (PEP 574) makes a small body of a value, and puts the bytes of its tensors and arrays beside it.
-Only their offsets in the slot go through the pipe, so no bytes are copied through it.
+A value is anything that pickles. Protocol 5 of pickle (PEP 574) separates a small body from buffers
+with the bytes of tensors and arrays. Body and buffers are written to a slot, which both processes
+map, and only the position in the slot goes through a pipe.
 """
 
 from __future__ import annotations
@@ -18,30 +19,58 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.processes.memory_file import MemoryFile, aligned
+from trainer.processes.memory_file import MemoryFile, align
 
-SMALLEST = 1 << 16  # bytes of a slot at first
-LITTLE = 1 << 15  # elements that torch copies in one thread; for more it uses several, which the workers need
+# Initial size of a slot in bytes.
+INITIAL_BYTES = 1 << 16
+# Maximum number of elements that torch copies in one thread. For larger copies torch uses several
+# threads, which would compete with the workers for cores.
+MAX_ELEMENTS = 1 << 15
 
 
 def new_slot() -> MemoryFile:
-    """Memory for a worker's tasks and answers. Either side writes only while the other waits for its message. Raises
-    SetupError where this system does not have it."""
-    return MemoryFile.create("trainer-pool", SMALLEST, "a DevicePool shares memory in a way that only Linux has")
+    """Create memory for the tasks and answers of a worker.
+
+    Each process writes to a slot only while the other process waits for a message about it.
+
+    Raises:
+        SetupError: the operating system does not support this kind of shared memory.
+    """
+    return MemoryFile.create(
+        "trainer-pool",
+        INITIAL_BYTES,
+        "a DevicePool needs a kind of shared memory that only Linux has",
+    )
 
 
 class Extent(NamedTuple):
-    """Where a value is in a slot."""
+    """Position of a value in a slot.
+
+    Attributes:
+        start: offset of the first byte.
+        end: offset after the last byte.
+        body: size of the body in bytes.
+        buffers: number of buffers.
+        rows: if not 0, the only buffer contains this number of results of equal shape.
+    """
 
     start: int = 0
     end: int = 0
-    body: int = 0  # bytes
+    body: int = 0
     buffers: int = 0
-    rows: int = 0  # not 0: the one buffer holds so many results of the same shape
+    rows: int = 0
 
 
 class Message(NamedTuple):
-    """All that goes through a worker's pipe."""
+    """A message through a worker's pipe, in either direction.
+
+    Attributes:
+        extent: position of the task or answer in the slot.
+        kind: a `Kind`.
+        slot: index of the slot.
+        failures: number of failures among the results.
+        seconds: time that the worker computed.
+    """
 
     extent: Extent
     kind: int
@@ -51,32 +80,41 @@ class Message(NamedTuple):
 
 
 class Packed:
-    """A pickled value with its buffers; `open` unpickles it."""
+    """A pickled value with its buffers.
+
+    If `rows` is not 0, the value is a list of this number of tensors or arrays of equal shape, and
+    the body contains only their type and shape.
+    """
 
     def __init__(self, body: bytes, buffers: Sequence[Any], rows: int = 0) -> None:
-        self.body, self.buffers, self.rows = body, buffers, rows
+        self.body = body
+        self.buffers = buffers
+        self.rows = rows
 
     def open(self) -> Any:
+        """Unpickle the value."""
         if not self.rows:
             return pickle.loads(self.body, buffers=self.buffers)
-        kind, shape = pickle.loads(self.body)
+        dtype, shape = pickle.loads(self.body)
 
-        def rows(buffer: Any, count: int) -> Any:
-            if isinstance(kind, torch.dtype):
-                return _tensor(buffer, kind, (count, *shape))
-            return np.frombuffer(buffer, kind).reshape(count, *shape)
+        def view_rows(buffer: Any, count: int) -> Any:
+            if isinstance(dtype, torch.dtype):
+                return _view_tensor(buffer, dtype, (count, *shape))
+            return np.frombuffer(buffer, dtype).reshape(count, *shape)
 
         if len(self.buffers) == self.rows:
-            return [rows(buffer, 1)[0] for buffer in self.buffers]
-        return list(rows(self.buffers[0], self.rows))
+            return [view_rows(buffer, 1)[0] for buffer in self.buffers]
+        return list(view_rows(self.buffers[0], self.rows))
 
 
 def pack(value: Any) -> Packed:
-    """Pickle a value. Tensors lose their gradient and unpickle on the CPU, contiguous.
+    """Pickle a value.
+
+    Tensors lose their gradient. They are contiguous and on the CPU after unpickling.
 
     Raises:
-        TypeError: a sparse tensor.
-        Exception: whatever pickle raises where something cannot be pickled.
+        TypeError: the value contains a sparse tensor.
+        Exception: the value cannot be pickled; pickle can raise any exception.
     """
     file = io.BytesIO()
     pickler = _Pickler(file)
@@ -87,23 +125,37 @@ def pack(value: Any) -> Packed:
 
 
 def pack_rows(values: Any) -> Packed:
-    """Pickle a list, tuple, tensor or array of rows, which unpickles as a list.
+    """Pickle a sequence of rows, which unpickles as a list.
 
-    Where all are tensors, or arrays, of one shape, they go as one block, from which they unpickle contiguous.
+    Rows that are all tensors, or all arrays, of the same shape and type are written as one
+    contiguous block.
+
+    Args:
+        values: a list, tuple, tensor or array.
     """
     rows = _Rows.of(values)
     if rows is None:
         return pack(list(values))
-    return Packed(pickle.dumps((rows.kind, rows.shape)), [rows], rows.count)
+    return Packed(pickle.dumps((rows.dtype, rows.shape)), [rows], rows.count)
 
 
 def store(packed: Packed, slot: MemoryFile, start: int = 0) -> Extent:
-    """Write it at `start`: the sizes of its buffers, its body, its buffers."""
+    """Write a value to a slot: first the sizes of its buffers, then its body, then its buffers.
+
+    Args:
+        packed: the value.
+        slot: the slot, which grows if necessary.
+        start: offset of the first byte.
+
+    Returns:
+        The position that `fetch` needs to read the value.
+    """
     sizes = [buffer.nbytes for buffer in packed.buffers]
     begin = start + 8 * len(sizes)
-    offsets, end = [], begin + len(packed.body)
+    offsets = []
+    end = begin + len(packed.body)
     for size in sizes:
-        offsets.append(aligned(end))
+        offsets.append(align(end))
         end = offsets[-1] + size
     memory = slot.reach(end)
     struct.pack_into(f"{len(sizes)}q", memory, start, *sizes)
@@ -117,25 +169,35 @@ def store(packed: Packed, slot: MemoryFile, start: int = 0) -> Extent:
 
 
 def fetch(memory: mmap.mmap, extent: Extent, copy: bool) -> Packed:
-    """Read what `store` wrote. With `copy` tensors and arrays own their memory; else they are views of the slot."""
+    """Read a value that `store` wrote.
+
+    Args:
+        memory: the mapped slot.
+        extent: position of the value.
+        copy: whether tensors and arrays own their memory; if False, they are views of the slot.
+    """
     view = memoryview(memory)
     sizes = struct.unpack_from(f"{extent.buffers}q", memory, extent.start)
     end = extent.start + 8 * extent.buffers + extent.body
     body = memory[end - extent.body : end]
     buffers: list[Any] = []
     for size in sizes:
-        offset = aligned(end)
+        offset = align(end)
         end = offset + size
         if copy and extent.rows:
+            # Copy each row separately, so that a result that the caller keeps does not keep the
+            # memory of the whole batch.
             row = size // extent.rows
             buffers = [bytearray(view[at : at + row]) for at in range(offset, end, row)]
+        elif copy:
+            buffers.append(bytearray(view[offset:end]))
         else:
-            buffers.append(bytearray(view[offset:end]) if copy else view[offset:end])
+            buffers.append(view[offset:end])
     return Packed(body, buffers, extent.rows)
 
 
 class _Pickler(pickle.Pickler):
-    """Keeps the bytes of tensors and arrays out of the body."""
+    """Pickler that puts the bytes of tensors and arrays into buffers."""
 
     def __init__(self, file: io.BytesIO) -> None:
         self.buffers: list[pickle.PickleBuffer] = []
@@ -147,89 +209,124 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         if value.layout not in (torch.strided, torch.jagged):
             raise TypeError(
-                f"a tensor of layout {value.layout} does not travel between processes: send its .to_dense()"
+                f"a tensor of layout {value.layout} does not travel between processes: send its "
+                ".to_dense()"
             )
-        if not _plain(value):
+        if not _is_plain(value):
             return NotImplemented
         if value.device.type == "cuda":
             self.devices.add(value.device)
-        return _tensor, (pickle.PickleBuffer(_bytes(_on_host(value)).data), value.dtype, tuple(value.shape))
+        buffer = pickle.PickleBuffer(_view_bytes(_copy_to_host(value)).data)
+        return _view_tensor, (buffer, value.dtype, tuple(value.shape))
 
 
 class _Rows:
-    """N tensors or arrays of one shape and type, to be written as one block."""
+    """Tensors or arrays of one shape and type, which are written as one block."""
 
-    def __init__(self, values: Any, kind: torch.dtype | np.dtype[Any], shape: tuple[int, ...], size: int) -> None:
-        self.values, self.kind, self.shape, self.count = values, kind, shape, len(values)
-        self.nbytes = self.count * math.prod(shape) * size
+    def __init__(
+        self,
+        values: Any,
+        dtype: torch.dtype | np.dtype[Any],
+        shape: tuple[int, ...],
+        element_size: int,
+    ) -> None:
+        """Prepare to write `values`; `shape` is the shape of one row."""
+        self.values = values
+        self.dtype = dtype
+        self.shape = shape
+        self.count = len(values)
+        self.nbytes = self.count * math.prod(shape) * element_size
 
     @classmethod
     def of(cls, values: Any) -> _Rows | None:
-        """None where they are not of one shape and type, or have no bytes."""
+        """Return None if the values differ in shape or type, or have no bytes."""
         first = values[0] if len(values) else None
         if isinstance(first, Tensor):
-            if not _plain(first) or not (isinstance(values, Tensor) or _alike(values, first)):
+            is_stacked = isinstance(values, Tensor)
+            if not _is_plain(first) or not (is_stacked or _are_alike(values, first)):
                 return None
             if first.device.type != "cpu":
-                values = _on_host(values if isinstance(values, Tensor) else torch.stack(list(values)))
+                values = _copy_to_host(values if is_stacked else torch.stack(list(values)))
                 if first.device.type == "cuda":
                     torch.cuda.current_stream(first.device).synchronize()
             rows = cls(values, first.dtype, tuple(first.shape), first.element_size())
         elif type(first) is np.ndarray and first.ndim and not first.dtype.hasobject:
-            kind = first.dtype
-            if not all(type(row) is np.ndarray and row.shape == first.shape and row.dtype == kind for row in values):
+            dtype = first.dtype
+            if not all(
+                type(row) is np.ndarray and row.shape == first.shape and row.dtype == dtype
+                for row in values
+            ):
                 return None
-            rows = cls(values, kind, first.shape, first.itemsize)
+            rows = cls(values, dtype, first.shape, first.itemsize)
         else:
             return None
         return rows if rows.nbytes else None
 
     def write(self, memory: mmap.mmap, offset: int) -> None:
-        row = math.prod(self.shape)
+        """Write all rows to `memory` at `offset`."""
+        elements = math.prod(self.shape)
         if isinstance(self.values, Tensor):
-            memory[offset : offset + self.nbytes] = _bytes(self.values).data
-        elif isinstance(self.kind, torch.dtype) and row < LITTLE:
-            flat = torch.frombuffer(memory, dtype=self.kind, count=self.count * row, offset=offset)
-            whole, step = flat.view(self.count, *self.shape), LITTLE // row
+            memory[offset : offset + self.nbytes] = _view_bytes(self.values).data
+        elif isinstance(self.dtype, torch.dtype) and elements < MAX_ELEMENTS:
+            count = self.count * elements
+            flat = torch.frombuffer(memory, dtype=self.dtype, count=count, offset=offset)
+            rows = flat.view(self.count, *self.shape)
+            step = MAX_ELEMENTS // elements
             with torch.no_grad():
                 for at in range(0, self.count, step):
-                    torch.stack(list(self.values[at : at + step]), out=whole[at : at + step])
+                    torch.stack(list(self.values[at : at + step]), out=rows[at : at + step])
         else:
             size = self.nbytes // self.count
-            for at, value in zip(range(offset, offset + self.nbytes, size), self.values, strict=True):
-                memory[at : at + size] = _bytes(value).data
+            starts = range(offset, offset + self.nbytes, size)
+            for start, value in zip(starts, self.values, strict=True):
+                memory[start : start + size] = _view_bytes(value).data
 
 
-def _plain(tensor: Tensor) -> bool:
-    """Whether bytes, shape and type are all of it; torch pickles the others."""
-    strided = type(tensor) is Tensor and tensor.layout is torch.strided
-    return strided and not tensor.is_quantized and not tensor.is_meta
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether bytes, shape and type describe the tensor completely.
+
+    All other tensors are pickled by torch.
+    """
+    is_strided = type(tensor) is Tensor and tensor.layout is torch.strided
+    return is_strided and not tensor.is_quantized and not tensor.is_meta
 
 
-def _alike(rows: Sequence[Any], first: Tensor) -> bool:
+def _are_alike(rows: Sequence[Any], first: Tensor) -> bool:
+    """Return whether all rows are tensors with the shape, type and device of `first`."""
     kind = first.shape, first.dtype, first.device
-    plain = (row for row in rows if type(row) is Tensor and row.layout is torch.strided)
-    return first.is_contiguous() and sum((row.shape, row.dtype, row.device) == kind for row in plain) == len(rows)
+    return first.is_contiguous() and all(
+        type(row) is Tensor
+        and row.layout is torch.strided
+        and (row.shape, row.dtype, row.device) == kind
+        for row in rows
+    )
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    """On the CPU; from a GPU through pinned memory, contiguous, complete once its stream is synchronised."""
+def _copy_to_host(tensor: Tensor) -> Tensor:
+    """Return the tensor on the CPU.
+
+    A copy from a GPU goes to pinned memory and is contiguous. The copy is asynchronous: its values
+    are complete once the current stream of the GPU is synchronized.
+    """
     if tensor.device.type != "cuda":
         return tensor.detach().cpu()
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor.detach(), non_blocking=True)
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor.detach(), non_blocking=True)
 
 
-def _bytes(value: Tensor | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Its bytes as a flat array, without a copy where it is contiguous."""
-    if isinstance(value, Tensor):
-        flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        array: np.ndarray[Any, Any] = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
-        return array
-    return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+def _view_bytes(value: Tensor | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the bytes of a tensor or array as a flat array, without a copy if it is contiguous."""
+    if not isinstance(value, Tensor):
+        return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if not flat.numel():
+        return np.empty(0, np.uint8)
+    array: np.ndarray[Any, Any] = flat.view(torch.uint8).numpy()
+    return array
 
 
-def _tensor(buffer: Any, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """A tensor as a view of its bytes."""
+def _view_tensor(buffer: Any, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """Return a tensor that is a view of the bytes in `buffer`."""
     if not math.prod(shape):
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     return torch.frombuffer(buffer, dtype=dtype).view(tuple(shape))

@@ -1,4 +1,4 @@
-"""Inside a worker: the user's callable on one device, and the loop that answers the parent."""
+"""The worker process: calls the user's worker on one device, and answers the parent's messages."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -27,10 +27,10 @@ from trainer.processes.memory_file import MemoryFile
 
 
 class Kind(IntEnum):
-    """Of a message."""
+    """Kind of a message. READY and BROKEN report whether the worker's setup succeeded."""
 
     READY = 0
-    BROKEN = 1  # the setup failed
+    BROKEN = 1
     BATCH = 2
     JOB = 3
 
@@ -43,9 +43,16 @@ _here = _Here()
 
 
 def current_device() -> torch.device:
-    """The device of the `DevicePool`'s worker that calls this. Raises RecipeError outside of one."""
+    """Return the device of the `DevicePool` worker that calls this function.
+
+    Raises:
+        RecipeError: the caller is not a worker of a pool.
+    """
     if _here.device is None:
-        raise RecipeError("current_device() works in a DevicePool's workers only: call it in what the pool runs")
+        raise RecipeError(
+            "current_device() works in a DevicePool's workers only: call it in a function that the "
+            "pool runs"
+        )
     return _here.device
 
 
@@ -57,9 +64,15 @@ def enter(device: torch.device) -> None:
 
 
 class Caller:
-    """The user's worker on a device: calls it for batches and for jobs, and turns exceptions into `Failure`s."""
+    """Calls the user's worker for batches and jobs, and converts exceptions to `Failure`s."""
 
-    def __init__(self, worker: Callable[..., Any], arguments: Sequence[Any], device: torch.device) -> None:
+    def __init__(
+        self,
+        worker: Callable[..., Any],
+        arguments: Sequence[Any],
+        device: torch.device,
+    ) -> None:
+        """Create the user's worker and call its setup."""
         enter(device)
         self.device = device
         self.worker: Any = worker(*arguments) if isinstance(worker, type) else worker
@@ -68,35 +81,54 @@ class Caller:
 
     @property
     def prepares(self) -> bool:
-        """Whether the worker prepares a batch while it still computes another."""
+        """Whether the user's worker prepares a batch while it still computes another."""
         return hasattr(self.worker, "prepare")
 
-    def prepared(self, items: Callable[[], Sequence[Any]]) -> Callable[[], Sequence[Any]]:
-        """A function for `batch` that returns the prepared items."""
+    def prepare(self, items: Callable[[], Sequence[Any]]) -> Callable[[], Sequence[Any]]:
+        """Prepare a batch, and return a function for `batch` that returns the prepared items.
+
+        The function raises the exception of the preparation, if any.
+        """
+        prepared: Future[Sequence[Any]] = Future()
         try:
-            values = self.worker.prepare(items())
+            prepared.set_result(self.worker.prepare(items()))
         except BaseException as error:
-            return partial(_raise, error)
-        return lambda: values
+            prepared.set_exception(error)
+        return prepared.result
 
     def batch(self, items: Callable[[], Sequence[Any]]) -> Any:
-        """A result or a `Failure` for each item, or one `Failure` of the whole batch; `items` returns them."""
+        """Compute a batch.
+
+        Args:
+            items: returns the items.
+
+        Returns:
+            A result or a `Failure` for each item, or a list of one `Failure` for the whole batch.
+        """
         try:
             enter(self.device)
             values = items()
             if hasattr(self.worker, "batch"):
-                return _checked(self.worker.batch(values), len(values))
+                return _check_results(self.worker.batch(values), len(values))
         except BaseException as error:
             return [Failure.of(error, whole=True)]
-        return [self._one(value) for value in values]
+        return [*map(self._compute_item, values)]
 
-    def _one(self, item: Any) -> Any:
+    def _compute_item(self, item: Any) -> Any:
         try:
             return self.worker(item)
         except BaseException as error:
             return Failure.of(error)
 
-    def job(self, call: Callable[[], tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]) -> Any:
+    def job(
+        self,
+        call: Callable[[], tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]],
+    ) -> Any:
+        """Run a job, and return its result or a `Failure`.
+
+        Args:
+            call: returns the function with its arguments.
+        """
         try:
             enter(self.device)
             function, arguments, keywords = call()
@@ -105,7 +137,10 @@ class Caller:
             return Failure.of(error)
 
     def usable(self) -> bool:
-        """Whether the device still works after a failure: some CUDA errors stay for a process's life."""
+        """Return whether the device still works after a failure.
+
+        Some CUDA errors make the device unusable for the rest of the process.
+        """
         try:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
@@ -114,39 +149,48 @@ class Caller:
         return True
 
 
-def _raise(error: BaseException) -> Any:
-    raise error
-
-
-def _checked(results: Any, count: int) -> Any:
-    kind = type(results).__name__
+def _check_results(results: Any, count: int) -> Any:
     if isinstance(results, dict | str | bytes) or not hasattr(results, "__len__"):
-        raise TypeError(f"batch() gave a {kind}: return a list of {count} results, or a tensor of shape ({count}, ...)")
-    rows = results if isinstance(results, torch.Tensor | np.ndarray) else list(results)
-    if len(rows) != count:
-        raise ValueError(f"batch() gave {len(rows)} results for {count} items: return one for each, in order")
-    return rows
+        kind = type(results).__name__
+        raise TypeError(
+            f"batch() returned a {kind}: return a list of {count} results, or a tensor of shape "
+            f"({count}, ...)"
+        )
+    if not isinstance(results, torch.Tensor | np.ndarray):
+        results = list(results)
+    if len(results) != count:
+        raise ValueError(
+            f"batch() returned {len(results)} results for {count} items: return one for each, in "
+            "order"
+        )
+    return results
 
 
-# --- in a process -----------------------------------------------------------------------------------------------------
+# --- the process
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Definition:
-    """The worker and its arguments, pickled once and mapped by every process: weights are in memory once."""
+    """The user's worker and its arguments in shared memory.
+
+    They are pickled once and mapped by every process, so weights are in memory only once.
+    """
 
     slot: MemoryFile
     extent: Extent
 
     @classmethod
     def of(cls, worker: Callable[..., Any], arguments: Sequence[Any]) -> Definition:
+        """Pickle a worker and its arguments."""
         slot = new_slot()
         return cls(slot, store(pack((worker, tuple(arguments))), slot))
 
     def open(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """The arguments are copied on write, for this process alone."""
-        opened: tuple[Callable[..., Any], tuple[Any, ...]] = fetch(self.slot.private(), self.extent, copy=False).open()
-        return opened
+        """Unpickle worker and arguments. Memory to which this process writes is copied for it."""
+        packed = fetch(self.slot.private(), self.extent, copy=False)
+        worker_and_arguments: tuple[Callable[..., Any], tuple[Any, ...]] = packed.open()
+        return worker_and_arguments
 
 
 def main(
@@ -157,71 +201,105 @@ def main(
     threads: int,
     environment: dict[str, str],
 ) -> None:
-    """A worker process, until the parent closes its end of the pipe."""
+    """Run a worker process until the parent closes its end of the pipe.
+
+    Args:
+        connection: the worker's end of the pipe.
+        slots: shared memory for tasks and answers.
+        definition: the user's worker and its arguments.
+        device: name of the device.
+        threads: number of threads for torch.
+        environment: environment variables of the parent.
+    """
     fork_server.begin_worker()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # it may be terminated: what it had is repeated
-    for name in os.environ.keys() - environment.keys():  # the fork server's environment may be older
+    # SIGTERM may end this process at any time: the pool repeats its tasks.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # The environment of the fork server may be older than that of the parent.
+    for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(environment)
-    np.random.seed()  # the server's state would be every worker's
+    # Forked workers would all start with the random state of the fork server.
+    np.random.seed()
     torch.set_num_threads(threads)
     try:
         caller = Caller(*definition.open(), torch.device(device))
     except BaseException as error:
         _send(connection, Message(store(pack(Failure.of(error)), slots[0]), Kind.BROKEN, 0))
         return
-    _Here.device = caller.device  # for threads that the worker starts
+    # Make `current_device` work in threads that the user's worker starts.
+    _Here.device = caller.device
     if _send(connection, Message(Extent(), Kind.READY, 0)):
         serve(connection, slots, caller)
     sys.stdout.flush()
     sys.stderr.flush()
 
 
-Opener = Callable[[], Any]  # unpickles a message's batch or job
+# A function that unpickles the batch or job of a message.
+Opener = Callable[[], Any]
 
 
 def serve(connection: Connection, slots: list[MemoryFile], caller: Caller) -> None:
-    """Answer batches and jobs, in order."""
-    arrived = _arrivals(connection, slots, caller)
-    for message, items in _ahead(arrived, caller) if caller.prepares else arrived:
-        began = time.perf_counter()
+    """Compute batches and jobs in the order of their arrival, and send the answers."""
+    tasks = _receive_tasks(connection, slots, caller)
+    if caller.prepares:
+        tasks = _receive_ahead(tasks, caller)
+    for message, items in tasks:
+        start = time.perf_counter()
         if message.kind == Kind.JOB:
-            result = _packable(caller.job(items))
-            answer, failures = pack(result), int(type(result) is Failure)
+            result = _ensure_picklable(caller.job(items))
+            packed = pack(result)
+            failures = int(type(result) is Failure)
         else:
-            answer, failures = _batch(caller, items)
-        extent = store(answer, slots[message.slot], message.extent.end)
-        done = message._replace(extent=extent, failures=failures, seconds=time.perf_counter() - began)
-        usable = not failures or caller.usable()
-        del items, answer
-        if not _send(connection, done) or not usable:
+            packed, failures = _compute_batch(caller, items)
+        extent = store(packed, slots[message.slot], message.extent.end)
+        seconds = time.perf_counter() - start
+        answer = message._replace(extent=extent, failures=failures, seconds=seconds)
+        is_usable = not failures or caller.usable()
+        del items, packed
+        if not _send(connection, answer) or not is_usable:
             return
 
 
-def _arrivals(connection: Connection, slots: list[MemoryFile], caller: Caller) -> Iterator[tuple[Message, Opener]]:
-    """Messages until the parent closes the pipe."""
+def _receive_tasks(
+    connection: Connection,
+    slots: list[MemoryFile],
+    caller: Caller,
+) -> Iterator[tuple[Message, Opener]]:
+    """Yield the parent's messages until it closes the pipe."""
     while True:
         try:
             message = connection.recv()
         except (EOFError, OSError):
             return
-        job = message.kind == Kind.JOB
-        items = fetch(slots[message.slot].reach(message.extent.end), message.extent, copy=job).open
-        yield message, caller.prepared(items) if caller.prepares and not job else items
+        is_job = message.kind == Kind.JOB
+        extent = message.extent
+        items = fetch(slots[message.slot].reach(extent.end), extent, copy=is_job).open
+        if caller.prepares and not is_job:
+            items = caller.prepare(items)
+        yield message, items
+        # Free the batch before waiting for the next message.
         del items
 
 
-def _ahead(arrived: Iterator[tuple[Message, Opener]], caller: Caller) -> Iterator[tuple[Message, Opener]]:
-    """The same, received by a thread, which prepares batches; the parent sends no more than it has slots."""
+def _receive_ahead(
+    tasks: Iterator[tuple[Message, Opener]],
+    caller: Caller,
+) -> Iterator[tuple[Message, Opener]]:
+    """Receive tasks in a thread, which prepares batches while this thread computes.
+
+    The queue cannot grow without limit, because the parent sends at most one task per slot.
+    """
     received: queue.SimpleQueue[tuple[Message, Opener] | None] = queue.SimpleQueue()
 
     def listen() -> None:
         try:
             enter(caller.device)
-            for message in arrived:
-                received.put(message)
-                del message  # or this thread keeps its batch's memory
-        finally:  # also after an error: the worker then ends, and is replaced
+            for task in tasks:
+                received.put(task)
+                # Otherwise the thread would keep the batch's memory until the next task.
+                del task
+        finally:
+            # After an error, too: the worker then ends, and the pool replaces it.
             received.put(None)
 
     threading.Thread(target=listen, name="listening", daemon=True).start()
@@ -229,7 +307,7 @@ def _ahead(arrived: Iterator[tuple[Message, Opener]], caller: Caller) -> Iterato
 
 
 def _send(connection: Connection, message: Message) -> bool:
-    """False where the parent has closed the pipe."""
+    """Send a message. Return False if the parent has closed the pipe."""
     try:
         connection.send(message)
     except OSError:
@@ -237,17 +315,19 @@ def _send(connection: Connection, message: Message) -> bool:
     return True
 
 
-def _batch(caller: Caller, items: Opener) -> tuple[Packed, int]:
+def _compute_batch(caller: Caller, items: Opener) -> tuple[Packed, int]:
+    """Compute a batch, and return the pickled results and the number of failures among them."""
     results = caller.batch(items)
     if not (isinstance(results, list) and any(type(result) is Failure for result in results)):
-        with suppress(BaseException):  # one does not pickle
+        # If a result does not pickle, the lines below find it.
+        with suppress(BaseException):
             return pack_rows(results), 0
-    results = [_packable(result) for result in results]
+    results = [*map(_ensure_picklable, results)]
     return pack(results), sum(type(result) is Failure for result in results)
 
 
-def _packable(result: Any) -> Any:
-    """A result, or a `Failure` in its place where it does not pickle."""
+def _ensure_picklable(result: Any) -> Any:
+    """Return `result`, or a `Failure` if it cannot be pickled."""
     try:
         pack(result)
     except BaseException as error:

@@ -1,6 +1,6 @@
-"""Processes and what they share: this rank's world, its parents, peers and children, memory, signals, the fork server,
-faults.
+"""Processes: rank and resources of this process, parents and children, signals, shared memory, the
+fork server, and the terminal.
 
-Who starts the ranks is in `launch`; what they compute is no matter here.
+The package `distributed` contains the communication between ranks, and `launch` starts them.
 Imports: errors, recipe, devices.
 """

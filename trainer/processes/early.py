@@ -1,36 +1,98 @@
-"""Signal handlers until a run has something to save. Imports next to nothing, so that it comes first."""
+"""Signal handlers for the time before a run has something to save.
+
+The module imports next to nothing, so that the handlers are installed before slow imports.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+import time
 from types import FrameType
 
-# What asks to save and go, beside SIGTERM: a terminal that closes, SLURM's --signal=USR1, submitit's SIGUSR2.
-SAVE_AND_GO = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# Signals other than SIGTERM that ask a run to save and exit: a closed terminal (SIGHUP), SLURM's
+# --signal=USR1, submitit's SIGUSR2, and the soft limit of CPU time (`ulimit -S -t`, SGE's s_cpu).
+# SIGKILL follows at the hard limit.
+SAVE_AND_GO = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+# Signals that arrive within this number of seconds after a Ctrl-C are its copies.
+COPY_SECONDS = 1.0
+
+
+class CtrlC:
+    """Counter that distinguishes the user's second Ctrl-C from copies of the first one.
+
+    A Ctrl-C may reach a process more than once, because the terminal signals the whole process
+    group, and `timeout`, `srun` or a launcher signals the process again. Counting a copy as a
+    second Ctrl-C would end the run without saving.
+
+    Args:
+        routes: maximum number of copies of a Ctrl-C by the signal as which they arrive. Copies may
+            arrive after any delay.
+    """
+
+    def __init__(self, routes: dict[int, int]) -> None:
+        self.routes = routes
+        # First signal that was passed to `is_second`.
+        self.first: int | None = None
+        self._arrival_count = 0
+        self._last_new = 0.0
+
+    def is_new(self, number: int = signal.SIGINT) -> bool:
+        """Count a signal, and return whether it is a new Ctrl-C of the user, not a copy."""
+        routes = self.routes.get(number)
+        if routes is None:
+            return False
+        now = time.monotonic()
+        is_late = now - self._last_new > COPY_SECONDS
+        is_new = self._arrival_count == 0 or (is_late and self._arrival_count >= routes)
+        self._arrival_count += 1
+        if is_new:
+            self._last_new = now
+        return is_new
+
+    def is_second(self, number: int) -> bool:
+        """Count a signal, and return whether it is the user's second Ctrl-C.
+
+        A Ctrl-C after another signal, such as SIGTERM, is not a second one.
+        """
+        first = self.first
+        if first is None:
+            self.first = number
+        return self.is_new(number) and first == signal.SIGINT
 
 
 def is_installed_command() -> bool:
-    """Whether pip's script `trainer` is this process's main module, which it is in none of its children."""
-    return sys.argv[0].endswith("/trainer") and getattr(sys.modules["__main__"], "__file__", "") == sys.argv[0]
+    """Return whether the user started this process by the script `trainer` that pip installs.
+
+    In child processes the main module is another one.
+    """
+    return (
+        sys.argv[0].endswith("/trainer")
+        and getattr(sys.modules["__main__"], "__file__", "") == sys.argv[0]
+    )
 
 
 def exit_on_signal(number: int, _: FrameType | None) -> None:
-    """A signal's handler: end this process with the exit code that the signal has later on too."""
+    """Exit with the code that a signal also has while a run trains."""
     os._exit(130 if number == signal.SIGINT else 143)
 
 
 def install_handlers() -> None:
-    """Install handlers until others follow; without them Ctrl-C ends the imports with a traceback each."""
+    """Install handlers that exit without a traceback.
+
+    Without them, Ctrl-C during the imports would print the stack of every process.
+    """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, exit_on_signal)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # launch.sh has it blocked
-    for number in SAVE_AND_GO:
+        # launch.sh starts this process with SIGINT blocked.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    # The kernel does not deliver SIGTERM to the first process of a container without a handler.
+    for number in (signal.SIGTERM, *SAVE_AND_GO):
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, exit_on_signal)
 
 
-def unused(number: int) -> bool:
-    """Whether no other code has a handler for a signal, or ignores it, as nohup does."""
+def is_unused(number: int) -> bool:
+    """Return whether nobody else handles a signal or ignores it, as nohup does."""
     return signal.getsignal(number) in (signal.SIG_DFL, exit_on_signal)

@@ -1,8 +1,8 @@
-"""Parents and siblings as the kernel knows them: who dies with whom, which rank lives, which is stopped. Linux only.
+"""Parents, siblings and children of this process, as the kernel reports them. Linux only.
 
-A rank that is gone or stopped cannot say so. Its siblings see it: they have the same launcher for a parent. Commands
-that this process starts never outlive it; workers and ranks that are forked come from `fork_server`, ranks on behalf of
-torch's launcher.
+A rank that is gone or stopped cannot report that. Its siblings, which have the same launcher as
+parent, find out from the kernel. Commands that this process starts never outlive it. Workers and
+ranks are forked by `fork_server` instead.
 """
 
 from __future__ import annotations
@@ -14,90 +14,128 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from trainer.errors import PeerError, SetupError
-from trainer.processes.rank import place
+from trainer.processes.rank import read_place
+from trainer.processes.watchdog_process import WATCHDOG_SIGNAL
 
-# Set by our launcher for its ranks and for whatever else we start: whom to die with; and who speaks for the ranks.
+# Variable of all processes that `trainer` starts: the process id of the parent with which they die.
+# A rank that has it does not print, because our launcher prints for it.
 PARENT = "TRAINER_PARENT"
-PARENT_DIED = 7  # the exit code of a child that finds no parent
-# And its number: what the kernel calls a rank that was forked, whose first environment is another's.
+# Exit code of a child whose parent has died before the child could ask to die with it.
+PARENT_DIED = 7
+# Name in /proc of a forked rank, followed by its number. Its environment in /proc is that of the
+# fork server, so it does not contain RANK.
 RANK_NAME = "rank "
-STACKS = signal.SIGURG  # a rank that gets it writes its stacks to stderr, and goes on; no other process minds it
+# Frequent causes of signals that nobody sent deliberately, for messages.
+CAUSES = {
+    "SIGKILL": " (the system may be short of memory)",
+    "SIGABRT": " (NCCL does this if another rank is lost or silent; so does a library that finds "
+    "an internal error)",
+    "SIGSEGV": " (a fault in torch or another library)",
+    WATCHDOG_SIGNAL.name: " (its Python did not run after a signal)",
+    "SIGBUS": " (/dev/shm or a disk that is mapped may be full)",
+}
+# A rank that receives this signal writes its stacks to stderr and continues. The default action of
+# SIGURG is to ignore it, so it does not harm other processes.
+STACKS = signal.SIGURG
 
 
-def die_with_parent(parent: int | None = None) -> None:
-    """Ask the kernel to kill this process when its parent dies, however it dies; or leave, if it is dead already.
+def die_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> None:
+    """Ask the kernel to signal this process when its parent dies, or exit if it is dead already.
 
-    To the kernel a parent is the thread that started this process.
+    For the kernel, the parent is the thread that started this process.
 
     Args:
-        parent: process id. None: of whoever of ours started this, or any torchrun. What a user started by himself may
-            outlive his shell.
+        parent: process id of the parent. None selects the process of `trainer` or the torchrun that
+            started this one. A process that the user has started may outlive its parent, so None
+            does nothing there.
+        number: signal.
     """
     if parent is None:
         named = os.environ.get(PARENT, "")
-        if not named and not place().launched:
+        if not named and not read_place().launched:
             return
         parent = int(named) if named.isdigit() else None
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # 1: PR_SET_PDEATHSIG
-    now = os.getppid()
-    if now != parent if parent is not None else _orphaned(now):  # it died before we asked
+        # The first argument is PR_SET_PDEATHSIG.
+        ctypes.CDLL(None, use_errno=True).prctl(1, number, 0, 0, 0)
+    # The parent may have died before the call, in which case the kernel sends nothing.
+    current = os.getppid()
+    is_dead = _is_adopted(current) if parent is None else current != parent
+    if is_dead:
         os._exit(PARENT_DIED)
 
 
 def launcher_prints() -> bool:
-    """Whether a launcher of ours prints for this rank."""
-    return PARENT in os.environ and place().launched
+    """Return whether our launcher prints for this rank."""
+    return PARENT in os.environ and read_place().launched
 
 
-def _orphaned(parent: int) -> bool:
-    """Whether torchrun, which names no parent, died before this rank asked, so that it has another one.
+def _is_adopted(parent: int) -> bool:
+    """Return whether the torchrun of this rank has died, so that the rank has another parent.
 
-    Who adopts orphans (init, a container's first process, a session's manager) has neither torch in its memory, as
-    torchrun has, nor a rank's variables, as a command between torchrun and this process has.
+    torchrun does not tell its ranks its process id. It has torch in its memory, and a command
+    between torchrun and this process has the variables of a rank. The processes that adopt orphans
+    (init, the first process of a container, a session manager) have neither.
+
+    Args:
+        parent: process id of the current parent.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or not os.path.isdir(f"/proc/{parent}"):
-        return False  # 0, say: a parent outside this container, where nobody adopts
+        # A parent outside of this container has the id 0. Nobody adopts orphans there.
+        return False
     with suppress(OSError):
-        return b"libtorch" not in _read(parent, "maps") and b"\0TORCHELASTIC_RUN_ID=" not in _read(parent, "environ")
-    with suppress(OSError):  # who may not look into another user's process may still see its command
-        return b"python" not in _read(parent, "cmdline")
+        if "libtorch" in _read(parent, "maps"):
+            return False
+        return "\0TORCHELASTIC_RUN_ID=" not in _read(parent, "environ")
+    # The command line is readable even if the process belongs to another user.
+    with suppress(OSError):
+        return "python" not in _read(parent, "cmdline")
     return False
 
 
-def _read(pid: int, name: str) -> bytes:
-    return Path(f"/proc/{pid}/{name}").read_bytes()
+def _read(pid: int | str, name: str) -> str:
+    return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
 
 
 def living_ranks() -> dict[int, tuple[int, str]]:
-    """Ranks of this machine that live, this one too: rank -> process id, and the kernel's letter for its state."""
+    """Find the living ranks on this machine, including this one.
+
+    Returns:
+        For each rank, its process id and the letter of its state in /proc ("T" is stopped).
+    """
     ranks: dict[int, tuple[int, str]] = {}
     if "RANK" not in os.environ or not os.path.isdir("/proc"):
         return ranks
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError, ValueError):  # it ended meanwhile, or is not ours to look at
-            state, parent = _read(int(pid), "stat").decode(errors="replace").rpartition(")")[2].split()[:2]
-            if int(parent) == os.getppid() and state not in "ZX":
-                name = _read(int(pid), "comm").decode(errors="replace").strip()
-                words = _read(int(pid), "environ").decode(errors="replace").split("\0")
-                rank = [word[5:] for word in words if word.startswith("RANK=")]
-                if name.startswith(RANK_NAME):
-                    rank = [name.removeprefix(RANK_NAME)]
-                if rank:
-                    ranks[int(rank[0])] = int(pid), state
+        # The process may exit during this loop, or belong to another user.
+        with suppress(OSError, ValueError):
+            state, parent = _read(pid, "stat").rpartition(")")[2].split()[:2]
+            if int(parent) != os.getppid() or state in "ZX":
+                continue
+            name = _read(pid, "comm").strip()
+            variables = _read(pid, "environ").split("\0")
+            numbers = [entry[5:] for entry in variables if entry.startswith("RANK=")]
+            if name.startswith(RANK_NAME):
+                numbers = [name.removeprefix(RANK_NAME)]
+            if numbers:
+                ranks[int(numbers[0])] = int(pid), state
     return ranks
 
 
 def resume_stopped() -> list[int]:
-    """Let stopped siblings write their stacks and run again, so that they find their peers gone and leave; their ranks.
+    """Let stopped siblings write their stacks and continue, so that they notice a lost peer.
 
-    No other signal would: a stopped process receives none but SIGKILL, which torchrun sends after 30 s.
+    A stopped process does not receive other signals, except SIGKILL, which torchrun sends after
+    30 s.
+
+    Returns:
+        The ranks that were stopped.
     """
     stopped = {rank: pid for rank, (pid, state) in living_ranks().items() if state == "T"}
     for pid in stopped.values():
@@ -107,80 +145,109 @@ def resume_stopped() -> list[int]:
     return sorted(stopped)
 
 
-@contextmanager
-def started(
-    command: Sequence[str],
-    leaves: Callable[[subprocess.Popen[str]], object] | None = None,
-    environment: Mapping[str, str] | None = None,
-    stdin: int | IO[str] | None = None,
-    stdout: int | IO[str] | None = None,
-    stderr: int | IO[str] | None = None,
-) -> Iterator[subprocess.Popen[str]]:
-    """Run a command within this block; behind the block it has ended.
+def describe_exit(code: int) -> str:
+    """Describe how a process ended.
 
     Args:
-        command: a command of ours. It asks the kernel to die with this process (`family.die_with_parent`).
-        leaves: what waits for its end once Ctrl-C was passed on to it. None: Ctrl-C here kills it.
-        environment: its variables, but for the one that names this process; None: this process's.
-        stdin, stdout, stderr: as `subprocess.Popen` takes them, in text.
+        code: exit code. A negative code is the number of the signal that killed the process.
+    """
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"was killed by {name}{CAUSES.get(name, '')}"
+
+
+@contextmanager
+def run_command(
+    command: Sequence[str], environment: Mapping[str, str], **streams: Any
+) -> Iterator[subprocess.Popen[str]]:
+    """Run a command within this block, and kill it at the end of the block.
+
+    Args:
+        command: a command that calls `die_with_parent`, so that it also dies with this process.
+        environment: environment variables. The one that names the parent is added.
+        streams: stdin, stdout and stderr in text mode, for `subprocess.Popen`.
 
     Raises:
-        SetupError: it cannot be started.
+        SetupError: the command cannot be started.
     """
-    variables = {**(os.environ if environment is None else environment), PARENT: str(os.getpid())}
+    variables = {**environment, PARENT: str(os.getpid())}
     try:
-        # A session of its own: Ctrl-C reaches it once, from here.
+        # A new session keeps the terminal from sending Ctrl-C to the child, too.
         child = subprocess.Popen(
             command,
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
             text=True,
             errors="replace",
             env=variables,
             start_new_session=True,
+            **streams,
         )
     except OSError as error:
         raise SetupError(f"{command[0]} cannot be started ({error.strerror})") from None
     try:
         yield child
-    except KeyboardInterrupt:
-        if leaves is not None:
-            child.send_signal(signal.SIGINT)
-            leaves(child)
-        raise
     finally:
         if child.poll() is None:
-            with suppress(ProcessLookupError):  # it ended meanwhile
+            # The child may exit between the two calls.
+            with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.kill()
             child.wait()
 
 
-def at_once(
+def run_together(
     commands: Sequence[Sequence[str]],
     environment: Mapping[str, str],
     output: IO[str] | None = None,
     seconds: float = math.inf,
 ) -> list[int | None]:
-    """Exit codes of commands that run together; one that fails ends others: None. Raises PeerError after `seconds`."""
-    end, beside = time.monotonic() + seconds, None if output is None else subprocess.STDOUT
+    """Run commands at the same time until all have succeeded or one has failed.
+
+    Args:
+        commands: commands, see `run_command`.
+        environment: environment variables.
+        output: file for stdout and stderr. None uses those of this process.
+        seconds: timeout.
+
+    Returns:
+        The exit code of each command, or None for a command that was killed because another one
+        failed.
+
+    Raises:
+        PeerError: the commands did not end in time.
+    """
+    end = time.monotonic() + seconds
+    errors = None if output is None else subprocess.STDOUT
     with ExitStack() as stack:
-        running = [
-            stack.enter_context(started(command, None, environment, subprocess.DEVNULL, output, beside))
-            for command in commands
-        ]
-        while None in (codes := [child.poll() for child in running]) and not any(codes):
+        running = []
+        for command in commands:
+            process = run_command(
+                command, environment, stdin=subprocess.DEVNULL, stdout=output, stderr=errors
+            )
+            running.append(stack.enter_context(process))
+        while True:
+            codes = [child.poll() for child in running]
+            if None not in codes or any(codes):
+                return codes
             if time.monotonic() > end:
                 raise PeerError(f"it did not end within {seconds:.0f} s")
             time.sleep(0.02)
-    return codes
 
 
-def start_beside(command: Sequence[str], fd: int, blocked: Iterable[int]) -> subprocess.Popen[bytes]:
-    """A command that has one of this process's files, and ends by itself at the end of its stdin, which never blocks.
+def start_companion(
+    command: Sequence[str], fd: int, blocked: Iterable[int]
+) -> subprocess.Popen[bytes]:
+    """Start a command that shares a file with this process and exits at the end of its stdin.
 
-    It stays in this process's group, and does not receive the signals `blocked` that mean this process.
+    The command stays in the process group of this process. Writing to its stdin never blocks.
+
+    Args:
+        command: the command.
+        fd: descriptor of the shared file.
+        blocked: signals to the process group that the command must not receive.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:

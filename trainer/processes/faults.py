@@ -1,10 +1,13 @@
-"""Faults on purpose, for tests: `TRAINER_FAULT=kind@rank:step` or `kind@save:point`, or several with commas.
+"""Inject faults into a run, for tests.
 
-Kinds: `kill` (SIGKILL), `hang` (sleep for ever), `nan` (a step's inputs), `oom` and `full` (raise what
-torch and the disk would). Points inside the checkpoint writer: `tmp`, `write`, `fsync`, `rename`, `prune`; `save#1` is
-that of rank 1 alone. Beside steps there is `trial-4`, a pipeline's measurement of 4 micro-batches.
-A job that torchrun has restarted is left alone, so that its recovery can be watched.
-Unset, `active` is False and every call site is a single falsy test.
+`TRAINER_FAULT` is `kind@rank:step` or `kind@save:point`, or several of these separated by commas.
+
+Kinds are `kill` (SIGKILL), `hang` (sleep forever), `nan` (the inputs of a step become NaN), `oom`
+(raise what torch raises when memory is exhausted) and `full` (raise what a full disk raises).
+Points of the checkpoint writer are `tmp`, `write`, `fsync`, `rename` and `prune`; `save#1` instead
+of `save` selects rank 1. Instead of a step, `trial-4` selects the measurement of a pipeline with 4
+micro-batches. A job that torchrun has restarted has no faults, so that a test can observe its
+recovery. If the variable is not set, `is_active` is False, and call sites only test that.
 """
 
 from __future__ import annotations
@@ -19,28 +22,45 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-active = bool(os.environ.get("TRAINER_FAULT")) and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+is_active = (
+    bool(os.environ.get("TRAINER_FAULT"))
+    and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+)
 
 
-def at_a_step() -> bool:
-    """Whether it is a step at which something is to happen."""
-    return active and not os.environ["TRAINER_FAULT"].partition("@")[2].startswith("save")
+def is_at_step() -> bool:
+    """Return whether a fault at a training step is requested."""
+    return is_active and not os.environ["TRAINER_FAULT"].partition("@")[2].startswith("save")
 
 
 def inject(inputs: Tensor, step: int) -> None:
-    """Before training step `step` of this rank: do what is asked for, to these inputs or to all."""
-    if fault(os.environ.get("RANK", "0"), step):
+    """Trigger the fault before training step `step` of this rank, if one is requested.
+
+    Args:
+        inputs: inputs of the step, which the fault `nan` overwrites.
+        step: step that follows.
+    """
+    if trigger(os.environ.get("RANK", "0"), step):
         inputs.fill_(math.nan)
 
 
-def fault(place: object, moment: object) -> bool:
-    """Do what `TRAINER_FAULT` asks for, if this is the place (a rank, or "save") and the moment (a step, or a point).
+def trigger(place: object, moment: object) -> bool:
+    """Trigger the fault that is requested for a place and a moment, if any.
 
-    Returns True when the kind is one that the caller must act out itself (`nan`).
+    Args:
+        place: rank, or "save".
+        moment: training step, or point of the checkpoint writer.
+
+    Returns:
+        Whether the caller must trigger the fault itself, because its kind is `nan`.
     """
     here = (f"{place}:{moment}", f"{place}#{os.environ.get('RANK', '0')}:{moment}")
-    faults = dict(fault.partition("@")[::2][::-1] for fault in os.environ.get("TRAINER_FAULT", "").split(","))
-    kind = next((kind for where, kind in faults.items() if where in here), None)
+    kind = None
+    for request in os.environ.get("TRAINER_FAULT", "").split(","):
+        requested_kind, _, where = request.partition("@")
+        if where in here:
+            kind = requested_kind
+            break
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "hang":

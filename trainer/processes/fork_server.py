@@ -1,8 +1,9 @@
-"""The one fork server of a process: loader and pool workers and our ranks are forked from it, in milliseconds.
+"""Fork server, from which loader workers, pool workers and ranks are forked in milliseconds.
 
-This process itself is not forked: after OpenMP or CUDA has started, the child hangs. Signals that reach the whole
-process group (Ctrl-C, torchrun's SIGTERM, a terminal that closes) mean the parent, which still finishes its step and
-saves: they are blocked from the server's first moment on, and in its children until those ignore them.
+This process itself cannot be forked, because the child would hang after OpenMP or CUDA has started.
+Signals to the whole process group (Ctrl-C, torchrun's SIGTERM, a closed terminal) are meant for the
+parent, which still finishes its step and saves. They are therefore blocked in the server from its
+start, and in its children until these ignore them.
 """
 
 from __future__ import annotations
@@ -14,45 +15,66 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 from trainer.processes import early, family, pickling
+from trainer.processes.silence import call_within
 
 SIGNALS = {signal.SIGINT, signal.SIGTERM, *early.SAVE_AND_GO}
-ENDING = 0.5  # seconds that a killed process takes to end, at most
-GONE = 255  # the exit code that multiprocessing gives a worker whose server is gone
-SAFE = "PYTHONSAFEPATH"  # Python's variable: the working folder is not where modules come from
-LONGEST = 70  # bytes of a folder's path; a socket's may have 107, of which Python needs 32
-SERVED = "TRAINER_FORK_PARENT"  # whom the server dies with, or 0
+# Maximum number of seconds that a killed process needs to exit.
+EXIT_SECONDS = 0.5
+# Exit code that multiprocessing reports for a worker whose server is gone.
+SERVER_GONE_CODE = 255
+# Variable with which Python does not import modules from the working directory.
+SAFE = "PYTHONSAFEPATH"
+# Maximum length in bytes of the path of a folder for sockets. The path of a socket has at most 107
+# bytes, and Python appends up to 32.
+MAX_FOLDER_LENGTH = 70
+# Variable with the process id of the process with which the server dies, or 0.
+SERVED_PID = "TRAINER_FORK_PARENT"
 
 
-def context(*preload: str) -> Any:
-    """The context to start workers in; its server runs, and has torch and the modules that the first caller names.
+def start_server(*preload: str) -> Any:
+    """Start the fork server if necessary, and return the multiprocessing context for workers.
 
-    And torchvision where this process has it: a worker that needs it would load it for two seconds, each one by itself.
+    Args:
+        preload: modules that the server imports in addition to torch, if this call starts it. The
+            server also imports torchvision if this process has done so, which saves each worker two
+            seconds.
     """
     pickling.forget_stdin()
     context = multiprocessing.get_context("forkserver")
     server: Any = forkserver._forkserver
-    if server._preload_modules == ["__main__"]:  # the user has not said otherwise, and main may do anything
-        known = [name for name in ("torchvision", "trainer.data.photos.photo_reader") if name in sys.modules]
-        context.set_forkserver_preload(["trainer.processes.preload", "torch", *dict.fromkeys([*preload, *known])])
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    resource_tracker.ensure_running()  # whose start unblocks some
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    # The kernel would kill the server with a lesser thread.
-    os.environ[SERVED] = str(os.getpid() if threading.current_thread() is threading.main_thread() else 0)
+    # The list of a user's program is kept. The default is to import `__main__`, which may have any
+    # side effect.
+    if server._preload_modules == ["__main__"]:
+        optional = ("torchvision", "trainer.data.photos.photo_reader")
+        imported = [name for name in optional if name in sys.modules]
+        modules = dict.fromkeys([*preload, *imported])
+        context.set_forkserver_preload(["trainer.processes.preload", "torch", *modules])
+    # Python's resource tracker must survive Ctrl-\ (SIGQUIT), because a second tracker would print
+    # a stack for each semaphore of the first one.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*SIGNALS, signal.SIGQUIT})
+    # Starting the tracker unblocks SIGINT and SIGTERM, so the mask is set again afterwards.
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_SETMASK, {*mask, *SIGNALS})
+    # If another thread starts the server, the kernel would kill the server when that thread ends.
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    os.environ[SERVED_PID] = str(os.getpid() if is_main_thread else 0)
     _choose_folder()
     before = os.environ.get(SAFE)
-    if Path.cwd() != Path(__file__).parents[2]:  # there a random.py would be the user's own, and taken for the library
+    # A file such as random.py in the working directory would hide the module of the standard
+    # library.
+    if Path.cwd() != Path(__file__).parents[2]:
         os.environ[SAFE] = "1"
     try:
         forkserver.ensure_running()
     finally:
-        os.environ.pop(SERVED, None)
+        os.environ.pop(SERVED_PID, None)
         os.environ.pop(SAFE, None)
         if before is not None:
             os.environ[SAFE] = before
@@ -60,46 +82,67 @@ def context(*preload: str) -> Any:
     return context
 
 
-def start(process: Any) -> None:
-    """Start a process of the context; once more where the server was killed just now, and has perhaps not quite ended.
+def start_process(process: Any) -> None:
+    """Start a process of `context`, and try again if the server has just been killed.
+
+    Args:
+        process: process that has not been started.
 
     Raises:
-        ConnectionError, EOFError: it was killed again.
+        ConnectionError, EOFError: the server was killed again.
     """
     import torch
 
-    usual = ForkingPickler._extra_reducers[torch.UntypedStorage]  # type: ignore[attr-defined]  # torch's own
-    kept = list[torch.UntypedStorage]()  # tensors that pickling makes, as of a generator: until the process has them
+    torch_reduce = ForkingPickler._extra_reducers[torch.UntypedStorage]  # type: ignore[attr-defined]
+    # Pickling may create tensors, such as the state of a generator. Their storages must stay alive
+    # until the process has received them.
+    storages = list[torch.UntypedStorage]()
 
-    def reduced(storage: torch.UntypedStorage) -> Any:
-        kept.append(storage)
-        return usual(storage)
+    def reduce_storage(storage: torch.UntypedStorage) -> Any:
+        storages.append(storage)
+        return torch_reduce(storage)
 
-    ForkingPickler.register(torch.UntypedStorage, reduced)
+    ForkingPickler.register(torch.UntypedStorage, reduce_storage)
     try:
         process.start()
     except (ConnectionError, EOFError):
-        time.sleep(ENDING)
+        time.sleep(EXIT_SECONDS)
         process.start()
     finally:
-        ForkingPickler.register(torch.UntypedStorage, usual)
+        ForkingPickler.register(torch.UntypedStorage, torch_reduce)
+
+
+def stop_server() -> None:
+    """Stop the server and wait until it has exited.
+
+    The kernel then adds the CPU time of its children to that of this process. `compare` needs this
+    to distinguish them from unrelated processes.
+    """
+    server: Any = forkserver._forkserver
+    # A server whose child hangs does not exit.
+    with suppress(ChildProcessError, TimeoutError):
+        call_within(EXIT_SECONDS, server._stop)
 
 
 def _choose_folder() -> None:
-    """Where the server listens: the temporary folder, but /tmp for one whose path is too long for a socket."""
-    typed = tempfile.tempdir
-    if len(os.fsencode(tempfile.gettempdir())) > LONGEST:
+    """Choose the folder for the server's socket.
+
+    This is the temporary directory, or /tmp if its path is too long for a socket.
+    """
+    before = tempfile.tempdir
+    if len(os.fsencode(tempfile.gettempdir())) > MAX_FOLDER_LENGTH:
         tempfile.tempdir = "/tmp"
     try:
+        # multiprocessing remembers the folder that it creates here.
         util.get_temp_dir()
     finally:
-        tempfile.tempdir = typed
+        tempfile.tempdir = before
 
 
 def begin_worker() -> None:
-    """In a new worker: leave signals to the process that it works for, and go when that goes, however it goes.
+    """Set up a new worker, which ignores signals and dies with the process that it works for.
 
-    The server's child is killed with the server, and the server ends with the process that it serves.
+    The kernel kills the worker with the server, and the server with the process that it serves.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -108,20 +151,26 @@ def begin_worker() -> None:
 
 
 def begin_rank() -> None:
-    """In a new rank, which has handlers: receive signals, and go when the launcher goes, as a worker does."""
+    """Set up a new rank, which has signal handlers and dies with its launcher."""
     os.environ[family.PARENT] = str(os.getppid())
     _leave_server()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def _leave_server() -> None:
-    """Let the server end though this child of it hangs, and end with it and with whom it serves."""
+    """Disconnect a child from the server, so that the server can exit even if the child hangs.
+
+    The child dies with the server and with the process that the server serves.
+    """
     server: Any = forkserver._forkserver
-    alive = server._forkserver_alive_fd
-    if alive is not None:  # the server waits until all have closed it; a worker that hangs would keep it for ever
-        os.close(alive)
-        server._forkserver_alive_fd = server._forkserver_address = None
+    alive_fd = server._forkserver_alive_fd
+    # The server exits when all processes have closed this descriptor.
+    if alive_fd is not None:
+        os.close(alive_fd)
+        server._forkserver_alive_fd = None
+        server._forkserver_address = None
     family.die_with_parent(os.getppid())
     served = multiprocessing.parent_process()
-    if served is None or not served.is_alive():  # it died before we asked
+    # The served process may have died before this child could ask to die with it.
+    if served is None or not served.is_alive():
         os._exit(1)

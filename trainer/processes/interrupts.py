@@ -1,8 +1,10 @@
-"""Signals: a flag that the loop agrees on at a step's boundary, and a watcher for when the loop cannot come.
+"""Handle signals that ask a run to save and exit.
 
-A handler never runs while Python waits inside a collective for a peer that is gone. The watcher thread learns of the
-signal through a socket, gives the loop time to reach a boundary, and otherwise dumps the stacks and leaves. Where that
-thread cannot run either, the `watchdog` ends the rank.
+A signal sets a flag, and the ranks agree on the flag at the end of a step. This fails if Python is
+inside a collective and waits for a peer that is gone, because signal handlers cannot run then. A
+watcher thread therefore receives signals through a socket, waits for the end of the step, and after
+a timeout writes the stacks and exits. If that thread cannot run either, the watchdog process kills
+the rank.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import atexit
 import faulthandler
 import math
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -20,46 +23,70 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from trainer.errors import Interrupted, Preempted
 from trainer.processes import early, family, silence, stacks
-from trainer.processes.rank import place
-from trainer.processes.terminal import plain
-from trainer.processes.watchdog_process import GIVEN_UP
+from trainer.processes.rank import read_place
+from trainer.processes.terminal import escape_control_characters
+from trainer.processes.watchdog_process import WATCHDOG_SIGNAL
 
 ALWAYS = (signal.SIGINT, signal.SIGTERM)
-IF_UNUSED = early.SAVE_AND_GO  # unless ignored (nohup), or a user's program has a handler of its own
-GRACE = 60.0  # seconds, the default of the recipe's `grace`
-SAVING = 30.0  # seconds that ranks get beyond the recipe's `grace` for saving, before SIGKILL
-PROMPT = 2.0  # seconds that a step may still take where nothing was trained since the last checkpoint
-SHORTEST = 4.0  # seconds from a signal, or the last boundary, until the watcher leaves when a peer is gone
-LEAVING = 5.0  # seconds that are left for saving when the launcher will kill
+# Signals that are handled only if nobody else handles or ignores them (nohup ignores SIGHUP).
+IF_UNUSED = early.SAVE_AND_GO
+# Default number of seconds of the recipe's `grace`.
+GRACE = 60.0
+# Seconds beyond `grace` that the launcher grants its ranks for saving, before it sends SIGKILL.
+SAVE_SECONDS = 30.0
+# Seconds that a step may still take after a signal if a checkpoint contains all trained steps.
+IDLE_GRACE_SECONDS = 2.0
+# Seconds after a signal, or after the last step, until the watcher exits because a peer is gone.
+LOST_PEER_SECONDS = 4.0
+# Seconds for saving that are reserved before torchrun sends SIGKILL.
+SAVE_RESERVE = 5.0
+# Signal that `trainer.train` sends to our launcher at the user's second Ctrl-C.
+SECOND_CTRL_C = WATCHDOG_SIGNAL
 PROGRAM = Path(__file__).with_name("watchdog_process.py")
-stuck = threading.Event()  # something was given up that Python's own end would wait for, perhaps for ever
+# Set if something was given up for which Python's own shutdown would wait, perhaps forever.
+skips_shutdown = threading.Event()
 
 
 class Watchdog:
-    """A small process beside the rank that ends it when its Python cannot run (see `watchdog_process`).
+    """Small process that kills this rank if its Python cannot run: see `watchdog_process`.
 
-    Before `start` and after `stop` it does nothing. It never ends a rank without a signal, nor one that saves.
+    It does nothing before `start` and after `stop`. It does not kill a rank that has not received a
+    signal or that is saving.
     """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, wakeup: socket.socket, signals: Iterable[int], grace: float) -> None:
-        """`signals`: those that count; `grace`: seconds that a call may last after one while all peers live."""
-        words = [wakeup.fileno(), os.getpid(), grace, *map(int, signals)]
-        command = [sys.executable, "-P", "-S", str(PROGRAM), *map(str, words)]  # -S: in 20 ms, without site-packages
-        with suppress(OSError):  # the system has no process left: the rank trains without
-            self._process = family.start_beside(command, wakeup.fileno(), signals)
+        """Start the process.
+
+        Args:
+            wakeup: socket to which Python writes the numbers of signals.
+            signals: signals that ask the rank to exit.
+            grace: seconds that a call may take after a signal while all peers are alive.
+        """
+        arguments = [wakeup.fileno(), os.getpid(), grace, *map(int, signals)]
+        # Python starts in 20 ms with -S, which skips site-packages.
+        command = [sys.executable, "-P", "-S", str(PROGRAM), *map(str, arguments)]
+        # If the system has reached its limit of processes, the rank trains without a watchdog.
+        with suppress(OSError):
+            self._process = family.start_companion(command, wakeup.fileno(), signals)
 
     def send(self, line: str) -> None:
-        """`alive` after a signal, `saving` and `saved`, or the process ids of all ranks here once training begins."""
+        """Report the state of this rank to the process.
+
+        Args:
+            line: "alive" after a signal, "saving" at the start of a save, "saved" at its end, or
+                the process ids of all ranks on this machine when training starts.
+        """
         if self._process is not None and self._process.stdin is not None:
-            with suppress(OSError):  # it was ended from outside
+            # The user or the system may have killed the process.
+            with suppress(OSError):
                 self._process.stdin.write(f"{line}\n".encode())
 
     def stop(self) -> None:
@@ -70,60 +97,89 @@ class Watchdog:
 
 
 def exit_code(number: int) -> int:
-    """Of a run that a signal ended: 130 for Ctrl-C, 143 for all others that mean save and go."""
-    graceful = number in (signal.SIGTERM, GIVEN_UP, *IF_UNUSED)
-    return 128 + (signal.SIGTERM if graceful else number)
+    """Return the exit code of a run that a signal has stopped.
+
+    The code is 130 for Ctrl-C, 131 for SIGQUIT and 143 for all other signals.
+    """
+    if number not in (signal.SIGINT, signal.SIGQUIT):
+        number = signal.SIGTERM
+    return 128 + number
 
 
 class Interrupts:
-    """Within this block signals raise a flag instead of ending the process; a second Ctrl-C ends it at once.
+    """Context manager that lets signals set a flag instead of ending the process.
 
-    Under torchrun a second Ctrl-C arrives as SIGTERM, so SIGTERM after SIGINT ends at once too; a repeated SIGTERM does
-    not. Before the first `beat` there is nothing to save and a signal ends the process at once; later on, where a
-    checkpoint holds all that was trained, after two seconds without a boundary: a step may be compiled for minutes.
-    Outside the main thread (a notebook's worker, say) nothing is installed.
+    A second Ctrl-C ends the process immediately. Other repeated signals are ignored, because
+    schedulers and launchers repeat them. Before the first `beat`, there is nothing to save, so any
+    signal ends the process immediately. If a checkpoint contains all trained steps, a signal ends
+    the process after two seconds without the end of a step, because compiling a step may take
+    minutes. Outside the main thread, such as in a thread of a notebook, nothing is installed.
+
+    Attributes:
+        received: first signal that was received, if any.
+        own_process: whether this process belongs to the run, so that it may exit.
+        grace: seconds that a step may still take after a signal.
+        nothing_new: returns whether a checkpoint contains all trained steps.
+        last_words: called with the cause before this process exits.
     """
 
     def __init__(self, own_process: bool = True, grace: float = GRACE) -> None:
-        """`own_process`: whether this process may end here; in a user's program a second Ctrl-C raises.
-        `grace`: seconds that a step may still take after a signal."""
+        """
+        Args:
+            own_process: whether this process may exit. In the user's program, a second Ctrl-C
+                raises KeyboardInterrupt instead.
+            grace: seconds that a step may still take after a signal.
+        """
         self.received: signal.Signals | None = None
         self.own_process = own_process
-        self._typed, self.grace = grace, min(grace, seconds_to_sigkill() - LEAVING)
-        self._beat = 0.0  # never
+        self._requested_grace = grace
+        self.grace = min(grace, seconds_to_sigkill() - SAVE_RESERVE)
+        # Time of the last `beat`. 0 means that there was none.
+        self._beat = 0.0
         self._peers: set[int] = set()
-        self._suspended = self._warned = False
-        self.nothing_new: Callable[[], bool] = lambda: False  # whether a checkpoint holds all that was trained
-        self.last_words: Callable[[str], None] = lambda cause: None  # called before this process ends here
+        self._suspended = False
+        self._has_warned = False
+        self.nothing_new: Callable[[], bool] = lambda: False
+        self.last_words: Callable[[str], None] = lambda cause: None
         self._watchdog = Watchdog()
         self._done = False
+        self._ctrl_c = early.CtrlC(ctrl_c_routes())
+        self._parent = os.getppid()
 
     def __enter__(self) -> Interrupts:
-        self._installed = threading.current_thread() is threading.main_thread()
-        if not self._installed:
+        self._handlers = {number: signal.signal(number, self._handle) for number in stop_signals()}
+        if not self._handlers:
             return self
-        free = [number for number in IF_UNUSED if early.unused(number)]
-        self._handlers = {number: signal.signal(number, self._handle) for number in (*ALWAYS, *free)}
         if self.own_process:
             self._reader, self._writer = socket.socketpair()
             self._writer.setblocking(False)
             self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-            if place().size > 1:
+            if read_place().size > 1:
                 self._watchdog.start(self._reader, self._handlers, self.grace)
+            # torchrun dies if it receives a signal that it does not handle (SIGUSR1 and SIGUSR2
+            # unless it was started with --signals-to-handle), or three signals that it handles. Its
+            # ranks must then still save.
+            if read_place().launched and not family.launcher_prints():
+                family.die_with_parent(number=signal.SIGTERM)
             self._thread = threading.Thread(target=self._watch, name="interrupts", daemon=True)
             self._thread.start()
             if signal.getsignal(family.STACKS) is signal.SIG_DFL:
-                with suppress(AttributeError, ValueError, OSError):  # stderr may be closed
+                # A daemon may have closed stderr.
+                with suppress(AttributeError, ValueError, OSError):
                     faulthandler.register(family.STACKS)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self._installed:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if not self._handlers:
             return
+        # A late copy of the signal must not end the process while it writes its results.
+        is_ending = self.own_process and self.received is not None
         for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if is_ending else handler)
+        if is_ending and read_place().launched:
+            # The kernel reports the death of torchrun as SIGTERM, which is ignored now. The alarm
+            # ends a rank that hangs and would outlive torchrun.
+            signal.alarm(math.ceil(seconds_to_sigkill()))
         if not self.own_process:
             return
         faulthandler.unregister(family.STACKS)
@@ -135,10 +191,11 @@ class Interrupts:
         self._reader.close()
         self._writer.close()
         if kind is None and self.received is not None and family.launcher_prints():
-            exit_now(exit_code(self.received))  # a launcher that leaves takes no result, for which torch would wait
+            # torch would wait until the launcher has read a result, but the launcher is exiting.
+            exit_now(exit_code(self.received))
 
     def beat(self) -> None:
-        """The loop is at a boundary: from the first on there is something to save."""
+        """Record the end of a step. After the first call, a run has something to save."""
         if not self._beat:
             living = family.living_ranks()
             self._peers = set(living)
@@ -146,27 +203,39 @@ class Interrupts:
         self._beat = time.monotonic()
 
     def too_slow(self, step_seconds: float, save_seconds: float = 0.0) -> str:
-        """What to say, once, when a step takes longer than it may after a signal, or a save before SIGKILL: the save
-        that is under way is waited for."""
+        """Return a warning, once, if the time after a signal is too short for a step and a save.
+
+        A save that is in progress when the signal arrives is completed first, so two saves count.
+
+        Args:
+            step_seconds: duration of a step.
+            save_seconds: duration of a save.
+        """
         sigkill = seconds_to_sigkill()
-        given, needed = min(self.grace + SAVING, sigkill), step_seconds + 2 * save_seconds
-        if self._warned or (step_seconds <= self.grace and needed <= given):
+        available = min(self.grace + SAVE_SECONDS, sigkill)
+        needed = step_seconds + 2 * save_seconds
+        if self._has_warned or (step_seconds <= self.grace and needed <= available):
             return ""
-        self._warned = True
-        wish = math.ceil(max(2 * step_seconds, needed - SAVING))
-        advice = f"type grace={wish}"
-        if sigkill < wish + SAVING and not (family.launcher_prints() and sigkill >= self._typed + SAVING):
-            advice += f" and set TORCH_ELASTIC_SHUTDOWN_TIMEOUT={wish + SAVING:.0f} for torchrun, which kills after "
-            advice += f"{sigkill:g} s"
+        self._has_warned = True
+        grace = math.ceil(max(2 * step_seconds, needed - SAVE_SECONDS))
+        advice = f"type grace={grace}"
+        # Our launcher derives its timeout from `grace`, but the user's torchrun needs a variable.
+        is_from_grace = family.launcher_prints() and sigkill >= self._requested_grace + SAVE_SECONDS
+        if sigkill < grace + SAVE_SECONDS and not is_from_grace:
+            advice += (
+                f" and set TORCH_ELASTIC_SHUTDOWN_TIMEOUT={grace + SAVE_SECONDS:.0f} for torchrun, "
+                f"which kills after {sigkill:g} s"
+            )
         return (
-            f"  a step takes {step_seconds:.0f} s, of {self.grace:g} s after a signal, and with two saves of "
-            f"{save_seconds:.0f} s, one of which may be under way, {needed:.0f} s, of {given:g} s; else the run ends "
-            f"without saving: {advice}"
+            f"  a step takes {step_seconds:.0f} s (limit after a signal: {self.grace:g} s), and "
+            f"with two saves of {save_seconds:.0f} s, one of which may be in progress, "
+            f"{needed:.0f} s (limit: {available:g} s). Above a limit the run ends without saving: "
+            f"{advice}"
         )
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Within this block the watcher waits, and the watchdog."""
+        """Let the watcher and the watchdog wait until the end of this block, which saves."""
         self._suspended = True
         self._watchdog.send("saving")
         try:
@@ -177,115 +246,178 @@ class Interrupts:
             self.beat()
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        if self.received is signal.SIGINT or (not self._beat and not self.own_process):
-            if not self.own_process:
-                raise KeyboardInterrupt
-            self.last_words(signal.SIGINT.name)
-            exit_now(128 + signal.SIGINT)
-        if self.received is None:
+        first = self.received
+        if first is None:
             self.received = signal.Signals(number)
+        # If this process belongs to the run, `_watch` counts the signals. It sees a signal when it
+        # arrives, whereas a long call delays this handler.
+        if self.own_process:
+            return
+        ends_early = first is None and not self._beat
+        if self._is_second_ctrl_c(number) or ends_early:
+            raise KeyboardInterrupt
+
+    def _is_second_ctrl_c(self, number: int) -> bool:
+        # The kernel reports the death of torchrun as SIGTERM (see `__enter__`), so SIGTERM is no
+        # longer a copy of a Ctrl-C.
+        if os.getppid() != self._parent:
+            self._ctrl_c.routes.pop(signal.SIGTERM, None)
+        return self._ctrl_c.is_second(number)
 
     def _watch(self) -> None:
-        # A byte comes for every signal that has a handler: DataLoader's SIGCHLD, whatever a plugin installs.
-        # A signal's own stays where the watchdog sees it.
-        while (first := self._reader.recv(1, socket.MSG_PEEK)[0]) not in self._handlers:
-            if self._done:
-                return
-            self._reader.recv(1)
-        received_at = time.monotonic()
+        first: int | None = None
+        received_at = 0.0
         while not self._done:
+            poll_seconds = None if first is None else 0.05
+            readable, _, _ = select.select([self._reader], [], [], poll_seconds)
+            if readable:
+                # The socket receives a byte for every signal with a handler, including SIGCHLD of
+                # DataLoader and signals of plugins. The bytes are only peeked at first, so that the
+                # watchdog sees them until Python runs. `recv` removes them without the lock.
+                waiting = self._reader.recv(1 << 12, socket.MSG_PEEK)
+                arrived = [number for number in waiting if number in self._handlers]
+                if arrived:
+                    self._watchdog.send("alive")
+                self._reader.recv(len(waiting))
+                for number in arrived:
+                    if self._is_second_ctrl_c(number):
+                        self.last_words(signal.SIGINT.name)
+                        exit_now(exit_code(signal.SIGINT))
+                    if first is None:
+                        first = number
+                        received_at = time.monotonic()
+            if first is None:
+                continue
             self._watchdog.send("alive")
             waited = time.monotonic() - max(received_at, self._beat)
-            if self._suspended and not silence.is_waiting():  # what this rank writes is written to its end
-                pass
-            elif self._suspended:
-                self._leave_lost_peers(first, waited)
-            elif not self._beat or (waited > PROMPT and self.nothing_new()):
-                self._leave(signal.Signals(first), "")
-            elif waited > self.grace:
-                self._leave(signal.Signals(first), f"no step's end within {self.grace:g} s")
-            else:
-                self._leave_lost_peers(first, waited)
-            time.sleep(0.05)
+            stopped_by = signal.Signals(first)
+            if not self._suspended:
+                if not self._beat or (waited > IDLE_GRACE_SECONDS and self.nothing_new()):
+                    self._leave(stopped_by, "")
+                if waited > self.grace:
+                    self._leave(stopped_by, f"no step's end within {self.grace:g} s")
+            # Files that this rank is writing are completed.
+            elif not silence.is_waiting():
+                continue
+            if waited <= LOST_PEER_SECONDS:
+                continue
+            # Neither a step nor a save that waits for other ranks can complete if a peer is gone.
+            lost_ranks = self._peers - set(family.living_ranks())
+            if lost_ranks:
+                self._leave(stopped_by, f"rank {min(lost_ranks)} is gone")
 
-    def _leave_lost_peers(self, number: int, waited: float) -> None:
-        """Leave if a peer is gone: no step, and no save that waits for other ranks, can end any more."""
-        if waited > SHORTEST and (gone := self._peers - set(family.living_ranks())):
-            self._leave(signal.Signals(number), f"rank {min(gone)} is gone")
-
-    def _leave(self, number: signal.Signals, why: str) -> None:
-        rank = place().rank
-        self.last_words(f"{why} after {number.name}" if why else number.name)
+    def _leave(self, number: signal.Signals, why: str) -> NoReturn:
+        rank = read_place().rank
+        cause = f"{why} after {number.name}" if why else number.name
+        self.last_words(cause)
         if why:
-            where = stacks.dump(f"{why} after {number.name}")
-            line = f"rank {rank}: {why} after {number.name}; leaving without saving{where}"
-            print(f"trainer: {plain(line)}", file=sys.stderr)
-        elif rank == 0 and not family.launcher_prints():  # which may have sent the signal, since another rank failed
+            where = stacks.dump(cause)
+            line = f"rank {rank}: {cause}; leaving without saving{where}"
+            print(f"trainer: {escape_control_characters(line)}", file=sys.stderr)
+        # Our launcher prints this itself, unless it sent the signal because another rank failed.
+        elif rank == 0 and not family.launcher_prints():
             print(f"trainer: stopped by {number.name} with nothing new to save", file=sys.stderr)
         exit_now(exit_code(number))
 
 
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that stop a run.
+
+    The list is empty outside the main thread, because only that thread can install handlers.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return []
+    return [*ALWAYS, *(number for number in IF_UNUSED if early.is_unused(number))]
+
+
+def ctrl_c_routes() -> dict[int, int]:
+    """Return for each signal the number of copies in which a Ctrl-C reaches this process.
+
+    A rank may receive it from outside (`srun`, a terminal) and from its launcher. The second copy
+    may arrive seconds later on a busy machine, so time alone cannot identify a second Ctrl-C.
+    torchrun forwards the first SIGINT as SIGINT and the second one as SIGTERM. If a process of
+    `trainer` started this one, that process counts instead: our launcher kills its ranks at the
+    second Ctrl-C, and `trainer.train(nproc=)` sends `SECOND_CTRL_C` to the launcher.
+    """
+    if family.PARENT in os.environ:
+        return {}
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return {signal.SIGINT: 2, signal.SIGTERM: 1}
+    return {signal.SIGINT: 2 if read_place().launched else 1}
+
+
 def seconds_to_sigkill() -> float:
-    """Seconds from torchrun's SIGTERM to its SIGKILL; without one, for ever."""
-    if not place().launched:
+    """Return the number of seconds from torchrun's SIGTERM to its SIGKILL, else infinity."""
+    if not read_place().launched:
         return float("inf")
     setting = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
     return float(setting) if setting.isdigit() else 30.0
 
 
 def raise_at_ctrl_c() -> None:
-    """From now on Ctrl-C is a KeyboardInterrupt, as ever in Python: this command has something to end."""
-    main = threading.current_thread() is threading.main_thread()
-    if main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Let Ctrl-C raise KeyboardInterrupt once per Ctrl-C of the user, not once per copy."""
+    ctrl_c = early.CtrlC({signal.SIGINT: 1})
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if ctrl_c.is_new():
+            raise KeyboardInterrupt
+
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if is_main_thread and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, interrupt)
 
 
 @contextmanager
-def what_is_done_is_kept(then: str = "what was done is kept, and the same words continue it") -> Iterator[None]:
-    """Within this block SIGTERM raises `Preempted`, as Ctrl-C does KeyboardInterrupt: for commands that keep the runs
-    that ended, and go on with the same words.
+def install_handler(
+    numbers: Iterable[int], handler: Callable[[int, FrameType | None], object]
+) -> Iterator[None]:
+    """Handle signals by `handler` within this block, and restore the previous handlers."""
+    previous_handlers = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, previous in previous_handlers.items():
+            signal.signal(number, previous)
+
+
+@contextmanager
+def stop_between_runs(
+    then: str = "what was done is kept, and the same words continue it",
+) -> Iterator[None]:
+    """Let the signals that stop a run raise KeyboardInterrupt in this block, as Ctrl-C does.
+
+    The block is a command that keeps the results of completed runs, and that continues with the
+    others when the user types the same command again.
+
+    Args:
+        then: end of the message.
 
     Raises:
-        Interrupted, Preempted: one of the two came, with what to type.
+        Interrupted: the user pressed Ctrl-C.
+        Preempted: another of these signals arrived.
     """
+    numbers = [number for number in stop_signals() if number != signal.SIGINT]
+    received: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise Preempted("stopped by SIGTERM")
+        # Schedulers repeat a signal. The copies must not interrupt runs that are saving now.
+        if not received:
+            received.append(number)
+            # `except Exception` in the interrupted code would catch a Preempted, and the command
+            # would continue.
+            raise KeyboardInterrupt
 
-    main = threading.current_thread() is threading.main_thread()  # other threads of a program hear no signal
-    before = signal.signal(signal.SIGTERM, stop) if main else None
     try:
-        yield
-    except (KeyboardInterrupt, Preempted) as error:
-        how, kind = ("Ctrl-C", Interrupted) if isinstance(error, KeyboardInterrupt) else ("SIGTERM", Preempted)
-        raise kind(f"stopped by {how}; {then}") from None
-    finally:
-        if main:
-            signal.signal(signal.SIGTERM, before)
+        with install_handler(numbers, stop):
+            yield
+    except KeyboardInterrupt:
+        if received:
+            raise Preempted(f"stopped by {signal.Signals(received[0]).name}; {then}") from None
+        raise Interrupted(f"stopped by Ctrl-C; {then}") from None
 
 
-@contextmanager
-def block_sigint_in_children() -> Iterator[None]:
-    """Within this block Ctrl-C does not reach a new process until that asks for it, as `trainer.__main__` does.
-
-    Before that, Python's own start would end in "Fatal Python error" and a traceback. A thread of this process receives
-    it all along. The main thread's mask is what children inherit.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    done = threading.Event()
-    threading.Thread(target=done.wait, name="receives Ctrl-C", daemon=True).start()  # with the mask as it was
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        done.set()
-
-
-def exit_now(code: int) -> None:
-    """End this process without the interpreter's shutdown, which aborts when gloo's threads still run."""
+def exit_now(code: int) -> NoReturn:
+    """Exit without the shutdown of the interpreter, which aborts if threads of gloo still run."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
@@ -293,16 +425,19 @@ def exit_now(code: int) -> None:
 
 
 def exit_python(code: int) -> None:
-    """End this process as Python does, but for the second that it takes to take torch apart."""
-    waited_for = [thread for thread in threading.enumerate() if not thread.daemon]
-    if "torch" in sys.modules and waited_for == [threading.main_thread()] and not _watched():
+    """Exit as `sys.exit` does, but skip the shutdown of torch, which takes a second."""
+    threads = [thread for thread in threading.enumerate() if not thread.daemon]
+    is_alone = threads == [threading.main_thread()]
+    if "torch" in sys.modules and is_alone and not _is_profiled():
         atexit._run_exitfuncs()
         exit_now(code)
     sys.exit(code)
 
 
-def _watched() -> bool:
-    """Whether a profiler or a measurement of coverage runs, which has its word when this returns."""
-    tools: Any = getattr(sys, "monitoring", None)  # from Python 3.12 on
-    seen = tools is not None and any(tools.get_tool(number) for number in range(6))
-    return seen or sys.gettrace() is not None or sys.getprofile() is not None
+def _is_profiled() -> bool:
+    """Return whether a profiler or a coverage tool runs, which reports during the shutdown."""
+    # Python 3.11 does not have `sys.monitoring`.
+    monitoring: Any = getattr(sys, "monitoring", None)
+    if monitoring is not None and any(monitoring.get_tool(number) for number in range(6)):
+        return True
+    return sys.gettrace() is not None or sys.getprofile() is not None

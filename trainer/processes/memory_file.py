@@ -1,6 +1,8 @@
-"""Memory without a name that processes share: gone with them, however they end, and needs no /dev/shm. Linux only.
+"""Anonymous memory that processes share. Linux only.
 
-A worker of multiprocessing is sent the memory itself; other processes of this machine open its address.
+The kernel frees the memory when the last process that uses it ends in any way, and /dev/shm is not
+needed. A worker of multiprocessing receives the file descriptor. Unrelated processes of the same
+machine open the memory by its address.
 """
 
 from __future__ import annotations
@@ -13,24 +15,36 @@ from typing import Any, NamedTuple
 
 from trainer.errors import SetupError
 
-ALIGNMENT = 64  # bytes: a cache line, and what vector instructions like
+# Alignment of tensors in bytes: one cache line. Vector instructions are faster on aligned data.
+ALIGNMENT = 64
 
 
 class MemoryFile:
-    """A file in memory, mapped; it grows."""
+    """Mapped file in memory that can grow.
+
+    Attributes:
+        descriptor: file descriptor in this process. Maps stay valid after it is closed.
+        close: closes the descriptor.
+        memory: map of the file.
+    """
 
     def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor  # this process's, until `close`; maps stay as long as they are used
+        self.descriptor = descriptor
         self.close = weakref.finalize(self, os.close, descriptor)
         self.close.atexit = False
-        self.memory = mmap.mmap(descriptor, 0)  # its bytes, as far as they are mapped
+        self.memory = mmap.mmap(descriptor, 0)
 
     @classmethod
     def create(cls, name: str, size: int, refusal: str) -> MemoryFile:
-        """`size` bytes of zeros; `name` is what /proc calls them.
+        """Create a file of zeros.
+
+        Args:
+            name: name of the file in /proc, for debugging.
+            size: size in bytes.
+            refusal: message of the error if the system does not support files in memory.
 
         Raises:
-            SetupError: this system has no such files, which is the `refusal`.
+            SetupError: the system does not support files in memory.
         """
         if not hasattr(os, "memfd_create"):
             raise SetupError(refusal)
@@ -39,19 +53,24 @@ class MemoryFile:
         return cls(descriptor)
 
     def reach(self, size: int) -> mmap.mmap:
-        """Its memory, of at least `size` bytes. What looks at the memory as it was before goes on to see the same."""
+        """Enlarge the file to at least `size` bytes, and return a map of the whole file.
+
+        Tensors that are views of an earlier map stay valid and share their contents with the new
+        map.
+        """
         if len(self.memory) < size:
             if os.fstat(self.descriptor).st_size < size:
+                # A power of two, so that repeated calls rarely map the file again.
                 os.ftruncate(self.descriptor, 1 << (size - 1).bit_length())
             self.memory = mmap.mmap(self.descriptor, 0)
         return self.memory
 
     def private(self) -> mmap.mmap:
-        """The same bytes; what this process writes stays its own, page by page."""
+        """Return a copy-on-write map: pages that this process writes are visible only to it."""
         return mmap.mmap(self.descriptor, 0, flags=mmap.MAP_PRIVATE)
 
     def address(self) -> Address:
-        """Where other processes find it, as long as this one has not closed it."""
+        """Return an address for other processes, which is valid while the file is open here."""
         return Address(os.getpid(), self.descriptor, os.fstat(self.descriptor).st_ino)
 
     def __reduce__(self) -> Any:
@@ -62,24 +81,35 @@ def _received(descriptor: Any) -> MemoryFile:
     return MemoryFile(descriptor.detach())
 
 
-def aligned(offset: int) -> int:
-    """The next offset at which a tensor may begin."""
+def align(offset: int) -> int:
+    """Round an offset in bytes up to a multiple of `ALIGNMENT`."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 class OtherProcessError(Exception):
-    """The process is of another container, and one of that number is here."""
+    """The process id of an address belongs to another process here, as between two containers."""
 
 
 class Address(NamedTuple):
-    """Where a process of this machine has a file in memory; it pickles."""
+    """Address of a memory file of a process on this machine. It can be pickled.
+
+    Attributes:
+        pid: id of the process.
+        descriptor: file descriptor in that process.
+        inode: inode of the file, to recognize it.
+    """
 
     pid: int
     descriptor: int
     inode: int
 
     def open(self) -> mmap.mmap:
-        """Its bytes. Raises OSError where that is not allowed, OtherProcessError where another file is there."""
+        """Map the file.
+
+        Raises:
+            OSError: the process does not exist or belongs to another user.
+            OtherProcessError: the descriptor of the process refers to another file.
+        """
         descriptor = os.open(f"/proc/{self.pid}/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         try:
             if os.fstat(descriptor).st_ino != self.inode:

@@ -1,7 +1,7 @@
-"""What a program made, on its way to another process: objects whose classes no module holds travel by value.
+"""Send objects of the user's program to other processes, including the code of their classes.
 
-A class of a notebook, of `python -` or of the script itself has no module that another process could import.
-cloudpickle sends its code along.
+Another process cannot import a class that was defined in a notebook, in `python -` or in the main
+script. cloudpickle therefore sends the code of the class with the object.
 """
 
 from __future__ import annotations
@@ -11,39 +11,54 @@ from typing import Any
 
 from trainer.errors import RecipeError
 
-arrived = False  # in a process that was sent such objects: its own children cannot import their classes either
-
+# Whether this process has received objects by value. Its own children cannot import their classes.
+has_received_objects = False
 
 STAY = "give a function that makes it, or stay in this process, mode=single data.workers=0"
 
 
-def packed(value: Any, what: str, instead: str = STAY) -> bytes:
-    """Bytes that `pickle.loads` makes the object of, in a process that can import what this one can.
+def pickle_by_value(value: Any, what: str, instead: str = STAY) -> bytes:
+    """Pickle an object for a process that can import the same modules as this one.
+
+    Args:
+        value: the object.
+        what: name of the object, for the message.
+        instead: advice to the user, for the message.
+
+    Returns:
+        Bytes for `pickle.loads`.
 
     Raises:
-        RecipeError: it cannot travel; `what` names it, and `instead` says what to do.
+        RecipeError: the object cannot be pickled.
     """
     import cloudpickle  # type: ignore[import-untyped]
 
     try:
         content: bytes = cloudpickle.dumps(value)
         return content
-    except Exception as error:  # an object may raise anything at all as it is pickled
+    # Pickling calls methods of the object, which may raise any exception.
+    except Exception as error:
         reason = " ".join(str(error).split())[:160]
         raise RecipeError(
-            f"{what} cannot be sent to another process ({type(error).__name__}: {reason}): {instead}"
+            f"{what} cannot be sent to another process ({type(error).__name__}: {reason}): "
+            f"{instead}"
         ) from None
 
 
-def nowhere_to_import() -> bool:
-    """Whether `__main__`'s classes cannot be imported by children of this process."""
+def has_unimportable_main() -> bool:
+    """Return whether children of this process cannot import the classes of `__main__`."""
     forget_stdin()
-    typed = hasattr(sys, "ps1")  # an interactive shell, which may have begun with a file
-    return arrived or typed or getattr(sys.modules.get("__main__"), "__file__", None) is None
+    # `python -i script.py` has a file, but the file does not contain classes that are typed later.
+    is_interactive = hasattr(sys, "ps1")
+    main_file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return has_received_objects or is_interactive or main_file is None
 
 
 def forget_stdin() -> None:
-    """A program that Python reads from stdin has no file of that name, which multiprocessing would look for."""
+    """Remove the file name "<stdin>" of a program that Python reads from stdin.
+
+    multiprocessing would try to run a file of that name in the child process.
+    """
     main: Any = sys.modules.get("__main__")
     if getattr(main, "__file__", "") == "<stdin>":
         del main.__file__

@@ -1,6 +1,8 @@
-"""What a fork server imports first: it dies with the process that started it, and what it forks dies with it.
+"""First import of a fork server, which ties the life of the server to that of its parent.
 
-By itself it would notice only when it has imported everything, and when all its children have noticed.
+The server exits when the process that started it dies, and its children die with it. Without this
+module, the server would notice the death of its parent only after it has imported all modules and
+all its children have exited.
 """
 
 import atexit
@@ -12,31 +14,45 @@ from types import TracebackType
 from trainer.processes import family, fork_server
 from trainer.processes.interrupts import exit_now
 
-_server = 0  # this process's id, where it is a fork server
+# Process id of this process if it is a fork server, else 0.
+_server = 0
 
 
 def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Errors of children, but for that of one whose parent ended as it was started, and took along what it needs."""
-    frames = [frame for frame, _ in traceback.walk_tb(trace)]
-    last = str(frames[-1].f_globals.get("__name__")) if frames else ""
-    if not (issubclass(kind, (EOFError, FileNotFoundError)) and last.startswith("multiprocessing.")):
+    """Print an uncaught exception of a child, unless it means that the parent has exited.
+
+    If the parent exits while the child starts, the child fails inside multiprocessing, because the
+    pipes and files for its start are gone.
+    """
+    # The module of the last frame, which raised the exception.
+    module = ""
+    for frame, _ in traceback.walk_tb(trace):
+        module = str(frame.f_globals.get("__name__"))
+    is_missing_file = issubclass(kind, (EOFError, FileNotFoundError))
+    if not is_missing_file or not module.startswith("multiprocessing."):
         sys.__excepthook__(kind, error, trace)
 
 
 def _begin_child() -> None:
-    """In what any process forks that has imported this: a server's child dies with it, others as they like."""
+    """Let a new child of a fork server die with the server.
+
+    Children of other processes that have imported this module are not affected.
+    """
     global _server
-    server, _server = _server, 0
+    server = _server
+    _server = 0
     if server:
         family.die_with_parent(server)
 
 
 sys.excepthook = show
-# Its children live until it is gone, and with torch the interpreter's shutdown takes seconds.
+# The children live until the server has exited, and with torch Python's shutdown takes seconds.
 atexit.register(lambda: exit_now(0) if _server else None)
 os.register_at_fork(after_in_child=_begin_child)
-if fork_server.SERVED in os.environ:  # in a new fork server, which dies with the process that it serves
+# A new fork server has this variable. The server dies with the process that it names.
+if fork_server.SERVED_PID in os.environ:
     _server = os.getpid()
-    os.environ.pop(fork_server.SAFE, None)  # of what the children start
-    if parent := int(os.environ.pop(fork_server.SERVED)):
+    # Children of the server must not inherit the setting.
+    os.environ.pop(fork_server.SAFE, None)
+    if parent := int(os.environ.pop(fork_server.SERVED_PID)):
         family.die_with_parent(parent)

@@ -1,6 +1,7 @@
-"""Which rank this process is, of which job: what its launcher says in the environment.
+"""Rank and job of this process, from the environment variables that its launcher sets.
 
-The only reader of RANK and its companions. Imports no torch: "printed once" is decided in milliseconds.
+No other module parses RANK and the related variables. The module does not import torch, so that
+start-up code can test for rank 0 without delay.
 """
 
 from __future__ import annotations
@@ -12,63 +13,87 @@ from dataclasses import dataclass
 
 from trainer.errors import SetupError
 
-LAUNCHER = "TRAINER_LAUNCHER"  # the launcher's process id, in ranks that another process forks for it
+# Process id of the launcher, in ranks whose parent process is another one: the fork server.
+LAUNCHER = "TRAINER_LAUNCHER"
 
 
 @dataclass(frozen=True)
 class Place:
-    """This process among its peers, as the launcher says in the environment. Alone: rank 0 of 1."""
+    """Rank of this process and number of ranks. The defaults are those of a single process.
+
+    Attributes:
+        rank: rank of this process.
+        size: number of ranks.
+        local_rank: index of this rank on its machine.
+        local_size: number of ranks on this machine.
+        restarts: number of times that torchrun has restarted this job.
+        launched: whether torchrun started this process.
+    """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
-    restarts: int = 0  # how often torchrun has restarted this job
-    launched: bool = False  # under torchrun
+    restarts: int = 0
+    launched: bool = False
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
 
-def place(environment: Mapping[str, str] = os.environ) -> Place:
-    """Read torchrun's variables."""
+def read_place(environment: Mapping[str, str] = os.environ) -> Place:
+    """Read the variables of torchrun.
+
+    Raises:
+        SetupError: a variable is not a number.
+    """
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return Place()
 
-    def number(name: str, default: int) -> int:
+    def number(name: str, default: int = 0) -> int:
         return int(environment.get(name, default))
 
     try:
-        size = number("WORLD_SIZE", 1)
+        size = number("WORLD_SIZE")
         return Place(
-            number("RANK", 0),
-            size,
-            number("LOCAL_RANK", 0),
-            number("LOCAL_WORLD_SIZE", size),
-            number("TORCHELASTIC_RESTART_COUNT", 0),
-            True,
+            rank=number("RANK"),
+            size=size,
+            local_rank=number("LOCAL_RANK"),
+            local_size=number("LOCAL_WORLD_SIZE", size),
+            restarts=number("TORCHELASTIC_RESTART_COUNT"),
+            launched=True,
         )
     except ValueError as error:
-        raise SetupError(f"the launcher's variables RANK, WORLD_SIZE, LOCAL_RANK make no sense: {error}") from None
+        raise SetupError(
+            f"the launcher's variables RANK, WORLD_SIZE, LOCAL_RANK make no sense: {error}"
+        ) from None
 
 
 def check_meeting(me: Place) -> None:
-    """Raises SetupError where variables make this one of several ranks and do not say where they meet."""
+    """Check that several ranks have an address at which they can connect.
+
+    Raises:
+        SetupError: MASTER_ADDR or MASTER_PORT is not set.
+    """
     if me.size > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
         raise SetupError(
-            f"RANK={me.rank} WORLD_SIZE={me.size} make this one of {me.size} ranks; MASTER_ADDR and MASTER_PORT "
-            "do not say where they meet: unset RANK and WORLD_SIZE, or start the ranks with torchrun"
+            f"RANK={me.rank} WORLD_SIZE={me.size} make this one of {me.size} ranks; MASTER_ADDR "
+            "and MASTER_PORT do not say where they meet: unset RANK and WORLD_SIZE, or start the "
+            "ranks with torchrun"
         )
 
 
 def launcher() -> int:
-    """The process id of the launcher that started this rank, or had another process fork it."""
+    """Return the process id of the launcher of this rank."""
     return int(os.environ.get(LAUNCHER, os.getppid()))
 
 
-def elastic_nodes() -> str:
-    """How many machines a torchrun may have that come and go, as 1:4; empty where their number is fixed, or unknown."""
+def read_elastic_nodes() -> str:
+    """Return the range of the number of machines of an elastic torchrun, such as "1:4".
+
+    The result is empty if their number is fixed or unknown.
+    """
     try:
         with open(f"/proc/{launcher()}/cmdline", errors="replace") as file:
             typed = re.search(r"\0--nn\w*[=\0]([^\0]*)", file.read())
@@ -76,55 +101,84 @@ def elastic_nodes() -> str:
         typed = None
     nodes = typed[1] if typed else os.environ.get("PET_NNODES", "")
     low, _, high = nodes.partition(":")
-    return nodes if place().launched and high not in ("", low) else ""
+    if read_place().launched and high not in ("", low):
+        return nodes
+    return ""
 
 
-def elastic_advice() -> str:
-    """What to start torchrun with so that machines can come and go; empty where it has all."""
-    if not elastic_nodes():
+def find_elastic_problems() -> str:
+    """Return which settings an elastic torchrun lacks. The result is empty if it lacks none."""
+    if not read_elastic_nodes():
         return ""
-    shared, given_up = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("USE_AGENT_STORE", "MAX_RESTARTS"))
-    missing = ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"] * (shared == "True")
-    missing += ["--max-restarts=100"] * (given_up == "0")
-    both = " and ".join(missing)
-    return both and f"start it on every machine with {both}: else one that joins or leaves can end the others too"
+    missing = []
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        missing.append("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment")
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS") == "0":
+        missing.append("--max-restarts=100")
+    if not missing:
+        return ""
+    return (
+        f"start it on every machine with {' and '.join(missing)}: else one that joins or leaves "
+        "can end the others too"
+    )
 
 
-def start_of(pid: int) -> int:
-    """When a process began, in the kernel's ticks since boot. Raises OSError or IndexError where it does not tell."""
+def read_start_ticks(pid: int) -> int:
+    """Return the start time of a process in clock ticks since boot.
+
+    Raises:
+        OSError, IndexError: the kernel does not report it.
+    """
     with open(f"/proc/{pid}/stat", errors="replace") as stat:
         return int(stat.read().rpartition(")")[2].split()[19])
 
 
-def boot_id() -> str:
-    """Which start of which machine this is. Raises OSError where the system does not tell."""
+def read_boot_id() -> str:
+    """Return an identifier of the last boot of this machine.
+
+    Raises:
+        OSError: the kernel does not report it.
+    """
     with open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
 
 
-def job_id() -> str:
-    """A name of this job that its restarts share and no other job has: its launcher's process, and that one's start."""
-    starter = launcher() if place().launched else os.getpid()
+def build_job_id() -> str:
+    """Return a unique name of this job that does not change when torchrun restarts it.
+
+    The name consists of the host, the process id of the launcher, and the start of that process,
+    because process ids are reused.
+    """
+    owner = launcher() if read_place().launched else os.getpid()
     try:
-        started = f"{boot_id()}-{start_of(starter)}"
+        start = f"{read_boot_id()}-{read_start_ticks(owner)}"
     except (OSError, IndexError):
-        started = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    return f"{os.uname().nodename}-{starter}-{started}"
+        start = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return f"{os.uname().nodename}-{owner}-{start}"
 
 
-def signature() -> str:
-    """What a job leaves in the folder that it holds: its `job_id`, and in a second line SLURM's name of this job and
-    step, which a requeued job keeps on whatever node."""
-    job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID", "batch")
-    return f"{job_id()}\nslurm-{job}.{step}" if job else job_id()
+def build_signature() -> str:
+    """Return the text that a job writes into the lock of its run folder.
+
+    The first line is its `build_job_id`. Under SLURM, the second line names the job and the step,
+    which a requeued job keeps on every node.
+    """
+    job = os.environ.get("SLURM_JOB_ID")
+    if not job:
+        return build_job_id()
+    step = os.environ.get("SLURM_STEP_ID", "batch")
+    return f"{build_job_id()}\nslurm-{job}.{step}"
 
 
 def is_restart() -> bool:
-    """Whether torchrun has restarted this job, or SLURM requeued it."""
-    return place().restarts > 0 or os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
+    """Return whether torchrun has restarted this job or SLURM has requeued it."""
+    return read_place().restarts > 0 or os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
 
 
 def is_this_job(owner: str) -> bool:
-    """Whether a `signature` is of this job before it was restarted."""
-    (job, _, batch), (our_job, _, our_batch) = owner.partition("\n"), signature().partition("\n")
-    return (place().restarts > 0 and job == our_job) or (is_restart() and bool(batch) and batch == our_batch)
+    """Return whether this job wrote the signature `owner` before it was restarted."""
+    job, _, slurm_step = owner.partition("\n")
+    our_job, _, our_slurm_step = build_signature().partition("\n")
+    if read_place().restarts > 0 and job == our_job:
+        return True
+    return is_restart() and bool(slurm_step) and slurm_step == our_slurm_step

@@ -1,10 +1,11 @@
-"""How long other ranks may be silent, in seconds in which this process was awake.
+"""Limit the time for which other ranks may be silent, counted while this process is awake.
 
-gloo's own limit runs on while a whole job is stopped (SIGSTOP, SLURM's suspend, a freezer), and it never uses a
-connection again that it has given up. So gloo gets a limit of a year, and a thread counts the seconds in which a
-waiting thread uses no processor. At the limit it shuts down what this process reads from others, and gloo raises in the
-waiting thread, as it does when a peer dies. Of a connection that was closed between two operations gloo raises nothing:
-then the thread that counts ends this process.
+The timeout of gloo continues while a whole job is stopped (SIGSTOP, SLURM's suspend, a freezer),
+and gloo never reuses a connection that has timed out. Gloo therefore gets a timeout of one year,
+and a thread counts the seconds in which a waiting thread uses no CPU time. At the limit, the thread
+shuts down the sockets for reading, so that gloo raises in the waiting thread, as it does when a
+peer dies. Gloo raises nothing if a connection was closed between two operations. In that case the
+counting thread ends this process.
 """
 
 from __future__ import annotations
@@ -18,81 +19,120 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 Result = TypeVar("Result")
 
-FOR_EVER = datetime.timedelta(days=365)
-TICK = 0.25  # seconds
-POLL = 0.1  # seconds between two looks at a thread that may hang
-LEFT_TO_RAISE = 3.0  # seconds, for gloo, once nothing can be read any more
-BUSY = 0.001  # seconds of a processor within a tick: this thread works
+GLOO_TIMEOUT = datetime.timedelta(days=365)
+# Seconds between two checks of the waiting threads.
+CHECK_SECONDS = 0.25
+# Seconds between two checks of the thread in `call_within`.
+POLL_SECONDS = 0.1
+# Seconds in which gloo must raise after reads were shut down.
+RAISE_SECONDS = 3.0
+# A thread that uses more seconds of CPU time than this between two checks is working.
+BUSY_SECONDS = 0.001
 
 
 class AwakeClock:
-    """Counts seconds in which this process was awake, for a loop that asks more often than every half second.
+    """Clock that counts the seconds in which this process was awake.
 
-    A wait that ends by the system's clock would end at once when a whole job goes on after it was stopped.
+    A wait that uses the system's clock would time out as soon as a stopped job continues. `seconds`
+    must be called at least every half second.
     """
 
     def __init__(self) -> None:
-        self._looked, self._awake = time.monotonic(), 0.0
+        self._last_call = time.monotonic()
+        self._awake = 0.0
 
     def seconds(self) -> float:
-        """Since this clock was made."""
+        """Return the number of seconds since this clock was created."""
         now = time.monotonic()
-        self._awake += min(now - self._looked, 2 * TICK)  # more: this process was stopped
-        self._looked = now
+        # A longer interval means that this process was stopped.
+        self._awake += min(now - self._last_call, 2 * CHECK_SECONDS)
+        self._last_call = now
         return self._awake
 
 
 @dataclass(eq=False)
 class Wait:
-    """A block of a thread that may wait for other ranks."""
+    """Period in which a thread may wait for other ranks.
 
-    limit: float  # seconds
-    leave: Callable[[float], object]  # ends this process; gets the limit
+    Attributes:
+        limit: maximum number of seconds of silence.
+        leave: ends this process. It is called with `limit`.
+        thread: id of the thread that waits.
+        silent_seconds: seconds since the thread last used CPU time.
+        is_over: whether the limit was reached.
+    """
+
+    limit: float
+    leave: Callable[[float], object]
     thread: int = field(default_factory=threading.get_ident)
-    silent: float = 0.0
-    over: bool = False
+    silent_seconds: float = 0.0
+    is_over: bool = False
 
     def __post_init__(self) -> None:
         self._clock = time.pthread_getcpuclockid(self.thread)
-        self._used = -1.0
+        self._cpu_seconds = -1.0
 
-    def look(self, seconds: float) -> bool:
-        """Count seconds in which the thread did nothing, one after the other; whether these are too many."""
-        used = time.clock_gettime(self._clock)
-        idle = used - self._used < BUSY and not self._waits_for_python()
-        self.silent, self._used = self.silent + seconds if idle else 0.0, used
-        self.over = self.over or self.silent >= self.limit
-        return self.over
+    def check(self, seconds: float) -> bool:
+        """Add `seconds` to the silence if the thread was idle, and return whether it is over."""
+        cpu_seconds = time.clock_gettime(self._clock)
+        used = cpu_seconds - self._cpu_seconds
+        if used < BUSY_SECONDS and not self._is_in_standard_library():
+            self.silent_seconds += seconds
+        else:
+            self.silent_seconds = 0.0
+        self._cpu_seconds = cpu_seconds
+        self.is_over = self.is_over or self.silent_seconds >= self.limit
+        return self.is_over
 
-    def _waits_for_python(self) -> bool:
-        """Whether it waits within Python's own library: for a compiler in another process, say."""
+    def _is_in_standard_library(self) -> bool:
+        """Return whether the thread is inside the standard library.
+
+        There it does not wait for a rank but, for example, for a compiler in another process.
+        """
         frame = sys._current_frames().get(self.thread)
-        module = str(frame.f_globals.get("__name__")) if frame else ""
+        if frame is None:
+            return False
+        module = str(frame.f_globals.get("__name__"))
         return module.partition(".")[0] in sys.stdlib_module_names
 
 
-_limits: list[float] = []  # of this process's group: one, or none
+# The limit of the current process group, or an empty list.
+_limits: list[float] = []
 _waits: list[Wait] = []
 
 
-def watch(limit: float) -> datetime.timedelta:
-    """From now on no rank may be silent for so many seconds; how long gloo is to wait."""
-    if not hasattr(time, "pthread_getcpuclockid"):  # macOS
+def set_limit(limit: float) -> datetime.timedelta:
+    """Set the number of seconds for which a rank may be silent.
+
+    Returns:
+        The timeout for gloo.
+    """
+    # macOS does not report the CPU time of a thread.
+    if not hasattr(time, "pthread_getcpuclockid"):
         return datetime.timedelta(seconds=limit)
     if not _limits:
-        threading.Thread(target=_count, name="silence", daemon=True).start()
+        threading.Thread(target=_count_silence, name="silence", daemon=True).start()
     _limits[:] = [limit]
-    return FOR_EVER
+    return GLOO_TIMEOUT
 
 
-def begin(limit: float | None, leave: Callable[[float], object]) -> Wait | None:
-    """This thread may wait for other ranks from here on: so many seconds, or as long as the group's limit says."""
+def begin_wait(limit: float | None, leave: Callable[[float], object]) -> Wait | None:
+    """Start counting the silence while this thread waits for other ranks.
+
+    Args:
+        limit: maximum number of seconds. None selects the limit of the process group.
+        leave: ends this process. It is called with the limit if gloo does not raise.
+
+    Returns:
+        The argument for `end_wait`.
+    """
     if not _limits:
         return None
     _waits.append(Wait(limit or _limits[0], leave))
@@ -100,66 +140,72 @@ def begin(limit: float | None, leave: Callable[[float], object]) -> Wait | None:
 
 
 def is_waiting() -> bool:
-    """Whether a thread of this process waits for other ranks now."""
+    """Return whether a thread of this process is waiting for other ranks."""
     return bool(_waits)
 
 
-def end(wait: Wait | None) -> float | None:
-    """It waits no more; the seconds that were too long, if they were."""
+def end_wait(wait: Wait | None) -> float | None:
+    """Stop counting the silence, and return the limit if it was reached, else None."""
     if wait is None:
         return None
     _waits.remove(wait)
-    return wait.limit if wait.over else None
+    return wait.limit if wait.is_over else None
 
 
-def _count() -> None:
-    clock, before = AwakeClock(), 0.0
+def _count_silence() -> None:
+    clock = AwakeClock()
+    before = 0.0
     while True:
-        time.sleep(TICK)
-        awake = clock.seconds()
-        if any([wait.look(awake - before) for wait in list(_waits)]):
+        time.sleep(CHECK_SECONDS)
+        now = clock.seconds()
+        # A list instead of a generator, because `any` must not skip the checks of later waits.
+        if any([wait.check(now - before) for wait in list(_waits)]):
             _shut_down_reads()
         for wait in list(_waits):
-            if wait.silent >= wait.limit + LEFT_TO_RAISE:
+            if wait.silent_seconds >= wait.limit + RAISE_SECONDS:
                 wait.leave(wait.limit)
-        before = awake
+        before = now
 
 
 def _shut_down_reads() -> None:
-    """Shut down reading from other ranks. With writing too, or with listening sockets, gloo would abort."""
+    """Shut down all internet connections of this process for reading.
+
+    Gloo would abort the process if writes or listening sockets were shut down, too.
+    """
     for name in os.listdir("/dev/fd"):
         with suppress(OSError):
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as line:
-                internet = line.family in (socket.AF_INET, socket.AF_INET6) and line.type == socket.SOCK_STREAM
-                if internet and not line.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                is_internet = line.family in (socket.AF_INET, socket.AF_INET6)
+                if not is_internet or line.type != socket.SOCK_STREAM:
+                    continue
+                if not line.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     line.shutdown(socket.SHUT_RD)
 
 
 def call_within(seconds: float, work: Callable[[], Result]) -> Result:
-    """What `work` returns, in a thread of its own: where it hangs in a library, this thread still leaves.
+    """Call a function in a new thread, and return its result.
+
+    If the function hangs inside a library, the calling thread can still continue.
+
+    Args:
+        seconds: timeout. Time in which this process is stopped does not count.
+        work: function without arguments.
 
     Raises:
-        TimeoutError: it has not returned after so many seconds; those in which this process was stopped do not count.
+        TimeoutError: the function did not return in time.
     """
-    results: list[Result] = []
-    raised: list[BaseException] = []
+    future: Future[Result] = Future()
 
     def run() -> None:
         try:
-            results.append(work())
+            future.set_result(work())
         except BaseException as error:
-            raised.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    for _ in range(math.ceil(seconds / POLL)):
-        thread.join(POLL)
-        if not thread.is_alive():
-            break
-    if raised:
-        raise raised[0]
-    if not results:
-        raise TimeoutError
-    return results[0]
+    threading.Thread(target=run, daemon=True).start()
+    for _ in range(math.ceil(seconds / POLL_SECONDS)):
+        with suppress(TimeoutError):
+            return future.result(POLL_SECONDS)
+    raise TimeoutError

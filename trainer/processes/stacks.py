@@ -1,6 +1,6 @@
-"""Where stacks go: into a file of the run folder, so that the screen keeps to sentences.
+"""Write stacks and tracebacks to a file of the run folder instead of the screen.
 
-Before a run has its folder, or where its disk cannot be written, they go to stderr.
+They are written to stderr if the run has no folder yet, or if its disk cannot be written.
 """
 
 from __future__ import annotations
@@ -13,37 +13,52 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from trainer.processes.rank import place
+from trainer.processes.rank import read_place
 
-_folders: list[Path] = []  # of the run that this process trains: one or none
+# The folder of the current run, or an empty list. A list can be changed without `global`.
+_folders: list[Path] = []
 
 
 def write_to(folder: str | Path | None) -> None:
-    """From now on stacks go to files in this folder; None: to stderr."""
-    _folders[:] = [] if folder is None else [Path(folder).absolute()]
+    """Set the folder for stacks. None selects stderr."""
+    _folders.clear()
+    if folder is not None:
+        _folders.append(Path(folder).absolute())
 
 
 def append(text: str) -> Path | None:
-    """Add a traceback to this rank's file; the file, or None where there is none to write."""
+    """Append a traceback to this rank's file.
+
+    Returns:
+        The path of the file, or None if it could not be written.
+    """
     return _write("", lambda file: file.write(f"{text.rstrip()}\n"))
 
 
 def dump(why: str) -> str:
-    """Write the stacks of all threads; words that say in which file, empty where they went to stderr."""
+    """Write the stacks of all threads.
+
+    Args:
+        why: reason, which becomes the title of the entry.
+
+    Returns:
+        The end of a message that names the file. Empty if the stacks were written to stderr.
+    """
     path = _write(f": {why}", lambda file: faulthandler.dump_traceback(file, all_threads=True))
     if path is not None:
         return f"; what it was doing is in {path}"
-    with suppress(AttributeError, ValueError, OSError):  # stderr may be closed
+    # A daemon may have closed stderr.
+    with suppress(AttributeError, ValueError, OSError):
         faulthandler.dump_traceback(sys.stderr, all_threads=True)
     return ""
 
 
 def _write(title: str, content: Callable[[TextIO], object]) -> Path | None:
-    """Add an entry to the file of the run folder, if there is one."""
+    """Append an entry to this rank's file, and return its path. None if that is not possible."""
     for folder in _folders:
-        path = folder / f"stacks-rank{place().rank}.txt"
+        path = folder / f"stacks-rank{read_place().rank}.txt"
         with suppress(OSError), path.open("a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {place().rank}{title}\n")
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {read_place().rank}{title}\n")
             file.flush()
             content(file)
             file.write("\n")

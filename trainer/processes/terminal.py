@@ -1,4 +1,6 @@
-"""The user's terminal: texts that are safe to print, commands that work here, waits that are explained."""
+"""Output to the user's terminal: safe text, commands that work here, styles, questions, and
+explanations of long waits.
+"""
 
 from __future__ import annotations
 
@@ -16,40 +18,66 @@ from typing import Any, TextIO
 
 from trainer.errors import Interrupted, RecipeError
 
-BOLD, DIM, RED, GREEN = "1", "2", "31", "1;32"  # of SGR: they can be read on light and on dark
-PATIENCE = 5.0  # seconds of silence until a wait is explained
+# ANSI styles (SGR parameters) that are readable on light and on dark backgrounds.
+BOLD = "1"
+DIM = "2"
+RED = "31"
+GREEN = "1;32"
+# Default number of seconds until a wait is explained.
+PATIENCE = 5.0
 
 
-def plain(text: str) -> str:
-    """A text as one may print it: what would move the cursor, as in a folder's name, becomes a question mark."""
+def escape_control_characters(text: str) -> str:
+    """Replace control characters by question marks.
+
+    Text from outside, such as a folder's name, could otherwise move the cursor.
+    """
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
 
 
-def as_typed(text: str) -> str:
-    """A plain text whose commands are those that work here.
+def localize_commands(text: str) -> str:
+    """Replace control characters, and rewrite commands in a text to those that work here.
 
-    launch.sh brings a Python of its own, which a shell finds under no name: it is started by `./launch.sh`, and what is
-    installed goes into its environment. What pip installed is started by `trainer`.
+    The user types `./launch.sh` or `trainer` instead of `python -m trainer`, depending on how this
+    program was installed. The Python of launch.sh is not on the shell's path, so commands that
+    install packages name it.
     """
-    text, command = plain(text), os.environ.get("TRAINER_COMMAND")
+    text = escape_control_characters(text)
+    command = os.environ.get("TRAINER_COMMAND")
     if not command:
         return text
     board = os.environ.get("TRAINER_TENSORBOARD", f"{command} tensorboard")
     text = text.replace("python -m trainer", command).replace("python -m tensorboard.main", board)
-    python = shlex.quote(sys.executable)  # in an environment that uv made there is no pip
-    install = f"{python} -m pip install" if find_spec("pip") else f"uv pip install --python {python}"
+    # Environments created by uv do not contain pip.
+    python = shlex.quote(sys.executable)
+    if find_spec("pip"):
+        install = f"{python} -m pip install"
+    else:
+        install = f"uv pip install --python {python}"
     return text.replace("pip install", install)
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Print a text, as it is safe and with the commands that work here."""
-    print(as_typed(text), end=end, flush=True)
+    """Print a text after `localize_commands` has rewritten it."""
+    print(localize_commands(text), end=end, flush=True)
 
 
-def agreed(command: str, what: str, question: str) -> bool:
-    """Whether the user lets a command do `what`. Raises RecipeError where nobody can answer, Interrupted."""
+def ask_permission(command: str, what: str, question: str) -> bool:
+    """Ask the user for permission, and return whether the answer is yes.
+
+    Args:
+        command: name of the command that asks.
+        what: description of what the command is going to do.
+        question: question, without the choices.
+
+    Raises:
+        RecipeError: stdin is not a terminal, so nobody can answer.
+        Interrupted: the user pressed Ctrl-C.
+    """
     if sys.stdin is None or not sys.stdin.isatty():
-        raise RecipeError(f"{command} asks before it deletes, but nobody can answer here: add yes=true")
+        raise RecipeError(
+            f"{command} asks before it deletes, but nobody can answer here: add yes=true"
+        )
     print(what)
     try:
         return input(f"{question} y/N ").strip().lower() in ("y", "yes")
@@ -57,39 +85,62 @@ def agreed(command: str, what: str, question: str) -> bool:
         print()
         return False
     except KeyboardInterrupt:
-        print()  # the line that was not ended
+        # The cursor is still on the line of the question.
+        print()
         raise Interrupted("stopped by Ctrl-C; nothing was done") from None
 
 
 def name_installed_command(started: str) -> None:
-    """Have texts tell to type `trainer`, or its path where a shell does not find it: `started` is what ran."""
-    command = "trainer" if shutil.which("trainer") == started else shlex.quote(started)
-    python = "python" if shutil.which("python") == sys.executable else shlex.quote(sys.executable)
+    """Let messages name the installed command `trainer`, or its path if it is not on PATH.
+
+    Args:
+        started: path of the script that is running.
+    """
+    command = _shorten_path("trainer", started)
+    python = _shorten_path("python", sys.executable)
     os.environ.setdefault("TRAINER_COMMAND", command)
     os.environ.setdefault("TRAINER_TENSORBOARD", f"{python} -m tensorboard.main")
 
 
-def rewrites(stream: TextIO | None) -> bool:
-    """Whether a line of this stream can be replaced; a program may have closed its stream."""
+def _shorten_path(name: str, path: str) -> str:
+    """Return `name` if the shell finds `path` by it, else the quoted path."""
+    return name if shutil.which(name) == path else shlex.quote(path)
+
+
+def can_overwrite(stream: TextIO | None) -> bool:
+    """Return whether lines of a stream can be overwritten.
+
+    Args:
+        stream: output stream. None if the user's program has closed it.
+    """
     return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def styled(text: str, style: str) -> str:
-    """For stdout, where that shows styles and NO_COLOR (no-color.org) is not set."""
-    shows = style and rewrites(sys.stdout) and not os.environ.get("NO_COLOR")
-    return f"\033[{style}m{text}\033[0m" if shows else text
+def add_style(text: str, style: str) -> str:
+    """Add a style to a text for stdout.
+
+    The text is unchanged if stdout does not show styles, or if NO_COLOR (no-color.org) is set.
+    """
+    if style and can_overwrite(sys.stdout) and not os.environ.get("NO_COLOR"):
+        return f"\033[{style}m{text}\033[0m"
+    return text
 
 
 @contextmanager
 def explain_delay(what: Callable[[], str], after: float = PATIENCE) -> Iterator[None]:
-    """Within this block, one line on stderr after `after` seconds: what `what` then returns, unless it is empty."""
+    """Print an explanation to stderr if the block takes longer than `after` seconds.
 
-    def tell() -> None:
+    Args:
+        what: function that returns the explanation. An empty text is not printed.
+        after: delay in seconds.
+    """
+
+    def explain() -> None:
         text = what()
         if text:
-            print(f"trainer: {plain(text)}", file=sys.stderr, flush=True)
+            print(f"trainer: {escape_control_characters(text)}", file=sys.stderr, flush=True)
 
-    timer = threading.Timer(after, tell)
+    timer = threading.Timer(after, explain)
     timer.daemon = True
     timer.start()
     try:
@@ -99,7 +150,7 @@ def explain_delay(what: Callable[[], str], after: float = PATIENCE) -> Iterator[
 
 
 class _Terminal(io.FileIO):
-    """A terminal that may close while the step ends and is saved: what is written then goes nowhere."""
+    """Stream to a terminal. After the terminal has closed, output is discarded."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -111,9 +162,13 @@ class _Terminal(io.FileIO):
 
 
 def outlive_terminal() -> None:
-    """From now on no print and no progress bar fails when the terminal is closed; SIGHUP tells of it."""
+    """Let output to a closed terminal be discarded instead of raising an error.
+
+    A closed terminal sends SIGHUP, after which the run still saves and prints.
+    """
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
         if stream is not None and not stream.closed and stream.isatty():
             buffer = io.BufferedWriter(_Terminal(number, "w", closefd=False))
-            setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=True))
+            text = io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=True)
+            setattr(sys, name, text)

@@ -1,8 +1,10 @@
-"""Beside a rank: a small process that ends it when its Python cannot run, for which it does not need the rank's lock.
+"""Program of the watchdog: a small process that kills a rank whose Python cannot run.
 
-Compiled code starts kernels with the interpreter's lock held. When a peer is gone, the queue of kernels fills up, the
-call never returns, and no handler and no thread of the rank receives a signal. Its number still comes to the wake-up
-socket, for Python writes that without the lock, and this process looks there. It imports no other file of ours.
+Compiled code launches kernels while it holds the interpreter's lock. If a peer is gone, the queue
+of kernels fills up and the call never returns, so neither a signal handler nor a thread of the rank
+can run. Python still writes the number of a signal to the wake-up socket, for which it does not
+need the lock, and this process sees it there. The program does not import other modules of
+`trainer`.
 """
 
 from __future__ import annotations
@@ -16,51 +18,88 @@ import time
 from contextlib import suppress
 from typing import Any
 
-SILENT = 5.0  # seconds without an answer until a rank is ended that has nothing to save or has lost a peer
-LOOK = 0.1  # seconds between two looks
-GIVEN_UP = signal.SIGVTALRM  # what ends the rank, so that the launcher knows this from the system's SIGKILL
+# Seconds without an answer until a rank is killed that has nothing to save or has lost a peer.
+SILENT = 5.0
+# Seconds between two checks after a signal.
+LOOK = 0.1
+# Signal that kills the rank. It differs from SIGKILL, so that the launcher can report the watchdog
+# instead of a system that is short of memory.
+WATCHDOG_SIGNAL = signal.SIGVTALRM
 
 
 def watch(wakeup: socket.socket, rank: int, grace: float, signals: set[int]) -> float:
-    """Wait until the rank with this process id has to be ended; the seconds it was silent, or 0 if it has ended."""
-    signalled = saving = False
-    answered = 0.0
+    """Wait until the rank has to be killed, or has exited.
+
+    The rank reports its state in lines on stdin: see `Watchdog.send`.
+
+    Args:
+        wakeup: socket to which Python writes the numbers of signals.
+        rank: process id of the rank.
+        grace: seconds without an answer until a rank is killed whose peers are alive.
+        signals: numbers of the signals that ask the rank to exit.
+
+    Returns:
+        Number of seconds for which the rank did not answer, or 0 if it has exited.
+    """
+    is_signalled = False
+    is_saving = False
+    answered_at = 0.0
     peers: list[str] | None = None
     while True:
-        sources: list[Any] = [0] if signalled else [0, wakeup]
-        ready, _, _ = select.select(sources, [], [], LOOK if signalled else 1)
+        sources: list[Any] = [0]
+        timeout = LOOK
+        # After a signal, its number stays in the socket until the rank reads it, so `select` would
+        # return immediately.
+        if not is_signalled:
+            sources.append(wakeup)
+            timeout = 1
+        ready, _, _ = select.select(sources, [], [], timeout)
         now = time.monotonic()
-        lines = os.read(0, 1 << 16).decode().splitlines() if 0 in ready else []
+        lines = []
+        if 0 in ready:
+            lines = os.read(0, 1 << 16).decode().splitlines()
         if os.getppid() != rank or (0 in ready and not lines):
             return 0.0
         for line in lines:
-            answered = now
-            saving = line == "saving" or (saving and line != "saved")
+            answered_at = now
+            is_saving = line == "saving" or (is_saving and line != "saved")
+            # The rank may read the number from the socket before this process sees it.
+            is_signalled = is_signalled or line == "alive"
             if line[:1].isdigit():
                 peers = line.split()
         if wakeup in ready:
-            with suppress(BlockingIOError):  # the rank has read what was there
-                signalled = not signals.isdisjoint(wakeup.recv(1 << 12, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-            answered = now
-            time.sleep(LOOK)  # other signals may lie there for long
-        patience = SILENT if peers is None or not all(map(_lives, peers)) else max(grace, SILENT)
-        if signalled and not saving and now - answered > patience:
-            return now - answered
+            # If the rank has read the socket in the meantime, it is empty.
+            with suppress(BlockingIOError):
+                numbers = wakeup.recv(1 << 12, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+                is_signalled = not signals.isdisjoint(numbers)
+            answered_at = now
+            # Numbers of other signals may stay in the socket for a long time.
+            time.sleep(LOOK)
+        patience = SILENT
+        if peers is not None and all(_is_alive(pid) for pid in peers):
+            patience = max(grace, SILENT)
+        if is_signalled and not is_saving and now - answered_at > patience:
+            return now - answered_at
 
 
-def _lives(pid: str) -> bool:
+def _is_alive(pid: str) -> bool:
     with suppress(OSError), open(f"/proc/{pid}/stat", errors="replace") as stat:
         return stat.read().rpartition(")")[2].split()[0] not in "ZX"
     return False
 
 
 def main(fd: str, rank: str, grace: str, *signals: str) -> None:
-    silent = watch(socket.socket(fileno=int(fd)), int(rank), float(grace), {*map(int, signals)})
-    if silent:
+    wakeup = socket.socket(fileno=int(fd))
+    silent_seconds = watch(wakeup, int(rank), float(grace), {*map(int, signals)})
+    if silent_seconds:
         name = os.environ.get("RANK", "0")
-        line = f"a call has kept Python from running for {silent:.0f} s after a signal; ended without saving"
+        line = (
+            f"a call has kept Python from running for {silent_seconds:.0f} s after a signal; ended "
+            "without saving"
+        )
         print(f"trainer: rank {name}: {line}", file=sys.stderr, flush=True)
-        for number in (GIVEN_UP, signal.SIGKILL):  # a user may have a handler for the first
+        # The user's program may handle the first signal.
+        for number in (WATCHDOG_SIGNAL, signal.SIGKILL):
             if os.getppid() == int(rank):
                 os.kill(int(rank), number)
                 time.sleep(1)

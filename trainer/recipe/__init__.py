@@ -1,14 +1,14 @@
-"""What a run is to do: every key, its YAML and words, and what goes together with what.
+"""Recipes: all keys of a run, their YAML and arguments, and checks of combinations.
 
-No torch in this room, so that a typo is answered at once.
-Imports: errors.
+Nothing here imports torch, so that a typo is reported immediately.
+Imports: errors, versions.
 """
 
 from trainer.recipe.field_types import DEVICE
-from trainer.recipe.loading import load, origins, words_of
+from trainer.recipe.loading import format_arguments, load, notes_on_idle, origins
 from trainer.recipe.mode_table import MODES, TRAITS, Traits
-from trainer.recipe.recipe_files import find, shipped_recipes
-from trainer.recipe.reflection import changed_keys, differing
+from trainer.recipe.recipe_files import find_recipe, shipped_recipes
+from trainer.recipe.reflection import changed_keys, compare_recipes
 from trainer.recipe.schema import (
     IN_TURN,
     MEASURED,
@@ -21,7 +21,7 @@ from trainer.recipe.schema import (
     Recipe,
     Schedule,
 )
-from trainer.recipe.text import flatten, nearest, neighbours
+from trainer.recipe.text import find_nearest, flatten, format_neighbors
 
 __all__ = [
     "DEVICE",
@@ -39,13 +39,14 @@ __all__ = [
     "Schedule",
     "Traits",
     "changed_keys",
-    "differing",
-    "find",
+    "compare_recipes",
+    "find_nearest",
+    "find_recipe",
     "flatten",
+    "format_arguments",
+    "format_neighbors",
     "load",
-    "nearest",
-    "neighbours",
+    "notes_on_idle",
     "origins",
     "shipped_recipes",
-    "words_of",
 ]

@@ -1,5 +1,8 @@
-"""What to type: pydantic's validation errors as lines that say so; and what to say of a word that is no key, the key
-that it misspells, or what most people bring along from elsewhere."""
+"""Messages about invalid values and unknown keys.
+
+A message is one line that says what to type. An unknown key is compared with all keys, and with the
+names of settings in other libraries.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from trainer.recipe.text import nearest, shown
+from trainer.recipe.text import find_nearest, format_value
 
-# pydantic's types of error, as the words that follow "key=value must be".
+# Pydantic's types of errors -> the text after "key=value must be".
 KINDS = {
     "int_type": "an integer",
     "int_from_float": "an integer",
@@ -29,117 +32,196 @@ KINDS = {
     "too_short": "a list of {min_length}",
     "too_long": "a list of {max_length}",
 }
-# Each key of ours, or word, with what torchvision's references, timm, Lightning, Keras and Hugging Face call it.
+# Our keys -> names in torchvision's references, timm, Lightning, Keras, Ultralytics and Hugging
+# Face. The names must have the same meaning: the batch size of one GPU, for example, is not
+# `batch_size`.
 _THEIRS = {
     "recipe": "config cfg",
-    "nproc": "gpus num_gpus num_processes nproc_per_node world_size",
-    "mode": "strategy distributed",
+    "nproc": "num_gpus nproc_per_node",
+    "mode": "strategy",
     "model.name": "arch model_name",
-    "model.weights=DEFAULT": "pretrained",
+    "model.weights": "pretrained",
     "data.name": "dataset",
     "data.root": "data_dir data_path",
     "data.image_size": "imgsz img_size",
-    "data.workers": "num_workers j",
-    "data.val_fraction": "val_split validation_split",
-    "batch_size": "batch bs",
-    "accumulate": "gradient_accumulation_steps accumulate_grad_batches",
+    "data.workers": "num_workers dataloader_num_workers j",
+    "data.val_fraction": "validation_split",
+    "batch_size": "batch train_batch_size global_batch_size",
     "epochs": "max_epochs num_epochs num_train_epochs",
-    "max_steps": "steps max_iter",
+    "max_steps": "max_iter",
     "optimizer.name": "opt optim",
-    "optimizer.lr": "learning_rate base_lr",
+    "optimizer.lr": "learning_rate lr0",
     "optimizer.weight_decay": "wd",
-    "schedule.name": "scheduler lr_scheduler",
-    "schedule.warmup_epochs": "warmup warmup_steps",
-    "loss.label_smoothing": "smoothing",
-    "precision=bf16": "amp autocast",
-    "precision=fp16": "half",
-    "precision": "dtype mixed_precision",
-    "clip_grad_norm": "grad_clip max_grad_norm gradient_clip_val",
+    "schedule.name": "scheduler lr_scheduler sched lr_scheduler_type",
+    "schedule.step_epochs": "lr_step_size decay_epochs",
+    "schedule.gamma": "lr_gamma decay_rate",
+    "schedule.warmup_epochs": "lr_warmup_epochs",
+    "loss.label_smoothing": "smoothing label_smoothing_factor",
+    "augment.mixup": "mixup_alpha",
+    "augment.cutmix": "cutmix_alpha",
+    "augment.erase": "random_erase reprob",
+    "precision": "amp autocast mixed_precision",
+    "ema": "model_ema model_ema_decay",
+    "recompute": "gradient_checkpointing grad_checkpointing",
+    "clip_grad_norm": "grad_clip clip_grad max_grad_norm gradient_clip_val",
     "devices": "device gpu gpu_ids",
+    "sync_bn": "sync_batchnorm",
     "stop.patience": "early_stopping",
-    "logging.every_steps": "print_freq log_interval",
+    "save.every_steps": "save_steps",
+    "save.every_epochs": "save_period",
+    "logging.every_steps": "print_freq log_interval log_every_n_steps logging_steps",
     "output": "output_dir save_dir",
 }
 OTHER_NAMES = {name: ours for ours, names in _THEIRS.items() for name in names.split()}
+# Names of settings in other libraries that no key of ours can replace. The guide's page `others`
+# explains each.
+_WITHOUT_KEY = (
+    "per_device_train_batch_size per_device_eval_batch_size per_gpu_batch_size batch_size_per_gpu "
+    "bs micro_batch_size eval_batch_size val_batch_size validation_batch_size "
+    "train_micro_batch_size_per_gpu gradient_accumulation_steps accumulate_grad_batches "
+    "grad_accum_steps gpus world_size num_processes num_nodes nnodes num_machines distributed dp "
+    "warmup warmup_steps warmup_ratio base_lr lr_base blr lrf lr_decay "
+    "steps steps_per_epoch eval_steps val_split fraction classes name half dtype drop weight_ema "
+    "ra_sampler"
+)
+WITHOUT_KEY = frozenset(_WITHOUT_KEY.split())
 
 
-def explain_invalid(error: ValidationError, defaults: Mapping[str, Any], top: Iterable[str]) -> tuple[str, str]:
-    """The first of pydantic's errors: its dotted key, and one line that says what to type.
+def explain_invalid(
+    error: ValidationError,
+    defaults: Mapping[str, Any],
+    top: Iterable[str],
+) -> tuple[str, str]:
+    """Explain pydantic's first error.
 
-    `defaults` are all keys, dotted, with their defaults; `top` are the keys and sections of the highest level.
+    Args:
+        error: the validation error.
+        defaults: defaults of all dotted keys.
+        top: keys and sections of the top level.
+
+    Returns:
+        The dotted key, and one line that says what to type.
     """
-    findings = error.errors(include_url=False)
-    key = _key(findings[0], defaults)
-    same = [each for each in findings if _key(each, defaults).partition("[")[0] == key]
-    best = max(same, key=_rank, default=findings[0])  # a key of several kinds has a finding for each
-    if len(same) > 1 and best["type"] == "literal_error":
-        kinds = [KINDS[each["type"]] for each in same if each["type"] in KINDS]
-        kinds += ["null"] if key in defaults and defaults[key] is None else []
-        choices = ", ".join([*_choices(best), *kinds[:-1]]) + (", or " if len(kinds) > 1 else " or ") + kinds[-1]
-        return key, f"{key}={shown(best['input'])} must be {choices}"
+    all_details = error.errors(include_url=False)
+    first = all_details[0]
+    key = _key(first, defaults)
+    # Pydantic reports an error for each type that a key may have.
+    same_key = []
+    for details in all_details:
+        if _key(details, defaults).partition("[")[0] == key:
+            same_key.append(details)
+    best = max(same_key, key=_rank, default=first)
+    if len(same_key) > 1 and best["type"] == "literal_error":
+        types = [details["type"] for details in same_key]
+        kinds = [KINDS[kind] for kind in types if kind in KINDS]
+        *others, last = kinds + _null(key, defaults)
+        separator = " or "
+        if others:
+            separator = ", or "
+        choices = ", ".join([*_choices(best), *others])
+        return key, f"{key}={format_value(best['input'])} must be {choices}{separator}{last}"
     key = _key(best, defaults)
     return key, _line(best, key, defaults, [*top])
 
 
-def _key(finding: ErrorDetails, defaults: Mapping[str, Any]) -> str:
-    """The dotted key of an error. Below a key pydantic names also the kind of value that it tried there."""
+def _key(details: ErrorDetails, defaults: Mapping[str, Any]) -> str:
+    """Return the dotted key of an error.
+
+    Pydantic's location continues below the key with the type that it tried, which is dropped.
+    """
     key = ""
-    for part in finding["loc"]:
+    for part in details["loc"]:
         if isinstance(part, int):
             key += f"[{part}]"
         elif key.partition("[")[0] not in defaults:
-            key += f".{part}" if key else part
+            key = f"{key}.{part}".removeprefix(".")
     return key
 
 
-def _rank(finding: ErrorDetails) -> int:
-    """Which of a key's errors to show: a sentence of ours before a place within a list before a choice."""
-    kinds = finding["type"] == "value_error", isinstance(finding["loc"][-1], int), finding["type"] == "literal_error"
-    return sum(weight * kind for weight, kind in zip((4, 2, 1), kinds, strict=True))
+def _rank(details: ErrorDetails) -> tuple[bool, ...]:
+    """Rank the errors of a key: our own message, then an item of a list, then a choice."""
+    return (
+        details["type"] == "value_error",
+        isinstance(details["loc"][-1], int),
+        details["type"] == "literal_error",
+    )
 
 
-def _choices(finding: ErrorDetails) -> list[str]:
-    """What an error says that a value may be."""
-    return [word for word in re.findall(r"\w+", finding["ctx"]["expected"]) if word != "or"]
+def _choices(details: ErrorDetails) -> list[str]:
+    """List the values that an error allows."""
+    values = re.findall(r"\w+", details["ctx"]["expected"])
+    return [value for value in values if value != "or"]
+
+
+def _null(key: str, defaults: Mapping[str, Any]) -> list[str]:
+    """Return null as a choice if it is the default of the key."""
+    if defaults.get(key, key) is None:
+        return ["null"]
+    return []
 
 
 def _line(first: ErrorDetails, key: str, defaults: Mapping[str, Any], top: Sequence[str]) -> str:
+    """Explain an error in one line that says what to type."""
     kind = first["type"]
-    if kind == "extra_forbidden":
-        if key in defaults:  # a file writes its section
-            section, _, last = key.rpartition(".")
-            return f"{key} is not a key; write {section}: {{{last}: {shown(first['input'])}}}"
-        return f"{key} is not a key; {advice_on(key, [*defaults, *top])}"
     value = first["input"]
-    typed = f"{key}={shown(value)}"
+    if kind == "extra_forbidden":
+        if key in defaults:
+            # A file must nest a dotted key in its section.
+            section, _, last = key.rpartition(".")
+            return f"{key} is not a key; write {section}: {{{last}: {format_value(value)}}}"
+        return f"{key} is not a key; {suggest_key(key, [*defaults, *top])}"
+    typed = f"{key}={format_value(value)}"
     if kind == "literal_error":
-        choices = _choices(first)
-        choices += ["null"] if key in defaults and defaults[key] is None else []
-        guess = nearest(str(value).lower(), choices)
-        return f"{typed} is not one of {', '.join(choices)}" + (f"; did you mean {key}={guess}?" if guess else "")
+        choices = _choices(first) + _null(key, defaults)
+        guess = find_nearest(str(value).lower(), choices)
+        message = f"{typed} is not one of {', '.join(choices)}"
+        if guess:
+            message += f"; did you mean {key}={guess}?"
+        return message
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         inner = next((name for name in defaults if name.startswith(f"{key}.")), "optimizer.lr")
-        empty = "; leave an empty one out" if value is None else ""
-        return f"{typed} must be a section, as in {inner}=...{empty}"
+        message = f"{typed} must be a section, as in {inner}=..."
+        if value is None:
+            message += "; leave an empty one out"
+        return message
+    message = first["msg"]
     if kind == "value_error":
-        message = first["msg"].removeprefix("Value error, ")
-        return f"{typed} {message}" if message.startswith("must") else f"{key}: {message}"
-    limits = {name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in first.get("ctx", {}).items()}
-    message = KINDS[kind].format(**limits) if kind in KINDS else first["msg"]
-    if key in defaults and defaults[key] is None:
-        message += ", or null"
-    return f"{typed} must be {message}"
+        message = message.removeprefix("Value error, ")
+        if message.startswith("must"):
+            return f"{typed} {message}"
+        return f"{key}: {message}"
+    if kind in KINDS:
+        limits = dict(first.get("ctx", {}))
+        for name, limit in limits.items():
+            if isinstance(limit, float):
+                limits[name] = f"{limit:g}"
+        message = KINDS[kind].format(**limits)
+    return f"{typed} must be {', or '.join([message, *_null(key, defaults)])}"
 
 
-def advice_on(name: str, known: Collection[str]) -> str:
-    """What to say of a name that is none of the `known` ones: keys, sections and words that may stand there."""
-    section, dot, last = name.lower().rpartition(".")
-    guess = OTHER_NAMES.get(name.lower())
+def suggest_key(name: str, known: Collection[str]) -> str:
+    """Suggest what to type instead of an unknown name.
+
+    Args:
+        name: the unknown name.
+        known: keys, sections and options that are allowed there.
+    """
+    name = name.lower()
+    section, dot, last = name.rpartition(".")
+    if last in WITHOUT_KEY:
+        return "no key does the same: see python -m trainer guide others"
+    guess = OTHER_NAMES.get(name)
     if guess is None:
-        within = [key for key in known if dot and key.startswith(f"{section}.")]
-        same = [key for key in known if key.rpartition(".")[2] == last and last != "name"]
-        guess = nearest(name.lower(), within) or (same[0] if len(same) == 1 else None)
-        guess = guess or nearest(last if within else name.lower(), known)
+        in_section = [key for key in known if dot and key.startswith(f"{section}.")]
+        guess = find_nearest(name, in_section)
+        # A key may have been typed in the wrong section.
+        same_last = [key for key in known if key.rpartition(".")[2] == last != "name"]
+        if guess is None and len(same_last) == 1:
+            guess = same_last[0]
+        if guess is None:
+            guess = find_nearest(last if in_section else name, known)
     if guess:
         return f"did you mean {guess}?"
-    return "python -m trainer recipes keys lists them, and python -m trainer guide answers questions"
+    return (
+        "python -m trainer recipes keys lists them, and python -m trainer guide answers questions"
+    )

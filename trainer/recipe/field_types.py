@@ -1,4 +1,4 @@
-"""Types of values that keys of a recipe have, with messages for others."""
+"""Types of the values of recipe keys, with messages for invalid values."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from trainer.recipe.text import shown
+from trainer.recipe.text import format_value
 
-LARGEST_SIDE = 2**14  # pixels
+# Maximum side of an image, in pixels.
+LARGEST_SIDE = 2**14
 MOST_CHANNELS = 64
+# Regular expression of a device's name.
 DEVICE = r"cpu|cuda(:\d{1,3})?"
 
 
@@ -18,29 +20,49 @@ def _devices(value: Any) -> Any:
     if value == "auto":
         return value
     if not isinstance(value, list) or not value:
-        example = value if isinstance(value, str) and re.fullmatch(DEVICE, value) else "cuda:0"
-        raise ValueError(f"must be auto or a list, as in devices=[{example}]")
+        example = "cuda:0"
+        if isinstance(value, str) and re.fullmatch(DEVICE, value):
+            example = value
+        count = ""
+        # A number of devices is what other programs accept. A boolean is an int too.
+        if type(value) is int:
+            count = f"; nproc={value} starts {value} processes"
+        raise ValueError(f"must be auto or a list, as in devices=[{example}]{count}")
     for name in value:
         if not isinstance(name, str) or not re.fullmatch(DEVICE, name):
-            raise ValueError(f"'{shown(name)}' is not a device: write cpu, cuda or cuda:0")
+            raise ValueError(f"'{format_value(name)}' is not a device: write cpu, cuda or cuda:0")
     return value
 
 
 def _count(value: Any) -> Any:
+    # A boolean is an int for isinstance, but not a number here.
     if value != "auto" and not (type(value) is int and value >= 1):
         raise ValueError("must be auto or a number, as in 8")
     return value
 
 
 def _cache(value: Any) -> Any:
-    off = value in ("none", None) or value is False
-    return "off" if off else "disk" if value is True else value  # YAML's off and on
+    # YAML 1.1 reads `off` as False and `on` as True.
+    if value in ("none", None) or value is False:
+        return "off"
+    if value is True:
+        return "disk"
+    return value
 
 
 def _names(value: Any) -> list[str]:
-    """A name or a list of them, as layers 0.3 or 4 have; empty where it holds anything else."""
-    names = [str(name) if type(name) is int else name for name in (value if isinstance(value, list) else [value])]
-    return names if all(isinstance(name, str) and name for name in names) else []
+    """Convert a name or a list of names to a list; empty if `value` is invalid."""
+    if not isinstance(value, list):
+        value = [value]
+    names = []
+    for name in value:
+        # Layers of nn.Sequential have numbers as names.
+        if type(name) is int:
+            name = str(name)
+        if not isinstance(name, str) or not name:
+            return []
+        names.append(name)
+    return names
 
 
 def _cuts(value: Any) -> Any:
@@ -58,30 +80,51 @@ def _logger(value: Any) -> Any:
 
 
 def _freeze(value: Any) -> Any:
+    # 0 is refused, because it could mean the first block or no block.
     if value is None or (type(value) is int and value != 0):
         return value
     if not isinstance(value, str | list) or not (names := _names(value)):
-        raise ValueError("must be a number of blocks, as in 4, a list of names, as in [conv1], or null")
+        raise ValueError(
+            "must be a number of blocks, as in 4, a list of names, as in [conv1], or null"
+        )
     return names
 
 
 def _numbers(value: Any, low: float, high: float) -> list[float]:
-    """A list of numbers within limits; empty where it is anything else."""
-    numbers = value if isinstance(value, list) else []
-    return numbers if all(type(number) in (int, float) and low <= number <= high for number in numbers) else []
+    """Return `value` if it is a list of numbers from `low` to `high`, or else an empty list."""
+    if not isinstance(value, list):
+        return []
+    for number in value:
+        # Booleans are refused here too.
+        if type(number) not in (int, float) or not low <= number <= high:
+            return []
+    return value
 
 
 def _image_size(value: Any) -> Any:
-    sides = [*value] if isinstance(value, list | tuple) else [value, value]
-    if len(sides) != 2 or not all(type(side) is int and 1 <= side <= LARGEST_SIDE for side in sides):
-        raise ValueError(f"must be pixels from 1 to {LARGEST_SIDE}, or height and width, as in [224,320]")
-    return sides if sides[0] != sides[1] else sides[0]  # a square is a number, however it is typed
+    sides = value
+    if not isinstance(value, list | tuple):
+        sides = [value, value]
+    is_valid = len(sides) == 2
+    for side in sides:
+        is_valid = is_valid and type(side) is int and 1 <= side <= LARGEST_SIDE
+    if not is_valid:
+        raise ValueError(
+            f"must be pixels from 1 to {LARGEST_SIDE}, or height and width, as in [224,320]"
+        )
+    # A square is always stored as one number, so that equal sizes compare as equal.
+    if sides[0] == sides[1]:
+        return sides[0]
+    return [*sides]
 
 
 def _fractions(value: Any) -> Any:
     numbers = _numbers(value, 0, 1)
     if not 1 <= len(numbers) <= MOST_CHANNELS:
-        raise ValueError("must be a number from 0 to 1 for each channel, as in [0.485, 0.456, 0.406] (of 255: divide)")
+        raise ValueError(
+            "must be a number from 0 to 1 for each channel, as in [0.485, 0.456, 0.406] (of 255: "
+            "divide)"
+        )
     return [float(number) for number in numbers]
 
 
@@ -115,42 +158,59 @@ def _shares(value: Any) -> Any:
         return value
     numbers = _numbers(value, 1e-6, 1e6)
     if len(numbers) < 2:
-        raise ValueError("must be auto, or a number from 1e-06 to 1e+06 for each process, as in [3, 1]")
+        raise ValueError(
+            "must be auto, or a number from 1e-06 to 1e+06 for each process, as in [3, 1]"
+        )
     return numbers
 
 
 def _columns(value: Any) -> Any:
-    if not (names := _names(value)):
+    names = _names(value)
+    if not names:
         raise ValueError("must be a column's name, or a list of names, as in [age, height]")
-    return names if isinstance(value, list) else names[0]
+    if isinstance(value, list):
+        return names
+    return names[0]
 
 
+# Types with two forms have a validator that runs first, because pydantic's messages for a union are
+# long. The JSON Schema for editors follows from the types.
 _OneName = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
 _Side = Annotated[int, Field(ge=1, le=LARGEST_SIDE)]
-PixelSize = Annotated[_Side | Annotated[list[_Side], Field(min_length=2, max_length=2)], BeforeValidator(_image_size)]
+PixelSize = Annotated[
+    _Side | Annotated[list[_Side], Field(min_length=2, max_length=2)], BeforeValidator(_image_size)
+]
 Fractions = Annotated[list[float], BeforeValidator(_fractions)]
 Deviations = Annotated[list[float], BeforeValidator(_deviations)]
 PixelRange = Annotated[list[float], BeforeValidator(_black_and_white)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-MicroBatches = Annotated[Literal["auto"] | Annotated[int, Field(ge=1)], BeforeValidator(_count)]
+Amount = Annotated[float, Field(ge=0)]
+MicroBatches = Annotated[Literal["auto"] | Positive, BeforeValidator(_count)]
 Workers = Annotated[int, Field(ge=0, le=256)]
+# YAML reads the name of a layer as a number if it is one, such as 4.
 Name = Annotated[str, WithJsonSchema({"type": ["string", "integer"], "minLength": 1})]
 Names = Annotated[list[Name], Field(min_length=1)]
 Columns = Annotated[_OneName | Names, BeforeValidator(_columns)]
 Cache = Annotated[Literal["off", "disk"], BeforeValidator(_cache)]
+# YAML 1.1 reads `off` as False.
 Check = Annotated[
     Literal["headers", "off"], BeforeValidator(lambda value: "off" if value is False else value)
-]  # YAML's off
+]
 Cuts = Annotated[Literal["auto"] | Names, BeforeValidator(_cuts)]
 Device = Annotated[str, Field(pattern=rf"^({DEVICE})$")]
-Devices = Annotated[Literal["auto"] | Annotated[list[Device], Field(min_length=1)], BeforeValidator(_devices)]
-Shares = Annotated[Literal["auto"] | Annotated[list[int | float], Field(min_length=2)] | None, BeforeValidator(_shares)]
+Devices = Annotated[
+    Literal["auto"] | Annotated[list[Device], Field(min_length=1)], BeforeValidator(_devices)
+]
+Shares = Annotated[
+    Literal["auto"] | Annotated[list[int | float], Field(min_length=2)] | None,
+    BeforeValidator(_shares),
+]
 Logger = Annotated[bool | str | None, BeforeValidator(_logger)]
 _Blocks = Annotated[int, WithJsonSchema({"type": "integer", "not": {"const": 0}})]
 Restart = Annotated[
-    bool | Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)], BeforeValidator(_restart)
+    bool | Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)],
+    BeforeValidator(_restart),
 ]
 Freeze = Annotated[_Blocks | _OneName | Names | None, BeforeValidator(_freeze)]

@@ -4,26 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-ImageSize = int | tuple[int, int]  # a square is a number: recipes, files and models of users have it so
+# A square is always one number, as in recipes, files and users' models.
+ImageSize = int | tuple[int, int]
 
 
 def sides(size: ImageSize) -> tuple[int, int]:
-    """Height and width."""
-    return (size, size) if isinstance(size, int) else size
+    """Return height and width."""
+    if isinstance(size, int):
+        return size, size
+    return size
 
 
 def typed_size(value: int | Sequence[int] | None) -> ImageSize | None:
-    """A size as recipes and files write it: a number, or [height, width]."""
-    return value if isinstance(value, int | None) else (value[0], value[1])
+    """Convert a size from recipes and files: a number, or [height, width]."""
+    if isinstance(value, int | None):
+        return value
+    return (value[0], value[1])
 
 
 def in_pixels(size: ImageSize) -> str:
-    """As in 224 x 320."""
+    """Format a size, as in 224 x 320."""
     return " x ".join(map(str, sides(size)))
 
 
 def square(size: ImageSize) -> int:
-    """The side of a square. Raises AssertionError of another size, for models that take no other."""
+    """Return the side of a square, for models that accept only squares.
+
+    Raises:
+        AssertionError: `size` is not a square.
+    """
     if not isinstance(size, int):
         raise AssertionError(f"it takes squares, not {in_pixels(size)}")
     return size

@@ -1,7 +1,8 @@
-"""Names of models, data sets and tasks, checked without importing what has them.
+"""Names of models, data sets and tasks, checked without importing their modules.
 
-Only a first look, skipped where the user brings a plugin: the room that builds the thing has the last word.
-And the registry in which users' own decorators make theirs known.
+The check runs early. It is skipped with a plugin, whose names are not known yet, and the package
+that builds the object checks the name again. `Registry` is for the user's own models, data sets and
+tasks.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer.errors import RecipeError
-from trainer.recipe.text import nearest
+from trainer.recipe.text import find_nearest
 
 if TYPE_CHECKING:
     from trainer.recipe import Recipe
@@ -24,99 +26,197 @@ SMALL_MODELS = (
     *("mlp", "cnn", "cnn_gn", "vit_tiny", "resnet8", "resnet20"),
     *("fast_cnn", "fast_cnn_mirrored", "fast_cnn_small"),
 )
-DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "imagefolder", "shards", "synthetic")
-WITHOUT_FOLDER = ("digits", "synthetic")  # those that come with this program
-OWN_PHOTOS = ("imagefolder", "shards")  # those that are the user's own, below data.root
-TASKS = ("classification", "multilabel", "regression")
-WEIGHTS_FILES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".pth.tar")  # names of weights, ours and others'
-AUXILIARY = ("googlenet", "inception_v3")  # torchvision's with auxiliary heads, and transform_input with its weights
-TIMM = "timm:"  # before the names of timm's models
+DATASETS = (
+    "digits",
+    "mnist",
+    "fashion_mnist",
+    "cifar10",
+    "cifar100",
+    "imagefolder",
+    "shards",
+    "synthetic",
+)
+# Data sets that do not need files.
+WITHOUT_FOLDER = ("digits", "synthetic")
+# Data sets of the user's own photos, below data.root.
+OWN_PHOTOS = ("imagefolder", "shards")
+
+
+@dataclass(frozen=True)
+class TaskRow:
+    """Description of a task for pages and exported models.
+
+    The class in `trainer.tasks` that is registered under the same name has all other properties.
+
+    Attributes:
+        labels: labels of an image.
+        loss: name of the loss.
+        metrics: metrics in words; the first one chooses the best epoch.
+        outputs: meaning of the model's outputs.
+    """
+
+    labels: str
+    loss: str
+    metrics: str
+    outputs: str
+
+
+TASKS = {
+    "classification": TaskRow(
+        labels="one class",
+        loss="cross-entropy",
+        metrics="`top1`, `top5`",
+        outputs="a score for each class: softmax gives probabilities",
+    ),
+    "multilabel": TaskRow(
+        labels="any number of classes",
+        loss="binary cross-entropy, averaged over the classes",
+        metrics="`f1` over all labels at probability 0.5, `f1_macro` averaged over the classes",
+        outputs="a score for each label: the sigmoid gives probabilities",
+    ),
+    "regression": TaskRow(
+        labels="one or several numbers",
+        loss="mean squared error",
+        metrics="`loss` (the smallest), `mae`, `r2`",
+        outputs="the values",
+    ),
+}
+# Suffixes of files with weights, of this program and others.
+WEIGHTS_FILES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".pth.tar")
+# Models of torchvision with auxiliary heads. Their weights set transform_input.
+AUXILIARY = ("googlenet", "inception_v3")
+# Prefix of the names of timm's models.
+TIMM = "timm:"
 
 
 def check_names(recipe: Recipe) -> None:
-    """Refuse a recipe's model, data set or task that nothing here has, with the nearest name that there is."""
+    """Check the names of the model, the data set and the task.
+
+    Raises:
+        RecipeError: a name is unknown. The message suggests the closest known name.
+    """
     check_model_name(recipe.model.name)
-    for key, name, what, known in (
+    for key, name, what, known_names in (
         ("data.name", recipe.data.name, "a data set", DATASETS),
         ("task.name", recipe.task.name, "a task", TASKS),
     ):
-        if name not in known:
-            guess = nearest(name, known)
-            hint = f"did you mean {key}={guess}? " if guess else ""
-            listed = ", ".join(known)
-            raise RecipeError(f"{key}={name} is not {what}; {hint}known: {listed} (your own: plugin=my_module)")
+        if name not in known_names:
+            guess = find_nearest(name, known_names)
+            hint = ""
+            if guess:
+                hint = f"did you mean {key}={guess}? "
+            listed = ", ".join(known_names)
+            raise RecipeError(
+                f"{key}={name} is not {what}; {hint}known: {listed} (your own: plugin=my_module)"
+            )
 
 
 def check_model_name(name: str) -> None:
-    """Refuse a model name that neither this package nor torchvision has, nor timm where it begins with timm:."""
-    prefixed = name.startswith(TIMM)
-    if prefixed and find_spec("timm") is None:
-        raise RecipeError(f"model.name={name} needs the package timm: pip install timm")
-    of_timm = [f"{TIMM}{each}" for each in timm_models()]
-    others = [] if prefixed else torchvision_classifiers()
-    known = of_timm if prefixed else [*SMALL_MODELS, *others]
-    plain = name.partition(".")[0] if prefixed else name  # before the tag of its weights
-    if (of_timm if prefixed else others) and plain not in known:
-        guess = f"{TIMM}{name}" if f"{TIMM}{name}" in of_timm else nearest(plain, known)
-        listed = "timm.list_models() lists its models" if prefixed else f"small ones: {', '.join(SMALL_MODELS)}"
-        hint = f"did you mean model.name={guess}?" if guess else listed
-        what = "no model of timm" if prefixed else "neither a small model nor a torchvision classifier"
-        raise RecipeError(f"model.name={name} is {what}; {hint} (your own: plugin=my_module)")
+    """Check the name of a model: a small one, torchvision's, or timm's after the prefix `timm:`.
+
+    Raises:
+        RecipeError: the name is unknown. The message suggests the closest known name.
+    """
+    prefixed_names = [TIMM + timm_name for timm_name in timm_models()]
+    if name.startswith(TIMM):
+        if not prefixed_names:
+            raise RecipeError(f"model.name={name} needs timm: pip install timm")
+        # A tag of the weights may follow the name.
+        name_without_tag = name.partition(".")[0]
+        known_names = prefixed_names
+        what = "no model of timm"
+        hint = "timm.list_models() lists its models"
+    else:
+        torchvision_names = torchvision_classifiers()
+        # Unknown names cannot be recognized without torchvision.
+        if not torchvision_names:
+            return
+        name_without_tag = name
+        known_names = [*SMALL_MODELS, *torchvision_names]
+        what = "neither a small model nor a torchvision classifier"
+        hint = f"small ones: {', '.join(SMALL_MODELS)}"
+    if name_without_tag in known_names:
+        return
+    guess = find_nearest(name_without_tag, known_names)
+    if TIMM + name in prefixed_names:
+        guess = TIMM + name
+    if guess:
+        hint = f"did you mean model.name={guess}?"
+    raise RecipeError(f"model.name={name} is {what}; {hint} (your own: plugin=my_module)")
 
 
 def torchvision_classifiers() -> Sequence[str]:
-    """Names of torchvision's classifiers, read from its source: importing it takes seconds."""
-    return _registered("torchvision", r"^@register_model\(\)\n(?:@.*\n)*def (\w+)")
+    """Return the names of torchvision's classifiers."""
+    return _find_registered("torchvision", r"^@register_model\(\)\n(?:@.*\n)*def (\w+)")
 
 
 def timm_models() -> Sequence[str]:
-    """Names of timm's models, without the prefix, read likewise."""
-    return _registered("timm", r"^@register_model\n(?:@.*\n)*def (\w+)")
+    """Return the names of timm's models, without the prefix."""
+    return _find_registered("timm", r"^@register_model\n(?:@.*\n)*def (\w+)")
 
 
 @cache
-def _registered(package: str, pattern: str) -> Sequence[str]:
-    """What a package's source registers; empty where it is not installed."""
+def _find_registered(package: str, pattern: str) -> Sequence[str]:
+    """Return the functions that a package registers; empty if it is not installed."""
     spec = find_spec(package)
-    folders = (spec and spec.submodule_search_locations) or ()
-    files = [file for folder in folders for file in sorted(Path(folder, "models").glob("*.py"))]
-    return tuple(name for file in files for name in re.findall(pattern, file.read_text(encoding="utf-8"), re.M))
+    names: list[str] = []
+    if spec is None:
+        return ()
+    for folder in spec.submodule_search_locations or ():
+        for file in sorted(Path(folder, "models").glob("*.py")):
+            # Importing the package instead of reading its source would take seconds.
+            names += re.findall(pattern, file.read_text(encoding="utf-8"), re.M)
+    return tuple(names)
 
 
-Kept = TypeVar("Kept")
+Entry = TypeVar("Entry")
 
 
-class Registry(dict[str, Kept]):
-    """Names, and what each means."""
+class Registry(dict[str, Entry]):
+    """Registered objects by name."""
 
     def __init__(
-        self, function: str, shipped: Mapping[str, Kept] | None = None, taken: Callable[[], Collection[str]] = tuple
+        self,
+        function: str,
+        shipped: Mapping[str, Entry] | None = None,
+        taken: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        """`function` is the decorator's name; `taken` gives names that mean something else."""
+        """Create a registry that contains the `shipped` objects.
+
+        Args:
+            function: name of the decorator, for messages.
+            shipped: objects of the package itself, by name.
+            taken: returns further names that cannot be registered.
+        """
         super().__init__(shipped or {})
-        self._function, self._taken = function, taken
+        self._function = function
+        self._taken = taken
 
     def register(self, name: str) -> Callable[[Any], Any]:
-        """The decorator that keeps what it is given under this name.
+        """Return a decorator that registers an object under `name`.
 
         Raises:
-            RecipeError: the name is taken, or no text, as where the brackets were forgotten.
+            RecipeError: the name is taken, or is not text because the brackets were forgotten.
         """
         if not isinstance(name, str):
-            called, function = getattr(name, "__name__", "name"), self._function
-            raise RecipeError(f"{function} is given a name: write @{function}({called!r}), not {type(name).__name__}")
+            called = getattr(name, "__name__", "name")
+            function = self._function
+            raise RecipeError(
+                f"{function} is given a name: write @{function}({called!r}), not "
+                f"{type(name).__name__}"
+            )
         if name in self or name in self._taken():
             raise RecipeError(f"{self._function}('{name}'): the name is taken; choose another")
 
-        def keep(value: Kept) -> Kept:
+        def keep(value: Entry) -> Entry:
             self[name] = value
             return value
 
         return keep
 
     @contextmanager
-    def lent(self, name: str, value: Kept) -> Iterator[None]:
-        """Within this block the name means this, whatever else it means."""
+    def lent(self, name: str, value: Entry) -> Iterator[None]:
+        """Register `value` under `name` within this block, even if the name is taken."""
         before = self.get(name)
         self[name] = value
         try:

@@ -1,12 +1,14 @@
-"""The properties of each mode, one row a mode: whatever depends on the mode asks for these, never for its name.
+"""Table of the properties of each mode. Code that depends on the mode reads these, not its name.
 
-How a mode computes is its class in `trainer.modes`. A new mode is a row here and a class there.
+A mode consists of a row here and of a class in `trainer.modes`, which computes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
+
+from trainer.recipe.optimizer_table import MATRIX_OPTIMIZERS
 
 Mode = Literal["single", "dp", "ddp", "split", "pipeline", "fsdp", "local_sgd", "hogwild"]
 Processes = Literal["one", "many", "either"]
@@ -15,53 +17,77 @@ Exchange = Literal["nothing", "gradients", "shards", "copies", "activations", "w
 
 @dataclass(frozen=True)
 class Traits:
-    """One mode."""
+    """Properties of a mode.
 
-    # When to take it, for README and guide; two lines, of one process and of several, where it can be either.
+    Attributes:
+        when: when to use the mode, for README and guide. A mode that can run in one process or in
+            several has a line for each.
+        processes: number of processes that train; `either` is chosen by `Recipe.processes`.
+        many_devices: one process may use several devices.
+        shares_devices: several processes may use one device.
+        shared_memory: all processes share the weights in the CPU memory of one machine.
+        exchanges: data that goes between devices. Gradients are all-reduced in every step. Shards
+            of weights are gathered, and gradients reduce-scattered, for every block in every pass.
+            Copies of the model are sent, and gradients returned, in every pass. Activations and
+            their gradients go from stage to stage. Weights are averaged every epoch or few steps.
+        staged: the model is divided into stages on several devices.
+        micro_batches: stages work on several micro-batches at the same time.
+        sections: sections of the recipe that the mode reads and other modes ignore.
+        reference: the mode with which all other modes are compared.
+        same_maths: the results equal those of the reference, within float tolerance.
+        every_sample: each process uses all samples of its own shard of the data, rather than a
+            local batch of every full global batch.
+        per_rank_state: state that differs between processes and is saved for each: model,
+            optimizer, ema, scaler.
+        refuses: options of `checks.OPTIONS` that the mode does not support, with reasons. All other
+            options work; a test tries every pair.
+        refuses_processes: further options that the mode does not support in several processes.
+    """
+
     when: tuple[str, ...]
-    processes: Processes = "one"  # that train; `either` is the recipe's choice: see `Recipe.processes`
-    many_devices: bool = False  # one process may drive several devices
-    shares_devices: bool = False  # several processes may drive one device
-    shared_memory: bool = False  # the weights are in memory that all processes share: the CPU's, of one machine
-    # What goes between devices. Gradients are all-reduced in every step; shards of the weights are gathered, and of the
-    # gradients reduced, block by block in every pass; copies of the model go out, and gradients come back, in every
-    # pass; activations and their gradients go from stage to stage; weights are averaged every epoch or few steps.
+    processes: Processes = "one"
+    many_devices: bool = False
+    shares_devices: bool = False
+    shared_memory: bool = False
     exchanges: Exchange = "nothing"
-    staged: bool = False  # the model is cut into stages on several devices
-    micro_batches: bool = False  # of which stages work on several at the same time
-    reference: bool = False  # the mode that the others are compared with
-    same_maths: bool = True  # as the reference, to float tolerance
-    # Each process uses all samples of its own shard, rather than a share of every full global batch.
+    staged: bool = False
+    micro_batches: bool = False
+    sections: tuple[str, ...] = ()
+    reference: bool = False
+    same_maths: bool = True
     every_sample: bool = False
-    # What differs from process to process and is saved for each: model, optimizer, ema, scaler.
     per_rank_state: tuple[str, ...] = ()
-    # Options of `checks.OPTIONS` that it cannot have, and why. All others work: a test tries every pair.
     refuses: dict[str, str] = field(default_factory=dict)
-    refuses_processes: dict[str, str] = field(default_factory=dict)  # where it is over several of them
+    refuses_processes: dict[str, str] = field(default_factory=dict)
 
     @property
     def single_device(self) -> bool:
-        """One process on one device."""
+        """Return whether the mode uses one process on one device."""
         return self.processes == "one" and not self.many_devices
 
     @property
     def uneven(self) -> bool:
-        """The global batch may be divided into shards of different sizes."""
+        """Return whether local batches may have different sizes."""
         return self.same_maths and not self.micro_batches
 
     @property
     def alike(self) -> bool:
-        """All processes do the same work in a step: one that takes longer holds up the others for nothing."""
+        """Return whether all processes do the same work, so that a slow process delays all."""
         return self.exchanges in ("gradients", "shards", "weights")
 
     @property
     def one_stage_at_a_time(self) -> bool:
-        """The model is in stages, and while one works the others wait."""
+        """Return whether only one stage works at a time."""
         return self.staged and not self.micro_batches
 
 
 DDP_GRADIENTS = "only ddp compresses gradients; use mode=ddp, or leave it out"
-WHOLE_BATCH = "every stage sees all images, and its cuts balance the devices; use mode=ddp, or leave it out"
+WHOLE_BATCH = (
+    "every stage sees all images, and its cuts balance the devices; use mode=ddp, or leave it out"
+)
+WHOLE_MATRICES = (
+    "it needs whole matrices, but a rank has only some of their rows; use adamw, or mode=ddp"
+)
 
 TRAITS: dict[str, Traits] = {
     "single": Traits(
@@ -70,71 +96,93 @@ TRAITS: dict[str, Traits] = {
         refuses={"shares": "one device computes all of every batch; use mode=ddp"},
     ),
     "dp": Traits(
-        when=("to see how much slower `nn.DataParallel` is than `ddp`. Without GPUs it uses one device, and says so",),
+        when=(
+            "to see how much slower `nn.DataParallel` is than `ddp`. Without GPUs it uses one "
+            "device, and says so",
+        ),
         many_devices=True,
         exchanges="copies",
         refuses={
-            "sync_bn": "nn.DataParallel's replicas live for one pass and cannot synchronise; use mode=ddp",
+            "sync_bn": "nn.DataParallel's replicas live for one pass and cannot synchronise; use "
+            "mode=ddp",
             "compile": "nn.DataParallel copies the module again for every pass; use mode=ddp",
             "compress": DDP_GRADIENTS,
-            "graphs": "nn.DataParallel copies the model to other devices in every pass; use mode=ddp, or graphs=auto",
+            "graphs": "nn.DataParallel copies the model to other devices in every pass; use "
+            "mode=ddp, or graphs=auto",
             "shares": "nn.DataParallel gives every device as many images; use mode=ddp",
         },
     ),
     "ddp": Traits(
-        when=("**the default**: the model fits on one device, and there are several, on one machine or many",),
+        when=(
+            "**the default**: the model fits on one device, and there are several, on one machine "
+            "or many",
+        ),
         processes="many",
         exchanges="gradients",
+        sections=("ddp",),
     ),
     "split": Traits(
         when=(
-            "the model is too big for one device. One stage works at a time, so it is slower than one device would be",
+            "the model is too big for one device. One stage works at a time, so it is slower than "
+            "one device would be",
         ),
         many_devices=True,
         exchanges="activations",
         staged=True,
+        sections=("pipeline",),
         refuses={"compress": DDP_GRADIENTS, "shares": WHOLE_BATCH},
     ),
     "pipeline": Traits(
         when=(
-            "like `split`, but on GPUs the stages work at the same time, on pieces of a batch (micro-batches)",
-            "the model is too big for one device, and speed matters. More processes than stages make replicas",
+            "like `split`, but on GPUs the stages work at the same time, on pieces of a batch "
+            "(micro-batches)",
+            "the model is too big for one device, and speed matters. More processes than stages "
+            "make replicas",
         ),
         processes="either",
         many_devices=True,
         exchanges="activations",
         staged=True,
+        sections=("pipeline",),
         micro_batches=True,
         refuses={
             "sync_bn": "a stage never holds two micro-batches of a step at once; "
-            "pipeline.deferred_batch_norm=true keeps the running statistics of the whole mini-batch",
+            "pipeline.deferred_batch_norm=true keeps the running statistics of the whole "
+            "mini-batch",
             "compress": DDP_GRADIENTS,
-            "accumulate=auto": "it cuts batches into micro-batches already; use pipeline.microbatches=auto",
+            "accumulate=auto": "it cuts batches into micro-batches already; use "
+            "pipeline.microbatches=auto",
             "shares": WHOLE_BATCH,
         },
         refuses_processes={
-            "graphs": "its stages wait for messages of each other within a step; type python -m trainer ... without "
-            "torchrun and nproc=, or graphs=auto",
+            "graphs": "its stages wait for messages of each other within a step; type python -m "
+            "trainer ... without torchrun and nproc=, or graphs=auto",
         },
     ),
     "fsdp": Traits(
-        when=("the model, its gradients and optimizer do not fit on one device. If they do, `ddp` is faster",),
+        when=(
+            "the model, its gradients and optimizer do not fit on one device. If they do, `ddp` is "
+            "faster",
+        ),
         processes="many",
         exchanges="shards",
+        sections=("fsdp",),
         refuses={
-            "muon": "it needs whole matrices, but a rank has only some of their rows; use adamw, or mode=ddp",
+            **dict.fromkeys(MATRIX_OPTIMIZERS, WHOLE_MATRICES),
             "compress": DDP_GRADIENTS,
-            "graphs": "ranks gather each other's weights within a pass; use mode=ddp, or graphs=auto",
+            "graphs": "ranks gather each other's weights within a pass; use mode=ddp, or "
+            "graphs=auto",
         },
     ),
     "local_sgd": Traits(
         when=(
-            "slow links between devices, or a model too small to fill a GPU. Weights are averaged every epoch, or "
-            "every few steps",
+            "slow links between devices, or a model too small to fill a GPU. Weights are averaged "
+            "every epoch, or every few steps",
         ),
         processes="many",
         shares_devices=True,
         exchanges="weights",
+        sections=("local_sgd",),
         same_maths=False,
         every_sample=True,
         per_rank_state=("model", "optimizer", "ema", "scaler"),
@@ -154,8 +202,10 @@ TRAITS: dict[str, Traits] = {
         refuses={
             "sync_bn": "its workers never wait for each other; use mode=ddp",
             "compress": DDP_GRADIENTS,
-            "graphs": "its workers share weights that change within a step; use mode=local_sgd, or graphs=auto",
-            "shares": "its workers never wait for each other, and a slow one holds up nobody; use mode=local_sgd",
+            "graphs": "its workers share weights that change within a step; use mode=local_sgd, or "
+            "graphs=auto",
+            "shares": "its workers never wait for each other, and a slow one holds up nobody; use "
+            "mode=local_sgd",
         },
     ),
 }

@@ -1,6 +1,6 @@
-"""Recipe files and words: which file a name means, what it holds, and what `key=value` sets.
+"""Recipe files and arguments: find the file of a name, read the file, and parse `key=value`.
 
-They are read so that nothing grows without limit.
+Input that would grow without limit is refused.
 """
 
 from __future__ import annotations
@@ -15,62 +15,103 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.errors import RecipeError, without_secrets
-from trainer.recipe.reflection import kinds
-from trainer.recipe.text import nearest, one_line, shown, typed
+from trainer.errors import RecipeError, remove_secrets
+from trainer.recipe.reflection import list_key_types
+from trainer.recipe.text import find_nearest, format_value, format_yaml, one_line
 
-# YAML's own, in C where it is there, as OmegaConf takes it: it also takes a tab before a value.
+# OmegaConf uses PyYAML's loader in C if it is installed. Only this loader accepts a tab before a
+# value, so files must be checked with the same one.
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-MAX_BYTES, MAX_ALIASES, MAX_DEPTH = 256 * 1024, 20, 20
+MAX_BYTES = 256 * 1024
+MAX_ALIASES = 20
+MAX_DEPTH = 20
 
 
-def find(name: str, folder: Path = Path(), said: str = "recipe=") -> Path:
-    """The file that `recipe=` names, or `extends:` in a file of `folder`: a shipped name, a file, or a run folder."""
+def find_recipe(name: str, folder: Path = Path(), said: str = "recipe=") -> Path:
+    """Find the file of a recipe.
+
+    Args:
+        name: name of a shipped recipe, a file, or a run folder.
+        folder: folder of relative paths.
+        said: text before the name in messages, such as "mine.yaml: extends: ".
+
+    Raises:
+        RecipeError: the file does not exist.
+    """
     shipped = shipped_recipes()
     try:
-        beside = folder / Path(name).expanduser()
-        for file in (shipped.get(name, beside / "recipe.yaml"), beside):
+        path = folder / Path(name).expanduser()
+        # A shipped name has precedence over a run folder of that name.
+        for file in (shipped.get(name, path / "recipe.yaml"), path):
             if file.is_file():
                 return file
     except (OSError, ValueError, RuntimeError) as error:
-        raise RecipeError(f"{said}{shown(name)} cannot be read in {folder.absolute()}: {one_line(error)}") from None
-    guess = nearest(Path(name).stem, shipped)
-    hint = f"did you mean {said.rpartition(': ')[2] or 'extends: '}{guess}? " if guess else ""
-    where = "" if said == "recipe=" else f" in {folder.absolute()}"
-    raise RecipeError(f"{said}{name}: no such recipe or file{where}; {hint}shipped: python -m trainer recipes")
+        raise RecipeError(
+            f"{said}{format_value(name)} cannot be read in {folder.absolute()}: {one_line(error)}"
+        ) from None
+    guess = find_nearest(Path(name).stem, shipped)
+    hint = ""
+    if guess:
+        hint = f"did you mean {said.rpartition(': ')[2] or 'extends: '}{guess}? "
+    where = ""
+    if said != "recipe=":
+        where = f" in {folder.absolute()}"
+    raise RecipeError(
+        f"{said}{name}: no such recipe or file{where}; {hint}shipped: python -m trainer recipes"
+    )
 
 
 @cache
 def shipped_recipes() -> Mapping[str, Path]:
-    """Names of the recipes that come with the package, with their files."""
+    """Return the files of the recipes in the package, by name."""
     return {path.stem: path for path in sorted(shipped_folder().glob("*.yaml"))}
 
 
 def shipped_folder() -> Path:
-    """The folder of the shipped recipes: within the installed package, or beside it in a clone."""
-    here = Path(__file__).parent.parent
-    return here / "recipes" if (here / "recipes").is_dir() else here.parent / "recipes"
+    """Return the folder of the shipped recipes."""
+    package = Path(__file__).parent.parent
+    if (package / "recipes").is_dir():
+        return package / "recipes"
+    # The folder is next to the package in a clone of the repository.
+    return package.parent / "recipes"
 
 
-def label_of(path: Path) -> str:
-    """What messages call a file: the name of a shipped recipe, else its path."""
+def format_recipe_path(path: Path) -> str:
+    """Return the name of a file in messages: the name of a shipped recipe, or a path."""
     file = shipped_recipes().get(path.stem)
-    return path.stem if file is not None and path.resolve() == file.resolve() else str(path)
+    if file is not None and path.resolve() == file.resolve():
+        return path.stem
+    return str(path)
 
 
-def read(path: Path) -> Any:
-    """A file's tree. Raises RecipeError where it holds no recipe, with the line and what to write there."""
+def read_recipe_file(path: Path) -> Any:
+    """Read the tree of a recipe file.
+
+    Raises:
+        RecipeError: the file is not a recipe. The message names the line and what to write there.
+    """
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise RecipeError(f"{path}: {path.stat().st_size} bytes is too large for a recipe (at most {MAX_BYTES})")
+            raise RecipeError(
+                f"{path}: {path.stat().st_size} bytes is too large for a recipe (at most "
+                f"{MAX_BYTES})"
+            )
+        # Editors on Windows write a byte order mark, which this encoding skips.
         text = path.read_text(encoding="utf-8-sig")
         check_shape(text, str(path))
-        bare = isinstance(yaml.compose(text, Loader=LOADER), yaml.ScalarNode)  # OmegaConf takes a text for a key
-        tree = None if bare else OmegaConf.to_container(OmegaConf.load(path))
-        tree = stored(tree) if path.name == "recipe.yaml" else tree
+        # OmegaConf would read a bare text as a key.
+        is_bare_text = isinstance(yaml.compose(text, Loader=LOADER), yaml.ScalarNode)
+        if is_bare_text:
+            tree = None
+        else:
+            tree = OmegaConf.to_container(OmegaConf.load(path))
+        if path.name == "recipe.yaml":
+            tree = remove_passwords(tree)
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        raise RecipeError(f"{path}: line {line}: not UTF-8: save the file as UTF-8 text in your editor") from None
+        raise RecipeError(
+            f"{path}: line {line}: not UTF-8: save the file as UTF-8 text in your editor"
+        ) from None
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise RecipeError(f"{path}: {_explained(error)}") from None
     except OSError as error:
@@ -80,45 +121,79 @@ def read(path: Path) -> Any:
     if not isinstance(tree, dict):
         raise RecipeError(f"{path}: a recipe is a list of 'key: value' lines")
     if not tree:
-        raise RecipeError(f"{path}: the file is empty; python -m trainer recipes digits prints one to start from")
+        raise RecipeError(
+            f"{path}: the file is empty; python -m trainer recipes digits prints one to start from"
+        )
     return tree
 
 
-def stored(tree: Any) -> Any:
-    """What a run has stored, without the passwords that older versions kept in it."""
+def remove_passwords(tree: Any) -> Any:
+    """Remove the passwords that older versions stored in a run's recipe."""
     if isinstance(tree, dict):
-        return {key: stored(value) for key, value in tree.items()}
-    return without_secrets(tree) if isinstance(tree, str) else tree
+        return {key: remove_passwords(value) for key, value in tree.items()}
+    if isinstance(tree, str):
+        return remove_secrets(tree)
+    return tree
 
 
 def check_shape(text: str, name: str) -> None:
-    """Refuse what would grow without limit when read (aliases of aliases, ${a}${a}) or overflow the stack."""
-    depth = aliases = 0
+    """Refuse YAML that would grow without limit (aliases of aliases, ${a}${a}) or nests deeply.
+
+    Args:
+        text: the YAML.
+        name: name of the text in messages.
+
+    Raises:
+        RecipeError: the text is refused.
+    """
+    depth = 0
+    aliases = 0
     for event in yaml.parse(text, Loader=LOADER):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        aliases += isinstance(event, yaml.AliasEvent)
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        elif isinstance(event, yaml.AliasEvent):
+            aliases += 1
         if depth > MAX_DEPTH or aliases > MAX_ALIASES:
-            raise RecipeError(f"{name}: nested deeper than {MAX_DEPTH}, or more than {MAX_ALIASES} aliases")
+            raise RecipeError(
+                f"{name}: nested deeper than {MAX_DEPTH}, or more than {MAX_ALIASES} aliases"
+            )
         if isinstance(event, yaml.ScalarEvent) and "${" in event.value:
             raise RecipeError(f"{name}: write the value itself, ${{...}} is not expanded")
 
 
 def _explained(error: Exception) -> str:
-    """What is wrong with a file's YAML: the line, and what it ought to look like."""
+    """Explain an error in a file's YAML: the line, and the correct form."""
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return one_line(error)
-    problem, context = getattr(error, "problem", None) or one_line(error), getattr(error, "context", None) or ""
-    if context.startswith("while scanning") or "flow" in context:  # there begins what is not ended
-        mark, problem = getattr(error, "context_mark", mark), f"{context}, {problem}"
-    return f"line {mark.line + 1}: {problem}; write key: value, indent keys alike, put a text with ': ' in quotes"
+    problem = getattr(error, "problem", None) or one_line(error)
+    context = getattr(error, "context", None) or ""
+    # The context is the start of an unfinished construct, where the file must be corrected.
+    if context.startswith("while scanning") or "flow" in context:
+        mark = getattr(error, "context_mark", mark)
+        problem = f"{context}, {problem}"
+    return (
+        f"line {mark.line + 1}: {problem}; write key: value, indent keys alike, put a text with "
+        "': ' in quotes"
+    )
 
 
-def split_words(words: Sequence[str], names: Collection[str]) -> tuple[dict[str, str], list[str]]:
-    """The values of the words `names=value`, by name, and all other words as they are.
+def split_arguments(
+    words: Sequence[str], names: Collection[str]
+) -> tuple[dict[str, str], list[str]]:
+    """Split arguments into options and all other arguments.
+
+    Args:
+        words: the arguments.
+        names: names of the options.
+
+    Returns:
+        The values of the options by name, and the other arguments.
 
     Raises:
-        RecipeError: one of the former is given twice, or empty.
+        RecipeError: an option is repeated or empty.
     """
     values: dict[str, str] = {}
     rest: list[str] = []
@@ -129,38 +204,53 @@ def split_words(words: Sequence[str], names: Collection[str]) -> tuple[dict[str,
         elif not value and key not in values:
             raise RecipeError(f"{key}= is empty: write a value or leave it out")
         elif values.setdefault(key, value) != value:
-            raise RecipeError(f"{key} is given twice, as '{key}={values[key]}' and as '{word}': keep one")
+            raise RecipeError(
+                f"{key} is given twice, as '{key}={values[key]}' and as '{word}': keep one"
+            )
     return values, rest
 
 
-def positive_integer(key: str, value: int | str | None) -> int | None:
-    """The number of a command's word, None where it was not given. Raises RecipeError for any other value."""
-    if value is not None and (not re.fullmatch(r"\d{1,6}", str(value)) or int(value) < 1):
-        raise RecipeError(f"{key}={str(value)[:40]} must be a whole number, 1 or more")
-    return None if value is None else int(value)
-
-
-def word_value(key: str, text: str) -> Any:
-    """The value that `key=text` sets. A path is taken as it is, with quotes and spaces.
+def parse_positive_integer(key: str, value: int | str | None) -> int | None:
+    """Parse the number of an option; None if the option was not typed.
 
     Raises:
-        RecipeError: it would grow without limit.
-        yaml.YAMLError, OmegaConfBaseException: it is no YAML, for keys that take other values than text.
+        RecipeError: the value is not a whole number above 0.
     """
-    taken = kinds().get(key, ())
-    if text == "null" and type(None) in taken:
+    if value is None:
         return None
-    number = int in taken and re.fullmatch(r"-?\d+", text)
-    listed = list[str] in taken and text.startswith("[")
-    if str in taken and not listed and not number and not (bool in taken and text in ("true", "false")):
+    if not re.fullmatch(r"\d{1,6}", str(value)) or int(value) < 1:
+        raise RecipeError(f"{key}={str(value)[:40]} must be a whole number, 1 or more")
+    return int(value)
+
+
+def parse_value(key: str, text: str) -> Any:
+    """Parse the value of an argument `key=text`.
+
+    Text is used unchanged if the key accepts text, with quotes and spaces in paths.
+
+    Raises:
+        RecipeError: the value would grow without limit.
+        yaml.YAMLError, OmegaConfBaseException: the value is not YAML, and the key accepts other
+            values than text.
+    """
+    types = list_key_types().get(key, ())
+    if text == "null" and type(None) in types:
+        return None
+    is_number = int in types and re.fullmatch(r"-?\d+", text)
+    is_list = list[str] in types and text.startswith("[")
+    is_bool = bool in types and text in ("true", "false")
+    if str in types and not is_list and not is_number and not is_bool:
         return text
-    check_shape(text, f"{key}={shown(text)}")
-    if listed:
-        return yaml.load(text, yaml.BaseLoader)  # names that look like numbers stay names
+    check_shape(text, f"{key}={format_value(text)}")
+    if is_list:
+        # The base loader keeps names that look like numbers as text.
+        return yaml.load(text, yaml.BaseLoader)
     tree: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     return tree["value"]
 
 
-def word_of(key: str, value: Any) -> str:
-    """The word that sets a key to a value, as `word_value` reads it again."""
-    return f"{key}={value if isinstance(value, str) and str in kinds().get(key, ()) else typed(value)}"
+def format_argument(key: str, value: Any) -> str:
+    """Format the argument that sets a key to a value, which `parse_value` can parse."""
+    if isinstance(value, str) and str in list_key_types().get(key, ()):
+        return f"{key}={value}"
+    return f"{key}={format_yaml(value)}"

@@ -1,7 +1,4 @@
-"""The keys of the schema: their defaults, their sections, and the kinds of values they take.
-
-And which keys have no effect together with others, and which a continued run may change.
-"""
+"""Properties of keys: defaults, types, when a key has no effect, what a resumed run may change."""
 
 from __future__ import annotations
 
@@ -12,56 +9,83 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from trainer.errors import RecipeError
-from trainer.recipe.schema import Recipe, key_fields
-from trainer.recipe.text import flatten, typed
+from trainer.recipe.mode_table import MODES, TRAITS
+from trainer.recipe.schema import Recipe, key_fields, readers
+from trainer.recipe.text import flatten, format_yaml
 
-
-def _readers() -> dict[str, tuple[str, ...]]:
-    fields, found = dict(key_fields()), {}
-    for key, field in fields.items():
-        chooser, names = fields.get(f"{key.partition('.')[0]}.name"), (field.description or "").partition(":")[0]
-        if chooser is not None and {*names.split(", ")} <= {*get_args(chooser.annotation)}:
-            found[key] = tuple(names.split(", "))
-    return found
-
-
-# Keys that some optimizers or schedules read, by their `name`: those with which the key's comment begins.
-READERS = _readers()
-# What a continued run may change: where it runs, what it writes and how patient it is, never what a step computes.
+# Keys and sections that do nothing in training with some values of another key: first the keys,
+# then the other key and its values. A plugin's data set is not listed, as it may read any key.
+_IDLE_WITH = (
+    ("augment.crop_padding", "augment.crop", "none resized"),
+    ("augment.crop_scale", "augment.crop", "none pad"),
+    ("schedule.warmup_factor", "schedule.warmup_epochs", "0.0"),
+    ("data.root", "data.name", "digits synthetic"),
+    ("data.download", "data.name", "digits synthetic imagefolder shards"),
+    ("data.samples data.val_samples", "data.name", "digits mnist fashion_mnist cifar10 cifar100"),
+    (
+        "data.val_fraction data.missing data.on_error data.check data.workers data.pixel_range "
+        "data.cache",
+        "data.name",
+        "digits mnist fashion_mnist cifar10 cifar100 synthetic",
+    ),
+    ("data.cache_format data.cache_size data.cache_dir", "data.cache", "off"),
+    (
+        "pipeline.schedule pipeline.virtual_stages pipeline.microbatches pipeline.split_size",
+        "mode",
+        " ".join(mode for mode, traits in TRAITS.items() if not traits.micro_batches),
+    ),
+)
+IDLE: dict[str, tuple[str, list[str]]] = {}
+for _keys, _chooser, _values in _IDLE_WITH:
+    IDLE |= dict.fromkeys(_keys.split(), (_chooser, _values.split()))
+for _traits in TRAITS.values():
+    for _section in _traits.sections:
+        IDLE[_section] = ("mode", [mode for mode in MODES if _section not in TRAITS[mode].sections])
+# A resumed run may change where it runs, what it writes and how long it waits, but not what a step
+# computes.
 FREE_ON_RESUME = {
-    "mode", "devices", "threads", "timeout", "save", "logging", "resume", "output", "pipeline", "fsdp", "predict",
-    "graphs", "recompute", "shares", "stop", "grace", "accumulate", "data.root", "data.workers", "data.check",
-    "data.download",
-    "data.cache_dir",
-}  # fmt: skip
+    *("mode", "devices", "threads", "timeout", "save", "logging", "resume", "output", "pipeline"),
+    *("fsdp", "predict", "graphs", "recompute", "shares", "stop", "grace", "accumulate"),
+    *("data.root", "data.workers", "data.check", "data.download", "data.cache_dir"),
+}
 
 
 @functools.cache
 def defaults() -> dict[str, Any]:
-    """All keys of a recipe, dotted, with their defaults."""
+    """Return the default of every dotted key."""
     return flatten(Recipe().to_dict())
 
 
 @functools.cache
-def kinds() -> dict[str, tuple[Any, ...]]:
-    """What each key takes: int, float, bool, str, list, type(None) and Literals; list[str] stands beside its list."""
+def list_key_types() -> dict[str, tuple[Any, ...]]:
+    """Return the types that each key accepts.
+
+    These are int, float, bool, str, list, type(None) and Literals. A list of texts has two types,
+    list and list[str].
+    """
     return {key: tuple(_parts(field.annotation)) for key, field in key_fields()}
 
 
 @functools.cache
 def choices() -> dict[str, tuple[str, ...]]:
-    """The values that can be typed for a key, where there is a list of them."""
-    listed = {}
-    for key, taken in kinds().items():
-        values = [str(value) for kind in taken if get_origin(kind) is Literal for value in get_args(kind)]
-        values += ["true", "false"] * (bool in taken)
+    """Return the values of each key whose possible values can be listed, as they are typed."""
+    values_by_key = {}
+    for key, types in list_key_types().items():
+        values = list[str]()
+        for kind in types:
+            if get_origin(kind) is Literal:
+                values += map(str, get_args(kind))
+        if bool in types:
+            values += ["true", "false"]
+        if values and type(None) in types:
+            values.append("null")
         if values:
-            listed[key] = (*values, *["null"] * (type(None) in taken))
-    return listed
+            values_by_key[key] = tuple(values)
+    return values_by_key
 
 
 def _parts(kind: Any) -> Iterator[Any]:
-    """What an annotation is made of, without its limits."""
+    """Yield the types in an annotation, without its limits."""
     origin = get_origin(kind)
     if origin is Annotated:
         yield from _parts(get_args(kind)[0])
@@ -70,59 +94,127 @@ def _parts(kind: Any) -> Iterator[Any]:
             yield from _parts(part)
     elif origin is list:
         yield list
-        yield from [list[str]] * ([*_parts(get_args(kind)[0])] == [str])
+        if [*_parts(get_args(kind)[0])] == [str]:
+            yield list[str]
     else:
         yield kind
 
 
-def unread(values: Mapping[str, Any], keys: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Those of the keys that nothing reads, each with the key whose value decides. `values`: of all keys."""
+def find_unread(values: Mapping[str, Any], keys: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the keys that the run's optimizer or schedule does not read.
+
+    Args:
+        values: values of all keys.
+        keys: keys to check.
+
+    Yields:
+        A key, and the key that chooses the optimizer or schedule.
+    """
     for key in keys:
         chooser = f"{key.partition('.')[0]}.name"
-        if key in READERS and values[chooser] not in READERS[key]:
+        names = readers(key)
+        if names and values[chooser] not in names:
+            yield key, chooser
+
+
+def find_idle(values: Mapping[str, Any], keys: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the keys that differ from their defaults but have no effect.
+
+    Args:
+        values: values of all keys.
+        keys: keys to check.
+
+    Yields:
+        A key, and the key whose value makes it have no effect.
+    """
+    changed = [key for key in keys if key in values and values[key] != defaults()[key]]
+    yield from find_unread(values, changed)
+    for key in changed:
+        section = key.partition(".")[0]
+        chooser, without_effect = IDLE.get(key) or IDLE.get(section, ("mode", []))
+        if str(values[chooser]) in without_effect:
             yield key, chooser
 
 
 def check_read(recipe: Recipe, keys: Iterable[str]) -> None:
-    """Refuse keys that the user typed and nothing reads; those of a file may be for other words on top of it."""
-    values, keys = flatten(recipe.to_dict()), [*keys]
-    if "schedule.restart" in keys and (late := [at for at in recipe.schedule.restarts if at >= recipe.epochs]):
-        raise RecipeError(f"schedule.restart=[{late[0]:g}] is never reached with epochs={recipe.epochs}: leave it out")
-    for key, chooser in unread(values, (key for key in keys if values.get(key))):
+    """Refuse keys that the user typed and the run does not read.
+
+    Keys in a file are not checked, because the run may read them with other arguments.
+    """
+    values = flatten(recipe.to_dict())
+    set_keys = [key for key in keys if values.get(key)]
+    if "schedule.restart" in set_keys:
+        for restart in recipe.schedule.restarts:
+            if restart >= recipe.epochs:
+                raise RecipeError(
+                    f"schedule.restart=[{restart:g}] is never reached with epochs={recipe.epochs}: "
+                    "leave it out"
+                )
+    for key, chooser in find_unread(values, set_keys):
         raise RecipeError(
-            f"{key}={typed(values[key])} does nothing with {chooser}={values[chooser]}: leave it out, "
-            f"or type {chooser}={' or '.join(READERS[key])}"
+            f"{key}={format_yaml(values[key])} does nothing with {chooser}={values[chooser]}: "
+            f"leave it out, or type {chooser}={' or '.join(readers(key))}"
         )
 
 
-def differing(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
-    """The dotted keys in which two recipes differ, with their (old, new) values."""
-    before, now = flatten(old.to_dict()), flatten(new.to_dict())
-    return {key: (before[key], value) for key, value in now.items() if before[key] != value}
+def compare_recipes(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
+    """Return the dotted keys in which two recipes differ, with their (old, new) values."""
+    before = flatten(old.to_dict())
+    now = flatten(new.to_dict())
+    pairs = {}
+    for key, value in now.items():
+        if before[key] != value:
+            pairs[key] = (before[key], value)
+    return pairs
 
 
-def trains_longer(old: Recipe, new: Recipe) -> bool:
-    """Whether `new` ends after more epochs or more steps, and after fewer of neither."""
-    limits = [(old.epochs, new.epochs), (old.max_steps or math.inf, new.max_steps or math.inf)]
-    return all(now >= was for was, now in limits) and any(now > was for was, now in limits)
+def is_longer(old: Recipe, new: Recipe) -> bool:
+    """Return whether `new` has more epochs or steps than `old`, without fewer steps or epochs."""
+    old_steps = old.max_steps or math.inf
+    new_steps = new.max_steps or math.inf
+    if new.epochs < old.epochs or new_steps < old_steps:
+        return False
+    return new.epochs > old.epochs or new_steps > old_steps
 
 
-def new_cosine(old: Recipe, new: Recipe) -> str | None:
-    """What has to begin for `new` to train longer than `old`, in words; None where the rate simply goes on."""
-    if old.schedule.name != "cosine" or (old.max_steps is None and old.epochs <= old.schedule.warmup_epochs):
+def describe_restart(old: Recipe, new: Recipe) -> str | None:
+    """Describe the restart of the schedule for the steps that `new` adds to `old`.
+
+    Return None if the schedule cannot restart, or has not finished its warm-up.
+    """
+    schedule = old.schedule
+    is_warming_up = old.max_steps is None and old.epochs <= schedule.warmup_epochs
+    if schedule.name not in readers("schedule.restart") or is_warming_up:
         return None
-    limit = f"{old.epochs} epochs" + (f" or {old.max_steps} steps" if old.max_steps else "")
-    added = "what is" if old.max_steps or new.max_steps else f"the {new.epochs - old.epochs} epochs that are"
-    return f"a new cosine from lr {old.peak_lr:g} over {added} added, once its {limit} are done"
+    limit = f"{old.epochs} epochs"
+    if old.max_steps:
+        limit += f" or {old.max_steps} steps"
+    if old.max_steps or new.max_steps:
+        added = "what is"
+    else:
+        added = f"the {new.epochs - old.epochs} epochs that are"
+    return (
+        f"a new {schedule.name} from lr {old.peak_lr:g} over {added} added, once its {limit} are "
+        "done"
+    )
 
 
 def changed_keys(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
-    """Those of the differing keys that a continued run may not change."""
+    """Return the keys that differ and must not differ in a resumed run, with (old, new) values."""
     free = set(FREE_ON_RESUME)
-    if None not in (old.distill.teacher, new.distill.teacher):  # the weights are compared, wherever they are
+    # The weights of the teachers are compared; their path may change.
+    if None not in (old.distill.teacher, new.distill.teacher):
         free |= {"distill.teacher"}
-    if old.data.cache_format is not None:  # the pixels are those of that cache, wherever they are kept
+    # The cache stores the same pixels wherever it is if its format is set.
+    if old.data.cache_format is not None:
         free |= {"data.cache"}
-    if old.data.image_column is None:  # earlier versions looked for the columns: those that are typed are compared
-        free |= {"data.image_column"} | ({"data.label_column"} if old.data.label_column is None else set())
-    return {key: pair for key, pair in differing(old, new).items() if not {key, key.partition(".")[0]} & free}
+    # Only columns that were typed are compared, because earlier versions searched for the columns.
+    if old.data.image_column is None:
+        free.add("data.image_column")
+        if old.data.label_column is None:
+            free.add("data.label_column")
+    changed = {}
+    for key, pair in compare_recipes(old, new).items():
+        if free.isdisjoint((key, key.partition(".")[0])):
+            changed[key] = pair
+    return changed

@@ -1,4 +1,4 @@
-"""How many images of every batch each rank computes: numbers of any scale, as whole images. No torch here."""
+"""Sizes of the local batches in whole images, from the proportions in the key `shares`."""
 
 from __future__ import annotations
 
@@ -8,76 +8,127 @@ from fractions import Fraction
 
 from trainer.errors import RecipeError
 from trainer.recipe.schema import Recipe
-from trainer.recipe.text import typed
+from trainer.recipe.text import format_yaml
 
 
-def portions(total: int, numbers: Sequence[float]) -> list[int]:
-    """`total` divided in proportion to the numbers, by largest remainders; of equal ones the first get more."""
-    whole = sum(map(Fraction, numbers))
-    exact = [total * Fraction(number) / whole for number in numbers]
-    parts = [math.floor(part) for part in exact]
-    order = sorted(range(len(parts)), key=lambda n: parts[n] - exact[n])
-    for n in order[: total - sum(parts)]:
-        parts[n] += 1
-    return parts
+def divide_in_proportion(total: int, numbers: Sequence[float]) -> list[int]:
+    """Divide `total` in proportion to `numbers`, by the method of largest remainders.
+
+    Among equal remainders, the first get more.
+    """
+    # Rounded quotients would break ties differently from rank to rank, so fractions are used.
+    fractions = [Fraction(number) for number in numbers]
+    unit = total / sum(fractions)
+    quotas = [unit * fraction for fraction in fractions]
+    sizes = [math.floor(quota) for quota in quotas]
+    # The sort is stable, so the first of equal remainders comes first.
+    by_remainder = sorted(range(len(sizes)), key=lambda n: sizes[n] - quotas[n])
+    for n in by_remainder[: total - sum(sizes)]:
+        sizes[n] += 1
+    return sizes
 
 
-def bounded(total: int, numbers: Sequence[float], least: int, most: Sequence[int]) -> list[int]:
-    """As `portions`, none below `least` or above its own `most`, between which there is a division."""
+def divide_within_limits(
+    total: int, numbers: Sequence[float], least: int, most: Sequence[int]
+) -> list[int]:
+    """Divide like `divide_in_proportion`, within limits.
+
+    Args:
+        total: number to divide.
+        numbers: proportions.
+        least: minimum of every size.
+        most: maximum of each size. The limits must allow a division.
+    """
     fixed: dict[int, int] = {}
     while True:
         free = [n for n in range(len(numbers)) if n not in fixed]
-        parts = dict(zip(free, portions(total - sum(fixed.values()), [numbers[n] for n in free]), strict=True))
-        over = {n: most[n] for n, part in parts.items() if part > most[n]}
-        fixed |= (bounds := over or {n: least for n, part in parts.items() if part < least})
+        rest = total - sum(fixed.values())
+        free_sizes = divide_in_proportion(rest, [numbers[n] for n in free])
+        sizes = dict(zip(free, free_sizes, strict=True))
+        # Sizes that are too large come first: fixing them gives more to the small ones.
+        bounds = {n: most[n] for n, size in sizes.items() if size > most[n]}
+        if not bounds:
+            bounds = {n: least for n, size in sizes.items() if size < least}
+        fixed |= bounds
         if not bounds or len(fixed) == len(numbers):
-            return [(parts | fixed)[n] for n in range(len(numbers))]
+            sizes |= fixed
+            return [sizes[n] for n in range(len(numbers))]
 
 
-def given(recipe: Recipe) -> tuple[float, ...]:
-    """The recipe's own numbers; empty where shares are equal, or measured."""
-    return tuple(recipe.shares) if isinstance(recipe.shares, list) else ()
+def fixed_shares(recipe: Recipe) -> tuple[float, ...]:
+    """Return the proportions in the recipe; empty if local batches are equal or measured."""
+    if isinstance(recipe.shares, list):
+        return tuple(recipe.shares)
+    return ()
 
 
-def units(recipe: Recipe, accumulate: int | None = None) -> int:
-    """Images, or pairs that stay together, of a global batch's micro-batch, which ranks divide."""
+def count_units(recipe: Recipe, accumulate: int | None = None) -> int:
+    """Return the number of images, or of mixed pairs, in a micro-batch over all ranks."""
     return recipe.batch_size // ((accumulate or recipe.pieces) * recipe.augment.together)
 
 
-def rows_of(
-    recipe: Recipe, count: int, accumulate: int | None = None, numbers: Sequence[float] | None = None
+def count_rows(
+    recipe: Recipe,
+    count: int,
+    accumulate: int | None = None,
+    numbers: Sequence[float] | None = None,
 ) -> list[int]:
-    """Images of a micro-batch of each of `count` ranks, by `numbers`, by default the recipe's; equal without any."""
-    numbers = (given(recipe) if numbers is None else numbers) or [1] * count
-    return [recipe.augment.together * part for part in portions(units(recipe, accumulate), numbers)]
+    """Return the number of images of a micro-batch on each rank.
+
+    Args:
+        recipe: the recipe of the run.
+        count: number of ranks that divide the global batch.
+        accumulate: number of micro-batches; the recipe's by default.
+        numbers: proportions of the ranks; the recipe's by default. Equal if empty.
+    """
+    if numbers is None:
+        numbers = fixed_shares(recipe)
+    sizes = divide_in_proportion(count_units(recipe, accumulate), numbers or [1] * count)
+    return [recipe.augment.together * size for size in sizes]
+
+
+def split_rows(rows: int, devices: int) -> list[int]:
+    """Return the number of a batch's rows that each device of `nn.DataParallel` gets.
+
+    The rule is that of `torch.chunk`, so few rows use few devices.
+    """
+    size = -(-rows // devices)
+    return [min(size, rows - start) for start in range(0, rows, size)]
 
 
 def check_shares(recipe: Recipe, processes: int) -> None:
-    """Raises RecipeError where the recipe's numbers are not one for each process, or leave one without an image."""
+    """Check the key `shares`.
+
+    Raises:
+        RecipeError: a process would have no image, or the number of proportions is wrong.
+    """
     if recipe.shares == "auto" and recipe.sync_bn and processes > 1:
         raise RecipeError(
-            "shares=auto times each rank's passes, in which ranks wait for each other with sync_bn=true: type numbers, "
-            "as in shares=[3,1], or sync_bn=false"
+            "shares=auto times each rank's passes, in which ranks wait for each other with "
+            "sync_bn=true: type numbers, as in shares=[3,1], or sync_bn=false"
         )
-    numbers, every = given(recipe), units(recipe)
+    numbers = fixed_shares(recipe)
+    every = count_units(recipe)
     if not numbers:
         return
-    word = _word(numbers)
+    argument = _format_argument(numbers)
     if len(numbers) != processes:
-        many = f"there {'are' if processes > 1 else 'is'} {processes}"
+        alternative = "null"
+        if processes > 1:
+            alternative = "auto"
         raise RecipeError(
-            f"{word} divides every batch among {len(numbers)} processes, and {many}: type nproc={len(numbers)}, or "
-            f"shares={'auto' if processes > 1 else 'null'}"
+            f"{argument} divides every batch among {len(numbers)} processes, but the run has "
+            f"{processes}: type nproc={len(numbers)}, or shares={alternative}"
         )
-    parts = portions(every, numbers)
-    if 0 in parts:
+    sizes = divide_in_proportion(every, numbers)
+    if 0 in sizes:
         what = f"micro-batch of {recipe.batch_size // recipe.pieces}"
-        nearest = bounded(every, numbers, 1, [every] * processes)
+        nearest = divide_within_limits(every, numbers, 1, [every] * processes)
         raise RecipeError(
-            f"{word} leaves rank {parts.index(0)} without an image of a {what}: type {_word(nearest)}, or a larger "
-            "batch_size"
+            f"{argument} leaves rank {sizes.index(0)} without an image of a {what}: type "
+            f"{_format_argument(nearest)}, or a larger batch_size"
         )
 
 
-def _word(numbers: Sequence[float]) -> str:
-    return f"shares=[{','.join(map(typed, numbers))}]"
+def _format_argument(numbers: Sequence[float]) -> str:
+    return f"shares=[{','.join(map(format_yaml, numbers))}]"

@@ -1,91 +1,136 @@
-"""Parts of messages about recipes: values as people type them, the nearest key, the nearest sizes."""
+"""Texts in messages about recipes: values as users type them, the closest key or size."""
 
 from __future__ import annotations
 
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import yaml
 
-from trainer.errors import without_secrets
+from trainer.errors import remove_secrets
+
+# Maximum number of characters of a value in a message.
+MAX_SHOWN = 60
+# Minimum similarity of a typo and the name that it stands for, 0 to 1.
+MIN_SIMILARITY = 0.75
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested sections as one level of dotted keys."""
+    """Flatten nested sections to one level of dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
     return flat
 
 
-def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """The choice that `word` is with a slip or two, or None; a key may be written without its section."""
-
-    def alike(choice: str) -> tuple[float, int]:
-        forms = {choice.lower(), choice.lower().rpartition(".")[2]}
-        ratio = max(difflib.SequenceMatcher(None, word.lower(), form).ratio() for form in forms)
-        return ratio, next((n for n, pair in enumerate(zip(word, choice, strict=False)) if len({*pair}) > 1), 0)
-
-    best = max(choices, key=alike, default="")
-    return best if best and alike(best)[0] >= 0.75 else None
+def with_value(tree: Mapping[Any, Any], path: Sequence[str], value: Any) -> dict[Any, Any]:
+    """Return a copy of nested sections in which the key at `path` has this value."""
+    name, *rest = path
+    if rest:
+        value = with_value(tree.get(name, {}), rest, value)
+    return {**tree, name: value}
 
 
-def neighbours(size: int, step: int) -> str:
-    """The multiples of `step` around `size`, in words."""
-    below, above = size // step * step, math.ceil(size / step) * step
-    return f"{below} or {above}" if below else f"{above}"
+def find_nearest(word: str, choices: Iterable[str]) -> str | None:
+    """Return the choice that is most similar to `word`; None if all are too different.
+
+    The section of a key may be missing in `word`.
+    """
+
+    def similarity(choice: str) -> float:
+        name = choice.lower()
+        last_part = name.rpartition(".")[2]
+        ratios = []
+        for form in {name, last_part}:
+            ratios.append(difflib.SequenceMatcher(None, word.lower(), form).ratio())
+        return max(ratios)
+
+    best = max(choices, key=similarity, default="")
+    if best and similarity(best) >= MIN_SIMILARITY:
+        return best
+    return None
 
 
-def shown(value: Any) -> str:
+def format_neighbors(size: int, step: int) -> str:
+    """Format the multiples of `step` next to `size`, as in "32 or 48"."""
+    below = size // step * step
+    above = math.ceil(size / step) * step
+    if below:
+        return f"{below} or {above}"
+    return str(above)
+
+
+def format_value(value: Any) -> str:
+    """Format a value for a message, in at most `MAX_SHOWN` characters."""
     if isinstance(value, list):
-        text = f"[{','.join(map(shown, value))}]"
+        text = f"[{','.join(map(format_value, value))}]"
+    elif value is None:
+        text = "null"
+    elif isinstance(value, bool):
+        text = str(value).lower()
     else:
-        text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+        text = str(value)
     text = " ".join(text.split())
-    return text if len(text) <= 60 else text[:57] + "..."
+    if len(text) > MAX_SHOWN:
+        text = text[: MAX_SHOWN - 3] + "..."
+    return text
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts so that OmegaConf reads the same."""
+    """Writes values so that OmegaConf reads the same values."""
 
 
 def _represented(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, None if text.isprintable() else '"')
+    style = None
+    if not text.isprintable():
+        style = '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
 
 
 _Dumper.add_representer(str, _represented)
-# 1e3 is a number to OmegaConf, and a text to YAML's own.
+# OmegaConf reads 1e3 as a number, and PyYAML as text, so PyYAML would not quote it.
 _Dumper.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[\d_.]+e[-+]?\d+$", re.I), list("-+.0123456789")
 )
 
 
-def as_yaml(value: Any, **options: Any) -> str:
-    """YAML that is read as the same again."""
+def format_yaml_document(value: Any, **options: Any) -> str:
+    """Format a value as YAML that is read as the same value."""
     text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, **options)
     return text
 
 
-def typed(value: Any) -> str:
-    """A value as YAML of one line, as it is typed on the command line or written into a file."""
-    if value == "off":  # YAML's false without quotes; a key that has this word takes either
+def format_yaml(value: Any) -> str:
+    """Format a value as one line of YAML, as it is typed on the command line or in a file."""
+    # YAML 1.1 reads `off` as false, which the keys with this value accept too.
+    if value == "off":
         return "off"
-    return as_yaml(value, default_flow_style=True, width=math.inf).removesuffix("...\n").strip()
+    # The width prevents line breaks in long texts.
+    return (
+        format_yaml_document(value, default_flow_style=True, width=math.inf)
+        .removesuffix("...\n")
+        .strip()
+    )
 
 
-def unstorable(text: str) -> str | None:
-    """Why a text cannot be a value: what is wrong with it, and what to do; None where it can."""
+def explain_unstorable(text: str) -> str | None:
+    """Explain why a text cannot be a value, and what to do instead; None if it can."""
     if not text.strip():
         return "write a value, or null"
     if "\0" in text:
         return "it holds a zero byte"
-    if without_secrets(text) != text:
+    # Users publish their run folders, which contain the recipe.
+    if remove_secrets(text) != text:
         return (
-            "a password or token would be written into the files of the run: leave it out of the address, and put it "
-            "into the environment (MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, WANDB_API_KEY)"
+            "a password or token would be written into the files of the run: leave it out of the "
+            "address, and put it into the environment (MLFLOW_TRACKING_USERNAME and "
+            "MLFLOW_TRACKING_PASSWORD, WANDB_API_KEY)"
         )
     if "${" in text:
         return "write the value itself, ${...} is not expanded"
@@ -93,7 +138,7 @@ def unstorable(text: str) -> str | None:
 
 
 def not_utf8(name: str) -> str | None:
-    """What to do with a file's name that no text can hold; None for other names."""
+    """Explain what to do with a file name that is not UTF-8; None if it is UTF-8."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -102,7 +147,12 @@ def not_utf8(name: str) -> str | None:
 
 
 def one_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines()]
+    """Format an error of a YAML library in one line."""
+    # Lines with these starts describe the library's objects, not the user's file.
     noise = ("full_key:", "object_type=", "while constructing", 'in "<unicode')
-    kept = [line for line in lines if line and not line.startswith(noise)]
-    return "; ".join(kept)[:300] or type(error).__name__
+    parts = []
+    for line in str(error).splitlines():
+        part = line.strip()
+        if part and not part.startswith(noise):
+            parts.append(part)
+    return "; ".join(parts)[:300] or type(error).__name__

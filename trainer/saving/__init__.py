@@ -1,5 +1,6 @@
-"""What outlives a run: the run folder, checkpoints that a kill cannot tear, files on disks that fill, locks on folders.
+"""Files of a run: the run folder, checkpoints that survive a kill, weights files, the journal,
+and locks on folders.
 
-Only files and tensors by name; no model and no mode.
+The package handles files and named tensors. It does not know models or modes.
 Imports: errors, recipe, processes.
 """

@@ -1,9 +1,11 @@
-"""Checkpoints of a run folder: commit, verify, discover, prune.
+"""Write, verify, find and prune the checkpoints of a run folder.
 
-A checkpoint is a folder `checkpoints/step-00001234/` of safetensors files and a `manifest.json` that holds their sizes
-and SHA-256 and a seal of its own. It is written beside its final name, synced, read back and only then renamed, so a
-folder with a checkpoint's name is whole, whenever the writer was killed. What rots later is found by the hashes. Of
-one that is read no more is in memory than is used: files are hashed piece by piece, tensors are views of them.
+A checkpoint is a folder `checkpoints/step-00001234/` that contains safetensors files and a
+`manifest.json`. The manifest lists the size and the SHA-256 of each file and ends in a seal, which
+is the SHA-256 of the manifest itself. The writer fills a draft folder next to the final path, syncs
+it, reads it back, and then renames it. A folder with the name of a checkpoint is therefore
+complete, even if the writer was killed. The hashes detect later damage. Loading needs little
+memory, because files are hashed in chunks and tensors are views of memory-mapped files.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,73 +26,107 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from trainer.errors import CheckpointError, SetupError
-from trainer.saving.files import opened, remove, writing
+from trainer.saving.files import open_regular, remove
 from trainer.saving.tensor_files import (
-    Piece,
+    Shard,
     StoredTensor,
     fault_point,
-    mapped,
-    mapped_pieces,
-    serialised,
-    serialised_pieces,
+    map_shards,
+    map_tensors,
+    serialize,
+    serialize_shards,
     sync,
-    whole,
+    wrap_tensors,
     write_synced,
 )
 
 MANIFEST = "manifest.json"
-MAX_MANIFEST = 64 * 2**20  # bytes; a run's history is far smaller
+# Maximum size in bytes. The history of a run, which the manifest contains, is far smaller.
+MAX_MANIFEST = 64 * 2**20
 _NAME = re.compile(r"step-([0-9]{8,})")
 _LEFTOVER = re.compile(r"step-[0-9]{8,}\.tmp-.+")
-_STEM = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"  # no slash and no leading dot: a name can never leave its folder
-OF_RANK = re.compile(r"(?!rank-)\w+-[0-9]{5,}")  # what one rank has of a part, not for itself
-Fingerprint = list[tuple[str, int, int, int]]
-_verified: dict[Path, Fingerprint] = {}  # by this process: what a good checkpoint was then
+# Names in a manifest have no slash and no leading dot, so they cannot point outside the folder.
+_STEM = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
+# Pattern of a file with shards of one rank ("model-00001"). "rank-00001" does not match, because it
+# contains the per-rank state, which is not sharded.
+OF_RANK = re.compile(r"(?!rank-)\w+-[0-9]{5,}")
 _SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n\}\n\Z')
+
+Fingerprint = list[tuple[str, int, int, int]]
+# Fingerprints of the checkpoints that this process has verified. Hashing them again would take
+# seconds per gigabyte.
+_verified: dict[Path, Fingerprint] = {}
 
 
 class Position(NamedTuple):
-    """Where a run stands. With `step_in_epoch` equal to the steps of an epoch, only its evaluation is still to do."""
+    """Progress of a run.
 
-    step: int  # optimizer steps done in all
-    epoch: int  # the epoch being trained, from 0
-    step_in_epoch: int  # steps of it that are done
+    If `step_in_epoch` equals the number of steps per epoch, only the evaluation of that epoch
+    remains.
+
+    Attributes:
+        step: total number of completed optimizer steps.
+        epoch: index of the current epoch, from 0.
+        step_in_epoch: number of completed steps in the current epoch.
+    """
+
+    step: int
+    epoch: int
+    step_in_epoch: int
 
 
 @dataclass(frozen=True)
 class State:
-    """All that a run needs to go on."""
+    """State from which a run resumes.
+
+    Attributes:
+        position: progress of the run.
+        tensors: for each part ("model", "optimizer", "ema", "rank-00000"), its tensors by name.
+        facts: metadata that JSON can represent: history, run_id, topology {mode, world_size}.
+        pieces: for each file with shards of one rank ("model-00001"), its shards by name.
+    """
 
     position: Position
-    tensors: dict[str, dict[str, Tensor]]  # "model", "optimizer", "ema", "rank-00000", ... -> tensors by plain name
-    facts: dict[str, Any]  # JSON: history, run_id, topology {mode, world_size}
-    pieces: dict[str, dict[str, Piece]] = field(default_factory=dict)  # "model-00001", ... -> what that rank has
+    tensors: dict[str, dict[str, Tensor]]
+    facts: dict[str, Any]
+    pieces: dict[str, dict[str, Shard]] = field(default_factory=dict)
 
     def part(self, name: str) -> dict[str, StoredTensor]:
-        """A part of the state by plain name, from one file or those of several ranks; empty where there is none.
+        """Return the tensors of a part, from one file or assembled from the shards of all ranks.
+
+        Args:
+            name: part, such as "model" or "optimizer".
+
+        Returns:
+            Tensors by name. Empty if the checkpoint does not have this part.
 
         Raises:
-            CheckpointError: the files do not hold each row of a tensor once.
+            CheckpointError: a row of a tensor is missing, or several shards contain it.
         """
         if name in self.tensors:
-            return whole(self.tensors[name])
-        by_name: dict[str, list[Piece]] = {}
-        for stem, pieces in self.pieces.items():
-            for key, piece in pieces.items() if stem.rpartition("-")[0] == name else ():
-                known = by_name.setdefault(key, [])
-                if not piece.is_whole or not known:  # a module without parameters may be in several stages
-                    known.append(piece)
+            return wrap_tensors(self.tensors[name])
+        shards_by_name: dict[str, list[Shard]] = {}
+        for stem, shards in self.pieces.items():
+            if stem.rpartition("-")[0] != name:
+                continue
+            for key, shard in shards.items():
+                collected = shards_by_name.setdefault(key, [])
+                # Several pipeline stages may save the buffers of one module. One copy is enough.
+                if not shard.is_whole or not collected:
+                    collected.append(shard)
         try:
-            return {key: StoredTensor(pieces) for key, pieces in by_name.items()}
+            return {key: StoredTensor(shards) for key, shards in shards_by_name.items()}
         except ValueError as error:
-            raise CheckpointError(f"the checkpoint of step {self.position.step}: {name}: {error}") from None
+            raise CheckpointError(
+                f"the checkpoint of step {self.position.step}: {name}: {error}"
+            ) from None
 
 
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class File(BaseModel):
-    """One file of a checkpoint: its bytes, and their SHA-256 in hexadecimal."""
+    """Size in bytes and SHA-256 (hexadecimal) of one file of a checkpoint."""
 
     model_config = ConfigDict(strict=True)
 
@@ -100,7 +135,7 @@ class File(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What a checkpoint is: where its run stands, its files, and what the run remembers."""
+    """Contents of manifest.json without its seal."""
 
     model_config = ConfigDict(strict=True)
 
@@ -112,96 +147,106 @@ class Manifest(BaseModel):
     facts: dict[str, Any]
 
 
-def commit(folder: Path, state: State, keep: int, check: Callable[[], None] = lambda: None) -> Path:
-    """Save `state` as a checkpoint of the run folder, then remove those that `keep` newer good ones make superfluous.
-
-    Returns its folder. A good checkpoint of the same step is left as it is. At least 2 are kept, whatever `keep` says.
-    `check` raises where nothing may be saved; it is asked last when all is written, which takes time.
-
-    Raises:
-        DiskFullError: what was saved before is intact, what was begun is removed.
-        SetupError: the folder cannot be written, or does not give back what was written.
-    """
-    with writing(folder):
-        final = _final(folder, state.position.step)
-        if not is_saved(folder, state.position.step):
-            draft = begin(folder, state.position.step)
-            with removed_unless_sealed(draft):
-                seal(draft, state, write_files(draft, state), check)
-        prune(final, keep)
-    return final
-
-
 def is_saved(folder: Path, step: int) -> bool:
-    """Whether there is a good checkpoint of that step."""
-    return _is_good(_final(folder, step))
+    """Return whether the run folder has a good checkpoint of `step`."""
+    return _is_good(_checkpoint_path(folder, step))
 
 
-def begin(folder: Path, step: int) -> Path:
-    """Make the folder in which a checkpoint of `step` is written.
+def create_draft(folder: Path, step: int) -> Path:
+    """Create a draft folder for the checkpoint of `step`.
 
-    What was left by writers that died is removed: the run folder has one at a time.
+    Drafts of writers that died are removed, because a run folder has one draft at a time.
+
+    Args:
+        folder: run folder.
+        step: optimizer step of the checkpoint.
+
+    Returns:
+        The path of the draft.
     """
-    home = folder / "checkpoints"
-    if not home.is_dir():
-        home.mkdir()  # not its parent: a run folder that was removed stays so
+    checkpoints = folder / "checkpoints"
+    if not checkpoints.is_dir():
+        # `parents=True` would create a run folder that the user has removed.
+        checkpoints.mkdir()
         sync(folder)
-    for entry in home.iterdir():
+    for entry in checkpoints.iterdir():
         if _LEFTOVER.fullmatch(entry.name):
             remove(entry)
-    draft = _aside(_final(folder, step))
-    with removed_unless_sealed(draft):
-        draft.mkdir()
-        fault_point("tmp")
+    draft = _temporary_path(_checkpoint_path(folder, step))
+    draft.mkdir()
+    fault_point("tmp")
     return draft
 
 
-@contextmanager
-def removed_unless_sealed(draft: Path) -> Iterator[None]:
-    """Whatever fails within this block, what was begun is removed."""
-    try:
-        yield
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
-
-
 def write_files(draft: Path, state: State) -> dict[str, File]:
-    """Write what this rank has of a checkpoint, each file synced and read back."""
-    contents = {stem: serialised(tensors) for stem, tensors in state.tensors.items()}
-    contents |= {stem: serialised_pieces(pieces) for stem, pieces in state.pieces.items()}
+    """Write this rank's files of a checkpoint. Each file is synced and read back.
+
+    Args:
+        draft: folder from `create_draft`.
+        state: tensors and shards of this rank.
+
+    Returns:
+        Size and hash of each file by its name.
+
+    Raises:
+        SetupError: the disk returned other bytes than those written.
+    """
+    contents = {stem: serialize(tensors) for stem, tensors in state.tensors.items()}
+    contents |= {stem: serialize_shards(shards) for stem, shards in state.pieces.items()}
     files = {}
     for stem, content in contents.items():
         assert re.fullmatch(_STEM, stem), stem
-        size, sha256 = write_synced(draft / f"{stem}.safetensors", content, "save")
-        files[f"{stem}.safetensors"] = File(size=size, sha256=sha256)
-    with _read_back():
+        name = f"{stem}.safetensors"
+        size, sha256 = write_synced(draft / name, content, "save")
+        files[name] = File(size=size, sha256=sha256)
+    with _blame_disk():
         _check_files(draft, files)
     return files
 
 
 @contextmanager
-def _read_back() -> Iterator[None]:
+def _blame_disk() -> Iterator[None]:
+    """Convert a CheckpointError about a file that was just written into a SetupError."""
     try:
         yield
     except CheckpointError as error:
-        raise SetupError(f"{error}: the disk is at fault; choose another folder with output=...") from None
+        raise SetupError(
+            f"{error}: the disk did not keep what was written to it; choose another folder with "
+            "output=..."
+        ) from None
 
 
 def seal(draft: Path, state: State, files: Mapping[str, File], check: Callable[[], None]) -> Path:
-    """Make a checkpoint of a draft whose files are all written: its manifest, then its name, which is returned."""
-    cut = any(OF_RANK.fullmatch(Path(name).stem) for name in files)
-    listed = {name: files[name].model_dump() for name in sorted(files)}
-    content = {"format": 1 + cut, **state.position._asdict(), "files": listed, "facts": state.facts}
-    write_synced(draft / MANIFEST, [_sealed(content)], "save")
+    """Write the manifest of a draft and rename it to the final path of the checkpoint.
+
+    Args:
+        draft: folder from `create_draft` that contains the files of all ranks.
+        state: provides the position and the metadata.
+        files: size and hash of each file in the draft by its name.
+        check: called before the draft is renamed; raises if nothing may be saved.
+
+    Returns:
+        The path of the checkpoint.
+    """
+    is_sharded = any(OF_RANK.fullmatch(Path(name).stem) for name in files)
+    content = {
+        # Format 2 is format 1 with additional files that contain the shards of one rank.
+        "format": 2 if is_sharded else 1,
+        **state.position._asdict(),
+        "files": {name: files[name].model_dump() for name in sorted(files)},
+        "facts": state.facts,
+    }
+    write_synced(draft / MANIFEST, [_serialize_manifest(content)], "save")
     sync(draft)
-    with _read_back():
-        understood(draft, manifest_bytes(draft))
+    with _blame_disk():
+        parse_manifest(draft, read_manifest(draft))
     fault_point("rename")
     check()
     final = draft.with_name(draft.name.partition(".")[0])
-    if os.path.lexists(final):  # not good, or there would be no draft
-        bad = _aside(final)
+    # An existing checkpoint of this name is bad, because the caller does not save a step that has a
+    # good one.
+    if os.path.lexists(final):
+        bad = _temporary_path(final)
         final.rename(bad)
         draft.rename(final)
         remove(bad)
@@ -213,17 +258,27 @@ def seal(draft: Path, state: State, files: Mapping[str, File], check: Callable[[
 
 
 def prune(fresh: Path, keep: int) -> None:
-    """Remove what is older than `keep` good checkpoints (bad ones do not count); renamed first, so never half there."""
-    paths, keep = checkpoints_in(fresh.parent), max(keep, 2)
+    """Remove all checkpoints that are older than the newest `keep` good ones.
+
+    A checkpoint is renamed before its files are removed, so a kill does not leave an incomplete
+    folder with the name of a checkpoint.
+
+    Args:
+        fresh: path of the checkpoint that was just written.
+        keep: number of good checkpoints to keep, at least 2. Bad ones are not counted.
+    """
+    paths = checkpoints_in(fresh.parent)
+    keep = max(keep, 2)
     if len(paths) <= keep:
         return
-    good, doomed = 0, []
+    good_count = 0
+    doomed = []
     for path in paths:
-        if good >= keep and path != fresh:
+        if good_count >= keep and path != fresh:
             doomed.append(path)
         elif path == fresh or _is_good(path):
-            good += 1
-    drafts = [path.rename(_aside(path)) for path in doomed]
+            good_count += 1
+    drafts = [path.rename(_temporary_path(path)) for path in doomed]
     for path in doomed:
         _verified.pop(path.absolute(), None)
     sync(fresh.parent)
@@ -233,17 +288,24 @@ def prune(fresh: Path, keep: int) -> None:
 
 
 class GoodCheckpoint(NamedTuple):
-    """A good checkpoint and its folder."""
+    """Verified checkpoint with its path."""
 
     path: Path
     state: State
 
 
-def newest(folder: Path, warn: Callable[[str], None]) -> GoodCheckpoint | None:
-    """The newest good checkpoint of a run folder, or None where there is none; each bad one is named to `warn`.
+def load_newest(folder: Path, warn: Callable[[str], None]) -> GoodCheckpoint | None:
+    """Load the newest good checkpoint of a run folder.
+
+    Args:
+        folder: run folder.
+        warn: called with one line for each bad checkpoint that is skipped.
+
+    Returns:
+        The checkpoint, or None if the folder does not contain any.
 
     Raises:
-        CheckpointError: there are checkpoints and none is good.
+        CheckpointError: all checkpoints in the folder are bad.
         SetupError: the folder cannot be read.
     """
     paths = checkpoints_in(folder / "checkpoints")
@@ -254,72 +316,104 @@ def newest(folder: Path, warn: Callable[[str], None]) -> GoodCheckpoint | None:
             warn(f"skipped a bad checkpoint: {error}")
     if paths:
         raise CheckpointError(
-            f"{folder / 'checkpoints'}: no good checkpoint among the {len(paths)} there; "
-            "start anew in another folder (output=...), or from model.init_from=<a .safetensors file>"
+            f"{folder / 'checkpoints'}: no good checkpoint among {len(paths)}; start from scratch "
+            "in another folder (output=...), or from model.init_from=<a .safetensors file>"
         )
     return None
 
 
 def load(path: Path) -> State:
-    """One checkpoint folder: all its files are hashed now, and their tensors read when they are used.
+    """Verify and load one checkpoint.
+
+    All files are hashed immediately. The tensors are memory-mapped, so they are read when they are
+    used.
 
     Raises:
-        CheckpointError: it is not whole, was changed, or is not a checkpoint.
+        CheckpointError: the folder is incomplete, was changed, or is not a checkpoint.
     """
-    return assembled(path, _verify(path), lambda name: path / name)
+    return build_state(path, _verify(path), path.joinpath)
 
 
-def assembled(path: Path, manifest: Manifest, file: Callable[[str], str | Path]) -> State:
-    """The state of a checkpoint whose verified files are at `file(name)`, which need not be in its folder `path`."""
-    state = State(Position(manifest.step, manifest.epoch, manifest.step_in_epoch), {}, manifest.facts)
+def build_state(path: Path, manifest: Manifest, file: Callable[[str], str | Path]) -> State:
+    """Build the state of a checkpoint from its verified files.
+
+    Args:
+        path: folder of the checkpoint, for messages.
+        manifest: verified manifest.
+        file: function that maps the name of a file to its path, which may be outside `path`.
+
+    Raises:
+        CheckpointError: a file cannot be read or is not a safetensors file of this program.
+    """
+    position = Position(manifest.step, manifest.epoch, manifest.step_in_epoch)
+    state = State(position, {}, manifest.facts)
     for name in manifest.files:
         stem = name.removesuffix(".safetensors")
         try:
             if OF_RANK.fullmatch(stem):
-                state.pieces[stem] = mapped_pieces(file(name))
+                state.pieces[stem] = map_shards(file(name))
             else:
-                state.tensors[stem] = mapped(file(name))
+                state.tensors[stem], _ = map_tensors(file(name))
         except OSError as error:
-            raise CheckpointError(f"{path}: {name} cannot be read ({error.strerror or error})") from error
+            raise CheckpointError(
+                f"{path}: {name} cannot be read ({error.strerror or error})"
+            ) from error
         except ValueError as error:
-            raise CheckpointError(f"{path}: {name} is not a safetensors file of this program ({error})") from error
+            raise CheckpointError(
+                f"{path}: {name} is not a safetensors file of this program ({error})"
+            ) from error
     return state
 
 
 def checkpoints_in(home: Path) -> list[Path]:
-    """Folders with a checkpoint's name, newest first."""
+    """Return the folders in `home` that have the name of a checkpoint, newest first."""
     try:
-        names = [path for path in home.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+        paths = [path for path in home.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise SetupError(f"{home} cannot be read ({error.strerror}); choose another folder with output=...") from error
-    return sorted(names, key=lambda path: (int(path.name.removeprefix("step-")), path.name), reverse=True)
+        raise SetupError(
+            f"{home} cannot be read ({error.strerror}); choose another folder with output=..."
+        ) from error
+
+    def sort_key(path: Path) -> tuple[int, str]:
+        # The name alone would sort a step of nine digits before one of eight.
+        return int(path.name.removeprefix("step-")), path.name
+
+    return sorted(paths, key=sort_key, reverse=True)
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is meant to be a checkpoint, good or not."""
+    """Return whether a folder has a manifest or the name of a checkpoint. It may be damaged."""
     return (folder / MANIFEST).exists() or _NAME.fullmatch(folder.name) is not None
 
 
-def _final(folder: Path, step: int) -> Path:
+def _checkpoint_path(folder: Path, step: int) -> Path:
     return folder / "checkpoints" / f"step-{step:08d}"
 
 
-def _sealed(content: dict[str, Any]) -> memoryview:
-    """The manifest's bytes, ending with the SHA-256 of all before."""
-    body = json.dumps(content, indent=1).encode().removesuffix(b"\n}")
-    return memoryview(body + b',\n "sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n')
-
-
-def _aside(path: Path) -> Path:
+def _temporary_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex}")
 
 
+def _serialize_manifest(content: dict[str, Any]) -> memoryview:
+    """Serialize a manifest. The last entry is the SHA-256 of all bytes before it."""
+    body = json.dumps(content, indent=1).encode().removesuffix(b"\n}")
+    digest = hashlib.sha256(body).hexdigest().encode()
+    return memoryview(body + b',\n "sha256": "' + digest + b'"\n}\n')
+
+
 def fingerprint(path: Path) -> Fingerprint:
-    """What changes with a checkpoint's files: each one's name, inode, bytes and time of change. Raises OSError."""
-    files = [(entry.name, entry.stat()) for entry in os.scandir(path)]
-    return sorted((name, stat.st_ino, stat.st_size, stat.st_ctime_ns) for name, stat in files)
+    """Return name, inode, size and change time of each file of a checkpoint, sorted by name.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    files = []
+    for entry in os.scandir(path):
+        status = entry.stat()
+        files.append((entry.name, status.st_ino, status.st_size, status.st_ctime_ns))
+    return sorted(files)
 
 
 def _is_good(path: Path) -> bool:
@@ -331,36 +425,47 @@ def _is_good(path: Path) -> bool:
 
 
 def _verify(path: Path) -> Manifest:
-    """What a checkpoint is whose files are all as its manifest says. One that is as it was then is not hashed again."""
-    manifest = understood(path, manifest_bytes(path))
+    """Check all files of a checkpoint against its manifest, and return the manifest.
+
+    A checkpoint that this process has verified is hashed again only if its fingerprint has changed.
+    """
+    manifest = parse_manifest(path, read_manifest(path))
     try:
-        now = fingerprint(path)
+        current = fingerprint(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror})") from None
-    if _verified.get(path.absolute()) != now:
+    if _verified.get(path.absolute()) != current:
         _check_files(path, manifest.files)
-        _verified[path.absolute()] = now
+        _verified[path.absolute()] = current
     return manifest
 
 
 def _check_files(path: Path, files: Mapping[str, File]) -> None:
-    """Raises CheckpointError where a file does not hold what it should."""
-    for name, entry in files.items():
-        with reading(path / name, entry.size) as (file, size):
-            if size != entry.size:
-                raise CheckpointError(f"{path}: {name} has {size} bytes instead of {entry.size}")
-            if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
+    """Raise CheckpointError if the size or the SHA-256 of a file differs from its entry."""
+    for name, expected in files.items():
+        with open_limited(path / name, expected.size) as (file, size):
+            if size != expected.size:
+                raise CheckpointError(f"{path}: {name} has {size} bytes instead of {expected.size}")
+            if hashlib.file_digest(file, "sha256").hexdigest() != expected.sha256:
                 raise CheckpointError(f"{path}: {name} is damaged (its SHA-256 differs)")
 
 
-def manifest_bytes(path: Path) -> bytes:
-    """The manifest of a checkpoint folder as it is."""
-    with reading(path / MANIFEST, MAX_MANIFEST) as (file, size):
+def read_manifest(path: Path) -> bytes:
+    """Read the manifest of a checkpoint folder without verifying it."""
+    with open_limited(path / MANIFEST, MAX_MANIFEST) as (file, size):
         return file.read(size)
 
 
-def understood(path: Path, raw: bytes) -> Manifest:
-    """What a manifest's bytes say: its seal first, then its types."""
+def parse_manifest(path: Path, raw: bytes) -> Manifest:
+    """Verify the seal of a manifest and parse it.
+
+    Args:
+        path: folder of the checkpoint; its name must agree with the step in the manifest.
+        raw: bytes of manifest.json.
+
+    Raises:
+        CheckpointError: the seal, the step or the type of an entry is wrong.
+    """
     seal = _SEAL.search(raw)
     body = raw[: seal.start()] if seal else b""
     if not seal or hashlib.sha256(body).hexdigest().encode() != seal[1]:
@@ -369,24 +474,36 @@ def understood(path: Path, raw: bytes) -> Manifest:
         manifest = Manifest.model_validate_json(body + b"\n}")
     except ValidationError as error:
         first = error.errors()[0]
-        fault = " ".join(f"{'.'.join(map(str, first['loc']))[:80]}: {first['msg']}".split())
-        raise CheckpointError(f"{path}: {MANIFEST} makes no sense ({fault})") from None
+        location = ".".join(map(str, first["loc"]))[:80]
+        # Text from the file may contain line breaks, but a message is one line.
+        fault = " ".join(f"{location}: {first['msg']}".split())
+        raise CheckpointError(f"{path}: {MANIFEST} is invalid ({fault})") from None
     name = _NAME.fullmatch(path.name)
     if name and int(name[1]) != manifest.step:
-        raise CheckpointError(f"{path}: {MANIFEST} is of step {manifest.step}: the folder was renamed")
+        raise CheckpointError(
+            f"{path}: {MANIFEST} is of step {manifest.step}: the folder was renamed"
+        )
     return manifest
 
 
 @contextmanager
-def reading(path: Path, limit: int) -> Iterator[tuple[BufferedReader, int]]:
-    """A regular file of at most `limit` bytes, and how many it has."""
+def open_limited(path: Path, limit: int) -> Iterator[tuple[BufferedReader, int]]:
+    """Open a regular file of at most `limit` bytes, and yield the file and its size in bytes.
+
+    Raises:
+        CheckpointError: the file is missing, too large or unreadable.
+    """
     try:
-        with opened(path) as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size > limit:
-                raise CheckpointError(f"{path.parent}: {path.name} has {size} bytes instead of at most {limit}")
+                raise CheckpointError(
+                    f"{path.parent}: {path.name} has {size} bytes instead of at most {limit}"
+                )
             yield file, size
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent}: {path.name} is missing") from None
     except OSError as error:
-        raise CheckpointError(f"{path.parent}: {path.name} cannot be read ({error.strerror})") from None
+        raise CheckpointError(
+            f"{path.parent}: {path.name} cannot be read ({error.strerror})"
+        ) from None

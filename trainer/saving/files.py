@@ -1,7 +1,9 @@
-"""Files that may be damaged, endless, a folder or a pipe: read with a limit and never waited for.
+"""Robust access to the files of a run folder.
 
-A run folder outlives machines and passes through many hands, so what lies beside the checkpoints is not to be trusted:
-what cannot be used is left out with a sentence, and what cannot be written ends in one line.
+A run folder outlives machines, and many programs write to it, so its files may be damaged or huge,
+and a directory or a pipe may stand under their names. Reads therefore have a size limit and never
+block. A file that cannot be used is skipped with a warning, and a file that cannot be written ends
+the run with a one-line error.
 """
 
 from __future__ import annotations
@@ -24,21 +26,28 @@ from typing import IO, Any
 
 from trainer.errors import DiskFullError, SetupError, TrainerError, is_disk_full
 
-LIMIT = 64 * 2**20  # bytes of a side file that are read; ours are far smaller
+# Contents of a JSON file whose top level is an object.
+Json = dict[str, Any]
+# Maximum size in bytes of a file that is read at once. The files of a run are far smaller.
+MAX_READ_BYTES = 64 * 2**20
 
 
 class AppendFile:
-    """A file that is appended to while others read it; subclasses decide how often it is flushed."""
+    """Base class of files that are appended to while other programs read them.
+
+    Subclasses choose how often the file is flushed.
+    """
 
     _file: IO[Any]
-    _flushed: float  # when, by the monotonic clock
+    # Value of `time.monotonic()` at the last flush.
+    _flushed: float
 
     def flush(self) -> None:
         self._file.flush()
         self._flushed = time.monotonic()
 
     def sync(self) -> None:
-        """What was added is on the disk."""
+        """Flush the file and wait until its contents are on the disk."""
         self.flush()
         os.fsync(self._file.fileno())
 
@@ -47,39 +56,55 @@ class AppendFile:
 
 
 def open_streams() -> None:
-    """Give a program that was started without stdin, stdout or stderr (`>&- 2>&-`) empty ones.
+    """Open /dev/null for each of stdin, stdout and stderr that is closed (`>&- 2>&-`).
 
-    Otherwise the next files that are opened take their numbers, and what libraries print goes into them.
+    Without this, the next files that are opened would get the descriptors 0 to 2, and the output of
+    libraries would be written into them.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+            # `os.open` returns the lowest free descriptor, which is `number`.
+            os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(number, True)
         if getattr(sys, name) is None:
-            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
-    if isinstance(sys.stdout, TextIOWrapper):  # as stderr is: names of files may be no text
+            mode = "w" if number else "r"
+            stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
+    # File names may contain bytes that are not text. Python prints them to stderr with this error
+    # handler; on stdout they would raise.
+    if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def portable(name: str) -> str:
-    """A file's name, or a text with one, as UTF-8 can hold it: a byte that is none of it becomes four characters."""
+def escape_non_utf8(name: str) -> str:
+    """Escape the bytes of a file name that are not UTF-8, each by four characters.
+
+    Args:
+        name: file name, or a text that contains file names.
+    """
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
-def csv_text(rows: Iterable[Sequence[Any]]) -> str:
-    """The text of a CSV file of these rows, the first of which is its head."""
+def format_csv(rows: Iterable[Sequence[Any]]) -> str:
+    """Format rows as the text of a CSV file. The first row is the header."""
+    rows = [*rows]
     text = StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
+    if "\r" in text.getvalue():
+        # The csv module may leave a cell with "\r" unquoted, because lines end in "\n" here, but
+        # readers accept both as the end of a line.
+        text = StringIO()
+        csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL).writerows(rows)
     return text.getvalue()
 
 
-def opened(path: str | bytes | Path) -> BufferedReader:
-    """A regular file, to be read; anything else is an error at once, so that no pipe and no device is waited for.
+def open_regular(path: str | bytes | Path) -> BufferedReader:
+    """Open a regular file for reading. A pipe or a device raises instead of blocking.
 
     Raises:
-        OSError: it cannot be opened, or is no file.
+        OSError: the file cannot be opened or is not a regular file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -88,17 +113,32 @@ def opened(path: str | bytes | Path) -> BufferedReader:
     return open(descriptor, "rb")
 
 
-def read(path: str | Path, limit: int = LIMIT) -> bytes:
-    """All of a regular file. Raises OSError where it cannot be read, is no file, or is larger than `limit` bytes."""
-    with opened(path) as file:
+def read(path: str | Path, limit: int = MAX_READ_BYTES) -> bytes:
+    """Read a regular file completely.
+
+    Args:
+        path: path of the file.
+        limit: maximum size in bytes.
+
+    Raises:
+        OSError: the file cannot be read, is not a regular file, or is larger than `limit`.
+    """
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
-            raise OSError(errno.EOVERFLOW, f"it has {size:,} bytes, at most {limit:,} are read", str(path))
+            raise OSError(
+                errno.EOVERFLOW, f"it has {size:,} bytes, at most {limit:,} are read", str(path)
+            )
         return file.read(size)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises OSError as `read`, and ValueError where it holds something else."""
+def read_json(path: Path) -> Json:
+    """Read a JSON file that contains an object.
+
+    Raises:
+        OSError: `read` cannot read the file.
+        ValueError: the file does not contain a JSON object.
+    """
     try:
         content = json.loads(read(path))
     except (ValueError, RecursionError):
@@ -108,50 +148,57 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def usable_json(path: Path, warn: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """The JSON object in a file; empty where there is none, and where it is damaged, which goes to `warn`."""
+def read_json_or_empty(path: Path, warn: Callable[[str], None] = lambda line: None) -> Json:
+    """Read a JSON file, or return an empty dictionary if it is missing or damaged.
+
+    Args:
+        path: path of the file.
+        warn: called with one line if the file is damaged.
+    """
     try:
         return read_json(path)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        warn(f"{path} is left out: {why(error)}")
+        warn(f"{path} is left out: {describe_error(error)}")
         return {}
 
 
 def without_nan(value: Any) -> Any:
-    """JSON knows no NaN: they become null."""
+    """Replace NaN and infinity, which JSON cannot represent, by None in nested containers."""
     if isinstance(value, dict):
         return {key: without_nan(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [without_nan(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
-def why(error: Exception) -> str:
-    """Why a file could not be used, in a few words."""
-    return str((error.strerror if isinstance(error, OSError) else None) or error)
+def describe_error(error: Exception) -> str:
+    """Return a short reason why a file could not be used."""
+    return str(getattr(error, "strerror", None) or error)
 
 
-def draft_of(path: Path) -> Path:
-    """A name beside `path` that nothing has."""
+def temporary_path(path: Path) -> Path:
+    """Return an unused hidden path in the directory of `path`."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}")
 
 
-def put(draft: Path, path: Path) -> None:
-    """Give a draft its name."""
+def replace_file(draft: Path, path: Path) -> None:
+    """Rename a draft to `path`, replacing the file there."""
     set_aside(path)
     os.replace(draft, path)
 
 
 def set_aside(path: Path) -> None:
-    """A folder that has the name of a file of ours keeps what it holds under another."""
+    """Rename a directory whose name is needed for a file. Its contents are kept."""
     if path.is_dir() and not path.is_symlink():
         path.rename(path.with_name(f"aside-{uuid.uuid4().hex[:8]}-{path.name}"))
 
 
 def remove(path: Path) -> None:
-    """Remove what may be a folder, or not there; what cannot be removed stays."""
+    """Remove a file or a directory if it exists, and ignore errors."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -160,11 +207,16 @@ def remove(path: Path) -> None:
 
 
 @contextmanager
-def writing(folder: Path, again: str = "resume=auto") -> Iterator[None]:
-    """What the operating system refuses, as the error that names the folder; the words `again` go on from there.
+def report_write_errors(folder: Path, again: str = "resume=auto") -> Iterator[None]:
+    """Turn each OSError of a block that writes into an error that names the folder.
+
+    Args:
+        folder: folder that is written to.
+        again: what to type to continue after freeing space on the disk.
 
     Raises:
-        DiskFullError, SetupError.
+        DiskFullError: the disk is full.
+        SetupError: another OSError was raised.
     """
     try:
         yield
@@ -175,19 +227,36 @@ def writing(folder: Path, again: str = "resume=auto") -> Iterator[None]:
         if is_disk_full(error):
             advice = f"what was saved before is intact: free some space, then {again}"
             raise DiskFullError(f"{folder}: the disk is full ({reason}); {advice}") from error
-        raise SetupError(f"{folder} cannot be written ({reason}); choose another folder with output=...") from error
+        raise SetupError(
+            f"{folder} cannot be written ({reason}); choose another folder with output=..."
+        ) from error
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write a JSON file with `write_atomically`. NaN and infinity become null."""
+    text = json.dumps(without_nan(content), indent=2, allow_nan=False)
+    write_atomically(path, f"{text}\n")
 
 
 def write_atomically(path: Path, text: str, check: Callable[[], None] = lambda: None) -> None:
-    """Replace a file so that a reader sees the old text or the new; `check` raises where it may not be replaced."""
-    temporary = draft_of(path)
-    with writing(path.parent):
+    """Replace a file such that readers see either the old text or the new one.
+
+    Args:
+        path: path of the file.
+        text: new contents.
+        check: called before the replacement; raises if the file must not be replaced.
+
+    Raises:
+        DiskFullError, SetupError: see `report_write_errors`.
+    """
+    temporary = temporary_path(path)
+    with report_write_errors(path.parent):
         try:
             with temporary.open("w", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
             check()
-            put(temporary, path)
+            replace_file(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)

@@ -1,7 +1,8 @@
-"""journal.jsonl of a run folder: a line for each attempt, with the seconds that it spent by what it spent them on.
+"""The journal of a run: one line for each attempt, with the seconds spent on each part of the work.
 
-The line of the attempt that runs is replaced in place about once a second, so that a kill at any moment loses no more.
-A killed process leaves what it wrote; a machine that loses its power may leave a damaged line, which a checksum shows.
+The line of the current attempt in journal.jsonl is overwritten in place about once a second, so a
+kill loses at most that second. A machine that loses power may leave a damaged line, which the
+checksum at its end reveals.
 """
 
 from __future__ import annotations
@@ -24,47 +25,83 @@ from pydantic import BaseModel, ValidationError
 
 from trainer.errors import TrainerError
 from trainer.processes import rank
-from trainer.saving.files import read, set_aside, why, writing
+from trainer.saving.files import describe_error, read, report_write_errors, set_aside
 
 JOURNAL = "journal.jsonl"
-# Parts of a run's seconds. Those of the start-up begin with START.
-START, STEPS, DATA, UNFINISHED, OTHER = "start-up: ", "steps", "waiting for data", "unfinished steps", "other"
-REDONE, RESTART = "redone steps", "waiting to be restarted"
+# Parts of a run's time. The names of the start-up parts begin with START.
+START = "start-up: "
+STEPS = "steps"
+DATA = "waiting for data"
+UNFINISHED = "unfinished steps"
+OTHER = "other"
+REDONE = "redone steps"
+RESTART = "waiting to be restarted"
 COMPLETED = "completed"
-KILLED = "killed"  # by SIGKILL, by the system for want of memory, by a loss of power: without a word
-NOTICED = 20  # sentences of an attempt
-EVERY = 1.0  # seconds between two states of a line
+# Cause of an attempt that could not write one: SIGKILL, too little memory, or a power failure.
+KILLED = "killed"
+# A run with a lasting problem would otherwise fill its journal with the same sentence.
+MAX_NOTICES = 20
+# The journal is on a disk that may be slow or shared, so its line is not written at every step.
+WRITE_SECONDS = 1.0
 
 
 class Attempt(BaseModel):
-    """One line: from a process's beginning to its end."""
+    """Line of the journal about one process that works on the run.
+
+    Attributes:
+        host: host name.
+        boot: identifier of the boot that `began` and `now` refer to. Empty if it is unknown.
+        began: start of the process in seconds since boot, which changes of the clock do not affect.
+        now: time at which this line was written, in seconds since boot.
+        time: the same time in seconds since 1970.
+        resumed: step at which training started. None before that.
+        step: last completed step.
+        seconds: seconds by part.
+        end: cause of the end. None while the attempt runs, or if it was killed.
+        noticed: problems of this attempt, as sentences that name the step.
+    """
 
     host: str
-    boot: str  # which start of which machine the seconds since boot are of; empty where the system does not tell
-    began: float  # in seconds since boot, which no change of a clock moves
-    now: float  # likewise: when this was written
-    time: float  # of `now`, in seconds since 1970
-    resumed: int | None = None  # the step from which it went on; None before it has begun to train
-    step: int = 0  # how far it has come
-    seconds: dict[str, float]  # by part
-    end: str | None = None  # why it ended; None while it runs, and where it was killed
-    noticed: list[str] = []  # what went wrong meanwhile, as sentences with their steps
+    boot: str
+    began: float
+    now: float
+    time: float
+    resumed: int | None = None
+    step: int = 0
+    seconds: dict[str, float]
+    end: str | None = None
+    noticed: list[str] = []
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """How much of a run's time went into useful steps."""
+    """How much of a run's time was spent on useful steps.
 
-    fraction: float  # of `wall_s`, the seconds from the first attempt's beginning to the last one's latest word
+    Attributes:
+        fraction: time of useful steps divided by `wall_s`, from 0 to 1.
+        wall_s: seconds from the start of the first attempt to the last line of the last attempt.
+        attempts: number of attempts.
+        seconds: seconds by part, which add up to `wall_s`.
+        ends: `time`, `step` and `cause` of the end of each attempt that has ended.
+        notes: sentences that name what these figures do not include.
+    """
+
+    fraction: float
     wall_s: float
     attempts: int
-    seconds: dict[str, float]  # by part; they add up to `wall_s`
-    ends: list[dict[str, Any]]  # of each attempt that has ended: `time`, `step`, `cause`
-    notes: list[str]  # what these figures lack
+    seconds: dict[str, float]
+    ends: list[dict[str, Any]]
+    notes: list[str]
 
 
 class NullJournal:
-    """Of a rank that has no run folder."""
+    """Journal of a rank without a run folder, which ignores all calls.
+
+    Attributes:
+        last_end: cause of the end of the previous attempt, if any.
+    """
+
+    last_end: str | None = None
 
     def mark(self, step: int | None = None, now: bool = False) -> None: ...
     def resumed(self, step: int) -> None: ...
@@ -72,79 +109,113 @@ class NullJournal:
     def end(self, cause: str) -> None: ...
     def close(self) -> None: ...
 
-    last_end: str | None = None  # of the attempt before this one
-
     def goodput(self) -> dict[str, Any] | None:
         return None
 
 
 class Journal(NullJournal):
-    """The attempt that this process makes."""
+    """Writer of the current attempt's line."""
 
-    def __init__(self, folder: Path, check: Callable[[], None], seconds: Callable[[], dict[str, float]], ours: bool):
+    def __init__(
+        self,
+        folder: Path,
+        check: Callable[[], None],
+        seconds: Callable[[], dict[str, float]],
+        ours: bool,
+    ):
         """
         Args:
-            check: raises where the folder is another run's by now.
-            seconds: by part, since this process began its work.
-            ours: whether this process is there for this run only, so that its imports are the run's too.
+            folder: run folder.
+            check: raises if the folder belongs to another run now.
+            seconds: returns the seconds by part since this process began its work.
+            ours: whether this process exists only for this run, so that the time of its imports
+                belongs to the run.
         """
-        self.folder, self._check = folder, check
+        self.folder = folder
+        self._check = check
         path = folder / JOURNAL
-        with writing(folder):
+        with report_write_errors(folder):
             if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
                 set_aside(path)
                 path.unlink(missing_ok=True)
             self._earlier, self._notes = read_journal(path)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            self._place = os.fstat(self._file).st_size
-            if self._place and os.pread(self._file, 1, self._place - 1) != b"\n":  # a torn line ends here
-                self._place += os.pwrite(self._file, b"\n", self._place)
-        self.last_end = self._earlier[-1].end if self._earlier else None
-        before = _before(sum(seconds().values()), self._earlier) if ours else {}
-        self._before, self._seconds = before, seconds
-        self._width, self._marked = 0, -math.inf
-        began = round(_since_boot() - sum((before | seconds()).values()), 4)
-        self._line = Attempt(host=socket.gethostname(), boot="", began=began, now=0.0, time=0.0, seconds={})
+            self._offset = os.fstat(self._file).st_size
+            # A killed writer may have left an incomplete line, which must not merge with ours.
+            if self._offset and os.pread(self._file, 1, self._offset - 1) != b"\n":
+                self._offset += os.pwrite(self._file, b"\n", self._offset)
+        if self._earlier:
+            self.last_end = self._earlier[-1].end
+        self._startup: dict[str, float] = {}
+        if ours:
+            self._startup = _measure_startup(sum(seconds().values()), self._earlier)
+        self._seconds = seconds
+        self._width = 0
+        self._last_write = -math.inf
+        now = _since_boot()
+        spent = sum((self._startup | seconds()).values())
+        self._line = Attempt(
+            host=socket.gethostname(),
+            boot="",
+            began=round(now - spent, 4),
+            now=0.0,
+            time=0.0,
+            seconds={},
+        )
         with suppress(OSError):
-            self._line.boot = rank.boot_id()
+            self._line.boot = rank.read_boot_id()
         self.mark(now=True)
 
     def mark(self, step: int | None = None, now: bool = False) -> None:
-        """This attempt has come so far: written about once a second, or `now`."""
-        self._line.step = self._line.step if step is None else step
-        if self._file < 0 or not (now or time.monotonic() - self._marked > EVERY):
+        """Record progress, and write the line if the last write was more than a second ago.
+
+        Args:
+            step: last completed step.
+            now: write immediately.
+        """
+        if step is not None:
+            self._line.step = step
+        if self._file < 0:
             return
-        self._check()  # a suspended run may wake up in a folder that another run has taken
+        if not now and time.monotonic() - self._last_write <= WRITE_SECONDS:
+            return
+        # Another run may have claimed the folder while this process was suspended.
+        self._check()
         body = self._attempt().model_dump_json()
         line = f'{body[:-1]},"crc":{zlib.crc32(body.encode())}}}'
+        # Spaces overwrite the rest of a previous line that was longer.
         self._width = max(self._width, len(line))
-        with writing(self.folder):
-            os.pwrite(self._file, f"{line:{self._width}}\n".encode(), self._place)
-        self._marked = time.monotonic()
+        with report_write_errors(self.folder):
+            os.pwrite(self._file, f"{line:{self._width}}\n".encode(), self._offset)
+        self._last_write = time.monotonic()
 
     def _attempt(self) -> Attempt:
-        seconds = {part: round(spent, 4) for part, spent in (self._before | self._seconds()).items()}
-        stamp = {"now": round(_since_boot(), 4), "time": round(time.time(), 3), "seconds": seconds}
-        return self._line.model_copy(update=stamp)
+        seconds = self._startup | self._seconds()
+        update = {
+            "seconds": {part: round(spent, 4) for part, spent in seconds.items()},
+            "now": round(_since_boot(), 4),
+            "time": round(time.time(), 3),
+        }
+        return self._line.model_copy(update=update)
 
     def resumed(self, step: int) -> None:
-        """Training goes on from this step."""
+        """Record the step at which training starts."""
         self._line.resumed = step
         self.mark(step, now=True)
 
     def notice(self, sentence: str) -> None:
-        """Something went wrong; of much, the first of it is kept."""
-        self._line.noticed = [*self._line.noticed, sentence][:NOTICED]
+        """Record a problem. After `MAX_NOTICES` problems, further ones are dropped."""
+        self._line.noticed = [*self._line.noticed, sentence][:MAX_NOTICES]
         self.mark(now=True)
 
     def end(self, cause: str) -> None:
-        """It ends, and why. Where that cannot be written, the first error tells."""
+        """Record why the attempt ends. A write error is ignored, because `cause` matters more."""
         self._line.end = cause
         with suppress(TrainerError):
             self.mark(now=True)
 
     def close(self) -> None:
-        """The last word."""
+        """Write the line for the last time and close the file."""
         if self._file >= 0:
             with suppress(TrainerError):
                 self.mark(now=True)
@@ -152,84 +223,151 @@ class Journal(NullJournal):
             self._file = -1
 
     def goodput(self) -> dict[str, Any] | None:
-        """Over all attempts up to now, for result.json."""
-        goodput = goodput_of([*self._earlier, self._attempt()], self._notes, over=False)
+        """Return the goodput of all attempts until now, for result.json."""
+        goodput = compute_goodput([*self._earlier, self._attempt()], self._notes, over=False)
         return asdict(goodput) if goodput else None
 
 
 def read_journal(path: Path) -> tuple[list[Attempt], list[str]]:
-    """The attempts of a journal, and what is wrong with it, in words. Never raises."""
+    """Read a journal. Never raises an OSError.
+
+    Returns:
+        The attempts in order, and sentences about lines that could not be read.
+    """
+    if not os.path.lexists(path):
+        return [], []
     try:
-        lines = read(path).split(b"\n") if os.path.lexists(path) else []
+        content = read(path)
     except OSError as error:
-        return [], [f"{JOURNAL} is left out: {why(error)}"]
-    attempts = [_parsed(line) for line in lines if line.strip()]
-    good = [attempt for attempt in attempts if attempt is not None]
-    damaged = len(attempts) - len(good)
-    note = f"{damaged} damaged line{'s' * (damaged > 1)} of {JOURNAL} left out: those attempts are not counted"
-    return good, [note] * (damaged > 0)
+        return [], [f"{JOURNAL} is left out: {describe_error(error)}"]
+    attempts = []
+    damaged = 0
+    for line in content.split(b"\n"):
+        if not line.strip():
+            continue
+        attempt = _parse_line(line)
+        if attempt is None:
+            damaged += 1
+        else:
+            attempts.append(attempt)
+    notes = []
+    if damaged:
+        notes = [f"attempts not counted, because their lines in {JOURNAL} are damaged: {damaged}"]
+    return attempts, notes
 
 
-def _parsed(line: bytes) -> Attempt | None:
-    body, key, check = line.rstrip().rpartition(b',"crc":')
+def _parse_line(line: bytes) -> Attempt | None:
+    body, key, checksum = line.rstrip().rpartition(b',"crc":')
     body += b"}"
+    if not key or checksum != b"%d}" % zlib.crc32(body):
+        return None
     try:
-        good = bool(key) and check == b"%d}" % zlib.crc32(body)
-        return Attempt.model_validate_json(body) if good else None
+        return Attempt.model_validate_json(body)
     except ValidationError:
         return None
 
 
-def goodput_of(attempts: Sequence[Attempt], notes: Sequence[str] = (), over: bool = True) -> Goodput | None:
-    """What all attempts come to; None where there are none. `over`: no process is at the last one any more."""
+def compute_goodput(
+    attempts: Sequence[Attempt], notes: Sequence[str] = (), over: bool = True
+) -> Goodput | None:
+    """Compute the goodput of a run.
+
+    Args:
+        attempts: all attempts in order.
+        notes: sentences about the journal, which come first in the notes of the result.
+        over: whether the last attempt has ended.
+
+    Returns:
+        The goodput, or None without attempts.
+    """
     if not attempts:
         return None
+    remarks = list(notes)
     seconds: dict[str, float] = defaultdict(float)
-    lacks, kept = list(notes), math.inf  # steps up to which no later attempt began anew
+    # Later attempts repeated all steps after this one.
+    kept_step = math.inf
     for attempt in reversed(attempts):
-        parts, first = dict(attempt.seconds), attempt.resumed or 0
-        steps, done = parts.pop(STEPS, 0.0), attempt.step - first
-        lost = steps * (attempt.step - min(max(kept, first), attempt.step)) / done if done > 0 else steps
-        seconds[REDONE if done > 0 else UNFINISHED] += lost
-        seconds[STEPS] += steps - lost
+        parts = dict(attempt.seconds)
+        first_step = attempt.resumed or 0
+        step_seconds = parts.pop(STEPS, 0.0)
+        step_count = attempt.step - first_step
+        if step_count > 0:
+            last_useful_step = min(max(kept_step, first_step), attempt.step)
+            lost = step_seconds * (attempt.step - last_useful_step) / step_count
+            seconds[REDONE] += lost
+        else:
+            lost = step_seconds
+            seconds[UNFINISHED] += lost
+        seconds[STEPS] += step_seconds - lost
         for part, spent in parts.items():
             seconds[part] += spent
-        # While a machine sleeps, no part goes on.
-        seconds[OTHER] += max(0.0, attempt.now - attempt.began - sum(attempt.seconds.values()))
-        kept = kept if attempt.resumed is None else min(kept, attempt.resumed)
+        # The clocks of the parts stop while the machine sleeps, but time since boot does not.
+        elapsed = attempt.now - attempt.began
+        seconds[OTHER] += max(0.0, elapsed - sum(attempt.seconds.values()))
+        if attempt.resumed is not None:
+            kept_step = min(kept_step, attempt.resumed)
     for before, after in pairwise(attempts):
-        if before.end == COMPLETED:  # nobody waits for a run that is done
-            lacks.append(f"{before.end} and later continued: the time between is left out")
+        # The time until a user prolongs a completed run is not time spent waiting.
+        if before.end == COMPLETED:
+            remarks.append(f"{before.end} and later continued: the time between is left out")
             continue
-        same = bool(before.boot) and before.boot == after.boot
-        gap = after.began - before.now if same else after.time - (after.now - after.began) - before.time
+        is_same_boot = bool(before.boot) and before.boot == after.boot
+        if is_same_boot:
+            gap = after.began - before.now
+        else:
+            gap = after.time - (after.now - after.began) - before.time
         seconds[RESTART] += max(0.0, gap)
-        if gap < -1 and not same:
-            lacks.append(
-                f"a clock went back {-gap:.0f} s from one attempt to the next: no time between them is counted"
+        # Clocks of different machines may differ by a second.
+        if gap < -1 and not is_same_boot:
+            remarks.append(
+                f"a clock went back {-gap:.0f} s from one attempt to the next: no time between "
+                "them is counted"
             )
     if attempts[0].resumed:
-        lacks.append(f"counted from step {attempts[0].resumed} on: there is no journal of what came before")
-    parts = {part: spent for part, spent in sorted(seconds.items(), key=lambda item: -item[1]) if spent > 0}
+        remarks.append(
+            f"counted from step {attempts[0].resumed} on: there is no journal of what came before"
+        )
+    longest_first = sorted(seconds.items(), key=lambda item: -item[1])
+    parts = {part: spent for part, spent in longest_first if spent > 0}
     wall = sum(parts.values())
+    ended = list(attempts)
+    if not over and not attempts[-1].end:
+        ended.pop()
     ends = []
-    for attempt in attempts if over or attempts[-1].end else attempts[:-1]:
-        when = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(attempt.time))
-        ends.append({"time": when, "step": attempt.step, "cause": attempt.end or KILLED})
-    return Goodput(seconds[STEPS] / wall if wall else 0.0, wall, len(attempts), parts, ends, lacks)
+    for attempt in ended:
+        end_time = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(attempt.time))
+        ends.append({"time": end_time, "step": attempt.step, "cause": attempt.end or KILLED})
+    return Goodput(
+        fraction=seconds[STEPS] / wall if wall else 0.0,
+        wall_s=wall,
+        attempts=len(attempts),
+        seconds=parts,
+        ends=ends,
+        notes=remarks,
+    )
 
 
-def _before(working: float, earlier: Sequence[Attempt]) -> dict[str, float]:
-    """Seconds before this process began its work, `working` seconds ago, and of a run's first attempt also those of the
-    torchrun that started it. None where the process has made an earlier attempt, which has them."""
-    parts, tick = {}, os.sysconf("SC_CLK_TCK")
-    with suppress(OSError, ValueError, IndexError):  # the system does not tell
-        began = rank.start_of(os.getpid()) / tick
-        if earlier and earlier[-1].boot == rank.boot_id() and earlier[-1].now > began:
+def _measure_startup(working: float, earlier: Sequence[Attempt]) -> dict[str, float]:
+    """Return the seconds before this process began its work, by part.
+
+    The first attempt of a run also includes the start of torchrun. If this process has made an
+    earlier attempt, the result is empty, because that attempt has counted these seconds.
+
+    Args:
+        working: seconds since this process began its work.
+        earlier: previous attempts of the run.
+    """
+    parts = {}
+    ticks_per_second = os.sysconf("SC_CLK_TCK")
+    # Not every system reports when a process started.
+    with suppress(OSError, ValueError, IndexError):
+        began = rank.read_start_ticks(os.getpid()) / ticks_per_second
+        if earlier and earlier[-1].boot == rank.read_boot_id() and earlier[-1].now > began:
             return {}
         parts[f"{START}imports"] = _since_boot() - began - working
         if not earlier and "TORCHELASTIC_RUN_ID" in os.environ:
-            parts[f"{START}launcher"] = began - rank.start_of(rank.launcher()) / tick
+            launcher_began = rank.read_start_ticks(rank.launcher()) / ticks_per_second
+            parts[f"{START}launcher"] = began - launcher_began
     return parts
 
 

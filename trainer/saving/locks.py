@@ -1,4 +1,4 @@
-"""Locks on folders. The kernel lets go of a lock when its holder ends, however it ends."""
+"""Locks on folders. The kernel releases a lock when the process that owns it ends in any way."""
 
 from __future__ import annotations
 
@@ -13,41 +13,69 @@ from io import BufferedRandom
 from pathlib import Path
 
 from trainer.errors import FolderInUseError
-from trainer.saving.files import writing
+from trainer.saving.files import report_write_errors
 
-LOOKS, MOMENT = 3, 0.02  # who only looks whether a folder is held (`is_held`) has its lock for microseconds
+# `is_locked` locks a folder for some microseconds, so one failed attempt does not mean that the
+# folder is in use.
+LOCK_ATTEMPTS = 3
+RETRY_SECONDS = 0.02
 
 
-def hold(folder: Path, others: str, name: str = ".lock") -> int:
-    """Make a folder and hold it by its file `name`, whose descriptor is returned; closing that lets go.
+def lock_folder(folder: Path, others: str, name: str = ".lock") -> int:
+    """Create a folder and lock it until the returned descriptor is closed.
 
-    Raises FolderInUseError where another process holds it, which is of the kind `others` ("run").
+    Args:
+        folder: path of the folder.
+        others: kind of process that may own the lock ("run"), for the message.
+        name: name of the lock file in the folder.
+
+    Returns:
+        The descriptor of the lock file.
+
+    Raises:
+        FolderInUseError: another process has locked the folder.
     """
-    with writing(folder):
+    with report_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        # A link would have another file overwritten.
-        lock = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    for look in range(LOOKS):
+        # Writing through a symbolic link would overwrite another file.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        lock = os.open(folder / name, flags, 0o666)
+    for attempt in range(LOCK_ATTEMPTS):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if is_at(lock, folder / name):
                 return lock
-            break  # it was removed meanwhile, and another file may be the lock by now
+            # The file was removed after we opened it, and a new file may be the lock now.
+            break
         except OSError:
-            time.sleep(MOMENT * (look + 1 < LOOKS))
+            if attempt + 1 < LOCK_ATTEMPTS:
+                time.sleep(RETRY_SECONDS)
     os.close(lock)
     raise FolderInUseError(f"{folder} is in use by another {others}; choose another output=")
 
 
 @contextmanager
-def folder_of(
+def choose_folder(
     output: str | None, default: Path, others: str, is_used: Callable[[Path], object] = Path.exists
 ) -> Iterator[Path]:
-    """`output`, else the first of `default`, `default`-2, ... that is not used; held within this block, as `hold`."""
-    numbered = (default.with_name(f"{default.name}-{number}") for number in itertools.count(2))
-    free = (path for path in itertools.chain([default], numbered) if not is_used(path))
-    path = Path(output).expanduser() if output else next(free)
-    lock = hold(path, others)
+    """Choose the output folder of a command, and lock it within this block.
+
+    Args:
+        output: path that the user typed. Without one, the first unused path among `default`,
+            `default`-2, `default`-3, ... is chosen.
+        default: path to start from without `output`.
+        others: see `lock_folder`.
+        is_used: returns whether a path is used already.
+    """
+    if output:
+        path = Path(output).expanduser()
+    else:
+        path = default
+        for number in itertools.count(2):
+            if not is_used(path):
+                break
+            path = default.with_name(f"{default.name}-{number}")
+    lock = lock_folder(path, others)
     try:
         yield path
     finally:
@@ -55,15 +83,18 @@ def folder_of(
 
 
 def is_at(descriptor: int, path: Path) -> bool:
-    """Whether an open file still has this name."""
+    """Return whether `path` is still the path of an open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:
         return False
 
 
-def is_held(folder: Path, name: str = ".lock") -> bool:
-    """Whether a living process holds a folder, as far as this machine knows. Nothing is made or changed."""
+def is_locked(folder: Path, name: str = ".lock") -> bool:
+    """Return whether a living process has locked a folder, without changing the folder.
+
+    Locks of processes on another machine are visible only if the file system shares them.
+    """
     try:
         lock = os.open(folder / name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -73,48 +104,70 @@ def is_held(folder: Path, name: str = ".lock") -> bool:
         return False
     except BlockingIOError:
         return True
-    except OSError:  # a disk without locks
+    # Some file systems do not support locks.
+    except OSError:
         return False
     finally:
         os.close(lock)
 
 
 @contextmanager
-def in_turn(folder: Path, name: str) -> Iterator[None]:
-    """Make a folder and hold it within this block, as soon as no other process does. Raises OSError."""
+def wait_for_lock(folder: Path, name: str) -> Iterator[None]:
+    """Create a folder and lock it within this block, after waiting for other processes.
+
+    Raises:
+        OSError: the folder or the lock file cannot be created.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / name, "ab") as lock:
-        with suppress(OSError):  # a disk without locks: everybody for himself
+        # Some file systems do not support locks. The block runs without one there.
+        with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 @contextmanager
-def claimed(path: Path) -> Iterator[BufferedRandom | None]:
-    """Within this block a new, empty file that is this process's alone; None where another one has claimed it.
+def claim_file(path: Path) -> Iterator[BufferedRandom | None]:
+    """Create an empty file that only this process may write within this block.
 
-    Who died left the file behind, and no claim. A name that the holder gives the file takes it away.
+    A file that a dead process left behind is emptied and reused. If the block renames the file, the
+    new path is kept. A file that was not renamed is removed.
+
+    Args:
+        path: path of the file.
+
+    Yields:
+        The open file, or None if another process has claimed `path`.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666)
     with open(descriptor, "r+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            ours = is_at(descriptor, path)  # else it was finished, or removed, between our opening and our locking it
+            # Another process may have renamed or removed the file before we locked it.
+            is_ours = is_at(descriptor, path)
         except BlockingIOError:
-            ours = False
-        if ours:
+            is_ours = False
+        if is_ours:
             file.truncate(0)
-        yield file if ours else None
+        try:
+            yield file if is_ours else None
+        finally:
+            # After a rename, the path may belong to a file that another process has claimed.
+            if is_ours and is_at(descriptor, path):
+                path.unlink(missing_ok=True)
 
 
 def open_lock(path: Path) -> int:
-    """Open or make a lock's file, without the lock. Where it cannot be written, one that is there is enough.
+    """Open a lock file without locking it. Create the file if it is missing.
+
+    An existing file in a directory that cannot be written is opened for reading.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the file is missing and cannot be created.
     """
     flags = os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -126,9 +179,11 @@ def open_lock(path: Path) -> int:
         raise
 
 
-def lock_alone(descriptor: int) -> bool:
-    """Take the exclusive lock if nobody else holds the file; whether this succeeded. If not, a shared lock is lost too:
-    the kernel lets go of one lock before it looks for another.
+def try_exclusive_lock(descriptor: int) -> bool:
+    """Try to get the exclusive lock of a file, and return whether that succeeded.
+
+    A failed attempt also loses a shared lock that this process had, because the kernel releases
+    that one first.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -138,5 +193,8 @@ def lock_alone(descriptor: int) -> bool:
 
 
 def lock_shared(descriptor: int) -> None:
-    """Hold a file together with others, once nobody has it alone; closing the descriptor lets go."""
+    """Get a shared lock of a file, after waiting for exclusive locks.
+
+    Closing the descriptor releases the lock.
+    """
     fcntl.flock(descriptor, fcntl.LOCK_SH)

@@ -1,4 +1,7 @@
-"""The run folder: chosen, claimed by one job at a time, and its files. Only rank 0 has one."""
+"""The run folder: choose it, lock it for one job, and read and write its small files.
+
+Only rank 0 has a run folder.
+"""
 
 from __future__ import annotations
 
@@ -17,34 +20,61 @@ from typing import Any
 
 from trainer import recipe as recipes
 from trainer.errors import FolderInUseError, RecipeError, SetupError, TrainerError
-from trainer.processes.rank import is_restart, is_this_job, signature
-from trainer.processes.terminal import agreed
+from trainer.processes.rank import build_signature, is_restart, is_this_job
+from trainer.processes.terminal import ask_permission
 from trainer.recipe import Recipe, recipe_files
-from trainer.recipe.reflection import new_cosine, trains_longer
-from trainer.recipe.removed import computed_otherwise
+from trainer.recipe.reflection import describe_restart, is_longer
+from trainer.recipe.removed import find_changed_setting
 from trainer.saving import locks
-from trainer.saving.files import read, usable_json, why, write_atomically, writing
+from trainer.saving.files import (
+    describe_error,
+    read,
+    read_json_or_empty,
+    report_write_errors,
+    write_atomically,
+)
 from trainer.saving.journal import JOURNAL
 
-# Keys of data that a run settles before it writes its recipe.
+# Keys of `data` that a run chooses before it writes its recipe.
 CHOSEN = ("image_size", "channels", "mean", "std", "cache_format", "cache_size")
-LOCK = ".lock"  # its file names the job that holds the folder, or held it last
-WRITTEN = (  # what a run that saved nothing leaves, beside its journal
-    "recipe.yaml", "result.json", "steps.csv", "split.csv", "contact_sheet.png", "tuning.json", "skipped.csv",
-    "worst.csv", "timeline.*", "*events.out.tfevents.*", "stacks-rank*.txt", "wandb.json", "mlflow.json",
-)  # fmt: skip
+# The lock file contains the signature of the job that owns the folder, or owned it last.
+LOCK = ".lock"
+# Files of a run that has not saved anything. They are removed when another run uses its folder.
+WRITTEN = (
+    "recipe.yaml",
+    "result.json",
+    "steps.csv",
+    "split.csv",
+    "contact_sheet.png",
+    "tuning.json",
+    "skipped.csv",
+    "worst.csv",
+    "timeline.*",
+    "*events.out.tfevents.*",
+    "stacks-rank*.txt",
+    "wandb.json",
+    "mlflow.json",
+)
 
 
 class NullFolder:
-    """Of a rank that has no run folder."""
+    """Run folder of a rank other than rank 0, which ignores all calls.
+
+    Attributes:
+        path: path of the folder, if any.
+        resuming: whether the run resumes from the newest good checkpoint of the folder.
+        replaced: whether files of a run that had saved nothing were removed.
+        shorter: recipe of the resumed run, if this recipe trains longer.
+        resolved_keys: keys that this recipe leaves open and the resumed run has chosen, such as
+            `data__image_size`.
+    """
 
     path: Path | None = None
-    resuming = False  # whether the newest good checkpoint in it is to be continued
-    replaced = False  # whether a run that ended before it saved anything made way
-    shorter: Recipe | None = None  # of the run to be continued, where this one is to train longer
+    resuming = False
+    replaced = False
+    shorter: Recipe | None = None
 
     def __init__(self) -> None:
-        # Keys of the recipe that the run to be continued chose, where this recipe leaves them open.
         self.resolved_keys: dict[str, Any] = {}
 
     def check(self) -> None: ...
@@ -58,24 +88,30 @@ class NullFolder:
 
 
 class RunFolder(NullFolder):
-    """A folder held under a lock as long as this process lives."""
+    """Folder that this process has locked until it exits."""
 
     path: Path
 
     def __init__(self, recipe: Recipe) -> None:
-        """Choose and claim the folder: `output`, or runs/<recipe>-<mode>-<time>.
+        """Choose and lock the folder: `output`, or runs/<recipe>-<mode>-<time>.
 
         Raises:
-            FolderInUseError: it holds another run, finished or alive.
-            RecipeError: it is continued with a recipe that computes something else.
-            DiskFullError, SetupError: it cannot be written.
+            FolderInUseError: the folder contains another run.
+            RecipeError: the folder's run cannot be resumed with this recipe.
+            DiskFullError, SetupError: the folder cannot be written.
         """
         super().__init__()
-        self.path = Path(recipe.output).expanduser() if recipe.output else fresh_folder(recipe)
-        self._made = recipe.output is None or not os.path.lexists(self.path)
-        self._first = not os.path.lexists(self.path / LOCK)
-        self._lock = locks.hold(self.path, "run", LOCK)
-        self._one_check = threading.Lock()  # training and the saver's thread may both find the lock gone
+        if recipe.output:
+            self.path = Path(recipe.output).expanduser()
+        else:
+            self.path = fresh_folder(recipe)
+        self._is_new = recipe.output is None or not os.path.lexists(self.path)
+        self._has_new_lock = not os.path.lexists(self.path / LOCK)
+        self._lock = locks.lock_folder(self.path, "run", LOCK)
+        # Computed now, because it names the launcher, which may exit before its ranks have saved.
+        self._signature = build_signature()
+        # Training and the saver's thread call `check`, and may both find that the lock is missing.
+        self._check_lock = threading.Lock()
         try:
             self.resuming = self._claim(recipe)
         except BaseException:
@@ -83,63 +119,84 @@ class RunFolder(NullFolder):
             raise
 
     def _claim(self, recipe: Recipe) -> bool:
-        """Whether the folder's run is to be continued; signs the lock with this job's name."""
+        """Sign the lock file with this job's signature.
+
+        Returns:
+            Whether the run of the folder is resumed.
+        """
         try:
             owner = os.pread(self._lock, 200, 0).decode(errors="replace")
-        except OSError:  # no file
+        # The lock may be on something else than a regular file.
+        except OSError:
             owner = ""
-        used = any(os.path.lexists(self.path / name) for name in ("recipe.yaml", "result.json"))
-        restarted = is_this_job(owner)
-        if owner and not restarted and not self._saved():  # without an owner the files are the user's own
-            self._clear(recipe.resume)
-            used, self.replaced = False, used
-        resuming = used and (recipe.resume == "auto" or restarted)
-        if used and not resuming:
+        has_run = any(os.path.lexists(self.path / name) for name in ("recipe.yaml", "result.json"))
+        is_restarted = is_this_job(owner)
+        # Files in a folder that no run has owned were written by the user.
+        if owner and not is_restarted and not self._has_saved():
+            self._remove_files(recipe.resume)
+            self.replaced = has_run
+            has_run = False
+        resuming = has_run and (recipe.resume == "auto" or is_restarted)
+        if has_run and not resuming:
             raise FolderInUseError(
-                f"{self.path} holds a run already: continue it with resume=auto, or choose another output="
+                f"{self.path} contains a run already: resume it with resume=auto, or choose "
+                "another output="
             )
         if resuming:
-            self._continue(recipe)
-            for name in (*WRITTEN, JOURNAL) if owner else ():  # drafts of a job that was killed as it wrote
-                for draft in self.path.glob(f".{name}.{'[0-9a-f]' * 32}"):
-                    draft.unlink(missing_ok=True)
+            self._resume(recipe)
+            # A job that was killed while it wrote files may have left drafts.
+            if owner:
+                for name in (*WRITTEN, JOURNAL):
+                    for draft in self.path.glob(f".{name}.{'[0-9a-f]' * 32}"):
+                        draft.unlink(missing_ok=True)
         self._sign()
         return resuming
 
     def _sign(self) -> str:
-        with writing(self.path):
+        with report_write_errors(self.path):
             os.ftruncate(self._lock, 0)
-            os.pwrite(self._lock, signature().encode(), 0)
-        return signature()
+            os.pwrite(self._lock, self._signature.encode(), 0)
+        return self._signature
 
     def check(self) -> None:
-        """The folder is still this run's. A lock that was merely removed is made again.
+        """Check that the folder still belongs to this run.
+
+        A lock file that was removed is created again if no other run has claimed the folder.
 
         Raises:
-            FolderInUseError: another run has it.
-            SetupError: it was removed, renamed or emptied.
+            FolderInUseError: another run has claimed the folder.
+            SetupError: the folder was removed, renamed or emptied.
         """
-        with self._one_check:
+        with self._check_lock:
             try:
                 owner = read(self.path / LOCK, 1000).decode(errors="replace")
             except FileNotFoundError:
                 if not os.path.lexists(self.path / "recipe.yaml"):
                     raise SetupError(
-                        f"{self.path} was removed, renamed or emptied while its run was at work, which ends here and "
-                        "saves nothing more: what it had saved can be continued wherever that is now, with resume=auto"
+                        f"{self.path} was removed, renamed or emptied while its run was training. "
+                        "The run ends and saves nothing more. If its files still exist in another "
+                        "folder, resume it there with resume=auto"
                     ) from None
-                gone, self._lock = self._lock, locks.hold(self.path, "run", LOCK)
-                os.close(gone)
+                removed_lock = self._lock
+                self._lock = locks.lock_folder(self.path, "run", LOCK)
+                os.close(removed_lock)
                 owner = os.pread(self._lock, 1000, 0).decode(errors="replace") or self._sign()
             except OSError as error:
-                raise SetupError(f"{self.path / LOCK} cannot be read ({why(error)}); choose another output=") from None
-        if owner != signature():
+                raise SetupError(
+                    f"{self.path / LOCK} cannot be read ({describe_error(error)}); choose another "
+                    "output="
+                ) from None
+        if owner != self._signature:
             raise FolderInUseError(
-                f"{self.path} is another run's by now (its {LOCK} was removed): this one ends and saves no more"
+                f"{self.path} belongs to another run now, because its {LOCK} was removed: this run "
+                "ends and saves nothing more"
             )
 
-    def _saved(self) -> bool:
-        """Whether the run here left what cannot be had again: a checkpoint, weights, a final result."""
+    def _has_saved(self) -> bool:
+        """Return whether the folder contains a checkpoint, weights or a final result.
+
+        These cannot be reproduced without training again, so they are never removed.
+        """
         try:
             checkpoints = os.listdir(self.path / "checkpoints")
         except FileNotFoundError:
@@ -147,131 +204,194 @@ class RunFolder(NullFolder):
         except OSError:
             return True
         weights = list(self.path.glob("*.safetensors"))
-        done = self.previous_result(lambda text: None).get("status") == "completed"
-        return done or bool(weights) or any(re.fullmatch(r"step-\d+", name) for name in checkpoints)
+        status = self.previous_result(lambda text: None).get("status")
+        if status == "completed" or weights:
+            return True
+        return any(re.fullmatch(r"step-\d+", name) for name in checkpoints)
 
-    def _clear(self, resume: str | None) -> None:
-        """Remove what a run that saved nothing wrote, so that nothing of it mixes with the next.
+    def _remove_files(self, resume: str | None) -> None:
+        """Remove the files of a run that saved nothing, so that they do not mix with the next run.
 
-        With resume=auto that is another attempt of the same run, which the journal counts.
+        The journal is kept with resume=auto, which makes this a further attempt of the same run.
         """
-        written = (*WRITTEN, JOURNAL) if resume is None else WRITTEN
-        for path in (path for pattern in written for path in self.path.glob(pattern)):
-            with suppress(OSError):
-                path.unlink()
+        patterns = list(WRITTEN)
+        if resume is None:
+            patterns.append(JOURNAL)
+        for pattern in patterns:
+            for path in self.path.glob(pattern):
+                with suppress(OSError):
+                    path.unlink()
 
-    def _continue(self, recipe: Recipe) -> None:
-        """Take what the run here settled, and hold the rest of its recipe against this one."""
+    def _resume(self, recipe: Recipe) -> None:
+        """Read the keys that the folder's run has chosen, and compare its other keys with `recipe`.
+
+        Raises:
+            RecipeError: the run cannot be resumed with `recipe`.
+        """
         file = self.path / "recipe.yaml"
         if not os.path.lexists(file):
             return
         try:
             before = recipes.load(str(file))
         except RecipeError as error:
-            advice = "remove that file to continue with the recipe that you give now"
+            advice = "remove that file to resume with the recipe that you give now"
             raise RecipeError(f"resume=auto: {file} cannot be used ({error}); {advice}") from None
-        if word := computed_otherwise(recipe_files.read(file)):
-            words = f"recipe={shlex.quote(str(self.path))} model.init_from={shlex.quote(str(self.path))}"
+        removed_value = find_changed_setting(recipe_files.read_recipe_file(file))
+        if removed_value:
+            path = shlex.quote(str(self.path))
+            longer = shlex.quote(f"{self.path}-longer")
             raise RecipeError(
-                f"resume=auto: {self.path} was trained with {word}, which is no more, and nothing else computes the "
-                f"same; to train on from its weights type python -m trainer {words} output="
-                f"{shlex.quote(f'{self.path}-longer')}"
+                f"resume=auto: {self.path} was trained with {removed_value}, which was removed "
+                "without a replacement that computes the same. To train from its weights, type "
+                f"python -m trainer recipe={path} model.init_from={path} output={longer}"
             )
-        self.resolved_keys = {
-            f"data__{key}": getattr(before.data, key) for key in CHOSEN if getattr(recipe.data, key) is None
-        }
+        for key in CHOSEN:
+            if getattr(recipe.data, key) is None:
+                self.resolved_keys[f"data__{key}"] = getattr(before.data, key)
         if recipe.model.init_from is not None and recipe.model.weights is None:
             self.resolved_keys["model__weights"] = before.model.weights
         if not recipe.schedule.restarts:
             self.resolved_keys["schedule__restart"] = before.schedule.restart
         changes = recipes.changed_keys(before, recipe.replace(**self.resolved_keys))
-        if trains_longer(before, recipe):
-            changes = {key: pair for key, pair in changes.items() if key not in ("epochs", "max_steps")}
+        if is_longer(before, recipe):
+            changes.pop("epochs", None)
+            changes.pop("max_steps", None)
             self.shorter = before
         if changes:
-            listed = ", ".join(f"{key}: {old} there, {new} now" for key, (old, new) in list(changes.items())[:4])
+            first_changes = list(changes.items())[:4]
+            listed = ", ".join(
+                f"{key}: {old} there, {new} now" for key, (old, new) in first_changes
+            )
             raise RecipeError(
                 f"resume=auto: {self.path} was trained with another recipe ({listed}); "
                 f"put it back, as recipe={self.path} does, or choose another output="
             )
-        if self.shorter and recipe.schedule.restart is not True and (line := new_cosine(before, recipe)):
-            raise RecipeError(f"resume=auto: {self.path} trains longer by {line}: add schedule.restart=true to have it")
+        if self.shorter is None or recipe.schedule.restart is True:
+            return
+        cosine = describe_restart(before, recipe)
+        if cosine:
+            raise RecipeError(
+                f"resume=auto: {self.path} would train longer by {cosine}: add "
+                "schedule.restart=true to do so"
+            )
 
     def write_recipe(self, recipe: Recipe) -> None:
-        """recipe.yaml, resolved and re-runnable; a continued run keeps the one it has, unless it trains longer."""
+        """Write recipe.yaml, from which the same run can be started again.
+
+        A resumed run keeps its recipe.yaml unless it trains longer.
+
+        Args:
+            recipe: recipe with all keys chosen.
+        """
         if self.shorter is not None or not os.path.lexists(self.path / "recipe.yaml"):
-            again = recipe.replace(output=None, resume=None)
-            write_atomically(self.path / "recipe.yaml", again.to_yaml())
+            portable_recipe = recipe.replace(output=None, resume=None)
+            write_atomically(self.path / "recipe.yaml", portable_recipe.to_yaml())
 
     def write_result(self, result: Mapping[str, Any]) -> None:
-        self.check()  # and again when it is written, which takes time
+        """Replace result.json."""
+        # Writing takes time, so check the folder again immediately before the replacement.
+        self.check()
         text = json.dumps(result, indent=2, allow_nan=False, default=str) + "\n"
         write_atomically(self.path / "result.json", text, self.check)
 
     def previous_result(self, warn: Callable[[str], None]) -> dict[str, Any]:
-        """What result.json holds from an earlier part of the run; empty where there is none."""
-        return usable_json(self.path / "result.json", warn)
+        """Read the result.json of the previous attempt. Returns {} if it is missing or damaged."""
+        return read_json_or_empty(self.path / "result.json", warn)
 
     def tuned(self, warn: Callable[[str], None]) -> dict[str, Any]:
-        """What an earlier part of the run measured to choose how to run; empty where there is nothing."""
-        return usable_json(self.path / "tuning.json", warn)
+        """Read the settings that a previous attempt has tuned, such as the number of micro-batches.
+
+        Returns {} if there are none or their file is damaged.
+        """
+        return read_json_or_empty(self.path / "tuning.json", warn)
 
     def keep_tuned(self, tuned: Mapping[str, Any]) -> None:
-        """Keep it for later parts."""
+        """Save tuned settings for later attempts."""
         if tuned:
             write_atomically(self.path / "tuning.json", json.dumps(tuned, indent=2) + "\n")
 
     def close(self) -> None:
-        """Let go of the lock. A start that fails with a sentence leaves no trace of a folder that held no run."""
+        """Release the lock.
+
+        If the run fails before it has written a recipe, a folder and a lock that it has created are
+        removed.
+        """
         if self._lock < 0:
             return
         with suppress(OSError):
-            failed = isinstance(sys.exception(), TrainerError)
-            if failed and self._first and not os.path.lexists(self.path / "recipe.yaml"):
+            has_failed = isinstance(sys.exception(), TrainerError)
+            has_recipe = os.path.lexists(self.path / "recipe.yaml")
+            if has_failed and self._has_new_lock and not has_recipe:
                 (self.path / JOURNAL).unlink(missing_ok=True)
                 (self.path / LOCK).unlink()
-                if self._made:
+                if self._is_new:
                     self.path.rmdir()
         os.close(self._lock)
         self._lock = -1
 
 
 def asked_to_restart(recipe: Recipe) -> bool:
-    """Whether the user, at a terminal, lets the run in `output` go on for longer by the new cosine that this takes."""
-    if not (recipe.resume and recipe.output and sys.stdin and sys.stdin.isatty()) or recipe.schedule.restart is True:
+    """Ask the user at a terminal whether to train longer with a new cosine schedule.
+
+    Returns:
+        True if the user agrees. False if the user refuses, if there is no terminal, or if resuming
+        the run in `output` does not need a new cosine.
+    """
+    if not recipe.resume or not recipe.output or recipe.schedule.restart is True:
         return False
-    file, before = Path(recipe.output).expanduser() / "recipe.yaml", recipe
-    with suppress(RecipeError):  # which is told once the folder is held
-        before = recipes.load(str(file)) if file.is_file() else recipe
-    line = new_cosine(before, recipe) if trains_longer(before, recipe) else None
-    return line is not None and agreed("resume=auto", f"{recipe.output} trains longer by {line}", "train on?")
+    if sys.stdin is None or not sys.stdin.isatty():
+        return False
+    file = Path(recipe.output).expanduser() / "recipe.yaml"
+    before = recipe
+    # A damaged recipe is reported later, when the folder is locked.
+    with suppress(RecipeError):
+        if file.is_file():
+            before = recipes.load(str(file))
+    if not is_longer(before, recipe):
+        return False
+    cosine = describe_restart(before, recipe)
+    return cosine is not None and ask_permission(
+        "resume=auto", f"{recipe.output} trains longer by {cosine}", "train on?"
+    )
 
 
 def fresh_folder(recipe: Recipe) -> Path:
-    """Make runs/<recipe>-<mode>-<time>, or <model>-<data>-<mode>-<time> without a recipe's name.
+    """Create a folder runs/<recipe>-<mode>-<time>.
 
-    A restart of the same job finds the one it had.
+    A recipe without a name is called <model>-<data>. A restart of the same job returns the folder
+    that the job has created before.
 
     Raises:
-        SetupError: it cannot be made.
+        SetupError: the folder cannot be created.
     """
     name = f"{recipe.name}-{recipe.mode}"
-    for lock in sorted(Path("runs").glob(f"{glob.escape(name)}-*/{LOCK}"), reverse=True) if is_restart() else ():
-        with suppress(OSError, RecipeError):  # RecipeError: another run of that job
-            before = lock.parent / "recipe.yaml"
-            if not is_this_job(read(lock).decode(errors="replace")):
+    lock_files: list[Path] = []
+    if is_restart():
+        lock_files = sorted(Path("runs").glob(f"{glob.escape(name)}-*/{LOCK}"), reverse=True)
+    for lock_file in lock_files:
+        recipe_file = lock_file.parent / "recipe.yaml"
+        # A recipe that cannot be loaded belongs to another run of this job.
+        with suppress(OSError, RecipeError):
+            if not is_this_job(read(lock_file).decode(errors="replace")):
                 continue
-            changes = recipes.changed_keys(recipes.load(str(before)), recipe) if before.is_file() else {}
-            if all(new is None for _, new in changes.values()):  # null is what a run's recipe has settled since
-                return lock.parent
+            changes = {}
+            if recipe_file.is_file():
+                changes = recipes.changed_keys(recipes.load(str(recipe_file)), recipe)
+            # A key that differs only because it is null in this recipe was chosen by the earlier
+            # attempt, so the recipe is the same.
+            if all(new is None for _, new in changes.values()):
+                return lock_file.parent
     stem = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path = Path(stem)
     number = 1
     while True:
-        path = Path(stem if number == 1 else f"{stem}-{number}")
         try:
             path.mkdir(parents=True)
             return path
         except FileExistsError:
             number += 1
+            path = Path(f"{stem}-{number}")
         except OSError as error:
-            raise SetupError(f"{path} cannot be made ({error.strerror}); choose a folder with output=") from None
+            raise SetupError(
+                f"{path} cannot be made ({error.strerror}); choose a folder with output="
+            ) from None

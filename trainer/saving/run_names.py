@@ -1,4 +1,7 @@
-"""A run as people name it: by a path, or by its name below runs/. Imports no torch: a slip is reported at once."""
+"""Find the run that a user means by a path or by its name in runs/.
+
+The module does not import torch, so a mistyped name is reported without delay.
+"""
 
 from __future__ import annotations
 
@@ -6,49 +9,81 @@ import os
 from pathlib import Path
 
 from trainer.errors import CheckpointError
-from trainer.recipe import nearest
+from trainer.recipe import find_nearest
 from trainer.recipe.known_names import WEIGHTS_FILES
 
 HOME = "runs"
-RUN_FILES = ("recipe.yaml", "last.safetensors", "manifest.json")  # the first is a run's, the last a checkpoint's
+# Any of these files makes a folder a run. "recipe.yaml" exists from the start of a run, and
+# "manifest.json" only in a checkpoint.
+RUN_FILES = ("recipe.yaml", "last.safetensors", "manifest.json")
 
 
 def is_run(path: str | Path, files: tuple[str, ...] = RUN_FILES) -> bool:
-    """Whether a path is a run folder, a checkpoint or a file of weights; of a folder, whether it has one of `files`."""
+    """Return whether a path is a run folder, a checkpoint or a weights file.
+
+    Args:
+        path: path of a folder or a file.
+        files: a folder that contains a file of any of these names is a run.
+    """
     if os.path.isdir(path):
         return any(os.path.isfile(os.path.join(path, name)) for name in files)
     return str(path).endswith(WEIGHTS_FILES) and os.path.isfile(path)
 
 
-def run_folder(path: Path, above: int = 3) -> Path | None:
-    """The folder of the run that weights at `path` are of: this one, or one at most so many `above`."""
-    folders = (path, *path.absolute().parents[:above])
-    return next((folder for folder in folders if (folder / RUN_FILES[0]).is_file()), None)
+def find_run_folder(path: Path, above: int = 3) -> Path | None:
+    """Return the run folder that contains `path`, or None if it is outside of all runs.
+
+    Args:
+        path: path of a run folder, a checkpoint or a weights file.
+        above: maximum number of parent directories to search.
+    """
+    for folder in (path, *path.absolute().parents[:above]):
+        if (folder / RUN_FILES[0]).is_file():
+            return folder
+    return None
 
 
-def run_named(name: str) -> Path:
-    """What the user means: a path, or one below runs/; of both the one that holds weights.
+def find_run(name: str) -> Path:
+    """Return the path of the run that the user means.
+
+    Args:
+        name: a path, or a name in runs/. If both exist, the one with weights is chosen.
 
     Raises:
-        CheckpointError: there is neither; says which run may be meant.
+        CheckpointError: neither exists. The message suggests a run with a similar name.
     """
     path = os.path.expanduser(name)
-    below = path if path.split(os.sep)[0] in (HOME, "", ".", "..") else os.path.join(HOME, path)
-    candidates = list(dict.fromkeys((path, below)))
-    there = [Path(candidate) for candidate in candidates if os.path.exists(candidate)]
-    if not there:
-        nor = f", nor {HOME}/{name[:120]}" if len(candidates) > 1 else ""
-        guess = nearest(os.path.basename(path), os.listdir(HOME) if os.path.isdir(HOME) else [])
-        hint = f"give a run, or a file of weights; python -m trainer runs lists those below {HOME}"
-        hint = f"did you mean {HOME}/{guess}?" if guess else hint
+    candidates = [path]
+    if path.split(os.sep)[0] not in (HOME, "", ".", ".."):
+        candidates.append(os.path.join(HOME, path))
+    existing = [Path(candidate) for candidate in candidates if os.path.exists(candidate)]
+    if not existing:
+        nor = ""
+        if len(candidates) > 1:
+            nor = f", nor {HOME}/{name[:120]}"
+        known_names = os.listdir(HOME) if os.path.isdir(HOME) else []
+        guess = find_nearest(os.path.basename(path), known_names)
+        if guess:
+            hint = f"did you mean {HOME}/{guess}?"
+        else:
+            hint = f"give a run, or a file of weights; python -m trainer runs lists those in {HOME}"
         raise CheckpointError(f"'{name[:120]}' is not there{nor}: {hint}")
-    good = [run for run in there if run.is_file() or is_run(run, RUN_FILES[1:])]
-    return (good or there)[0]
+    for run in existing:
+        if run.is_file() or is_run(run, RUN_FILES[1:]):
+            return run
+    return existing[0]
 
 
 def newest_run() -> Path:
-    """The run below runs/ whose weights were written last. Raises CheckpointError where there is none."""
-    weights = max(Path(HOME).glob("*/last.safetensors"), key=os.path.getmtime, default=None)
+    """Return the folder in runs/ whose weights file was written last.
+
+    Raises:
+        CheckpointError: no folder in runs/ contains weights.
+    """
+    files = Path(HOME).glob("*/last.safetensors")
+    weights = max(files, key=os.path.getmtime, default=None)
     if weights is None:
-        raise CheckpointError(f"there is no trained run below {HOME}: train one, or give a run or a file of weights")
+        raise CheckpointError(
+            f"there is no trained run in {HOME}: train one, or give a run or a file of weights"
+        )
     return weights.parent

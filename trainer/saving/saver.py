@@ -1,7 +1,9 @@
-"""Saving beside training: what was copied at a step is written by a thread of each rank, while the rank trains on.
+"""Save checkpoints in a thread while training continues.
 
-Nothing here is collective. A rank that has written its files says so by one more, in the same folder; rank 0 seals the
-checkpoint once all have. That a save failed is heard by all ranks when they synchronise next.
+Training copies its state to host memory, and a thread of each rank writes the copy. The threads do
+not communicate through collectives, whose order they would disturb. A rank lists the files that it
+has written in a further file in the same folder, and rank 0 seals the checkpoint when the lists of
+all ranks exist. All ranks learn of a failed save at their next synchronization.
 """
 
 from __future__ import annotations
@@ -21,30 +23,52 @@ from trainer.errors import PeerError, SetupError
 from trainer.processes import faults
 from trainer.processes.silence import AwakeClock
 from trainer.saving.checkpoint import OF_RANK, File, State, prune, seal, write_files
-from trainer.saving.files import read_json, remove, write_atomically, writing
-from trainer.saving.tensor_files import mapped_pieces
+from trainer.saving.files import read_json, remove, report_write_errors, write_atomically
+from trainer.saving.tensor_files import map_shards
 from trainer.saving.weights import save_weights
 
-LEAVING = 3.0  # seconds that other ranks' files are waited for once this one ends with an error
+# Seconds that rank 0 waits for the files of other ranks if the run ends with an error. The other
+# ranks may have failed before they wrote their files.
+LEAVING = 3.0
 
 
 @dataclass(frozen=True)
 class Save:
-    """What a rank writes of one step."""
+    """Files that one rank writes at one step.
 
-    folder: Path  # of the run
-    draft: Path | None  # where files of a checkpoint go, which rank 0 has made; None where none are needed
-    sealed: bool  # whether the draft becomes a checkpoint, and is not only read for files of weights
-    state: State  # what this rank has of it, in host memory
-    peers: frozenset[int]  # the other ranks that write into the draft
-    weights: Mapping[Path, dict[str, str]]  # the files of weights, and each one's metadata
-    evaluated: str  # the part of the state that they hold
-    keep: int  # checkpoints
-    check: Callable[[], None]  # raises where nothing may be saved any more
+    Attributes:
+        folder: run folder.
+        draft: folder for the files of a checkpoint, which rank 0 has created. None if this save
+            writes weights files only and no rank has shards.
+        sealed: whether the draft becomes a checkpoint. If not, it is removed after the weights
+            files have been assembled from it.
+        state: this rank's part of the state, in host memory.
+        peers: the other ranks that write into the draft.
+        weights: metadata of each weights file by its path.
+        evaluated: part of the state that the weights files contain: "model" or "ema".
+        keep: number of checkpoints to keep.
+        check: raises if nothing may be saved anymore.
+    """
+
+    folder: Path
+    draft: Path | None
+    sealed: bool
+    state: State
+    peers: frozenset[int]
+    weights: Mapping[Path, dict[str, str]]
+    evaluated: str
+    keep: int
+    check: Callable[[], None]
 
 
 class Cost(NamedTuple):
-    """What a save took: seconds until its files had their names, and for which training stood still."""
+    """Duration of a save.
+
+    Attributes:
+        step: optimizer step of the save.
+        seconds: seconds from the request to the renaming of the files.
+        blocked: seconds during which training stood still.
+    """
 
     step: int
     seconds: float
@@ -52,69 +76,111 @@ class Cost(NamedTuple):
 
 
 class Saver:
-    """Writes one save at a time, in a thread."""
+    """Thread that writes one save at a time.
+
+    Attributes:
+        rank: rank of this process.
+        timeout: seconds that rank 0 waits for the files of other ranks after writing its own.
+        error: exception of the last save, if it failed.
+        committed: step of the newest checkpoint for which this rank has written its files.
+        costs: durations of the completed saves.
+        blocked: seconds for which training stood still for the current save.
+    """
 
     def __init__(self, rank: int, timeout: float) -> None:
-        """`timeout`: seconds that rank 0 waits for the files of the others once it has written its own."""
-        self.rank, self.timeout = rank, timeout
-        self.error: Exception | None = None  # why the last save failed
-        self.committed = 0  # the step of the newest checkpoint, as far as this rank wrote it
-        self.costs: list[Cost] = []  # of each save that is done
-        self.blocked = 0.0  # seconds for which training stood still for it
-        self._took: tuple[int, float]
+        self.rank = rank
+        self.timeout = timeout
+        self.error: Exception | None = None
+        self.committed = 0
+        self.costs: list[Cost] = []
+        self.blocked = 0.0
+        # Step and seconds of the save that the thread has completed.
+        self._result: tuple[int, float]
         self._thread: threading.Thread | None = None
         self._draft: Path | None = None
-        self._left: tuple[AwakeClock, float] | None = None  # since the ranks end with an error, and for how long
+        # Set when the run ends with an error: time since then, and maximum number of seconds.
+        self._leaving: tuple[AwakeClock, float] | None = None
         self._buffers: dict[tuple[str, str], Tensor] = {}
 
     def to_host(self, part: str, name: str, tensor: Tensor) -> Tensor:
-        """A copy in host memory that stays as it is while training goes on; of a GPU's tensor, once it is synchronised.
+        """Copy a tensor to host memory, so that training may change it during the save.
 
-        Its memory, pinned for a GPU, is used again by the next save: `wait` for the one before.
+        The copy from a GPU is asynchronous, and its values are valid after a synchronization. The
+        next save reuses the memory of the copy, so call `wait` before the next copy.
+
+        Args:
+            part: part of the state.
+            name: name of the tensor in this part.
+            tensor: tensor on any device.
         """
         buffer = self._buffers.get((part, name))
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            pinned = tensor.device.type == "cuda"
-            buffer = self._buffers[part, name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            # Only copies to pinned memory are asynchronous.
+            is_pinned = tensor.device.type == "cuda"
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_pinned)
+            self._buffers[part, name] = buffer
         return buffer.copy_(tensor.detach(), non_blocking=True)
 
     def start(self, save: Save, begun: float) -> None:
-        """Write `save`; `begun` is `time.perf_counter()` of when it was asked for."""
+        """Start writing a save.
+
+        Args:
+            save: what to write.
+            begun: value of `time.perf_counter()` when the save was requested.
+        """
         assert self._thread is None, "one save at a time"
 
         def work() -> None:
             try:
-                with writing(save.folder):
+                with report_write_errors(save.folder):
                     self._write(save)
-                self.committed = save.state.position.step if save.sealed else self.committed
-                self._took = save.state.position.step, time.perf_counter() - begun
-            except Exception as error:  # raised where the ranks synchronise
+                step = save.state.position.step
+                if save.sealed:
+                    self.committed = step
+                self._result = step, time.perf_counter() - begun
+            # The ranks raise the error together at their next synchronization.
+            except Exception as error:
                 self.error = error
 
-        self._draft, self._left = save.draft, None
+        self._draft = save.draft
+        self._leaving = None
         self._thread = threading.Thread(target=work, name="saver", daemon=True)
         self._thread.start()
-        if faults.at_a_step():  # a test is to know what is there when it strikes
+        # A test that injects a fault at a step must know which files exist then.
+        if faults.is_at_step():
             self._thread.join()
 
     def wait(self) -> Cost | None:
-        """Until nothing is being written; what it took, where something was."""
+        """Wait until the current save has ended.
+
+        Returns:
+            Its duration, or None if there was no save or it failed.
+        """
         if self._thread is None:
             return None
         self._thread.join()
         self._thread = None
         if self.error is not None:
             return None
-        self.costs.append(Cost(*self._took, self.blocked))
-        return self.costs[-1]
+        cost = Cost(*self._result, self.blocked)
+        self.costs.append(cost)
+        return cost
 
     def leave(self, patience: float = LEAVING) -> None:
-        """As `wait`, where ranks end with an error: what others have not written in so many seconds is given up."""
-        self._left = AwakeClock(), patience
+        """Wait for the current save when the run ends with an error.
+
+        Args:
+            patience: seconds after which rank 0 gives up a checkpoint for which other ranks have
+                not written their files.
+        """
+        self._leaving = AwakeClock(), patience
         self.wait()
 
     def remove_draft(self) -> None:
-        """On rank 0, once no rank writes into it any more: that of a save that failed."""
+        """Remove the draft of a failed save on rank 0.
+
+        Call it only after all ranks have stopped writing into the draft.
+        """
         if self._draft is not None and self.rank == 0 and self.error is not None:
             remove(self._draft)
 
@@ -122,45 +188,64 @@ class Saver:
         if self.rank:
             assert save.draft is not None
             files = write_files(save.draft, save.state)
-            listed = {name: file.model_dump() for name, file in files.items()}
-            write_atomically(_list_of(self.rank, save.draft), json.dumps(listed))
+            entries = {name: file.model_dump() for name, file in files.items()}
+            write_atomically(_list_path(self.rank, save.draft), json.dumps(entries))
         elif save.draft is None:
             _write_weights(save, save.state)
         else:
             self._write_all(save, save.draft)
 
     def _write_all(self, save: Save, draft: Path) -> None:
-        """On rank 0: files of weights come before the seal, so that a finished run which is killed has both or none."""
+        """Write the files of rank 0, collect those of other ranks, and seal the checkpoint."""
         files = write_files(draft, save.state) if save.sealed else {}
         for rank in sorted(save.peers):
-            files |= self._files_of(rank, draft)
-        of_peers = {Path(name).stem: draft / name for name in files if OF_RANK.fullmatch(Path(name).stem)}
-        theirs = {stem: mapped_pieces(path) for stem, path in of_peers.items() if stem not in save.state.pieces}
-        _write_weights(save, replace(save.state, pieces=theirs | save.state.pieces))
+            files |= self._collect_files(rank, draft)
+        shards = {}
+        for name in files:
+            stem = Path(name).stem
+            if OF_RANK.fullmatch(stem) and stem not in save.state.pieces:
+                shards[stem] = map_shards(draft / name)
+        # Weights come before the seal, so that a kill at the end of a run leaves both a checkpoint
+        # and its weights, or neither.
+        _write_weights(save, replace(save.state, pieces=shards | save.state.pieces))
         if save.sealed:
             prune(seal(draft, save.state, files, save.check), save.keep)
         else:
             remove(draft)
 
-    def _files_of(self, rank: int, draft: Path) -> dict[str, File]:
-        """What another rank has written, once it has. Raises PeerError where that takes too long, and SetupError where
-        this machine sees it otherwise."""
-        path, clock = _list_of(rank, draft), AwakeClock()
+    def _collect_files(self, rank: int, draft: Path) -> dict[str, File]:
+        """Wait for the files of another rank, and return their sizes and hashes by name.
+
+        Raises:
+            PeerError: the rank did not write its files in time.
+            SetupError: this machine sees other sizes than those that the rank wrote.
+        """
+        path = _list_path(rank, draft)
+        clock = AwakeClock()
         while not path.exists():
-            limits = [(clock, self.timeout), *([self._left] if self._left else [])]
-            if any(clock.seconds() > limit for clock, limit in limits):
-                raise PeerError(f"rank {rank} did not write its part of a checkpoint within {self.timeout:g} s")
+            is_late = clock.seconds() > self.timeout
+            if self._leaving is not None:
+                leave_clock, patience = self._leaving
+                is_late = is_late or leave_clock.seconds() > patience
+            if is_late:
+                raise PeerError(
+                    f"rank {rank} did not write its part of a checkpoint within {self.timeout:g} s"
+                )
             time.sleep(0.01)
         files = {name: File.model_validate(entry) for name, entry in read_json(path).items()}
         for name, entry in files.items():
-            if (size := (draft / name).stat().st_size) != entry.size:
-                raise SetupError(f"{draft / name} has {size} bytes here, and rank {rank} wrote {entry.size}")
+            # A network file system may show an older state of the folder.
+            size = (draft / name).stat().st_size
+            if size != entry.size:
+                raise SetupError(
+                    f"{draft / name} has {size} bytes here, and rank {rank} wrote {entry.size}"
+                )
         remove(path)
         return files
 
 
-def _list_of(rank: int, draft: Path) -> Path:
-    """The file by which a rank says what it has written."""
+def _list_path(rank: int, draft: Path) -> Path:
+    """Return the path of the file in which a rank lists the files that it has written."""
     return draft / f"written-{rank:05d}.json"
 
 

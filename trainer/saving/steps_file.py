@@ -1,4 +1,4 @@
-"""steps.csv of a run folder: written row by row, read as it may be found."""
+"""Write steps.csv of a run folder, and read one that may be damaged."""
 
 from __future__ import annotations
 
@@ -11,75 +11,115 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.saving.files import AppendFile, draft_of, opened, put, why
+from trainer.saving.files import (
+    AppendFile,
+    describe_error,
+    open_regular,
+    replace_file,
+    temporary_path,
+)
 
 STEP_COLUMNS = ("step", "epoch", "seconds", "train_loss", "lr", "samples_per_sec", "skipped")
 HEAD = ",".join(STEP_COLUMNS).encode()
-MAX_STEPS_FILE, MAX_LINE = 4 * 2**30, 1000  # bytes
+# Maximum size of the file and maximum length of a line in bytes. They bound time and memory if
+# another file has the name steps.csv.
+MAX_STEPS_FILE = 4 * 2**30
+MAX_LINE = 1000
 _NUMBER = re.compile(rb"-?[0-9]{1,18}(\.[0-9]{1,30})?(e[+-]?[0-9]{1,3})?|-?inf|nan")
 
 
 def read_steps(path: Path) -> tuple[list[dict[str, str]], int]:
-    """The rows of a steps.csv by step, and how many lines were damaged. A last line that was not ended is no row yet.
+    """Read a steps.csv.
+
+    A last line without a line break is ignored, because its writer has not finished it.
+
+    Args:
+        path: path of the file.
+
+    Returns:
+        The rows sorted by step, and the number of damaged lines. Of several rows with the same step
+        the last one is returned.
 
     Raises:
-        OSError: it cannot be read, or is far larger than any run's.
+        OSError: the file cannot be read, or is far larger than that of any run.
     """
     by_step: dict[int, dict[str, str]] = {}
-    bad = 0
-    with opened(path) as file:
+    damaged = 0
+    with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > MAX_STEPS_FILE:
             raise OSError(errno.EFBIG, f"it is larger than {MAX_STEPS_FILE:,} bytes")
-        torn = b""
-        for piece in iter(lambda: file.readline(MAX_LINE), b""):
-            line, torn = (torn + piece)[:MAX_LINE], b""
-            if not piece.endswith(b"\n"):
-                torn = line
-            elif (row := _row(line)) is not None:
+        line = b""
+        for chunk in iter(lambda: file.readline(MAX_LINE), b""):
+            line = (line + chunk)[:MAX_LINE]
+            # A chunk without a line break is the start of a line that is too long, which is
+            # damaged, or of the last line.
+            if not chunk.endswith(b"\n"):
+                continue
+            row = _parse_row(line)
+            if row is not None:
                 by_step[int(row["step"])] = row
-            else:
-                bad += line.strip() != HEAD
-    return [by_step[step] for step in sorted(by_step)], bad
+            elif line.strip() != HEAD:
+                damaged += 1
+            line = b""
+    return [by_step[step] for step in sorted(by_step)], damaged
 
 
-def _row(line: bytes) -> dict[str, str] | None:
-    """A line of steps.csv; None where it is none."""
+def _parse_row(line: bytes) -> dict[str, str] | None:
+    """Return the cells of a line by column, or None if it is damaged or the header."""
     cells = line.rstrip(b"\r\n").split(b",")
-    numbers = [cell or b"0" * (place == 5) for place, cell in enumerate(cells)]  # no speed while a run warms up
-    if len(cells) != len(STEP_COLUMNS) or not all(_NUMBER.fullmatch(cell) for cell in numbers):
+    if len(cells) != len(STEP_COLUMNS):
         return None
-    row = dict(zip(STEP_COLUMNS, (cell.decode() for cell in cells), strict=True))
-    return row if row["step"].isdigit() and row["epoch"].isdigit() else None
+    row = {}
+    for column, cell in zip(STEP_COLUMNS, cells, strict=True):
+        # The speed is empty while a run warms up.
+        is_empty_speed = column == "samples_per_sec" and not cell
+        if not is_empty_speed and not _NUMBER.fullmatch(cell):
+            return None
+        row[column] = cell.decode()
+    if row["step"].isdigit() and row["epoch"].isdigit():
+        return row
+    return None
 
 
 class StepsFile(AppendFile):
-    """steps.csv: one row a logged step. A resumed run drops the rows after its checkpoint, and damaged ones."""
+    """Writer of steps.csv, which has one row per logged step."""
 
-    def __init__(self, folder: Path, last_step: int, warn: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(
+        self, folder: Path, last_step: int, warn: Callable[[str], None] = lambda line: None
+    ) -> None:
+        """Start the file, or continue the one of a resumed run.
+
+        Rows after `last_step` and damaged lines are removed.
+
+        Args:
+            folder: run folder.
+            last_step: step of the checkpoint that is resumed, or 0.
+            warn: called with one line about damage.
+        """
         path = folder / "steps.csv"
         rows: list[dict[str, str]] = []
-        bad = 0
+        damaged = 0
         if os.path.lexists(path) and last_step:
             try:
-                rows, bad = read_steps(path)
+                rows, damaged = read_steps(path)
             except OSError as error:
-                warn(f"{path} is left out: {why(error)}")
-        if bad:
-            warn(f"{path}: {bad} damaged line{'s' * (bad > 1)} left out")
-        draft = draft_of(path)
+                warn(f"{path} is left out: {describe_error(error)}")
+        if damaged:
+            warn(f"{path}: damaged lines left out: {damaged}")
+        draft = temporary_path(path)
         self._file = draft.open("w", newline="")
         try:
             self._writer = csv.DictWriter(self._file, STEP_COLUMNS)
             self._writer.writeheader()
             self._writer.writerows(row for row in rows if int(row["step"]) <= last_step)
             self.flush()
-            put(draft, path)
+            replace_file(draft, path)
         except BaseException:
             draft.unlink(missing_ok=True)
             raise
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """A row; readers see it within about a second."""
+        """Append a row, and flush the file if the last flush was more than a second ago."""
         self._writer.writerow(row)
         if time.monotonic() - self._flushed > 1:
             self.flush()

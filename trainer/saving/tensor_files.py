@@ -1,6 +1,6 @@
-"""Tensors as files: the bytes of a safetensors file, how they reach the disk, how they are read.
+"""Serialize tensors to safetensors files, write them durably, and map them into memory.
 
-The format: huggingface.co/docs/safetensors, "Format".
+The format is described at huggingface.co/docs/safetensors, section "Format".
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from torch import Tensor
 from trainer.errors import NotFiniteError
 from trainer.processes import faults
 
-CHUNK = 16 * 2**20  # bytes for each write to disk
+# Maximum number of bytes per call of `os.write`.
+CHUNK = 16 * 2**20
 
-
-# As safetensors names them, in the order in which it lays tensors out: the widest first.
+# Names of the types in a safetensors file. The library sorts tensors in this order: wide types come
+# first, which keeps all tensors aligned.
 DTYPES = {
     torch.uint64: "U64",
     torch.int64: "I64",
@@ -45,156 +46,255 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 
-
+# "slices" in the metadata: first row and shape of the complete tensor by name.
 _SLICES = TypeAdapter(dict[str, tuple[NonNegativeInt, list[NonNegativeInt]]])
 
 
-class Piece(NamedTuple):
-    """A part of one of the whole model's tensors, or all of it."""
+class Shard(NamedTuple):
+    """Shard of a tensor along dimension 0, or a complete tensor.
 
-    local: Tensor  # this rank's rows of it
-    shape: torch.Size  # of the whole
-    start: int = 0  # the first of the rows
+    Attributes:
+        local: the rows of this rank, (rows, ...).
+        shape: shape of the complete tensor.
+        start: index of the first row of `local` in the complete tensor.
+    """
+
+    local: Tensor
+    shape: torch.Size
+    start: int = 0
 
     @property
     def is_whole(self) -> bool:
         return self.local.shape == self.shape
 
     def rows_of(self, whole: StoredTensor) -> Tensor:
-        """The same part of a tensor of that shape; nothing else of it is read."""
-        return whole.read() if self.is_whole else whole.narrow(self.start, len(self.local))
+        """Read the rows of another tensor that this shard covers, and only those.
+
+        Args:
+            whole: tensor of the same shape as the complete tensor.
+        """
+        if self.is_whole:
+            return whole.read()
+        return whole.narrow(self.start, len(self.local))
 
 
 class StoredTensor:
-    """A tensor whose rows lie in one file or several, read when they are asked for."""
+    """Tensor whose rows are in one or several files and are read on demand."""
 
-    def __init__(self, pieces: Iterable[Piece]) -> None:
-        """Raises ValueError where the pieces are not all rows of one tensor, each once."""
+    def __init__(self, pieces: Iterable[Shard]) -> None:
+        """
+        Args:
+            pieces: shards that together contain each row of the tensor exactly once, in any order.
+
+        Raises:
+            ValueError: a row is missing or repeated, or shapes or types differ.
+        """
         self.pieces = sorted(pieces, key=lambda piece: piece.start)
-        self.shape, self.dtype = self.pieces[0].shape, self.pieces[0].local.dtype
-        if [piece.is_whole for piece in self.pieces] == [True]:
+        first = self.pieces[0]
+        self.shape = first.shape
+        self.dtype = first.local.dtype
+        if first.is_whole and len(self.pieces) == 1:
             return
         end = 0
         for piece in self.pieces:
-            alike = piece.shape == self.shape and piece.local.dtype == self.dtype
-            if not self.shape or not alike or piece.start != end or piece.local.shape[1:] != self.shape[1:]:
+            local = piece.local
+            is_alike = piece.shape == self.shape and local.dtype == self.dtype
+            follows = self.shape and piece.start == end
+            if not is_alike or not follows or local.shape[1:] != self.shape[1:]:
                 raise ValueError(f"row {end} of {tuple(self.shape)} is not there once")
-            end += len(piece.local)
+            end += len(local)
         if end != self.shape[0]:
             raise ValueError(f"row {end} of {tuple(self.shape)} is not there")
 
     def read(self) -> Tensor:
-        """All of it: a view where it lies in one file, else put together."""
-        return self.pieces[0].local if self.pieces[0].is_whole else torch.cat([piece.local for piece in self.pieces])
+        """Return the complete tensor. The result is a view if one file contains all rows."""
+        if self.pieces[0].is_whole:
+            return self.pieces[0].local
+        return torch.cat([piece.local for piece in self.pieces])
 
     def narrow(self, start: int, length: int) -> Tensor:
-        """Rows from `start` on, (length, ...)."""
-        rows = []
+        """Return `length` rows from row `start` on, (length, ...).
+
+        The result is a view if one file contains all of these rows.
+        """
+        parts = []
         for piece in self.pieces:
-            first, last = max(start - piece.start, 0), min(start + length - piece.start, len(piece.local))
-            rows.append(piece.local[first : max(first, last)])
-        rows = [part for part in rows if len(part)] or rows[:1]
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+            first = max(start - piece.start, 0)
+            last = min(start + length - piece.start, len(piece.local))
+            parts.append(piece.local[first : max(first, last)])
+        # An empty selection still needs the shape and the type of the rows.
+        parts = [part for part in parts if len(part)] or parts[:1]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def whole(tensors: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
-    """Tensors that lie in one place each."""
-    return {name: StoredTensor([Piece(tensor, tensor.shape)]) for name, tensor in tensors.items()}
+def wrap_tensors(tensors: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
+    """Wrap complete tensors as stored tensors."""
+    return {name: StoredTensor([Shard(tensor, tensor.shape)]) for name, tensor in tensors.items()}
 
 
-def serialised(
-    tensors: Mapping[str, Tensor] | Mapping[str, StoredTensor], metadata: Mapping[str, str] | None = None
+def serialize(
+    tensors: Mapping[str, Tensor] | Mapping[str, StoredTensor],
+    metadata: Mapping[str, str] | None = None,
 ) -> Iterator[memoryview]:
-    """A safetensors file in pieces: its header, then tensor by tensor. Equal input gives equal bytes, which are the
-    library's own but for the metadata, which that orders at random.
+    """Yield the bytes of a safetensors file: the header, then one tensor at a time.
+
+    Equal arguments result in equal bytes. They are the bytes that the safetensors library writes,
+    except that the library does not sort the metadata.
+
+    Args:
+        tensors: tensors by name.
+        metadata: text entries of the header.
 
     Raises:
-        TypeError: a tensor has a type that such files cannot hold.
+        TypeError: safetensors files cannot contain the type of a tensor.
     """
-    ranks = {dtype: rank for rank, dtype in enumerate(DTYPES)}
+    type_order = {dtype: index for index, dtype in enumerate(DTYPES)}
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
             raise TypeError(f"{name} is {tensor.dtype}, which a safetensors file cannot hold")
-    names = sorted(tensors, key=lambda name: (ranks[tensors[name].dtype], name))
-    entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    names = sorted(tensors, key=lambda name: (type_order[tensors[name].dtype], name))
+    entries: dict[str, Any] = {}
+    if metadata:
+        entries["__metadata__"] = dict(sorted(metadata.items()))
     end = 0
     for name in names:
-        start, end = end, end + tensors[name].shape.numel() * tensors[name].dtype.itemsize
-        shape = list(tensors[name].shape)
-        entries[name] = {"dtype": DTYPES[tensors[name].dtype], "shape": shape, "data_offsets": [start, end]}
+        shape = tensors[name].shape
+        dtype = tensors[name].dtype
+        start = end
+        end = start + shape.numel() * dtype.itemsize
+        entries[name] = {
+            "dtype": DTYPES[dtype],
+            "shape": list(shape),
+            "data_offsets": [start, end],
+        }
     header = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    # The data must start at a multiple of 8 bytes, so that all tensors are aligned.
     header += b" " * (-len(header) % 8)
     yield memoryview(len(header).to_bytes(8, "little") + header)
     for name in names:
         tensor = tensors[name]
-        yield _bytes_of(tensor.read() if isinstance(tensor, StoredTensor) else tensor)
+        if isinstance(tensor, StoredTensor):
+            tensor = tensor.read()
+        yield _view_bytes(tensor)
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def _view_bytes(tensor: Tensor) -> memoryview:
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     array: Any = plain.reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
 
-def serialised_pieces(pieces: Mapping[str, Piece]) -> Iterator[memoryview]:
-    """As `serialised`; of what is cut, "slices" in the metadata has by name the first row, and the whole's shape."""
-    slices = {name: (piece.start, piece.shape) for name, piece in pieces.items() if not piece.is_whole}
-    metadata = {"slices": json.dumps(slices, sort_keys=True)} if slices else {}
-    return serialised({name: piece.local for name, piece in pieces.items()}, metadata)
+def serialize_shards(pieces: Mapping[str, Shard]) -> Iterator[memoryview]:
+    """Yield the bytes of a safetensors file that contains shards.
+
+    The metadata entry "slices" maps the name of each shard that is not a complete tensor to its
+    first row and the shape of the complete tensor.
+    """
+    slices = {}
+    for name, piece in pieces.items():
+        if not piece.is_whole:
+            slices[name] = (piece.start, piece.shape)
+    metadata = {}
+    if slices:
+        metadata["slices"] = json.dumps(slices, sort_keys=True)
+    return serialize({name: piece.local for name, piece in pieces.items()}, metadata)
 
 
-def mapped(path: str | Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, as views of it: the system reads the pages that are looked at, when they are.
+def map_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Map a safetensors file into memory.
 
-    What is written to them stays in this process, and they outlive the file's name. Raises ValueError, of one line, for
-    anything else than a safetensors file.
+    The operating system reads a page when it is accessed. Writes to the tensors are private to this
+    process, and the tensors stay valid after the file is removed.
+
+    Args:
+        path: path of the file.
+
+    Returns:
+        The tensors by name, as views of the file, and its metadata.
+
+    Raises:
+        ValueError: the file is not a safetensors file. The message is one line.
     """
     try:
         with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return tensors, file.metadata() or {}
     except (MemoryError, OSError):
         raise
-    except Exception as error:  # as many kinds as there are ways to be wrong
+    # The library raises many types of exceptions for damaged files.
+    except Exception as error:
         raise ValueError(" ".join(f"{type(error).__name__}: {error}".split())[:200]) from None
 
 
-def mapped_pieces(path: str | Path) -> dict[str, Piece]:
-    """As `mapped`, of what `serialised_pieces` made."""
-    tensors = mapped(path)
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata() or {}
+def map_shards(path: str | Path) -> dict[str, Shard]:
+    """Map a file from `serialize_shards` into memory.
+
+    Returns:
+        The shards by name.
+
+    Raises:
+        ValueError: the file is not a safetensors file, or its metadata contradicts its tensors.
+    """
+    tensors, metadata = map_tensors(path)
     try:
         slices = _SLICES.validate_json(metadata.get("slices", "{}"))
     except ValidationError:
         raise ValueError("its slices make no sense") from None
-    pieces = {name: Piece(tensor, tensor.shape) for name, tensor in tensors.items()}
+    pieces = {name: Shard(tensor, tensor.shape) for name, tensor in tensors.items()}
     for name, (start, shape) in slices.items():
         local = tensors.get(name, torch.tensor(0))
-        if not shape or not local.dim() or start + len(local) > shape[0] or [*local.shape[1:]] != shape[1:]:
+        has_rows = shape and local.dim() > 0
+        is_inside = has_rows and start + len(local) <= shape[0]
+        if not is_inside or [*local.shape[1:]] != shape[1:]:
             raise ValueError(f"its slice of {name} is none of a tensor there")
-        pieces[name] = Piece(local, torch.Size(shape), start)
+        pieces[name] = Shard(local, torch.Size(shape), start)
     return pieces
 
 
 def require_finite(where: str, tensors: Mapping[str, Tensor]) -> None:
-    """Raises NotFiniteError where a value is NaN or infinite; `where` names the file or part."""
+    """Raise an error if a tensor contains NaN or infinity.
+
+    Args:
+        where: name of the file or the part, for the message.
+        tensors: tensors by name.
+
+    Raises:
+        NotFiniteError: a value is not finite.
+    """
     for name, tensor in tensors.items():
-        # A sum is 100 times cheaper than the exact test and finite only if all of it is; it may overflow, so ask again.
-        if tensor.is_floating_point() and not tensor.sum().isfinite() and not tensor.isfinite().all():
-            advice = "nothing was overwritten; lower optimizer.lr or set clip_grad_norm=1, then resume=auto"
+        # The sum is 100 times faster than the exact test and is not finite if any value is not.
+        # Large finite values may overflow it, so only the exact test can refuse the tensor.
+        if not tensor.is_floating_point() or tensor.sum().isfinite():
+            continue
+        if not tensor.isfinite().all():
+            advice = (
+                "nothing was overwritten; lower optimizer.lr or set clip_grad_norm=1, then "
+                "resume=auto"
+            )
             raise NotFiniteError(f"{name} ({where}) is not finite: {advice}")
 
 
 def write_synced(path: Path, parts: Iterable[memoryview], place: str) -> tuple[int, str]:
-    """Write and sync one file. Returns how many bytes it holds and their SHA-256 in hexadecimal, by those in memory."""
-    sha, size = hashlib.sha256(), 0
+    """Write a file and sync it to the disk.
+
+    Args:
+        path: path of the file.
+        parts: contents.
+        place: name of the writer in `TRAINER_FAULT`.
+
+    Returns:
+        Size in bytes and SHA-256 (hexadecimal) of `parts` in memory, not of the file on the disk.
+    """
+    sha = hashlib.sha256()
+    size = 0
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
         for part in parts:
             sha.update(part)
             size += len(part)
             while part:
-                part = part[os.write(file, part[:CHUNK]) :]
+                written = os.write(file, part[:CHUNK])
+                part = part[written:]
             fault_point("write", place)
         fault_point("fsync", place)
         os.fsync(file)
@@ -204,7 +304,7 @@ def write_synced(path: Path, parts: Iterable[memoryview], place: str) -> tuple[i
 
 
 def sync(path: Path) -> None:
-    """What a file holds, or the names in a folder, is on the disk."""
+    """Sync a file, or the entries of a directory, to the disk."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(file)
@@ -213,6 +313,6 @@ def sync(path: Path) -> None:
 
 
 def fault_point(point: str, place: str = "save") -> None:
-    """Where a test lets saving fail."""
-    if faults.active:
-        faults.fault(place, point)
+    """Simulate a fault at this point of a write if `TRAINER_FAULT` requests it, for tests."""
+    if faults.is_active:
+        faults.trigger(place, point)

@@ -1,4 +1,4 @@
-"""Weights by plain name, in files for users: last.safetensors and best.safetensors, and whatever holds weights."""
+"""Read and write weights files, such as last.safetensors and best.safetensors of a run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,15 @@ from torch import Tensor
 from trainer.errors import CheckpointError
 from trainer.recipe.text import not_utf8
 from trainer.saving.checkpoint import checkpoints_in, is_checkpoint, load
-from trainer.saving.files import put, remove, writing
-from trainer.saving.tensor_files import StoredTensor, fault_point, mapped, serialised, sync, write_synced
+from trainer.saving.files import remove, replace_file, report_write_errors
+from trainer.saving.tensor_files import (
+    StoredTensor,
+    fault_point,
+    map_tensors,
+    serialize,
+    sync,
+    write_synced,
+)
 
 
 def save_weights(
@@ -24,12 +31,18 @@ def save_weights(
     metadata: dict[str, str],
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write a .safetensors file for users, atomically: the name always holds a whole file. `check` is as of `commit`.
+    """Write a .safetensors file atomically: a file at `path` is always complete.
+
+    Args:
+        path: path of the file.
+        tensors: weights by name.
+        metadata: text entries of the file's header.
+        check: called before the draft is renamed to `path`; raises if nothing may be saved.
 
     Raises:
-        DiskFullError, SetupError: as `commit`; the file that was there before is intact.
+        DiskFullError, SetupError: see `report_write_errors`. An older file at `path` is unchanged.
     """
-    write_whole(path, serialised(tensors, {"format": "pt", **metadata}), "weights", check=check)
+    write_whole(path, serialize(tensors, {"format": "pt", **metadata}), "weights", check=check)
 
 
 def write_whole(
@@ -39,92 +52,154 @@ def write_whole(
     again: str = "resume=auto",
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write a file, and only then give it its name. `where` is for faults; `again` and `check` as of `writing` and
-    `commit`, which say what is raised."""
+    """Write a file under a temporary name, and rename it when it is complete.
+
+    Args:
+        path: path of the file.
+        content: bytes of the file.
+        where: name of the writer in `TRAINER_FAULT`.
+        again: what to type after freeing space on the disk.
+        check: called before the draft is renamed to `path`; raises if nothing may be saved.
+
+    Raises:
+        DiskFullError, SetupError: see `report_write_errors`. An older file at `path` is unchanged.
+    """
     draft = path.with_name(f".{path.name}.tmp")
-    with writing(path.parent, again):
-        remove(draft)  # of a writer that died, or whatever else has the name
+    with report_write_errors(path.parent, again):
+        # A writer that was killed may have left a draft.
+        remove(draft)
         try:
             write_synced(draft, content, where)
             fault_point("rename", where)
             check()
-            put(draft, path)
+            replace_file(draft, path)
             sync(path.parent)
         finally:
             remove(draft)
 
 
 def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Weights by plain name on the CPU, and the file's metadata.
+    """Read weights to the CPU.
 
-    `path` is a .safetensors file, a run folder (its last.safetensors), a checkpoint folder (its averaged weights where
-    it has them; metadata "weights" is "ema" or "model"), or a .pt or .pth file of tensors; pickled code is never run.
+    Args:
+        path: a .safetensors file, a run folder (reads its last.safetensors), a checkpoint folder
+            (reads its averaged weights, if any), or a .pt or .pth file of tensors. Code in pickled
+            files is not executed.
+
+    Returns:
+        The weights by name, and the metadata of the file. Metadata of a checkpoint contains
+        "weights", which is "ema" or "model".
 
     Raises:
-        CheckpointError: nothing usable there; says what to give.
+        CheckpointError: no weights can be read. The message says which paths can be.
     """
-    wanted = "give a run folder, a checkpoint folder, or a .safetensors, .pt or .pth file of weights"
+    advice = (
+        "give a run folder, a checkpoint folder, or a .safetensors, .pt or .pth file of weights"
+    )
     file = path
     try:
         if path.is_dir():
             if is_checkpoint(path):
-                state = load(path)
-                model, ema = state.part("model"), state.part("ema")
-                at = {"step": str(state.position.step), "epoch": str(state.position.epoch)}
-                tensors = {name: tensor.read() for name, tensor in {**model, **ema}.items()}
-                return tensors, {"format": "pt", "weights": "ema" if ema else "model", **at}
+                return _read_checkpoint(path)
             file = path / "last.safetensors"
         if not file.is_file():
-            if runs := sorted(path.glob("*/last.safetensors"), key=os.path.getmtime):
-                raise CheckpointError(f"{path} holds runs and is none: give one, the newest is {runs[-1].parent}")
-            have = checkpoints_in(path / "checkpoints")
-            raise CheckpointError(f"{file} is not there; {f'give {have[0]}' if have else wanted}")
+            runs = sorted(path.glob("*/last.safetensors"), key=os.path.getmtime)
+            if runs:
+                raise CheckpointError(
+                    f"{path} holds runs and is none: give one, the newest is {runs[-1].parent}"
+                )
+            checkpoints = checkpoints_in(path / "checkpoints")
+            if checkpoints:
+                advice = f"give {checkpoints[0]}"
+            raise CheckpointError(f"{file} is not there; {advice}")
         if file.suffix in (".pt", ".pth"):
-            return _unpickled(file), {}
+            return _read_pickled(file), {}
         if file.suffix != ".safetensors":
-            raise CheckpointError(f"{file} is not a kind of file that is read here; {wanted}")
-        with safe_open(file, "pt") as whole:  # before anything as large as the file says is allocated
-            metadata = whole.metadata() or {}
-        return mapped(file), metadata
+            raise CheckpointError(f"{file} is not a kind of file that is read here; {advice}")
+        return map_tensors(file)
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read ({error.strerror or error}); {wanted}") from error
-    except (ValueError, SafetensorError) as error:
-        if fault := not_utf8(str(file)):
+        raise CheckpointError(
+            f"{file} cannot be read ({error.strerror or error}); {advice}"
+        ) from error
+    except ValueError as error:
+        fault = not_utf8(str(file))
+        if fault:
             raise CheckpointError(f"{file} cannot be read: {fault}") from None
-        raise CheckpointError(f"{file} is not a whole safetensors file ({error}); {wanted}") from error
+        raise CheckpointError(
+            f"{file} is not a whole safetensors file ({error}); {advice}"
+        ) from error
+
+
+def _read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    state = load(path)
+    stored = state.part("model")
+    averages = state.part("ema")
+    # Averages exist for the parameters. The buffers are those of the model.
+    tensors = {name: tensor.read() for name, tensor in (stored | averages).items()}
+    metadata = {
+        "format": "pt",
+        "weights": "ema" if averages else "model",
+        "step": str(state.position.step),
+        "epoch": str(state.position.epoch),
+    }
+    return tensors, metadata
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """What the weights of a run folder or a .safetensors file hold as metadata; empty where there is none.
+    """Read the metadata of a weights file.
 
-    Of a checkpoint's folder it is that of its run.
+    Args:
+        path: a .safetensors file, a run folder (reads its last.safetensors), or a checkpoint folder
+            (reads that of its run).
+
+    Returns:
+        The metadata, which is empty if it cannot be read.
     """
-    inner = path.is_dir() and is_checkpoint(path)
-    folders = [path, *path.absolute().parents[:2]] if inner else [path]
-    file = next((there for folder in folders if (there := folder / "last.safetensors").is_file()), path)
+    folders = [path]
+    if path.is_dir() and is_checkpoint(path):
+        folders += path.absolute().parents[:2]
+    file = path
+    for folder in folders:
+        if (folder / "last.safetensors").is_file():
+            file = folder / "last.safetensors"
+            break
     if file.suffix != ".safetensors":
         return {}
     try:
-        with safe_open(file, "pt") as whole:
-            return whole.metadata() or {}
+        with safe_open(file, "pt") as weights:
+            return weights.metadata() or {}
     except (OSError, SafetensorError):
         return {}
 
 
-def _unpickled(file: Path) -> dict[str, Tensor]:
-    """Tensors of a .pt file: a state dict, or the one under "model" or "state_dict", where training scripts put it."""
+def _read_pickled(file: Path) -> dict[str, Tensor]:
+    """Read a .pt file that contains a state dict.
+
+    Training scripts often save the state dict under the key "model" or "state_dict".
+    """
     try:
         if zipfile.is_zipfile(file):
-            with zipfile.ZipFile(file) as whole:  # torch stores tensors as they are: what unpacks to more is a bomb
-                if sum(entry.file_size for entry in whole.infolist()) > file.stat().st_size:
+            # torch does not compress tensors, so a file that unpacks to more bytes is a zip bomb.
+            with zipfile.ZipFile(file) as archive:
+                unpacked_size = sum(entry.file_size for entry in archive.infolist())
+                if unpacked_size > file.stat().st_size:
                     raise ValueError("compressed")
         content = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises about anything here
-        advice = "nothing in it was executed; save the model's state_dict() with safetensors.torch.save_file, give that"
-        raise CheckpointError(f"{file} is not a file of plain tensors ({type(error).__name__}); {advice}") from None
+    # torch raises many types of exceptions for damaged files.
+    except Exception as error:
+        advice = (
+            "nothing in it was executed; save the model's state_dict() with "
+            "safetensors.torch.save_file, give that"
+        )
+        raise CheckpointError(
+            f"{file} is not a file of plain tensors ({type(error).__name__}); {advice}"
+        ) from None
     for key in ("model", "state_dict"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
-    if not isinstance(content, dict) or not content or not all(isinstance(value, Tensor) for value in content.values()):
-        raise CheckpointError(f"{file} holds no dictionary of tensors; give a file with a model's state_dict()")
+    is_state_dict = isinstance(content, dict) and content
+    if not is_state_dict or not all(isinstance(value, Tensor) for value in content.values()):
+        raise CheckpointError(
+            f"{file} holds no dictionary of tensors; give a file with a model's state_dict()"
+        )
     return {str(name): tensor for name, tensor in content.items()}

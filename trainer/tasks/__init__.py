@@ -1,12 +1,29 @@
-"""What a model is trained for: a loss, sums over evaluated samples, the metrics made of them, and which one is best.
+"""Tasks: the loss, the sums over evaluated samples, the metrics, and which metric is best.
 
-No model, no devices, no mode: a task sees outputs and targets, wherever they are.
+A task does not depend on model, device or mode: it receives outputs and targets on any device.
 Imports: errors, recipe.
 """
 
 from trainer.tasks.classification import Classification, Multilabel
 from trainer.tasks.regression import Regression
-from trainer.tasks.task import Task, create, kind, known, register_task
+from trainer.tasks.task import (
+    Task,
+    create_task,
+    find_task_class,
+    is_registered,
+    list_shipped,
+    register_task,
+)
 
-SHIPPED: tuple[type[Task], ...] = (Classification, Multilabel, Regression)
-__all__ = ["SHIPPED", "Classification", "Multilabel", "Regression", "Task", "create", "kind", "known", "register_task"]
+SHIPPED = list_shipped()
+__all__ = [
+    "SHIPPED",
+    "Classification",
+    "Multilabel",
+    "Regression",
+    "Task",
+    "create_task",
+    "find_task_class",
+    "is_registered",
+    "register_task",
+]

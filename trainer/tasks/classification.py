@@ -1,4 +1,4 @@
-"""`task.name=classification`, one class an image, and `task.name=multilabel`, any number of them."""
+"""Tasks `classification`, one class for each image, and `multilabel`, any number of classes."""
 
 from __future__ import annotations
 
@@ -8,233 +8,341 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, kl_div, one_hot, pad
+from torch.nn.functional import (
+    binary_cross_entropy_with_logits,
+    cross_entropy,
+    kl_div,
+    one_hot,
+    pad,
+)
 
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
-from trainer.tasks.task import Reads, Task, register_task
+from trainer.tasks.task import Task, register_task
 
-TOP = 5  # classes in a prediction
-FEW = 10  # of fewer classes, top-5 says little
+# Number of classes in a prediction.
+TOP_CLASSES = 5
+# Minimum number of classes to show top-5, which says little about fewer classes.
+MIN_CLASSES_FOR_TOP5 = 10
+# Maximum number of class names in a message.
+MAX_LISTED_NAMES = 6
 
 
 def class_name(text: str) -> str:
-    """A class's name as all have it: composed (NFC), for file systems and programs write one letter in two ways."""
+    """Normalize a class name to composed letters (Unicode NFC).
+
+    File systems and programs encode the same letter in two ways.
+    """
     return unicodedata.normalize("NFC", text)
 
 
-class OfClasses(Task):
-    """A task with an output for each class."""
+class ClassTask(Task):
+    """Base of the tasks with one output for each class."""
 
-    def __init__(self, recipe: Recipe, names: Sequence[str], targets: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        names: Sequence[str],
+        targets: Tensor | None = None,
+    ) -> None:
         super().__init__(recipe, names, targets)
-        given, self._weights = recipe.loss.class_weights, dict[torch.device, Tensor]()
-        if given is None:
+        class_weights = recipe.loss.class_weights
+        self._weights = dict[torch.device, Tensor]()
+        if class_weights is None:
             return
-        if given == "balanced" and targets is not None:
-            own = self._balanced(targets).float()
-        elif given == "balanced":
+        if class_weights == "balanced" and targets is not None:
+            weights = self._balance_weights(targets).float()
+        elif class_weights == "balanced":
             raise RecipeError(
-                f"loss.class_weights=balanced counts labels before the first step, and those of data.name="
-                f"{recipe.data.name} are known only with its items: give the weights, loss.class_weights=[1,2,...]"
+                "loss.class_weights=balanced counts labels before the first step, and those of "
+                f"data.name={recipe.data.name} are known only with its items: give the weights, "
+                "loss.class_weights=[1,2,...]"
             )
-        elif len(given) == len(names):
-            own = torch.tensor(given, dtype=torch.float32)
+        elif len(class_weights) == len(names):
+            weights = torch.tensor(class_weights, dtype=torch.float32)
         else:
+            listed_names = ", ".join(names[:MAX_LISTED_NAMES])
+            if len(names) > MAX_LISTED_NAMES:
+                listed_names += ", ..."
             raise RecipeError(
-                f"loss.class_weights has {len(given)} numbers, and the data {len(names)} classes "
-                f"({', '.join(names[:6])}{', ...' * (len(names) > 6)}): give one for each"
+                f"loss.class_weights has {len(class_weights)} numbers, and the data {len(names)} "
+                f"classes ({listed_names}): give one for each"
             )
-        self._weights[torch.device("cpu")] = pad(own, (0, self.outputs() - len(own)), value=1.0)
+        # The model has more outputs than names if model.num_classes is larger.
+        missing = self.outputs() - len(weights)
+        padded = pad(weights, (0, missing), value=1.0)
+        self._weights[torch.device("cpu")] = padded
 
     def outputs(self) -> int:
         return self.recipe.model.num_classes or len(self.names)
 
     def weights(self, device: torch.device) -> Tensor | None:
-        """(outputs,) float32; None where all count alike."""
+        """Return the class weights (outputs,) in float32; None if all are equal."""
         if not self._weights:
             return None
-        if device not in self._weights:  # copied once, and waited for: any stream may use it
-            self._weights[device] = self._weights[torch.device("cpu")].to(device)
+        if device not in self._weights:
+            cpu_weights = self._weights[torch.device("cpu")]
+            # The copy blocks, because any stream may use the weights afterwards.
+            self._weights[device] = cpu_weights.to(device)
         return self._weights[device]
 
-    def _balanced(self, targets: Tensor) -> Tensor:
-        """(names,): of loss.class_weights=balanced, from the training targets."""
+    def _balance_weights(self, targets: Tensor) -> Tensor:
+        """Compute the weights, (names,), of loss.class_weights=balanced from training targets."""
         raise NotImplementedError
 
 
 @register_task("classification")
-class Classification(OfClasses):
-    """Cross-entropy, with label smoothing and class weights where the recipe has them; top-1 and top-5 accuracy."""
+class Classification(ClassTask):
+    """Cross-entropy with optional label smoothing and class weights; top-1 and top-5 accuracy."""
 
-    metric: ClassVar[str] = "top1"
-    larger_is_better: ClassVar[bool] = True
-    tells: ClassVar[tuple[str, ...]] = ("loss", "top1", "top5")
+    metric = "top1"
+    larger_is_better = True
+    tells = ("loss", "top1", "top5")
     titles: ClassVar[Mapping[str, str]] = {"top1": "top-1", "top5": "top-5"}
-    fractions: ClassVar[tuple[str, ...]] = ("top1", "top5")
-    mixes: ClassVar[bool] = True
-    uses: ClassVar[tuple[str, ...]] = ("label_smoothing", "class_weights")
+    fractions = ("top1", "top5")
+    mixes = True
+    uses = ("label_smoothing", "class_weights")
 
     @classmethod
     def checked(cls, targets: Tensor, names: Sequence[str]) -> Tensor:
-        if targets.dim() != 1 or targets.is_floating_point() or targets.is_complex():
-            raise ValueError(f"labels must be whole numbers, one for each sample, found {described(targets)}")
+        has_numbers = targets.is_floating_point() or targets.is_complex()
+        if targets.dim() != 1 or has_numbers:
+            raise ValueError(
+                f"labels must be whole numbers, one for each sample, found {described(targets)}"
+            )
         check_range(targets, names)
         if len(names) < 2:
-            raise ValueError(f"{len(names)} class names are given, and a classifier needs at least 2")
+            raise ValueError(
+                f"{len(names)} class names are given, and a classifier needs at least 2"
+            )
         return targets.to(torch.int64)
 
-    def _balanced(self, targets: Tensor) -> Tensor:
-        """All classes that have samples count alike, and a sample 1 on average: N / (classes x samples of the class),
-        as scikit-learn does it."""
+    def _balance_weights(self, targets: Tensor) -> Tensor:
+        """Compute weights that are equal in total for all classes with samples.
+
+        The weight is N / (number of classes with samples x samples of the class), as in
+        scikit-learn's `compute_class_weight`.
+        """
         counts = torch.bincount(targets, minlength=len(self.names)).double()
-        return torch.where(counts > 0, counts.sum() / (counts.count_nonzero() * counts), 0)
+        present_classes = counts.count_nonzero()
+        weights = counts.sum() / (present_classes * counts)
+        # A class without samples has an infinite quotient.
+        return torch.where(counts > 0, weights, 0)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Of logits (N, classes) and class indices (N,) or shares (N, classes).
+        """Compute the weighted cross-entropy with label smoothing.
 
-        A sample's smoothed loss times the weight of its class; of shares the sum of those of its classes. torch weighs
-        smoothing by the weights of all classes, and divides by the batch's weights, which differ in each of its parts.
+        The smoothed loss of a sample is multiplied by the weight of its class. The loss of a mixed
+        target is the sum over its classes. torch's own `weight` is not used, because it weights the
+        smoothing by the weights of all classes, and divides by the weights of the batch, which
+        differ between micro-batches.
+
+        Args:
+            outputs: logits (N, classes).
+            targets: class indices (N,), or shares of the classes (N, classes).
         """
-        smoothing, weights = self.recipe.loss.label_smoothing, self.weights(outputs.device)
+        smoothing = self.recipe.loss.label_smoothing
+        weights = self.weights(outputs.device)
         if weights is None:
             return cross_entropy(outputs, targets, label_smoothing=smoothing)
-        shares = targets if targets.is_floating_point() else one_hot(targets, outputs.shape[1])
+        if targets.is_floating_point():
+            shares = targets
+        else:
+            shares = one_hot(targets, outputs.shape[1])
         weighted = shares * weights
-        return cross_entropy(outputs, weighted.lerp(weighted.mean(1, keepdim=True), smoothing))
+        mean_weight = weighted.mean(1, keepdim=True)
+        smoothed = weighted.lerp(mean_weight, smoothing)
+        return cross_entropy(outputs, smoothed)
 
     def soft_loss(self, outputs: Tensor, taught: Tensor, temperature: float) -> Tensor:
-        """The Kullback-Leibler divergence of softened probabilities, whatever the weights of classes."""
-        ours, theirs = ((logits / temperature).log_softmax(1) for logits in (outputs, taught))
-        return temperature**2 * kl_div(ours, theirs, reduction="batchmean", log_target=True)
+        """Compute the Kullback-Leibler divergence of softened probabilities, without weights.
+
+        The factor temperature^2 keeps the gradients at the scale of the other loss (Hinton et al.,
+        arXiv:1503.02531, section 2).
+        """
+        student = (outputs / temperature).log_softmax(1)
+        teacher = (taught / temperature).log_softmax(1)
+        divergence = kl_div(student, teacher, reduction="batchmean", log_target=True)
+        return temperature**2 * divergence
 
     def label_probabilities(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Small ones differ too, as a float32 could not."""
-        return (-cross_entropy(outputs.float(), targets, reduction="none")).double().exp()
+        """Return the probability of each label, (N,)."""
+        losses = cross_entropy(outputs.float(), targets, reduction="none")
+        # Tiny probabilities remain distinct in float64.
+        return (-losses).double().exp()
 
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """The plain cross-entropy, without smoothing and weights, and how many of the best 1 and 5 are right.
+        """Sum the cross-entropy without smoothing and weights, and count correct predictions.
 
-        And how many samples are of each class, and are predicted as it.
+        `actual` counts the samples of each class, and `predicted` the predictions of each class.
         """
-        own, places = outputs.gather(1, targets[:, None]), torch.arange(outputs.shape[1], device=outputs.device)
-        before = ~(outputs <= own) | ((outputs == own) & (places < targets[:, None]))  # as in `largest`, unsorted
-        rank = before.sum(1)
-        none, ones = torch.zeros(outputs.shape[1], dtype=torch.int64, device=outputs.device), torch.ones_like(targets)
+        label_logits = outputs.gather(1, targets[:, None])
+        indices = torch.arange(outputs.shape[1], device=outputs.device)
+        # The rank of the label is its position in `largest`, without sorting: the first of equal
+        # logits comes first. A NaN is not <= anything, so it precedes the label.
+        is_larger = ~(outputs <= label_logits)
+        is_before = indices < targets[:, None]
+        wins_tie = (outputs == label_logits) & is_before
+        rank = (is_larger | wins_tie).sum(1)
+        zeros = torch.zeros(outputs.shape[1], dtype=torch.int64, device=outputs.device)
+        ones = torch.ones_like(targets)
         return {
             "loss": cross_entropy(outputs, targets, reduction="sum"),
             "correct1": (rank == 0).sum(),
-            "correct5": (rank < TOP).sum(),
-            "actual": none.index_add(0, targets, ones),
-            "predicted": none.index_add(0, outputs.argmax(1), ones),
+            "correct5": (rank < TOP_CLASSES).sum(),
+            "actual": zeros.index_add(0, targets, ones),
+            "predicted": zeros.index_add(0, outputs.argmax(1), ones),
         }
 
-    def metrics(self, sums: Mapping[str, Tensor], count: int) -> dict[str, float]:
-        loss, correct1, correct5 = (sums[name].item() / count for name in ("loss", "correct1", "correct5"))
-        return {"loss": loss, "top1": correct1, "top5": correct5}
+    def metrics(
+        self,
+        sums: Mapping[str, Tensor],
+        count: int,
+    ) -> dict[str, float]:
+        return {
+            "loss": sums["loss"].item() / count,
+            "top1": sums["correct1"].item() / count,
+            "top5": sums["correct5"].item() / count,
+        }
 
     def shown(self, metrics: Mapping[str, float | None]) -> dict[str, str]:
-        few = len(self.names) < FEW
-        return super().shown({name: value for name, value in metrics.items() if not (few and name == "top5")})
+        metrics = dict(metrics)
+        if len(self.names) < MIN_CLASSES_FOR_TOP5:
+            metrics.pop("top5", None)
+        return super().shown(metrics)
 
     def ranked(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """The most probable classes with their probabilities."""
-        best = largest(outputs, TOP)
-        return best, outputs.softmax(1).gather(1, best)
+        """Return the most probable classes and their probabilities."""
+        best = largest(outputs, TOP_CLASSES)
+        probabilities = outputs.softmax(1)
+        return best, probabilities.gather(1, best)
 
     def shares(self, targets: Tensor) -> Tensor:
         return one_hot(targets, self.outputs()).float()
 
 
 def largest(outputs: Tensor, count: int) -> Tensor:
-    """The places of the largest outputs (N, classes), the largest first; of equal ones the first, as argmax has it."""
-    return outputs.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    """Return the indices of the `count` largest of the outputs (N, classes) of each sample.
+
+    The largest comes first. Equal outputs keep their order, so that the first is `argmax`.
+    """
+    # topk does not keep the order of equal values.
+    order = outputs.sort(dim=1, descending=True, stable=True).indices
+    return order[:, :count]
 
 
 def check_range(labels: Tensor, names: Sequence[str]) -> None:
-    """Raises ValueError for labels (N,) that are not the place of a name."""
-    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < len(names):
+    """Raise ValueError for labels (N,) that are not indices of `names`."""
+    if not len(labels):
+        return
+    lowest = int(labels.min())
+    highest = int(labels.max())
+    if lowest < 0 or highest >= len(names):
         raise ValueError(
             f"labels must be 0 to {len(names) - 1}, one for each of the {len(names)} class names, "
-            f"found {int(labels.min())} to {int(labels.max())}"
+            f"found {lowest} to {highest}"
         )
 
 
 def described(targets: Tensor) -> str:
+    """Format type and shape, as in `float32 (8, 1)`."""
     return f"{targets.dtype} {tuple(targets.shape)}".removeprefix("torch.")
 
 
 @register_task("multilabel")
-class Multilabel(OfClasses):
-    """Binary cross-entropy, the mean over the classes; F1 at probability 0.5, over all labels and a class at a time.
+class Multilabel(ClassTask):
+    """Binary cross-entropy, averaged over the classes; F1 at probability 0.5.
 
-    F1 = 2 TP / (2 TP + FP + FN), and 0 where there is neither a label nor a prediction (van Rijsbergen, "Information
-    Retrieval", 1979, chapter 7; macro: the mean over the classes).
+    F1 = 2 TP / (2 TP + FP + FN), and 0 if there are neither labels nor predictions (van Rijsbergen,
+    "Information Retrieval", 1979, chapter 7). `f1` is computed from counts over all labels (micro),
+    `f1_macro` is the mean of the F1 of each class.
     """
 
-    reads: ClassVar[Reads] = "classes"
-    metric: ClassVar[str] = "f1"
-    larger_is_better: ClassVar[bool] = True
-    tells: ClassVar[tuple[str, ...]] = ("loss", "f1", "f1_macro")
+    reads = "classes"
+    metric = "f1"
+    larger_is_better = True
+    tells = ("loss", "f1", "f1_macro")
     titles: ClassVar[Mapping[str, str]] = {"f1": "F1", "f1_macro": "F1 macro"}
-    fractions: ClassVar[tuple[str, ...]] = ("f1", "f1_macro")
-    mixes: ClassVar[bool] = True
-    uses: ClassVar[tuple[str, ...]] = ("class_weights",)
+    fractions = ("f1", "f1_macro")
+    mixes = True
+    uses = ("class_weights",)
 
     @classmethod
     def checked(cls, targets: Tensor, names: Sequence[str]) -> Tensor:
-        """(N, classes) float32 of 0 and 1; class indices (N,) become one label each."""
+        """Return labels of 0 and 1, (N, classes) float32; class indices (N,) become one-hot."""
         if not names:
             raise ValueError("no class names are given, and it takes at least 1")
-        if targets.dim() == 1 and not targets.is_floating_point() and targets.dtype != torch.bool:
+        is_integer = not targets.is_floating_point() and targets.dtype != torch.bool
+        if targets.dim() == 1 and is_integer:
             check_range(targets, names)
             targets = one_hot(targets.to(torch.int64), len(names))
-        if targets.dim() != 2 or targets.shape[1] != len(names) or targets.is_complex():
+        has_label_per_name = targets.dim() == 2 and targets.shape[1] == len(names)
+        if not has_label_per_name or targets.is_complex():
             raise ValueError(
                 f"labels must be 0 or 1 for each sample and each of the {len(names)} class names, "
                 f"found {described(targets)}"
             )
         targets = targets.to(torch.float32)
-        if not ((targets == 0) | (targets == 1)).all():
+        is_label = (targets == 0) | (targets == 1)
+        if not is_label.all():
             raise ValueError(f"labels must be 0 or 1, found {targets.min():g} to {targets.max():g}")
         return targets
 
-    def _balanced(self, targets: Tensor) -> Tensor:
-        """A label counts as much as all absences together, where an absence counts 1; 1 where all samples have the
-        label, or none."""
+    def _balance_weights(self, targets: Tensor) -> Tensor:
+        """Compute weights that make the presence of each label count as much as its absence.
+
+        An absence has weight 1. A label that all samples have, or that no sample has, gets weight
+        1 too.
+        """
         labels = targets.double()
         ratio = (1 - labels).sum(0) / labels.sum(0)
         return torch.where(ratio.isfinite() & (ratio > 0), ratio, 1)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Of logits (N, classes) and labels (N, classes) between 0 and 1."""
+        """Compute the loss of logits (N, outputs) and labels (N, classes) between 0 and 1."""
         weights = self.weights(outputs.device)
-        weights = None if weights is None else self._of_names(weights)
-        return binary_cross_entropy_with_logits(self._of_names(outputs), targets, pos_weight=weights)
+        if weights is not None:
+            weights = self._select_named(weights)
+        logits = self._select_named(outputs)
+        return binary_cross_entropy_with_logits(logits, targets, pos_weight=weights)
 
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        outputs = self._of_names(outputs)
-        predicted, labels = outputs > 0, targets > 0.5
+        outputs = self._select_named(outputs)
+        # A logit above 0 is a probability above 0.5.
+        predicted = outputs > 0
+        labels = targets > 0.5
         return {
+            # The function returns a mean over samples and classes.
             "loss": binary_cross_entropy_with_logits(outputs, targets) * len(targets),
             "both": (predicted & labels).sum(0),
             "either": predicted.sum(0) + labels.sum(0),
         }
 
-    def metrics(self, sums: Mapping[str, Tensor], count: int) -> dict[str, float]:
-        both, either = sums["both"], sums["either"]
+    def metrics(
+        self,
+        sums: Mapping[str, Tensor],
+        count: int,
+    ) -> dict[str, float]:
+        both = sums["both"]
+        either = sums["either"]
+        # The denominators are 0 if there are neither labels nor predictions.
         micro = 2 * both.sum() / either.sum().clamp_min(1)
-        macro = (2 * both / either.clamp_min(1)).mean()
-        return {"loss": sums["loss"].item() / count, "f1": micro.item(), "f1_macro": macro.item()}
+        macro = 2 * both / either.clamp_min(1)
+        return {
+            "loss": sums["loss"].item() / count,
+            "f1": micro.item(),
+            "f1_macro": macro.mean().item(),
+        }
 
     def ranked(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """The most probable classes with the probability of each."""
-        best = largest(self._of_names(outputs), TOP)
-        return best, outputs.sigmoid().gather(1, best)
+        """Return the most probable classes and the probability of each."""
+        best = largest(self._select_named(outputs), TOP_CLASSES)
+        probabilities = outputs.sigmoid()
+        return best, probabilities.gather(1, best)
 
     def shares(self, targets: Tensor) -> Tensor:
         return targets
 
-    def _of_names(self, outputs: Tensor) -> Tensor:
-        """Without the outputs that a larger model.num_classes adds."""
+    def _select_named(self, outputs: Tensor) -> Tensor:
+        """Drop the outputs that a larger model.num_classes adds."""
         return outputs[..., : len(self.names)]

@@ -1,4 +1,4 @@
-"""The contract of a task, and tasks by name: the ones that come with the package, and the user's own."""
+"""Base class of all tasks, and the registry of tasks by name, which plugins extend."""
 
 from __future__ import annotations
 
@@ -10,25 +10,30 @@ from torch import Tensor
 
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
-from trainer.recipe.known_names import Registry
+from trainer.recipe.known_names import TASKS, Registry
+from trainer.recipe.schema import LossRecipe
+from trainer.recipe.text import format_yaml
 
 Reads = Literal["class", "classes", "values"]
 
 
 class Task:
-    """What a model is trained for. A task of your own is a subclass with a `loss`; everything else has a default.
+    """Objective that a model is trained for: the loss and the metrics.
+
+    To add a task, write a subclass with a `loss`; everything else has a default.
 
     Attributes:
-        reads: what a table of labels says of an image: its class, its classes, or numbers.
-        metric: the one of `metrics` by which the best epoch is chosen.
-        larger_is_better: whether the best is the largest.
-        tells: the names of all `metrics`; `loss` and `metric` by default.
-        titles: what people call a metric, where that is another name.
-        fractions: the metrics that are shown in percent.
-        mixes: whether targets can be mixed as mixup and cutmix mix images: see `shares`.
-        uses: the keys of the recipe's `loss` that the `loss` of this very class looks at. The others are refused.
+        reads: content of a table of labels: the class or classes of an image, or numbers.
+        metric: name of the metric that chooses the best epoch.
+        larger_is_better: True if the largest value of `metric` is the best.
+        tells: names of all `metrics`; `loss` and `metric` by default.
+        titles: display names of metrics, if they differ from the name.
+        fractions: metrics that are shown in percent.
+        mixes: True if mixup and cutmix can mix the targets, see `shares`.
+        uses: keys of the recipe's section `loss` that the method `loss` of this class reads. The
+            other keys of the section are refused.
         recipe: the whole recipe.
-        names: of the classes, or of the predicted values.
+        names: names of the classes, or of the predicted values.
     """
 
     reads: ClassVar[Reads] = "class"
@@ -40,111 +45,164 @@ class Task:
     mixes: ClassVar[bool] = False
     uses: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, recipe: Recipe, names: Sequence[str], targets: Tensor | None = None) -> None:
-        """`targets` are the training set's, (N, ...), where they are known without reading its inputs.
+    def __init__(
+        self,
+        recipe: Recipe,
+        names: Sequence[str],
+        targets: Tensor | None = None,
+    ) -> None:
+        """Check that the task supports the recipe's section `loss`.
+
+        Args:
+            recipe: the whole recipe.
+            names: names of the classes, or of the predicted values.
+            targets: targets of the training set, (N, ...); None if they can only be read together
+                with the inputs.
 
         Raises:
-            RecipeError: the recipe asks for what this task does not have.
+            RecipeError: the recipe has a setting that this task does not support.
         """
-        self.recipe, self.names = recipe, tuple(names)
-        home = next(kind for kind in type(self).__mro__ if "loss" in vars(kind))  # whose loss it is
-        for key, off in (("label_smoothing", "0"), ("class_weights", "null")):
-            if getattr(recipe.loss, key) and key not in vars(home).get("uses", ()):
-                raise RecipeError(f"loss.{key} is not for task.name={recipe.task.name}: set loss.{key}={off}")
+        self.recipe = recipe
+        self.names = tuple(names)
+        # A subclass with its own `loss` does not inherit `uses`, because its loss may ignore keys.
+        loss_class = next(kind for kind in type(self).__mro__ if "loss" in vars(kind))
+        used_keys = vars(loss_class).get("uses", ())
+        for key, field in LossRecipe.model_fields.items():
+            if getattr(recipe.loss, key) and key not in used_keys:
+                raise RecipeError(
+                    f"loss.{key} is not for task.name={recipe.task.name}: set "
+                    f"loss.{key}={format_yaml(field.default)}"
+                )
 
     @classmethod
     def metric_names(cls) -> tuple[str, ...]:
-        """Of all metrics of the held-out samples."""
+        """Return the names of all metrics of the validation split."""
         return cls.tells or tuple(dict.fromkeys(("loss", cls.metric)))
 
     @classmethod
     def checked(cls, targets: Tensor, names: Sequence[str]) -> Tensor:
-        """A data set's targets (N, ...), as `loss` wants them. They come from a user: check them against the names.
+        """Check a data set's targets (N, ...) against `names`, and convert them for `loss`.
 
         Raises:
-            ValueError: they are not targets of this task, with what they must be.
+            ValueError: the targets do not fit this task. The message says what they must be.
         """
         return targets
 
     def outputs(self) -> int | None:
-        """How many numbers the model gives for a sample; None where other shapes are right too."""
+        """Return the number of model outputs per sample; None if the task accepts any shape."""
         return None
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """What training makes small: the mean over the rows of each row's own loss, 0-dim.
+        """Compute the mean of the losses of all samples, 0-dim.
 
-        So the loss of a batch is the same however it is cut into micro-batches and shards.
+        The loss of a sample must not depend on other samples, so that the loss of a batch is the
+        same however the batch is divided into micro-batches and local batches.
 
         Args:
-            outputs: (N, ...) of the model, in float32.
-            targets: (N, ...) as the data set gives them, or as `shares` under mixup and cutmix.
+            outputs: outputs of the model (N, ...), in float32.
+            targets: targets (N, ...) from `checked`, or from `shares` under mixup and cutmix.
         """
         raise NotImplementedError
 
     def soft_loss(self, outputs: Tensor, taught: Tensor, temperature: float) -> Tensor:
-        """How far outputs are from a teacher's, times temperature^2: the mean over the rows, 0-dim."""
+        """Compute the mean distance between outputs and a teacher's outputs, 0-dim.
+
+        Args:
+            outputs: outputs of the model (N, ...), in float32.
+            taught: outputs of the teacher (N, ...).
+            temperature: divisor of both before softmax. The result is multiplied by its square.
+        """
         raise NotImplementedError
 
     def label_probabilities(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
-        """(N,) float64: the probability of each row's one class, by which wrong labels are found; None: it has no such.
+        """Return the probability of the class of each sample, (N,) float64, to find wrong labels.
 
-        Where it is not None, `ranked` gives probabilities of classes.
+        A task whose samples can have several classes, or none, returns None. In all other tasks
+        `ranked` must return probabilities of classes.
         """
         return None
 
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """What `metrics` is made of, added up over the rows: tensors of a fixed shape, under names of their own.
+        """Return the sums over all samples that `metrics` needs: named tensors of a fixed shape.
 
-        They are added over batches and ranks in float64, and divided once.
+        The caller adds them over batches and ranks in float64, and `metrics` divides once.
         """
         return {"loss": self.loss(outputs, targets) * len(targets)}
 
-    def metrics(self, sums: Mapping[str, Tensor], count: int) -> dict[str, float]:
-        """The metrics of `count` samples, at least one, from the sums over all of them (float64, on the CPU).
+    def metrics(
+        self,
+        sums: Mapping[str, Tensor],
+        count: int,
+    ) -> dict[str, float]:
+        """Compute the metrics, `loss` first, from the sums over `count` samples.
 
-        `loss` is the first of them.
+        Args:
+            sums: totals of `sums`, float64 tensors on the CPU.
+            count: number of samples, at least 1.
         """
         return {"loss": sums["loss"].item() / count}
 
     def shares(self, targets: Tensor) -> Tensor:
-        """Targets (N, ...) as float32 of which a weighted mean makes sense; only where `mixes`."""
+        """Convert targets (N, ...) to float32 values that can be averaged, if the task `mixes`."""
         raise NotImplementedError
 
     def ranked(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """What is predicted: of each sample (N, K) places of names, the most telling first, and a number for each.
+        """Return the predictions of each sample: indices of names, and a number for each name.
+
+        Both have the shape (N, K), with the most important name first.
 
         Raises:
-            RecipeError: outputs of this task are not numbers for names.
+            RecipeError: the task does not define the meaning of its outputs.
         """
         raise RecipeError(
-            f"task.name={self.recipe.task.name} has no `ranked`, which says what its outputs mean; label with "
-            "trainer.predict(model, inputs, devices=...) instead, which returns the outputs themselves"
+            f"task.name={self.recipe.task.name} has no `ranked`, which says what its outputs mean; "
+            "label with trainer.predict(model, inputs, devices=...) instead, which returns the "
+            "outputs themselves"
         )
 
     def improves(self, value: float, best: float | None) -> bool:
-        """Whether `metric` is better than it ever was; NaN is worse than anything."""
+        """Return whether `value` of `metric` is better than `best`."""
+        # Any value is better than NaN.
         if best is None or math.isnan(best):
             return True
-        return value > best if self.larger_is_better else value < best
+        if self.larger_is_better:
+            return value > best
+        return value < best
 
     def shown(self, metrics: Mapping[str, float | None]) -> dict[str, str]:
-        """The metrics that make sense to people, by title, as text; `loss` comes first."""
-        known = {self.titles.get(name, name): (name, value) for name, value in metrics.items() if value is not None}
-        return {t: f"{value:.2%}" if name in self.fractions else figure(value) for t, (name, value) in known.items()}
+        """Format the metrics that are worth showing, by title; `loss` comes first."""
+        texts = {}
+        for name, value in metrics.items():
+            if value is not None:
+                title = self.titles.get(name, name)
+                if name in self.fractions:
+                    texts[title] = f"{value:.2%}"
+                else:
+                    texts[title] = figure(value)
+        return texts
 
     def text(self, metrics: Mapping[str, float | None]) -> str:
-        """They in a line."""
+        """Format the metrics in one line."""
         return "  ".join(f"{title} {text}" for title, text in self.shown(metrics).items())
 
     @classmethod
     def headline(cls) -> str:
-        """The metric to show next to the loss: the one that chooses the best epoch, if that is another."""
-        return next((name for name in (cls.metric, *cls.metric_names()) if name != "loss"), "loss")
+        """Return the metric to show next to the loss.
+
+        This is the metric that chooses the best epoch, unless that is the loss itself.
+        """
+        for name in (cls.metric, *cls.metric_names()):
+            if name != "loss":
+                return name
+        return "loss"
 
 
 def figure(value: float) -> str:
-    """A loss or another number, for people: 0.1234, or 1.733e+19 of a run that goes astray."""
-    return f"{value:.4f}" if not abs(value) >= 1e5 else f"{value:.4g}"
+    """Format a loss or another number, as in 0.1234."""
+    # A run that diverges has losses such as 1.733e+19.
+    if abs(value) >= 1e5:
+        return f"{value:.4g}"
+    return f"{value:.4f}"
 
 
 Kind = TypeVar("Kind", bound=type[Task])
@@ -152,36 +210,70 @@ _registered = Registry[type[Task]]("register_task")
 
 
 def register_task(name: str) -> Callable[[Kind], Kind]:
-    """Make a subclass of `Task` known as `task.name=name`: a decorator. Raises RecipeError for a name that is taken."""
+    """Register a subclass of `Task` as `task.name=name`; use it as a decorator.
+
+    Raises:
+        RecipeError: another task has this name.
+    """
     return _registered.register(name)
 
 
-def known(name: str) -> bool:
-    """Whether there is a task of that name."""
+def list_shipped() -> tuple[type[Task], ...]:
+    """Return the classes of the tasks in `TASKS`.
+
+    Raises:
+        KeyError: a row has no class.
+    """
+    return tuple(_registered[name] for name in TASKS)
+
+
+def is_registered(name: str) -> bool:
+    """Return whether a task is registered as `name`."""
     return name in _registered
 
 
-def kind(recipe: Recipe) -> type[Task]:
-    """The class of the recipe's task. Raises RecipeError where there is none of that name."""
+def find_task_class(recipe: Recipe) -> type[Task]:
+    """Return the class of the recipe's task.
+
+    Raises:
+        RecipeError: the task is not registered.
+    """
     name = recipe.task.name
     if name not in _registered:
         raise RecipeError(f"task.name={name} is not a task; known: {', '.join(_registered)}")
     return _registered[name]
 
 
-def create(recipe: Recipe, names: Sequence[str], targets: Tensor | None = None) -> Task:
-    """The recipe's task, for a data set's names and, where they are known, its training targets.
+def create_task(
+    recipe: Recipe,
+    names: Sequence[str],
+    targets: Tensor | None = None,
+) -> Task:
+    """Create the recipe's task for a data set.
+
+    Args:
+        recipe: the whole recipe.
+        names: the data set's names of classes or values.
+        targets: targets of the training set, or None; see `Task`.
 
     Raises:
-        RecipeError: there is none of that name, or the recipe asks for what it does not have.
+        RecipeError: the task is not registered, or it does not support a setting of the recipe.
     """
-    task = kind(recipe)(recipe, names, targets)
-    on = [key for key in ("mixup", "cutmix") if getattr(recipe.augment, key)]
-    if on and not task.mixes:
+    task = find_task_class(recipe)(recipe, names, targets)
+    mixing_keys = [key for key in ("mixup", "cutmix") if getattr(recipe.augment, key)]
+    if mixing_keys and not task.mixes:
+        key = mixing_keys[0]
+        remedy = " ".join(f"augment.{key}=0" for key in mixing_keys)
         raise RecipeError(
-            f"augment.{on[0]}={getattr(recipe.augment, on[0]):g} mixes the targets of images, and those of "
-            f"task.name={recipe.task.name} do not mix: set {' '.join(f'augment.{key}=0' for key in on)}"
+            f"augment.{key}={getattr(recipe.augment, key):g} mixes the targets of images, and "
+            f"those of task.name={recipe.task.name} do not mix: set {remedy}"
         )
-    if recipe.distill.teacher is not None and (type(task).soft_loss is Task.soft_loss or task.outputs() is None):
-        raise RecipeError(f"task.name={recipe.task.name} has no `soft_loss` of a teacher: set distill.teacher=null")
+    if recipe.distill.teacher is not None:
+        # The outputs of the teacher are appended to the targets, so their number must be fixed.
+        has_soft_loss = type(task).soft_loss is not Task.soft_loss
+        if not has_soft_loss or task.outputs() is None:
+            raise RecipeError(
+                f"task.name={recipe.task.name} has no `soft_loss` of a teacher: set "
+                "distill.teacher=null"
+            )
     return task

@@ -1,5 +1,5 @@
-"""What a run tells: clocks, FLOPs and memory, TensorBoard and steps.csv, the verdict, plots.
+"""Measurements and output of a run: clocks, FLOPs, memory, TensorBoard, steps.csv, verdict, plots.
 
-It measures and shows; it decides nothing.
+This package measures and shows; decisions are made elsewhere.
 Imports: errors, recipe, devices, processes, saving.
 """

@@ -1,4 +1,7 @@
-"""Times of steps and of a run's parts, throughput. Nothing here waits for a device in a step."""
+"""Clocks for steps, for the parts of a run, and for throughput.
+
+No function that is called within a step waits for a device.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,19 @@ import torch
 
 from trainer.saving.journal import DATA, START, STEPS, UNFINISHED
 
+# Waiting for the first batches, while the readers start.
+FIRST = f"{START}first batches"
+
 
 def synchronise(devices: Sequence[torch.device]) -> None:
-    """Wait until the devices have done what they were given."""
+    """Wait until the devices have finished all work in their queues."""
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
 
 def record_event() -> torch.cuda.Event:
-    """An event for timing, where the current stream is now."""
+    """Record an event for timing on the current stream."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
@@ -31,7 +37,12 @@ def record_event() -> torch.cuda.Event:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Images a second, and their deviation over windows, each weighing as much as it lasted; None for one window."""
+    """Images per second.
+
+    Attributes:
+        samples_per_sec: Mean over all measured windows.
+        std: Standard deviation over windows, weighted by their durations; None for one window.
+    """
 
     samples_per_sec: float
     std: float | None
@@ -39,7 +50,7 @@ class Throughput:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step."""
+    """Duration of a step in seconds."""
 
     mean: float
     std: float | None
@@ -48,56 +59,88 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Speed:
-    """What result.json has of a run's speed, by its keys; None where nothing was measured."""
+    """Speed of a run by the keys of result.json; a value that was not measured is None.
+
+    Attributes:
+        throughput: Images per second.
+        step_time_s: Duration of a step.
+        data_wait_fraction: Share of the steps that waits for data.
+        launch_bound_fraction: Upper bound of the share that a GPU waits for launches, see
+            `StepTimer`; None without a GPU.
+        short: Whether the run was too short for its warm-up.
+    """
 
     throughput: Throughput | None = None
     step_time_s: StepTime | None = None
     data_wait_fraction: float | None = None
-    launch_bound_fraction: float | None = None  # at most, as `StepTimer` tells; None without a GPU
+    launch_bound_fraction: float | None = None
     short: bool = True
 
 
 class StepTimer:
-    """Times of steps, and of waiting for data within them, cut into windows that end at synchronised moments.
+    """Clock for steps and for waiting for data within them.
 
-    On CUDA the host runs ahead, so steps are timed by events on the device; elsewhere by the clock. Waiting for data
-    then is what both did: the host waits while the device still computes, and that costs nothing.
+    Steps are grouped into windows that end with a synchronisation. On CUDA the host runs ahead of
+    the device, so events on the device time the steps. On other devices, the host's clock times
+    them. Waiting for data counts only while host and device both wait: if the host waits while the
+    device still computes, no time is lost.
 
-    Whether a device waits for launches shows in when it ends a step, beside when the host has issued the next one. A
-    step that was issued as a whole before the device came to it waits for none, and tells how long a step is then.
-    Where the device comes first, it may wait until the last kernel is issued; what comes later is its own work. How
-    long it works before, no event tells: these seconds, without those of waiting for data and no more than what the
-    step is longer than one that waits for none, are the most that it waits.
+    To detect waiting for launches, the end of a step on the device is compared with the moment at
+    which the host had issued the next step. A step that was issued completely before the device
+    reached it does not wait for launches, so its duration is that of the device's own work. A
+    device that reaches a step earlier may wait until its last kernel is issued. No event shows how
+    long the device works until then, so only an upper bound of the waiting is known: the time
+    between reaching the step and the end of its issue, without waiting for data, and limited to the
+    excess over a step that does not wait for launches.
     """
 
-    MARKED = 8  # on CUDA the optimizer's part is looked at in one step of so many: an event costs some microseconds
+    # Interval, in steps, at which the optimizer is timed on CUDA: an event costs microseconds.
+    MARKED = 8
 
     def __init__(self, devices: Sequence[torch.device], warmup: int) -> None:
-        """`devices` are those that this process drives; a window ends when all have done their work."""
-        self.devices, self.cuda = devices, devices[0].type == "cuda"
+        """Start the first window.
+
+        Args:
+            devices: Devices of this process; a window ends when all have finished.
+            warmup: Number of first steps that are not measured.
+        """
+        self.devices = devices
+        self.cuda = devices[0].type == "cuda"
         self.warmup = warmup
         self.seen = 0
-        self.steps = array("d")  # seconds of each measured step
-        self.early = array("d")  # the same for warm-up steps after the first, used by runs with nothing else
-        self.waits = [0.0, 0.0]  # seconds waited for data in measured, and early, steps
-        self.launches = [0.0, 0.0]  # seconds, at most, that the device waited for them, likewise
-        self.windows: list[tuple[int, float]] = []  # (steps, seconds) of each measured window
-        self._lap = 0  # windows before the latest `lap`
-        # Seconds of the optimizer's part where it was looked at, of measured, and early, steps.
+        # Seconds of each measured step.
+        self.steps = array("d")
+        # Seconds of each warm-up step after the first, for runs that have no measured step.
+        self.early = array("d")
+        # Seconds of waiting for data in [measured, early] steps.
+        self.waits = [0.0, 0.0]
+        # Upper bound of the seconds of waiting for launches in [measured, early] steps.
+        self.launches = [0.0, 0.0]
+        # Number of steps and seconds of each measured window.
+        self.windows: list[tuple[int, float]] = []
+        # Number of windows before the latest call of `lap`.
+        self._lap = 0
+        # Seconds of the optimizer in those of the (measured, early) steps in which it was timed.
         self.updates: tuple[array[float], array[float]] = (array("d"), array("d"))
-        self.latest_launches = 0.0  # share of the last window, at most
-        self._own = 0.0  # seconds of the latest steps that waited for no launch, the shortest of a window
+        # Upper bound of the share of the last window that waited for launches.
+        self.latest_launches = 0.0
+        # Seconds of the shortest step that waited for no launch, in the latest window with one.
+        self._own = 0.0
         self._events: list[torch.cuda.Event] = []
-        self._marks: list[tuple[int, torch.cuda.Event]] = []  # where the optimizer's part of a step began
-        self._gaps: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []  # the device's, by step
-        self._resumed: dict[int, torch.cuda.Event] = {}  # where a step begins, if not at the end of the one before
-        self._mark = self._asked = 0.0
-        # Of each step its end's time, the seconds it waited for data, and those of its optimizer's part.
+        # Start of the optimizer by the index of the step.
+        self._marks: list[tuple[int, torch.cuda.Event]] = []
+        # Start and end of the device's waiting for data by the index of the step.
+        self._gaps: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
+        # Start of a step that does not start at the end of the previous one.
+        self._resumed: dict[int, torch.cuda.Event] = {}
+        self._mark = 0.0
+        self._asked = 0.0
+        # End of each step, its seconds of waiting for data, and those of its optimizer.
         self._pending: list[tuple[float, float, float]] = []
         self.start()
 
     def start(self) -> None:
-        """A window begins here: what lies before (evaluation, saving) is nobody's step."""
+        """Start a window; the time before it (evaluation, saving) belongs to no step."""
         self._pending.clear()
         if self.cuda:
             self._marks.clear()
@@ -108,7 +151,10 @@ class StepTimer:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """What happens in this block, between two steps and with the devices idle before and after it, is no step's."""
+        """Exclude the time of this block from all steps.
+
+        The block lies between two steps, and the devices are idle before and after it.
+        """
         begun = time.perf_counter()
         yield
         if self.cuda:
@@ -118,14 +164,17 @@ class StepTimer:
         self._pending = [(end + seconds, waited, update) for end, waited, update in self._pending]
 
     def update(self) -> None:
-        """What the step does from here on is the optimizer's part."""
+        """Note that the optimizer starts; it takes the rest of the step."""
         if not self.cuda:
             self._mark = time.perf_counter()
         elif len(self._pending) % self.MARKED == 0:
             self._marks.append((len(self._pending), record_event()))
 
     def ask(self) -> None:
-        """A micro-batch is asked for: what the device has been given so far is all it does until it comes."""
+        """Note that the host asks for a micro-batch.
+
+        Until the micro-batch arrives, the device only has the work in its queue.
+        """
         if self.cuda:
             first = not self._gaps or self._gaps[-1][0] < len(self._pending)
             latest = self._resumed.get(len(self._pending), self._events[-1])
@@ -133,31 +182,36 @@ class StepTimer:
         self._asked = time.perf_counter()
 
     def arrive(self) -> float:
-        """It is here; seconds that the host waited."""
+        """Note that the micro-batch has arrived, and return the seconds that the host waited."""
         waited = time.perf_counter() - self._asked
         if self.cuda:
             self._gaps.append((len(self._pending), self._before, record_event()))
         return waited
 
     def step(self, waited: float) -> None:
-        """A step has been issued, after waiting so long for its data."""
+        """Note that a step has been issued, after `waited` seconds of waiting for its data."""
         if self.cuda:
             self._events.append(record_event())
         now = time.perf_counter()
         self._pending.append((now, waited, now - self._mark))
 
     def stop(self) -> tuple[int, float, float]:
-        """Close the window after a synchronisation: its steps, its seconds, its seconds waiting for data."""
+        """Synchronise and close the window.
+
+        Returns:
+            Its number of steps, its seconds, and its seconds of waiting for data.
+        """
         if not self._pending:
             self.start()
             return 0, 0.0, 0.0
         if self.cuda:
             synchronise(self.devices)
             begins = [self._resumed.get(n, event) for n, event in enumerate(self._events[:-1])]
-            durations = [a.elapsed_time(b) / 1e3 for a, b in zip(begins, self._events[1:], strict=True)]
+            spans = zip(begins, self._events[1:], strict=True)
+            durations = [begin.elapsed_time(end) / 1e3 for begin, end in spans]
         else:
             ends = [self._begun, *(end for end, _, _ in self._pending)]
-            durations = [b - a for a, b in pairwise(ends)]
+            durations = [end - begin for begin, end in pairwise(ends)]
         seconds = time.perf_counter() - self._begun
         waits = [wait for _, wait, _ in self._pending]
         if self._gaps:
@@ -165,12 +219,16 @@ class StepTimer:
             for step, before, after in self._gaps:
                 idle[step] += before.elapsed_time(after) / 1e3
             waits = [min(pair) for pair in zip(waits, idle, strict=True)]
-        launches = self._launches(durations, waits) if self.cuda else [0.0] * len(waits)
+        launches = [0.0] * len(waits)
+        if self.cuda:
+            launches = self._launches(durations, waits)
         self.latest_launches = sum(launches) / max(sum(durations), 1e-9)
         first = self.seen
         self._note_updates()
         self.seen += len(durations)
-        for number, (duration, wait, launch) in enumerate(zip(durations, waits, launches, strict=True), first):
+        rows = zip(durations, waits, launches, strict=True)
+        for number, (duration, wait, launch) in enumerate(rows, first):
+            # The very first step includes start-up, unless the recipe has no warm-up at all.
             if number > 0 or not self.warmup:
                 early = number < self.warmup
                 (self.early if early else self.steps).append(duration)
@@ -181,63 +239,111 @@ class StepTimer:
         self.start()
         return len(durations), seconds, sum(waits)
 
-    def _launches(self, durations: Sequence[float], waits: Sequence[float]) -> list[float]:
-        """Of each step the seconds in which the device had come to it and the host still issued it, waiting for data
-        left out. On the host's clock, as an idle device reaches the window's first event when it is recorded."""
-        found, reached, before = [], self._begun, self._begun
-        for (issued, waited, _), duration, wait in zip(self._pending, durations, waits, strict=True):
-            reading = max(wait, waited - max(0.0, reached - before))  # since the device has come to the step
-            found.append(max(0.0, issued - reached - reading))
-            reached, before = reached + duration, issued
-        rows = [*zip(found, durations, waits, strict=True)]
-        self._own = min((duration for launch, duration, _ in rows if launch == 0), default=self._own)
-        return [min(launch, max(0.0, duration - wait - self._own)) for launch, duration, wait in rows]
+    def _launches(
+        self,
+        durations: Sequence[float],
+        waits: Sequence[float],
+    ) -> list[float]:
+        """Return upper bounds of the seconds that the device waited for launches in each step.
+
+        All times are on the host's clock, because an idle device reaches the first event of a
+        window when it is recorded.
+        """
+        # Seconds in which the device had reached the step and the host still issued it.
+        exposed = []
+        reached = self._begun
+        before = self._begun
+        steps = zip(self._pending, durations, waits, strict=True)
+        for (issued, waited, _), duration, wait in steps:
+            # Part of the host's waiting for data that lies after the device reached the step.
+            waited_since = max(wait, waited - max(0.0, reached - before))
+            exposed.append(max(0.0, issued - reached - waited_since))
+            reached = reached + duration
+            before = issued
+        rows = [*zip(exposed, durations, waits, strict=True)]
+        unexposed = (duration for launch, duration, _ in rows if launch == 0)
+        self._own = min(unexposed, default=self._own)
+        bounds = []
+        for launch, duration, wait in rows:
+            excess = max(0.0, duration - wait - self._own)
+            bounds.append(min(launch, excess))
+        return bounds
 
     def lap(self) -> tuple[int, float]:
-        """Steps and seconds measured since the last call."""
-        fresh, self._lap = self.windows[self._lap :], len(self.windows)
+        """Return the number of steps and the seconds measured since the last call."""
+        fresh = self.windows[self._lap :]
+        self._lap = len(self.windows)
         return sum(steps for steps, _ in fresh), sum(seconds for _, seconds in fresh)
 
     def _note_updates(self) -> None:
         if self.cuda:
-            updates = [(n, mark.elapsed_time(self._events[n + 1]) / 1e3) for n, mark in self._marks]
+            for n, mark in self._marks:
+                end = self._events[n + 1]
+                self._note_update(n, mark.elapsed_time(end) / 1e3)
         else:
-            updates = [(n, update) for n, (_, _, update) in enumerate(self._pending)]
-        for n, seconds in updates:
-            number = self.seen + n
-            if number > 0:
-                self.updates[number < self.warmup].append(seconds)
+            for n, (_, _, seconds) in enumerate(self._pending):
+                self._note_update(n, seconds)
+
+    def _note_update(self, n: int, seconds: float) -> None:
+        number = self.seen + n
+        if number > 0:
+            self.updates[number < self.warmup].append(seconds)
 
     def update_seconds(self) -> float:
-        """Mean seconds of the optimizer's part of the steps that `summary` tells of."""
+        """Return the mean seconds of the optimizer in the steps that `summary` covers."""
         updates = self.updates[not self.steps]
         return sum(updates) / max(1, len(updates))
 
     def summary(self, batch_size: float) -> Speed:
-        """Speed over all measured windows; a run too short for its warm-up uses its later steps."""
+        """Return the speed over all measured windows.
+
+        A run too short for its warm-up uses all steps except the first.
+
+        Args:
+            batch_size: Images per step.
+        """
         short = not self.steps
         steps = self.early if short else self.steps
         if not steps:
             return Speed()
-        windows = self.windows if len(self.windows) > 1 else [(1, s) for s in steps]
+        windows = self.windows
+        if len(windows) < 2:
+            windows = [(1, duration) for duration in steps]
         counts, seconds = torch.tensor(windows, dtype=torch.float64).unbind(1)
         rate = batch_size * counts.sum() / seconds.sum()
-        spread = ((batch_size * counts / seconds - rate).square() * seconds).sum() / seconds.sum()
-        std = spread.sqrt().item() if len(windows) > 1 else None  # a single one has no spread
+        squares = (batch_size * counts / seconds - rate).square()
+        variance = (squares * seconds).sum() / seconds.sum()
+        # A single window, or a single step, has no deviation.
+        std = variance.sqrt().item() if len(windows) > 1 else None
         times = torch.tensor(steps, dtype=torch.float64)
-        p95 = times[-1_000_000:].quantile(0.95).item()  # of more, torch has none
-        step_time = StepTime(sum(steps) / len(steps), times.std().item() if len(steps) > 1 else None, p95)
-        waits, launches = (parts[short] / sum(steps) for parts in (self.waits, self.launches))
-        return Speed(Throughput(rate.item(), std), step_time, waits, launches if self.cuda else None, short)
+        step_std = times.std().item() if len(steps) > 1 else None
+        launches = self.launches[short] / sum(steps)
+        return Speed(
+            Throughput(rate.item(), std),
+            StepTime(
+                mean=sum(steps) / len(steps),
+                std=step_std,
+                # torch.quantile refuses larger tensors.
+                p95=times[-1_000_000:].quantile(0.95).item(),
+            ),
+            self.waits[short] / sum(steps),
+            launches if self.cuda else None,
+            short,
+        )
 
 
 class Stopwatch:
-    """Seconds of all the blocks that it was held over, or of one in `every`; nothing waits for a device before
-    `seconds`."""
+    """Clock for blocks of code: a context manager that measures one block in `every`.
+
+    Only the method `seconds` waits for a device.
+    """
 
     def __init__(self, device: torch.device, every: int = 1) -> None:
-        self.cuda, self.every = device.type == "cuda", every
-        self._seen = self._blocks = 0  # in all, and those that were measured
+        self.cuda = device.type == "cuda"
+        self.every = every
+        # Numbers of all blocks and of the measured ones.
+        self._seen = 0
+        self._blocks = 0
         self._lap = (0.0, 0)
         self._total = 0.0
         self._begin: Any = None
@@ -245,7 +351,10 @@ class Stopwatch:
 
     def __enter__(self) -> None:
         self._seen += 1
-        self._begin = self._now() if self._seen % self.every == 0 else None
+        if self._seen % self.every == 0:
+            self._begin = self._now()
+        else:
+            self._begin = None
 
     def __exit__(self, *_: object) -> None:
         if self._begin is None:
@@ -260,7 +369,9 @@ class Stopwatch:
             self._fold()
 
     def _now(self) -> Any:
-        return record_event() if self.cuda else time.perf_counter()
+        if self.cuda:
+            return record_event()
+        return time.perf_counter()
 
     def _fold(self) -> None:
         begin, end = self._spans.pop(0)
@@ -273,41 +384,57 @@ class Stopwatch:
         return self._total
 
     def lap(self) -> float:
-        """Mean seconds of the blocks that were measured since the last call; 0 where none was."""
-        seconds, blocks = self.seconds(), self._blocks
-        before, self._lap = self._lap, (seconds, blocks)
-        return (seconds - before[0]) / max(1, blocks - before[1])
+        """Return the mean seconds of the blocks measured since the last call; 0 for no block."""
+        before, blocks = self._lap
+        self._lap = (self.seconds(), self._blocks)
+        return (self._lap[0] - before) / max(1, self._blocks - blocks)
 
 
 class Ledger:
-    """Seconds of a process by what it does: at each moment one part, so that they add up."""
+    """Seconds of a process by activity.
+
+    Each moment belongs to exactly one part, so the seconds add up to the time since the start.
+    """
 
     def __init__(self, part: str, devices: Sequence[torch.device] = ()) -> None:
-        """It begins with this part."""
+        """Start the clock with the activity `part`."""
         self.devices = devices
         self.seconds: dict[str, float] = {}
-        self.begun = self._since = time.perf_counter()  # when it was made
+        self.begun = time.perf_counter()
+        self._since = self.begun
         self._part = part
-        self._first: float | None = None  # seconds of the first step, until those of the next ones are known
-        self._ended = 0.0  # seconds of steps that have ended
+        # Seconds of the first step, until those of the next ones are known.
+        self._first: float | None = None
+        # Seconds of steps that have ended.
+        self._ended = 0.0
+        # Seconds of waiting for peers that waited for data.
+        self._peers = 0.0
 
     def turn(self, part: str, at: float | None = None) -> str:
-        """From here on, or from `time.perf_counter()` `at` on, it is this part; gives the one before."""
-        now, before = time.perf_counter() if at is None else at, self._part
+        """Start the activity `part` and return the previous one.
+
+        Args:
+            part: Activity from now on.
+            at: Its start on the clock of `time.perf_counter`; None for now.
+        """
+        now = time.perf_counter() if at is None else at
+        before = self._part
         self._move(now - self._since, None, before)
-        self._since, self._part = now, part
+        self._since = now
+        self._part = part
         return before
 
     def by_now(self) -> dict[str, float]:
-        """Seconds of each part so far."""
+        """Return the seconds of each part so far."""
         self.turn(self._part)
         return dict(self.seconds)
 
     @contextmanager
     def span(self, part: str) -> Iterator[None]:
-        """What happens in this block, with the devices idle before and after it.
+        """Count this block for `part`, with synchronised devices before and after it.
 
-        Where it fails nothing is waited for: the device may have work that needs a peer which is gone.
+        If the block fails, the devices are not synchronised, because they may wait for a rank that
+        has exited.
         """
         synchronise(self.devices)
         before = self.turn(part, time.perf_counter())
@@ -317,22 +444,41 @@ class Ledger:
         finally:
             self.turn(before, time.perf_counter())
 
-    def note_steps(self, steps: int, seconds: float, waited: float) -> None:
-        """A window of steps has ended: what they waited for data, and what the first one took longer, is no step's."""
+    def note_steps(self, steps: int, seconds: float, waited: float, counted: float) -> None:
+        """Note that a window of steps has ended.
+
+        Steps exclude waiting for data, and the excess of the first step over the next ones.
+
+        Args:
+            steps: Number of steps of the window.
+            seconds: Duration of the window.
+            waited: Seconds that the steps of the window waited for data.
+            counted: Seconds of waiting for data in all steps so far that `StepTimer` counts, which
+                the verdict uses as well. The rest of the waiting is the start of the readers.
+        """
         if not steps:
             return
-        self._move(waited, STEPS, DATA)
+        self._move(waited, STEPS, FIRST)
+        self._move(counted + self._peers - self.seconds.get(DATA, 0.0), FIRST, DATA)
         mean = (seconds - waited) / steps
         if self._first is not None:
             self._move(max(0.0, self._first - mean), STEPS, f"{START}first step")
-        self._first = mean if self._ended == 0.0 else None
+        self._first = None
+        if self._ended == 0.0:
+            self._first = mean
         self._ended = self.by_now()[STEPS]
 
+    def note_peers(self, seconds: float) -> None:
+        """Note `seconds` of waiting for peers that themselves waited for data."""
+        self._peers += seconds
+        self._move(seconds, STEPS, DATA)
+
     def note_failure(self) -> None:
-        """Steps since the last window have not ended."""
-        self._move(max(0.0, self.by_now().get(STEPS, 0.0) - self._ended), STEPS, UNFINISHED)
+        """Note that the steps since the last window will not end."""
+        unfinished = max(0.0, self.by_now().get(STEPS, 0.0) - self._ended)
+        self._move(unfinished, STEPS, UNFINISHED)
 
     def _move(self, seconds: float, source: str | None, target: str) -> None:
-        for part, change in ((source, -seconds), (target, seconds)):
-            if part is not None:
-                self.seconds[part] = self.seconds.get(part, 0.0) + change
+        if source is not None:
+            self.seconds[source] = self.seconds.get(source, 0.0) - seconds
+        self.seconds[target] = self.seconds.get(target, 0.0) + seconds

@@ -1,11 +1,12 @@
-"""TensorBoard: which charts of a run it shows first, and its event files, written by the thread that has the values and
-read with limits.
+"""TensorBoard event files: the order of charts, writing, reading and trimming.
 
-It sorts groups of tags by name. Time Series, its first page, opens the first two, Scalars the first three. So what
-everybody looks for is repeated in a group that sorts first, and what few look at moves to groups that sort last.
+TensorBoard sorts groups of tags by name. Its first page, Time Series, opens the first two groups,
+and Scalars the first three. So the most important values are repeated in a group that sorts first,
+and rarely needed ones move to groups that sort last.
 
-torch's own writer hands values to a thread, which reopens the file by its name for every block: a full disk or a folder
-that was removed then ends in that thread's traceback, late. Here it is an error of the line that logs.
+torch's own writer hands values to a thread, which reopens the file by its name for every block. A
+full disk or a removed directory then ends in a traceback of that thread, late. Here it raises an
+error in the call that logs.
 """
 
 from __future__ import annotations
@@ -19,104 +20,162 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.saving.files import AppendFile, draft_of, opened, put, set_aside, why
+from trainer.saving.files import (
+    AppendFile,
+    describe_error,
+    open_regular,
+    replace_file,
+    set_aside,
+    temporary_path,
+)
 
-if TYPE_CHECKING:  # it imports torch, and `runs` reads events without
+# The module imports torch, which the command `runs` does without.
+if TYPE_CHECKING:
     from trainer.saving.checkpoint import Position
 
-Curve = tuple[list[float], list[float], list[float]]  # steps, seconds since training began, values
-FLUSH_SECONDS = 10.0  # readers see what is written within about this long
-VERSION = {"file_version": "brain.Event:2"}  # a file of events begins with it
-_HEAD = struct.Struct("<QI")  # of a record: its length, and a checksum of that; after it a checksum of the data
-FIRST, LAST = "overview/", "z_"
-_MOVED = ("memory/", "pipeline/")  # to the end
-# What a run that is continued within an epoch logs anew at its end.
+# Steps, seconds since training began, values.
+Curve = tuple[list[float], list[float], list[float]]
+# Seconds after which logged values are flushed, so that TensorBoard can read them.
+FLUSH_SECONDS = 10.0
+# First event of every file.
+VERSION = {"file_version": "brain.Event:2"}
+# Head of a record: the length of its data and the checksum of the length. The data and their
+# checksum follow.
+_HEAD = struct.Struct("<QI")
+FIRST = "overview/"
+LAST = "z_"
+# Prefixes of the tags that move to the end.
+_MOVED = ("memory/", "pipeline/")
+# Tags that a run logs at the end of an epoch, and so again if it is resumed within the epoch.
 AT_END = re.compile(
     r"(z_)?(memory|summary)/|val/|verdict/|view/|overview/\d_val_|speed/(val_|goodput|part_communication)"
 )
 PICTURES = ("batch as the model sees it", "confusion matrix")
 
 
-def arranged(values: Mapping[str, float], metric: str) -> dict[str, float]:
-    """Values by tag, under the tags that TensorBoard is given: some moved to the end, the most wanted also in front."""
+def arrange_tags(values: Mapping[str, float], metric: str) -> dict[str, float]:
+    """Return values under the tags that TensorBoard gets.
+
+    Some tags move to the end, and the most important values appear a second time in front.
+
+    Args:
+        values: Values by tag.
+        metric: Name of the main metric.
+    """
     speed = ("speed/samples_per_sec", "speed/val_samples_per_sec", "speed/data_wait_pct")
-    wanted = ("train/loss", "val/loss", f"val/{metric}", *speed)
-    # Numbered alike for all tasks, so that runs of several tasks share the charts that they have in common.
-    short = [f"{n}_{tag.removeprefix('speed/').replace('/', '_')}" for n, tag in enumerate(wanted, 1)]
-    front = dict(reversed([*zip(wanted, short, strict=True)]))  # where the loss is the metric, too, its number is 2
-    moved = {LAST + tag if tag.startswith(_MOVED) else tag: value for tag, value in values.items()}
-    return moved | {FIRST + front[tag]: value for tag, value in values.items() if tag in front}
+    important = ("train/loss", "val/loss", f"val/{metric}", *speed)
+    front: dict[str, str] = {}
+    # The numbers are the same for all tasks, so that runs of several tasks share charts.
+    for n, tag in enumerate(important, 1):
+        name = tag.removeprefix("speed/").replace("/", "_")
+        # If the loss is the main metric as well, its first number stays.
+        front.setdefault(tag, f"{FIRST}{n}_{name}")
+    moved = {}
+    repeated = {}
+    for tag, value in values.items():
+        if tag in front:
+            repeated[front[tag]] = value
+        if tag.startswith(_MOVED):
+            tag = LAST + tag
+        moved[tag] = value
+    return moved | repeated
 
 
-def image(name: str, encoded: bytes, size: tuple[int, int]) -> Any:
-    """A picture (PNG or JPEG) of (width, height), one of PICTURES; TensorBoard sorts them by their tags."""
+def image_summary(name: str, encoded: bytes, size: tuple[int, int]) -> Any:
+    """Return the summary of a picture, whose tag contains its number in the order of PICTURES.
+
+    Args:
+        name: Element of PICTURES.
+        encoded: PNG or JPEG file.
+        size: Width and height in pixels.
+    """
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     width, height = size
     picture = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=encoded)
-    return Summary(value=[Summary.Value(tag=f"view/{PICTURES.index(name) + 1} {name}", image=picture)])
+    tag = f"view/{PICTURES.index(name) + 1} {name}"
+    return Summary(value=[Summary.Value(tag=tag, image=picture)])
 
 
 class Events(AppendFile):
-    """One event file of a folder."""
+    """Writer of one event file."""
 
     def __init__(self, folder: Path, suffix: str = "") -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         folder.mkdir(parents=True, exist_ok=True)
-        # The name is TensorBoard's, which reads files in its order.
-        name = f"events.out.tfevents.{_next_time(folder):.6f}.{socket.gethostname()}.{os.getpid()}{suffix}"
+        # TensorBoard reads the files of a directory in the order of their names.
+        writer = f"{socket.gethostname()}.{os.getpid()}{suffix}"
+        name = f"events.out.tfevents.{_choose_next_time(folder):.6f}.{writer}"
         self._file = (folder / name).open("xb")
-        self._records, self._flushed = RecordWriter(self._file), time.monotonic()
-        self._records.write(_encoded(**VERSION))
+        self._records = RecordWriter(self._file)
+        self._flushed = time.monotonic()
+        self._records.write(_encode_event(**VERSION))
 
     def add(self, summary: Any, step: int) -> None:
-        """A summary, as `torch.utils.tensorboard.summary` makes them."""
-        self._records.write(_encoded(step=step, summary=summary))
+        """Write a summary in the form of `torch.utils.tensorboard.summary`."""
+        self._records.write(_encode_event(step=step, summary=summary))
         if time.monotonic() - self._flushed > FLUSH_SECONDS:
             self.flush()
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """One event for all of them: an event each would cost several times as much."""
+        """Write one event for all values: one event for each would cost several times as much."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        self.add(Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]), step)
+        entries = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        self.add(Summary(value=entries), step)
 
     def begin(self, step: int) -> None:
-        """A part of a run begins, whose first step is this one: a TensorBoard that has read values of it forgets them.
+        """Mark a start or resume at `step`, so that TensorBoard drops its values from `step` on.
 
-        It does so from the second beginning on that it sees, so that the first part has to tell its own.
+        TensorBoard ignores the first mark that it reads, so a new run has to write one as well.
         """
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
-        self._records.write(_encoded(step=step, session_log=SessionLog(status=SessionLog.START)))
+        self._records.write(
+            _encode_event(step=step, session_log=SessionLog(status=SessionLog.START))
+        )
 
 
-def _next_time(folder: Path) -> float:
-    """The time for the name of a folder's next file: now, or after its newest where a clock was set back since."""
-    times = [re.match(r"events\.out\.tfevents\.(\d{10})\.", path.name) for path in folder.glob("events.out.tfevents.*")]
-    return max(time.time(), *(float(match[1]) + 1 for match in times if match), 0.0)
+def _choose_next_time(folder: Path) -> float:
+    """Return the time for the name of the next event file of a directory.
+
+    This is now, or after the newest file if the clock was set back since.
+    """
+    latest = time.time()
+    for path in folder.glob("events.out.tfevents.*"):
+        match = re.match(r"events\.out\.tfevents\.(\d{10})\.", path.name)
+        if match:
+            latest = max(latest, float(match[1]) + 1)
+    return latest
 
 
-def _encoded(**fields: Any) -> bytes:
-    """An event of now."""
+def _encode_event(**fields: Any) -> bytes:
+    """Return an event with the current time, as bytes."""
     from tensorboard.compat.proto.event_pb2 import Event
 
     event: bytes = Event(wall_time=time.time(), **fields).SerializeToString()
     return event
 
 
-def read_events(path: Path, warn: Callable[[str], None] = lambda line: None) -> Iterator[Any]:
-    """The events of a file up to its end, or to where it is damaged, of which `warn` gets a line.
+def read_events(
+    path: Path,
+    warn: Callable[[str], None] = lambda line: None,
+) -> Iterator[Any]:
+    """Yield the events of a file up to its end or its first damage.
 
-    A last record that is cut short is no damage: its writer was killed, or is still at it.
+    An incomplete last record is no damage: its writer was killed, or is still writing.
+
+    Args:
+        path: Event file.
+        warn: Receives a line if the file is damaged.
     """
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.record_writer import masked_crc32c
 
     count = 0
     try:
-        with opened(path) as file:
+        with open_regular(path) as file:
             left = os.fstat(file.fileno()).st_size
             while len(head := file.read(_HEAD.size)) == _HEAD.size:
                 length, check = _HEAD.unpack(head)
@@ -125,17 +184,19 @@ def read_events(path: Path, warn: Callable[[str], None] = lambda line: None) -> 
                 left -= _HEAD.size + length + 4
                 if left < 0:
                     return
-                data, (check,) = file.read(length), struct.unpack("<I", file.read(4))
+                data = file.read(length)
+                (check,) = struct.unpack("<I", file.read(4))
                 if masked_crc32c(data) != check:
                     raise ValueError("a record's checksum differs")
                 yield Event.FromString(data)
                 count += 1
-    except Exception as error:  # protobuf has kinds of its own
-        warn(f"{path} is left out after {count} events: {why(error)}")
+    # Protobuf raises errors that share no base class with those of files.
+    except Exception as error:
+        warn(f"{path} is left out after {count} events: {describe_error(error)}")
 
 
-def curves_of(folder: Path) -> dict[str, Curve]:
-    """A run's TensorBoard values by tag."""
+def read_curves(folder: Path) -> dict[str, Curve]:
+    """Return the TensorBoard values of a run by tag."""
     curves: dict[str, Curve] = {}
     begun = None
     for path in sorted(folder.glob("events.out.tfevents.*")):
@@ -150,27 +211,36 @@ def curves_of(folder: Path) -> dict[str, Curve]:
     return curves
 
 
-def trim_events(folder: Path, position: Position, warn: Callable[[str], None] = lambda line: None) -> None:
-    """Rewrite a continued run's files into one that ends at `position`: one value a (tag, step).
+def trim_events(
+    folder: Path, position: Position, warn: Callable[[str], None] = lambda line: None
+) -> None:
+    """Merge the event files of a resumed run into one that ends at `position`.
 
-    In the middle of an epoch, or before its evaluation, what that will log at this step is still to come. Wherever this
-    is killed, the files that are there hold all else, once a (tag, step) after the next time.
+    The result has one value for each tag and step. Within an epoch, or before its evaluation, the
+    values of the end of the epoch are dropped, because the run will log them again. Killed at any
+    moment, this leaves files that hold every other value, and the next call removes duplicates.
+
+    Args:
+        folder: Directory of the event files.
+        position: Position from which the run is resumed.
+        warn: Receives a line for each damaged file.
     """
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     old = sorted(folder.glob("events.out.tfevents.*"))
     if not old:
         return
-    draft = draft_of(folder / "events")
+    draft = temporary_path(folder / "events")
     try:
         with draft.open("wb") as file:
             writer = RecordWriter(file)
-            writer.write(_encoded(**VERSION))
-            for event in _up_to(position, old, warn):
+            writer.write(_encode_event(**VERSION))
+            for event in _read_events(position, old, warn):
                 writer.write(event.SerializeToString())
             file.flush()
             os.fsync(file.fileno())
-        put(draft, old[-1])  # the one that an open TensorBoard is at: where that is removed, it reads no later ones
+        # An open TensorBoard reads this file: if it disappeared, later files would not be read.
+        replace_file(draft, old[-1])
     finally:
         draft.unlink(missing_ok=True)
     for path in old[:-1]:
@@ -178,22 +248,29 @@ def trim_events(folder: Path, position: Position, warn: Callable[[str], None] = 
         path.unlink(missing_ok=True)
 
 
-def _up_to(position: Position, paths: Sequence[Path], warn: Callable[[str], None]) -> Iterator[Any]:
-    """The summaries that a run continued at `position` keeps, each value of a (tag, step) once."""
+def _read_events(
+    position: Position,
+    paths: Sequence[Path],
+    warn: Callable[[str], None],
+) -> Iterator[Any]:
+    """Yield the events that a run resumed at `position` keeps, with each (tag, step) once."""
     seen: set[tuple[str, int]] = set()
 
-    def stays(tag: str, step: int) -> bool:
+    def is_kept(tag: str, step: int) -> bool:
         if step == position.step:
             return position.step_in_epoch == 0 or not AT_END.match(tag)
         return step < position.step
 
-    for path in paths if position.step else ():
+    # A run that starts again from step 0 keeps nothing.
+    if position.step == 0:
+        return
+    for path in paths:
         for event in read_events(path, warn):
             fresh = []
             for value in event.summary.value:
-                place = (value.tag, event.step)
-                if place not in seen and stays(*place):
-                    seen.add(place)
+                key = (value.tag, event.step)
+                if key not in seen and is_kept(*key):
+                    seen.add(key)
                     fresh.append(value)
             if fresh:
                 del event.summary.value[:]

@@ -1,4 +1,4 @@
-"""Floating point operations of a model, and the published peaks of cards."""
+"""Floating point operations of a model, and the published peaks of GPUs."""
 
 from __future__ import annotations
 
@@ -11,73 +11,111 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainer.devices.precision import computed_in
+from trainer.devices.precision import resolve_precision
 
-# Dense peaks in TFLOP/s from NVIDIA's data sheets, of GeForce and RTX from its white papers on Ampere (GA102), Ada and
-# Blackwell, by torch's name of the card: a chip has others in other shapes, and a part of one (MIG) none. fp32 is
-# without tensor cores, the 16-bit ones add up in fp32; what a card computes by other means only has no peak.
-_PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
-_HOPPER, _AMPERE = (67.0, 495.0, 989.0, 989.0), (19.5, 156.0, 312.0, 312.0)
-_NVL = (60.0, 417.5, 835.5, 835.5)
-PEAK_TFLOPS: dict[str, tuple[float | None, ...]] = {
-    "NVIDIA B200": (75.0, 1125.0, 2250.0, 2250.0),
-    "NVIDIA GH200 480GB": _HOPPER,
-    "NVIDIA GH200 144G HBM3e": _HOPPER,
-    "NVIDIA H200": _HOPPER,
-    "NVIDIA H200 NVL": _NVL,
-    "NVIDIA H100 NVL": _NVL,
-    "NVIDIA H100 80GB HBM3": _HOPPER,
-    "NVIDIA H100 PCIe": (51.0, 378.0, 756.0, 756.0),
-    "NVIDIA A100-SXM4-40GB": _AMPERE,
-    "NVIDIA A100-SXM4-80GB": _AMPERE,
-    "NVIDIA A100-PCIE-40GB": _AMPERE,
-    "NVIDIA A100 80GB PCIe": _AMPERE,
-    "NVIDIA L40S": (91.6, 183.0, 362.0, 362.0),
-    "NVIDIA L40": (90.5, 90.5, 181.0, 181.0),
-    "NVIDIA L4": (30.3, 60.0, 121.0, 121.0),
-    "NVIDIA A40": (37.4, 74.8, 149.7, 149.7),
-    "NVIDIA A30": (10.3, 82.0, 165.0, 165.0),
-    "NVIDIA A10": (31.2, 62.5, 125.0, 125.0),
-    "NVIDIA RTX 6000 Ada Generation": (91.1, 182.1, 364.2, 364.2),
-    "NVIDIA RTX A6000": (38.7, 77.4, 154.8, 154.8),
-    "NVIDIA GeForce RTX 5090": (104.8, 104.8, 209.5, 209.5),
-    "NVIDIA GeForce RTX 4090": (82.6, 82.6, 165.2, 165.2),
-    "NVIDIA GeForce RTX 3090": (35.6, 35.6, 71.2, 71.2),
-    "Tesla V100-SXM2-16GB": (15.7, None, 125.0, None),
-    "Tesla V100-SXM2-32GB": (15.7, None, 125.0, None),
-    "Tesla V100-PCIE-16GB": (14.0, None, 112.0, None),
-    "Tesla V100-PCIE-32GB": (14.0, None, 112.0, None),
-    "Tesla T4": (8.1, None, 65.0, None),
-}
-# Bytes a second to and from a card's memory, from NVIDIA's data sheets.
-PEAK_BANDWIDTH = {
-    "NVIDIA H200": 4800e9, "NVIDIA H100 80GB HBM3": 3350e9, "NVIDIA H100 PCIe": 2000e9,
-    "NVIDIA A100-SXM4-40GB": 1555e9, "NVIDIA A100-SXM4-80GB": 2039e9, "NVIDIA A100-PCIE-40GB": 1555e9,
-    "NVIDIA A100 80GB PCIe": 1935e9, "NVIDIA L40S": 864e9, "NVIDIA L40": 864e9, "NVIDIA L4": 300e9,
-    "NVIDIA A40": 696e9, "NVIDIA A30": 933e9, "NVIDIA A10": 600e9, "Tesla V100-SXM2-16GB": 900e9,
-    "Tesla V100-SXM2-32GB": 900e9, "Tesla V100-PCIE-16GB": 900e9, "Tesla V100-PCIE-32GB": 900e9, "Tesla T4": 320e9,
-}  # fmt: skip
+# Published figures by torch's name of the GPU, from NVIDIA's data sheets; for GeForce and RTX, from
+# its white papers on Ampere (GA102), Ada and Blackwell. The name is the key, because the same chip
+# has other figures in other form factors, and a MIG slice has none. The first columns are dense
+# peaks in TFLOP/s: fp32 without tensor cores, 16-bit formats with fp32 accumulation, "-" for a
+# format that the GPU only emulates. The last column is the memory bandwidth in GB/s, for the GPUs
+# on which `prove` compares it.
+CARDS = """
+    card                           |   fp32   tf32   fp16   bf16   GB/s
+    NVIDIA B200                    |     75   1125   2250   2250      -
+    NVIDIA GH200 480GB             |     67    495    989    989      -
+    NVIDIA GH200 144G HBM3e        |     67    495    989    989      -
+    NVIDIA H200                    |     67    495    989    989   4800
+    NVIDIA H200 NVL                |     60  417.5  835.5  835.5      -
+    NVIDIA H100 NVL                |     60  417.5  835.5  835.5      -
+    NVIDIA H100 80GB HBM3          |     67    495    989    989   3350
+    NVIDIA H100 PCIe               |     51    378    756    756   2000
+    NVIDIA A100-SXM4-40GB          |   19.5    156    312    312   1555
+    NVIDIA A100-SXM4-80GB          |   19.5    156    312    312   2039
+    NVIDIA A100-PCIE-40GB          |   19.5    156    312    312   1555
+    NVIDIA A100 80GB PCIe          |   19.5    156    312    312   1935
+    NVIDIA L40S                    |   91.6    183    362    362    864
+    NVIDIA L40                     |   90.5   90.5    181    181    864
+    NVIDIA L4                      |   30.3     60    121    121    300
+    NVIDIA A40                     |   37.4   74.8  149.7  149.7    696
+    NVIDIA A30                     |   10.3     82    165    165    933
+    NVIDIA A10                     |   31.2   62.5    125    125    600
+    NVIDIA RTX 6000 Ada Generation |   91.1  182.1  364.2  364.2      -
+    NVIDIA RTX A6000               |   38.7   77.4  154.8  154.8      -
+    NVIDIA GeForce RTX 5090        |  104.8  104.8  209.5  209.5      -
+    NVIDIA GeForce RTX 4090        |   82.6   82.6  165.2  165.2      -
+    NVIDIA GeForce RTX 3090        |   35.6   35.6   71.2   71.2      -
+    Tesla V100-SXM2-16GB           |   15.7      -    125      -    900
+    Tesla V100-SXM2-32GB           |   15.7      -    125      -    900
+    Tesla V100-PCIE-16GB           |     14      -    112      -    900
+    Tesla V100-PCIE-32GB           |     14      -    112      -    900
+    Tesla T4                       |    8.1      -     65      -    320
+"""
 
 
-def training_flops(model: nn.Module, shape: Sequence[int]) -> int:
-    """Those of training on it: 3 x forward (Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B), or, where
-    parameters are frozen, forward and the backward passes that are left. Raises as `pass_flops`.
+def look_up_published(card: str, column: str) -> float | None:
+    """Return the figure of a GPU in a column of `CARDS`, in FLOP/s or B/s; None if unknown."""
+    lines = CARDS.strip().splitlines()
+    (_, titles), *rows = [line.split("|") for line in lines]
+    for name, figures in rows:
+        if name.strip() == card:
+            figure = dict(zip(titles.split(), figures.split(), strict=True))[column]
+            scale = 1e9 if column == "GB/s" else 1e12
+            if figure != "-":
+                return scale * float(figure)
+    return None
+
+
+def look_up_peak_bandwidth(card: str) -> float | None:
+    """Return the published memory bandwidth of a GPU in bytes per second; None if unknown."""
+    return look_up_published(card, "GB/s")
+
+
+def count_training_flops(model: nn.Module, shape: Sequence[int]) -> int:
+    """Return the floating point operations of a training step on a batch of `shape`.
+
+    These are three forward passes (Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B). With
+    frozen parameters, the forward pass and the remaining parts of the backward pass are counted.
+
+    Raises:
+        NotImplementedError: The model has an operator that cannot run on the meta device.
     """
     if all(parameter.requires_grad for parameter in model.parameters()):
         return 3 * pass_flops(model, shape)
     return pass_flops(model, shape, backward=True)
 
 
-def _convolution_backward(gradient: Any, x: Any, weight: Any, *rest: Any, **_: Any) -> int:
-    """As many as forward for each of the gradients of inputs and weights; torch's own leaves groups out of account."""
-    transposed, wanted = rest[4], rest[7]
-    return int(sum(wanted[:2]) * 2 * math.prod(x if transposed else gradient) * math.prod(weight[1:]))
+def _convolution_backward(
+    gradient: Any,
+    x: Any,
+    weight: Any,
+    *rest: Any,
+    **_: Any,
+) -> int:
+    """Count a forward pass for each of the gradients of input and weight.
+
+    FlopCounterMode's own formula ignores groups.
+    """
+    is_transposed = rest[4]
+    output_mask = rest[7]
+    positions = math.prod(x if is_transposed else gradient)
+    gradients = sum(output_mask[:2])
+    return int(gradients * 2 * positions * math.prod(weight[1:]))
 
 
-def pass_flops(model: nn.Module, shape: Sequence[int], backward: bool = False) -> int:
-    """Floating point operations of one pass forward, and `backward`, on a batch of `shape`, counted on shapes alone.
+def pass_flops(
+    model: nn.Module,
+    shape: Sequence[int],
+    backward: bool = False,
+) -> int:
+    """Count the floating point operations of a forward pass, without computing anything.
 
-    Raises NotImplementedError: the model has an operator that cannot run on them.
+    Args:
+        model: Model, which stays unchanged.
+        shape: Shape of the batch.
+        backward: Whether to count the backward pass too.
+
+    Raises:
+        NotImplementedError: The model has an operator that cannot run on the meta device.
     """
     probe = copy.deepcopy(model).to("meta").eval()
     counter = FlopCounterMode(
@@ -90,10 +128,15 @@ def pass_flops(model: nn.Module, shape: Sequence[int], backward: bool = False) -
     return int(counter.get_total_flops())
 
 
-def peak_flops(device: torch.device, precision: str) -> float | None:
-    """The device's published dense peak in FLOP/s in a precision, or None where it is not known."""
+def look_up_peak_flops(device: torch.device, precision: str) -> float | None:
+    """Return the published dense peak of a device in FLOP/s; None if unknown.
+
+    Args:
+        device: Device of any type; only GPUs have a published peak.
+        precision: Precision of the recipe.
+    """
     if device.type != "cuda":
         return None
-    known = PEAK_TFLOPS.get(torch.cuda.get_device_name(device))
-    peak = known[_PRECISIONS.index(computed_in(precision, device))] if known else None
-    return None if peak is None else 1e12 * peak
+    return look_up_published(
+        torch.cuda.get_device_name(device), resolve_precision(precision, device)
+    )

@@ -1,6 +1,7 @@
-"""Weights & Biases and MLflow beside TensorBoard: the same values, the recipe, the final figures.
+"""Weights & Biases and MLflow: the values of TensorBoard, the recipe, and the final figures.
 
-Both keep, send and try again in the background by themselves. They are optional and imported on first use.
+Both libraries store, send and retry in the background themselves. They are optional and imported on
+first use.
 """
 
 from __future__ import annotations
@@ -15,133 +16,208 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import text_of
+from trainer.errors import SetupError, load_extra, read_text
 from trainer.processes import interrupts
 from trainer.recipe import Recipe, flatten
-from trainer.saving.files import usable_json, write_atomically
+from trainer.saving.files import read_json_or_empty, write_atomically
 
-SOON = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}  # else it tries for minutes
+# By default, MLflow retries for minutes if its server is out of reach.
+MLFLOW_LIMITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
 
 
 class WandbRun:
-    """A run of Weights & Biases. Without an account on this machine it stays in the run folder, to be sent later."""
+    """Run of Weights & Biases.
 
-    def __init__(self, recipe: Recipe, folder: Path, say: Callable[[str], None]) -> None:
-        import wandb
+    Without an account on this machine, the run stays in the run folder and can be sent later.
+    """
 
-        project = recipe.logging.wandb if isinstance(recipe.logging.wandb, str) else "trainer"
-        known = "WANDB_MODE" in os.environ or wandb.login(prompt=False)  # without an account it would ask
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        say: Callable[[str], None],
+    ) -> None:
+        wandb = load_extra("logging.wandb", "wandb")
+        project = "trainer"
+        if isinstance(recipe.logging.wandb, str):
+            project = recipe.logging.wandb
+        # Without an account, wandb.init would ask for one at the terminal.
+        has_account = "WANDB_MODE" in os.environ or wandb.login(prompt=False)
+        run_id = load_or_create_id(folder, "wandb", project, lambda: uuid.uuid4().hex[:12])
         self._run = wandb.init(
-            project=project, name=folder.name, id=known_id(folder, "wandb", project, lambda: uuid.uuid4().hex[:12]),
-            resume="allow", dir=folder, config=recipe.to_dict(), mode=None if known else "offline",
+            project=project,
+            name=folder.name,
+            id=run_id,
+            resume="allow",
+            dir=folder,
+            config=recipe.to_dict(),
+            mode=None if has_account else "offline",
             settings=wandb.Settings(silent=True, console="off", init_timeout=30),
-        )  # fmt: skip
-        if not known:
-            say(f"logging.wandb: no account on this machine; wandb sync {folder}/wandb/offline-run-* sends the values")
+        )
+        if not has_account:
+            say(
+                "logging.wandb: no account on this machine; wandb sync "
+                f"{folder}/wandb/offline-run-* sends the values"
+            )
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         self._run.log(dict(values), step=step)
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        self._run.summary.update({**final_figures(result), "status": result.get("status", "failed")})
-        self._run.finish(exit_code=0 if result.get("status") == "completed" else 1)
+        self._run.summary.update(
+            {**collect_final_figures(result), "status": result.get("status", "failed")}
+        )
+        has_failed = result.get("status") != "completed"
+        self._run.finish(exit_code=int(has_failed))
 
 
 class MlflowRun:
-    """A run of MLflow, in an experiment named like the recipe."""
+    """Run of MLflow in an experiment that has the name of the recipe."""
 
-    def __init__(self, recipe: Recipe, folder: Path, say: Callable[[str], None]) -> None:
-        for variable, limit in SOON.items():
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        say: Callable[[str], None],
+    ) -> None:
+        for variable, limit in MLFLOW_LIMITS.items():
             os.environ.setdefault(variable, limit)
+        load_extra("logging.mlflow", "mlflow")
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
-        where = recipe.logging.mlflow
-        self._client = client = MlflowClient(tracking_uri=where if isinstance(where, str) else None)
-        self._sent: deque[Any] = deque(maxlen=1000)
-        known = client.get_experiment_by_name(recipe.name)
-        home = known.experiment_id if known else client.create_experiment(recipe.name)
+        server = recipe.logging.mlflow
+        uri = server if isinstance(server, str) else None
+        self._client = client = MlflowClient(tracking_uri=uri)
+        self._requests: deque[Any] = deque(maxlen=1000)
+        experiment = client.get_experiment_by_name(recipe.name)
+        if experiment:
+            experiment_id = experiment.experiment_id
+        else:
+            experiment_id = client.create_experiment(recipe.name)
+        # The address is stored in a file, so it must not contain a password.
         address = str(client.tracking_uri).rpartition("@")[2]
-        begin = lambda: str(client.create_run(home, run_name=folder.name).info.run_id)  # noqa: E731
-        self._id = known_id(folder, "mlflow", address, begin)
+
+        def create_run() -> str:
+            return str(client.create_run(experiment_id, run_name=folder.name).info.run_id)
+
+        self._id = load_or_create_id(folder, "mlflow", address, create_run)
         client.update_run(self._id, status="RUNNING")
-        before = client.get_run(self._id).data.params  # of a run that goes on; MLflow refuses another value
-        keys = flatten(recipe.to_dict())
-        params = [Param(key, str(value)[:500]) for key, value in keys.items() if key not in before]
-        for start in range(0, len(params), 100):  # a request takes no more
+        # A resumed run has parameters already, and MLflow refuses to change them.
+        logged = client.get_run(self._id).data.params
+        params = []
+        for key, value in flatten(recipe.to_dict()).items():
+            if key not in logged:
+                params.append(Param(key, str(value)[:500]))
+        # MLflow accepts up to 100 parameters in a request.
+        for start in range(0, len(params), 100):
             client.log_batch(self._id, params=params[start : start + 100])
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric
 
-        metrics = [Metric(tag, value, int(1000 * time.time()), step) for tag, value in values.items()]
-        self._sent.append(self._client.log_batch(self._id, metrics=metrics, synchronous=False))
+        now = int(1000 * time.time())
+        metrics = [Metric(tag, value, now, step) for tag, value in values.items()]
+        self._requests.append(self._client.log_batch(self._id, metrics=metrics, synchronous=False))
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        self.scalars({f"final/{key}": value for key, value in final_figures(result).items()}, result.get("steps", 0))
+        figures = {f"final/{key}": value for key, value in collect_final_figures(result).items()}
+        self.scalars(figures, result.get("steps", 0))
         try:
-            for request in self._sent:
-                request.wait()  # raises what went wrong meanwhile
+            for request in self._requests:
+                # An error of an earlier request is raised here.
+                request.wait()
         finally:
-            status = {"completed": "FINISHED", "preempted": "KILLED"}.get(result.get("status", ""), "FAILED")
+            statuses = {"completed": "FINISHED", "preempted": "KILLED"}
+            status = statuses.get(result.get("status", ""), "FAILED")
             self._client.set_terminated(self._id, status=status)
 
 
-KINDS: dict[str, Callable[[Recipe, Path, Callable[[str], None]], Any]] = {"wandb": WandbRun, "mlflow": MlflowRun}
+KINDS: dict[str, Callable[[Recipe, Path, Callable[[str], None]], Any]] = {
+    "wandb": WandbRun,
+    "mlflow": MlflowRun,
+}
 
 
 class Loggers:
-    """The loggers that a recipe names; none is the usual case, and then nothing here does anything."""
+    """The loggers that a recipe turns on; there are usually none."""
 
-    def __init__(self, recipe: Recipe, folder: Path, say: Callable[[str], None]) -> None:
-        self._say, self._result, self._runs = say, dict[str, Any](), dict[str, Any]()
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        say: Callable[[str], None],
+    ) -> None:
+        self._say = say
+        self._result: dict[str, Any] = {}
+        self._runs: dict[str, Any] = {}
         for name, kind in KINDS.items():
             if getattr(recipe.logging, name):
-                with self._or_told(name):
+                with self._dropped_on_error(name):
                     self._runs[name] = kind(recipe, folder, say)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Values of a step; returns at once."""
+        """Log the values of a step without waiting for a server."""
         self._each(lambda run: run.scalars(values, step))
 
     def result(self, result: Mapping[str, Any]) -> None:
-        """What result.json holds now; the last one is the run's."""
+        """Set the content of result.json; the last call counts."""
         self._result = dict(result)
 
     def close(self) -> None:
-        """Wait until all is sent."""
+        """Log the final figures and wait until everything is sent."""
         self._each(lambda run: run.finish(self._result))
         self._runs = {}
 
     def _each(self, call: Callable[[Any], None]) -> None:
         for name, run in [*self._runs.items()]:
-            with self._or_told(name):
+            with self._dropped_on_error(name):
                 call(run)
 
     @contextmanager
-    def _or_told(self, name: str) -> Iterator[None]:
-        """A library that fails is left out from here on, and told."""
+    def _dropped_on_error(self, name: str) -> Iterator[None]:
+        """Drop the logger `name` with a warning if its library fails in this block."""
         try:
             yield
+        except SetupError:
+            raise
         except (Exception, SystemExit) as error:
-            interrupts.stuck.set()  # its library would wait for it at the end of this process
+            # The library's exit handler would wait for the server, so the process must not run it.
+            interrupts.skips_shutdown.set()
             self._runs.pop(name, None)
-            reason = f"{type(error).__name__}: {' '.join(text_of(error).split())[:200]}"
-            self._say(f"warning: logging.{name} lacks values from here on ({reason})")
+            reason = f"{type(error).__name__}: {' '.join(read_text(error).split())[:200]}"
+            self._say(f"warning: logging.{name} lacks values from now on ({reason})")
 
 
-def known_id(folder: Path, name: str, where: str, make: Callable[[], str]) -> str:
-    """The logger's own name of the run: that of its earlier parts there, else a fresh one, kept in the folder."""
-    kept = usable_json(folder / f"{name}.json")
-    if isinstance(kept.get("id"), str) and kept.get("where", where) == where:
-        return str(kept["id"])
-    fresh = make()
-    write_atomically(folder / f"{name}.json", json.dumps({"id": fresh, "where": where}) + "\n")
-    return fresh
+def load_or_create_id(
+    folder: Path,
+    name: str,
+    where: str,
+    make: Callable[[], str],
+) -> str:
+    """Return the logger's id of a run, which a resumed run keeps.
+
+    Args:
+        folder: Run folder, in which the id is stored.
+        name: Name of the logger.
+        where: Project or server; an id of another one is not used.
+        make: Creates an id.
+    """
+    stored = read_json_or_empty(folder / f"{name}.json")
+    if isinstance(stored.get("id"), str) and stored.get("where", where) == where:
+        return str(stored["id"])
+    run_id = make()
+    write_atomically(folder / f"{name}.json", json.dumps({"id": run_id, "where": where}) + "\n")
+    return run_id
 
 
-def final_figures(result: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a result.json."""
-    speed, step = result.get("throughput") or {}, result.get("step_time_s") or {}
-    figures = {**result, "samples_per_sec": speed.get("samples_per_sec"), "step_time_s": step.get("mean")}
+def collect_final_figures(result: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a result.json, with the mean speed and the mean step time."""
+    speed = result.get("throughput") or {}
+    step = result.get("step_time_s") or {}
+    figures = {
+        **result,
+        "samples_per_sec": speed.get("samples_per_sec"),
+        "step_time_s": step.get("mean"),
+    }
     return {key: float(value) for key, value in figures.items() if isinstance(value, int | float)}

@@ -1,8 +1,8 @@
-"""Tables -> pictures, on a transparent ground with mid-grey ink, so that they read on white and on dark pages alike.
+"""Charts with a transparent background and mid-grey ink, readable on light and on dark pages.
 
-Colours are those of Okabe and Ito, "Color Universal Design" (2008), which people with any kind of colour vision can
-tell apart, without black and with a darker yellow, which would vanish on one of the two grounds. Matplotlib is imported
-on first use.
+The colours are those of Okabe and Ito, "Color Universal Design" (2008), which people with any kind
+of colour vision can distinguish. Black is left out and yellow is darker, because each would vanish
+on one of the two backgrounds. Matplotlib is imported on first use.
 """
 
 from __future__ import annotations
@@ -11,12 +11,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-INK = "#7a7a7a"  # contrast 4.3 to white and 4.4 to GitHub's dark page
+# Contrast ratio 4.3 to white and 4.4 to GitHub's dark page.
+INK = "#7a7a7a"
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#8c6bb1", "#cc79a7", "#b5a800")
 
 
-def canvas(width: float, height: float, columns: int = 1) -> tuple[Any, list[Any]]:
-    """A figure, in inches, and its axes side by side; no window, no global state of pyplot."""
+def create_figure(
+    width: float,
+    height: float,
+    columns: int = 1,
+) -> tuple[Any, list[Any]]:
+    """Create a figure without pyplot, which would keep global state and might open a window.
+
+    Args:
+        width: Width in inches.
+        height: Height in inches.
+        columns: Number of axes next to each other.
+
+    Returns:
+        The figure and its axes.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -37,28 +51,38 @@ def canvas(width: float, height: float, columns: int = 1) -> tuple[Any, list[Any
 
 
 def save_picture(figure: Any, path: Path) -> None:
-    """Write the picture, transparent."""
+    """Write the figure as a picture with a transparent background."""
     figure.savefig(path, dpi=150, transparent=True)
 
 
-def bars(
-    path: Path, rows: Sequence[tuple[str, float | None, float, str]], xlabel: str, title: str = ""
-) -> None:  # fmt: skip
-    """Horizontal bars with whiskers of one standard deviation, the first on top, as many as there are.
+def draw_bars(
+    path: Path,
+    rows: Sequence[tuple[str, float | None, float, str]],
+    xlabel: str,
+    title: str = "",
+) -> None:
+    """Draw horizontal bars with whiskers of one standard deviation, the first bar on top.
 
     Args:
-        rows: name, mean, standard deviation and words beside it of each; without a mean only the words.
+        path: File to write.
+        rows: Name, mean, standard deviation and label of each bar; a row without a mean shows only
+            its label.
+        xlabel: Label of the axis.
+        title: Title of the chart.
     """
-    figure, (axes,) = canvas(8.5, 1.1 + 0.42 * len(rows))
+    figure, (axes,) = create_figure(8.5, 1.1 + 0.42 * len(rows))
     axes.grid(False, axis="y")
-    top = max([mean + std for _, mean, std, _ in rows if mean is not None], default=1.0) or 1.0
-    for position, (_, mean, std, words) in enumerate(rows):
+    ends = [mean + std for _, mean, std, _ in rows if mean is not None]
+    top = max(ends, default=1.0) or 1.0
+    for position, (_, mean, std, label) in enumerate(rows):
         if mean is not None:
             axes.barh(position, mean, height=0.66, color=COLOURS[position % len(COLOURS)])
         if mean is not None and std:
-            axes.errorbar(mean, position, xerr=std, color=INK, capsize=4, capthick=1.4, elinewidth=1.4)
+            axes.errorbar(
+                mean, position, xerr=std, color=INK, capsize=4, capthick=1.4, elinewidth=1.4
+            )
         end = (mean or 0.0) + std
-        axes.text(end + 0.015 * top, position, words, va="center", ha="left", color=INK, fontsize=9)
+        axes.text(end + 0.015 * top, position, label, va="center", ha="left", color=INK, fontsize=9)
     axes.set_yticks(range(len(rows)), [name for name, *_ in rows])
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)

@@ -1,9 +1,12 @@
-"""What is looked for while a run trains: a rank that is slower than the others, and by which parts of a batch all would
-take as long, from what each took for its own. No torch, no clock.
+"""Detection of slow ranks, and of shares of a batch for which all ranks need the same time.
 
-A healthy run must never be accused: each rule asks for much more than chance does. A rank's seconds are taken to grow
-with its images. What they have besides, as a step's launches have, is found by measuring again under the new shares:
-these stay when all ranks take as long.
+The measurements are those of each rank for its own samples. This module uses neither torch nor a
+clock.
+
+A healthy run must not get a warning, so each limit is far above what chance produces. The time of a
+rank is assumed to be proportional to its number of images. A constant part, such as launches, is
+corrected by the next measurement with the new shares, which are kept once all ranks need the same
+time.
 """
 
 from __future__ import annotations
@@ -12,56 +15,91 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-WINDOW, WINDOWS = 10.0, 6  # seconds of steps, and how many of these in a row a rank has to be slow
-FEW = 3  # measurements in a window, at least: where steps take seconds, it lasts longer
-SLOWER = 0.1
-STEPS, SECONDS = 8, 1.0  # of a first division by shares, at least, in FEW measurements
-ROUNDS = 3  # of these at most: each begins where the one before has led
-NOISE, LASTING = 1.05, 1.1  # times as fast that other shares have to be at first, and later on
-SHARE_WINDOW = 1.0  # seconds of a window; later shares rest on WINDOWS of them, at least
-MOST = 2 / 3  # of the windows that have to ask for them
-Divide = Callable[[Sequence[float]], list[int]]  # rows of each rank, by what it computes in a second
+# Number of successive windows, and seconds of a window, in which a rank must be slow.
+WINDOWS = 6
+WINDOW = 10.0
+# Minimum number of measurements in a window, which is longer if steps take seconds.
+FEW = 3
+# Minimum relative excess of a slow rank's time over the median of the other ranks.
+MIN_LAG = 0.1
+# Minimum number and seconds of the steps before a first division by shares.
+MIN_STEPS = 8
+MIN_SECONDS = 1.0
+# Maximum number of first divisions: each starts from the result of the previous one.
+ROUNDS = 3
+# Minimum predicted speedup for a first division, and for a later one.
+MIN_FIRST_GAIN = 1.05
+LASTING = 1.1
+# Seconds of a window of shares; a later division needs WINDOWS of them.
+SHARE_WINDOW = 1.0
+# Minimum share of the windows in which other shares are faster.
+MIN_WINDOW_SHARE = 2 / 3
+# Function from the images per second of each rank to the rows of each rank.
+Divide = Callable[[Sequence[float]], list[int]]
 
 
 @dataclass(frozen=True)
 class Lag:
-    """The slowest rank of a window."""
+    """Slowest rank of a window.
+
+    Attributes:
+        rank: Number of the rank.
+        behind: Relative excess of its own time for a step over the median of the other ranks.
+        data: Whether waiting for data explains more of the excess than computing.
+        gain: Speedup of the whole run if no rank waited for another.
+    """
 
     rank: int
-    behind: float  # by which share a step of its own takes longer than the median of the others'
-    data: bool  # whether that is more by waiting for data than by computing
-    gain: float = 1.0  # times as fast that all together would be, if none waited for another
+    behind: float
+    data: bool
+    gain: float = 1.0
 
 
-def own_seconds(ranks: Sequence[Sequence[float]]) -> list[tuple[float, float]] | None:
-    """Of each rank, what of a step it waits for data and computes without the others, as `RankWatch` takes it."""
+def own_seconds(
+    ranks: Sequence[Sequence[float]],
+) -> list[tuple[float, float]] | None:
+    """Return the seconds of a step that each rank waits for data and computes on its own.
+
+    Args:
+        ranks: Measurements as in `RankWatch.add`.
+
+    Returns:
+        A pair for each rank; None if a rank was not measured.
+    """
     if any(step <= 0 or forward <= 0 for step, _, forward in ranks):
         return None
-    times = max(0.0, min((step - data) / forward for step, data, forward in ranks))
-    return [(data, times * forward) for _, data, forward in ranks]
+    ratio = min((step - data) / forward for step, data, forward in ranks)
+    return [(data, max(0.0, ratio) * forward) for _, data, forward in ranks]
 
 
 class RankWatch:
-    """Which rank holds up the others for a minute.
+    """Detector of a rank that delays the other ranks for a minute.
 
-    Where ranks meet in every step, all have the same seconds a step: a slow one is seen by what it does without the
-    others, which is to wait for its data, and forward passes. The backward pass, in which they meet, is taken to be as
-    many times longer than the forward pass on each rank as on the one that waits for nobody.
+    If ranks synchronise in every step, a step takes the same time on all ranks. A slow rank can
+    only be recognised by the work before the synchronisation: waiting for data, and the forward
+    pass. The backward pass, in which the ranks synchronise, is estimated: its ratio to the forward
+    pass is assumed to be that of the fastest backward pass, which waits for no other rank.
     """
 
     def __init__(self) -> None:
-        self.suspect: int | None = None  # who was slow in the last window
+        # Rank that was slow in the last window.
+        self.suspect: int | None = None
         self._named: set[int] = set()
-        self._row: list[Lag] = []  # of windows in which one rank was slow, one after the other
+        # Lags of successive windows in which the suspect was slow.
+        self._row: list[Lag] = []
         self._seconds = 0.0
         self._measured: list[list[tuple[float, float]]] = []
 
     def add(self, seconds: float, ranks: Sequence[Sequence[float]]) -> Lag | None:
-        """Take in steps that took so many seconds together; the slowest rank, where they complete a window.
+        """Add the measurement of some steps.
 
         Args:
-            ranks: of each, the seconds of a step, those of it that it waited for data, and those of a forward pass, or
-                of a part of it that is the same on all ranks.
+            seconds: Total duration of these steps.
+            ranks: For each rank, the seconds of a step, of waiting for data in a step, and of a
+                forward pass, or of a fixed part of the forward pass.
+
+        Returns:
+            The slowest rank if the steps complete a window, otherwise None.
         """
         if (own := own_seconds(ranks)) is None:
             return None
@@ -69,91 +107,154 @@ class RankWatch:
         self._measured.append(own)
         if self._seconds < WINDOW or len(self._measured) < FEW:
             return None
-        typical = [_typical(rank) for rank in zip(*self._measured, strict=True)]
-        self._seconds, self._measured = 0.0, []
+        typical = [_compute_typical(rank) for rank in zip(*self._measured, strict=True)]
+        self._seconds = 0.0
+        self._measured = []
         spent = [data + compute for data, compute in typical]
         rank = max(range(len(spent)), key=spent.__getitem__)
-        others = [place for place in range(len(spent)) if place != rank]
-        data, compute = (typical[rank][n] - statistics.median(typical[place][n] for place in others) for n in (0, 1))
-        usual = statistics.median(spent[place] for place in others)
-        gain = max(spent) * statistics.fmean(1 / each for each in spent) if min(spent) > 0 else 1.0
-        lag = Lag(rank, spent[rank] / usual - 1 if usual > 0 else 0.0, data > compute, gain)
-        if lag.behind <= SLOWER:
-            self.suspect, self._row = None, []
+        others = typical[:rank] + typical[rank + 1 :]
+        usual_data, usual_compute = _compute_typical(others)
+        usual = statistics.median(data + compute for data, compute in others)
+        data, compute = typical[rank]
+        behind = 0.0
+        if usual > 0:
+            behind = spent[rank] / usual - 1
+        gain = 1.0
+        if min(spent) > 0:
+            gain = max(spent) * statistics.fmean(1 / time for time in spent)
+        is_data = data - usual_data > compute - usual_compute
+        lag = Lag(rank, behind, is_data, gain)
+        if lag.behind <= MIN_LAG:
+            self.suspect = None
+            self._row = []
         else:
-            self._row = [*self._row, lag] if self.suspect == rank else [lag]
+            if self.suspect != rank:
+                self._row = []
+            self._row = [*self._row, lag]
             self.suspect = rank
         return lag
 
     def named(self) -> Lag | None:
-        """A rank that was slow in all of the last windows and was not named yet, with the median of its lags."""
+        """Return the median lag of a rank that was slow in all of the last windows.
+
+        Each rank is returned once.
+        """
         if len(self._row) < WINDOWS or self.suspect is None or self.suspect in self._named:
             return None
         self._named.add(self.suspect)
         last = self._row[-WINDOWS:]
-        data = sum(lag.data for lag in last) * 2 > WINDOWS
-        behind, gain = (statistics.median(getattr(lag, name) for lag in last) for name in ("behind", "gain"))
-        return Lag(self.suspect, behind, data, gain)
+        return Lag(
+            self.suspect,
+            statistics.median(lag.behind for lag in last),
+            sum(lag.data for lag in last) * 2 > WINDOWS,
+            statistics.median(lag.gain for lag in last),
+        )
 
 
 class ShareWatch:
-    """What ranks took for their rows, in windows."""
+    """Measurement of each rank's time for its samples, and choice of better numbers of samples."""
 
     def __init__(self, rounds: int = ROUNDS) -> None:
-        """`rounds` of first divisions are left: none where shares are those of an earlier part of the run."""
+        """Create a watch without measurements.
+
+        Args:
+            rounds: Number of first divisions left; 0 if a resumed run has shares.
+        """
         self.rounds = rounds
-        self.speeds: list[float] = []  # of each rank, in images a second, that the last answer rests on
+        # Images per second of each rank, on which the last division is based.
+        self.speeds: list[float] = []
         self._restart()
 
     def _restart(self) -> None:
-        self._steps, self._seconds = 0, 0.0
-        self._measured: list[list[float]] = []  # since the last window, or of first steps
+        self._steps = 0
+        self._seconds = 0.0
+        # Measurements since the last window, or of the first steps.
+        self._measured: list[list[float]] = []
         self._windows: list[list[float]] = []
 
     def add(self, steps: int, ranks: Sequence[Sequence[float]]) -> None:
-        """Take in so many steps; `ranks` as in `RankWatch.add`."""
+        """Add the measurement of `steps` steps; `ranks` is as in `RankWatch.add`."""
         if (own := own_seconds(ranks)) is None:
             return
         self._measured.append([data + compute for data, compute in own])
         self._steps += steps
         self._seconds += steps * ranks[0][0]
         if not self.rounds and self._seconds >= SHARE_WINDOW:
-            self._windows.append(_typical(self._measured))
-            self._steps, self._seconds, self._measured = 0, 0.0, []
+            self._windows.append(_compute_typical(self._measured))
+            self._steps = 0
+            self._seconds = 0.0
+            self._measured = []
 
     def first(self, rows: Sequence[int], divide: Divide) -> list[int] | None:
-        """Other rows than the present ones, by the first steps; None where these are few, or all as fast."""
-        few = len(self._measured) < FEW or self._steps < STEPS or self._seconds < SECONDS
-        if not self.rounds or few:
+        """Return better numbers of samples according to the first steps.
+
+        Args:
+            rows: Current number of samples of each rank.
+            divide: Function that divides a batch by the speed of the ranks.
+
+        Returns:
+            The new number of samples of each rank; None if there are too few steps, or if no other
+            division is faster.
+        """
+        is_short = (
+            len(self._measured) < FEW or self._steps < MIN_STEPS or self._seconds < MIN_SECONDS
+        )
+        if not self.rounds or is_short:
             return None
-        typical = _typical(self._measured)
+        typical = _compute_typical(self._measured)
         self._restart()
-        wanted = self._wanted(typical, rows, divide)
-        pays = gain(typical, rows, wanted) >= NOISE
-        self.rounds = self.rounds - 1 if pays else 0
-        return wanted if pays else None
+        better = self._divide(typical, rows, divide)
+        if compute_gain(typical, rows, better) < MIN_FIRST_GAIN:
+            self.rounds = 0
+            return None
+        self.rounds -= 1
+        return better
 
     def lasting(self, rows: Sequence[int], divide: Divide) -> list[int] | None:
-        """Other rows than the present ones, where most windows since the last answer ask for them; else None."""
+        """Return better numbers of samples if they are faster in most windows, otherwise None.
+
+        The arguments are those of `first`. The windows are those since the last division.
+        """
         if len(self._windows) < WINDOWS:
             return None
         windows = self._windows
         self._restart()
-        typical = _typical(windows)
-        wanted = self._wanted(typical, rows, divide)
-        asking = sum(gain(window, rows, wanted) >= LASTING for window in windows)
-        return wanted if asking > MOST * len(windows) and gain(typical, rows, wanted) >= LASTING else None
+        typical = _compute_typical(windows)
+        better = self._divide(typical, rows, divide)
+        asking = sum(compute_gain(window, rows, better) >= LASTING for window in windows)
+        if (
+            asking > MIN_WINDOW_SHARE * len(windows)
+            and compute_gain(typical, rows, better) >= LASTING
+        ):
+            return better
+        return None
 
-    def _wanted(self, seconds: Sequence[float], rows: Sequence[int], divide: Divide) -> list[int]:
+    def _divide(
+        self,
+        seconds: Sequence[float],
+        rows: Sequence[int],
+        divide: Divide,
+    ) -> list[int]:
         self.speeds = [images / spent for images, spent in zip(rows, seconds, strict=True)]
         return divide(self.speeds)
 
 
-def gain(seconds: Sequence[float], rows: Sequence[int], wanted: Sequence[int]) -> float:
-    """How many times as fast a step would be, whose slowest rank is waited for."""
-    each = (spent * after / before for spent, before, after in zip(seconds, rows, wanted, strict=True))
-    return max(seconds) / max(each)
+def compute_gain(
+    seconds: Sequence[float],
+    rows: Sequence[int],
+    new_rows: Sequence[int],
+) -> float:
+    """Return the speedup of a step, whose time is that of its slowest rank, with new numbers.
+
+    Args:
+        seconds: Time of each rank for its current samples.
+        rows: Current number of samples of each rank.
+        new_rows: New number of samples of each rank.
+    """
+    changes = zip(seconds, rows, new_rows, strict=True)
+    new_seconds = (spent * after / before for spent, before, after in changes)
+    return max(seconds) / max(new_seconds)
 
 
-def _typical(measured: Sequence[Sequence[float]]) -> list[float]:
+def _compute_typical(measured: Sequence[Sequence[float]]) -> list[float]:
     return [statistics.median(rank) for rank in zip(*measured, strict=True)]

@@ -1,4 +1,7 @@
-"""Figures, texts and tables as people read them, in few characters, and amounts as they write them: 24GiB, 10GB/s."""
+"""Numbers, texts and tables formatted for people, and amounts as people write them.
+
+Amounts look like 24GiB or 10GB/s.
+"""
 
 from __future__ import annotations
 
@@ -10,123 +13,201 @@ from shutil import get_terminal_size
 from trainer.errors import RecipeError
 from trainer.processes import terminal
 
-FRACTIONS = ("top1", "top5", "f1", "f1_macro")  # metrics that are told in per cent
-WIDEST = 100  # characters of a line
-WHOLE = ("best", "details", "labels", "result", "timeline", "watch", "weights", "worst")  # titles of commands and paths
+# Metrics that are printed in per cent.
+FRACTIONS = ("top1", "top5", "f1", "f1_macro")
+# Maximum width of a table in characters.
+MAX_WIDTH = 100
+# Titles of commands and paths, which stay on one line so that they can be copied.
+UNWRAPPED_TITLES = ("best", "details", "labels", "result", "timeline", "watch", "weights", "worst")
 UNITS = ((86_400 * 365, "y"), (86_400, "d"), (3_600, "h"), (60, "min"))
-SIZES = {f"{prefix}{i}B": (1024 if i else 1000) ** power for power, prefix in enumerate("KMGT", 1) for i in ("i", "")}
-BITS = {f"{prefix}bit": 1000**power / 8 for power, prefix in enumerate("KMGT", 1)}
+# Bytes, or bytes per second, of each unit in lowercase.
+SIZES: dict[str, float] = {}
+SPEEDS: dict[str, float] = {}
+for power, prefix in enumerate("kmgt", 1):
+    SIZES[f"{prefix}ib"] = SPEEDS[f"{prefix}ib/s"] = 1024**power
+    SIZES[f"{prefix}b"] = SPEEDS[f"{prefix}b/s"] = 1000**power
+    SPEEDS[f"{prefix}bit/s"] = 1000**power / 8
 
 
-def columns(elsewhere: int = WIDEST) -> int:
-    """How wide a table may be: as the terminal, at most WIDEST; `elsewhere` without a terminal."""
-    return min(WIDEST, get_terminal_size((elsewhere, 24)).columns)
+def table_width() -> int:
+    """Return the width of the terminal, at most MAX_WIDTH; 80 without a terminal."""
+    return min(MAX_WIDTH, get_terminal_size().columns)
 
 
-def titled(title: str, text: str, lines: int | None = None, width: int = 9) -> str:
-    """A text beside its title of this width, in so many lines at most; what one copies stays in one piece.
+def format_titled(title: str, text: str, width: int = 9) -> str:
+    """Return a text next to its title, wrapped to the width of the terminal.
 
-    Without a number of lines, each line of the text begins a new one.
+    Args:
+        title: Title; the text of one in UNWRAPPED_TITLES is not wrapped.
+        text: Text, whose line breaks are kept.
+        width: Width of the title.
     """
-    start, rest = f"  {title:<{width}} ", " " * (width + 3)
-    if title in WHOLE:
+    start = f"  {title:<{width}} "
+    if title in UNWRAPPED_TITLES:
         return start + text
-    parts = text.split("\n") if lines is None else [text]
-    return "\n".join(
-        textwrap.fill(
-            part, columns(80), initial_indent=rest if number else start, subsequent_indent=rest, max_lines=lines,
-            placeholder=" ...", break_long_words=False, break_on_hyphens=False,
+    rest = " " * (width + 3)
+    filled: list[str] = []
+    for paragraph in text.split("\n"):
+        filled.append(
+            textwrap.fill(
+                paragraph,
+                table_width(),
+                initial_indent=rest if filled else start,
+                subsequent_indent=rest,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
         )
-        for number, part in enumerate(parts)
-    )  # fmt: skip
+    return "\n".join(filled)
 
 
-def plain(text: str) -> str:
-    """A name as one may print it: what would move the cursor or break the line becomes a question mark."""
-    return terminal.plain(text).replace("\n", "?").replace("\t", "?")
+def wrap(start: str, text: str) -> str:
+    """Return `start` and a text, wrapped to the width of the terminal or to 120 columns.
+
+    Paths and commands are not broken, so that they can be copied.
+    """
+    return textwrap.fill(
+        text,
+        min(120, get_terminal_size((120, 24)).columns),
+        initial_indent=start,
+        subsequent_indent=" " * len(start),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
-def shortened(text: str, width: int) -> str:
-    """A text that fits; the middle of a long one is left out."""
-    if len(text) <= width:
-        return text
-    return text[: (width - 3 + 1) // 2] + "..." + text[len(text) - (width - 3) // 2 :]
+def escape_control_characters(text: str) -> str:
+    """Return a name in which question marks replace control characters and line breaks."""
+    return terminal.escape_control_characters(text).replace("\n", "?").replace("\t", "?")
 
 
-def number(value: float | None) -> str:
-    """Three figures or more, thousands apart."""
+def format_number(value: float | None) -> str:
+    """Format a number with three or more digits and thousands separators."""
     if value is None:
         return "-"
-    return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
+    if abs(value) >= 99.95:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
 
 
-def score(metric: str, value: float | None) -> str:
-    """A metric's value: shares of right answers in per cent."""
+def format_score(metric: str, value: float | None) -> str:
+    """Format the value of a metric, in per cent if it is a share of correct answers."""
     if value is None:
         return "-"
-    return f"{100 * value:.2f}%" if metric in FRACTIONS else f"{value:.4g}"
+    if metric in FRACTIONS:
+        return f"{100 * value:.2f}%"
+    return f"{value:.4g}"
 
 
-def duration(seconds: float | None) -> str:
-    """In the largest unit of which there are two or more: 90 are "90.0 s", 7,200 are "2 h"."""
+def format_duration(seconds: float | None) -> str:
+    """Format seconds in the largest unit that they fill twice: "90.0 s", but "2 h" for 7,200."""
     if seconds is None:
         return "-"
     for length, unit in UNITS:
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:#.3g}".rstrip(".") + " s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+    if seconds < 1:
+        return f"{1e3 * seconds:.3g} ms"
+    return f"{seconds:#.3g}".rstrip(".") + " s"
 
 
-def as_size(count: float | None, more: bool = False) -> str:
-    """Bytes in powers of 1024, as in "1.2 MiB"; `more` where not all were counted."""
+def format_size(count: float | None, more: bool = False) -> str:
+    """Format bytes in powers of 1024, as in "1.2 MiB".
+
+    Args:
+        count: Number of bytes.
+        more: Whether `count` is a lower bound.
+    """
     if count is None:
         return "-"
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1000:
-            return f"{'>' * more}{count:.0f} B" if unit == "B" else f"{'>' * more}{count:.3g} {unit}"
+    sign = ">" if more else ""
+    if count < 1000:
+        return f"{sign}{count:.0f} B"
+    for unit in ("KiB", "MiB"):
         count /= 1024
-    return f"{'>' * more}{count:,.2f} GiB"
+        if count < 1000:
+            return f"{sign}{count:.3g} {unit}"
+    return f"{sign}{count / 1024:,.2f} GiB"
 
 
-def table(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
-    """Columns side by side, those in `right` to the right; a column without any text is left out."""
+def format_table(
+    rows: Sequence[Sequence[str]],
+    right: Container[int] = (),
+) -> list[str]:
+    """Return the lines of a table; a column without any text is left out.
+
+    Args:
+        rows: Cells of each row.
+        right: Indices of the right-aligned columns.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        cells = enumerate(zip(row, widths, strict=True))
-        padded = (cell.rjust(width) if n in right else cell.ljust(width) for n, (cell, width) in cells if width)
+        padded = []
+        for n, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            if width:
+                padded.append(cell.rjust(width) if n in right else cell.ljust(width))
         lines.append("  ".join(padded).rstrip())
     return lines
 
 
-def markdown_table(rows: Sequence[Sequence[str]], bold: Container[int] = ()) -> list[str]:
-    """The lines of a Markdown table, its head first; the rows `bold`, numbered from 0 below the head, stand out."""
-    head, *rest = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    rest = [[f"**{cell}**" if n in bold and cell else cell for cell in row] for n, row in enumerate(rest)]
-    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rest)]
+def format_markdown_table(
+    rows: Sequence[Sequence[str]],
+    bold: Container[int] = (),
+) -> list[str]:
+    """Return the lines of a Markdown table.
+
+    Args:
+        rows: Cells of each row, the head first.
+        bold: Indices of the bold rows, counted from 0 below the head.
+    """
+    lines = []
+    for n, row in enumerate(rows, -1):
+        cells = [cell.replace("|", "\\|") for cell in row]
+        if n in bold:
+            cells = [f"**{cell}**" if cell else "" for cell in cells]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines.insert(1, f"| {' | '.join(['---'] * len(rows[0]))} |")
+    return lines
 
 
-def counted(number: int, what: str) -> str:
-    """As in "1 trial" and "1,200 trials"."""
-    return f"{number:,} {what}{'s' * (number != 1)}"
+def format_count(number: int, what: str) -> str:
+    """Format a number and its noun, as in "1 trial" and "1,200 trials"."""
+    if number == 1:
+        return f"{number:,} {what}"
+    return f"{number:,} {what}s"
 
 
-def parse_amount(key: str, word: str) -> float:
-    """Bytes of `memory=24GiB`, or those a second of `bandwidth=10GB/s`. Raises RecipeError for what is no amount."""
-    scales, example, listed = SIZES, "24GiB", "GiB, GB, MiB or MB"
+def parse_amount(key: str, text: str) -> float:
+    """Return the bytes of `memory=24GiB`, or the bytes per second of `bandwidth=10GB/s`.
+
+    Args:
+        key: "memory" or "bandwidth".
+        text: Value of the option.
+
+    Raises:
+        RecipeError: The text is not an amount above 0.
+    """
+    scales = SIZES
+    example = "24GiB"
+    units = "GiB, GB, MiB or MB"
     if key == "bandwidth":
-        scales = {f"{unit}/s": scale for unit, scale in {**SIZES, **BITS}.items()}
-        example, listed = "10GB/s", "GB/s, GiB/s, MB/s or Gbit/s"
-    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([A-Za-z/]+)", word)
-    lowered = {unit.lower(): scale for unit, scale in scales.items()}
-    amount = float(match[1]) * lowered.get(match[2].lower(), 0.0) if match else 0.0
+        scales = SPEEDS
+        example = "10GB/s"
+        units = "GB/s, GiB/s, MB/s or Gbit/s"
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([A-Za-z/]+)", text)
+    amount = 0.0
+    if match:
+        amount = float(match[1]) * scales.get(match[2].lower(), 0.0)
     if amount < 1:
-        raise RecipeError(f"{key}={word[:40]} is not an amount above 0: write {key}={example}, in {listed}")
+        raise RecipeError(
+            f"{key}={text[:40]} is not an amount above 0: write {key}={example}, in {units}"
+        )
     return amount
 
 
-def operations(count: float) -> str:
-    """Floating point operations for people."""
+def format_operations(count: float) -> str:
+    """Format a number of floating point operations."""
     for unit in ("FLOP", "KFLOP", "MFLOP", "GFLOP"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -135,5 +216,8 @@ def operations(count: float) -> str:
 
 
 def multiply_adds(count: float) -> str:
-    """The same as papers and torchvision count them, a multiplication and its addition as one: 4.09 GMACs."""
-    return operations(count / 2).replace("FLOP", "MACs")
+    """Format floating point operations as multiply-accumulates, as papers and torchvision do.
+
+    A multiplication and its addition count as one, as in "4.09 GMACs".
+    """
+    return format_operations(count / 2).replace("FLOP", "MACs")

@@ -1,6 +1,7 @@
-"""What goes wrong in a run, and what to type: facts in, sentences out. Pure functions.
+"""Warnings about a run that learns badly or is slowed down, each with overrides to try.
 
-A sentence that is wrong costs more than one that is missing: each limit says why a healthy run does not reach it.
+All functions are pure. A wrong warning costs more than a missing one, so each limit is one that a
+healthy run does not reach.
 """
 
 from __future__ import annotations
@@ -13,45 +14,84 @@ from dataclasses import dataclass, field
 from trainer.devices.host import Strain
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
-from trainer.recipe.recipe_files import word_value
+from trainer.recipe.recipe_files import parse_value
 from trainer.telemetry.rank_watch import Lag
 
-TRIAL = 50  # steps: a run of fewer is to see whether it runs, not to learn
-SAMPLES = 50  # held-out ones, and 20 of a class: of fewer a share says little
-OF_CLASS = 20
-STANDS = 3  # epochs without any change: one or two of them happen to a run that begins slowly
-ABOVE = 1.1  # times guessing: fresh weights are less than that above it, or fall below within an epoch
-GROWN = 1.5  # times the lowest: what chance does between epochs is far less
-LEARNED = 0.05  # loss above its floor: 95 % of the probability is on the right class
-WRONG = 0.1  # share of held-out samples: a model that generalises is below, or its training loss is not near zero
-OTHERS = 0.2  # share of the cores' time: less lengthens a run by less than a quarter
-BRIEF = 1.0  # seconds: what other programs do in less says nothing of a run
+# Minimum number of steps for a warning about learning: shorter runs only test whether training
+# works at all.
+MIN_STEPS = 50
+# Minimum number of validation images, in all and of one class, for a meaningful accuracy.
+MIN_VALIDATION_IMAGES = 50
+MIN_CLASS_IMAGES = 20
+# Minimum number of epochs without a change of accuracy: a slow start can have one or two.
+STANDSTILL_EPOCHS = 3
+# Minimum ratio of the loss to that of guessing: new weights start below this ratio, or fall below
+# it within an epoch.
+GUESSING_FACTOR = 1.1
+# Minimum ratio of the loss to its minimum: chance changes it far less between epochs.
+GROWTH_FACTOR = 1.5
+# Maximum distance of a perfect training loss from the lowest possible one. It corresponds to a
+# probability of 95 % for the right class.
+MAX_PERFECT_LOSS = 0.05
+# Minimum validation error of a memorised training set. A model that generalises has a lower error,
+# or a training loss that is not near zero.
+MIN_ERROR = 0.1
+# Minimum share of the cores' time that other processes use: a smaller share lengthens a run by less
+# than a quarter.
+MIN_OTHERS_SHARE = 0.2
+# Minimum duration, in seconds, of the measurement of the cores' load.
+MIN_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What is known of a run at the end of an epoch, or of its last."""
+class RunState:
+    """State of a run at the end of an epoch or of training.
 
-    over: bool  # whether no more is trained
-    step: int  # steps done
-    steps: int  # of the whole run
-    epoch_steps: int  # of an epoch
-    warmup: int = 0  # the first steps, in which the learning rate rises
-    losses: Sequence[float] = ()  # mean training loss of each epoch
-    validation: Sequence[Mapping[str, float]] = ()  # metrics of the last epochs, up to this one
-    classes: int | None = None  # outputs of a classification with the shipped loss and no class weights; None elsewhere
-    names: Sequence[str] = ()  # of the classes
-    actual: Sequence[int] = ()  # held-out samples of each class; empty where that is not known, as the next two
-    predicted: Sequence[int] = ()  # those predicted as it
-    before: Sequence[int] = ()  # those predicted as it in the epoch before
-    labelled: bool = False  # whether the labels of the training images are known, so that classes can be balanced
-    strain: Strain = field(default_factory=Strain)  # of the machine
-    threads: int = 1  # that compute together in a process; 1 also where a GPU computes
+    Attributes:
+        over: Whether training has ended.
+        step: Number of steps done.
+        steps: Number of steps of the whole run.
+        epoch_steps: Number of steps of an epoch.
+        warmup: Number of steps in which the learning rate rises.
+        losses: Mean training loss of each epoch.
+        validation: Metrics of the last epochs, up to this one.
+        classes: Number of classes of a classification with the built-in loss and no class weights;
+            None for any other task.
+        names: Names of the classes.
+        actual: Number of validation images of each class; empty if unknown.
+        predicted: Number of validation images predicted as each class; empty if unknown.
+        before: The same number in the previous epoch; empty if unknown.
+        labelled: Whether the labels of the training images are known, so that classes can be
+            balanced.
+        strain: Load of the machine by other processes.
+        threads: Number of threads that compute together in a process; 1 on a GPU.
+    """
+
+    over: bool
+    step: int
+    steps: int
+    epoch_steps: int
+    warmup: int = 0
+    losses: Sequence[float] = ()
+    validation: Sequence[Mapping[str, float]] = ()
+    classes: int | None = None
+    names: Sequence[str] = ()
+    actual: Sequence[int] = ()
+    predicted: Sequence[int] = ()
+    before: Sequence[int] = ()
+    labelled: bool = False
+    strain: Strain = field(default_factory=Strain)
+    threads: int = 1
 
     @property
     def guessing(self) -> float | None:
-        """The loss of a model that gives all classes the same chance, also where targets are smoothed or mixed."""
-        return math.log(self.classes) if self.classes and self.classes > 1 else None
+        """Loss of a model that predicts the same probability for all classes.
+
+        The loss is the same for smoothed and mixed targets.
+        """
+        if self.classes and self.classes > 1:
+            return math.log(self.classes)
+        return None
 
     @property
     def warm(self) -> Sequence[float]:
@@ -59,137 +99,215 @@ class Facts:
         return self.losses[math.ceil(self.warmup / self.epoch_steps) :]
 
 
-def symptoms(facts: Facts, recipe: Recipe) -> dict[str, str]:
-    """What goes wrong, as sentences by their kinds."""
-    found = {kind: tell(facts, recipe) for kind, tell in KINDS.items()}
-    return {kind: text for kind, text in found.items() if text is not None and not found.get(CAUSES.get(kind, ""))}
+def find_symptoms(facts: RunState, recipe: Recipe) -> dict[str, str]:
+    """Return the warnings about a run by kind, except those that another warning explains."""
+    warnings = {kind: check(facts, recipe) for kind, check in KINDS.items()}
+    kept = {}
+    for kind, text in warnings.items():
+        cause = CAUSES.get(kind, "")
+        if text is not None and not warnings.get(cause):
+            kept[kind] = text
+    return kept
 
 
-def _loss(facts: Facts, recipe: Recipe) -> str | None:
-    losses, warm, guess = facts.losses, facts.warm, facts.guessing
+def _check_loss(facts: RunState, recipe: Recipe) -> str | None:
+    losses = facts.losses
+    warm = facts.warm
     if len(losses) < 2 or not all(map(math.isfinite, losses)):
         return None
-    last, least = losses[-1], min(losses)
-    # Of a loss whose size means nothing to us, only what undoes all learning is told.
-    above = ABOVE * guess if guess is not None else max(losses[0], GROWN * abs(least))
-    # In a warm-up a loss may begin high, and does not come back there from below.
-    if last <= above or not (last > GROWN * least or (len(warm) > 1 and last > min(warm[:-1]))):
+    last = losses[-1]
+    lowest = min(losses)
+    if facts.guessing is not None:
+        limit = GUESSING_FACTOR * facts.guessing
+        reference = f"guessing ({facts.guessing:.2f})"
+    else:
+        # The scale of any other loss is unknown, so only undoing all learning gets a warning.
+        limit = max(losses[0], GROWTH_FACTOR * abs(lowest))
+        reference = f"at the beginning ({losses[0]:.4g})"
+    # During warm-up a loss may start high, but a healthy one does not return there from below.
+    has_grown = last > GROWTH_FACTOR * lowest
+    still_rises = len(warm) > 1 and last > min(warm[:-1])
+    if last <= limit or not (has_grown or still_rises):
         return None
-    than = f"guessing ({guess:.2f})" if guess is not None else f"at the beginning ({losses[0]:.4g})"
-    gentler = _tried(
-        recipe, f"optimizer.lr={_lower(recipe):g}", *["clip_grad_norm=1"] * (recipe.clip_grad_norm is None)
-    )
-    return f"the loss is worse than {than} and does not fall, {last:.4g} now: lower optimizer.lr{gentler}"
+    remedies = [f"optimizer.lr={_lower_rate(recipe):g}"]
+    if recipe.clip_grad_norm is None:
+        remedies.append("clip_grad_norm=1")
+    text = f"the loss is worse than {reference} and does not fall, {last:.4g} now: "
+    return f"{text}lower optimizer.lr{_suggest(recipe, *remedies)}"
 
 
-def _accuracy(facts: Facts, recipe: Recipe) -> str | None:
-    """Where classes are balanced by the recipe, a model that is worth more may be right less often."""
-    count, last = sum(facts.actual), facts.validation[-STANDS:]
-    early = min(len(last), len(facts.warm)) < STANDS or facts.step - facts.warmup < TRIAL
-    if early or count < SAMPLES or not _balances(recipe):
+def _check_accuracy(facts: RunState, recipe: Recipe) -> str | None:
+    count = sum(facts.actual)
+    last = facts.validation[-STANDSTILL_EPOCHS:]
+    warm_steps = facts.step - facts.warmup
+    is_early = min(len(last), len(facts.warm)) < STANDSTILL_EPOCHS or warm_steps < MIN_STEPS
+    # If classes are balanced, a better model may have a lower accuracy.
+    balances = _list_balancing_overrides(recipe)
+    if is_early or count < MIN_VALIDATION_IMAGES or not balances:
         return None
     share = max(facts.actual) / count
-    entropy = -sum(n / count * math.log(n / count) for n in facts.actual if n)
-    chance = math.sqrt(share * (1 - share) / count)
-    if any(epoch["top1"] > share + chance for epoch in last) or facts.losses[-1] < 0.9 * entropy:
+    shares = (n / count for n in facts.actual if n)
+    entropy = -sum(fraction * math.log(fraction) for fraction in shares)
+    deviation = math.sqrt(share * (1 - share) / count)
+    is_better = any(epoch["top1"] > share + deviation for epoch in last)
+    if is_better or facts.losses[-1] < 0.9 * entropy:
         return None
-    # The held-out loss is plain: a model that knows more than the classes' shares has a smaller one, or a falling one.
-    if not last[-1]["loss"] > max(0.95 * entropy, 0.98 * last[0]["loss"]):
+    # The validation loss has neither smoothed nor mixed targets. A model that has learned more than
+    # the sizes of the classes has a lower or a falling validation loss.
+    falling = 0.98 * last[0]["loss"]
+    if not last[-1]["loss"] > max(0.95 * entropy, falling):
         return None
-    text = f"accuracy is stuck at {last[-1]['top1']:.0%}, and the largest class has {share:.0%} of the held-out "
-    text += "images: nothing is learned"
-    if facts.labelled and share >= 2 / sum(n > 0 for n in facts.actual):
-        return text + _tried(recipe, *_balances(recipe))
-    rates = (f"optimizer.lr={rate:g}" for rate in (_lower(recipe), 10 * recipe.optimizer.lr))
-    return f"{text}{_tried(recipe, *rates)}, and check that the labels are right"
+    text = f"accuracy is stuck at {last[-1]['top1']:.0%}, and the largest class has {share:.0%} of "
+    text += "the held-out images: nothing is learned"
+    present = sum(n > 0 for n in facts.actual)
+    if facts.labelled and share >= 2 / present:
+        return text + _suggest(recipe, *balances)
+    rates = (_lower_rate(recipe), 10 * recipe.optimizer.lr)
+    remedies = [f"optimizer.lr={rate:g}" for rate in rates]
+    return f"{text}{_suggest(recipe, *remedies)}, and check that the labels are right"
 
 
-def _memorised(facts: Facts, recipe: Recipe) -> str | None:
-    """Under mixed targets the lowest loss is not known."""
-    mixed = recipe.augment.mixup or recipe.augment.cutmix
-    if mixed or facts.classes is None or sum(facts.actual) < SAMPLES or facts.step < TRIAL or len(facts.losses) < 2:
+def _check_memorised(facts: RunState, recipe: Recipe) -> str | None:
+    # The lowest possible loss of mixed targets is unknown.
+    if recipe.augment.mixup or recipe.augment.cutmix or facts.classes is None:
         return None
-    smooth, top1 = recipe.loss.label_smoothing / facts.classes, facts.validation[-1]["top1"]
-    targets = [1 - recipe.loss.label_smoothing + smooth, *[smooth] * (facts.classes - 1)]
-    floor = -sum(share * math.log(share) for share in targets if share)  # the entropy of targets smoothed so
-    if max(facts.losses[-2:]) - floor > LEARNED or 1 - top1 < WRONG:
+    if sum(facts.actual) < MIN_VALIDATION_IMAGES or facts.step < MIN_STEPS or len(facts.losses) < 2:
         return None
-    text = f"training is perfect (loss {facts.losses[-1]:.2g}) and validation is not (top-1 {top1:.0%}): "
-    others = ["augment.mixup=0.2", *["optimizer.weight_decay=0.0005"] * (recipe.optimizer.weight_decay == 0)]
-    return f"{text}more images help{_tried(recipe, *others, by=', or ')}"
+    smoothing = recipe.loss.label_smoothing
+    smooth = smoothing / facts.classes
+    targets = [1 - smoothing + smooth, *[smooth] * (facts.classes - 1)]
+    # The cross-entropy of smoothed targets cannot fall below their own entropy.
+    floor = -sum(share * math.log(share) for share in targets if share)
+    top1 = facts.validation[-1]["top1"]
+    if max(facts.losses[-2:]) - floor > MAX_PERFECT_LOSS or 1 - top1 < MIN_ERROR:
+        return None
+    remedies = ["augment.mixup=0.2"]
+    if recipe.optimizer.weight_decay == 0:
+        remedies.append("optimizer.weight_decay=0.0005")
+    text = f"training is perfect (loss {facts.losses[-1]:.2g}) and validation is not "
+    text += f"(top-1 {top1:.0%}): more images help"
+    return text + _suggest(recipe, *remedies, start=", or ")
 
 
-def _never(facts: Facts, recipe: Recipe) -> str | None:
-    """Told in the second half of a run: before, hard classes are still to come."""
-    if not facts.before or facts.step - facts.warmup < TRIAL or not (facts.over or 2 * facts.step > facts.steps):
+def _check_never_predicted(facts: RunState, recipe: Recipe) -> str | None:
+    # Hard classes are learned late, so the first half of a run gets no warning.
+    is_late = facts.over or 2 * facts.step > facts.steps
+    if not facts.before or facts.step - facts.warmup < MIN_STEPS or not is_late:
         return None
     largest = max(facts.actual) / sum(facts.actual)
-    if facts.validation[-1]["top1"] <= 1.5 * largest:  # what holds for most classes is no fault of some
+    # A model that has learned nothing has no problem with particular classes.
+    if facts.validation[-1]["top1"] <= 1.5 * largest:
         return None
-    counted = zip(facts.actual, facts.predicted, facts.before, strict=True)
-    places = [n for n, (actual, *predicted) in enumerate(counted) if actual >= OF_CLASS and not any(predicted)]
-    if not places:
+    counts = zip(facts.actual, facts.predicted, facts.before, strict=True)
+    missing = []
+    for n, (actual, predicted, before) in enumerate(counts):
+        if actual >= MIN_CLASS_IMAGES and not (predicted or before):
+            missing.append(n)
+    if not missing:
         return None
-    names = ", ".join(facts.names[n] if n < len(facts.names) else str(n) for n in places[:5])
-    text = f"no image is predicted as {names}{', ...' * (len(places) > 5)}, although the held-out images include "
-    text += f"{sum(facts.actual[n] for n in places)} of {'it' if len(places) == 1 else 'them'}"
-    balance = _tried(recipe, *_balances(recipe)) if facts.labelled else ""
-    return text + (balance or ": check that the training images have enough and that their labels are right")
+    unnamed = range(len(facts.names), len(facts.actual))
+    class_names = [*facts.names, *map(str, unnamed)]
+    names = [class_names[n] for n in missing[:5]]
+    if len(missing) > 5:
+        names.append(f"{len(missing) - 5} more")
+    count = sum(facts.actual[n] for n in missing)
+    pronoun = "them"
+    if len(missing) == 1:
+        pronoun = "it"
+    text = f"no image is predicted as {', '.join(names)}, although the held-out images include "
+    text += f"{count} of {pronoun}"
+    balance = ""
+    if facts.labelled:
+        balance = _suggest(recipe, *_list_balancing_overrides(recipe))
+    check = ": check that the training images have enough and that their labels are right"
+    return text + (balance or check)
 
 
-def _cores(facts: Facts, recipe: Recipe) -> str | None:
-    if facts.strain.others < OTHERS or facts.strain.seconds < BRIEF:
+def _check_cores(facts: RunState, recipe: Recipe) -> str | None:
+    if facts.strain.others < MIN_OTHERS_SHARE or facts.strain.seconds < MIN_SECONDS:
         return None
-    text = f"other programs kept the cores for {min(1.0, facts.strain.others):.0%} of the time, so speeds are "
-    text += "unreliable: type top to see which, and run it again without them"
-    # A thread that has no core keeps the others spinning: two of them can be far slower than one.
-    return text + (_tried(recipe, "threads=1", by="; or else ") if facts.threads > 1 else "")
+    remedy = ""
+    # All threads wait for a thread that has no core, so two threads can be far slower than one.
+    if facts.threads > 1:
+        remedy = _suggest(recipe, "threads=1", start="")
+    if remedy:
+        remedy += ", or "
+    share = min(1.0, facts.strain.others)
+    text = f"other processes used the cores for {share:.0%} of the time, so speeds are unreliable: "
+    return f"{text}{remedy}stop them (top shows which) and run it again"
 
 
-def slow_rank(lag: Lag, where: str, recipe: Recipe) -> str:
-    """Of a rank that holds up the others, and `where` it runs."""
-    text = f"rank {lag.rank} ({where}) was {lag.behind:.0%} slower than the others for a minute, and they waited: "
+def describe_slow_rank(lag: Lag, where: str, recipe: Recipe) -> str:
+    """Return a warning about a rank that delays the other ranks.
+
+    Args:
+        lag: How much slower the rank is.
+        where: Machine and device of the rank.
+        recipe: Recipe of the run.
+    """
+    text = f"rank {lag.rank} ({where}) was {lag.behind:.0%} slower than the others for a minute, "
+    text += "and they waited: "
     if lag.data:
-        return f"{text}its images come late; look for what else reads from its disk or keeps its cores busy"
+        text += "its images come late; look for what else reads from its disk or keeps its cores "
+        return text + "busy"
     if recipe.shares == "auto":
-        return f"{text}it gets a smaller part of every batch from the next epoch on, if that lasts"
+        return f"{text}it gets fewer images of every batch from the next epoch on, if that lasts"
     if recipe.shares is not None:
-        return f"{text}its part of every batch takes longer than theirs; try shares=auto"
-    share = f"it is {1 / (1 + lag.behind):.2g} times as fast: shares=auto gives up to {lag.gain:.2f} times the images/s"
-    return f"{text}{share}. Or see what else runs there (top), and compare clocks (nvidia-smi -q, sensors)"
+        return f"{text}its images of every batch take longer than theirs; try shares=auto"
+    text += f"it is {1 / (1 + lag.behind):.2g} times as fast: shares=auto gives up to "
+    text += f"{lag.gain:.2f} times the images/s. Or see what else runs there (top), and compare "
+    return text + "clocks (nvidia-smi -q, sensors)"
 
 
-KINDS: dict[str, Callable[[Facts, Recipe], str | None]] = {
-    "loss": _loss,
-    "accuracy": _accuracy,
-    "memorised": _memorised,
-    "never predicted": _never,
-    "cores": _cores,
+KINDS: dict[str, Callable[[RunState, Recipe], str | None]] = {
+    "loss": _check_loss,
+    "accuracy": _check_accuracy,
+    "memorised": _check_memorised,
+    "never predicted": _check_never_predicted,
+    "cores": _check_cores,
 }
-CAUSES = {"accuracy": "loss", "memorised": "never predicted"}  # what needs no word, and where its cause has one
+# A symptom gets no warning if its cause has one.
+CAUSES = {"accuracy": "loss", "memorised": "never predicted"}
 
 
-def _lower(recipe: Recipe) -> float:
+def _lower_rate(recipe: Recipe) -> float:
     return float(f"{recipe.optimizer.lr / 10:.3g}")
 
 
-def _balances(recipe: Recipe) -> list[str]:
-    balanced = recipe.data.balance or recipe.loss.class_weights is not None
-    return [] if balanced else ["data.balance=true", "loss.class_weights=balanced"]
+def _list_balancing_overrides(recipe: Recipe) -> list[str]:
+    """Return overrides that balance classes; the list is empty if the recipe balances them."""
+    if recipe.data.balance or recipe.loss.class_weights is not None:
+        return []
+    return ["data.balance=true", "loss.class_weights=balanced"]
 
 
-def _tried(recipe: Recipe, *words: str, by: str = ": ") -> str:
-    """The words to try that a recipe can have, as an end of a sentence."""
-    able = possible(words, recipe)
-    return f"{by}try {' or '.join(able)}" if able else ""
+def _suggest(recipe: Recipe, *overrides: str, start: str = ": ") -> str:
+    """Return a clause that suggests those overrides that the recipe accepts, or an empty text."""
+    possible = keep_possible(overrides, recipe)
+    if not possible:
+        return ""
+    return f"{start}try {' or '.join(possible)}"
 
 
-def possible(words: Sequence[str], recipe: Recipe, fits: Callable[[Recipe], bool] = lambda _: True) -> list[str]:
-    """Those of the words, one or several settings each, that a recipe can have, and that make one that `fits`."""
-    able = []
-    for word in words:
+def keep_possible(
+    suggestions: Sequence[str],
+    recipe: Recipe,
+    fits: Callable[[Recipe], bool] = lambda _: True,
+) -> list[str]:
+    """Return the suggestions that lead to a valid recipe.
+
+    Args:
+        suggestions: Overrides, or several separated by spaces.
+        recipe: Recipe that they change.
+        fits: Further condition on the changed recipe; may raise RecipeError as well.
+    """
+    possible = []
+    for suggestion in suggestions:
         with suppress(RecipeError):
-            pairs = (setting.partition("=")[::2] for setting in word.split())
-            changed = recipe.replace(**{key.replace(".", "__"): word_value(key, value) for key, value in pairs})
-            able += [word] * fits(changed)
-    return able
+            values = {}
+            for override in suggestion.split():
+                key, _, value = override.partition("=")
+                values[key.replace(".", "__")] = parse_value(key, value)
+            if fits(recipe.replace(**values)):
+                possible.append(suggestion)
+    return possible

@@ -1,6 +1,6 @@
-"""Watching a run: a live line or plain lines, TensorBoard, steps.csv, result.json; and the null twin of all that.
+"""Output of a run: a progress bar or plain lines, TensorBoard, steps.csv and result.json.
 
-Rank 0 has a `Tracker`; every other rank the `NullTracker`, so nobody asks which rank it is.
+Rank 0 has a `Tracker` and every other rank a `NullTracker`, so no caller checks its rank.
 """
 
 from __future__ import annotations
@@ -14,30 +14,36 @@ from typing import Any
 
 from tqdm import tqdm
 
-from trainer.processes.terminal import BOLD, DIM, as_typed, rewrites, styled
+from trainer.processes.terminal import BOLD, DIM, add_style, can_overwrite, localize_commands
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position
-from trainer.saving.files import write_atomically, writing
+from trainer.saving.files import report_write_errors, write_atomically
 from trainer.saving.journal import OTHER, Journal, NullJournal
 from trainer.saving.run_folder import NullFolder, RunFolder
 from trainer.saving.steps_file import StepsFile
 from trainer.telemetry.clocks import Ledger
-from trainer.telemetry.events import Events, arranged, trim_events
+from trainer.telemetry.events import Events, arrange_tags, trim_events
 from trainer.telemetry.loggers import Loggers
-from trainer.telemetry.readable import columns, duration, titled
+from trainer.telemetry.readable import format_duration, format_titled, table_width
 
-LIVE, LOGGED = 0.2, 60.0  # seconds between two states of the live line; between two lines where there is none
-SECONDS, BAR = 10.0, 0.5  # between two lines before the first step, or two moves of a bar
-NARROW = 8  # characters of a column
+# Seconds between two updates of the progress bar, and between two lines if there is no bar.
+LIVE = 0.2
+LINE_SECONDS = 60.0
+# The same intervals before the first step.
+EARLY_BAR_SECONDS = 0.5
+SECONDS = 10.0
+# Minimum width of a column in characters.
+MIN_COLUMN = 8
 
 
 class NullTracker:
-    """What a `Tracker` answers on ranks that have no run folder."""
+    """Tracker that does nothing, for ranks without a run folder."""
 
     folder = NullFolder()
     journal = NullJournal()
     path: Path | None = None
-    shows = False  # whether there is a page to make pictures and texts for
+    # Whether TensorBoard is on, so that pictures and texts have to be created.
+    shows = False
 
     def say(self, text: str, style: str = "") -> None: ...
     def row(self, cells: Mapping[str, str], best: bool) -> None: ...
@@ -46,7 +52,13 @@ class NullTracker:
     def scalars(self, values: Mapping[str, float], step: int) -> None: ...
     def show(self, summary: Any, step: int) -> None: ...
     def step(self, row: Mapping[str, Any]) -> None: ...
-    def progress(self, step: int, epoch: int, loss: float, speed: float | None) -> None: ...
+    def progress(
+        self,
+        step: int,
+        epoch: int,
+        loss: float,
+        speed: float | None,
+    ) -> None: ...
     def evaluating(self, done: int, total: int, speed: float) -> None: ...
     def result(self, result: Mapping[str, Any]) -> None: ...
     def keep(self, name: str, text: Callable[[], str]) -> None: ...
@@ -54,151 +66,237 @@ class NullTracker:
     def flush(self) -> None: ...
     def close(self) -> None: ...
 
-    def print_lines(self, facts: Mapping[str, str], lines: int | None = None) -> int:
+    def print_lines(
+        self,
+        facts: Mapping[str, str],
+        lines: int | None = None,
+    ) -> int:
         return len(facts)
 
 
 class Tracker(NullTracker):
-    """The run folder's writer."""
+    """Writer of the run folder and of the terminal."""
 
     folder: RunFolder
     path: Path
 
-    def __init__(self, recipe: Recipe, folder: RunFolder, ledger: Ledger | None = None, ours: bool = False) -> None:
-        """`ledger`, `ours`: what this process spends its seconds on, and whether it is there for this run only."""
+    def __init__(
+        self, recipe: Recipe, folder: RunFolder, ledger: Ledger | None = None, ours: bool = False
+    ) -> None:
+        """Open the journal of a run.
+
+        Args:
+            recipe: Recipe of the run.
+            folder: Run folder, already claimed.
+            ledger: Seconds of this process by activity.
+            ours: Whether this process exists only for this run.
+        """
         self.recipe = recipe
         self.folder = folder
         self.path = folder.path
-        self.journal = Journal(folder.path, folder.check, (ledger or Ledger(OTHER)).by_now, ours)
+        ledger = ledger or Ledger(OTHER)
+        self.journal = Journal(folder.path, folder.check, ledger.by_now, ours)
         self._bar: Any = None
         self._steps: StepsFile | None = None
         self._events: Any = None
         self._loggers: Loggers | None = None
-        self._widths: dict[str, int] = {}  # of the columns, once their titles are printed
+        # Column widths by title; empty until the titles are printed.
+        self._widths: dict[str, int] = {}
 
     def say(self, text: str, style: str = "") -> None:
         """Print a line, in one of the terminal's styles."""
-        self._print(styled(as_typed(text), style))
+        self._print(add_style(localize_commands(text), style))
 
-    def print_lines(self, facts: Mapping[str, str], lines: int | None = None) -> int:
-        """Print what is known beside its titles, each in so many lines at most; returns how many there are."""
-        printed = [(len(title) + 2, titled(title, as_typed(text), lines)) for title, text in facts.items()]
-        for width, text in printed:
-            self._print(styled(text[:width], DIM) + text[width:])
-        return sum(text.count("\n") + 1 for _, text in printed)
+    def print_lines(
+        self,
+        facts: Mapping[str, str],
+        lines: int | None = None,
+    ) -> int:
+        """Print texts next to their titles, wrapped to the width of the terminal.
+
+        Args:
+            facts: Texts by title.
+            lines: Maximum number of lines of a text; a longer one is left out. None for no limit.
+
+        Returns:
+            The number of printed lines.
+        """
+        count = 0
+        for title, text in facts.items():
+            printed = format_titled(title, localize_commands(text))
+            needed = printed.count("\n") + 1
+            if lines is None or needed <= lines:
+                width = len(title) + 2
+                self._print(add_style(printed[:width], DIM) + printed[width:])
+                count += needed
+        return count
 
     def row(self, cells: Mapping[str, str], best: bool) -> None:
-        """Print an epoch's figures below their titles, which are printed once; the best epoch so far is bold."""
+        """Print the figures of an epoch in columns, whose titles are printed once.
+
+        Args:
+            cells: Formatted figures by the titles of their columns.
+            best: Whether this is the best epoch so far, which is printed bold.
+        """
         if not self._widths:
-            self._widths = {title: max(NARROW, len(title), len(cell)) for title, cell in cells.items()}
-            self._widths["epoch"] = max(map(len, ("epoch", cells["epoch"])))
-            while sum(self._widths.values()) + 2 * len(self._widths) > columns(80):
-                del self._widths[[*self._widths][-3]]  # the last metric
-            self.say("  ".join(title.rjust(width) for title, width in self._widths.items()), DIM)
-        self.say("  ".join(cells[title].rjust(width) for title, width in self._widths.items()), BOLD if best else "")
+            for title, cell in cells.items():
+                self._widths[title] = max(MIN_COLUMN, len(title), len(cell))
+            self._widths["epoch"] = max(len("epoch"), len(cells["epoch"]))
+            while sum(self._widths.values()) + 2 * len(self._widths) > table_width():
+                # The last two columns are time and speed; metrics end at the third from the right.
+                last_metric = [*self._widths][-3]
+                del self._widths[last_metric]
+            titles = [title.rjust(width) for title, width in self._widths.items()]
+            self.say("  ".join(titles), DIM)
+        figures = [cells[title].rjust(width) for title, width in self._widths.items()]
+        style = BOLD if best else ""
+        self.say("  ".join(figures), style)
 
     def _print(self, text: str) -> None:
         if self._bar is not None:
             self._bar.write(text, file=sys.stdout)
             return
-        with suppress(BrokenPipeError):  # `| head` has read enough; the run goes on
+        # A reader such as `| head` may close the pipe early. The run must continue.
+        with suppress(BrokenPipeError):
             print(text, flush=True)
 
     def resolved(self, recipe: Recipe) -> None:
-        """The recipe, with what this run chose where it left something open."""
+        """Set the recipe in which the choices of this run have replaced the automatic values."""
         self.recipe = recipe
 
     def start(self, position: Position, total_steps: int, metric: str) -> None:
-        """Training begins here, and goes on to so many steps; `metric` is what people look at beside the loss."""
-        self._total, self._epoch = total_steps, position.epoch + 1
+        """Open the files at the start of training.
+
+        Args:
+            position: Position at which training starts.
+            total_steps: Number of steps of the whole run.
+            metric: Name of the main metric.
+        """
+        self._total = total_steps
+        self._epoch = position.epoch + 1
         self._paced: tuple[int, float] | None = None
-        with writing(self.path):
+        with report_write_errors(self.path):
             self.folder.write_recipe(self.recipe)
             self._steps = StepsFile(self.path, position.step, self.say)
             if self.recipe.logging.tensorboard:
                 trim_events(self.path, position, self.say)
-                self._events, self._metric, self.shows = Events(self.path), metric, True
+                self._events = Events(self.path)
+                self._metric = metric
+                self.shows = True
                 self._events.begin(position.step + 1)
         self._loggers = Loggers(self.recipe, self.path, self.say)
         self.journal.resumed(position.step)
         self._spoke = time.perf_counter()
-        if self.recipe.logging.progress and (kind := bar_kind()) is not None:
-            self._bar = kind(
-                total=total_steps, initial=position.step, dynamic_ncols=True, leave=False, bar_format="{desc} {bar}"
+        make_bar = choose_bar() if self.recipe.logging.progress else None
+        if make_bar is not None:
+            self._bar = make_bar(
+                total=total_steps,
+                initial=position.step,
+                dynamic_ncols=True,
+                leave=False,
+                bar_format="{desc} {bar}",
             )
             self._bar.set_description_str(f"epoch {self._epoch}/{self.recipe.epochs}  starting")
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Values by their TensorBoard tags; `step` is the optimizer's."""
+        """Log values by their TensorBoard tags at an optimizer step."""
         if self._events is not None:
-            with writing(self.path):
-                self._events.scalars(arranged(values, self._metric), step)
+            with report_write_errors(self.path):
+                self._events.scalars(arrange_tags(values, self._metric), step)
         if self._loggers is not None:
             self._loggers.scalars(values, step)
 
     def show(self, summary: Any, step: int) -> None:
-        """Anything else for TensorBoard: a layout, a picture."""
+        """Log any other TensorBoard summary, for example a picture."""
         if self._events is not None:
-            with writing(self.path):
+            with report_write_errors(self.path):
                 self._events.add(summary, step)
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """A logged step: a row of steps.csv."""
+        """Write a row of steps.csv."""
         if self._steps is not None:
-            self.folder.check()  # a suspended run may wake up in a folder that another run has taken
-            with writing(self.path):
+            # A run that was suspended may wake up in a folder that another run has claimed.
+            self.folder.check()
+            with report_write_errors(self.path):
                 self._steps.add(row)
 
-    def progress(self, step: int, epoch: int, loss: float, speed: float | None) -> None:
-        """Training is at this step, in this epoch (from 1), with the latest loss and images/s.
+    def progress(
+        self,
+        step: int,
+        epoch: int,
+        loss: float,
+        speed: float | None,
+    ) -> None:
+        """Update the progress display.
 
         Called about once a second, or after every step that takes longer.
+
+        Args:
+            step: Number of steps done.
+            epoch: Current epoch, counted from 1.
+            loss: Latest training loss.
+            speed: Latest images per second, if measured.
         """
-        now, self._epoch = time.perf_counter(), epoch
+        now = time.perf_counter()
+        self._epoch = epoch
         self.journal.mark(step)
-        first, begun = self._paced = self._paced or (step, now)  # the first steps wait for everything to start
-        left = (now - begun) / (step - first) * (self._total - step) if step > first else None
+        # The speed is measured from the first call on, because earlier steps include start-up.
+        if self._paced is None:
+            self._paced = (step, now)
+        first, begun = self._paced
+        remaining = ""
+        if step > first:
+            seconds = (now - begun) / (step - first) * (self._total - step)
+            remaining = f"{tqdm.format_interval(seconds)} left"
         rate = f"{speed:,.0f} images/s" if speed else ""
-        clock = f"{tqdm.format_interval(left)} left" if left is not None else ""
-        self._state(f"step {step}/{self._total}", f"loss {loss:.4f}", rate, clock, step=step)
+        self._state(f"step {step}/{self._total}", f"loss {loss:.4f}", rate, remaining, step=step)
 
     def evaluating(self, done: int, total: int, speed: float) -> None:
-        """Evaluation is at batch `done` of `total`, with so many images/s."""
+        """Update the progress display during evaluation.
+
+        Args:
+            done: Number of evaluated batches.
+            total: Number of all batches.
+            speed: Images per second.
+        """
         self.journal.mark()
         self._state(f"evaluating {done}/{total}", f"{speed:,.0f} images/s")
 
     def _state(self, *parts: str, step: int | None = None) -> None:
-        """The live line's new state; where there is none, a line now and then."""
+        """Show the state in the progress bar, or print a line at intervals if there is no bar."""
         now = time.perf_counter()
-        if not self.recipe.logging.progress or now - self._spoke < (LOGGED if self._bar is None else LIVE):
+        interval = LINE_SECONDS if self._bar is None else LIVE
+        if not self.recipe.logging.progress or now - self._spoke < interval:
             return
         self._spoke = now
-        text = "  ".join(filter(None, (f"epoch {self._epoch}/{self.recipe.epochs}", *parts)))
+        epoch = f"epoch {self._epoch}/{self.recipe.epochs}"
+        text = "  ".join(filter(None, (epoch, *parts)))
         if self._bar is None:
             self.say(text)
             return
-        self._bar.n = self._bar.n if step is None else step
+        if step is not None:
+            self._bar.n = step
         self._bar.set_description_str(text)
 
     def result(self, result: Mapping[str, Any]) -> None:
-        """Replace result.json."""
+        """Replace result.json, and send the result to the loggers."""
         self.folder.write_result(result)
         if self._loggers is not None:
             self._loggers.result(result)
 
     def keep(self, name: str, text: Callable[[], str]) -> None:
-        """A text in the run folder; one that is there already stays."""
+        """Write a text file into the run folder unless it exists."""
         if not (self.path / name).exists():
             self.replace(name, text())
 
     def replace(self, name: str, text: str) -> None:
-        """A text in the run folder, in the place of an earlier one."""
-        with writing(self.path):
+        """Write a text file into the run folder, or replace it."""
+        with report_write_errors(self.path):
             write_atomically(self.path / name, text)
 
     def flush(self) -> None:
-        """Everything logged so far is in its file: a checkpoint is as old."""
-        with writing(self.path):
+        """Write all logged values to disk, so that they are as recent as a checkpoint."""
+        with report_write_errors(self.path):
             if self._steps is not None:
                 self._steps.sync()
             if self._events is not None:
@@ -206,60 +304,87 @@ class Tracker(NullTracker):
 
     def close(self) -> None:
         """Flush and close every file."""
-        bar, steps, events, loggers = self._bar, self._steps, self._events, self._loggers
+        bar = self._bar
+        steps = self._steps
+        events = self._events
+        loggers = self._loggers
         self._bar = self._steps = self._events = self._loggers = None
-        with ExitStack() as closing:  # all of them, also when a disk is full
+        # An ExitStack closes all of them even if one fails because the disk is full.
+        with ExitStack() as closing:
             closing.callback(self.folder.close)
             closing.callback(self.journal.close)
-            closing.enter_context(writing(self.path))
+            closing.enter_context(report_write_errors(self.path))
             for part in (loggers, bar, steps, events):
                 if part is not None:
                     closing.callback(part.close)
 
 
-def bar_kind() -> Any:
-    """tqdm's bar for a notebook or for a terminal; None elsewhere, where lines tell of the progress."""
+def choose_bar() -> Any:
+    """Return tqdm's class of progress bars for a notebook or a terminal, otherwise None."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is not None and "IPKernelApp" in shell.config:
         from tqdm import notebook
 
-        widgets = getattr(notebook, "IProgress", None) is not None  # ipywidgets is there
-        return notebook.tqdm if widgets else tqdm
-    return tqdm if rewrites(sys.stderr) else None
+        # If ipywidgets is missing, tqdm.notebook can be imported but fails when a bar is created.
+        has_widgets = getattr(notebook, "IProgress", None) is not None
+        if has_widgets:
+            return notebook.tqdm
+        return tqdm
+    if can_overwrite(sys.stderr):
+        return tqdm
+    return None
 
 
 class Progress:
-    """Of work before the first step: a bar on a terminal, else a line now and then."""
+    """Progress of work before the first step: a bar on a terminal, or a line at intervals."""
 
-    def __init__(self, total: int, show: bool, what: str, unit: str, first: float = SECONDS) -> None:
-        """`what` is done with `total` things, each a `unit`; lines begin after `first` seconds."""
-        bar = bar_kind() if show else None
-        self._bar = bar(total=total, unit=unit, desc=what, leave=False) if bar else None
-        self._show, self._total, self._done = show, total, 0
-        self._what, self._unit = what, unit
+    def __init__(
+        self, total: int, show: bool, what: str, unit: str, first: float = SECONDS
+    ) -> None:
+        """Start the display.
+
+        Args:
+            total: Number of items.
+            show: Whether to show anything.
+            what: Description of the work.
+            unit: Singular noun for an item.
+            first: Seconds until the first line.
+        """
+        self._bar: Any = None
+        make_bar = choose_bar() if show else None
+        if make_bar:
+            self._bar = make_bar(total=total, unit=unit, desc=what, leave=False)
+        self._show = show
+        self._total = total
+        self._done = 0
+        self._what = what
+        self._unit = unit
         self._start = time.monotonic()
         self._next = self._start + first
 
     def more(self, count: int = 1) -> None:
-        """So many more are done."""
+        """Count `count` more items as done."""
         self.left(self._total - self._done - count)
 
     def due(self) -> bool:
-        """Whether `left` would be seen."""
+        """Return whether calling `left` now would change the display."""
         return self._show and time.monotonic() >= self._next
 
     def left(self, count: int) -> None:
-        """So many are missing."""
-        new, self._done = self._total - count - self._done, self._total - count
+        """Set the number of items that are not done yet."""
+        new = self._total - count - self._done
+        self._done = self._total - count
         now = time.monotonic()
         if self._bar is not None:
             self._bar.update(new)
-            self._next = now + BAR
+            self._next = now + EARLY_BAR_SECONDS
         elif self._show and now >= self._next and self._done and count:
             self._next = now + SECONDS
             seconds = count * (now - self._start) / self._done
-            done = f"{self._done:,} of {self._total:,} {self._unit}s"
-            print(f"  {self._what}: {done}, about {duration(seconds)} left", flush=True)
+            count_text = f"{self._done:,} of {self._total:,} {self._unit}s"
+            print(
+                f"  {self._what}: {count_text}, about {format_duration(seconds)} left", flush=True
+            )
 
     def close(self) -> None:
         if self._bar is not None:

@@ -1,6 +1,7 @@
-"""What limits the speed of a step, and what to try next: from measured parts to one sentence. Pure functions.
+"""The verdict on a run: what limits the speed of a step and which overrides to try.
 
-The parts follow the step's critical path: what computing hides costs nothing, so only what a step waits for is counted.
+All functions are pure. The parts of a step follow its critical path: work that overlaps with
+computing costs nothing, so only the time that a step waits is counted.
 """
 
 from __future__ import annotations
@@ -10,16 +11,21 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from trainer.recipe import Recipe
-from trainer.recipe.checks import check_processes, wider_batch
-from trainer.telemetry.symptoms import possible
+from trainer.recipe.checks import check_processes, suggest_wider_batch
+from trainer.telemetry.symptoms import keep_possible
 
-NAMED = 0.2  # a part of the step that is not computing bounds it from this share on
-WORTH = 1.2  # times as fast that the cache has to make reading to be named
+# Minimum share of a step from which a part other than computing is named as the bottleneck.
+BOUND_SHARE = 0.2
+# Minimum speedup of reading that makes the cache worth suggesting.
+MIN_CACHE_SPEEDUP = 1.2
 CACHE = "data.cache=disk"
-SHORT = "the run is too short: "
-LITTLE = 0.05  # share of a step: what may be idle besides and is less changes no advice
-UNEVEN = 1.15  # stages whose slowest takes so many times the mean are not balanced
-Part = Literal["data", "compute", "launches", "communication", "bubble", "optimizer", "logging"]  # of a step
+FEWER_THREADS = "threads=1"
+TOO_SHORT = "the run is too short: "
+# Maximum idle share of a step that changes no suggestion.
+NEGLIGIBLE_SHARE = 0.05
+# Minimum ratio of the slowest stage's time to the mean of the stages that counts as unbalanced.
+UNEVEN_FACTOR = 1.15
+Part = Literal["data", "compute", "launches", "communication", "bubble", "optimizer", "logging"]
 PARTS: tuple[Part, ...] = get_args(Part)
 PHRASES: dict[Part, str] = {
     "data": "{share:.0%} of the step waits for images",
@@ -34,30 +40,54 @@ PHRASES: dict[Part, str] = {
 
 @dataclass(frozen=True)
 class StepParts:
-    """What was measured of a step, in seconds, and of the stages there are."""
+    """Measurements of a step, in seconds unless a field is a share.
 
-    step: float  # the mean step
-    data: float = 0.0  # waiting for images
-    optimizer: float = 0.0  # optimizer, moving average, clearing gradients, without its launches
-    launches: float = 0.0  # in which GPUs wait for the host to launch kernels; no less than that
-    launches_at_most: float = 0.0  # likewise, where it was not measured
-    logging: float = 0.0  # meeting the other ranks and writing, spread over all steps
-    communication: float | None = 0.0  # between ranks, beyond what computing hides; None where it was not measured
-    at_most: bool = False  # `communication` is one all-reduce alone, of which computing may hide some
-    # Share of the workers' time in a step, without waiting for images and optimizer, that they idle
+    Attributes:
+        step: Mean duration of a step.
+        data: Waiting for images.
+        optimizer: Optimizer, weight average and clearing gradients, without waiting for launches.
+        launches: Lower bound of the time that GPUs wait for the host to launch kernels.
+        launches_at_most: Upper bound of that time if it was not measured.
+        logging: Synchronising the ranks and writing, averaged over all steps.
+        communication: Communication between ranks that computing does not hide; None if it was
+            not measured.
+        at_most: Whether `communication` is the time of one isolated all-reduce, which computing may
+            partly hide.
+        bubble: Idle share of the workers' time, in a step without waiting for images and without
+            the optimizer.
+        bubble_at_most: Upper bound of `bubble`: the idle share if GPUs waited for every launch
+            within their stages.
+        busy: Time that each stage works in a step; empty without stages.
+    """
+
+    step: float
+    data: float = 0.0
+    optimizer: float = 0.0
+    launches: float = 0.0
+    launches_at_most: float = 0.0
+    logging: float = 0.0
+    communication: float | None = 0.0
+    at_most: bool = False
     bubble: float = 0.0
-    bubble_at_most: float = 0.0  # that share where GPUs waited for every launch within their stages; `bubble`, or more
-    busy: Sequence[float] = ()  # seconds that each stage works in a step; empty without stages
+    bubble_at_most: float = 0.0
+    busy: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Seconds that one process takes for a photo."""
+    """Seconds that one process needs for a photo.
 
-    read: float  # its file
-    decode: float  # to pixels, no more of them than are needed
-    transform: float  # cropping, resizing and augmenting
-    cached: float  # all of it, from the cache
+    Attributes:
+        read: Reading its file.
+        decode: Decoding to as few pixels as the model needs.
+        transform: Cropping, resizing and augmenting.
+        cached: Sum of the three if the photo is in the cache.
+    """
+
+    read: float
+    decode: float
+    transform: float
+    cached: float
 
     @property
     def whole(self) -> float:
@@ -66,186 +96,387 @@ class Reading:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the run ran on."""
+    """Hardware and data of a run.
 
-    processes: int = 1  # ranks in all
-    cores: int = 1  # of this machine, for each of its ranks
-    workers: int | None = None  # that read images for a rank; None where images lie in memory
-    gpu: bool = False  # whether it computes on GPUs
-    may_replay: bool = False  # graphs=true would be another run: steps are launched, and no recording has failed
-    images: int | None = None  # of the training set; None where their number is not known
-    reading: Reading | None = None  # of its photos, where the step waits for them
+    Attributes:
+        processes: Number of ranks.
+        cores: CPU cores of this machine for each of its ranks.
+        workers: Processes that read images for a rank; None if the images lie in memory.
+        gpu: Whether the run computes on GPUs.
+        may_replay: Whether `graphs=true` would change the run: its steps are launched eagerly, and
+            no capture has failed.
+        images: Size of the training set; None if unknown.
+        reading: Reading times of the photos, measured only if the step waits for them.
+    """
+
+    processes: int = 1
+    cores: int = 1
+    workers: int | None = None
+    gpu: bool = False
+    may_replay: bool = False
+    images: int | None = None
+    reading: Reading | None = None
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Where the time went, what bounds it, what to try: result.json's `verdict`, which calls `overrides` "try"."""
+    """Where the time went, what bounds the step and what to try: `verdict` in result.json.
 
-    bound: Part  # a key of `step`
-    sentence: str  # for people, with what to try: a line for each advice, what matters most first
-    overrides: list[str]  # `key=value` words to try, the most promising first
-    step: dict[Part, float]  # share of each part of a step; they add up to 1
-    run: dict[str, float]  # share of each part of the run; they add up to 1
-    step_seconds: float  # of the mean step
-    reading: Reading | None  # of photos, where the step waits for them
-    unmeasured: str | None  # what the shares do not tell, in words
-    probe_seconds: float  # what finding out took
+    Attributes:
+        bound: Key of `step` that limits the speed.
+        sentence: Text for people: one line for each suggestion, the most important one first.
+        overrides: `key=value` arguments to try, the most promising one first.
+        step: Share of each part of a step; the shares add up to 1.
+        run: Share of each part of the run; the shares add up to 1.
+        step_seconds: Mean duration of a step.
+        reading: Reading times of photos if the step waits for them.
+        unmeasured: What the shares leave open, as text.
+        probe_seconds: Time that measuring took.
+    """
+
+    bound: Part
+    sentence: str
+    overrides: list[str]
+    step: dict[Part, float]
+    run: dict[str, float]
+    step_seconds: float
+    reading: Reading | None
+    unmeasured: str | None
+    probe_seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """As result.json has it."""
-        return {"try" if key == "overrides" else key: value for key, value in asdict(self).items()}
+        """Return the entries of result.json, which calls `overrides` "try"."""
+        names = {"overrides": "try"}
+        return {names.get(key, key): value for key, value in asdict(self).items()}
 
 
-def shares(measured: StepParts) -> dict[Part, float]:
-    """The parts of a step, adding up to 1; computing is what the others leave."""
-    left = step = measured.step
+@dataclass(frozen=True)
+class _Findings:
+    """Input of the functions that write the text of a verdict."""
+
+    measured: StepParts
+    recipe: Recipe
+    setting: Setting
+    warnings: Mapping[str, str]
+    step: dict[Part, float]
+    run: dict[str, float]
+    bound: Part
+    overrides: list[str]
+
+    @property
+    def communication_at_most(self) -> float:
+        """Share of the step that an isolated all-reduce takes; 0 if communication was measured."""
+        if not self.measured.at_most:
+            return 0.0
+        return (self.measured.communication or 0.0) / self.measured.step
+
+    @property
+    def is_sharded(self) -> bool:
+        # The exchange of shards overlaps with computing, so no longer run could measure it.
+        return self.recipe.traits.exchanges == "shards"
+
+    @property
+    def has_mixed_computing(self) -> bool:
+        """Whether computing can only be reported together with communication."""
+        if self.bound != "compute" or _compute_launch_wait(self.measured) >= BOUND_SHARE:
+            return False
+        is_mostly_open = 2 * self.communication_at_most > self.step["compute"]
+        return is_mostly_open or (self.is_sharded and self.communication_at_most > NEGLIGIBLE_SHARE)
+
+
+def compute_shares(measured: StepParts) -> dict[Part, float]:
+    """Return the share of each part of a step; computing is the rest, so that they add up to 1."""
+    remaining = measured.step
     parts: dict[Part, float] = {}
 
     def take(name: Part, seconds: float) -> None:
-        nonlocal left
-        parts[name] = min(left, seconds) / step
-        left -= min(left, seconds)
+        nonlocal remaining
+        spent = min(remaining, seconds)
+        parts[name] = spent / measured.step
+        remaining -= spent
 
     take("data", measured.data)
     take("optimizer", measured.optimizer)
     take("logging", measured.logging)
     take("launches", measured.launches)
-    take("bubble", measured.bubble * left)
-    take("communication", 0.0 if measured.at_most else measured.communication or 0.0)
-    return {name: left / step if name == "compute" else parts[name] for name in PARTS}
+    take("bubble", measured.bubble * remaining)
+    communication = measured.communication or 0.0
+    if measured.at_most:
+        communication = 0.0
+    take("communication", communication)
+    parts["compute"] = remaining / measured.step
+    return {name: parts[name] for name in PARTS}
 
 
 def judge(
-    measured: StepParts, seconds: Mapping[str, float], recipe: Recipe, setting: Setting, probe_seconds: float = 0.0,
+    measured: StepParts,
+    seconds: Mapping[str, float],
+    recipe: Recipe,
+    setting: Setting,
+    probe_seconds: float = 0.0,
     warnings: Mapping[str, str] | None = None,
-) -> Verdict:  # fmt: skip
-    """What bounds the step; `seconds` are of the run's parts, "steps" among them.
+) -> Verdict:
+    """Determine what limits the speed of a step, and which overrides to try.
 
-    A line for each advice: `warnings` by their kinds, of learning before those of the machine, then the step, last what
-    the run is too short for.
+    Args:
+        measured: Measurements of a step.
+        seconds: Duration of each part of the run, "steps" among them.
+        recipe: Recipe of the run.
+        setting: Hardware and data of the run.
+        probe_seconds: Time that measuring took.
+        warnings: Warnings about the run by their kinds, to be included in the text.
     """
-    parts = shares(measured)
-    largest = max((name for name in parts if name != "compute"), key=parts.__getitem__)
-    bound = largest if parts[largest] >= NAMED else "compute"
-
-    def fits(changed: Recipe) -> bool:
-        """On as many processes, with as many images."""
-        check_processes(changed, setting.processes)
-        return setting.images is None or changed.batch_size <= max(setting.images, recipe.batch_size)
-
-    overrides = possible(_advice(bound, measured, recipe, setting), recipe, fits)
-    told = dict(warnings or {})
-    of_machine = {kind for kind in told if kind == "cores" or kind.startswith("rank ")}
-    lines = [told[kind] for kind in sorted(told, key=of_machine.__contains__)]
-    sentence = PHRASES[bound].format(share=parts[bound])
-    if _launching(measured) >= NAMED:
-        sentence = sentence.replace("computing, ", "")
-    if bound == "data" and setting.workers is None:
-        sentence += ", which are prepared in the training process"
-    reading = setting.reading if bound == "data" else None
-    if reading is not None:
-        times = {"reading files": reading.read, "decoding": reading.decode, "transforming": reading.transform}
-        spent = ", ".join(f"{seconds / reading.whole:.0%} on {name}" for name, seconds in times.items())
-        sentence += f": a reader spends {spent}"
-    if bound == "bubble" and _uneven(measured.busy):
-        slowest = max(range(len(measured.busy)), key=measured.busy.__getitem__)
-        ratio = max(measured.busy) / (sum(measured.busy) / len(measured.busy))
-        sentence += f": stage {slowest} works {ratio:.1f} times as long as the mean stage"
-    idle, hidden = _unmeasured(measured)
-    at_most = (measured.communication or 0.0) / measured.step if measured.at_most else 0.0
-    most, sharded = 2 * at_most > parts["compute"], recipe.traits.exchanges == "shards"
-    together = bound == "compute" and _launching(measured) < NAMED and (most or (sharded and at_most > LITTLE))
-    if together:
-        sentence = f"{parts[bound]:.0%} of the step is computing and communication between ranks"
-        sentence += ", which overlap" if sharded else ": a longer run measures each"
-        sentence += f": at most {at_most:.0%} is communication" * (not most)
-    if any(word.startswith("batch_size=") for word in overrides) and setting.gpu and setting.processes > 1:
-        sentence += f"; a GPU gets {recipe.batch_size / setting.processes:g} images of a batch"
-    short: list[str] = []
-    if bound in ("compute", "bubble", "optimizer"):
-        sentence, short = "; ".join([sentence, *idle]), [] if together or sharded else hidden
-    if overrides and not of_machine:  # where others have its cores, these shares are not the recipe's
-        words = " or ".join(overrides)
-        if setting.reading is not None and CACHE in overrides:  # as readers do, but no more than without any waiting
-            gain = min(setting.reading.whole / setting.reading.cached, 1 / max(1 - parts["data"], 0.01))
-            words = words.replace(CACHE, f"{CACHE} ({gain:.1f} times the images/s)")
-        sentence += f"{'. T' if ': ' in sentence or '; ' in sentence else ': t'}ry {words}"
+    step = compute_shares(measured)
     total = sum(seconds.values())
     run = {name: spent / total for name, spent in seconds.items()}
-    apart = max((name for name in run if name != "steps"), key=run.__getitem__, default="steps")
-    rest = [f"steps are only {run['steps']:.0%} of this run: {apart} takes {run[apart]:.0%}"]
-    rest *= run.get("steps", 1.0) < 0.5
-    short, rest = (rest + short, []) if apart == "start-up" else (short, rest)
-    lines += [sentence, *rest, *([SHORT + "; ".join(short)] if short else [])]
-    unmeasured = "; ".join([*idle, *(SHORT * (not sharded) + note for note in hidden)]) or None
-    return Verdict(bound, "\n".join(lines), overrides, parts, run, measured.step, reading, unmeasured, probe_seconds)
+    bound: Part = max((name for name in step if name != "compute"), key=step.__getitem__)
+    if step[bound] < BOUND_SHARE:
+        bound = "compute"
 
+    def fits(changed: Recipe) -> bool:
+        """Check that a recipe runs on as many processes and fills its batches."""
+        check_processes(changed, setting.processes)
+        if setting.images is None:
+            return True
+        return changed.batch_size <= max(setting.images, recipe.batch_size)
 
-def _unmeasured(measured: StepParts) -> tuple[list[str], list[str]]:
-    """What GPUs may have waited for launches, and what a longer run would tell of communication."""
-    idle, hidden = _launching(measured), []
-    if measured.communication is None:
-        hidden = ["communication was not measured"]
-    elif measured.at_most:
-        share = min(shares(measured)["compute"], measured.communication / measured.step)
-        hidden = [f"up to {share:.0%} of the step, counted as computing, may be communication that it does not hide"]
-    more = "more " * (measured.bubble > 0)
-    note = f"up to {idle:.0%} of the step {more}may be idle, GPUs waiting for Python to launch their kernels"
-    return [note] * (idle > LITTLE), hidden
-
-
-def _launching(measured: StepParts) -> float:
-    """Share of a step that counts as computing or optimizer, and in which GPUs may have waited for launches."""
-    parts = shares(measured)
-    left = 1 - parts["data"] - parts["optimizer"] - parts["logging"]
-    stages = min(parts["compute"], max(0.0, measured.bubble_at_most - measured.bubble) * left)
-    return max(stages, min(parts["compute"] + parts["optimizer"], measured.launches_at_most / measured.step))
-
-
-def _uneven(busy: Sequence[float]) -> bool:
-    return len(busy) > 1 and max(busy) > UNEVEN * sum(busy) / len(busy)
-
-
-def _advice(bound: Part, measured: StepParts, recipe: Recipe, setting: Setting) -> list[str]:
-    """Words to try against a bound, the most promising first."""
-    processes, workers, gpu = setting.processes, setting.workers, setting.gpu
-    wider = wider_batch(recipe, processes, setting.images) if gpu else None
-    larger = wider or f"batch_size={2 * recipe.batch_size}"
+    warnings = warnings or {}
+    overrides = keep_possible(_list_remedies(bound, measured, recipe, setting), recipe, fits)
+    if FEWER_THREADS in warnings.get("cores", ""):
+        overrides = [FEWER_THREADS, *overrides]
+    findings = _Findings(measured, recipe, setting, warnings, step, run, bound, overrides)
+    reading = None
     if bound == "data":
-        automatic = ["augment.auto=none"] if recipe.augment.auto != "none" else []
-        if workers is None:
-            return automatic or [larger]
-        wanted = max(setting.cores, 2 * workers)
-        reading, cached = setting.reading, recipe.data.cache != "off"
-        cache = [CACHE] if reading and not cached and reading.whole > WORTH * reading.cached else []
-        return cache + ([f"data.workers={wanted}"] if wanted <= 2 * setting.cores else []) + automatic
+        reading = setting.reading
+    return Verdict(
+        bound,
+        _render_text(findings),
+        overrides,
+        step,
+        run,
+        measured.step,
+        reading,
+        _render_unmeasured(findings),
+        probe_seconds,
+    )
+
+
+def _render_text(findings: _Findings) -> str:
+    """Render one line for each topic.
+
+    Warnings about learning come first, then those about the machine, the step, the run, and what a
+    longer run would measure.
+    """
+    warnings = findings.warnings
+    machine_kinds = {kind for kind in warnings if kind == "cores" or kind.startswith("rank ")}
+    lines = [warnings[kind] for kind in sorted(warnings, key=machine_kinds.__contains__)]
+    sentence = _describe_step(findings)
+    too_short: list[str] = []
+    if findings.bound in ("compute", "bubble", "optimizer"):
+        sentence = "; ".join([sentence, *_describe_launches(findings.measured)])
+        if not findings.has_mixed_computing and not findings.is_sharded:
+            too_short = _describe_communication(findings.measured)
+    # While other processes use the cores, the shares do not depend on the recipe alone.
+    if findings.overrides and not machine_kinds:
+        start = ". T" if ": " in sentence or "; " in sentence else ": t"
+        sentence += f"{start}ry {_describe_overrides(findings)}"
+    lines.append(sentence)
+    run = findings.run
+    if run["steps"] < 0.5:
+        others = [name for name in run if name != "steps"]
+        longest = max(others, key=run.__getitem__)
+        note = f"steps are only {run['steps']:.0%} of this run: {longest} takes {run[longest]:.0%}"
+        if longest == "start-up":
+            too_short.insert(0, note)
+        else:
+            lines.append(note)
+    if too_short:
+        lines.append(TOO_SHORT + "; ".join(too_short))
+    return "\n".join(lines)
+
+
+def _describe_step(findings: _Findings) -> str:
+    """Describe what limits the speed of the step, with details that explain it."""
+    bound = findings.bound
+    measured = findings.measured
+    setting = findings.setting
+    sentence = PHRASES[bound].format(share=findings.step[bound])
+    if _compute_launch_wait(measured) >= BOUND_SHARE:
+        sentence = sentence.replace("computing, ", "")
+    if bound == "data":
+        if setting.workers is None:
+            sentence += ", which are prepared in the training process"
+        reading = setting.reading
+        if reading is not None:
+            seconds = {
+                "reading files": reading.read,
+                "decoding": reading.decode,
+                "transforming": reading.transform,
+            }
+            spent = [f"{value / reading.whole:.0%} on {name}" for name, value in seconds.items()]
+            sentence += f": a reader spends {', '.join(spent)}"
+    if bound == "bubble" and _is_uneven(measured.busy):
+        slowest = max(range(len(measured.busy)), key=measured.busy.__getitem__)
+        mean = sum(measured.busy) / len(measured.busy)
+        ratio = max(measured.busy) / mean
+        sentence += f": stage {slowest} works {ratio:.1f} times as long as the mean stage"
+    if findings.has_mixed_computing:
+        at_most = findings.communication_at_most
+        sentence = f"{findings.step[bound]:.0%} of the step is computing and communication "
+        sentence += "between ranks"
+        if findings.is_sharded:
+            sentence += ", which overlap"
+        else:
+            sentence += ": a longer run measures each"
+        if 2 * at_most <= findings.step["compute"]:
+            sentence += f": at most {at_most:.0%} is communication"
+    changes_batch = any(override.startswith("batch_size=") for override in findings.overrides)
+    if changes_batch and setting.gpu and setting.processes > 1:
+        local_batch = findings.recipe.batch_size / setting.processes
+        sentence += f"; a GPU gets {local_batch:g} images of a batch"
+    return sentence
+
+
+def _describe_overrides(findings: _Findings) -> str:
+    text = " or ".join(findings.overrides)
+    reading = findings.setting.reading
+    if reading is None or CACHE not in findings.overrides:
+        return text
+    # The step speeds up as its readers do, but not beyond a step that never waits for images.
+    without_waiting = 1 / max(1 - findings.step["data"], 0.01)
+    speedup = min(reading.whole / reading.cached, without_waiting)
+    return text.replace(CACHE, f"{CACHE} ({speedup:.1f} times the images/s)")
+
+
+def _render_unmeasured(findings: _Findings) -> str | None:
+    notes = _describe_launches(findings.measured)
+    for note in _describe_communication(findings.measured):
+        if not findings.is_sharded:
+            note = TOO_SHORT + note
+        notes.append(note)
+    return "; ".join(notes) or None
+
+
+def _describe_launches(measured: StepParts) -> list[str]:
+    """Return a note on the time that GPUs may have waited for launches, unless it is negligible."""
+    idle = _compute_launch_wait(measured)
+    if idle <= NEGLIGIBLE_SHARE:
+        return []
+    more = "more " if measured.bubble > 0 else ""
+    return [
+        f"up to {idle:.0%} of the step {more}may be idle, "
+        "GPUs waiting for Python to launch their kernels"
+    ]
+
+
+def _describe_communication(measured: StepParts) -> list[str]:
+    """Return a note on communication that only a longer run would measure, if any."""
+    if measured.communication is None:
+        return ["communication was not measured"]
+    if not measured.at_most:
+        return []
+    share = min(compute_shares(measured)["compute"], measured.communication / measured.step)
+    return [
+        f"up to {share:.0%} of the step, counted as computing, may be communication that it "
+        "does not hide"
+    ]
+
+
+def _compute_launch_wait(measured: StepParts) -> float:
+    """Return the largest share of a step that GPUs may have waited for launches unseen.
+
+    The shares count this time as computing or as the optimizer.
+    """
+    parts = compute_shares(measured)
+    in_stages = 1 - parts["data"] - parts["optimizer"] - parts["logging"]
+    hidden_bubble = max(0.0, measured.bubble_at_most - measured.bubble) * in_stages
+    launches = measured.launches_at_most / measured.step
+    return max(
+        min(parts["compute"], hidden_bubble),
+        min(parts["compute"] + parts["optimizer"], launches),
+    )
+
+
+def _is_uneven(busy: Sequence[float]) -> bool:
+    return len(busy) > 1 and max(busy) > UNEVEN_FACTOR * sum(busy) / len(busy)
+
+
+def _list_remedies(
+    bound: Part,
+    measured: StepParts,
+    recipe: Recipe,
+    setting: Setting,
+) -> list[str]:
+    """List overrides that may help, the most promising first; the recipe may refuse some."""
+    processes = setting.processes
+    workers = setting.workers
+    wider = None
+    if setting.gpu:
+        wider = suggest_wider_batch(recipe, processes, setting.images)
+    larger = wider or f"batch_size={2 * recipe.batch_size}"
+    remedies = []
+    if bound == "data":
+        reading = setting.reading
+        if workers is not None:
+            is_uncached = recipe.data.cache == "off"
+            if reading and is_uncached and reading.whole > MIN_CACHE_SPEEDUP * reading.cached:
+                remedies.append(CACHE)
+            more_workers = max(setting.cores, 2 * workers)
+            if more_workers <= 2 * setting.cores:
+                remedies.append(f"data.workers={more_workers}")
+        if recipe.augment.auto != "none":
+            remedies.append("augment.auto=none")
+        elif workers is None:
+            remedies.append(larger)
+        return remedies
     if bound == "communication":
         if recipe.traits.exchanges == "weights":
             return [f"local_sgd.every={2 * (recipe.local_sgd.every or 1)}"]
         if recipe.traits.micro_batches:
             return [f"pipeline.stages={processes}", larger]
-        compress = [] if recipe.ddp.compress else ["ddp.compress=bf16"]
-        return [larger, *compress, "mode=local_sgd local_sgd.every=20"]
-    by_hand = recipe.pipeline.microbatches != "auto" or recipe.pipeline.split_size is not None
-    micro = ["pipeline.microbatches=auto"] if by_hand else []
+        remedies.append(larger)
+        if not recipe.ddp.compress:
+            remedies.append("ddp.compress=bf16")
+        return [*remedies, "mode=local_sgd local_sgd.every=20"]
+    micro = []
+    if recipe.pipeline.microbatches != "auto" or recipe.pipeline.split_size is not None:
+        micro = ["pipeline.microbatches=auto"]
     if bound == "bubble":
         if recipe.traits.one_stage_at_a_time:
             return ["mode=pipeline"]
-        cuts = ["pipeline.cuts=auto"] if recipe.pipeline.cuts != "auto" else []
-        words = cuts + micro if _uneven(measured.busy) else micro + cuts
+        cuts = []
+        if recipe.pipeline.cuts != "auto":
+            cuts = ["pipeline.cuts=auto"]
+        schedule = cuts + micro if _is_uneven(measured.busy) else micro + cuts
         launches = max(measured.launches, measured.launches_at_most)
-        waits = launches > shares(measured)["bubble"] * measured.step / 2  # for Python, most of it
-        if gpu and processes == 1 and waits and setting.may_replay:
-            return ["graphs=true", *(words or [larger])]
-        return words or [larger, *(["mode=ddp"] if processes > 1 else [])]
-    launching = bound == "launches" or _launching(measured) >= NAMED  # faster arithmetic would not be felt
-    graphs = ["graphs=true"] if launching and setting.may_replay else []
-    if bound == "optimizer":
-        return [*graphs, larger, *(["ema=null"] if recipe.ema is not None else [])]
+        waits_for_python = launches > compute_shares(measured)["bubble"] * measured.step / 2
+        if setting.gpu and processes == 1 and waits_for_python and setting.may_replay:
+            return ["graphs=true", *(schedule or [larger])]
+        if schedule:
+            return schedule
+        if processes > 1:
+            return [larger, "mode=ddp"]
+        return [larger]
     if bound == "logging":
         return [f"logging.every_steps={10 * recipe.logging.every_steps}"]
-    if launching:
-        return micro + graphs + ([] if micro else [larger])
-    faster = [] if recipe.channels_last else ["channels_last=true"]
-    faster += ["precision=bf16"] if recipe.precision in ("fp32", "tf32") and gpu else []
-    return ([wider] if wider else []) + faster + (["compile=true"] if gpu and not recipe.compile else [])
+    # Faster arithmetic would not be noticed while GPUs wait for launches.
+    is_launching = bound == "launches" or _compute_launch_wait(measured) >= BOUND_SHARE
+    graphs = []
+    if is_launching and setting.may_replay:
+        graphs = ["graphs=true"]
+    if bound == "optimizer":
+        remedies += [*graphs, larger]
+        if recipe.ema is not None:
+            remedies.append("ema=null")
+        return remedies
+    if is_launching:
+        return micro + graphs if micro else [*graphs, larger]
+    if wider:
+        remedies.append(wider)
+    if not recipe.channels_last:
+        remedies.append("channels_last=true")
+    if setting.gpu and recipe.precision in ("fp32", "tf32"):
+        remedies.append("precision=bf16")
+    if setting.gpu and not recipe.compile:
+        remedies.append("compile=true")
+    return remedies

@@ -1,5 +1,7 @@
-"""The loop of every mode (`loop` reads on one screen) and what it calls: optimizer, evaluation, resuming, reports.
+"""The training loop of every mode, and what it calls: setup, steps, evaluation, resuming, reports.
 
-What differs between modes is in `modes`.
-Imports: errors, recipe, devices, tasks, processes, saving, launch, models, telemetry, data, modes, optim.
+Start with `loop`, then `setup`. What differs between modes is in `modes`.
+
+Imports: errors, versions, recipe, devices, tasks, memory, processes, distributed, saving, launch,
+models, telemetry, data, modes, optim.
 """

@@ -1,150 +1,249 @@
-"""What is about to run, for people: before the first step, and on the run's page in TensorBoard."""
+"""The banner: lines about what is about to run, on the terminal and in TensorBoard."""
 
 from __future__ import annotations
 
 import shlex
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from trainer.devices import cuda_graphs, precision
-from trainer.processes.rank import elastic_advice
+from trainer.modes import Strategy
+from trainer.processes.rank import find_elastic_problems
 from trainer.processes.terminal import BOLD
-from trainer.recipe.checks import most_rows
-from trainer.recipe.shares import rows_of
-from trainer.recipe.versions import VERSION
-from trainer.telemetry.readable import columns, counted
-from trainer.training.memory_needs import KEPT
-from trainer.training.run import Run
+from trainer.recipe import Recipe
+from trainer.recipe.checks import count_largest_rows
+from trainer.recipe.shares import count_rows
+from trainer.telemetry.readable import format_count, table_width
+from trainer.telemetry.tracking import NullTracker
+from trainer.training.memory_keys import KEPT
+from trainer.training.observer import ModelFacts
+from trainer.training.state import Resolved
+from trainer.versions import VERSION
 
-# Below 16 images a batch ResNet-50's error on ImageNet grows: by 1 point at 8, 4 at 4, 11 at 2 (Wu and He, "Group
-# Normalization", arXiv:1803.08494, table 2).
-FEW = 16
+# Below 16 images per batch the error of ResNet-50 on ImageNet grows: by 1 point at 8 images, by 4
+# points at 4, by 11 points at 2 (Wu and He, "Group Normalization", arXiv:1803.08494, table 2).
+MIN_BATCH_NORM_IMAGES = 16
+# Titles of lines that a user may want to act on before training. They are printed in full.
 WARNINGS = (
-    *("torchrun", "skipped", "warning", "batchnorm", "bf16", "left out", "ignored", "labels", "balance", "precision"),
-    *("note", "graphs"),
+    "torchrun",
+    "skipped",
+    "warning",
+    "batchnorm",
+    "bf16",
+    "left out",
+    "ignored",
+    "labels",
+    "balance",
+    "precision",
+    "note",
+    "graphs",
+    "teacher",
+    "start",
+    "filters",
+    "inputs",
+    "names",
+    "alike",
+    "test",
+    "pixels",
+    "frames",
+    "shares",
+    "beside",
 )
+# Titles of lines that only `runs show` prints.
 DETAILS = ("computes", "mode", "devices", "held out", "cuts", "readers", "folder")
-ROOM = 3  # lines beside those that every run has
+# Number of lines in addition to those that every run prints.
+SPARE_LINES = 3
 
 
-def say(run: Run) -> None:
-    """What is about to run: first what to look at, and where the rest is told.
+def print_banner(
+    recipe: Recipe, devices: Sequence[str], lines: Mapping[str, str], tracker: NullTracker
+) -> None:
+    """Print the most important of the banner's lines, and a command that prints all of them.
 
-    In eight lines, and more where what every run has needs them: it is never cut.
+    The banner has eight lines. It has more only if the lines of every run and those of `WARNINGS`,
+    which are never cut, need more.
+
+    Args:
+        recipe: The recipe.
+        devices: Names of the devices of all ranks.
+        lines: The lines by title, from `build_banner`.
+        tracker: Prints the lines.
     """
-    tracker, known, where = run.tracker, run.observer.banner_lines, few_names(run.world.devices)
-    head = f"trainer {VERSION}: {run.recipe.name}, {run.recipe.mode} on {where}, {known['computes']}"
-    lines = textwrap.wrap(head, columns(80), subsequent_indent=" " * 12)
-    tracker.say("\n".join(lines), BOLD)
-    always = {title: known[title] for title in ("model", "data", "steps")}
-    warnings = [title for title in WARNINGS if title in known]
-    titles = [title for title in known if title not in (*warnings, *always, *DETAILS)]
-    room = max(1, ROOM + 1 - len(lines) + len(always) - tracker.print_lines(always))
-    titles = [*warnings, *titles][:room]
-    room -= len(titles)
+    where = summarize_devices(devices)
+    head = f"trainer {VERSION}: {recipe.name}, {recipe.mode} on {where}, {lines['computes']}"
+    head_lines = textwrap.wrap(head, table_width(), subsequent_indent=" " * 12)
+    tracker.say("\n".join(head_lines), BOLD)
+    always = {title: lines[title] for title in ("model", "data", "steps")}
+    warnings = [title for title in WARNINGS if title in lines]
+    titles = [title for title in lines if title not in (*warnings, *always, *DETAILS)]
+    used = len(head_lines) - 1 + tracker.print_lines(always) - len(always)
+    spare = max(1, SPARE_LINES - used)
+    for title in warnings:
+        spare -= tracker.print_lines({title: lines[title]})
+    # A line that needs more than the spare lines is not cut: `runs show` prints it.
     for title in titles:
-        room -= tracker.print_lines({title: known[title]}, lines=room + 1) - 1
-    tracker.print_lines({"details": f"python -m trainer runs show {shlex.quote(str(tracker.path))}"})
+        spare -= tracker.print_lines({title: lines[title]}, lines=spare)
+    details = f"python -m trainer runs show {shlex.quote(str(tracker.path))}"
+    tracker.print_lines({"details": details})
 
 
-def few_names(devices: Sequence[str]) -> str:
-    """Devices in a few words: 4 x cuda."""
+def summarize_devices(devices: Sequence[str]) -> str:
+    """Return a short text about devices, such as `4 x cuda`."""
     kinds = {name.partition(":")[0] for name in devices}
-    return f"{len(devices)} x {kinds.pop()}" if len(devices) > 1 == len(kinds) else ", ".join(devices)
+    if len(devices) > 1 == len(kinds):
+        return f"{len(devices)} x {kinds.pop()}"
+    return ", ".join(devices)
 
 
-def banner_lines(run: Run) -> dict[str, str]:
-    """What is about to run, by title."""
-    recipe, world, data = run.recipe, run.world, run.datasets
-    size, names = world.size, world.devices
-    devices = ", ".join(names) if len(names) <= 8 else f"{names[0]} ... {names[-1]}"
-    parts = run.strategy.share.count
-    part = "worker" if recipe.traits.every_sample else "replica" if parts < size else "device"
-    options = [word for word in ("channels_last", "compile", "sync_bn") if getattr(recipe, word)]
-    options += [f"recompute {run.strategy.recomputes}"] if run.strategy.recomputes else []
-    options += [f"ema {recipe.ema}"] if recipe.ema is not None else []
-    options.insert(0, precision.computed_in(recipe.precision, world.device))
-    note = precision.note(recipe.precision, world.device)
-    local, rows = (most_rows(recipe, parts, pieces) for pieces in (1, recipe.pieces))
-    most = " at most" * (parts * recipe.pieces * rows != recipe.batch_size)
-    each = run.resolved.steps_per_epoch
-    steps = f"{counted(recipe.epochs, 'epoch')} x {counted(each, 'step')}"
-    if recipe.max_steps:
-        ends = recipe.max_steps <= recipe.epochs * each
-        steps += f", {recipe.max_steps} in all at most," if ends else f" (max_steps={recipe.max_steps} is more)"
-    steps += f" of {recipe.batch_size} images"
-    if (unequal := shares_of(run)) is not None:
-        steps += f", {' + '.join(map(str, unequal))} a {part}"
-        steps += f", in {recipe.pieces} pieces each" if recipe.pieces > 1 else ""
+def build_banner(
+    resolved: Resolved, strategy: Strategy, model: ModelFacts, readers: str | None
+) -> dict[str, str]:
+    """Return all lines of the banner by title.
+
+    Args:
+        resolved: The configuration of the run.
+        strategy: The mode, which has the model.
+        model: Properties of the whole model.
+        readers: Text about the processes that read images, if any.
+    """
+    recipe = resolved.recipe
+    world = resolved.world
+    data = resolved.datasets
+    names = world.devices
+    if len(names) <= 8:
+        devices = ", ".join(names)
     else:
-        steps += f", {parts} x {local}{most} a {part}" if parts > 1 else ""
-        steps += f", in {recipe.pieces} pieces of {rows}{most}" if recipe.pieces > 1 else ""
-    if KEPT in run.strategy.tuned:
-        steps += " (accumulate=auto)"
-        steps += ", each with its own BatchNorm statistics" * (recipe.pieces > 1 and run.observer.model.batch_norm)
-    starts = ", ".join(f"{epochs:.4g}" for epochs in recipe.schedule.restarts if epochs < recipe.epochs)
-    steps += f"; a new cosine from lr {recipe.peak_lr:g} after epoch {starts}" if starts else ""
-    singular, plural = ("value", "values") if run.task.reads == "values" else ("class", "classes")
-    outputs = f"{len(data.classes)} {singular if len(data.classes) == 1 else plural}"
+        devices = f"{names[0]} ... {names[-1]}"
+    unit = "value" if resolved.task.reads == "values" else "class"
+    if len(data.classes) != 1:
+        unit = {"value": "values", "class": "classes"}[unit]
+    outputs = f"{len(data.classes)} {unit}"
+    ranks = format_count(world.size, "rank")
+    threads = format_count(world.threads, "thread")
+    shape = " x ".join(map(str, data.inputs.shape))
+    options = [precision.resolve_precision(recipe.precision, world.device)]
+    options += [key for key in ("channels_last", "compile", "sync_bn") if getattr(recipe, key)]
+    if strategy.recomputes:
+        options.append(f"recompute {strategy.recomputes}")
+    if recipe.ema is not None:
+        options.append(f"ema {recipe.ema}")
     lines = {
-        "mode": f"{recipe.mode}, {size} rank{'s' * (size > 1)}, {world.threads} thread{'s' * (world.threads > 1)} each",
+        "mode": f"{recipe.mode}, {ranks}, {threads} each",
         "devices": devices,
-        **run.strategy.notes(),
-        "model": f"{recipe.model.name} on {' x '.join(map(str, data.inputs.shape))}, "
-        f"{run.observer.model.parameters:,} parameters",
+        **strategy.notes(),
+        "model": f"{recipe.model.name} on {shape}, {model.parameters:,} parameters",
         "computes": ", ".join(options),
-        **({"precision": note} if note else {}),
-        "data": f"{data.name}: {len(data.train):,} training images, {len(data.val):,} held out, {outputs}",
-        "held out": data.holdout,
-        **({"teacher": run.teacher.note} if run.teacher is not None else {}),
-        **run.observer.model.notes,
-        **data.notes,
-        **({"readers": workers} if (workers := run.loader.workers_in_words()) else {}),
-        "steps": steps,
-        "folder": str(run.tracker.path),
     }
-    if recipe.shares is not None and size == 1:
+    if note := precision.describe_precision(recipe.precision, world.device):
+        lines["precision"] = note
+    lines["data"] = (
+        f"{data.name}: {len(data.train):,} training images, {len(data.val):,} held out, {outputs}"
+    )
+    lines["held out"] = data.holdout
+    if resolved.teacher is not None:
+        lines["teacher"] = resolved.teacher.note
+    lines |= model.notes
+    lines |= data.notes
+    if readers:
+        lines["readers"] = readers
+    lines["steps"] = _describe_steps(resolved, strategy, model.batch_norm)
+    lines["folder"] = str(resolved.tracker.path)
+    if recipe.shares is not None and world.size == 1:
         lines["shares"] = "one process computes all of every batch"
-    if recipe.graphs is True and not cuda_graphs.possible(world.device):
+    if recipe.graphs is True and not cuda_graphs.has_cuda_graphs(world.device):
         lines["graphs"] = "only CUDA devices have them: graphs=true changes nothing here"
-    if (few := few_for_batch_norm(run)) is not None:
+    if (few := warn_of_small_batch_norm(strategy, model.batch_norm)) is not None:
         lines["batchnorm"] = few
-    if advice := elastic_advice():
+    if advice := find_elastic_problems():
         lines["torchrun"] = advice
     if 0 < recipe.epochs <= recipe.schedule.warmup_epochs:
         lines["warning"] = (
-            f"set schedule.warmup_epochs=0: the warm-up is as long as the run, and lr never reaches {recipe.peak_lr:g}"
+            "set schedule.warmup_epochs=0: the warm-up is as long as the run, and lr never "
+            f"reaches {recipe.peak_lr:g}"
         )
     return lines
 
 
-def shares_of(run: Run) -> list[int] | None:
-    """Images of a step that each rank computes, where it uses all of its own about as many; None where equal."""
-    recipe, share = run.recipe, run.strategy.share
-    rows = rows_of(recipe, share.count, numbers=share.numbers)
-    return [recipe.pieces * each for each in rows] if share.numbers else None
+def _describe_steps(resolved: Resolved, strategy: Strategy, has_batch_norm: bool) -> str:
+    """Return the banner's line about epochs, steps and the division of a batch."""
+    recipe = resolved.recipe
+    share_count = strategy.share.count
+    if recipe.traits.every_sample:
+        owner = "worker"
+    else:
+        owner = "replica" if share_count < resolved.world.size else "device"
+    local_batch = count_largest_rows(recipe, share_count, 1)
+    rows = count_largest_rows(recipe, share_count, recipe.pieces)
+    at_most = ""
+    if share_count * recipe.pieces * rows != recipe.batch_size:
+        at_most = " at most"
+    per_epoch = resolved.steps_per_epoch
+    text = f"{format_count(recipe.epochs, 'epoch')} x {format_count(per_epoch, 'step')}"
+    if recipe.max_steps:
+        if recipe.max_steps <= recipe.epochs * per_epoch:
+            text += f", {recipe.max_steps} in all at most,"
+        else:
+            text += f" (max_steps={recipe.max_steps} is more)"
+    text += f" of {recipe.batch_size} images"
+    shares = compute_shares(strategy)
+    if shares is not None:
+        text += f", {' + '.join(map(str, shares))} a {owner}"
+        if recipe.pieces > 1:
+            text += f", in {recipe.pieces} pieces each"
+    else:
+        if share_count > 1:
+            text += f", {share_count} x {local_batch}{at_most} a {owner}"
+        if recipe.pieces > 1:
+            text += f", in {recipe.pieces} pieces of {rows}{at_most}"
+    if KEPT in strategy.tuned:
+        text += " (accumulate=auto)"
+        if recipe.pieces > 1 and has_batch_norm:
+            text += ", each with its own BatchNorm statistics"
+    restarts = [f"{epochs:.4g}" for epochs in recipe.schedule.restarts if epochs < recipe.epochs]
+    if restarts:
+        text += f"; a new cosine from lr {recipe.peak_lr:g} after epoch {', '.join(restarts)}"
+    return text
 
 
-def few_for_batch_norm(run: Run) -> str | None:
-    """What to do where a part of the batch that is normalised by itself is small beside the batch of the recipe."""
-    recipe, strategy = run.recipe, run.strategy
-    parts = strategy.share.count
-    rows = min(rows_of(recipe, parts, numbers=strategy.share.numbers))
-    instead = ["a larger batch_size"] + ["a smaller accumulate"] * (recipe.pieces > 1)
+def compute_shares(strategy: Strategy) -> list[int] | None:
+    """Return the number of images of a step that each rank computes, or None if ranks are equal."""
+    recipe = strategy.recipe
+    share = strategy.share
+    rows = count_rows(recipe, share.count, numbers=share.numbers)
+    if share.numbers:
+        return [recipe.pieces * rank_rows for rank_rows in rows]
+    return None
+
+
+def warn_of_small_batch_norm(strategy: Strategy, has_batch_norm: bool) -> str | None:
+    """Return a suggestion if BatchNorm normalises too few images at a time.
+
+    Returns:
+        None if there are enough images, or if they are the recipe's whole batch.
+    """
+    recipe = strategy.recipe
+    share_count = strategy.share.count
+    rows = min(count_rows(recipe, share_count, numbers=strategy.share.numbers))
+    remedies = ["a larger batch_size"]
+    if recipe.pieces > 1:
+        remedies.append("a smaller accumulate")
     if recipe.sync_bn:
         rows = recipe.batch_size // recipe.pieces
-    elif parts > 1 and "sync_bn" not in recipe.traits.refuses:
-        instead.insert(0, "sync_bn=true")
-    elif recipe.traits.exchanges == "copies" and run.world.device.type == "cuda":
-        rows = -(-rows // len(run.world.drives))
-        instead.insert(0, "mode=ddp sync_bn=true")
+    elif share_count > 1 and "sync_bn" not in recipe.traits.refuses:
+        remedies.insert(0, "sync_bn=true")
+    elif recipe.traits.exchanges == "copies" and strategy.world.device.type == "cuda":
+        rows = -(-rows // len(strategy.world.drives))
+        remedies.insert(0, "mode=ddp sync_bn=true")
     elif recipe.traits.micro_batches:
-        whole, rows = rows, strategy.result_fields()["pipeline"]["split_size"]
-        instead = [f"pipeline.microbatches={whole // FEW} or fewer"] * (whole >= 2 * FEW) + instead
-    if not run.observer.model.batch_norm or rows >= FEW or rows == recipe.batch_size:
+        whole = rows
+        rows = strategy.result_fields()["pipeline"]["split_size"]
+        if whole >= 2 * MIN_BATCH_NORM_IMAGES:
+            remedies.insert(0, f"pipeline.microbatches={whole // MIN_BATCH_NORM_IMAGES} or fewer")
+    if not has_batch_norm or rows >= MIN_BATCH_NORM_IMAGES or rows == recipe.batch_size:
         return None
     return (
-        f"try {', '.join(instead)}: mean and variance are over {rows} image{'s' * (rows > 1)} at a time, and below "
-        f"{FEW} they are too rough, so accuracy suffers and losses differ from mode=single. Or use a model without "
-        "BatchNorm (cnn_gn, vit_tiny, vit_b_16, convnext_tiny)"
+        f"try {', '.join(remedies)}: mean and variance are over {format_count(rows, 'image')} at a "
+        f"time, and below {MIN_BATCH_NORM_IMAGES} they are too rough, so accuracy suffers and "
+        "losses differ from mode=single. Or use a model without BatchNorm (cnn_gn, vit_tiny, "
+        "vit_b_16, convnext_tiny)"
     )

@@ -1,6 +1,6 @@
-"""The callback of the program that called `train`, after each epoch, in rank 0's process.
+"""The callback of the program that called `train`, which runs after each epoch in rank 0's process.
 
-It may end the run and log values.
+A callback may end the run and log values.
 """
 
 from __future__ import annotations
@@ -11,30 +11,38 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from trainer.distributed.world import World
 from trainer.errors import RecipeError, TrainerError
-from trainer.processes.world import World
 
 
 @dataclass
 class CallbackAnswer:
-    """What a callback asks for: whether training goes on, and values to log."""
+    """The requests of a callback: whether training continues, and values to log.
+
+    Attributes:
+        go_on: Whether training continues.
+        logged: Logged values by name.
+        given: Whether the callback has returned. Afterwards it cannot log values.
+    """
 
     go_on: bool = True
     logged: dict[str, float] = field(default_factory=dict)
-    given: bool = False  # then nothing more can be asked for
+    given: bool = False
 
 
 @dataclass(frozen=True)
 class EpochReport:
-    """An epoch that is over and evaluated. In a run of several ranks it has the figures of all of them.
+    """Report of an epoch that is trained and evaluated. The figures cover all ranks.
 
     Attributes:
-        epoch: epochs done, from 1; epochs: of the whole run.
-        step: steps done.
-        train_loss: mean over the epoch.
-        metrics: of the held-out samples, as in {"loss": 0.31, "top1": 0.92, "top5": 0.99}.
-        best: whether no epoch before was better.
-        seconds: of the run so far.
+        epoch: Number of epochs done, from 1.
+        epochs: Number of epochs of the whole run.
+        step: Number of steps done.
+        train_loss: Mean training loss of the epoch.
+        metrics: Metrics of the validation split, such as
+            `{"loss": 0.31, "top1": 0.92, "top5": 0.99}`.
+        best: Whether this is the best epoch so far.
+        seconds: Seconds of the run so far.
     """
 
     epoch: int
@@ -44,31 +52,39 @@ class EpochReport:
     metrics: dict[str, float]
     best: bool
     seconds: float
-    _answer: CallbackAnswer = field(default_factory=CallbackAnswer, init=False, repr=False, compare=False)
+    _answer: CallbackAnswer = field(
+        default_factory=CallbackAnswer, init=False, repr=False, compare=False
+    )
 
     def log(self, name: str, value: float) -> None:
-        """Log a figure of your own.
+        """Log a value of your own.
 
-        It goes to TensorBoard, and to W&B and MLflow where they are asked for, as `logged/<name>` at this step. Its
-        last value is `logged[name]` of `result.json`.
+        The value is written as `logged/<name>` at this step to TensorBoard, and to W&B and MLflow
+        if the recipe enables them. The last value is `logged[name]` of `result.json`.
 
         Args:
-            name: of letters, digits and _ . - /
-            value: a number, or a tensor or array of one.
+            name: A name of letters, digits and _ . - /
+            value: A number, or a tensor or array with one element.
+
+        Raises:
+            RecipeError: The name or value is invalid, or the callback has returned already.
         """
         if not isinstance(name, str) or not re.fullmatch(r"[\w.\-/]+", name):
             raise RecipeError(f"log({name!r}, ...): a name consists of letters, digits and _ . - /")
         try:
             number = float(value)
         except (TypeError, ValueError, RuntimeError):
-            raise RecipeError(f"log({name!r}, ...): a value is one number, not {type(value).__name__}") from None
+            raise RecipeError(
+                f"log({name!r}, ...): a value is one number, not {type(value).__name__}"
+            ) from None
         if self._answer.given:
-            raise RecipeError("a report takes log() while its callback runs, not later")
+            raise RecipeError("a report accepts log() while its callback runs, not later")
         self._answer.logged[name] = number
 
     def answer(self, go_on: bool) -> CallbackAnswer:
-        """What was asked for; nothing can be afterwards."""
-        self._answer.go_on, self._answer.given = go_on, True
+        """Close the report and return the callback's requests."""
+        self._answer.go_on = go_on
+        self._answer.given = True
         return self._answer
 
 
@@ -76,17 +92,18 @@ OnEpoch = Callable[[EpochReport], object]
 
 
 class Callbacks:
-    """A program's function. Rank 0 calls it and broadcasts what it asks for."""
+    """Callback of a program. Rank 0 calls the function and broadcasts its requests."""
 
     def __init__(self, on_epoch: OnEpoch | None = None) -> None:
-        self.on_epoch, self.wanted = on_epoch, on_epoch is not None
+        self.on_epoch = on_epoch
+        self.wanted = on_epoch is not None
 
     def connect(self, world: World) -> None:
-        """Let every rank know whether rank 0's program has one. Collective."""
+        """Broadcast whether rank 0's program has a callback. Collective."""
         self.wanted = world.broadcast_object(self.wanted)
 
     def report(self, world: World, report: EpochReport) -> CallbackAnswer:
-        """Call rank 0's function, if it has one; what it asks for, on all ranks. Collective."""
+        """Call rank 0's function, if any, and return its requests on all ranks. Collective."""
         if not self.wanted:
             return CallbackAnswer()
         answer: CallbackAnswer | str = ""
@@ -94,11 +111,15 @@ class Callbacks:
         if world.is_main:
             assert self.on_epoch is not None
             try:
-                returned = self.on_epoch(report)  # whatever it returns but False means to go on
-                answer = report.answer(not isinstance(returned, bool | np.bool_) or bool(returned))
+                returned = self.on_epoch(report)
+                # Any returned value except False means that training continues.
+                is_stop = isinstance(returned, bool | np.bool_) and not returned
+                answer = report.answer(not is_stop)
             except Exception as error:
-                raised, answer = error, f"on_epoch raised {type(error).__name__}: {error}"
-        shared: CallbackAnswer | str = world.broadcast_object(answer)
+                raised = error
+                answer = f"on_epoch raised {type(error).__name__}: {error}"
+        # The callback may run for longer than `timeout`, after which a silent rank counts as lost.
+        shared: CallbackAnswer | str = world.wait_for(answer)[0]
         if raised is not None:
             raise raised
         if isinstance(shared, str):
@@ -106,4 +127,5 @@ class Callbacks:
         return shared
 
 
-received = Callbacks()  # in a rank: that of the program that started it; elsewhere none
+# Callback of the program that started this rank. Empty in all other processes.
+received = Callbacks()

@@ -1,4 +1,4 @@
-"""Gathering what a finished run's verdict is made of: the timers' figures, and a probe that leaves no trace."""
+"""Measurements for the verdict of a finished run, by its timers and by a probe of its step."""
 
 from __future__ import annotations
 
@@ -6,106 +6,199 @@ import time
 
 import torch
 
+from trainer.data import Loader
 from trainer.data.cache.stored import SECONDS, measure_reading
 from trainer.data.encoded import EncodedPhotos
-from trainer.models.undisturbed import undisturbed
-from trainer.processes.resources import cores
+from trainer.models.undisturbed import restore_after
+from trainer.modes.measures import Measures
+from trainer.processes.resources import count_cores
 from trainer.telemetry.clocks import record_event, synchronise
-from trainer.telemetry.verdict import LITTLE, NAMED, Setting, StepParts, Verdict, judge, shares
-from trainer.training.reporting import idle_share, parts
-from trainer.training.run import Run
+from trainer.telemetry.verdict import (
+    BOUND_SHARE,
+    NEGLIGIBLE_SHARE,
+    Setting,
+    StepParts,
+    Verdict,
+    compute_shares,
+    judge,
+)
+from trainer.training.observer import Observer
+from trainer.training.reporting import compute_idle_share, list_seconds
+from trainer.training.state import Resolved, TrainState
 
-BUDGET = 0.01  # of the run's seconds
-CYCLES = 3e9  # in a second, of GPUs, or fewer
+# Maximum duration of the probes, as a fraction of the duration of the run.
+BUDGET = 0.01
+# Upper bound of a GPU's cycles per second. A device may be held for too long, but not too short.
+CYCLES = 3e9
 
 
-def diagnose(run: Run) -> Verdict | None:
-    """What bounds this run's step; None where no step was measured. Collective; the same on every rank."""
-    world, timer = run.world, run.timer
-    spent = time.perf_counter() - run.ledger.begun
-    speed = timer.summary(run.loader.samples_per_step)
-    seconds = parts(run)
+def diagnose(
+    resolved: Resolved,
+    state: TrainState,
+    observer: Observer,
+    loader: Loader,
+    graphs_might_help: bool,
+) -> Verdict | None:
+    """Find what limits the speed of the run's steps.
+
+    Collective. The result is the same on every rank.
+
+    Args:
+        resolved: The configuration of a finished run.
+        state: Its state. A measurement may spoil the state of the optimizer.
+        observer: Its timers.
+        loader: Its loader.
+        graphs_might_help: Whether CUDA graphs might make the steps faster.
+
+    Returns:
+        The verdict, or None if no step was measured.
+    """
+    world = resolved.world
+    strategy = state.strategy
+    timer = observer.timer
+    ledger = observer.ledger
+    spent = time.perf_counter() - ledger.begun
+    speed = timer.summary(loader.samples_per_step)
+    seconds = list_seconds(ledger)
     if world.broadcast_object(speed.step_time_s is None):
         return None
     assert speed.step_time_s is not None and speed.data_wait_fraction is not None
     step = speed.step_time_s.mean
-    begun, budget = time.perf_counter(), BUDGET * spent
-    communication = run.strategy.communication(timer.seen, step, budget)
-    probe = time.perf_counter() - begun
-    waited, update = speed.data_wait_fraction * step, timer.update_seconds()
-    # A rank that waits for images or launches keeps all waiting; in the optimizer's part some wait for the last stage.
-    mine = torch.tensor([waited, -update, (speed.launch_bound_fraction or 0.0) * step], dtype=torch.float64)
-    data, fewest, most = world.max_(mine).tolist()
-    facts = run.strategy.result_fields().get("pipeline") or {}
-    bubble, idle = (idle_share(run, float(facts.get(f"bubble_{name}") or 0.0)) for name in ("measured", "at_most"))
-    begun = time.perf_counter()
-    launches, of_update = 0.0, 0.0
-    # Where GPUs may wait for launches. Decided by one rank: their own steps differ.
-    if world.broadcast_object(most >= LITTLE * step) and (own := _own_seconds(run, step, waited, update, budget)):
-        beyond = torch.tensor([step - waited - sum(own), update - own[1]], dtype=torch.float64)
-        launches, of_update = (-world.max_(-beyond)).clamp(0.0, most).tolist()
-        of_update, most, idle = min(launches, of_update, -fewest), 0.0, bubble
-    probe += time.perf_counter() - begun
-    ledger = run.ledger.seconds
+    budget = BUDGET * spent
+    probe_start = time.perf_counter()
+    measures: Measures = strategy
+    communication = measures.communication(timer.seen, step, budget)
+    probe_seconds = time.perf_counter() - probe_start
+    data_wait = speed.data_wait_fraction * step
+    update = timer.update_seconds()
+    launch_bound = (speed.launch_bound_fraction or 0.0) * step
+    # A rank that waits for images or launches delays all others, so the largest value counts. The
+    # smallest optimizer time counts, because some ranks wait in it for the last stage.
+    rank_seconds = torch.tensor([data_wait, -update, launch_bound], dtype=torch.float64)
+    data, negative_update, launches_at_most = world.max_(rank_seconds).tolist()
+    pipeline = measures.result_fields().get("pipeline") or {}
+    bubble = compute_idle_share(strategy, float(pipeline.get("bubble_measured") or 0.0))
+    bubble_at_most = compute_idle_share(strategy, float(pipeline.get("bubble_at_most") or 0.0))
+    probe_start = time.perf_counter()
+    launches = 0.0
+    update_launches = 0.0
+    # Measured where GPUs may wait for launches. One rank decides, because the ranks' own step
+    # times differ.
+    if world.broadcast_object(launches_at_most >= NEGLIGIBLE_SHARE * step):
+        device_seconds = _measure_device_seconds(
+            state, 1 / loader.samples_per_step, step, data_wait, update, budget
+        )
+        if device_seconds is not None:
+            beyond_device = torch.tensor(
+                [step - data_wait - sum(device_seconds), update - device_seconds[1]],
+                dtype=torch.float64,
+            )
+            # The smallest value of all ranks counts: the others wait for the slowest.
+            smallest = -world.max_(-beyond_device)
+            launches, update_launches = smallest.clamp(0.0, launches_at_most).tolist()
+            update_launches = min(launches, update_launches, -negative_update)
+            launches_at_most = 0.0
+            bubble_at_most = bubble
+    probe_seconds += time.perf_counter() - probe_start
     measured = StepParts(
         step=step,
         data=data,
-        optimizer=-fewest - of_update,
+        optimizer=-negative_update - update_launches,
         launches=launches,
-        launches_at_most=most,
-        logging=ledger.get("logging", 0.0) / timer.seen,
+        launches_at_most=launches_at_most,
+        logging=ledger.seconds.get("logging", 0.0) / timer.seen,
         communication=communication.seconds,
         at_most=communication.at_most,
         bubble=bubble,
-        bubble_at_most=idle,
-        busy=facts.get("stage_seconds") or (),
+        bubble_at_most=bubble_at_most,
+        busy=pipeline.get("stage_seconds") or (),
     )
-    cores_per_reader = max(1, cores() // run.loader.readers)
-    gpu = world.device.type == "cuda"
-    begun = time.perf_counter()
-    reading, photos, data_set = None, run.datasets.train, run.datasets  # what rank 0 takes for a photo
-    if shares(measured)["data"] >= NAMED and world.is_main and isinstance(photos, EncodedPhotos):
-        spare = min(budget, SECONDS)
-        reading = measure_reading(photos, run.recipe, data_set.image_size, data_set.channels, spare)
-    probe += time.perf_counter() - begun
-    images, may_replay = len(run.datasets.train), run.steps.undecided and not run.strategy.draws_anew
-    setting = Setting(world.size, cores_per_reader, run.loader.workers, gpu, may_replay, images, reading)
-    judged = judge(measured, seconds, run.recipe, setting, probe, run.noticed.warnings)
+    probe_start = time.perf_counter()
+    # Seconds that rank 0 needs to read one photo.
+    reading = None
+    datasets = resolved.datasets
+    photos = datasets.train
+    if (
+        compute_shares(measured)["data"] >= BOUND_SHARE
+        and world.is_main
+        and isinstance(photos, EncodedPhotos)
+    ):
+        limit = min(budget, SECONDS)
+        reading = measure_reading(
+            photos, resolved.recipe, datasets.image_size, datasets.channels, limit
+        )
+    probe_seconds += time.perf_counter() - probe_start
+    setting = Setting(
+        world.size,
+        max(1, count_cores() // loader.readers),
+        loader.workers,
+        world.device.type == "cuda",
+        graphs_might_help and not strategy.draws_anew,
+        len(datasets.train),
+        reading,
+    )
+    judged = judge(
+        measured, seconds, resolved.recipe, setting, probe_seconds, observer.noticed.warnings
+    )
     verdict: Verdict = world.broadcast_object(judged)
     return verdict
 
 
-def _own_seconds(run: Run, step: float, waited: float, update: float, budget: float) -> tuple[float, float] | None:
-    """Seconds of a step's passes and of its update on devices that wait for no launch; None where the `budget` does not
-    suffice. A `step` took so long, with its waiting for data and its `update`. Collective.
+def _measure_device_seconds(
+    state: TrainState,
+    weight: float,
+    step: float,
+    data_wait: float,
+    update: float,
+    budget: float,
+) -> tuple[float, float] | None:
+    """Measure a step's passes and its update on devices that wait for no launch. Collective.
 
-    A micro-batch of zeros, at a learning rate of 0, is issued while the devices are held, so that they find all of it
-    when they begin; ranks begin together. A device takes in about a thousand kernels ahead: of more it may still wait
-    for some, and then it seems to need more time, not less. Weights and buffers stay; the optimizer's state does not,
-    which is not read any more.
+    The host issues a micro-batch of random inputs, at a learning rate of 0, while the devices are
+    held, so that they find all kernels queued when they start. All ranks start together. A device
+    queues about a thousand kernels. With more kernels it may still wait for some, and then it seems
+    to need more time, not less. Weights and buffers keep their values. The optimizer's state does
+    not, but nothing reads it any more.
+
+    Args:
+        state: State of a finished run.
+        weight: Factor of the loss of one sample.
+        step: Seconds of a step, including `data_wait` and `update`.
+        data_wait: Seconds of a step that its ranks waited for data.
+        update: Seconds of the optimizer's update.
+        budget: Seconds that the measurement may take.
+
+    Returns:
+        Seconds of the passes and of the update, or None if the budget is too small.
     """
-    world, strategy, pieces = run.world, run.strategy, run.recipe.pieces
-    each = (step - waited - update) / pieces + update
-    if not world.broadcast_object(4 * each < budget):  # once to warm up, the time of holding, and once more
+    strategy = state.strategy
+    world = strategy.world
+    recipe = strategy.recipe
+    pieces = recipe.pieces
+    seconds = (step - data_wait - update) / pieces + update
+    # Two rounds need `seconds` each, and holding the devices in the second needs `seconds` too.
+    if not world.broadcast_object(4 * seconds < budget):
         return None
-    batch = strategy.context.example.zeros(world.device, channels_last=run.recipe.channels_last)
-    for group in run.state.optimizer.param_groups:
+    batch = strategy.context.example.batch(world.device, channels_last=recipe.channels_last)
+    for group in state.optimizer.param_groups:
         group["lr"] = 0.0
-    strategy.train()
-    with undisturbed(strategy.modules(), world.device):
-        for held in (0.0, each):
+    strategy.train_for_probe()
+    with restore_after(strategy.modules(), world.device):
+        # The first round warms up and is not held. The second round is measured.
+        for hold_seconds in (0.0, seconds):
             world.barrier()
             for device in dict.fromkeys(world.drives):
                 with torch.cuda.device(device):
-                    torch.cuda._sleep(int(CYCLES * held))  # type: ignore[no-untyped-call]
+                    cycles = int(CYCLES * hold_seconds)
+                    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
             begin = record_event()
-            loss = strategy.forward_backward(batch, 1 / run.loader.samples_per_step)
+            loss = strategy.forward_backward(batch, weight)
             strategy.reduce_gradients()
             middle = record_event()
-            run.state.updater.step(loss, strategy, want_norm=False)
-            run.state.optimizer.zero_grad()
-            if run.state.average is not None:
-                run.state.average.update(run.state.position.step)
+            state.updater.step(loss, strategy, want_norm=False)
+            state.updater.zero_grad()
+            if state.average is not None:
+                state.average.update(state.position.step)
             end = record_event()
             synchronise(world.drives)
     return pieces * begin.elapsed_time(middle) / 1e3, middle.elapsed_time(end) / 1e3

@@ -1,5 +1,7 @@
-"""One evaluation, for runs that train and runs that are trained: every sample counts exactly once. And what it shows
-beside its figures: the worst predictions, and which class is taken for which."""
+"""Evaluation of a model on the validation split. Every sample counts exactly once.
+
+`Mistakes` also collects the worst predictions and the confusion matrix.
+"""
 
 from __future__ import annotations
 
@@ -11,50 +13,75 @@ import torch
 from torch import Tensor
 
 from trainer.data import Batch
+from trainer.distributed.world import World
 from trainer.errors import Interrupted, Preempted
 from trainer.models.replayed_forward import ReplayedForward
 from trainer.modes import Strategy
-from trainer.processes.world import World
 from trainer.tasks import Task
 
-CLASSES = 256  # up to which every pair is counted
-WORST, ROWS = "worst.csv", 10_000  # the worst predictions in the run folder, and how many at most
+# Maximum number of classes of a confusion matrix.
+CLASSES = 256
+# File of the worst predictions in the run folder, and the maximum number of its rows.
+WORST = "worst.csv"
+ROWS = 10_000
 
 
 class Sums:
-    """A task's sums, in float64: added over batches and ranks, to be divided once."""
+    """Sums of a task's metrics in float64. They are divided once, after all batches and ranks."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
         self.count = 0
         self.parts: dict[str, Tensor] = {}
-        self.whole: dict[str, Tensor] = {}  # of all ranks, once `metrics` has been asked for
+        # Sums over all ranks, which `metrics` sets.
+        self.whole: dict[str, Tensor] = {}
 
     def add(self, outputs: Tensor, targets: Tensor, count: int) -> None:
-        """Count the first `count` rows of a batch; the rest is padding."""
+        """Add the first `count` rows of a batch. The other rows are padding."""
         if not count:
             return
         self.count += count
-        for name, part in self.task.sums(outputs[:count].float(), targets[:count]).items():
-            before = self.parts.get(name)
-            self.parts[name] = part.double() if before is None else before + part
+        outputs = outputs[:count].float()
+        batch_sums = self.task.sums(outputs, targets[:count])
+        for name, batch_sum in batch_sums.items():
+            total = self.parts.get(name)
+            if total is None:
+                self.parts[name] = batch_sum.double()
+            else:
+                self.parts[name] = total + batch_sum
 
     def metrics(self, world: World) -> tuple[dict[str, float], int]:
-        """The task's metrics of all ranks' samples, and how many these are. Collective; the same on every rank."""
-        # A rank without outputs does not know what there is to add up.
-        layouts = world.gather({name: part.shape for name, part in self.parts.items()})
-        layout: dict[str, torch.Size] = world.broadcast_object(next(filter(None, layouts), {}))
+        """Return the task's metrics over the samples of all ranks, and the number of samples.
+
+        Collective; the result is the same on every rank.
+        """
+        # A rank without outputs has no sums, so it takes their names from the other ranks.
+        local_shapes = {name: part.shape for name, part in self.parts.items()}
+        rank_shapes = world.gather(local_shapes)
+        shapes: dict[str, torch.Size] = next(filter(None, rank_shapes), {})
+        shapes = world.broadcast_object(shapes)
         world.heartbeat()
-        mine = [self.parts[name].cpu() if name in self.parts else torch.zeros(shape) for name, shape in layout.items()]
-        flat = torch.cat([*(part.double().flatten() for part in mine), torch.tensor([float(self.count)]).double()])
-        *_, count = summed = world.sum_(flat)
+        values = []
+        for name, shape in shapes.items():
+            if name in self.parts:
+                part = self.parts[name].cpu()
+            else:
+                part = torch.zeros(shape)
+            values.append(part.double().flatten())
+        values.append(torch.tensor([float(self.count)]).double())
+        summed = world.sum_(torch.cat(values))
+        count = int(summed[-1])
         if not count:
             return dict.fromkeys(self.task.metric_names(), math.nan), 0
-        pieces = torch.split(summed[:-1], [shape.numel() for shape in layout.values()])
-        self.whole = {name: piece.view(shape) for (name, shape), piece in zip(layout.items(), pieces, strict=True)}
-        # A task of the user's own may differ in the last bits from rank to rank, and all must see the same best epoch.
-        metrics: dict[str, float] = world.broadcast_object(self.task.metrics(self.whole, int(count)))
-        return metrics, int(count)
+        sizes = [shape.numel() for shape in shapes.values()]
+        totals = torch.split(summed[:-1], sizes)
+        self.whole = {}
+        for name, total in zip(shapes, totals, strict=True):
+            self.whole[name] = total.view(shapes[name])
+        # The metrics of a user's task may differ in the last bits from rank to rank, but all ranks
+        # must agree on the best epoch.
+        metrics = self.task.metrics(self.whole, count)
+        return world.broadcast_object(metrics), count
 
 
 def evaluate(
@@ -66,48 +93,67 @@ def evaluate(
     sums: Sums | None = None,
     forward: Callable[[Tensor], Tensor | None] | None = None,
 ) -> dict[str, float]:
-    """The task's metrics of the model as it stands, its weights synchronised.
+    """Compute the task's metrics of the model, whose weights must be synchronised. Collective.
 
     Args:
-        batches: this rank's share of the held-out set, full-shape batches of which `count` rows are real.
-        boundary: called after every batch with the number done.
-        look: called with every batch and its outputs, on ranks that have outputs.
-        sums: empty ones, to be filled for whoever wants more of them than the metrics.
-        forward: in place of the strategy's, as `replayed` gives it.
+        strategy: The mode that holds the model.
+        batches: This rank's share of the validation split, in batches of full shape of which
+            `count` rows are real.
+        world: The ranks.
+        boundary: Called after every batch with the number of evaluated batches.
+        look: Called with outputs and batch, on ranks that have outputs.
+        sums: Empty sums to fill, for a caller that needs more than the metrics.
+        forward: Forward pass to use instead of the strategy's, as `build_forward` returns it.
 
     Returns:
-        The task's metrics as val_loss and so on (of a classification the mean cross-entropy, without label smoothing,
-        val_top1 and val_top5, which are fractions), and val_samples.
+        The task's metrics under names with the prefix `val_`, and `val_samples`. For a
+        classification these are `val_loss`, the mean cross-entropy without label smoothing, and
+        the fractions `val_top1` and `val_top5`.
     """
     strategy.train(False)
-    sums = Sums(strategy.task) if sums is None else sums
-    forward = strategy.forward if forward is None else forward
-    for done, batch in enumerate(batches, 1):
+    if sums is None:
+        sums = Sums(strategy.task)
+    if forward is None:
+        forward = strategy.forward
+    for batches_done, batch in enumerate(batches, 1):
         outputs = forward(batch.inputs)
         if outputs is not None:
             sums.add(outputs, batch.targets, batch.count)
             if look is not None:
                 look(outputs, batch)
-        boundary(done)
+        boundary(batches_done)
     metrics, count = sums.metrics(world)
-    return {**{f"val_{name}": value for name, value in metrics.items()}, "val_samples": count}
+    figures: dict[str, float] = {f"val_{name}": value for name, value in metrics.items()}
+    figures["val_samples"] = count
+    return figures
 
 
-def replayed(strategy: Strategy, say: Callable[[str], None]) -> ReplayedForward:
-    """The strategy's forward pass, replayed where its mode and the recipe allow that."""
-    traits = strategy.recipe.traits
-    wanted = strategy.recipe.graphs is not False and "graphs" not in traits.refuses and not traits.staged
-    return ReplayedForward(strategy.forward, strategy.modules(), strategy.device, wanted, say)
+def build_forward(strategy: Strategy, say: Callable[[str], None]) -> ReplayedForward:
+    """Return the forward pass, which replays a CUDA graph if mode and recipe allow it."""
+    recipe = strategy.recipe
+    traits = recipe.traits
+    allowed = recipe.graphs is not False and "graphs" not in traits.refuses and not traits.staged
+    return ReplayedForward(strategy.forward, strategy.modules(), strategy.device, allowed, say)
 
 
-def metrics_of(values: Mapping[str, float]) -> dict[str, float]:
-    """The task's metrics under its own names, from what `evaluate` returns."""
-    return {key.removeprefix("val_"): value for key, value in values.items() if key != "val_samples"}
+def strip_prefix(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the task's metrics under its own names, from the values that `evaluate` returned."""
+    return {
+        key.removeprefix("val_"): value for key, value in values.items() if key != "val_samples"
+    }
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """A held-out sample with one class: its place, its class, what is predicted, and the probabilities of both."""
+    """A validation sample of one class, and its prediction.
+
+    Attributes:
+        place: Index of the sample in the validation split.
+        target: Index of its class.
+        predicted: Index of the predicted class.
+        label_probability: Predicted probability of its class.
+        predicted_probability: Predicted probability of the predicted class.
+    """
 
     place: int
     target: int
@@ -117,65 +163,93 @@ class Mistake:
 
 
 class Mistakes:
-    """Of a classification, collected by a rank that has outputs, on its device: nothing waits for it."""
+    """Wrong predictions of a classification, collected without waiting for the device."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self.pairs: Tensor | None = None  # (actual, predicted) counts, of at most CLASSES classes
-        self._worst: list[tuple[Tensor, ...]] = []  # probabilities of labels, and what else a `Mistake` has
-        self._kept, self._possible = 0, True
+        # Counts of (actual, predicted) pairs, for at most CLASSES classes.
+        self.pairs: Tensor | None = None
+        # Columns for `Mistake`: label probability, sample, target, prediction and its probability.
+        self._worst: list[tuple[Tensor, ...]] = []
+        self._row_count = 0
+        self._possible = True
 
     def add(self, outputs: Tensor, batch: Batch) -> None:
-        """The next batch. A task that has no classes, or a user's that fails, is left out."""
+        """Add a batch. Ignore it if the task has no classes, or if a task of the user raises."""
         if not batch.count or not self._possible:
             return
         try:
-            self._take(outputs[: batch.count].float(), batch.targets[: batch.count], batch.samples)
+            targets = batch.targets[: batch.count]
+            self._add(outputs[: batch.count].float(), targets, batch.samples)
         except (Interrupted, Preempted):
             raise
-        except Exception:  # pictures are no reason to end a run
+        # An error in the table of mistakes must not end the run.
+        except Exception:
             self._possible = False
 
-    def _take(self, outputs: Tensor, targets: Tensor, samples: Sequence[int] | None) -> None:
-        of_labels = self.task.label_probabilities(outputs, targets)
-        if of_labels is None or outputs.dim() != 2 or targets.dim() != 1:
-            raise ValueError("no classes")
-        classes, best = outputs.shape[1], outputs.argmax(1)
+    def _add(self, outputs: Tensor, targets: Tensor, samples: Sequence[int] | None) -> None:
+        label_probabilities = self.task.label_probabilities(outputs, targets)
+        if label_probabilities is None or outputs.dim() != 2 or targets.dim() != 1:
+            raise ValueError("the task has no classes")
+        classes = outputs.shape[1]
+        predicted = outputs.argmax(1)
         if classes <= CLASSES:
             if self.pairs is None:
-                self.pairs = torch.zeros(classes * classes, dtype=torch.int64, device=targets.device)
-            self.pairs.index_add_(0, targets * classes + best, torch.ones_like(targets))
+                self.pairs = torch.zeros(
+                    classes * classes, dtype=torch.int64, device=targets.device
+                )
+            pairs = targets * classes + predicted
+            self.pairs.index_add_(0, pairs, torch.ones_like(targets))
         if samples is None:
             return
-        ranked, numbers = self.task.ranked(outputs)
+        ranked, probabilities = self.task.ranked(outputs)
         places = torch.as_tensor(samples).to(targets.device)
-        self._worst.append((of_labels.detach(), places, targets, ranked[:, 0], numbers[:, 0]))
-        self._kept += len(outputs)
-        if self._kept > 2 * ROWS:
-            self._worst = [self._of_all()]
-            self._kept = len(self._worst[0][0])
+        label_probabilities = label_probabilities.detach()
+        columns = (label_probabilities, places, targets, ranked[:, 0], probabilities[:, 0])
+        self._worst.append(columns)
+        self._row_count += len(outputs)
+        if self._row_count > 2 * ROWS:
+            self._worst = [self._keep_worst()]
+            self._row_count = len(self._worst[0][0])
 
-    def _of_all(self) -> tuple[Tensor, ...]:
-        """The worst of those kept, in one piece; of equal ones the first, and last what is no number."""
-        whole = tuple(torch.cat(parts) for parts in zip(*self._worst, strict=True))
-        keep = whole[0].nan_to_num(nan=2.0).argsort(stable=True)[:ROWS]
-        return tuple(part[keep] for part in whole)
+    def _keep_worst(self) -> tuple[Tensor, ...]:
+        # The sort is stable, so the first of equal mistakes stays. NaN sorts behind probability 1.
+        columns = tuple(torch.cat(parts) for parts in zip(*self._worst, strict=True))
+        order = columns[0].nan_to_num(nan=2.0).argsort(stable=True)
+        worst_rows = order[:ROWS]
+        return tuple(column[worst_rows] for column in columns)
 
     def gathered(self, world: World) -> list[Mistake]:
-        """All ranks' worst on rank 0, the worst first, ROWS of them; its counts are then of all ranks. Collective."""
-        mine = None
+        """Return the worst mistakes of all ranks on rank 0, worst first, at most ROWS.
+
+        Afterwards `pairs` counts the samples of all ranks. Collective.
+        """
+        local = None
         if self._possible and (self._worst or self.pairs is not None):
             pairs = None if self.pairs is None else self.pairs.cpu()
-            mine = pairs, [part.tolist() for part in self._of_all()] if self._worst else []
-        parts = [part for part in world.gather(mine) if part is not None]
-        counted = [pairs for pairs, _ in parts if pairs is not None]
-        self.pairs = torch.stack(counted).sum(0).view(math.isqrt(len(counted[0])), -1) if counted else None
-        found = [
-            Mistake(place, target, predicted, of_label, probability)
-            for _, worst in parts
-            for of_label, place, target, predicted, probability in zip(*worst, strict=True)
-        ]
-        # In the order of their places where they are equal; what is no number last.
-        shares = [math.inf if math.isnan(mistake.label_probability) else mistake.label_probability for mistake in found]
-        order = sorted(range(len(found)), key=lambda n: (shares[n], found[n].place))
-        return [found[n] for n in order[:ROWS]]
+            columns = []
+            if self._worst:
+                columns = [column.tolist() for column in self._keep_worst()]
+            local = pairs, columns
+        rank_values = [values for values in world.gather(local) if values is not None]
+        rank_pairs = [pairs for pairs, _ in rank_values if pairs is not None]
+        self.pairs = None
+        if rank_pairs:
+            classes = math.isqrt(len(rank_pairs[0]))
+            total = torch.stack(rank_pairs).sum(0)
+            self.pairs = total.view(classes, -1)
+        mistakes = []
+        for _, columns in rank_values:
+            for label_probability, place, target, predicted, probability in zip(
+                *columns, strict=True
+            ):
+                mistakes.append(Mistake(place, target, predicted, label_probability, probability))
+
+        def badness(mistake: Mistake) -> tuple[float, int]:
+            # NaN comes last. Equal mistakes are in the order of their samples.
+            probability = mistake.label_probability
+            if math.isnan(probability):
+                probability = math.inf
+            return probability, mistake.place
+
+        return sorted(mistakes, key=badness)[:ROWS]

@@ -1,4 +1,4 @@
-"""The model as training begins with it, on the CPU: made from its recipe."""
+"""The initial model on the CPU, built from the recipe, and its start weights."""
 
 from __future__ import annotations
 
@@ -13,82 +13,131 @@ from torch import Tensor, nn
 
 from trainer import tasks
 from trainer.data import Datasets, Example, TensorSpec
-from trainer.data.feeds import known_labels
-from trainer.data.photos.decoding import reason
+from trainer.data.feeds import find_labels
+from trainer.data.photos.decoding import describe_failure
 from trainer.data.photos.photo_reader import private_draws
+from trainer.distributed.world import World
 from trainer.errors import RecipeError
-from trainer.models.shapes import built_on_meta, description
-from trainer.models.zoo import build, colour_filters, fitted, known_classes
-from trainer.processes.world import DATA_PATIENCE, World
+from trainer.models.reachable import find_doubts
+from trainer.models.shapes import build_on_meta, compute_digest
+from trainer.models.undisturbed import restore_after
+from trainer.models.zoo import (
+    build,
+    count_shared_classes,
+    describe_order_match,
+    find_colour_filters,
+    select_fitting_weights,
+)
 from trainer.recipe import Recipe
 from trainer.recipe.image_sizes import ImageSize
 from trainer.recipe.known_names import AUXILIARY
 from trainer.saving.checkpoint import State
-from trainer.saving.run_names import run_named
+from trainer.saving.run_names import find_run
 from trainer.saving.weights import read_weights
 from trainer.tasks import Task
-from trainer.training.randomness import random_states, restore_random_states
+from trainer.training.randomness import read_random_states, restore_random_states
 
 
-def initial_model(
-    recipe: Recipe, task: Task, data: Datasets, state: State | None, world: World, say: Callable[[str], None]
+def build_initial_model(
+    recipe: Recipe,
+    task: Task,
+    data: Datasets,
+    state: State | None,
+    world: World,
+    say: Callable[[str], None],
 ) -> nn.Module:
-    """The model as training begins with it, or for the weights of a checkpoint, which its mode scatters. Collective.
+    """Build the model, with its start weights unless a checkpoint will be restored. Collective.
 
-    Where weights are sharded it is rank 0's, and has no values on the others: the mode gives them.
+    If the mode shards the weights, only rank 0's model has values. The mode copies them to the
+    other ranks.
 
     Raises:
-        CheckpointError: the checkpoint is of another model.
+        CheckpointError: The checkpoint belongs to another model.
     """
-    divided = world.size > 1 or recipe.pieces > 1 or recipe.traits.micro_batches
-    tell = say if divided and world.is_main else None
+    is_divided = world.size > 1 or recipe.pieces > 1 or recipe.traits.micro_batches
+    warn = say if is_divided and world.is_main else None
 
     def make(starting: bool = state is None, checked: bool = False) -> nn.Module:
-        model = model_of(recipe, task, data, starting)
+        model = build_for_dataset(recipe, task, data, starting)
         if state is not None:
-            fitted(model, state.part("model"), "the checkpoint", whole=True)
+            select_fitting_weights(model, state.part("model"), "the checkpoint", whole=True)
         if checked:
-            check_task(task, model, data, tell)
+            check_task(task, model, data, warn)
         return model
 
     if recipe.traits.exchanges == "shards" and world.size > 1:
-        return _whole_on_rank_0(lambda: make(checked=True), lambda: make(False), recipe.model.name, world, say)
-    model = make()
-    broadcast_weights(model, recipe.model.name, world, say)
-    check_task(task, model, data, tell)
+        model = _build_whole_on_rank_0(
+            make=lambda: make(checked=True),
+            make_without_weights=lambda: make(False),
+            name=recipe.model.name,
+            world=world,
+            say=say,
+        )
+    else:
+        model = make()
+        broadcast_weights(model, recipe.model.name, world, say)
+        check_task(task, model, data, warn)
+    if world.is_main:
+        for doubt in find_doubts(model):
+            say(f"WARNING: model.name={recipe.model.name}: {doubt}")
     return model
 
 
-def _whole_on_rank_0(
-    make: Callable[[], nn.Module], alike: Callable[[], nn.Module], name: str, world: World, say: Callable[[str], None]
+def _build_whole_on_rank_0(
+    make: Callable[[], nn.Module],
+    make_without_weights: Callable[[], nn.Module],
+    name: str,
+    world: World,
+    say: Callable[[str], None],
 ) -> nn.Module:
-    """What `make` gives on rank 0; elsewhere the same from `alike`, on the meta device. Collective.
+    """Build the model by `make` on rank 0, and without values on the other ranks. Collective.
 
-    A model that cannot be built there is built whole on every rank.
+    The other ranks call `make_without_weights` on the meta device. A model that cannot be built
+    there is built with values on every rank.
     """
-    before = random_states([])
-    model, reason = world.all_or_none(lambda: (make(), "") if world.is_main else built_on_meta(alike), DATA_PATIENCE)
-    digest = description(model) if model is not None else ""
-    if digest != world.broadcast_object(digest) and model is not None:
-        model, reason = None, "without values it is another model"
-    elif model is not None and not world.is_main and not any(tensor.is_meta for tensor in model.parameters()):
+    states = read_random_states()
+    model, reason = world.all_or_none(
+        lambda: (make(), "") if world.is_main else build_on_meta(make_without_weights)
+    )
+    digest = compute_digest(model) if model is not None else ""
+    is_different = digest != world.broadcast_object(digest)
+    if model is not None and is_different:
+        model = None
+        reason = "without values it is another model"
+    elif (
+        model is not None
+        and not world.is_main
+        and not any(tensor.is_meta for tensor in model.parameters())
+    ):
         reason = "it was given as a module: give the function or class that makes it"
-    reason = next(filter(None, world.wait_for(reason, DATA_PATIENCE)), "")
+    reason = next(filter(None, world.wait_for(reason)), "")
     if reason:
-        say(f"model.name={name} is built whole by each rank of a machine, which takes memory for each: {reason}")
+        say(
+            f"model.name={name} is built whole by each rank of a machine, which needs memory for "
+            f"every rank: {reason}"
+        )
     if model is None:
-        restore_random_states(before, [])
-        model = alike()
+        restore_random_states(states)
+        model = make_without_weights()
     return model
 
 
-def model_of(recipe: Recipe, task: Task, data: Datasets, starting: bool = True) -> nn.Module:
-    """The recipe's model for a data set, on the CPU; `starting` gives it the weights that the recipe starts from."""
-    sizes = len(data.classes), data.channels, data.image_size
-    return model_for(recipe, task, *sizes, data.plain, starting, data.classes)
+def build_for_dataset(
+    recipe: Recipe,
+    task: Task,
+    data: Datasets,
+    starting: bool = True,
+) -> nn.Module:
+    """Return the recipe's model for a data set, on the CPU.
+
+    If `starting`, the weights are those from which the recipe starts.
+    """
+    classes = data.classes
+    sizes = len(classes), data.channels, data.image_size
+    return build_for_sizes(recipe, task, *sizes, data.plain, starting, classes)
 
 
-def model_for(
+def build_for_sizes(
     recipe: Recipe,
     task: Task,
     names: int,
@@ -98,95 +147,172 @@ def model_for(
     starting: bool = True,
     classes: Sequence[str] = (),
 ) -> nn.Module:
-    """The same for a data set of which only so much is known; `plain` are inputs that are no images."""
-    few = Example(2, plain).zeros(torch.device("cpu")).inputs if plain else None
-    return build(recipe.model, max(1, names), channels, image_size, starting, few, task.outputs() is None, classes)
+    """Return the recipe's model for inputs and outputs of known sizes, on the CPU.
 
-
-def broadcast_weights(model: nn.Module, name: str, world: World, say: Callable[[str], None]) -> None:
-    """Rank 0's weights on every rank: not all that models draw comes from the seeded generators.
-
-    Raises:
-        RecipeError: they have other shapes.
+    Args:
+        recipe: The recipe.
+        task: The task, which may set the number of outputs.
+        names: Number of classes or values.
+        channels: Number of channels of an image.
+        image_size: Size of an image in pixels.
+        plain: Shape and type of inputs that are not images.
+        starting: Whether to load the weights that the recipe starts from.
+        classes: Names of the classes, by which start weights of the last layer are matched.
     """
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())} if world.size > 1 else {}
-    shapes, digest = {key: tensor.shape for key, tensor in tensors.items()}, xxhash.xxh3_64()
-    other = shapes != world.broadcast_object(shapes)
-    world.raise_any(RecipeError(f"model.name={name} has other shapes on each rank: seed its draws") if other else None)
-    for tensor in tensors.values():
-        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
-    apart = digest.digest() != world.broadcast_object(digest.digest())
-    if world.max_(torch.tensor(float(apart))).item():
-        say(f"model.name={name} begins with rank 0's weights: each rank drew its own, without a seed")
-        for tensor in tensors.values():
-            tensor.detach().copy_(world.broadcast_(tensor.detach().clone(memory_format=torch.contiguous_format)))
+    inputs = None
+    if plain:
+        inputs = Example(2, plain).batch(torch.device("cpu")).inputs
+    return build(
+        recipe.model,
+        max(1, names),
+        channels,
+        image_size,
+        starting,
+        inputs,
+        task.outputs() is None,
+        classes,
+    )
 
 
-def check_task(task: Task, model: nn.Module, data: Datasets, tell: Callable[[str], None] | None) -> None:
-    """Try a user's task on two samples of zeros, before an epoch is spent; `tell` what dividing a batch would change.
+def broadcast_weights(
+    model: nn.Module,
+    name: str,
+    world: World,
+    say: Callable[[str], None],
+) -> None:
+    """Copy rank 0's weights to every rank. Collective.
+
+    The weights may differ without it, because a model may use a generator without a seed.
 
     Raises:
-        RecipeError: it fails, or lacks a metric that it names.
+        RecipeError: The weights of the ranks have different shapes.
+    """
+    tensors = {}
+    if world.size > 1:
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    shapes = {key: tensor.shape for key, tensor in tensors.items()}
+    error = None
+    if shapes != world.broadcast_object(shapes):
+        error = RecipeError(
+            f"model.name={name} has different shapes on different ranks: seed its random numbers"
+        )
+    world.raise_any(error)
+    digest = xxhash.xxh3_64()
+    for tensor in tensors.values():
+        flat = tensor.detach().contiguous().view(-1)
+        digest.update(flat.view(torch.uint8).numpy().data)
+    is_different = digest.digest() != world.broadcast_object(digest.digest())
+    if world.max_(torch.tensor(float(is_different))).item():
+        say(
+            f"model.name={name} begins with rank 0's weights: each rank drew different ones, "
+            "because the model does not use the seeded generators"
+        )
+        for tensor in tensors.values():
+            copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+            tensor.detach().copy_(world.broadcast_(copy))
+
+
+def check_task(
+    task: Task,
+    model: nn.Module,
+    data: Datasets,
+    warn: Callable[[str], None] | None,
+) -> None:
+    """Run a user's task on two random samples, so that its errors show before an epoch is trained.
+
+    `warn` is called if dividing a batch would change the loss.
+
+    Raises:
+        RecipeError: The task fails, or does not compute a metric that it names.
     """
     if type(task) in tasks.SHIPPED:
         return
-    name, two = task.recipe.task.name, data.example(2).zeros(torch.device("cpu"))
-    model.eval()
+    name = task.recipe.task.name
+    batch = data.example(2).batch(torch.device("cpu"))
     try:
-        with torch.no_grad():
-            outputs = model(two.inputs).float()
-            sums = task.sums(outputs, two.targets)
-            keys = task.metrics({key: part.double() for key, part in sums.items()}, 2).keys()
-    except ArithmeticError:  # figures of nothing
+        with restore_after([model]), torch.no_grad():
+            outputs = model.eval()(batch.inputs).float()
+            sums = task.sums(outputs, batch.targets)
+            doubles = {key: part.double() for key, part in sums.items()}
+            keys = task.metrics(doubles, 2).keys()
+    # Metrics of two samples may divide by zero, because some classes have no sample.
+    except ArithmeticError:
         return
-    except Exception as error:  # a user's task may raise anything at all
-        what = f"{type(error).__name__}: {reason(error)}"
-        raise RecipeError(f"task.name={name} fails on two samples of zeros ({what})") from error
-    finally:
-        model.train()
-    if absent := set(task.metric_names()) - keys:
-        raise RecipeError(f"task.name={name}: its metrics are {', '.join(keys)}, without {', '.join(sorted(absent))}")
-    if tell is not None and not _is_a_mean(task, outputs, data):
-        tell(
-            f"WARNING: the loss of task.name={name} is not the mean of its samples' own losses (as with ignore_index, "
-            "or weights that their sum divides). So it is another loss wherever a batch is divided: over ranks, by "
-            "accumulate, into micro-batches. reduction='none' and .mean() would make it such a mean"
+    except RecipeError:
+        raise
+    # A user's task may raise anything.
+    except Exception as error:
+        what = f"{type(error).__name__}: {describe_failure(error)}"
+        raise RecipeError(f"task.name={name} fails on two made-up samples ({what})") from error
+    if missing := set(task.metric_names()) - keys:
+        raise RecipeError(
+            f"task.name={name}: its metrics are {', '.join(keys)}, without "
+            f"{', '.join(sorted(missing))}"
+        )
+    if warn is not None and not _is_loss_a_mean(task, outputs, data):
+        warn(
+            f"WARNING: the loss of task.name={name} is not the mean of its samples' own losses (as "
+            "with ignore_index, or weights that their sum divides). So the loss changes if a "
+            "batch is divided: over ranks, by accumulate, into micro-batches. Use reduction='none' "
+            "and .mean()"
         )
 
 
-def _is_a_mean(task: Task, outputs: Tensor, data: Datasets) -> bool:
-    """Whether the loss of a batch is that of two parts of it, by their samples: for random outputs of this shape, and
-    targets from all over the training set. What cannot be tried is taken for one."""
-    few, count = 2, 7  # samples of one part of a batch, and of both
-    with suppress(Exception), private_draws(), torch.no_grad():  # a user's task, or data set, may raise anything at all
+def _is_loss_a_mean(task: Task, outputs: Tensor, data: Datasets) -> bool:
+    """Return whether the loss of a batch is the weighted mean of the losses of its two parts.
+
+    The outputs are random, in the shape of `outputs`. The targets come from the whole training set.
+    The result is True if the loss cannot be computed.
+    """
+    # Samples of the first part, and of the whole batch.
+    few = 2
+    count = 7
+    # A user's task or data set may raise anything.
+    with suppress(Exception), private_draws(), torch.no_grad():
         train: Any = data.train
-        targets, some = known_labels(train, skip=False), range(0, len(train), len(train) // count)[:count]
+        targets = find_labels(train, skip=False)
+        samples = range(0, len(train), len(train) // count)[:count]
         if targets is None:
-            targets = torch.stack([torch.as_tensor(train.read(n, data.channels)[1]) for n in some])
+            read = [train.read(n, data.channels)[1] for n in samples]
+            targets = torch.stack([torch.as_tensor(target) for target in read])
         else:
-            targets = targets[[n % len(targets) for n in some]]
-        made = torch.randn(count, *outputs.shape[1:], generator=torch.Generator().manual_seed(0))
-        rows = slice(count), slice(few), slice(few, count)
-        whole, first, second = (task.loss(made[part], targets[part]).item() for part in rows)
-        parts = (few * first + (count - few) * second) / count
-        return not math.isfinite(whole) or math.isclose(whole, parts, rel_tol=1e-3)
+            targets = targets[[n % len(targets) for n in samples]]
+        generator = torch.Generator().manual_seed(0)
+        random_outputs = torch.randn(count, *outputs.shape[1:], generator=generator)
+        whole = task.loss(random_outputs, targets).item()
+        first = task.loss(random_outputs[:few], targets[:few]).item()
+        second = task.loss(random_outputs[few:], targets[few:]).item()
+        mean = (few * first + (count - few) * second) / count
+        return not math.isfinite(whole) or math.isclose(whole, mean, rel_tol=1e-3)
     return True
 
 
-def starting_notes(recipe: Recipe, data: Datasets, model: nn.Module) -> dict[str, str]:
-    """The banner's lines of weights that training starts from."""
-    source, names, lines = recipe.model.init_from, data.classes, dict[str, str]()
-    others = data.channels != 3
-    adapts = others and source and colour_filters(read_weights(run_named(source))[0], model, data.channels)
-    if adapts or (others and recipe.model.weights is not None):
-        lines["filters"] = (
-            f"of the first layer, for colour, are {'summed' if data.channels == 1 else 'repeated in turn'}"
-        )
+def describe_start(recipe: Recipe, data: Datasets, model: nn.Module) -> dict[str, str]:
+    """Return the banner's lines about the weights that training starts from, by title."""
+    source = recipe.model.init_from
+    names = data.classes
+    lines = dict[str, str]()
+    if data.channels != 3:
+        adapts_filters = recipe.model.weights is not None
+        if source:
+            weights, _ = read_weights(find_run(source))
+            if find_colour_filters(weights, model, data.channels):
+                adapts_filters = True
+        if adapts_filters:
+            change = "summed" if data.channels == 1 else "repeated in turn"
+            lines["filters"] = f"of the first layer, for colour, are {change}"
     if source is None:
         return lines
-    known = known_classes(recipe.model, names, model)
-    lines["start"] = f"from {source}" + f", which knows {known} of these {len(names)} by name" * (known is not None)
-    if recipe.model.name in AUXILIARY:  # what tensors do not tell
-        without = "without transform_input, which model.weights=IMAGENET1K_V1 sets"
-        lines["inputs"] = "with transform_input" if recipe.model.weights else without
+    matched = count_shared_classes(recipe.model, names, model)
+    lines["start"] = f"from {source}"
+    if matched is not None:
+        lines["start"] += f", which knows {matched} of these {len(names)} by name"
+    else:
+        lines["start"] += describe_order_match(source, names)
+    # The file of weights does not record whether the model transforms its inputs.
+    if recipe.model.name in AUXILIARY:
+        if recipe.model.weights:
+            lines["inputs"] = "with transform_input"
+        else:
+            lines["inputs"] = "without transform_input, which model.weights=IMAGENET1K_V1 sets"
     return lines

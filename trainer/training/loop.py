@@ -1,4 +1,4 @@
-"""THE loop, read from top to bottom. What it drives is put together in `setup`."""
+"""The training loop, read from top to bottom. `setup` puts together the objects that it uses."""
 
 from __future__ import annotations
 
@@ -6,133 +6,190 @@ import gc
 import math
 import time
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import cast
 
 import torch
 
-from trainer.errors import Interrupted, Preempted, SetupError, TrainerError, in_one_line
+from trainer.errors import Interrupted, Preempted, SetupError, TrainerError, explain_in_one_line
+from trainer.launch import endings
+from trainer.memory.device import peak_memory
 from trainer.modes.pipeline import timeline
-from trainer.optim.optimization import learning_rate
+from trainer.optim.optimization import build_learning_rate
 from trainer.processes import stacks
 from trainer.processes.interrupts import Interrupts
 from trainer.processes.terminal import GREEN
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position
 from trainer.saving.journal import COMPLETED, START, STEPS
-from trainer.telemetry.device_memory import peak_memory
-from trainer.telemetry.readable import titled
-from trainer.training import callbacks, diagnosis, noticing, presenting, reporting, sharing, snapshots, stopping
+from trainer.telemetry.rank_watch import RankWatch
+from trainer.telemetry.readable import format_titled
+from trainer.telemetry.symptoms import STANDSTILL_EPOCHS
+from trainer.training import (
+    callbacks,
+    diagnosis,
+    noticing,
+    presenting,
+    reporting,
+    sharing,
+    stopping,
+)
 from trainer.training.callbacks import Callbacks
-from trainer.training.evaluation import Mistakes, Sums, evaluate, metrics_of
-from trainer.training.memory_needs import repeatable, shortage_explained, to_go_on
-from trainer.training.rank_sync import RankSync, save_and_stop
+from trainer.training.evaluation import Mistakes, Sums, evaluate, strip_prefix
+from trainer.training.memory_keys import (
+    adapt_recipe,
+    explain_out_of_memory,
+    undo_on_out_of_memory,
+)
+from trainer.training.rank_sync import RankSync
 from trainer.training.results import Result
 from trainer.training.run import Run
-from trainer.training.setup import note_end, prepare
+from trainer.training.setup import current_result, note_end, prepare
 
 
-def run(recipe: Recipe, own_process: bool = False, given: Callbacks | None = None) -> Result:
-    """Train in this process, as the rank that the environment says; returns rank 0's result on every rank.
+def run(
+    recipe: Recipe, own_process: bool = False, program_callbacks: Callbacks | None = None
+) -> Result:
+    """Train in this process, as the rank that the environment variables name.
 
-    `own_process` says that a second Ctrl-C, or a signal while a peer is lost, may end the process on the spot;
-    `given` is a program's callback, by default of the one that started this rank.
+    Args:
+        recipe: The complete recipe.
+        own_process: Whether a second Ctrl-C, or a signal while another rank is lost, may end the
+            process immediately.
+        program_callbacks: Callback of the calling program. The default is the callback of the
+            program that started this rank.
+
+    Returns:
+        Rank 0's result, on every rank.
     """
-    done = _attempt(recipe, own_process, given, since=-math.inf)
-    while isinstance(done, Recipe):
-        gc.collect()  # what the run has had on its device
+    last_shortage = -math.inf
+    while True:
+        outcome = _attempt(recipe, own_process, program_callbacks, last_shortage)
+        if not isinstance(outcome, Recipe):
+            return outcome
+        recipe = outcome
+        # The ended attempt still holds device memory until its cycles are collected.
+        gc.collect()
         torch.cuda.empty_cache()
-        done = _attempt(done, own_process, given, since=time.monotonic())
-    return done
+        last_shortage = time.monotonic()
 
 
-def _attempt(recipe: Recipe, own_process: bool, given: Callbacks | None, since: float) -> Result | Recipe:
-    """Train up to the end; or give the recipe to go on with, where memory ran out and smaller pieces may fit.
+def _attempt(
+    recipe: Recipe, own_process: bool, program_callbacks: Callbacks | None, last_shortage: float
+) -> Result | Recipe:
+    """Train to the end, or return the recipe to resume with if memory ran out and smaller
+    micro-batches may fit.
 
-    `since`: the time.monotonic() at which that happened before.
+    `last_shortage` is the `time.monotonic()` of the previous shortage of memory.
     """
     this: Run | None = None
     with Interrupts(own_process, recipe.grace) as interrupts, ExitStack() as closing:
-        if not own_process:  # later errors of the program are not this run's
+        # Later errors of the calling program do not belong to this run's stack files.
+        if not own_process:
             closing.callback(stacks.write_to, None)
         try:
-            this = prepare(recipe, interrupts, closing, given or callbacks.received)
-            if not own_process:  # in a program that goes on no worker is left, however the run ends
+            this = prepare(recipe, interrupts, closing, program_callbacks or callbacks.received)
+            # The calling program continues, so no reader process may outlive the run.
+            if not own_process:
                 closing.callback(this.loader.close)
-            with shortage_explained(this.resolved, this.state):
+            with explain_out_of_memory(this.resolved, this.state):
                 loop(this)
-                return finish(this)
+                result = finish(this)
+            endings.note_completed()
+            return result
         except BaseException as error:
-            again = to_go_on(this, error, since) if this is not None else None
-            # Write how the run ended; nothing collective, nothing saved.
-            if this is not None:
-                note_end(this.tracker, this.ledger, interrupts, error)
-                with interrupts.saving():
-                    this.saver.leave()
-                    this.saver.remove_draft()
-            if again is not None and this is not None:
+            if this is None:
+                raise
+            next_recipe = adapt_recipe(this, error, last_shortage)
+            # Other ranks may be gone, so nothing here is collective and nothing is saved.
+            note_end(this.tracker, this.ledger, interrupts, error)
+            with interrupts.saving():
+                this.saver.leave()
+                this.saver.remove_draft()
+            if next_recipe is not None:
                 this.loader.close()
-                return again
-            if this is not None and this.tracker.path is not None:
-                status = "preempted" if isinstance(error, Interrupted | Preempted) else "failed"
-                with suppress(TrainerError):  # where the folder is what failed, the first error tells
-                    line, code = in_one_line(error)
-                    this.tracker.result(reporting.result(this, status, line, code))
-                if isinstance(error, SetupError):  # that the folder is gone, or another's, explains it
+                return next_recipe
+            if this.tracker.path is not None:
+                status = "failed"
+                if isinstance(error, Interrupted | Preempted):
+                    status = "preempted"
+                # If the run folder itself failed, the first error is the one to report.
+                with suppress(TrainerError):
+                    line, code = explain_in_one_line(error)
+                    this.tracker.result(current_result(this, status, line, code))
+                # A run folder that vanished or has another owner explains the error better.
+                if isinstance(error, SetupError):
                     this.tracker.folder.check()
             raise
 
 
 def loop(run: Run) -> None:
-    """Train epoch by epoch until the steps are done, or patience is lost."""
-    first = run.state.position.epoch
-    for epoch in range(first, run.recipe.epochs):
+    """Train epoch by epoch until all steps are done or patience is exhausted."""
+    first_epoch = run.state.position.epoch
+    for epoch in range(first_epoch, run.recipe.epochs):
         if stopping.is_over(run.resolved, run.state):
             break
-        begun = time.perf_counter()
+        epoch_start = time.perf_counter()
         with run.ledger.span(STEPS):
             train_epoch(run, epoch)
-        if run.recipe.compile and epoch == first:  # compiling its evaluation may take longer than a signal leaves
+        # Compiling the evaluation may take longer than the grace period after a signal.
+        if run.recipe.compile and epoch == first_epoch:
             with run.ledger.span("saving"):
-                snapshots.save(run)
-        end_epoch(run, epoch, begun)
+                run.snapshots.save()
+        end_epoch(run, epoch, epoch_start)
 
 
 def train_epoch(run: Run, epoch: int) -> None:
-    """The steps of one epoch, or what is left of them."""
-    recipe, strategy, steps, state = run.recipe, run.strategy, run.steps, run.state
-    history, per_epoch = state.history, run.resolved.steps_per_epoch
-    rate = learning_rate(recipe, per_epoch, state.total_steps - state.step_offset)
-    loss_weight, every = 1 / run.loader.samples_per_step, recipe.logging.every_steps
+    """Train the remaining steps of one epoch."""
+    recipe = run.recipe
+    strategy = run.strategy
+    steps = run.steps
+    state = run.state
+    history = state.history
+    per_epoch = run.resolved.steps_per_epoch
+    rate = build_learning_rate(recipe, per_epoch, state.total_steps - state.step_offset)
+    loss_weight = 1 / run.loader.samples_per_step
+    log_every = recipe.logging.every_steps
+    save_every = recipe.save.every_steps
     start = state.position.step_in_epoch
     stop = min(per_epoch, start + state.total_steps - state.position.step)
-    sharing.divided(run, begins=start == 0)
+    measures_shares = run.noticed.shares is not None
+    update_shares(run, epoch_begins=start == 0)
     batches = run.loader.training(epoch, start, stop)
-    rank_sync = RankSync(run)
+    rank_sync = RankSync(run.observer, run.snapshots, state.position.step)
     run.interrupts.beat()
     strategy.train()
+    if strategy.update_trainable():
+        state.updater.follow(state.parameters)
+        steps.forget()
     steps.check()
     unlogged = state.unlogged
     run.timer.start()
     for step_in_epoch in range(start + 1, stop + 1):
         step = state.position.step + 1
-        log = step % every == 0 or step_in_epoch == stop
+        log = step % log_every == 0 or step_in_epoch == stop
         lr = history.lr_factor * rate(step - 1 - state.step_offset)
-        waited, loss = 0.0, None
-        if steps.due:
+        data_wait = 0.0
+        loss = None
+        if steps.should_capture:
             with run.ledger.span(f"{START}recording"), run.timer.pause():
-                steps.record()
+                steps.capture()
         steps.begin(lr)
-        with repeatable(run):
-            for micro in range(recipe.pieces):
+        with undo_on_out_of_memory(run):
+            for micro_step in range(recipe.pieces):
                 run.timer.ask()
                 batch = next(batches)
-                waited += run.timer.arrive()
-                if step == 1 and micro == 0:
-                    presenting.first_batch(run, batch)
+                data_wait += run.timer.arrive()
+                if step == 1 and micro_step == 0:
+                    presenting.show_first_batch(run.tracker, run.datasets, run.task, batch)
                 if run.teacher is not None:
                     batch = run.teacher.teach(batch)
-                part = steps.forward_backward(batch, loss_weight, sync=micro == recipe.pieces - 1)
-                loss = part if loss is None else loss + part
+                # Ranks exchange gradients once a step, in the last backward pass.
+                sync = micro_step == recipe.pieces - 1
+                micro_loss = steps.forward_backward(batch, loss_weight, sync=sync)
+                loss = micro_loss if loss is None else loss + micro_loss
+                if run.noticed.passes_to_compare:
+                    noticing.compare_passes(run.resolved, strategy, run.noticed)
         assert loss is not None
         strategy.reduce_gradients()
         run.timer.update()
@@ -141,155 +198,244 @@ def train_epoch(run: Run, epoch: int) -> None:
         if state.average is not None:
             state.average.update(step)
         unlogged.append(loss)
-        run.timer.step(waited)
+        run.timer.step(data_wait)
         state.position = Position(step, epoch, step_in_epoch)
         run.interrupts.beat()
-        save = recipe.save.every_steps and step % recipe.save.every_steps == 0 and step_in_epoch < stop
+        # The last step of an epoch is saved after its evaluation, by `end_epoch`.
+        save = save_every and step % save_every == 0 and step_in_epoch < stop
         if log or save or step >= rank_sync.next:
-            agreed, steps_since = rank_sync.after_step(log), len(unlogged)
-            mean = agreed.loss / steps_since
+            # Only here does the host wait for the device and the other ranks.
+            synced = rank_sync.after_step(log)
+            steps_since_log = len(unlogged)
+            mean_loss = synced.loss / steps_since_log
+            speed = reporting.compute_images_per_second(run.loader.samples_per_step, synced.window)
             with run.ledger.span("logging"):
                 if log:
-                    history.epoch_loss += agreed.loss
-                    history.epoch_steps += steps_since
+                    history.epoch_loss += synced.loss
+                    history.epoch_steps += steps_since_log
                     unlogged.clear()
-                    reporting.log_step(run, mean, lr, norm, agreed.window)
-                run.tracker.progress(step, epoch + 1, mean, reporting.images_per_second(run, agreed.window))
-            if agreed.stop is not None:
-                save_and_stop(run, agreed.stop)
+                    reporting.log_step(
+                        state, run.observer, mean_loss, lr, norm, speed, synced.window
+                    )
+                run.tracker.progress(step, epoch + 1, mean_loss, speed)
+            if synced.stop is not None:
+                rank_sync.save_and_stop(synced.stop)
         if save:
             with run.ledger.span("saving"):
-                snapshots.save(run)
-        if step_in_epoch < stop and sharing.divided(run, begins=False):
+                run.snapshots.save()
+        if measures_shares and step_in_epoch < stop and update_shares(run, epoch_begins=False):
             batches = run.loader.training(epoch, step_in_epoch, stop)
 
 
-def end_epoch(run: Run, epoch: int, begun: float) -> None:
-    """Evaluate, log, save. The epoch has `begun` at this time.perf_counter()."""
-    state, tracker = run.state, run.tracker
-    history, step = state.history, state.position.step
+def update_shares(run: Run, epoch_begins: bool) -> bool:
+    """Change the ranks' shares of a batch if measured speeds suggest it. Collective.
+
+    Returns:
+        Whether the shares have changed.
+    """
+    rows = sharing.choose_rows(run.resolved, run.state, run.observer, epoch_begins)
+    if rows is None:
+        return False
+    strategy = run.strategy
+    share = replace(strategy.share, numbers=tuple(rows))
+    strategy.divide(share)
+    example = replace(strategy.context.example, rows=rows[share.index])
+    strategy.context = replace(strategy.context, example=example)
+    run.loader.divide(strategy.share.numbers)
+    # Captured steps, timers and observations are for the old shapes.
+    run.steps.forget()
+    run.forward.close()
+    run.noticed.ranks = RankWatch()
+    run.timer.start()
+    return True
+
+
+def end_epoch(run: Run, epoch: int, epoch_start: float) -> None:
+    """Evaluate, log and save after an epoch that began at `time.perf_counter() == epoch_start`."""
+    state = run.state
+    tracker = run.tracker
+    history = state.history
+    step = state.position.step
     with run.ledger.span("averaging"):
         run.strategy.after_epoch(state.averages())
     if history.epoch_steps:
         history.losses.append(history.epoch_loss / history.epoch_steps)
-        history.epoch_loss, history.epoch_steps = 0.0, 0
+        history.epoch_loss = 0.0
+        history.epoch_steps = 0
     if run.recipe.pipeline.timeline:
-        steps = run.strategy.timeline()
-        if steps and tracker.path is not None:
-            timeline.write(tracker.path, steps)
+        timed_steps = run.strategy.timeline()
+        if timed_steps and tracker.path is not None:
+            timeline.write(tracker.path, timed_steps)
     note_memory(run)
-    tracker.scalars({f"memory/peak_gib/{name}": size / 2**30 for name, size in run.observer.memory.items()}, step)
+    memory = run.observer.memory
+    peaks = {f"memory/peak_gib/{name}": size / 2**30 for name, size in memory.items()}
+    tracker.scalars(peaks, step)
     if run.speed_only:
         state.position = Position(step, epoch + 1, 0)
         return
-    last = stopping.may_be_last(run.recipe, state, epoch)
-    mistakes = Mistakes(run.task) if last else None
-    trained = time.perf_counter()
-    with run.ledger.span("evaluation"), repeatable(run):
-        history.validation = measure(run, mistakes, None if last else epoch + 1)
-    history.latest = [*history.latest, metrics_of(history.validation)][-noticing.LATEST :]
-    speed = history.validation["val_samples"] / (time.perf_counter() - trained)
+    may_be_last = stopping.may_be_last(run.recipe, state, epoch)
+    mistakes = Mistakes(run.task) if may_be_last else None
+    next_epoch = None if may_be_last else epoch + 1
+    evaluation_start = time.perf_counter()
+    with run.ledger.span("evaluation"), undo_on_out_of_memory(run):
+        history.validation = measure(run, mistakes, next_epoch)
+    metrics = strip_prefix(history.validation)
+    history.latest = [*history.latest, metrics][-STANDSTILL_EPOCHS:]
+    speed = history.validation["val_samples"] / (time.perf_counter() - evaluation_start)
     note_skipped(run)
-    improved = run.task.improves(history.validation[f"val_{run.task.metric}"], history.best)
-    if improved:
-        history.best, history.best_epoch = history.validation[f"val_{run.task.metric}"], epoch
-    values = {f"val/{name}": value for name, value in metrics_of(history.validation).items()}
-    values |= {"speed/val_samples_per_sec": speed}
+    metric = history.validation[f"val_{run.task.metric}"]
+    is_best = run.task.improves(metric, history.best)
+    if is_best:
+        history.best = metric
+        history.best_epoch = epoch
+    values = {f"val/{name}": value for name, value in metrics.items()}
+    values["speed/val_samples_per_sec"] = speed
     if goodput := tracker.journal.goodput():
         values["speed/goodput_pct"] = 100 * goodput["fraction"]
     tracker.scalars(values, step)
-    tracker.row(reporting.epoch_row(run, epoch, time.perf_counter() - begun), improved)
+    row = reporting.build_epoch_row(
+        run.resolved,
+        history,
+        run.timer,
+        run.loader.samples_per_step,
+        epoch,
+        time.perf_counter() - epoch_start,
+    )
+    tracker.row(row, is_best)
     state.position = Position(step, epoch + 1, 0)
-    noticing.tell(run)
-    if run.recipe.stop.patience is not None and stopping.lost_patience(run.resolved, state):
-        tracker.say(stopping.patience_line(run.recipe.stop.patience, run.task, state.history))
-    if not reporting.report_epoch(run, epoch, improved):
+    noticing.print_new_warnings(run.resolved, state, run.noticed)
+    patience = run.recipe.stop.patience
+    if patience is not None and stopping.has_lost_patience(run.resolved, state):
+        tracker.say(stopping.format_patience(patience, run.task, history))
+    if not reporting.report_epoch(run.resolved, state, run.callbacks, epoch, is_best):
         state.total_steps = step
-    finished = stopping.is_over(run.resolved, state) or epoch + 1 == run.recipe.epochs
-    if finished and mistakes is not None:
+    is_finished = stopping.is_over(run.resolved, state) or epoch + 1 == run.recipe.epochs
+    if is_finished and mistakes is not None:
         with run.ledger.span("evaluation"):
-            presenting.mistakes(run, mistakes)
-    tracker.result(reporting.result(run, "running"))
+            presenting.report_mistakes(run.resolved, mistakes, step)
+    tracker.result(current_result(run, "running"))
     save = run.recipe.save
-    sealed = finished or any(n and m % n == 0 for n, m in ((save.every_epochs, epoch + 1), (save.every_steps, step)))
-    files = ["best"] * improved + ["last"] * sealed
+    sealed = is_finished
+    if save.every_epochs and (epoch + 1) % save.every_epochs == 0:
+        sealed = True
+    if save.every_steps and step % save.every_steps == 0:
+        sealed = True
+    files = []
+    if is_best:
+        files.append("best")
+    if sealed:
+        files.append("last")
     with run.ledger.span("saving"):
         if files:
-            snapshots.save(run, files, sealed)
+            run.snapshots.save(files, sealed)
 
 
-def measure(run: Run, mistakes: Mistakes | None = None, then: int | None = None) -> dict[str, float]:
-    """Evaluate under the averaged weights where there are any. Signals are looked at between batches.
+def measure(
+    run: Run, mistakes: Mistakes | None = None, next_epoch: int | None = None
+) -> dict[str, float]:
+    """Evaluate with the averaged weights, if any, and react to signals between batches.
 
-    The epoch `then` trains afterwards: its first batches are read meanwhile.
+    Args:
+        run: The run.
+        mistakes: Collector for the worst predictions.
+        next_epoch: Epoch that will be trained next. Its first batches are read during the
+            evaluation.
     """
     run.interrupts.beat()
     averages = run.state.averages()
     run.strategy.sync_weights(averages)
-    sync, begun, total = RankSync(run, 0), time.perf_counter(), len(run.loader.evaluation_spans)
+    rank_sync = RankSync(run.observer, run.snapshots)
+    start = time.perf_counter()
+    batch_count = len(run.loader.evaluation_spans)
 
-    def boundary(done: int) -> None:
+    def after_batch(batches_done: int) -> None:
         run.interrupts.beat()
-        seconds = (time.perf_counter() - begun) / done
-        run.tracker.evaluating(done, total, len(run.datasets.val) / total / seconds)
-        if sync.next <= done < total:
-            agreed = sync.exchange(done, seconds, first=done == 1)
-            if agreed.stop is not None:
-                raise agreed.stop()
+        seconds = (time.perf_counter() - start) / batches_done
+        speed = len(run.datasets.val) / batch_count / seconds
+        run.tracker.evaluating(batches_done, batch_count, speed)
+        if rank_sync.next <= batches_done < batch_count:
+            synced = rank_sync.exchange(batches_done, seconds, first=batches_done == 1)
+            if synced.stop is not None:
+                raise synced.stop()
 
     try:
         with run.strategy.weights(averages):
-            sums, batches = Sums(run.task), run.loader.evaluation(then)
-            run.forward.begin(total)
+            sums = Sums(run.task)
+            batches = run.loader.evaluation(next_epoch)
+            run.forward.begin(batch_count)
             look = mistakes.add if mistakes is not None else None
-            figures = evaluate(run.strategy, batches, run.world, boundary, look, sums, run.forward)
-            noticing.note_classes(run, sums)
+            figures = evaluate(
+                run.strategy, batches, run.world, after_batch, look, sums, run.forward
+            )
+            noticing.note_classes(run.task, run.noticed, sums)
             return figures
     except (Interrupted, Preempted) as error:
-        save_and_stop(run, type(error))
+        rank_sync.save_and_stop(type(error))
         raise
 
 
 def note_skipped(run: Run) -> None:
-    """Unreadable images and uncached photos since the last epoch, over all ranks."""
-    now = torch.tensor([run.loader.skipped, run.loader.uncached])
-    skipped, uncached = run.world.sum_((now - run.counted).double()).long().tolist()
-    run.counted = now
+    """Add the unreadable images and uncached photos of this epoch to the history, over all ranks.
+
+    Collective.
+    """
+    counts = torch.tensor([run.loader.skipped, run.loader.uncached])
+    total = run.world.sum_((counts - run.counted).double())
+    skipped, uncached = total.long().tolist()
+    run.counted = counts
     run.state.history.skipped += skipped
     run.state.history.uncached += uncached
 
 
 def note_memory(run: Run) -> None:
-    """Peak bytes of every rank's device, and what kept its machine from computing."""
-    mine = {name: peak_memory(device) for name, device in run.world.driven().items()}
-    gathered = run.world.broadcast_object(run.world.gather((mine, run.noticed.meter.read())))
-    run.observer.memory = {name: size for part, _ in gathered for name, size in part.items()}
-    run.noticed.strain = max((strain for _, strain in gathered), key=lambda strain: strain.others)
+    """Note each device's peak memory and the worst load by other processes. Collective."""
+    devices = run.world.driven()
+    peaks = {name: peak_memory(device) for name, device in devices.items()}
+    rank_values = run.world.gather((peaks, run.noticed.meter.read()))
+    memory: dict[str, int] = {}
+    strains = []
+    for rank_peaks, strain in run.world.broadcast_object(rank_values):
+        memory |= rank_peaks
+        strains.append(strain)
+    run.observer.memory = memory
+    run.noticed.strain = max(strains, key=lambda strain: strain.others)
 
 
 def finish(run: Run) -> Result:
-    """A run that ended well: the last result, the last line, the group dissolved."""
-    run.interrupts.nothing_new = lambda: False  # it leaves by itself
+    """Write the last result of a run that ended well and dissolve the process group."""
+    # A signal need not be acted on any more: the run ends anyway.
+    run.interrupts.nothing_new = lambda: False
     with run.ledger.span("saving"):
-        snapshots.finish_saving(run)
+        run.snapshots.finish_saving()
     note_memory(run)
-    noticing.look(run, over=True)
-    verdict = diagnosis.diagnose(run) if run.recipe.logging.verdict else None
+    noticing.update_warnings(run.resolved, run.state, run.noticed, over=True)
+    verdict = None
+    if run.recipe.logging.verdict:
+        verdict = diagnosis.diagnose(
+            run.resolved, run.state, run.observer, run.loader, run.steps.might_be_faster
+        )
     run.tracker.journal.end(COMPLETED)
-    result = reporting.result(run, "completed")
+    result = current_result(run, "completed")
     result["verdict"] = verdict.to_dict() if verdict else None
-    if run.timer.seen == 0:  # continued with no step left to train: what was measured stands
+    # A resumed run with no step left measured nothing, so the earlier measurements stay.
+    if run.timer.seen == 0:
         previous = run.tracker.folder.previous_result(run.tracker.say)
-        result |= cast(Result, {key: previous[key] for key in reporting.KEPT_KEYS if key in previous})
+        kept = {key: previous[key] for key in reporting.KEPT_KEYS if key in previous}
+        result |= cast(Result, kept)
     shared: Result = run.world.broadcast_object(result)
     run.tracker.result(shared)
-    (title, text), *rest = reporting.last_lines(run, shared).items()
-    run.tracker.say(titled(title, text), GREEN)
-    run.tracker.print_lines(dict(rest))
+    (title, text), *other_lines = reporting.build_last_lines(
+        run.resolved, run.state.history, run.observer.memory, shared
+    ).items()
+    run.tracker.say(format_titled(title, text), GREEN)
+    run.tracker.print_lines(dict(other_lines))
     run.tracker.close()
     run.loader.close()
     run.forward.close()
     run.strategy.close()
+    if run.recipe.logging.wandb or run.recipe.logging.mlflow:
+        # Rank 0 may send for minutes what its loggers still hold, so no timeout applies here.
+        run.world.wait_for(None)
     run.world.barrier()
     run.world.close()
     return shared

@@ -1,95 +1,227 @@
-"""Notices what goes wrong in a run: checks the figures of each epoch, and warns once of each problem.
+"""Warnings about problems of a run, each of which is printed once.
 
-Nothing here waits for a device; what other ranks know has come with the epoch's own exchanges.
+The functions do not wait for a device, except in the first steps of a process. They do not need
+communication of their own, except to name a slow rank.
 """
 
 from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
+import torch
+from torch import Tensor, nn
+
 from trainer.data import ImageSet, LabelledSource, TensorSet
-from trainer.tasks import Classification
+from trainer.models.equivalence import sketch_tensors
+from trainer.models.norms import buffers_besides_statistics
+from trainer.models.reachable import Reachable, is_own
+from trainer.models.undisturbed import find_change, is_plain, restore_after
+from trainer.modes import Strategy
+from trainer.tasks import Classification, Task
 from trainer.telemetry import symptoms
-from trainer.telemetry.symptoms import Facts
+from trainer.telemetry.symptoms import RunState
 from trainer.training.evaluation import Sums
-from trainer.training.run import Run
+from trainer.training.observer import Noticed
+from trainer.training.state import Resolved, TrainState
 
-LATEST = symptoms.STANDS  # epochs of which the metrics are kept
-LONG = 10.0  # seconds: what disturbs a shorter run is told at its end
+# Maximum number of elements of a tensor attribute that is compared. Larger ones hold data.
+LARGEST_STATE = 10**6
+NOT_SAVED = (
+    "no checkpoint contains it, so this resumed run started without it; keep it in a buffer "
+    "(register_buffer())"
+)
+# Seconds of load by other processes below which the warning is printed at the end of the run.
+LONG = 10.0
 
 
-def note_classes(run: Run, sums: Sums) -> None:
-    """What an evaluation has counted of each class, where the task is a classification as we know it."""
-    if {"actual", "predicted"} <= sums.whole.keys() and type(run.task).metrics is Classification.metrics:
-        counts = {name: sums.whole[name].long().tolist() for name in ("actual", "predicted")}
-        run.noticed.classes = [*run.noticed.classes, counts][-2:]
-
-
-def watch_ranks(run: Run, steps: int, ranks: Sequence[Sequence[float]]) -> None:
-    """What each rank took for its part of the last steps, as `RankWatch.add` has it: name one that is slow for long.
-
-    Collective when it comes to that, which all ranks find at the same step: they have the same figures.
+def note_classes(task: Task, noticed: Noticed, sums: Sums) -> None:
+    """Store the counts of an evaluation per class, if the task has the default metrics of a
+    classification.
     """
-    noticed, world = run.noticed, run.world
+    is_counted = {"actual", "predicted"} <= sums.whole.keys()
+    if is_counted and type(task).metrics is Classification.metrics:
+        names = ("actual", "predicted")
+        counts = {name: sums.whole[name].long().tolist() for name in names}
+        noticed.classes = [*noticed.classes, counts][-2:]
+
+
+def watch_ranks(
+    resolved: Resolved,
+    noticed: Noticed,
+    step: int,
+    steps: int,
+    ranks: Sequence[Sequence[float]],
+) -> None:
+    """Warn of a rank that has been slow for a while.
+
+    Collective if a rank is named. All ranks name it at the same step, because they have the same
+    measurements.
+
+    Args:
+        resolved: The configuration of the run.
+        noticed: The observations so far, which this updates.
+        step: Number of the last step.
+        steps: Number of steps that were measured.
+        ranks: For each rank the seconds that `RankWatch.add` accepts.
+    """
+    world = resolved.world
     slowest = noticed.ranks.add(steps * ranks[0][0], ranks)
     if slowest is None:
         return
-    run.tracker.scalars({"speed/slowest_rank_pct": 100 * slowest.behind}, run.state.position.step)
-    if (lag := noticed.ranks.named()) is not None:
+    values = {"speed/slowest_rank_pct": 100 * slowest.behind}
+    resolved.tracker.scalars(values, step)
+    lag = noticed.ranks.named()
+    if lag is not None:
         where = f"{socket.gethostname()}, {world.device}"
-        mine = symptoms.slow_rank(lag, where, run.recipe) if world.rank == lag.rank else ""
-        _notice(run, f"rank {lag.rank}", world.broadcast_object("".join(world.gather(mine))))
+        sentence = ""
+        # Only the slow rank knows its own host and device.
+        if world.rank == lag.rank:
+            sentence = symptoms.describe_slow_rank(lag, where, resolved.recipe)
+        sentence = world.broadcast_object("".join(world.gather(sentence)))
+        kind = f"rank {lag.rank}"
+        # The problem may have passed by the end of the epoch, but it stays a warning.
+        noticed.announced.add(kind)
+        noticed.lasting[kind] = noticed.warnings[kind] = sentence
+        resolved.tracker.print_lines({"warning": sentence})
+        resolved.tracker.journal.notice(f"step {step}: {sentence}")
 
 
-def _notice(run: Run, kind: str, sentence: str) -> None:
-    """Tell at once of what may have passed by the epoch's end, and keep it among the warnings."""
-    run.noticed.announced.add(kind)
-    run.noticed.lasting[kind] = run.noticed.warnings[kind] = sentence
-    run.tracker.print_lines({"warning": sentence})
-    run.tracker.journal.notice(f"step {run.state.position.step}: {sentence}")
+def print_new_warnings(resolved: Resolved, state: TrainState, noticed: Noticed) -> None:
+    """Print a line for each current problem that was not printed before."""
+    update_warnings(resolved, state, noticed, over=False)
+    for kind, sentence in noticed.warnings.items():
+        # A short disturbance by other processes is only worth a line at the end of the run.
+        is_due = kind != "cores" or noticed.strain.seconds > LONG
+        if kind not in noticed.announced and is_due:
+            noticed.announced.add(kind)
+            resolved.tracker.print_lines({"warning": sentence})
 
 
-def tell(run: Run) -> None:
-    """A line for each thing that goes wrong and was not told yet."""
-    look(run, over=False)
-    for kind, sentence in run.noticed.warnings.items():
-        if kind not in run.noticed.announced and (kind != "cores" or run.noticed.strain.seconds > LONG):
-            run.noticed.announced.add(kind)
-            run.tracker.print_lines({"warning": sentence})
+def update_warnings(resolved: Resolved, state: TrainState, noticed: Noticed, over: bool) -> None:
+    """Replace the warnings by those of the current problems. `over` is True at the run's end."""
+    facts = _facts(resolved, state, noticed, over)
+    noticed.warnings = noticed.lasting | symptoms.find_symptoms(facts, resolved.recipe)
 
 
-def look(run: Run, over: bool) -> None:
-    """Note what goes wrong now; what has passed is forgotten."""
-    run.noticed.warnings = run.noticed.lasting | symptoms.symptoms(_facts(run, over), run.recipe)
-
-
-def _facts(run: Run, over: bool) -> Facts:
-    recipe, task, history, classes = run.recipe, run.task, run.state.history, run.noticed.classes
-    plain = isinstance(task, Classification) and type(task).loss is Classification.loss
-    unweighted = plain and recipe.loss.class_weights is None
-    facts = Facts(
+def _facts(resolved: Resolved, state: TrainState, noticed: Noticed, over: bool) -> RunState:
+    recipe = resolved.recipe
+    task = resolved.task
+    world = resolved.world
+    datasets = resolved.datasets
+    history = state.history
+    classes = noticed.classes
+    is_plain_loss = isinstance(task, Classification) and type(task).loss is Classification.loss
+    is_unweighted = is_plain_loss and recipe.loss.class_weights is None
+    facts = RunState(
         over=over,
-        step=run.state.position.step - run.state.step_offset,
-        steps=run.state.total_steps - run.state.step_offset,
-        epoch_steps=run.resolved.steps_per_epoch,
-        warmup=round(recipe.schedule.warmup_epochs * run.resolved.steps_per_epoch),
-        strain=run.noticed.strain,
-        threads=run.world.threads if run.world.device.type == "cpu" else 1,
+        step=state.position.step - state.step_offset,
+        steps=state.total_steps - state.step_offset,
+        epoch_steps=resolved.steps_per_epoch,
+        warmup=round(recipe.schedule.warmup_epochs * resolved.steps_per_epoch),
+        strain=noticed.strain,
+        threads=world.threads if world.device.type == "cpu" else 1,
     )
-    if run.datasets.synthetic:  # made-up images teach nothing
+    # Losses and metrics on synthetic images say nothing about training.
+    if datasets.synthetic:
         return facts
     facts = replace(
         facts,
         losses=[loss for loss in history.losses if math.isfinite(loss)],
-        classes=task.outputs() if unweighted else None,
-        names=run.datasets.classes,
+        classes=task.outputs() if is_unweighted else None,
+        names=datasets.classes,
         validation=history.latest,
-        labelled=isinstance(run.datasets.train, ImageSet | TensorSet | LabelledSource),
+        labelled=isinstance(datasets.train, ImageSet | TensorSet | LabelledSource),
     )
     if not classes:
         return facts
-    before = classes[0]["predicted"] if len(classes) > 1 else ()
-    return replace(facts, actual=classes[-1]["actual"], predicted=classes[-1]["predicted"], before=before)
+    return replace(
+        facts,
+        actual=classes[-1]["actual"],
+        predicted=classes[-1]["predicted"],
+        before=classes[0]["predicted"] if len(classes) > 1 else (),
+    )
+
+
+def compare_passes(resolved: Resolved, strategy: Strategy, noticed: Noticed) -> None:
+    """Warn of state and weights that each pass changes, except statistics such as BatchNorm's.
+
+    A step of several micro-batches changes such state several times, so it differs from a step of
+    the whole batch. A resumed run does not have such state, because a checkpoint contains only
+    weights and buffers.
+    """
+    modules = strategy.modules()
+    is_resumed = resolved.checkpoint is not None
+    reachable = Reachable(modules)
+    tensors = {}
+    for name, value in reachable.values:
+        if isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) <= LARGEST_STATE:
+            tensors[name] = value
+    saved = set[int]()
+    if is_resumed:
+        saved = {*map(id, strategy.named_buffers().values())}
+    for module in modules:
+        for name, buffer in buffers_besides_statistics(module).items():
+            if id(buffer) not in saved:
+                tensors[f"buffer {name}"] = buffer
+    after = reachable.plain
+    for name, value in tensors.items():
+        if isinstance(value, np.ndarray):
+            after[name] = value.tobytes()
+        elif is_plain(value):
+            flat = value.cpu().reshape(-1)
+            after[name] = flat.view(torch.uint8).numpy().tobytes()
+    # Between two passes of a step nothing writes weights, except the passes themselves and, with
+    # hogwild, other ranks.
+    if not is_resumed and not resolved.recipe.traits.shared_memory:
+        sketches = sketch_tensors(strategy.named_parameters())
+        after |= {f"weight {name}": sketch for name, sketch in sketches.items()}
+    if noticed.state_seen:
+        pieces = resolved.recipe.pieces
+        consequence = (
+            f"a step in {pieces} pieces has {pieces} passes, so it is not the step of accumulate=1"
+        )
+        if is_resumed:
+            consequence = NOT_SAVED
+        _warn_of_change(resolved, "pass", noticed.state_seen, after, consequence)
+    noticed.state_seen = after
+    noticed.passes_to_compare -= 1
+
+
+def compare_epochs(resolved: Resolved, strategy: Strategy) -> None:
+    """Warn of state that the model's own `train()` changes, which a resumed run does not have."""
+    modules = strategy.modules()
+    if not any(_overrides_train(part) for module in modules for part in module.modules()):
+        return
+    states = []
+    with restore_after(modules, *resolved.world.drives, weights=True):
+        for _ in range(2):
+            for module in modules:
+                module.eval()
+                module.train()
+            states.append(Reachable(modules).plain)
+    _warn_of_change(resolved, "epoch", states[0], states[1], NOT_SAVED)
+
+
+def _overrides_train(module: nn.Module) -> bool:
+    own_classes = filter(is_own, type(module).__mro__)
+    return any("train" in vars(owner) for owner in (module, *own_classes))
+
+
+def _warn_of_change(
+    resolved: Resolved,
+    period: str,
+    before: Mapping[str, object],
+    after: Mapping[str, object],
+    consequence: str,
+) -> None:
+    changed = find_change(before, after)
+    if changed is not None:
+        resolved.tracker.say(
+            f"WARNING: each {period} changes the {changed} of "
+            f"model.name={resolved.recipe.model.name}, "
+            f"and {consequence}"
+        )

@@ -1,99 +1,147 @@
-"""What a checkpoint holds: each part of a run's state says here, once, what is saved of it and how a run goes on.
+"""The parts of a checkpoint. Each class declares the values that are saved, and restores them.
 
-Collective: all ranks restore the same parts, in the order of `PARTS`.
+All ranks restore the same parts, in the order of `PARTS`.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
+from trainer.distributed.world import World
 from trainer.errors import CheckpointError
-from trainer.optim.optimizers import optimizer_state
-from trainer.processes.rank import job_id
-from trainer.processes.world import World
+from trainer.models.reachable import is_own
+from trainer.modes.state import ModelState
+from trainer.optim.optimizers import name_optimizer_state
+from trainer.processes.rank import build_job_id
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position, State
-from trainer.training.randomness import random_states, restore_random_states, seed_ranks
-from trainer.training.same_images import tell_changes
+from trainer.training.randomness import read_random_states, restore_random_states, seed_ranks
+from trainer.training.same_images import report_changes
 from trainer.training.state import History, Resolved, TrainState
+from trainer.training.step_evidence import copy_into
 
 
 class Part:
-    """One thing that a checkpoint holds: tensors, facts for its manifest, or both."""
+    """Base class of the parts of a checkpoint: tensors, metadata for its manifest, or both.
 
-    name = ""  # of its file
-    # Who saves its tensors: rank 0; all ranks, the rows or stages that each has of the whole model's; or each its own.
+    Attributes:
+        name: Name of the part's file, without its ending.
+        saved_by: The ranks that save tensors. "main" is rank 0. "all" are all ranks, each of which
+            saves its shards of the whole model's tensors. "each" are all ranks too, but the tensors
+            of a rank belong to that rank alone.
+        trains: Whether the tensors are on the device during training.
+    """
+
+    name = ""
     saved_by: Literal["main", "all", "each"] = "main"
-    trains = False  # whether training keeps them on the device
+    trains = False
 
     def __init__(self, resolved: Resolved, state: TrainState) -> None:
-        self.resolved, self.state = resolved, state
-        self.recipe, self.world, self.say = resolved.recipe, resolved.world, resolved.tracker.say
+        self.resolved = resolved
+        self.state = state
+        self.model_state: ModelState = state.strategy
+        self.recipe = resolved.recipe
+        self.world = resolved.world
+        self.say = resolved.tracker.say
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """This rank's, live, under plain names."""
+        """Return this rank's live tensors under plain names."""
         return {}
 
     def facts(self) -> dict[str, Any]:
-        """JSON."""
+        """Return values for the manifest, which is JSON."""
         return {}
 
     def restore(self, saved: State) -> None:
-        """Go on with what was saved."""
+        """Restore this part from a checkpoint. Collective."""
+        self.scatter(saved)
+
+    def check_names(self, saved: Iterable[str], live: Iterable[str]) -> None:
+        """Raise CheckpointError unless `saved` and `live` name the same tensors.
+
+        An unknown tensor is an error too: ignoring it would lose state silently.
+        """
+        live_names = set(live)
+        for name in sorted(live_names.symmetric_difference(saved)):
+            fault = "lacks" if name in live_names else "has an unknown"
+            raise CheckpointError(
+                f"the checkpoint's {self.name} {fault} {name}: it belongs to another version, "
+                "model or optimizer; choose another output= to start from scratch, from its "
+                "weights with model.init_from=RUN"
+            )
+
+    def scatter(self, saved: State) -> None:
+        """Copy the tensors of this part from a checkpoint to the ranks. Collective."""
+        stored = saved.part(self.name)
+        names: set[str] = set()
+        all_names = self.world.gather([*self.tensors()])
+        for rank_names in self.world.broadcast_object(all_names):
+            names.update(rank_names)
+        self.check_names(stored, names)
+        self.model_state.scatter(stored, self.tensors())
 
 
 class Weights(Part):
-    """Parameters and buffers."""
+    """The parameters and buffers of the model."""
 
-    name, saved_by, trains = "model", "all", True
+    name = "model"
+    saved_by = "all"
+    trains = True
 
     def tensors(self) -> Mapping[str, Tensor]:
         return self.state.weights()
 
-    def restore(self, saved: State) -> None:
-        self.state.strategy.scatter(saved.part(self.name), self.tensors())
-
 
 class OptimizerState(Part):
-    name, saved_by, trains = "optimizer", "all", True
+    name = "optimizer"
+    saved_by = "all"
+    trains = True
 
     def tensors(self) -> Mapping[str, Tensor]:
-        return optimizer_state(self.state.optimizer, self.state.parameters)
+        return name_optimizer_state(self.state.optimizer, self.state.parameters)
 
     def restore(self, saved: State) -> None:
-        try:
-            self.state.strategy.scatter(saved.part(self.name), self.tensors())
-        except ValueError as error:
-            raise CheckpointError(
-                f"the checkpoint's optimizer state does not fit: {error} in it (weights alone: model.init_from=RUN)"
-            ) from None
+        # The model's own `train` may have unfrozen more parameters, which have a state too.
+        trained_names = {name.partition("//")[0] for name in saved.part(self.name)}
+        self.state.updater.follow(self.state.parameters, also=trained_names)
+        self.scatter(saved)
 
 
 class OuterOptimizer(Part):
-    """The mode's own, whose anchor is the same for any number of workers; told where it is not continued."""
+    """The outer optimizer of local SGD. Its state does not depend on the number of workers."""
 
-    name, trains = "outer", True
+    name = "outer"
+    trains = True
 
     def tensors(self) -> Mapping[str, Tensor]:
-        return self.state.strategy.outer_state()
+        return self.model_state.outer_state()
 
     def restore(self, saved: State) -> None:
-        before, kept = saved.part(self.name), self.tensors()
-        self.state.strategy.load_outer_state(before)
-        if bool(kept) != bool(before):
-            became = "starts anew: the checkpoint holds none" if kept else "is dropped: this run has none"
-            self.say(f"  local_sgd's outer optimizer {became}")
+        stored = saved.part(self.name)
+        live = self.tensors()
+        if live and stored:
+            self.check_names(stored, live)
+        self.model_state.load_outer_state(stored)
+        if live and not stored:
+            self.say("  local_sgd's outer optimizer starts from scratch: the checkpoint holds none")
+        elif stored and not live:
+            self.say("  local_sgd's outer optimizer is dropped: this run has none")
 
 
 class Scaler(Part):
-    """Of fp16's losses."""
+    """The loss scaler of fp16."""
 
     name = "scaler"
 
@@ -101,65 +149,76 @@ class Scaler(Part):
         return self.state.updater.state()
 
     def restore(self, saved: State) -> None:
-        before = saved.tensors.get(self.name, {})
-        for name, tensor in self.tensors().items():
-            if name in before:
-                tensor.copy_(before[name])
+        stored = saved.tensors.get(self.name, {})
+        self.check_names(stored, self.tensors())
+        copy_into(self.tensors(), stored)
 
 
 class Averages(Part):
     """The moving average of the weights."""
 
-    name, saved_by, trains = "ema", "all", True
+    name = "ema"
+    saved_by = "all"
+    trains = True
 
     def tensors(self) -> Mapping[str, Tensor]:
         return self.state.averages()
 
-    def restore(self, saved: State) -> None:
-        if self.state.average is None:
-            return
-        before = saved.part(self.name)
-        if not before:
-            raise CheckpointError("the checkpoint holds no moving average; choose another output= to start anew")
-        self.state.strategy.scatter(before, self.state.average.average)
 
+class TrainingPosition(Part):
+    """The position of the run in its epochs and steps.
 
-class Standing(Part):
-    """Where the run stands.
-
-    A mode that cuts an epoch into another number of steps (local SGD, Hogwild) takes as large a share of this epoch as
-    done; steps go on being counted from the checkpoint's, and the learning rate follows the epochs.
+    An epoch may have a different number of steps after the mode has changed (local SGD, Hogwild).
+    Then the run resumes at the same fraction of the epoch. The step number continues from the
+    checkpoint, and the learning rate depends on the epoch.
     """
 
     def facts(self) -> dict[str, Any]:
-        measured, numbers = self.recipe.shares == "auto", self.state.strategy.share.numbers
+        measured = self.recipe.shares == "auto"
+        numbers = self.state.strategy.share.numbers
         shares = {"numbers": numbers, "devices": self.world.devices, "measured": measured}
-        return {"steps_per_epoch": self.resolved.steps_per_epoch, "shift": self.state.step_offset, "shares": shares}
+        return {
+            "steps_per_epoch": self.resolved.steps_per_epoch,
+            "shift": self.state.step_offset,
+            "shares": shares,
+        }
 
     def restore(self, saved: State) -> None:
-        state, now = self.state, self.resolved.steps_per_epoch
-        state.position = saved.position
-        step, epoch, inside = saved.position
-        before = saved.facts.get("steps_per_epoch", now)
-        state.step_offset = saved.facts.get("shift", 0)  # of a run that was continued so before
-        left = epoch * before - (step - state.step_offset)  # of an epoch that `max_steps` ended
-        if not inside and 0 < left < before and step < (self.recipe.max_steps or math.inf):
-            epoch, inside = epoch - 1, before - left
-            state.position = Position(step, epoch, inside)
-        if before != now:
-            inside = inside * now // before  # below the epoch's end, unless it was there
-            state.position = Position(step, epoch, inside)
-            state.step_offset = step - (epoch * now + inside)
-        state.total_steps = self.recipe.epochs * now + state.step_offset
-        share, then = state.strategy.share, saved.facts.get("shares", {}).get("numbers", [])
-        if share.every_sample and inside and then != [*share.numbers]:
-            self.say("  other shares in the middle of an epoch: in this one some images come twice, or not at all")
+        state = self.state
+        per_epoch = self.resolved.steps_per_epoch
+        step, epoch, step_in_epoch = saved.position
+        saved_per_epoch = saved.facts.get("steps_per_epoch", per_epoch)
+        # The offset is not 0 if the saved run had changed its mode before.
+        state.step_offset = saved.facts.get("shift", 0)
+        # `max_steps` may have ended the saved run within an epoch, which then counts as done. A run
+        # that trains longer trains the remaining steps of that epoch first.
+        remaining = epoch * saved_per_epoch - (step - state.step_offset)
+        if (
+            not step_in_epoch
+            and 0 < remaining < saved_per_epoch
+            and step < (self.recipe.max_steps or math.inf)
+        ):
+            epoch -= 1
+            step_in_epoch = saved_per_epoch - remaining
+        if saved_per_epoch != per_epoch:
+            # Rounding down stays below the end of the epoch, unless the run was at its end.
+            step_in_epoch = step_in_epoch * per_epoch // saved_per_epoch
+            state.step_offset = step - (epoch * per_epoch + step_in_epoch)
+        state.position = Position(step, epoch, step_in_epoch)
+        state.total_steps = self.recipe.epochs * per_epoch + state.step_offset
+        share = state.strategy.share
+        saved_numbers = saved.facts.get("shares", {}).get("numbers", [])
+        if share.every_sample and step_in_epoch and saved_numbers != [*share.numbers]:
+            self.say(
+                "  the shares changed in the middle of an epoch, so in this epoch some images are "
+                "seen twice, or not at all"
+            )
         if self.recipe.max_steps is not None:
             state.total_steps = min(state.total_steps, self.recipe.max_steps)
 
 
-class KnownImages(Part):
-    """Which they are, and which weights teach what they show."""
+class ImageIdentity(Part):
+    """The identity of the images, and of the teacher's weights."""
 
     name = "samples"
 
@@ -171,96 +230,198 @@ class KnownImages(Part):
         return {"classes": self.resolved.datasets.classes, "teacher": teacher and teacher.facts}
 
     def restore(self, saved: State) -> None:
-        before, now = saved.facts.get("teacher"), self.facts()["teacher"]
-        if before not in (now, now and now[0]):  # earlier versions kept the weights' digest alone
-            word = f"distill.teacher={self.recipe.distill.teacher}"
-            what = f"{word} has other weights, precision, mean or std than this run has learned from"
-            raise CheckpointError(f"{what}: put those back, or choose another output= to start anew")
-        tell_changes(self.resolved, self.state.total_steps, saved)
+        saved_teacher = saved.facts.get("teacher")
+        teacher = self.facts()["teacher"]
+        # Earlier versions saved only the digest of the teacher's weights.
+        digest = teacher and teacher[0]
+        if saved_teacher not in (teacher, digest):
+            raise CheckpointError(
+                f"distill.teacher={self.recipe.distill.teacher} has other weights, precision, mean "
+                "or std than this run has learned from: put those back, or choose another output= "
+                "to start from scratch"
+            )
+        report_changes(self.resolved, self.state.total_steps, saved)
 
 
-class Remembered(Part):
-    """What the run remembers."""
+class UserCode(Part):
+    """Digests of the user's source files.
+
+    Code may change between attempts. The user is warned, because the tensors of a checkpoint do not
+    show such a change.
+    """
 
     def facts(self) -> dict[str, Any]:
-        return {"history": {**asdict(self.state.history), "seconds": self.state.seconds()}, "run_id": job_id()}
+        return {"code": hash_user_code()}
 
     def restore(self, saved: State) -> None:
-        state, history = self.state, saved.facts["history"]
-        # Before there were tasks, the best was a top-1 accuracy by name.
+        digests = hash_user_code()
+        for name, digest in saved.facts.get("code", {}).items():
+            if digests.get(name, digest) != digest:
+                self.say(
+                    f"WARNING: {name} has changed since the checkpoint was saved: the run uses the "
+                    "new code"
+                )
+
+
+class RunHistory(Part):
+    """The `History` of the run, and the ID of the job that saved it."""
+
+    def facts(self) -> dict[str, Any]:
+        history = asdict(self.state.history)
+        history["seconds"] = self.state.seconds()
+        return {
+            "history": history,
+            "run_id": build_job_id(),
+        }
+
+    def restore(self, saved: State) -> None:
+        state = self.state
+        history = saved.facts["history"]
+        # Versions before there were tasks saved the best top-1 accuracy under its own name.
         best = history.get("best", history.get("best_top1"))
         state.history = TypeAdapter(History).validate_python({**history, "best": best})
-        if state.position.epoch < saved.position.epoch:  # which goes on
+        # `TrainingPosition.restore` has reopened an epoch, so its mean loss becomes a sum again.
+        if state.position.epoch < saved.position.epoch:
             state.history.latest.pop()
             state.history.epoch_steps = state.position.step_in_epoch
             state.history.epoch_loss = state.history.losses.pop() * state.history.epoch_steps
         self.say(f"resuming at step {state.position.step} of {state.total_steps}")
 
 
-class OfRank(Part):
-    """What each rank has for itself, in a file of its own: random states, unlogged losses, and what its mode lets
-    differ from rank to rank."""
+class RankState(Part):
+    """State of one rank, saved to its own file.
+
+    The state consists of random states, losses since the last logged step, and the parts that
+    differ between the ranks of the mode.
+    """
 
     saved_by = "each"
 
     def __init__(self, resolved: Resolved, state: TrainState) -> None:
         super().__init__(resolved, state)
-        self.name = part_of_rank(self.world.rank)
+        self.name = rank_part_name(self.world.rank)
 
     def tensors(self) -> Mapping[str, Tensor]:
-        unlogged = torch.stack(self.state.unlogged) if self.state.unlogged else torch.zeros(0)
-        return {**random_states(self.world.drives), "unlogged": unlogged, **self._of_mode()}
+        if self.state.unlogged:
+            unlogged = torch.stack(self.state.unlogged)
+        else:
+            unlogged = torch.zeros(0)
+        return {
+            **read_random_states(self.world.drives),
+            "unlogged": unlogged,
+            **self._mode_tensors(),
+        }
 
-    def _of_mode(self) -> dict[str, Tensor]:
-        parts = (kind(self.resolved, self.state) for kind in PARTS if kind.name in self.recipe.traits.per_rank_state)
-        return {f"{part.name}:{name}": tensor for part in parts for name, tensor in part.tensors().items()}
+    def _mode_tensors(self) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        for kind in PARTS:
+            if kind.name in self.recipe.traits.per_rank_state:
+                part = kind(self.resolved, self.state)
+                for name, tensor in part.tensors().items():
+                    tensors[f"{part.name}:{name}"] = tensor
+        return tensors
 
     def facts(self) -> dict[str, Any]:
-        return {"topology": bound_to(self.recipe, self.world)}
+        return {"topology": describe_random_topology(self.recipe, self.world)}
 
     def restore(self, saved: State) -> None:
-        was, now = saved.facts["topology"], bound_to(self.recipe, self.world)
-        if was != {key: now[key] for key in now if key in was}:  # older ones do not tell of stages
-            self.say(f"  saved as {was}, continued as {now}: random streams (dropout) start anew")
+        saved_topology = saved.facts["topology"]
+        topology = describe_random_topology(self.recipe, self.world)
+        # Older checkpoints do not name the number of stages.
+        if saved_topology != {key: topology[key] for key in topology if key in saved_topology}:
+            self.say(
+                f"  saved as {saved_topology}, resumed as {topology}: random numbers (dropout) are "
+                "drawn from new seeds"
+            )
             seed_ranks(self.recipe.seed + self.state.position.step, self.world.rank)
-            # Losses of other ranks than there are now: rank 0 takes their sum.
-            total = torch.stack([_of_rank(saved, rank)["unlogged"] for rank in range(was["world_size"])]).sum(0)
-            self._take_losses(total if self.world.is_main else total * 0)
+            # No rank corresponds to one that saved its losses, so rank 0 restores their sum.
+            rank_losses = [
+                _rank_tensors(saved, rank)["unlogged"]
+                for rank in range(saved_topology["world_size"])
+            ]
+            total = torch.stack(rank_losses).sum(0)
+            self._restore_losses(total if self.world.is_main else total * 0)
             return
-        mine = _of_rank(saved, self.world.rank)
-        if fresh := restore_random_states(mine, self.world.drives):
-            self.say(f"  random streams (dropout) start anew on {', '.join(map(str, fresh))}: none was saved")
-        with torch.no_grad():
-            for name, tensor in self._of_mode().items():
-                if name in mine:  # an optimizer that starts anew has other tensors
-                    tensor.copy_(mine[name])
-        self._take_losses(mine["unlogged"])
+        stored = _rank_tensors(saved, self.world.rank)
+        if fresh := restore_random_states(stored, self.world.drives):
+            self.say(
+                f"  the checkpoint has no random states of {', '.join(map(str, fresh))}: random "
+                "numbers there (dropout) continue from this run's seed"
+            )
+        live = self._mode_tensors()
+        per_rank = self.recipe.traits.per_rank_state
+        stored_names = [name for name in stored if name.partition(":")[0] in per_rank]
+        self.check_names(stored_names, live)
+        copy_into(live, {name: stored[name] for name in live})
+        self._restore_losses(stored["unlogged"])
 
-    def _take_losses(self, losses: Tensor) -> None:
-        known = losses[~losses.isnan()]  # earlier versions could leave out steps as not finite
-        self.state.unlogged = list(known.to(self.world.device).unbind())
+    def _restore_losses(self, losses: Tensor) -> None:
+        # Earlier versions saved NaN for steps that they left out because they were not finite.
+        losses = losses[~losses.isnan()]
+        self.state.unlogged = list(losses.to(self.world.device).unbind())
 
 
 PARTS: tuple[type[Part], ...] = (
-    *(Weights, OptimizerState, OuterOptimizer, Scaler, Averages),
-    *(Standing, KnownImages, Remembered, OfRank),
+    Weights,
+    OptimizerState,
+    OuterOptimizer,
+    Scaler,
+    Averages,
+    TrainingPosition,
+    ImageIdentity,
+    UserCode,
+    RunHistory,
+    RankState,
 )
 
 
-def bound_to(recipe: Recipe, world: World) -> dict[str, Any]:
-    """What the random streams of the ranks are bound to: which data a rank computes, and which part of the model."""
-    dimensions = {name: size for name, size in world.grid.sizes.items() if name != "replicas"}
+@functools.cache
+def hash_user_code() -> dict[str, str]:
+    """Return a digest of each imported module below the working folder, by its relative path.
+
+    Plugins are imported from the working folder. The first call reads the files. Later calls return
+    the same digests, even if a file was edited in the meantime.
+    """
+    folder = Path.cwd()
+    digests: dict[str, str] = {}
+    for name, module in [*sys.modules.items()]:
+        path = Path(getattr(module, "__file__", None) or "")
+        # The script `__main__` changes for many reasons that do not concern the model.
+        if (
+            name != "__main__"
+            and path.is_relative_to(folder)
+            and "site-packages" not in path.parts
+            and is_own(module)
+        ):
+            with suppress(OSError):
+                content = path.read_bytes()
+                digest = hashlib.sha256(content).hexdigest()
+                digests[str(path.relative_to(folder))] = digest
+    return digests
+
+
+def describe_random_topology(recipe: Recipe, world: World) -> dict[str, Any]:
+    """Return the mode and sizes that the random streams of the ranks depend on.
+
+    They decide which data, and which part of the model, a rank computes.
+    """
+    dimensions = dict(world.grid.sizes)
+    dimensions.pop("replicas", None)
     return {"mode": recipe.mode, "world_size": world.size, **dimensions}
 
 
-def part_of_rank(rank: int) -> str:
-    """The part of a checkpoint that holds what a rank has for itself."""
+def rank_part_name(rank: int) -> str:
+    """Return the name of the part of a checkpoint that holds the state of one rank."""
     return f"rank-{rank:05d}"
 
 
-def _of_rank(saved: State, rank: int) -> dict[str, Tensor]:
-    """What a rank had for itself; older checkpoints hold it in one part for all."""
-    if part_of_rank(rank) in saved.tensors:
-        return saved.tensors[part_of_rank(rank)]
+def _rank_tensors(saved: State, rank: int) -> dict[str, Tensor]:
+    if rank_part_name(rank) in saved.tensors:
+        return saved.tensors[rank_part_name(rank)]
+    # Older checkpoints hold the state of all ranks in one part.
     prefix = f"{rank}/"
-    return {key.removeprefix(prefix): value for key, value in saved.tensors["ranks"].items() if key.startswith(prefix)}
+    return {
+        key.removeprefix(prefix): value
+        for key, value in saved.tensors["ranks"].items()
+        if key.startswith(prefix)
+    }

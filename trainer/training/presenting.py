@@ -1,7 +1,7 @@
-"""A run in TensorBoard beside its curves: the images as its model sees them, and its mistakes.
+"""Pictures of a run in TensorBoard: images as the model sees them, and a confusion matrix.
 
-Drawn once at the start and once at the end, on rank 0; what other ranks have comes to it there. Pictures are drawn in
-milliseconds, so that each run can have them; words on them are in matplotlib's font, and cut to the room that there is.
+Rank 0 draws them once at the start and once at the end, from the values of all ranks. Drawing takes
+milliseconds. Text is drawn in matplotlib's font and shortened to the available space.
 """
 
 from __future__ import annotations
@@ -20,186 +20,270 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from trainer.data import Batch, as_pictures
-from trainer.errors import TrainerError, text_of
-from trainer.saving.files import csv_text, portable
+from trainer.data import Batch, Datasets, as_pictures
+from trainer.errors import TrainerError, read_text
+from trainer.saving.files import escape_non_utf8, format_csv
+from trainer.tasks import Task
 from trainer.telemetry import events
 from trainer.telemetry.tracking import NullTracker
 from trainer.training.evaluation import WORST, Mistakes
-from trainer.training.run import Run
+from trainer.training.state import Resolved
 
-SEEN, PIXELS = 32, 2**22  # samples of the first batch that are shown, and their pixels: of large images fewer
-TILE, LARGEST = 72, 128  # pixels of an image's side: tiny ones are enlarged to the first, large ones made smaller
-ROOM, SHEET, COLUMNS = 180, 1200, 8  # pixels that a name may take beside a table, and a row of so many images at most
-GAP, FONT = 8, 12
-INK, GROUND, RIGHT, WRONG = "#222222", "#ffffff", (0, 114, 178), (213, 94, 0)  # Okabe and Ito's blue and vermilion
-WRITTEN = 24  # classes up to which the cells of a matrix hold numbers and its rows names
+# Maximum number of samples of the first batch that are shown, and of their pixels together.
+SEEN = 32
+PIXELS = 2**22
+# Pixels of an image's side: smaller images are enlarged to TILE, larger ones reduced to LARGEST.
+TILE = 72
+LARGEST = 128
+# Maximum width of a class name next to a matrix; maximum width and number of images of a row.
+ROOM = 180
+SHEET = 1200
+COLUMNS = 8
+GAP = 8
+FONT = 12
+INK = "#222222"
+GROUND = "#ffffff"
+# Blue and vermilion of Okabe and Ito's palette, which colour-blind readers can tell apart.
+RIGHT = (0, 114, 178)
+WRONG = (213, 94, 0)
+# Maximum number of classes of a matrix whose cells show counts and whose rows show names.
+WRITTEN = 24
 Numbers = npt.NDArray[Any]
 
 
-def first_batch(run: Run, batch: Batch) -> None:
-    """The first batch as the model sees it, augmented, with its labels where this rank has them.
+def show_first_batch(tracker: NullTracker, datasets: Datasets, task: Task, batch: Batch) -> None:
+    """Show the first batch as the model sees it, augmented, with labels if this rank has them.
 
-    Only the first step waits for it, which counts for no speed.
+    Only the first step waits for this, which is left out of all speeds.
     """
-    if not run.tracker.shows:
+    if not tracker.shows:
         return
-    with dispensable(run.tracker):
-        some = min(SEEN, max(1, PIXELS // max(1, batch.inputs.shape[2:].numel())))
-        images = as_pictures(run.datasets, batch.inputs[:some])
+    with skip_on_error(tracker):
+        pixels = max(1, batch.inputs.shape[2:].numel())
+        count = min(SEEN, max(1, PIXELS // pixels))
+        images = as_pictures(datasets, batch.inputs[:count])
         if images is not None and len(images):
-            captions = [named(run, target) for target in batch.targets[:some].cpu()]
-            if (shown := images.shape[-1]) < batch.inputs.shape[1]:
-                run.tracker.say(f"  pictures show {shown} of the {batch.inputs.shape[1]} channels, the first")
-            _picture(run, "batch as the model sees it", grid(images.numpy(), captions), 0)
+            targets = batch.targets[:count].cpu()
+            captions = [format_caption(task, datasets.classes, target) for target in targets]
+            channels = batch.inputs.shape[1]
+            if (shown := images.shape[-1]) < channels:
+                tracker.say(f"  pictures show {shown} of the {channels} channels, the first")
+            picture = draw_grid(images.numpy(), captions)
+            tracker.show(picture.summarize("batch as the model sees it"), 0)
 
 
-def mistakes(run: Run, collected: Mistakes) -> None:
-    """Of the last evaluation worst.csv, and which class is taken for which. Collective."""
-    where = getattr(run.datasets.val, "where", None) or f"{run.datasets.name}/val/{{}}".format
-    rows = [
-        (
-            " ".join(portable(str(where(mistake.place))).splitlines()),  # each takes one line
-            *(name(run, mistake.target), name(run, mistake.predicted)),
-            *(f"{share:.4g}" for share in (mistake.label_probability, mistake.predicted_probability)),
+def report_mistakes(resolved: Resolved, collected: Mistakes, step: int) -> None:
+    """Write worst.csv and show the confusion matrix of the evaluation after `step`. Collective."""
+    datasets = resolved.datasets
+    tracker = resolved.tracker
+    classes = datasets.classes
+    address = getattr(datasets.val, "where", None) or f"{datasets.name}/val/{{}}".format
+    rows = []
+    for mistake in collected.gathered(resolved.world):
+        rows.append(
+            (
+                escape_non_utf8(str(address(mistake.place))),
+                format_class(classes, mistake.target),
+                format_class(classes, mistake.predicted),
+                f"{mistake.label_probability:.4g}",
+                f"{mistake.predicted_probability:.4g}",
+            )
         )
-        for mistake in collected.gathered(run.world)
-    ]
-    if run.tracker.path is not None and not run.datasets.synthetic and rows:
+    if tracker.path is not None and not datasets.synthetic and rows:
         head = ("path", "label", "predicted", "label_probability", "predicted_probability")
-        run.tracker.replace(WORST, csv_text([head, *rows]))
-    if run.tracker.shows and collected.pairs is not None:
-        with dispensable(run.tracker):
-            names = [name(run, place) for place in range(len(collected.pairs))]
-            matrix = confusion(collected.pairs.numpy(), names)
-            _picture(run, "confusion matrix", matrix, run.state.position.step)
+        tracker.replace(WORST, format_csv([head, *rows]))
+    if tracker.shows and collected.pairs is not None:
+        with skip_on_error(tracker):
+            names = [format_class(classes, index) for index in range(len(collected.pairs))]
+            matrix = draw_confusion(collected.pairs.numpy(), names)
+            tracker.show(matrix.summarize("confusion matrix"), step)
 
 
 @contextmanager
-def dispensable(tracker: NullTracker) -> Iterator[None]:
-    """A picture that cannot be drawn ends no run."""
+def skip_on_error(tracker: NullTracker) -> Iterator[None]:
+    """Print an error of this block instead of raising it: a picture must not end a run."""
     try:
         yield
-    except TrainerError:  # of the folder that it is written to
+    # Errors of the run folder concern more than the picture.
+    except TrainerError:
         raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {' '.join(text_of(error).split())[:200]}"
+        reason = f"{type(error).__name__}: {' '.join(read_text(error).split())[:200]}"
         tracker.say(f"  a picture is left out: {reason}")
 
 
-def _picture(run: Run, tag: str, picture: EncodedImage, step: int) -> None:
-    run.tracker.show(events.image(tag, picture.encoded, picture.size), step)
+def format_class(names: Sequence[str], index: int) -> str:
+    """Return the name of a class, or its index: a model may have more outputs than classes."""
+    return names[index] if 0 <= index < len(names) else str(index)
 
 
-def name(run: Run, place: int) -> str:
-    """Of a class; a model may have more outputs than there are names."""
-    names = run.datasets.classes
-    return names[place] if 0 <= place < len(names) else str(place)
-
-
-def named(run: Run, target: Tensor) -> str:
-    """One sample's target in words; empty where words cannot say it."""
+def format_caption(task: Task, classes: Sequence[str], target: Tensor) -> str:
+    """Return a text for one sample's target, empty for targets such as masks."""
     if target.dim() == 0 and not target.is_floating_point():
-        return name(run, int(target))
+        return format_class(classes, int(target))
     if target.dim() > 1 or not target.is_floating_point():
         return ""
-    if run.task.reads == "values" or target.dim() == 0:
-        return ", ".join(f"{value:.4g}" for value in target.flatten().tolist()[:3])
-    shares = sorted(((share, place) for place, share in enumerate(target.tolist()) if share > 0), reverse=True)
-    return ", ".join(f"{name(run, place)}{'' if share == 1 else f' {share:.0%}'}" for share, place in shares[:3])
+    if task.reads == "values" or target.dim() == 0:
+        values = target.flatten().tolist()
+        return ", ".join(f"{value:.4g}" for value in values[:3])
+    # The target is a mixture of classes, such as that of mixup.
+    values = target.tolist()
+    shares = [(share, index) for index, share in enumerate(values) if share > 0]
+    texts = []
+    for share, index in sorted(shares, reverse=True)[:3]:
+        text = format_class(classes, index)
+        if share != 1:
+            text += f" {share:.0%}"
+        texts.append(text)
+    return ", ".join(texts)
 
 
-# --- pictures made of images ------------------------------------------------------------------------------------------
+# Drawing.
 
 
-def writable(words: str) -> str:
-    """Words as they can be written: a letter that the font lacks becomes its number (\u732b)."""
-    # DejaVu has the letters of Europe and the Near East, and signs.
-    has = (n.isprintable() and (ord(n) < 0x700 or 0x1E00 <= ord(n) < 0x2C00) for n in words)
-    return "".join(n if there else n.encode("unicode_escape").decode() for n, there in zip(words, has, strict=True))
+def escape_missing_characters(text: str) -> str:
+    """Return `text` with each character that the font lacks replaced by an escape (\\u732b)."""
+    characters = []
+    for character in text:
+        code = ord(character)
+        # DejaVu has the letters of Europe and the Near East, and symbols.
+        is_drawn = character.isprintable() and (code < 0x700 or 0x1E00 <= code < 0x2C00)
+        if not is_drawn:
+            character = character.encode("unicode_escape").decode()
+        characters.append(character)
+    return "".join(characters)
 
 
 @cache
-def _font() -> Any:
-    """Matplotlib's; importing matplotlib for it would take long."""
+def _load_font() -> Any:
+    # The file is matplotlib's, but importing matplotlib for it would take long.
     package = find_spec("matplotlib")
     assert package is not None and package.origin is not None
-    return ImageFont.truetype(str(Path(package.origin).with_name("mpl-data") / "fonts/ttf/DejaVuSans.ttf"), FONT)
+    path = Path(package.origin).with_name("mpl-data") / "fonts/ttf/DejaVuSans.ttf"
+    return ImageFont.truetype(str(path), FONT)
 
 
-def text_width(words: str) -> int:
-    """Of words in pixels, as they are written."""
-    return round(float(_font().getlength(writable(words))))
+def measure_text(text: str) -> int:
+    """Return the width of `text` in pixels, as it is drawn."""
+    return round(float(_load_font().getlength(escape_missing_characters(text))))
 
 
-def fit(words: str, room: float) -> str:
-    """Cut words so that they take so many pixels."""
-    if text_width(words) <= room:
-        return words
-    while words and text_width(words + "…") > room:
-        words = words[:-1]
-    return words + "…"
+def fit(text: str, width: float) -> str:
+    """Shorten `text` to at most `width` pixels."""
+    if measure_text(text) <= width:
+        return text
+    while text and measure_text(text + "…") > width:
+        text = text[:-1]
+    return text + "…"
 
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """An encoded picture: PNG, or JPEG where it is made of photos."""
+    """An encoded picture: JPEG if it shows photos, otherwise PNG.
+
+    Attributes:
+        encoded: Content of the file.
+        size: Width and height in pixels.
+    """
 
     encoded: bytes
-    size: tuple[int, int]  # width, height
+    size: tuple[int, int]
+
+    def summarize(self, tag: str) -> Any:
+        """Return the picture as a summary for TensorBoard."""
+        return events.image_summary(tag, self.encoded, self.size)
 
 
-def grid(images: Numbers, captions: Sequence[str]) -> EncodedImage:
-    """Images (n, H, W, C) uint8, of 1 or 3 channels, in rows, each over its words; small ones near TILE."""
+def draw_grid(images: Numbers, captions: Sequence[str]) -> EncodedImage:
+    """Draw images in rows, each above its caption.
+
+    Args:
+        images: (n, H, W, C) uint8, with 1 or 3 channels. Small images are enlarged to about TILE.
+        captions: One text for each image, or none.
+    """
     height, width = images.shape[1:3]
-    scale = min(LARGEST / max(height, width), max(1, round(TILE / max(height, width))))
-    tile = (max(1, round(width * scale)), max(1, round(height * scale)))
+    longest = max(height, width)
+    scale = min(LARGEST / longest, max(1, round(TILE / longest)))
+    tile_width = max(1, round(width * scale))
+    tile_height = max(1, round(height * scale))
     columns = min(COLUMNS, len(images))
-    room = GAP + max([TILE, tile[0], *(min(SHEET // columns - GAP, text_width(words)) for words in captions)])
-    below = tile[1] + GAP + (FONT + 3) * any(captions)
-    sheet = Image.new("RGB", (columns * room + GAP, -(-len(images) // columns) * below + GAP), GROUND)
+    widths = [TILE, tile_width]
+    for text in captions:
+        widths.append(min(SHEET // columns - GAP, measure_text(text)))
+    column_width = GAP + max(widths)
+    row_height = tile_height + GAP
+    if any(captions):
+        row_height += FONT + 3
+    rows = -(-len(images) // columns)
+    size = (columns * column_width + GAP, rows * row_height + GAP)
+    sheet = Image.new("RGB", size, GROUND)
     draw = ImageDraw.Draw(sheet)
+    resampling = Image.Resampling.NEAREST if scale >= 1 else Image.Resampling.BILINEAR
     for n, image in enumerate(images):
-        x, y = GAP + n % columns * room, GAP + n // columns * below
-        picture = Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image).convert("RGB")
-        sheet.paste(picture.resize(tile, Image.Resampling.NEAREST if scale >= 1 else Image.Resampling.BILINEAR), (x, y))
+        x = GAP + n % columns * column_width
+        y = GAP + n // columns * row_height
+        pixels = image[..., 0] if image.shape[-1] == 1 else image
+        picture = Image.fromarray(pixels).convert("RGB")
+        picture = picture.resize((tile_width, tile_height), resampling)
+        sheet.paste(picture, (x, y))
         if captions:
-            _write(draw, (x, y + tile[1] + 2), fit(captions[n], room - GAP))
-    return _encoded(sheet, photos=scale < 1)
+            text = fit(captions[n], column_width - GAP)
+            _write(draw, (x, y + tile_height + 2), text)
+    return _encode(sheet, photos=scale < 1)
 
 
-def confusion(matrix: Numbers, names: Sequence[str]) -> EncodedImage:
-    """Counts (actual, predicted): each row shows what the samples of a class are predicted as, as shares of the row."""
+def draw_confusion(matrix: Numbers, names: Sequence[str]) -> EncodedImage:
+    """Draw a confusion matrix of counts (actual, predicted).
+
+    The colour of a cell is its share of the samples of its row.
+    """
     count = len(matrix)
-    written = count <= WRITTEN
-    cell = 34 if written else max(2, 640 // count)
-    left = 2 * GAP + min(ROOM, max(map(text_width, names), default=0)) * written
+    is_written = count <= WRITTEN
+    cell = 34 if is_written else max(2, 640 // count)
+    left = 2 * GAP
+    if is_written:
+        left += min(ROOM, max(map(measure_text, names), default=0))
     top = 2 * (FONT + GAP)
     title = "rows: actual class; columns: predicted, in the same order"
-    size = (max(text_width(title) + GAP, left + count * cell) + GAP, top + count * cell + GAP)
-    sheet = Image.new("RGB", size, GROUND)
+    width = max(measure_text(title) + GAP, left + count * cell) + GAP
+    sheet = Image.new("RGB", (width, top + count * cell + GAP), GROUND)
     draw = ImageDraw.Draw(sheet)
     _write(draw, (GAP, GAP), title)
     shares = matrix / np.maximum(1, matrix.sum(1, keepdims=True))
+    # Cells with counts have a gap of one pixel.
+    side = cell - 2 if is_written else cell - 1
     for row in range(count):
-        if written:
-            _write(draw, (left - GAP, top + row * cell + cell / 2), fit(names[row], ROOM), "rm")
+        y = top + row * cell
+        if is_written:
+            _write(draw, (left - GAP, y + cell / 2), fit(names[row], ROOM), "rm")
         for column in map(int, np.flatnonzero(matrix[row])):
-            share, x, y = float(shares[row, column]), left + column * cell, top + row * cell
-            strength = share if row == column else share**0.5
-            colour = [round(245 + (part - 245) * strength) for part in (RIGHT if row == column else WRONG)]
-            draw.rectangle((x, y, x + cell - 1 - written, y + cell - 1 - written), fill=tuple(colour))
-            if written:
+            x = left + column * cell
+            strength = float(shares[row, column])
+            full_colour = RIGHT
+            if row != column:
+                # The root makes rare mistakes visible.
+                strength = strength**0.5
+                full_colour = WRONG
+            colour = tuple(round(245 + (part - 245) * strength) for part in full_colour)
+            draw.rectangle((x, y, x + side, y + side), fill=colour)
+            if is_written:
                 ink = GROUND if strength > 0.5 else INK
-                _write(draw, (x + cell / 2, y + cell / 2), f"{int(matrix[row, column])}", "mm", ink)
-    return _encoded(sheet)
+                centre = (x + cell / 2, y + cell / 2)
+                _write(draw, centre, f"{int(matrix[row, column])}", "mm", ink)
+    return _encode(sheet)
 
 
-def _write(draw: ImageDraw.ImageDraw, at: tuple[float, float], words: str, anchor: str = "la", ink: str = INK) -> None:
-    draw.text(at, writable(words), fill=ink, font=_font(), anchor=anchor)
+def _write(
+    draw: ImageDraw.ImageDraw,
+    position: tuple[float, float],
+    text: str,
+    anchor: str = "la",
+    ink: str = INK,
+) -> None:
+    draw.text(position, escape_missing_characters(text), fill=ink, font=_load_font(), anchor=anchor)
 
 
-def _encoded(sheet: Image.Image, photos: bool = False) -> EncodedImage:
+def _encode(sheet: Image.Image, photos: bool = False) -> EncodedImage:
     buffer = io.BytesIO()
     sheet.save(buffer, "JPEG" if photos else "PNG", quality=80)
     return EncodedImage(buffer.getvalue(), sheet.size)

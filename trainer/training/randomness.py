@@ -1,4 +1,4 @@
-"""Seeds and random states: set once, saved with every checkpoint, put back on resume."""
+"""Seeds and states of random number generators, which checkpoints save."""
 
 from __future__ import annotations
 
@@ -16,72 +16,95 @@ from torch import Tensor
 
 
 def seed_everything(seed: int, deterministic: bool, compiled: bool = False) -> None:
-    """Seed Python, NumPy and torch alike on every rank, so that each builds the same model."""
+    """Seed Python, NumPy and torch with the same seed on every rank, so that all build the same
+    model, and choose between deterministic and fast kernels.
+    """
     seed_ranks(seed, 0)
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS wants for it
-        torch.use_deterministic_algorithms(True)
+        # Without this variable torch refuses the deterministic kernels of cuBLAS.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if compiled:
-            # Else the compiler takes the kernel that wins a race, and a process that resumes may see another winner.
+            # By default the compiler times several kernels and chooses the fastest. A process that
+            # resumes might choose a different one.
             importlib.import_module("torch._inductor.config").deterministic = True  # type: ignore[attr-defined]
-    # A race among cuDNN's kernels has other winners for other shapes, and they round otherwise: not in the runs whose
-    # losses `compare` holds against each other.
+    # This also overrides the setting of the calling program, which must not change a run.
+    torch.use_deterministic_algorithms(deterministic)
+    # cuDNN's benchmark chooses different kernels for different shapes, and these round differently.
+    # So it is off in the runs whose losses `compare` compares with each other.
     torch.backends.cudnn.benchmark = not deterministic and "TRAINER_EXACT" not in os.environ
 
 
 def seed_ranks(seed: int, rank: int) -> None:
-    """Give each rank its own stream (dropout); rank 0's is the one that a single process has."""
+    """Seed each rank differently, for dropout. Rank 0 draws the numbers of a single process."""
     random.seed(seed + rank)
     np.random.seed((seed + rank) % 2**32)
     torch.manual_seed((seed + rank) % 2**63)
 
 
 @contextmanager
-def as_before() -> Iterator[None]:
-    """Behind this block generators, threads and torch's switches are as they were: a run in a program sets its own."""
-    seen = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = [torch.device("cuda", n) for n in range(torch.cuda.device_count())] if seen else []
-    states, threads, benchmark = random_states(devices), torch.get_num_threads(), torch.backends.cudnn.benchmark
-    strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+def restore_global_state() -> Iterator[None]:
+    """Restore generators, number of threads and torch's global switches after this block.
+
+    A run changes all of them, also those of the program that calls it.
+    """
+    is_initialized = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = []
+    if is_initialized:
+        devices = [torch.device("cuda", n) for n in range(torch.cuda.device_count())]
+    states = read_random_states(devices)
+    threads = torch.get_num_threads()
+    benchmark = torch.backends.cudnn.benchmark
+    debug_mode = torch.get_deterministic_debug_mode()
     tf32 = None
-    with suppress(RuntimeError):  # set by torch's newer names, which these cannot tell
+    # These names raise if the program has set TF32 by torch's newer names.
+    with suppress(RuntimeError):
         tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    raceless = getattr(sys.modules.get("torch._inductor.config"), "deterministic", False)
+    compiler: Any = sys.modules.get("torch._inductor.config")
+    compiler_deterministic = getattr(compiler, "deterministic", False)
     try:
         yield
     finally:
-        compiler: Any = sys.modules.get("torch._inductor.config")
+        # The run may have imported the compiler.
+        compiler = sys.modules.get("torch._inductor.config")
         if compiler is not None:
-            compiler.deterministic = raceless
+            compiler.deterministic = compiler_deterministic
         restore_random_states(states, devices)
         torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(strict[0], warn_only=strict[1])
+        torch.set_deterministic_debug_mode(debug_mode)
         torch.backends.cudnn.benchmark = benchmark
         if tf32 is not None:
             torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
 
 
-def random_states(devices: Sequence[torch.device]) -> dict[str, Tensor]:
-    """This rank's generators as tensors: the CPU's, and those of the devices that it drives."""
+def read_random_states(devices: Sequence[torch.device] = ()) -> dict[str, Tensor]:
+    """Return the states of this rank's generators: the CPU's, and those of its local `devices`."""
     _, python, _ = random.getstate()
-    legacy = np.random.get_state(legacy=False)
+    numpy = np.random.get_state(legacy=False)["state"]
     states = {
         "python": torch.tensor(python),
-        "numpy": torch.from_numpy(legacy["state"]["key"].astype(np.int64)),
-        "numpy_position": torch.tensor(legacy["state"]["pos"]),
+        "numpy": torch.from_numpy(numpy["key"].astype(np.int64)),
+        "numpy_position": torch.tensor(numpy["pos"]),
         "torch": torch.get_rng_state(),
     }
-    return states | {key: torch.cuda.get_rng_state(device) for key, device in _on_devices(devices).items()}
+    for key, device in _name_cuda_devices(devices).items():
+        states[key] = torch.cuda.get_rng_state(device)
+    return states
 
 
-def restore_random_states(states: dict[str, Tensor], devices: Sequence[torch.device]) -> list[torch.device]:
-    """Continue where `random_states` was taken; gives the devices whose generators were not saved and start anew."""
+def restore_random_states(
+    states: dict[str, Tensor], devices: Sequence[torch.device] = ()
+) -> list[torch.device]:
+    """Restore the states that `read_random_states` has returned.
+
+    Returns:
+        The devices whose generators were not saved, and which keep their present state.
+    """
     random.setstate((3, tuple(states["python"].tolist()), None))
     key = states["numpy"].numpy().astype(np.uint32)
     np.random.set_state(("MT19937", key, int(states["numpy_position"]), 0, 0.0))
     torch.set_rng_state(states["torch"])
     missing = []
-    for name, device in _on_devices(devices).items():
+    for name, device in _name_cuda_devices(devices).items():
         if name in states:
             torch.cuda.set_rng_state(states[name], device)
         else:
@@ -89,8 +112,15 @@ def restore_random_states(states: dict[str, Tensor], devices: Sequence[torch.dev
     return missing
 
 
-def _on_devices(devices: Sequence[torch.device]) -> dict[str, torch.device]:
-    """Each CUDA device once, by what its generator is saved as: cuda, cuda:1, ... in the order of their stages or
-    replicas, whatever their numbers are, so that a run may go on on other cards."""
-    distinct = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
-    return {f"cuda:{place}" if place else "cuda": device for place, device in enumerate(distinct)}
+def _name_cuda_devices(devices: Sequence[torch.device]) -> dict[str, torch.device]:
+    """Return each CUDA device once, by the name under which its generator is saved.
+
+    The names cuda, cuda:1, ... follow the order of stages or replicas, not the numbers of the
+    devices, so that a run may resume on other GPUs.
+    """
+    named: dict[str, torch.device] = {}
+    for device in dict.fromkeys(devices):
+        if device.type == "cuda":
+            name = f"cuda:{len(named)}" if named else "cuda"
+            named[name] = device
+    return named

@@ -1,4 +1,4 @@
-"""Ranks exchange loss, failures, signals and time while they train: about once a second, not once a step."""
+"""Exchange of loss, failures, signals and times between training ranks, about once a second."""
 
 from __future__ import annotations
 
@@ -10,75 +10,127 @@ from typing import NamedTuple
 import torch
 
 from trainer.errors import Interrupted, NotFiniteError, Preempted, TrainerError
-from trainer.training import noticing, snapshots
-from trainer.training.run import Run
+from trainer.training import noticing
+from trainer.training.observer import Observer
+from trainer.training.snapshots import Snapshots
 
 
-class Told(NamedTuple):
-    """What a rank tells; what is said or counted is 1, and the ranks add it up."""
+class RankReport(NamedTuple):
+    """Values that a rank sends and that are summed over the ranks. True is sent as 1.
+
+    Attributes:
+        loss: Sum of the losses of the steps since the last logged step.
+        seconds: Seconds of a step.
+        bad: Whether a loss or gradient was not finite.
+        interrupted: Whether Ctrl-C was received.
+        stopped: Whether any signal was received.
+        unsaved: Whether a save has failed.
+    """
 
     loss: float
-    seconds: float  # of a step
-    bad: float  # a loss or gradient was not finite
-    interrupted: float  # by Ctrl-C
-    stopped: float  # by any signal
-    unsaved: float  # a save has failed
+    seconds: float
+    bad: float
+    interrupted: float
+    stopped: float
+    unsaved: float
 
 
 @dataclass(frozen=True)
-class Agreed:
-    """What all ranks know at the same step."""
+class SyncedState:
+    """Values that all ranks agree on at the same step, and this rank's `window`.
 
-    loss: float  # summed over the ranks and over the steps since the last logged one; 0 within an evaluation
-    finite: bool  # whether all losses and gradients of these were
-    stop: type[TrainerError] | None  # the signal to stop at, if one came
-    # Of each, where all do the same work, the seconds of a step, of waiting for data in it, and of its forward pass.
+    Attributes:
+        loss: Loss summed over the ranks and the steps since the last logged step. 0 within an
+            evaluation.
+        finite: Whether all losses and gradients of these steps were finite.
+        stop: The error to stop with, if a signal was received.
+        ranks: For each rank the seconds of a step, of waiting for data in it, and of its forward
+            pass. Empty unless all ranks do the same work.
+        window: This rank's steps, seconds, and seconds of waiting for data since the last logged
+            step, without warm-up.
+    """
+
+    loss: float
+    finite: bool
+    stop: type[TrainerError] | None
     ranks: list[list[float]]
-    # This rank's steps, seconds, and seconds of waiting for data since the last logged step, without warm-up
     window: tuple[int, float, float]
 
 
 class RankSync:
-    """What all ranks must know at the same step, in one small all-reduce about once a second."""
+    """Synchronisation of all ranks in one small all-reduce about once a second."""
 
-    def __init__(self, run: Run, done: int | None = None) -> None:
-        self.run = run
-        # The step, or batch of an evaluation, after which the ranks synchronise again.
-        self.next = (run.state.position.step if done is None else done) + 1
+    def __init__(self, observer: Observer, snapshots: Snapshots, done: int = 0) -> None:
+        """Create the synchronisation of an epoch or of an evaluation.
+
+        Args:
+            observer: Timers and warnings of the run.
+            snapshots: Saves the run.
+            done: Number of steps of the run, or of batches of the evaluation, that are done.
+        """
+        self.resolved = snapshots.resolved
+        self.state = snapshots.state
+        self.interrupts = snapshots.interrupts
+        self.observer = observer
+        self.snapshots = snapshots
+        # The ranks synchronise again after this step, or batch of an evaluation.
+        self.next = done + 1
         self._window = (0, 0.0, 0.0)
 
-    def after_step(self, log: bool) -> Agreed:
-        """Synchronise after a training step, with the losses since the last logged one.
+    def after_step(self, log: bool) -> SyncedState:
+        """Synchronise after a training step, with the losses since the last logged step.
 
         Raises:
-            NotFiniteError: on every rank, where a loss or gradient of any is not finite.
+            NotFiniteError: A loss or gradient of some rank is not finite. Raised on every rank.
         """
-        run, step = self.run, self.run.state.position.step
-        run.world.heartbeat()
-        losses = torch.stack(run.state.unlogged).tolist()
-        bad = run.state.updater.is_bad()
-        steps, seconds, waited = run.timer.stop()
-        run.ledger.note_steps(steps, seconds, waited)
-        if run.timer.seen - steps >= run.recipe.logging.warmup_steps:
-            before = self._window
-            self._window = (before[0] + steps, before[1] + seconds, before[2] + waited)
-        first = run.timer.seen <= max(1, steps)
-        pace, watch = seconds / max(1, steps), run.strategy.forward_watch
-        mine = None if watch is None else (pace, waited / max(1, steps), watch.lap())
-        agreed = self.exchange(step, pace, math.fsum(losses), bad, first, mine)
-        if not agreed.finite:
-            raise NotFiniteError(
-                f"a loss or gradient was not finite at step {step} or shortly before; nothing was saved over. Try "
-                f"optimizer.lr below {run.recipe.optimizer.lr:g}, schedule.warmup_epochs, or clip_grad_norm=1"
+        state = self.state
+        observer = self.observer
+        timer = observer.timer
+        ledger = observer.ledger
+        noticed = observer.noticed
+        recipe = self.resolved.recipe
+        step = state.position.step
+        self.resolved.world.heartbeat()
+        losses = torch.stack(state.unlogged).tolist()
+        is_bad = state.updater.is_bad()
+        steps, seconds, data_wait = timer.stop()
+        ledger.note_steps(steps, seconds, data_wait, timer.waits[not timer.steps])
+        is_warm = timer.seen - steps >= recipe.logging.warmup_steps
+        if is_warm:
+            window_steps, window_seconds, window_wait = self._window
+            self._window = (
+                window_steps + steps,
+                window_seconds + seconds,
+                window_wait + data_wait,
             )
-        if agreed.ranks and not first:
-            with run.ledger.span("logging"):
-                noticing.watch_ranks(run, steps, agreed.ranks)
-            if run.noticed.shares is not None:
-                run.noticed.shares.add(steps, agreed.ranks)
+        count = max(1, steps)
+        first = timer.seen <= count
+        step_seconds = seconds / count
+        watch = state.strategy.forward_watch
+        rank_seconds = None
+        if watch is not None:
+            rank_seconds = (step_seconds, data_wait / count, watch.lap())
+        synced = self.exchange(step, step_seconds, math.fsum(losses), is_bad, first, rank_seconds)
+        if not synced.finite:
+            raise NotFiniteError(
+                f"a loss or gradient was not finite at step {step} or shortly before; no "
+                f"checkpoint contains it. Try optimizer.lr below {recipe.optimizer.lr:g}, "
+                "schedule.warmup_epochs, or clip_grad_norm=1"
+            )
+        if timer.seen >= self.snapshots.replicas.next:
+            self.snapshots.replicas.compare_again()
+        if synced.ranks and not first:
+            with ledger.span("logging"):
+                noticing.watch_ranks(self.resolved, noticed, step, steps, synced.ranks)
+            if noticed.shares is not None:
+                noticed.shares.add(steps, synced.ranks)
+            if is_warm:
+                # The all-reduce of each rank waits for the rank that waits longest for data.
+                longest_wait = steps * max(rank[1] for rank in synced.ranks)
+                ledger.note_peers(max(0.0, longest_wait - data_wait))
         if log:
             self._window = (0, 0.0, 0.0)
-        return agreed
+        return synced
 
     def exchange(
         self,
@@ -87,41 +139,72 @@ class RankSync:
         loss: float = 0.0,
         bad: bool = False,
         first: bool = False,
-        mine: tuple[float, float, float] | None = None,
-    ) -> Agreed:
-        """Send all ranks what this one knows, and set when to synchronise next.
+        rank_seconds: tuple[float, float, float] | None = None,
+    ) -> SyncedState:
+        """Exchange values with all ranks, and choose the next step to synchronise at. Collective.
 
-        `done` are steps, or batches of an evaluation, and `seconds` those of one lately; in the `first` of all much is
-        made ready. `mine` is this rank's part of `Agreed.ranks`.
+        Args:
+            done: Number of steps, or of batches of an evaluation, that are done.
+            seconds: Seconds of one step or batch.
+            loss: This rank's sum of losses.
+            bad: Whether a loss or gradient of this rank was not finite.
+            first: Whether this is the first step or batch, which takes longer than others.
+            rank_seconds: This rank's row of `SyncedState.ranks`.
         """
-        run, received = self.run, self.run.interrupts.received
-        signals = (received is not None and received.name == "SIGINT", received is not None)
-        told = Told(loss, seconds, bad, *signals, run.saver.error is not None)
-        parts = torch.zeros(run.world.size if mine else 0, 3, dtype=torch.float64)  # each rank adds its own to zeros
-        if mine:
-            parts[run.world.rank] = torch.tensor(mine, dtype=torch.float64)
-        summed = run.world.sum_(torch.cat([torch.tensor(told, dtype=torch.float64), parts.flatten()]))
-        every = Told(*summed[: len(told)].tolist())
-        if every.unsaved:
-            snapshots.finish_saving(run)
-        seconds = every.seconds / run.world.size
-        self.next = done + max(1, min(1000, int(1 / max(seconds, 1e-6))))
-        run.interrupts.beat()
-        save_seconds = run.saver.costs[-1].seconds if run.saver.costs else 0.0
-        if not first and (slow := run.interrupts.too_slow(seconds, save_seconds)):
-            run.tracker.say(slow)
-        stop = Interrupted if every.interrupted else Preempted if every.stopped else None
-        finite = not every.bad and math.isfinite(every.loss)
-        return Agreed(every.loss, finite, stop, summed[len(told) :].view(-1, 3).tolist(), self._window)
+        world = self.resolved.world
+        saver = self.snapshots.saver
+        signal = self.interrupts.received
+        report = RankReport(
+            loss,
+            seconds,
+            bad,
+            interrupted=signal is not None and signal.name == "SIGINT",
+            stopped=signal is not None,
+            unsaved=saver.error is not None,
+        )
+        # Each rank fills its own row, so that the sum has the rows of all ranks.
+        rows = torch.zeros(0, 3, dtype=torch.float64)
+        if rank_seconds:
+            rows = torch.zeros(world.size, 3, dtype=torch.float64)
+            rows[world.rank] = torch.tensor(rank_seconds, dtype=torch.float64)
+        values = torch.tensor(report, dtype=torch.float64)
+        values = torch.cat([values, rows.flatten()])
+        summed = world.sum_(values)
+        total = RankReport(*summed[: len(report)].tolist())
+        if total.unsaved:
+            self.snapshots.finish_saving()
+        seconds = total.seconds / world.size
+        per_second = int(1 / max(seconds, 1e-6))
+        self.next = done + max(1, min(1000, per_second))
+        self.interrupts.beat()
+        save_seconds = saver.costs[-1].seconds if saver.costs else 0.0
+        if not first and (warning := self.interrupts.too_slow(seconds, save_seconds)):
+            self.resolved.tracker.say(warning)
+        stop: type[TrainerError] | None = None
+        if total.interrupted:
+            stop = Interrupted
+        elif total.stopped:
+            stop = Preempted
+        is_finite = not total.bad and math.isfinite(total.loss)
+        ranks = summed[len(report) :].view(-1, 3).tolist()
+        return SyncedState(total.loss, is_finite, stop, ranks, self._window)
 
-
-def save_and_stop(run: Run, stop: type[TrainerError]) -> None:
-    """A signal that all ranks have agreed on: save, and raise `stop` on every rank."""
-    with run.ledger.span("saving"):
-        snapshots.save(run)
-        snapshots.finish_saving(run)
-    folder = run.world.broadcast_object(shlex.quote(str(run.tracker.path)))
-    again = f"; saved step {run.state.position.step}: continue with recipe={folder} output={folder} resume=auto"
-    saved = "" if run.speed_only else again
-    name = getattr(run.interrupts.received, "name", "SIGTERM")  # another rank may have received it
-    raise stop(f"stopped by {'Ctrl-C' if stop is Interrupted else name}{saved}")
+    def save_and_stop(self, stop: type[TrainerError]) -> None:
+        """Save the run and raise `stop`, after all ranks were informed of a signal. Collective."""
+        resolved = self.resolved
+        with self.observer.ledger.span("saving"):
+            self.snapshots.save()
+            self.snapshots.finish_saving()
+        quoted_folder = shlex.quote(str(resolved.tracker.path))
+        folder = resolved.world.broadcast_object(quoted_folder)
+        saved = ""
+        if not resolved.speed_only:
+            saved = (
+                f"; saved step {self.state.position.step}: continue with recipe={folder} "
+                f"output={folder} resume=auto"
+            )
+        name = "Ctrl-C"
+        if stop is not Interrupted:
+            # Another rank may have received the signal, so that its name is unknown here.
+            name = getattr(self.interrupts.received, "name", "SIGTERM")
+        raise stop(f"stopped by {name}{saved}")

@@ -1,10 +1,11 @@
-"""What a run reports: logged values, a program's callbacks, lines for people, result.json."""
+"""Reports of a run: logged values, a program's callback, printed lines, and result.json."""
 
 from __future__ import annotations
 
 import platform
 import shlex
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 import torch
@@ -12,195 +13,338 @@ import torchvision
 from torch import Tensor
 
 from trainer.devices import precision
+from trainer.modes import Strategy
 from trainer.recipe.known_names import OWN_PHOTOS
-from trainer.recipe.versions import VERSION
 from trainer.saving.files import without_nan
 from trainer.saving.journal import START
+from trainer.saving.saver import Cost
+from trainer.tasks import Task
 from trainer.tasks.task import figure
-from trainer.telemetry.readable import as_size, duration, number
-from trainer.training.banner import shares_of
-from trainer.training.callbacks import EpochReport
-from trainer.training.evaluation import WORST, metrics_of
+from trainer.telemetry.clocks import Ledger, StepTimer
+from trainer.telemetry.readable import format_duration, format_number, format_size
+from trainer.training.banner import compute_shares
+from trainer.training.callbacks import Callbacks, EpochReport
+from trainer.training.evaluation import WORST, strip_prefix
+from trainer.training.observer import ModelFacts, Observer
 from trainer.training.results import Result
-from trainer.training.run import Run
-from trainer.training.stopping import ended_by
+from trainer.training.state import History, Resolved, TrainState
+from trainer.training.stopping import describe_end
+from trainer.versions import VERSION
 
-# Of a run that is continued with nothing left to train.
+# Maximum number of suggestions at the end of a run; `runs show` prints all of them.
+SUGGESTIONS = 3
+# Keys of the earlier result that are kept if a resumed run has no step left to train.
 KEPT_KEYS = (
-    *("throughput", "step_time_s", "data_wait_fraction", "launch_bound_fraction"),
-    *("short", "seconds_in", "verdict", "warnings"),
+    "throughput",
+    "step_time_s",
+    "data_wait_fraction",
+    "launch_bound_fraction",
+    "short",
+    "seconds_in",
+    "verdict",
+    "warnings",
 )
 
 
-def log_step(run: Run, loss: float, lr: float, norm: Tensor | None, window: tuple[int, float, float]) -> None:
-    """A logged step's values for TensorBoard, speed only once warm-up is over, and its row for steps.csv. Collective.
+def log_step(
+    state: TrainState,
+    observer: Observer,
+    loss: float,
+    lr: float,
+    norm: Tensor | None,
+    speed: float | None,
+    window: tuple[int, float, float],
+) -> None:
+    """Write a logged step's values to TensorBoard and its row to steps.csv. Collective.
+
+    Speeds are left out during warm-up.
 
     Args:
-        loss: mean over the steps since the last logged one.
-        window: steps, seconds, and seconds of waiting for data since then, without warm-up.
+        state: The state after the step.
+        observer: Timer and tracker of the run.
+        loss: Mean loss of the steps since the last logged step.
+        lr: Learning rate.
+        norm: Norm of the gradient.
+        speed: Images per second of all devices, or None during warm-up.
+        window: Steps, seconds, and seconds of waiting for data since the last logged step, without
+            warm-up.
     """
-    steps, seconds, waited = window
-    speed = images_per_second(run, window)
+    steps, seconds, data_wait = window
+    tracker = observer.tracker
+    timer = observer.timer
     values = {"train/loss": loss, "train/lr": lr}
     if norm is not None:
         values["train/grad_norm"] = norm.item()
     if speed is not None:
         values |= {
             "speed/samples_per_sec": speed,
-            "speed/samples_per_sec_per_device": speed / run.world.count(),
+            "speed/samples_per_sec_per_device": speed / state.strategy.world.count(),
             "speed/step_ms": 1e3 * seconds / steps,
-            "speed/data_wait_pct": 100 * waited / seconds,
+            "speed/data_wait_pct": 100 * data_wait / seconds,
         }
-        if run.timer.cuda:
-            values["speed/launch_bound_pct"] = 100 * run.timer.latest_launches
-        utilisation = _mfu(run, speed)
+        if timer.cuda:
+            values["speed/launch_bound_pct"] = 100 * timer.latest_launches
+        utilisation = _compute_mfu(observer.model, speed)
         if utilisation is not None:
             values["speed/mfu_pct"] = 100 * utilisation
-    run.tracker.step(
+    position = state.position
+    tracker.step(
         {
-            "step": run.state.position.step,
-            "epoch": run.state.position.epoch + 1,
-            "seconds": round(run.state.seconds(), 3),
+            "step": position.step,
+            "epoch": position.epoch + 1,
+            "seconds": round(state.seconds(), 3),
             "train_loss": loss,
             "lr": lr,
             "samples_per_sec": float(f"{speed:.6g}") if speed is not None else "",
-            "skipped": len(run.state.history.nonfinite),
+            "skipped": len(state.history.nonfinite),
         }
     )
-    run.tracker.scalars(values | run.strategy.figures(), run.state.position.step)
+    tracker.scalars(values | state.strategy.figures(), position.step)
 
 
-def report_epoch(run: Run, epoch: int, best: bool) -> bool:
-    """Call the program's `on_epoch` and do what it asks for; whether training goes on. Collective."""
-    history, step = run.state.history, run.state.position.step
-    metrics, seconds = metrics_of(history.validation), run.state.seconds()
-    report = EpochReport(epoch + 1, run.recipe.epochs, step, history.losses[-1], metrics, best, seconds)
-    answer = run.callbacks.report(run.world, report)
+def report_epoch(
+    resolved: Resolved, state: TrainState, callbacks: Callbacks, epoch: int, best: bool
+) -> bool:
+    """Call the program's `on_epoch` and log its values. Return whether training continues.
+
+    Collective.
+    """
+    history = state.history
+    step = state.position.step
+    report = EpochReport(
+        epoch=epoch + 1,
+        epochs=resolved.recipe.epochs,
+        step=step,
+        train_loss=history.losses[-1],
+        metrics=strip_prefix(history.validation),
+        best=best,
+        seconds=state.seconds(),
+    )
+    answer = callbacks.report(resolved.world, report)
     history.logged |= answer.logged
-    run.tracker.scalars({f"logged/{name}": value for name, value in answer.logged.items()}, step)
+    values = {f"logged/{name}": value for name, value in answer.logged.items()}
+    resolved.tracker.scalars(values, step)
     return answer.go_on
 
 
-def images_per_second(run: Run, timed: tuple[int, float, float]) -> float | None:
-    """Images a second of all devices in a window, which is as in `log_step`; None before warm-up is over."""
-    steps, seconds, _ = timed
-    return steps * run.loader.samples_per_step / seconds if seconds else None
+def compute_images_per_second(
+    samples_per_step: float, window: tuple[int, float, float]
+) -> float | None:
+    """Return the images per second of all devices, or None during warm-up.
+
+    `window` is the argument of `log_step`.
+    """
+    steps, seconds, _ = window
+    if seconds:
+        return steps * samples_per_step / seconds
+    return None
 
 
-def idle_share(run: Run, measured: float) -> float:
-    """The share of a step in which devices idle for other stages; `measured` is a pipeline's."""
-    if run.world.size == 1 and run.world.device.type == "cpu":
-        return 0.0  # stand-ins of one process work in turn
-    if run.recipe.traits.one_stage_at_a_time:
-        return 1 - 1 / len(set(run.world.drives))
+def compute_idle_share(strategy: Strategy, measured: float) -> float:
+    """Return the fraction of a step in which devices idle because they wait for other stages.
+
+    `measured` is the fraction that a pipeline has measured.
+    """
+    world = strategy.world
+    if world.size == 1 and world.device.type == "cpu":
+        # The stages of one process on a CPU work in turn, so none of them idles.
+        return 0.0
+    if strategy.recipe.traits.one_stage_at_a_time:
+        return 1 - 1 / len(set(world.drives))
     return measured
 
 
-def _mfu(run: Run, samples_per_sec: float) -> float | None:
-    if run.observer.model.peak_flops is None:
+def _compute_mfu(model: ModelFacts, samples_per_sec: float) -> float | None:
+    if model.peak_flops is None:
         return None
-    return samples_per_sec * run.observer.model.training_flops / run.observer.model.peak_flops
+    return samples_per_sec * model.training_flops / model.peak_flops
 
 
-def epoch_row(run: Run, epoch: int, seconds: float) -> dict[str, str]:
-    """An epoch's figures by their titles. `seconds` are those of the epoch; images/s are without its evaluation."""
-    history, epochs = run.state.history, run.recipe.epochs
-    metrics = run.task.shown(metrics_of(history.validation))
-    steps, trained = run.timer.lap()
-    rate = steps * run.loader.samples_per_step / trained if trained else None
-    return {
+def build_epoch_row(
+    resolved: Resolved,
+    history: History,
+    timer: StepTimer,
+    samples_per_step: float,
+    epoch: int,
+    seconds: float,
+) -> dict[str, str]:
+    """Return an epoch's figures by their titles.
+
+    `seconds` is the duration of the whole epoch. The images per second do not count its evaluation.
+    """
+    epochs = resolved.recipe.epochs
+    row = {
         "epoch": f"{epoch + 1:{len(str(epochs))}}/{epochs}",
         "train loss": figure(history.losses[-1]),
-        **{"val loss" if title == "loss" else title: text for title, text in metrics.items()},
-        "images/s": f"{rate:,.{int(rate < 100)}f}" if rate else "-",
-        "seconds": f"{seconds:,.1f}",
     }
+    metrics = resolved.task.shown(strip_prefix(history.validation))
+    for title, text in metrics.items():
+        row["val loss" if title == "loss" else title] = text
+    steps, train_seconds = timer.lap()
+    row["images/s"] = "-"
+    if train_seconds:
+        speed = steps * samples_per_step / train_seconds
+        if speed:
+            decimals = 1 if speed < 100 else 0
+            row["images/s"] = f"{speed:,.{decimals}f}"
+    row["seconds"] = f"{seconds:,.1f}"
+    return row
 
 
-def last_lines(run: Run, result: Result) -> dict[str, str]:
-    """The result and the files that hold it, by title."""
-    speed, folder = result["throughput"], run.tracker.path
-    rate = f"{number(speed['samples_per_sec'])} images/s" if speed else "too few steps to measure speed"
-    if speed and (speed["std"] or 0.0) > speed["samples_per_sec"]:  # a mean that scatters so means nothing
-        rate = "no steady images/s"
-    if result["short"] and speed:
-        rate += ", measured over all steps after the first: fewer than logging.warmup_steps"
-    verdict = {"warning": "\n".join(warnings)} if (warnings := [*result["warnings"].values()]) else {}
-    if result["verdict"]:  # which holds them too
-        verdict = {"verdict": result["verdict"]["sentence"]}
-    if run.speed_only:
-        memory = ", ".join(f"{name} {as_size(size)}" for name, size in run.observer.memory.items())
-        measured = f"on synthetic images: {rate}; peak memory {memory}"
+def build_last_lines(
+    resolved: Resolved, history: History, memory: Mapping[str, int], result: Result
+) -> dict[str, str]:
+    """Return lines about the result and its files, by title.
+
+    `memory` is the peak memory in bytes by device name.
+    """
+    recipe = resolved.recipe
+    task = resolved.task
+    throughput = result["throughput"]
+    folder = resolved.tracker.path
+    speed = "too few steps to measure speed"
+    if throughput:
+        speed = f"{format_number(throughput['samples_per_sec'])} images/s"
+        # A mean below its standard deviation is not meaningful.
+        if (throughput["std"] or 0.0) > throughput["samples_per_sec"]:
+            speed = "no steady images/s"
+        if result["short"]:
+            speed += ", measured over all steps after the first: fewer than logging.warmup_steps"
+    title = "warning"
+    suggestions = [*result["warnings"].values()]
+    # The sentence of a verdict includes the warnings.
+    if result["verdict"]:
+        title = "verdict"
+        suggestions = result["verdict"]["sentence"].splitlines()
+    verdict = {}
+    if suggestions:
+        verdict = {title: "\n".join(suggestions[:SUGGESTIONS])}
+    if resolved.speed_only:
+        sizes = ", ".join(f"{name} {format_size(size)}" for name, size in memory.items())
+        measured = f"on synthetic images: {speed}; peak memory {sizes}"
         return {"measured": measured, **verdict, "result": f"{folder}/result.json"}
-    held_out = run.task.text({run.task.metric: run.state.history.validation.get(f"val_{run.task.metric}")})
-    text = f"{held_out}{_best(run)} on {result['data']['val_samples']:,} held-out images, {rate}"
-    text += f", {duration(result['seconds'])}"
+    metric = task.metric
+    value = task.text({metric: history.validation.get(f"val_{metric}")})
+    best = _describe_best(task, history)
+    text = f"{value}{best} on {result['data']['val_samples']:,} held-out images, {speed}"
+    text += f", {format_duration(result['seconds'])}"
     if result["data"]["skipped"]:
         text += f"; {result['data']['skipped']} times an unreadable image was replaced or left out"
     if result["data"]["uncached"]:
-        text += f"; {result['data']['uncached']:,} times a photo was not in the cache and was prepared again"
+        text += (
+            f"; {result['data']['uncached']:,} times a photo was not in the cache and was prepared "
+            "again"
+        )
     lines = {"done": text, **verdict, "weights": f"{folder}/last.safetensors"}
-    lines |= {"best": f"{folder}/best.safetensors"} if _best(run) else {}
-    lines |= {"timeline": f"{folder}/timeline.png"} if run.recipe.pipeline.timeline else {}
-    if run.recipe.data.name in OWN_PHOTOS and folder is not None and (folder / WORST).exists():
+    if best:
+        lines["best"] = f"{folder}/best.safetensors"
+    if recipe.pipeline.timeline:
+        lines["timeline"] = f"{folder}/timeline.png"
+    quoted_folder = shlex.quote(str(folder))
+    is_own = recipe.data.name in OWN_PHOTOS
+    if is_own and folder is not None and (folder / WORST).exists():
         lines["worst"] = f"{folder}/{WORST}"
-        lines["labels"] = f"python -m trainer predict {shlex.quote(str(folder))} predict.split=train"
-    if run.recipe.logging.tensorboard:
-        lines["watch"] = f"python -m tensorboard.main --logdir {shlex.quote(str(folder))}"
+        lines["labels"] = f"python -m trainer predict {quoted_folder} predict.split=train"
+    if recipe.logging.tensorboard:
+        lines["watch"] = f"python -m tensorboard.main --logdir {quoted_folder}"
     return lines
 
 
-def _best(run: Run) -> str:
-    """The best epoch, where it was better than the last."""
-    history, metric = run.state.history, run.task.metric
+def _describe_best(task: Task, history: History) -> str:
+    """Return a text about the best epoch, empty if it is not better than the last epoch."""
+    metric = task.metric
     if history.best_epoch is None or history.best == history.validation.get(f"val_{metric}"):
         return ""
-    [best] = run.task.shown({metric: history.best}).values()
+    [best] = task.shown({metric: history.best}).values()
     return f" (best {best} in epoch {history.best_epoch + 1})"
 
 
-def parts(run: Run) -> dict[str, float]:
-    """Seconds of this part of the run by what they went to; "steps" are what the others leave."""
-    ledger, spent = run.ledger.by_now(), time.perf_counter() - run.ledger.begun
-    apart = {"start-up": sum(seconds for part, seconds in ledger.items() if part.startswith(START))}
-    apart |= {name: ledger.get(name, 0.0) for name in ("evaluation", "averaging", "saving")}
-    return {"steps": max(0.0, spent - sum(apart.values())), **{name: s for name, s in apart.items() if s > 0}}
+def list_seconds(ledger: Ledger) -> dict[str, float]:
+    """Return the seconds of this attempt by activity. "steps" is the rest."""
+    spent = ledger.by_now()
+    total = time.perf_counter() - ledger.begun
+    start_up = sum(seconds for name, seconds in spent.items() if name.startswith(START))
+    others = {
+        "start-up": start_up,
+        "evaluation": spent.get("evaluation", 0.0),
+        "averaging": spent.get("averaging", 0.0),
+        "saving": spent.get("saving", 0.0),
+    }
+    steps = {"steps": max(0.0, total - sum(others.values()))}
+    return steps | {name: seconds for name, seconds in others.items() if seconds > 0}
 
 
-def saves(run: Run) -> dict[str, float] | None:
-    """How many saves this part of the run has done, and the mean seconds that one held training and took."""
-    costs, count = run.saver.costs, len(run.saver.costs)
+def summarize_saves(costs: Sequence[Cost]) -> dict[str, float] | None:
+    """Return the number of saves of this attempt, and the mean seconds of a save and of the pause
+    of training for it.
+    """
+    count = len(costs)
     if not count:
         return None
-    blocked, seconds = sum(cost.blocked for cost in costs), sum(cost.seconds for cost in costs)
+    blocked = sum(cost.blocked for cost in costs)
+    seconds = sum(cost.seconds for cost in costs)
     return {"count": count, "blocked_s": blocked / count, "seconds": seconds / count}
 
 
-def result(run: Run, status: str, error: str | None = None, exit_code: int | None = None) -> Result:
-    """What result.json holds; its keys are stable. `exit_code` is null while running."""
-    history, recipe, data = run.state.history, run.recipe, run.datasets
-    speed = run.timer.summary(run.loader.samples_per_step)
-    figures, mfu = asdict(speed), None
+def build_result(
+    resolved: Resolved,
+    state: TrainState,
+    observer: Observer,
+    samples_per_step: float,
+    graphs: str | None,
+    save_costs: Sequence[Cost],
+    status: str,
+    error: str | None,
+    exit_code: int | None,
+) -> Result:
+    """Return the content of result.json, whose keys are stable.
+
+    Args:
+        resolved: The configuration of the run.
+        state: The state of the run.
+        observer: Timers and warnings of the run.
+        samples_per_step: Mean number of images of a step.
+        graphs: How steps are computed now, from `EagerSteps.kind`.
+        save_costs: Costs of the saves of this attempt.
+        status: "running", "completed", "preempted" or "failed".
+        error: One line about the error that ended the run, if any.
+        exit_code: Exit code of the error, if any.
+    """
+    history = state.history
+    recipe = resolved.recipe
+    data = resolved.datasets
+    world = resolved.world
+    task = resolved.task
+    strategy = state.strategy
+    tracker = resolved.tracker
+    is_completed = status == "completed"
+    computed_in = precision.resolve_precision(recipe.precision, world.device)
+    speed = observer.timer.summary(samples_per_step)
+    figures = asdict(speed)
+    mfu = None
     if speed.throughput is not None:
         rate = speed.throughput.samples_per_sec
-        mfu = _mfu(run, rate)
-        figures["throughput"] |= {"per_device": rate / run.world.count(), "threads": run.world.threads}
+        mfu = _compute_mfu(observer.model, rate)
+        figures["throughput"] |= {
+            "per_device": rate / world.count(),
+            "threads": world.threads,
+        }
     plain: Result = without_nan(
         {
             "recipe": recipe.name,
             "mode": recipe.mode,
-            "world_size": run.world.size,
-            "devices": list(run.world.devices),
+            "world_size": world.size,
+            "devices": list(world.devices),
             "batch_size": recipe.batch_size,
             "accumulate": recipe.pieces,
-            "shares": shares_of(run),
-            "precision": precision.computed_in(recipe.precision, run.world.device),
+            "shares": compute_shares(strategy),
+            "precision": computed_in,
             "epochs": len(history.losses),
-            "steps": run.state.position.step,
+            "steps": state.position.step,
             "status": status,
             "error": error,
-            "ended_by": ended_by(run.resolved, run.state) if status == "completed" else None,
-            "exit_code": 0 if status == "completed" else exit_code,
+            "ended_by": describe_end(resolved, state) if is_completed else None,
+            "exit_code": 0 if is_completed else exit_code,
             "data": {
                 "name": data.name,
                 "synthetic": data.synthetic,
@@ -211,36 +355,36 @@ def result(run: Run, status: str, error: str | None = None, exit_code: int | Non
             },
             "train_loss": history.losses[-1] if history.losses else None,
             "task": recipe.task.name,
-            **{f"val_{name}": None for name in run.task.metric_names()},
+            **{f"val_{name}": None for name in task.metric_names()},
             **{key: value for key, value in history.validation.items() if key != "val_samples"},
-            f"best_{run.task.metric}": history.best,
+            f"best_{task.metric}": history.best,
             "best_epoch": None if history.best_epoch is None else history.best_epoch + 1,
             **figures,
-            "graphs": run.steps.way,
-            "recompute": run.strategy.recomputes,
-            "peak_memory_bytes": run.observer.memory,
+            "graphs": graphs,
+            "recompute": strategy.recomputes,
+            "peak_memory_bytes": observer.memory,
             "mfu": mfu,
             "pipeline": None,
             "losses": history.losses,
             "nonfinite_steps": len(history.nonfinite),
             "logged": history.logged,
-            "seconds": run.state.seconds(),
-            "seconds_in": parts(run),
-            "save": saves(run),
-            "goodput": run.tracker.journal.goodput(),
+            "seconds": state.seconds(),
+            "seconds_in": list_seconds(observer.ledger),
+            "save": summarize_saves(save_costs),
+            "goodput": tracker.journal.goodput(),
             "verdict": None,
-            "warnings": run.noticed.warnings,
-            "facts": run.observer.banner_lines,
-            "versions": versions(),
-            "output": str(run.tracker.path) if run.tracker.path else None,
-            **run.strategy.result_fields(),
+            "warnings": observer.noticed.warnings,
+            "facts": observer.banner_lines,
+            "versions": list_versions(),
+            "output": str(tracker.path) if tracker.path else None,
+            **strategy.result_fields(),
         }
     )
     return plain
 
 
-def versions() -> dict[str, str | None]:
-    """What the figures depend on."""
+def list_versions() -> dict[str, str | None]:
+    """Return the versions of the packages that the figures depend on."""
     return {
         "trainer": VERSION,
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""The shape of `result.json`, which people script on: keys are added, never renamed or taken away."""
+"""The keys of `result.json`, which scripts rely on: keys are added, never renamed or removed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Annotated, Any, TypedDict
 
 
 class Metrics(TypedDict, total=False):
-    """What `result.json` has of the metrics, by its task; those of a task of your own are named alike.
+    """The metrics in `result.json`. A user's own task names its metrics in the same way.
 
-    null until an epoch was evaluated.
+    A value is null until an epoch has been evaluated.
     """
 
     val_loss: float | None
@@ -24,7 +24,7 @@ class Metrics(TypedDict, total=False):
 
 
 class Result(Metrics):
-    """`result.json`: these keys, the task's metrics, and `data_parallel` under dp."""
+    """The content of `result.json`: these keys, the task's metrics, and `data_parallel` with dp."""
 
     recipe: Annotated[str, "name of the recipe"]
     mode: Annotated[str, "as in the recipe"]
@@ -32,50 +32,76 @@ class Result(Metrics):
     devices: Annotated[list[str], "their names"]
     batch_size: Annotated[int, "images per step, over all devices"]
     accumulate: Annotated[int, "number of pieces in which a step is computed"]
-    shares: Annotated[list[int] | None, "images of a step that each rank computes, if these are unequal"]
+    shares: Annotated[
+        list[int] | None, "images of a step that each rank computes, if these are unequal"
+    ]
     precision: Annotated[str, "the precision used on these devices"]
     epochs: Annotated[int, "epochs completed"]
     steps: Annotated[int, "steps completed"]
     status: Annotated[str, "`running`, `completed`, `preempted` or `failed`"]
     error: Annotated[str | None, "one line, if it failed"]
-    ended_by: Annotated[str | None, "`epochs`, `max_steps`, `stop.patience`, `callback` or `speed`, if it completed"]
+    ended_by: Annotated[
+        str | None, "`epochs`, `max_steps`, `stop.patience`, `callback` or `speed`, if it completed"
+    ]
     exit_code: Annotated[int | None, "null while it runs"]
     task: Annotated[str, "name of the task"]
     data: Annotated[
         dict[str, Any],
-        "`name`, `synthetic`, `train_samples`, `val_samples`, times that an unreadable image was left out (`skipped`), "
-        "that one was not in the cache (`uncached`)",
+        "`name`, `synthetic`, `train_samples`, `val_samples`, times that an unreadable image was "
+        "left out (`skipped`), that one was not in the cache (`uncached`)",
     ]
     train_loss: Annotated[float | None, "mean loss of the last epoch"]
-    best_epoch: Annotated[int | None, "counted from 1, as on the screen; its weights are `best.safetensors`"]
-    throughput: Annotated[dict[str, Any] | None, "images/s: `samples_per_sec`, its `std`, `per_device`, `threads`"]
-    step_time_s: Annotated[dict[str, float | None] | None, "seconds of a step: `mean`, `std`, `p95`"]
+    best_epoch: Annotated[
+        int | None, "counted from 1, as on the screen; its weights are `best.safetensors`"
+    ]
+    throughput: Annotated[
+        dict[str, Any] | None, "images/s: `samples_per_sec`, its `std`, `per_device`, `threads`"
+    ]
+    step_time_s: Annotated[
+        dict[str, float | None] | None, "seconds of a step: `mean`, `std`, `p95`"
+    ]
     data_wait_fraction: Annotated[float | None, "share of a step's time spent waiting for images"]
     launch_bound_fraction: Annotated[
-        float | None, "largest share of a step in which the GPU may wait for launches; null without a GPU"
+        float | None,
+        "largest share of a step in which the GPU may wait for launches; null without a GPU",
     ]
-    short: Annotated[bool, "true if the run was too short for logging.warmup_steps: speeds leave out its first step"]
-    graphs: Annotated[str | None, "`replayed` or `launched`: how steps were computed at the end; null without a GPU"]
-    recompute: Annotated[str | None, "what backward passes compute again, as in `8 of 8 blocks`; null: nothing"]
+    short: Annotated[
+        bool,
+        "true if the run was too short for logging.warmup_steps: speeds leave out its first step",
+    ]
+    graphs: Annotated[
+        str | None,
+        "`replayed` or `launched`: how steps were computed at the end; null without a GPU",
+    ]
+    recompute: Annotated[
+        str | None, "what backward passes compute again, as in `8 of 8 blocks`; null: nothing"
+    ]
     peak_memory_bytes: Annotated[dict[str, int], "of each device"]
     mfu: Annotated[float | None, "share of the devices' peak FLOP/s; null if that is not known"]
-    pipeline: Annotated[dict[str, Any] | None, "stages, cuts, bubble and more; null if the model is in one piece"]
+    pipeline: Annotated[
+        dict[str, Any] | None, "stages, cuts, bubble and more; null if the model is in one piece"
+    ]
     losses: Annotated[list[float | None], "mean training loss of each epoch"]
-    nonfinite_steps: Annotated[int, "steps that an earlier version left out, since a loss or gradient was not finite"]
+    nonfinite_steps: Annotated[
+        int, "steps that an earlier version left out, since a loss or gradient was not finite"
+    ]
     logged: Annotated[dict[str, float | None], "last values of what your callbacks logged, by name"]
     seconds: Annotated[float, "of the whole run, before and after interruptions"]
     seconds_in: Annotated[dict[str, float], "seconds of each part since the last interruption"]
     save: Annotated[
         dict[str, float] | None,
-        "since the last interruption: saves (`count`), mean seconds that one paused training (`blocked_s`) and took",
+        "since the last interruption: saves (`count`), mean seconds that one paused training "
+        "(`blocked_s`) and took",
     ]
     goodput: Annotated[
         dict[str, Any] | None,
-        "over all attempts: `fraction` of the time `wall_s` in useful steps, `seconds` of each part, `attempts`, "
-        "`ends`, `notes`: see [resume](resume.md#goodput-where-the-time-went)",
+        "over all attempts: `fraction` of the time `wall_s` in useful steps, `seconds` of each "
+        "part, `attempts`, `ends`, `notes`: see [resume](resume.md#goodput-where-the-time-went)",
     ]
     verdict: Annotated[dict[str, Any] | None, "what limits the speed; null if nothing was measured"]
-    warnings: Annotated[dict[str, str], "what went wrong, in sentences; empty if nothing was noticed"]
+    warnings: Annotated[
+        dict[str, str], "what went wrong, in sentences; empty if nothing was noticed"
+    ]
     facts: Annotated[dict[str, str], "what ran, by heading, as `runs show` prints it"]
     versions: Annotated[dict[str, str | None], "of trainer, python, torch, torchvision and cuda"]
     output: Annotated[str | None, "the run folder"]

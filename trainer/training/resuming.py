@@ -1,5 +1,8 @@
-"""Which checkpoint a run continues, on every rank: read where a rank finds it, sent by rank 0 where it does not; and
-going on with it. Collective: every rank calls these."""
+"""Resuming a run: find the newest checkpoint, make it available on every rank, and restore it.
+
+A rank reads the checkpoint from its disk, or receives the files from rank 0 if they are not there.
+Every rank must call these functions.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,18 @@ from typing import BinaryIO
 
 import torch
 
-from trainer.errors import CheckpointError, RecipeError, SetupError, TrainerError, is_out_of_memory, text_of
+from trainer.distributed.world import World
+from trainer.errors import (
+    CheckpointError,
+    RecipeError,
+    SetupError,
+    TrainerError,
+    is_out_of_memory,
+    read_text,
+)
 from trainer.processes.rank import is_restart
-from trainer.processes.world import World
 from trainer.recipe import Recipe
-from trainer.recipe.reflection import new_cosine
+from trainer.recipe.reflection import describe_restart
 from trainer.saving import checkpoint
 from trainer.saving.tensor_files import CHUNK
 from trainer.telemetry.tracking import NullTracker
@@ -25,134 +35,196 @@ from trainer.training.parts import PARTS
 from trainer.training.state import Resolved, TrainState
 
 _SENSELESS = (
-    "the checkpoint of step {step} is intact but lacks what this version needs to continue ({reason}); "
-    "start anew in another folder (output=...), or from its weights: model.init_from=<run>/last.safetensors"
+    "the checkpoint of step {step} is intact but lacks what this version needs to continue "
+    "({reason}); start from scratch in another folder (output=...), or from its weights: "
+    "model.init_from=<run>/last.safetensors"
 )
 
 
-def newest(tracker: NullTracker, world: World, recipe: Recipe) -> checkpoint.State | None:
-    """The newest good checkpoint of a run folder that is being continued; rank 0 finds it and all follow.
+def find_newest(tracker: NullTracker, world: World, recipe: Recipe) -> checkpoint.State | None:
+    """Return the newest intact checkpoint of the run folder, which rank 0 chooses for all ranks.
+
+    Returns:
+        None if the run is not resumed, or has no checkpoint.
 
     Raises:
-        CheckpointError: there are checkpoints and none is good.
-        SetupError: another rank has checkpoints in that folder and rank 0 has none; starting over would lose them.
+        CheckpointError: All checkpoints are damaged.
+        SetupError: Another rank has checkpoints in that folder and rank 0 has none. Starting from
+            scratch would lose them.
     """
-    mine = None
+    loaded = None
     if tracker.folder.replaced:
         tracker.say(f"{tracker.path}: the run that was here saved nothing; starting over")
     if tracker.folder.resuming and tracker.path is not None:
-        mine = checkpoint.newest(tracker.path, tracker.say)
-        if mine is None:
-            tracker.say(f"{tracker.path}: the run that was here has no checkpoint yet; starting over")
-    if mine and not mine.state.part("model"):
-        raise CheckpointError(_SENSELESS.format(step=mine.state.position.step, reason="no weights"))
-    state = on_every_rank(mine, world)
+        loaded = checkpoint.load_newest(tracker.path, tracker.say)
+        if loaded is None:
+            tracker.say(
+                f"{tracker.path}: the run that was here has no checkpoint yet; starting over"
+            )
+    if loaded and not loaded.state.part("model"):
+        step = loaded.state.position.step
+        raise CheckpointError(_SENSELESS.format(step=step, reason="no weights"))
+    state = on_every_rank(loaded, world)
     if state is None and recipe.output is not None:
-        # A rank of a node that joins has no restarts of its own.
-        continued = recipe.resume is not None or world.place.restarts > 0 or is_restart()
-        here = continued and bool(checkpoint.checkpoints_in(Path(recipe.output).expanduser() / "checkpoints"))
-        owner = int(world.max_(torch.tensor(world.rank if here else 0)).item())
+        # A rank of a node that joins later has no restarts of its own.
+        is_resumed = recipe.resume is not None or world.place.restarts > 0 or is_restart()
+        rank = 0
+        if is_resumed:
+            folder = Path(recipe.output).expanduser() / "checkpoints"
+            if checkpoint.checkpoints_in(folder):
+                rank = world.rank
+        owner = int(world.max_(torch.tensor(rank)).item())
         if owner:
             raise SetupError(
-                f"rank {owner} finds checkpoints in {recipe.output} where rank 0 has none: make the machine of "
-                f"rank {owner} the first (torchrun --node_rank=0), or let all machines share the folder"
+                f"rank {owner} finds checkpoints in {recipe.output} where rank 0 has none: make "
+                f"the machine of rank {owner} the first (torchrun --node_rank=0), or let all "
+                "machines share the folder"
             )
     return state
 
 
-def on_every_rank(mine: checkpoint.GoodCheckpoint | None, world: World) -> checkpoint.State | None:
-    """Rank 0's checkpoint, None where it has none; collective.
+def on_every_rank(
+    loaded: checkpoint.GoodCheckpoint | None, world: World
+) -> checkpoint.State | None:
+    """Return on every rank the checkpoint that rank 0 has `loaded`. Collective.
 
-    A rank that finds the very same files, which rank 0 has hashed, or whole copies of them, reads from these. Where one
-    does not, as on another machine that does not share the run folder, rank 0 sends the files in pieces, and that rank
-    keeps them in temporary ones. Raises CheckpointError where rank 0's files changed meanwhile.
+    A rank reads the checkpoint from its own disk if it finds the files there that rank 0 has
+    hashed, or complete copies of them. Rank 0 sends the files in chunks to all other ranks, such as
+    those of a machine that does not share the run folder. These ranks store temporary copies.
+
+    Raises:
+        CheckpointError: Rank 0's files changed in the meantime.
     """
-    described: tuple[Path, bytes, checkpoint.Fingerprint] | None = world.broadcast_object(
-        (mine.path, checkpoint.manifest_bytes(mine.path), checkpoint.fingerprint(mine.path)) if mine else None
-    )
+    local = None
+    if loaded:
+        raw = checkpoint.read_manifest(loaded.path)
+        local = loaded.path, raw, checkpoint.fingerprint(loaded.path)
+    described: tuple[Path, bytes, checkpoint.Fingerprint] | None = world.broadcast_object(local)
     if described is None:
         return None
     path, raw, files = described
-    state = mine.state if mine else found_here(path, raw, files)
+    state = loaded.state if loaded else check_here(path, raw, files)
     if world.max_(torch.tensor(float(state is None))).item():
-        received = _sent(path, checkpoint.understood(path, raw), world, wanted=state is None)
+        manifest = checkpoint.parse_manifest(path, raw)
+        received = _receive_files(path, manifest, world, is_missing=state is None)
         state = state or received
     return state
 
 
-def found_here(path: Path, raw: bytes, files: checkpoint.Fingerprint) -> checkpoint.State | None:
-    """The checkpoint of this manifest, where this rank finds it whole; rank 0's very `files` are not hashed again."""
+def check_here(
+    path: Path,
+    raw: bytes,
+    files: checkpoint.Fingerprint,
+) -> checkpoint.State | None:
+    """Return the checkpoint with manifest `raw`, or None if this rank does not find it complete.
+
+    Files that are the `files` of rank 0, on the same disk, are not hashed again.
+    """
     try:
-        if checkpoint.manifest_bytes(path) != raw:
+        if checkpoint.read_manifest(path) != raw:
             return None
         if checkpoint.fingerprint(path) != files:
             return checkpoint.load(path)
-        return checkpoint.assembled(path, checkpoint.understood(path, raw), path.joinpath)
+        return checkpoint.build_state(path, checkpoint.parse_manifest(path, raw), path.joinpath)
     except (CheckpointError, OSError):
         return None
 
 
-def _sent(path: Path, manifest: checkpoint.Manifest, world: World, wanted: bool) -> checkpoint.State | None:
-    """Every file from rank 0, for the ranks that want them."""
+def _receive_files(
+    path: Path, manifest: checkpoint.Manifest, world: World, is_missing: bool
+) -> checkpoint.State | None:
+    """Broadcast every file from rank 0. Return the state on ranks whose checkpoint `is_missing`."""
     with ExitStack() as closing:
-        kept: dict[str, BinaryIO] = {}
+        received: dict[str, BinaryIO] = {}
         for name, entry in manifest.files.items():
-            source = closing.enter_context(checkpoint.reading(path / name, entry.size))[0] if world.is_main else None
-            target = closing.enter_context(_temporary(path)) if wanted else None
+            source = None
+            if world.is_main:
+                source = closing.enter_context(checkpoint.open_limited(path / name, entry.size))[0]
+            target = None
+            if is_missing:
+                target = closing.enter_context(_temporary(path))
             sha = hashlib.sha256()
             for start in range(0, entry.size, CHUNK):
-                piece = bytearray(min(CHUNK, entry.size - start))
+                chunk = bytearray(min(CHUNK, entry.size - start))
                 if source:
-                    source.readinto(piece)
-                world.broadcast_(torch.frombuffer(piece, dtype=torch.uint8))
-                sha.update(piece)
+                    source.readinto(chunk)
+                world.broadcast_(torch.frombuffer(chunk, dtype=torch.uint8))
+                sha.update(chunk)
                 if target:
-                    target.write(piece)
+                    target.write(chunk)
             if sha.hexdigest() != entry.sha256:
                 raise CheckpointError(f"{path}: {name} changed while it was sent to other machines")
             if target:
                 target.flush()
-                kept[name] = target
-        # The files have no names, and last as long as what is read from them.
-        return checkpoint.assembled(path, manifest, lambda name: f"/dev/fd/{kept[name].fileno()}") if wanted else None
+                received[name] = target
+        # The files have no names. They exist until the tensors that map them are deleted.
+        if is_missing:
+            return checkpoint.build_state(
+                path, manifest, lambda name: f"/dev/fd/{received[name].fileno()}"
+            )
+        return None
 
 
 @contextmanager
 def _temporary(path: Path) -> Iterator[BinaryIO]:
-    """A file that no one else sees."""
+    """Open a temporary file without a name."""
     try:
         with tempfile.TemporaryFile() as file:
             yield file
     except OSError as error:
         raise SetupError(
-            f"{path} is not on this machine, and there is no room for it in {tempfile.gettempdir()} "
-            f"({error.strerror}): let all machines share the run folder, or set TMPDIR to a larger folder"
+            f"{path} is not on this machine, and there is no room for it in "
+            f"{tempfile.gettempdir()} ({error.strerror}): let all machines share the run folder, "
+            "or set TMPDIR to a larger folder"
         ) from error
 
 
-def lengthened(recipe: Recipe, shorter: Recipe, saved: checkpoint.State, per_epoch: int) -> Recipe:
-    """The recipe of a run that trains on where a `shorter` one ended; `per_epoch` steps where `saved` does not tell.
+def extend_recipe(
+    recipe: Recipe,
+    shorter: Recipe,
+    saved: checkpoint.State,
+    per_epoch: int,
+) -> Recipe:
+    """Return the recipe of a run that continues after its `shorter` recipe has ended.
 
-    A cosine begins anew there: the rate follows from the recipe alone, wherever a run is killed. Raises RecipeError
-    where it ends as before.
+    A cosine schedule restarts at the end of `shorter`. The restart is written to the recipe, so
+    that the learning rate depends on the recipe alone, even if the run is killed and resumed.
+
+    Args:
+        recipe: The recipe of the longer run.
+        shorter: The recipe of the run that has ended.
+        saved: The last checkpoint of that run.
+        per_epoch: Steps per epoch, for checkpoints that do not record them.
+
+    Raises:
+        RecipeError: The longer run ends at the same step.
     """
-    per_epoch, shift = saved.facts.get("steps_per_epoch", per_epoch), saved.facts.get("shift", 0)
-    was, now = (min(r.epochs * per_epoch + shift, r.max_steps or math.inf) for r in (shorter, recipe))
-    if now == was:
-        key, more = ("max_steps", "null") if recipe.epochs > shorter.epochs else ("epochs", f"{recipe.epochs + 1}")
-        word = f"{key}={getattr(recipe, key)}"
-        raise RecipeError(f"{word} ends this run at step {now:.0f}, as before: to train longer, add {key}={more}")
-    done = (was - shift) / per_epoch
-    if new_cosine(shorter, recipe) is None or done <= recipe.schedule.warmup_epochs:
+    per_epoch = saved.facts.get("steps_per_epoch", per_epoch)
+    offset = saved.facts.get("shift", 0)
+    old_end = min(shorter.epochs * per_epoch + offset, shorter.max_steps or math.inf)
+    new_end = min(recipe.epochs * per_epoch + offset, recipe.max_steps or math.inf)
+    if new_end == old_end:
+        key = "epochs"
+        more = f"{recipe.epochs + 1}"
+        if recipe.epochs > shorter.epochs:
+            key = "max_steps"
+            more = "null"
+        raise RecipeError(
+            f"{key}={getattr(recipe, key)} ends this run at step {new_end:.0f}, as before: to "
+            f"train longer, add {key}={more}"
+        )
+    epochs_done = (old_end - offset) / per_epoch
+    if describe_restart(shorter, recipe) is None or epochs_done <= recipe.schedule.warmup_epochs:
         return recipe
-    return recipe.replace(schedule__restart=sorted({*shorter.schedule.restarts, done}))
+    return recipe.replace(schedule__restart=sorted({*shorter.schedule.restarts, epochs_done}))
 
 
 def restore(resolved: Resolved, state: TrainState, saved: checkpoint.State) -> None:
-    """Continue a checkpoint, whose weights have the names and shapes of the model.
+    """Restore a checkpoint whose weights have the names and shapes of the model. Collective.
 
     Raises:
-        CheckpointError: its optimizer state or moving average does not fit, or it is whole and yet no run's.
+        CheckpointError: The optimizer state or moving average does not fit, or the checkpoint was
+            not saved by a run.
     """
     try:
         for part in PARTS:
@@ -160,5 +232,5 @@ def restore(resolved: Resolved, state: TrainState, saved: checkpoint.State) -> N
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         if isinstance(error, TrainerError) or is_out_of_memory(error):
             raise
-        reason = f"{type(error).__name__}: {' '.join(text_of(error).split())[:120]}"
+        reason = f"{type(error).__name__}: {' '.join(read_text(error).split())[:120]}"
         raise CheckpointError(_SENSELESS.format(step=saved.position.step, reason=reason)) from error

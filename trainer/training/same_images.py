@@ -1,7 +1,8 @@
-"""Whether all ranks read the same images, and a continued run those that it began with.
+"""Checks that all ranks and all attempts of a run read the same images.
 
-Machines may hold different copies, and files may come and go while a run starts or between its parts. A checkpoint
-keeps of each part how many samples it has, a hash of their names and targets, and the sizes of some files.
+Machines may have different copies, and files may be added or deleted while a run starts or between
+its attempts. For the training set and the validation split, a checkpoint contains the number of
+samples, a hash of their names and targets, and the sizes and hashed contents of some files.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 from typing import Any
 
@@ -16,140 +19,236 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.data.encoded import EncodedPhotos, size_of
+from trainer.data.encoded import FEW, EncodedPhotos, encoded_size, hash_content
 from trainer.data.folders.scanning import few
-from trainer.data.items import stored_targets
+from trainer.data.items import find_stored_targets
 from trainer.data.registered import UserItems
 from trainer.data.sets import Datasets, ImageSet, TensorSet
+from trainer.distributed.world import World
 from trainer.errors import SetupError
-from trainer.processes.world import World
 from trainer.saving.checkpoint import State
 from trainer.tasks.classification import class_name
 from trainer.training.state import Resolved
 
-SIZED = 256  # photos of a part whose sizes are kept
-LOOKED_AT = 1024  # bytes of a sample in memory: more would take long for gigabytes
+# Number of photos of a data set whose sizes and contents are kept.
+SIZED = 256
+# Threads that read these photos. They spend their time waiting for the disk.
+WAITING = 16
+# Maximum number of bytes of a sample in memory that are hashed.
+LOOKED_AT = 1024
 ROLES = {"train": "training", "val": "held out"}
-ANEW = "or choose another output= to start anew (model.init_from=RUN keeps what it learned)"
+REMEDY = (
+    "or choose another output= to start from scratch (model.init_from=RUN keeps what it learned)"
+)
 
 
-def contents_of(data: Datasets) -> dict[str, Tensor]:
-    """Of the training and the held-out part, int64: samples, a hash of them all, and sizes of some in bytes."""
-    found = {}
-    for role, part in zip(ROLES, data.sources or (data.train, data.val), strict=True):
-        sizes = [size_of(part.address(at)) for at in _sized(len(part))] if isinstance(part, EncodedPhotos) else []
+def hash_contents(data: Datasets) -> dict[str, Tensor]:
+    """Return int64 tensors that identify the images.
+
+    Returns:
+        `train_images` has the number of training samples, a hash of all samples, and the sizes of
+        some files in bytes. `train_contents` has hashes of the contents of these files. Files in
+        Parquet are left out, because reading them would take long. `val_images` and `val_contents`
+        have the same values of the validation split.
+    """
+    tensors = {}
+    sources = data.sources or (data.train, data.val)
+    for role, part in zip(ROLES, sources, strict=True):
+        addresses = []
+        if isinstance(part, EncodedPhotos):
+            addresses = [part.address(index) for index in _choose_photos(len(part))]
+        sizes = [encoded_size(address) for address in addresses]
         count = len(part[0] if isinstance(part, tuple | list) else part)
-        found[role + "_images"] = torch.tensor([count, _digest(part), *sizes])
-    return found
+        tensors[role + "_images"] = torch.tensor([count, _hash_part(part), *sizes])
+        with ThreadPoolExecutor(WAITING) as pool:
+            contents = [*pool.map(_hash_content, addresses, sizes)]
+        tensors[role + "_contents"] = torch.tensor(contents, dtype=torch.int64)
+    return tensors
 
 
-def _sized(count: int) -> list[int]:
-    """The photos, of so many, whose sizes are kept."""
-    return [int(place) for place in np.linspace(0, count - 1, min(SIZED, count))]
+def _hash_content(address: bytes, size: int) -> int:
+    return hash_content(address, FEW) >> 1 if size >= 0 else 0
 
 
-def _digest(part: Any) -> int:
-    """Of photos by their names, of tensors by their values, each with its targets; of items by the targets and files
-    that their data set lists."""
+def _find_changed(now: Mapping[str, Tensor], before: Mapping[str, Tensor], role: str) -> Tensor:
+    """Return a mask of the chosen photos whose bytes have changed."""
+    images = f"{role}_images"
+    contents = f"{role}_contents"
+    different = now[images][2:] != before[images][2:]
+    # Earlier versions kept only the sizes.
+    if contents in before:
+        different |= now[contents] != before[contents]
+    return different
+
+
+def _choose_photos(count: int) -> list[int]:
+    """Return the indices, out of `count`, of the photos whose sizes and contents are kept."""
+    indices = np.linspace(0, count - 1, min(SIZED, count))
+    return [int(index) for index in indices]
+
+
+def _hash_part(part: Any) -> int:
+    """Hash the names of photos, or the values of tensors, and their targets.
+
+    For items of a user's data set, hash the targets and files that the data set lists.
+    """
     if isinstance(part, EncodedPhotos):
         return int(part.digest()[:15], 16)
     digest = hashlib.blake2b(digest_size=7)
-    if isinstance(part, ImageSet | TensorSet):
-        part = (part.images if isinstance(part, ImageSet) else part.inputs), part.labels
-    if isinstance(part, tuple | list) and all(isinstance(each, Tensor) for each in part):
+    if isinstance(part, ImageSet):
+        part = part.images, part.labels
+    elif isinstance(part, TensorSet):
+        part = part.inputs, part.labels
+    if isinstance(part, tuple | list) and all(isinstance(values, Tensor) for values in part):
         for values in part:
-            rows = np.ascontiguousarray(values.numpy()).reshape(len(values), -1).view(np.uint8)
-            digest.update(np.ascontiguousarray(rows[:, :: -(-rows.shape[1] // LOOKED_AT) or 1]).data)
+            rows = np.ascontiguousarray(values.numpy()).reshape(len(values), -1)
+            rows = rows.view(np.uint8)
+            stride = -(-rows.shape[1] // LOOKED_AT) or 1
+            digest.update(np.ascontiguousarray(rows[:, ::stride]).data)
         return int(digest.hexdigest(), 16)
     items = part.items if isinstance(part, UserItems) else part
     try:
-        targets = stored_targets(items)
-        digest.update(b"" if targets is None else np.ascontiguousarray(targets.numpy()).data)
-        for path, *_ in getattr(items, "samples", ()):  # torchvision's: a path and a class each
-            digest.update(os.fsencode(str(path).removeprefix(str(getattr(items, "root", "")))))
-    except Exception:  # a user's data set may raise anything at all
+        targets = find_stored_targets(items)
+        if targets is not None:
+            digest.update(np.ascontiguousarray(targets.numpy()).data)
+        # The `samples` of torchvision's data sets are pairs of a path and a class.
+        root = str(getattr(items, "root", ""))
+        for path, *_ in getattr(items, "samples", ()):
+            digest.update(os.fsencode(str(path).removeprefix(root)))
+    # A user's data set may raise anything.
+    except Exception:
         return 0
     return int(digest.hexdigest(), 16)
 
 
 def check_same_images(world: World, data: Datasets) -> None:
-    """Raises SetupError on every rank where one sees other data than rank 0. Collective."""
-    mine = {
+    """Raise SetupError on every rank if the data of any rank differs from rank 0's. Collective."""
+    digests = []
+    for part in (data.train, data.val):
+        if hasattr(part, "digest"):
+            digests.append(part.digest()[:8])
+    facts = {
         "training images": f"{len(data.train):,}",
         "held-out images": f"{len(data.val):,}",
         "classes": f"{len(data.classes)} ({few(data.classes)})",
         "shape": " x ".join(map(str, data.inputs.shape)),
-        "names of files": " ".join(part.digest()[:8] for part in (data.train, data.val) if hasattr(part, "digest")),
+        "names of files": " ".join(digests),
     }
-    facts, why = world.gather((platform.node(), mine)), ""
-    for rank, (host, theirs) in enumerate(facts):
-        what = next((key for key in mine if theirs[key] != mine[key]), None)
-        if what and not why:
-            why = (
-                f"rank {rank} on {host} found other data than rank 0 ({what}: {theirs[what]} there, {mine[what]} here)"
+    fault = ""
+    rank_values = world.gather((platform.node(), facts))
+    for rank, (host, rank_facts) in enumerate(rank_values):
+        key = next((key for key in facts if rank_facts[key] != facts[key]), None)
+        if key and not fault:
+            fault = (
+                f"rank {rank} on {host} found other data than rank 0 ({key}: {rank_facts[key]} "
+                f"there, {facts[key]} here)"
             )
-    if why := world.broadcast_object(why):
-        kept = ", and the run folder if it is continued: its split.csv tells what it holds out"
-        raise SetupError(
-            f"{why}: every machine needs the same files in data.root" + kept * (data.holdout_table is not None)
-        )
+    fault = world.broadcast_object(fault)
+    if fault:
+        remedy = "every machine needs the same files in data.root"
+        if data.holdout_table is not None:
+            remedy += (
+                ", and the run folder if it is continued: its split.csv says what it holds out"
+            )
+        raise SetupError(f"{fault}: {remedy}")
 
 
-def identified(world: World, data: Datasets, state: State | None) -> dict[str, Tensor]:
-    """What rank 0 keeps to recognise the images. Collective.
+def identify_images(world: World, data: Datasets, state: State | None) -> dict[str, Tensor]:
+    """Return tensors that let rank 0 recognise the images later. Collective.
 
     Raises:
-        SetupError: on every rank, where the classes are others, or most photos of some classes have other bytes.
+        SetupError: The classes differ from those of the checkpoint `state`, or most photos of some
+            classes have changed. Raised on every rank.
     """
-    samples = contents_of(data) if world.is_main else {}
+    samples = hash_contents(data) if world.is_main else {}
     if state is None:
         return samples
-    was, now = state.facts.get("classes"), list(data.classes)
-    was = [class_name(str(name)) for name in was] if isinstance(was, list) else now  # older checkpoints do not tell
-    if was != now:  # an output is a class by its place
-        changes = [(name, new) for name, new in zip_longest(was, now, fillvalue="none") if name != new]
-        shown = few([f"{new} was {name}" for name, new in changes])
+    classes = list(data.classes)
+    saved_classes = state.facts.get("classes")
+    # Older checkpoints do not name the classes.
+    if isinstance(saved_classes, list):
+        saved_classes = [class_name(str(name)) for name in saved_classes]
+    else:
+        saved_classes = classes
+    # An output stands for a class by its index, so the order matters too.
+    if saved_classes != classes:
+        changes = []
+        for old_name, new_name in zip_longest(saved_classes, classes, fillvalue="none"):
+            if old_name != new_name:
+                changes.append(f"{new_name} was {old_name}")
         raise SetupError(
-            f"the classes of data.name={data.name} are others, or in another order, than this run was trained on "
-            f"({shown}): put the old names back, {ANEW}"
+            f"the classes of data.name={data.name} are others, or in another order, than this run "
+            f"was trained on ({few(changes)}): put the old names back, {REMEDY}"
         )
-    before, exchanged = state.tensors.get("samples", {}), set[str]()
-    for (role, here), part in zip(samples.items(), data.sources or (data.train, data.val), strict=False):
-        old = before.get(role)
-        if old is None or len(here) == 2 or not torch.equal(here[:2], old[:2]) or part.labels.ndim > 1:
+    before = state.tensors.get("samples", {})
+    changed_classes = set[str]()
+    roles = ROLES if samples else ()
+    sources = data.sources or (data.train, data.val)
+    for role, part in zip(roles, sources, strict=False):
+        images = samples[f"{role}_images"]
+        saved_images = before.get(f"{role}_images")
+        # Only photos whose names and labels are the same are compared.
+        if (
+            saved_images is None
+            or len(images) == 2
+            or not torch.equal(images[:2], saved_images[:2])
+            or part.labels.ndim > 1
+        ):
             continue
-        labels, others = part.labels[_sized(len(part))], (here[2:] != old[2:]).numpy()
-        for label in np.unique(labels[others]).tolist():
-            if (labels == label).sum() > 1 and others[labels == label].mean() > 0.5:
-                exchanged.add(data.classes[label])
-    if found := world.broadcast_object(sorted(exchanged)):
+        labels = part.labels[_choose_photos(len(part))]
+        different = _find_changed(samples, before, role).numpy()
+        for label in np.unique(labels[different]).tolist():
+            in_class = labels == label
+            if in_class.sum() > 1 and different[in_class].mean() > 0.5:
+                changed_classes.add(data.classes[label])
+    if names := world.broadcast_object(sorted(changed_classes)):
         raise SetupError(
-            f"most photos of {few(found)} have other sizes than when this run began, under the same names: class "
-            f"folders changed places, or all were written anew: put them back, {ANEW}"
+            f"most photos of {few(names)} have other sizes or contents than when this run began, "
+            "under the same names: class folders changed places, or all were rewritten: put "
+            f"them back, {REMEDY}"
         )
     return samples
 
 
-def tell_changes(resolved: Resolved, total_steps: int, state: State) -> None:
-    """Say what changed since a checkpoint was saved."""
-    kept, now = state.tensors.get("samples"), resolved.samples
-    if not kept or not now:  # an older checkpoint; or rank 0 says it
+def report_changes(resolved: Resolved, total_steps: int, state: State) -> None:
+    """Print how the images have changed since the checkpoint `state` was saved."""
+    saved = state.tensors.get("samples")
+    samples = resolved.samples
+    # Old checkpoints have no samples. Ranks other than 0 leave the report to rank 0.
+    if not saved or not samples:
         return
-    changes, others, steps = list[str](), False, resolved.steps_per_epoch
-    for role, words in ROLES.items():
-        mine, old = now[f"{role}_images"], kept.get(f"{role}_images")
-        was = len(kept[role]) if old is None else int(old[0])  # older checkpoints have a number for each sample
-        others |= was != int(mine[0]) or (old is not None and bool(mine[1] != old[1]))
-        if was != mine[0]:
-            changes.append(f"{words}: {int(mine[0]):,} and there were {was:,}")
-        elif old is not None and mine[1] != old[1]:
-            changes.append(f"{words}: as many, with other names or labels, or in another order")
-        elif old is not None and (sizes := int((mine[2:] != old[2:]).sum())):
-            changes.append(f"{words}: {sizes} of {len(old) - 2} photos checked have a different size")
+    changes = list[str]()
+    are_others = False
+    for role, title in ROLES.items():
+        images = samples[f"{role}_images"]
+        count = int(images[0])
+        saved_images = saved.get(f"{role}_images")
+        if saved_images is None:
+            # Older checkpoints have one number for each sample.
+            saved_count = len(saved[role])
+        else:
+            saved_count = int(saved_images[0])
+        if saved_count != count:
+            are_others = True
+            changes.append(f"{title}: {count:,} and there were {saved_count:,}")
+        elif saved_images is not None and images[1] != saved_images[1]:
+            are_others = True
+            changes.append(f"{title}: as many, with other names or labels, or in another order")
+        elif saved_images is not None:
+            different = int(_find_changed(samples, saved, role).sum())
+            checked = len(saved_images) - 2
+            if different:
+                changes.append(f"{title}: {different} of {checked} photos checked are different")
     if not changes:
         return
-    before = state.facts.get("steps_per_epoch", steps)
-    changes += ["what is held out now may have been trained on, and the best so far is of other images"] * others
-    changes += [f"an epoch is {steps:,} steps and was {before:,}"] * (before != steps)
-    changes += ["this run is complete and trains no further"] * (state.position.step >= total_steps)
+    steps = resolved.steps_per_epoch
+    saved_steps = state.facts.get("steps_per_epoch", steps)
+    if are_others:
+        changes.append(
+            "what is held out now may have been trained on, and the best so far is of other images"
+        )
+    if saved_steps != steps:
+        changes.append(f"an epoch is {steps:,} steps and was {saved_steps:,}")
+    if state.position.step >= total_steps:
+        changes.append("this run is complete and trains no further")
     resolved.tracker.say(f"  the images changed since then: {'; '.join(changes)}")

@@ -1,7 +1,12 @@
-"""Putting a run together in four steps: `claim` meets the ranks and holds the folder, `resolve` opens the data and
-chooses what the recipe leaves open, `build` makes model, mode, optimizer and loader, `begin` writes that the run is.
+"""Set up a run in four steps.
 
-Evaluating and measuring share `start_process`, `task_of` and `wire`.
+1. `claim` connects the ranks and locks the run folder.
+2. `open_run` opens the data and chooses the open keys of the recipe that follow from it.
+3. `resolve_and_build` chooses the keys that follow from the device's memory, then calls `build`,
+   which creates model, mode, optimizer and loader.
+4. `begin` writes the first files of the run and restores its checkpoint.
+
+The commands that evaluate and measure share `start_process`, `create_task` and `place_model`.
 """
 
 from __future__ import annotations
@@ -16,62 +21,76 @@ import torch
 from torch import nn
 
 from trainer import modes, tasks
-from trainer.data import Datasets, Loader, damaged, open_datasets, steps_per_epoch
+from trainer.data import Datasets, Loader, count_steps_per_epoch, damaged, open_datasets
 from trainer.data.cache import cached
-from trainer.data.damaged import without_damage
-from trainer.data.feeds import known_labels
+from trainer.data.damaged import find_damaged
+from trainer.data.feeds import find_labels
 from trainer.data.folders.layout import HOLDOUT_FILE, NOTHING_BEFORE, Before, continued
 from trainer.devices.precision import has_bf16, set_precision
+from trainer.distributed.world import World
+from trainer.distributed.world_setup import create_world
 from trainer.errors import RecipeError, TrainerError
 from trainer.launch import endings
-from trainer.models.inputs import with_pretrained_input
+from trainer.models.inputs import add_pretrained_input
 from trainer.models.norms import check_alone
-from trainer.models.shapes import without_values
+from trainer.models.shapes import copy_to_meta
+from trainer.models.undisturbed import restore_after
 from trainer.modes import Context, Strategy
-from trainer.optim.optimization import Updater, loss_scaler
+from trainer.optim.optimization import Updater, build_loss_scaler
 from trainer.optim.optimizers import build_optimizer
-from trainer.optim.trainable import normalises_batches, notes, roles_of
+from trainer.optim.trainable import describe_training, find_roles, uses_batch_statistics
 from trainer.processes import stacks
 from trainer.processes.interrupts import Interrupts
-from trainer.processes.resources import keep_freed_memory, locate
-from trainer.processes.world import DATA_PATIENCE, World
+from trainer.processes.resources import keep_freed_memory
 from trainer.recipe import Recipe
 from trainer.recipe.image_sizes import in_pixels
-from trainer.recipe.shares import bounded, rows_of, units
+from trainer.recipe.shares import count_rows, count_units, divide_within_limits
 from trainer.saving.checkpoint import State
 from trainer.saving.journal import OTHER, START
 from trainer.saving.run_folder import RunFolder
 from trainer.tasks import Task
 from trainer.telemetry.clocks import Ledger
-from trainer.telemetry.flops import peak_flops, training_flops
+from trainer.telemetry.flops import count_training_flops, look_up_peak_flops
 from trainer.telemetry.tracking import NullTracker, Tracker
-from trainer.training import banner, memory_needs, reporting, resuming, stopping
+from trainer.training import banner, memory_keys, noticing, reporting, resuming, stopping
 from trainer.training.callbacks import Callbacks
-from trainer.training.initial_model import initial_model, starting_notes
-from trainer.training.randomness import random_states, restore_random_states, seed_everything, seed_ranks
-from trainer.training.run import ModelFacts, Observer, Run
-from trainer.training.same_images import check_same_images, identified
-from trainer.training.state import Resolved, TrainState
+from trainer.training.initial_model import build_initial_model, describe_start
+from trainer.training.observer import ModelFacts, Observer
+from trainer.training.parts import hash_user_code
+from trainer.training.randomness import (
+    read_random_states,
+    restore_random_states,
+    seed_everything,
+    seed_ranks,
+)
+from trainer.training.results import Result
+from trainer.training.run import Run
+from trainer.training.same_images import check_same_images, identify_images
+from trainer.training.state import Opened, Resolved, TrainState
 from trainer.training.teaching import Teacher
 
-SPEED_STEPS = 20  # where there is no data
+# Number of steps of a run that measures speed on synthetic images, because its data is missing.
+SPEED_STEPS = 20
 
 
-def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callbacks: Callbacks) -> Run:
-    """Everything before the first step: claim the run folder, resolve the recipe, build, begin."""
+def prepare(
+    recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callbacks: Callbacks
+) -> Run:
+    """Create all objects of a run, and restore its checkpoint."""
     ledger = Ledger(f"{START}ranks")
     start_process(recipe)
     claimed = claim(recipe, interrupts, callbacks, closing, ledger)
     with claimed.part("data"):
-        resolved = resolve(recipe, claimed, closing)
+        opened = open_run(recipe, claimed, closing)
     with claimed.part("model"):
-        drawn = random_states([])
+        states = read_random_states()
 
-        def made(chosen: Resolved) -> Run:
-            restore_random_states(drawn, [])
-            return build(chosen, interrupts, callbacks, ledger)
+        def build_from_states(resolved: Resolved) -> Run:
+            # A probe's model must not change the random numbers of the model that trains.
+            restore_random_states(states)
+            return build(resolved, interrupts, callbacks, ledger)
 
-        run = memory_needs.fewest(made, resolved)
+        run = memory_keys.resolve_and_build(opened, build_from_states)
     with claimed.part("logging"):
         begin(run)
     ledger.turn(OTHER)
@@ -80,32 +99,48 @@ def prepare(recipe: Recipe, interrupts: Interrupts, closing: ExitStack, callback
 
 @dataclass(frozen=True)
 class Claim:
-    """A run folder, held by rank 0 for all ranks, which have met."""
+    """Connected ranks, and the run folder that rank 0 has locked for them.
+
+    Attributes:
+        world: The connected ranks.
+        tracker: The writer of the run folder on rank 0; a tracker without effects on other ranks.
+        resolved_keys: Values that the resumed run has chosen for open keys of its recipe.
+        before: The validation images of the resumed run.
+        shorter: The recipe of the resumed run, if this run trains longer.
+        ledger: Account of how this process spends its time.
+    """
 
     world: World
     tracker: NullTracker
-    resolved_keys: dict[str, Any]  # what the run to be continued chose of its recipe's open keys
-    before: Before  # the images that it holds out
-    shorter: Recipe | None  # its recipe, where this run is to train longer
+    resolved_keys: dict[str, Any]
+    before: Before
+    shorter: Recipe | None
     ledger: Ledger
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """A part of the start-up, which the journal has from its beginning and end on."""
+        """Measure the time of one part of the start-up, and write it to the journal."""
         with self.ledger.span(f"{START}{name}"):
             yield
         self.tracker.journal.mark(now=True)
 
 
-def claim(recipe: Recipe, interrupts: Interrupts, callbacks: Callbacks, closing: ExitStack, ledger: Ledger) -> Claim:
-    """Meet the other ranks and hold the run folder until `closing` is closed. Collective.
+def claim(
+    recipe: Recipe, interrupts: Interrupts, callbacks: Callbacks, closing: ExitStack, ledger: Ledger
+) -> Claim:
+    """Connect to the other ranks and lock the run folder until `closing` is closed. Collective.
 
-    The folder is held when all have met: a run that waits for its ranks keeps no other out. Where rank 0 cannot have
-    it, every rank raises the same.
+    The folder is locked only after all ranks are connected, so that a run that waits for its ranks
+    does not block other runs.
+
+    Raises:
+        TrainerError: Rank 0 cannot lock the folder. Every rank raises the same error.
     """
-    world = locate(recipe)
+    world = create_world(recipe)
     world.connect(recipe.timeout)
-    tracker, before, refused = NullTracker(), NOTHING_BEFORE, None
+    tracker = NullTracker()
+    before = NOTHING_BEFORE
+    refusal = None
     if world.is_main:
         try:
             folder = RunFolder(recipe)
@@ -116,191 +151,316 @@ def claim(recipe: Recipe, interrupts: Interrupts, callbacks: Callbacks, closing:
             interrupts.last_words = tracker.journal.end
             before = continued(folder)
         except TrainerError as error:
-            refused = error
+            refusal = error
     folder_facts = tracker.path, tracker.folder.resolved_keys, tracker.folder.shorter
-    refused, before, (path, keys, shorter) = world.broadcast_object((refused, before, folder_facts))
-    if refused is not None:
-        raise refused
+    main_values = world.broadcast_object((refusal, before, folder_facts))
+    refusal, before, (path, resolved_keys, shorter) = main_values
+    if refusal is not None:
+        raise refusal
     stacks.write_to(path)
     callbacks.connect(world)
-    return Claim(world, tracker, keys, before, shorter, ledger)
+    return Claim(world, tracker, resolved_keys, before, shorter, ledger)
 
 
-def note_end(tracker: NullTracker, ledger: Ledger, interrupts: Interrupts, error: BaseException | None) -> None:
-    """The journal gets why this attempt ends, where that is an error."""
+def note_end(
+    tracker: NullTracker,
+    ledger: Ledger,
+    interrupts: Interrupts,
+    error: BaseException | None,
+) -> None:
+    """Write the cause to the journal if this attempt ends with an error."""
     if error is not None:
         ledger.note_failure()
         tracker.journal.end(endings.cause(error, interrupts.received))
 
 
-def resolve(typed: Recipe, claim: Claim, closing: ExitStack) -> Resolved:
-    """Look once at the folder, the data and the machine, and settle what the recipe leaves open. Collective."""
-    world, tracker = claim.world, claim.tracker
-    recipe = with_pretrained_input(typed.replace(**claim.resolved_keys))
-    data = world.all_or_none(lambda: open_datasets(recipe, claim.before), DATA_PATIENCE)
+def open_run(typed: Recipe, claim: Claim, closing: ExitStack) -> Opened:
+    """Open the data and the checkpoint, and choose the open keys that depend on them.
+
+    Collective.
+    """
+    world = claim.world
+    tracker = claim.tracker
+    recipe = add_pretrained_input(typed.replace(**claim.resolved_keys))
+    data = world.all_or_none(lambda: open_datasets(recipe, claim.before))
     if "images" in data.notes:
         recipe = recipe.replace(data__image_size=data.image_size, data__channels=data.channels)
     if "measured" in data.notes:
         recipe = recipe.replace(data__mean=[*data.mean], data__std=[*data.std])
-    task = task_of(recipe, data)
-    share = modes.data_share(recipe, world)
-    steps = steps_per_epoch(len(data.train), recipe, share)
+    task = create_task(recipe, data)
+    share = modes.compute_data_share(recipe, world)
+    steps = count_steps_per_epoch(len(data.train), recipe, share)
     check_same_images(world, data)
     with claim.ledger.span(f"{START}resuming"):
-        state = resuming.newest(tracker, world, recipe)
+        state = resuming.find_newest(tracker, world, recipe)
     if state is not None and claim.shorter is not None:
-        recipe = resuming.lengthened(recipe, claim.shorter, state, steps)
+        recipe = resuming.extend_recipe(recipe, claim.shorter, state, steps)
     if recipe.shares == "auto":
-        share = replace(share, numbers=kept_shares(recipe, state, world))
-    if state is None:  # a run that goes on has looked
-        data = without_damage(data, recipe, world)
-    samples = identified(world, data, state)
-    data, recipe = cached(replace(data, sources=()), recipe, world, tracker.say, closing)
+        share = replace(share, numbers=read_kept_shares(recipe, state, world))
+    # A resumed run has looked for damaged images when it was started.
+    if state is None:
+        data = find_damaged(data, recipe, world)
+    samples = identify_images(world, data, state)
+    data = replace(data, sources=())
+    data, recipe = cached(data, recipe, world, tracker.say, closing)
     speed_only = data.synthetic and recipe.data.name != "synthetic"
     if speed_only:
-        recipe = speed_recipe(recipe, data, tracker.say)
+        recipe = build_speed_recipe(recipe, data, tracker.say)
     teacher = None
     if recipe.distill.teacher is not None:
-        teacher = world.all_or_none(lambda: Teacher(task, data, world.device, share.targets), DATA_PATIENCE)
-        other = teacher.facts != world.broadcast_object(teacher.facts)
-        what = f"distill.teacher={recipe.distill.teacher} has other weights on rank {world.rank} than on rank 0"
-        world.raise_any(RecipeError(f"{what}: copy the file") if other else None)
+        teacher = world.all_or_none(lambda: Teacher(task, data, world.device, share.targets))
+        error = None
+        if teacher.facts != world.broadcast_object(teacher.facts):
+            error = RecipeError(
+                f"distill.teacher={recipe.distill.teacher} has other weights on rank {world.rank} "
+                "than on rank 0: copy the file"
+            )
+        world.raise_any(error)
     tracker.resolved(recipe)
-    facts = speed_only, claim.shorter is not None, teacher
-    return Resolved(recipe, data, task, world, share, steps, tracker, state, samples, *facts)
+    return Opened(
+        recipe,
+        data,
+        task,
+        world,
+        share,
+        steps,
+        tracker,
+        state,
+        samples,
+        speed_only=speed_only,
+        longer=claim.shorter is not None,
+        teacher=teacher,
+    )
 
 
-def kept_shares(recipe: Recipe, state: State | None, world: World) -> tuple[float, ...]:
-    """What an earlier part of the run measured on devices of the same names; empty where there is nothing."""
-    kept = state.facts.get("shares", {}) if state is not None else {}
-    if not kept.get("numbers") or not kept.get("measured") or kept["devices"] != [*world.devices]:
+def read_kept_shares(recipe: Recipe, state: State | None, world: World) -> tuple[float, ...]:
+    """Return the shares that the run measured before it was resumed.
+
+    Returns:
+        An empty tuple if the shares were not measured, or were measured on different devices.
+    """
+    saved = {}
+    if state is not None:
+        saved = state.facts.get("shares", {})
+    if (
+        not saved.get("numbers")
+        or not saved.get("measured")
+        or saved["devices"] != [*world.devices]
+    ):
         return ()
-    every = units(recipe)
-    return tuple(bounded(every, kept["numbers"], 1, [every] * world.size))
+    total = count_units(recipe)
+    return tuple(divide_within_limits(total, saved["numbers"], 1, [total] * world.size))
 
 
-def speed_recipe(recipe: Recipe, data: Datasets, say: Callable[[str], None]) -> Recipe:
-    """Where the data is missing: the recipe's model, global batch and image size on synthetic images, for 20 steps."""
+def build_speed_recipe(
+    recipe: Recipe,
+    data: Datasets,
+    say: Callable[[str], None],
+) -> Recipe:
+    """Return the recipe of a speed measurement, for a run whose data is missing.
+
+    The measurement trains 20 steps on synthetic images, with the model, global batch size and image
+    size of `recipe`.
+    """
     steps = min(SPEED_STEPS, recipe.max_steps or SPEED_STEPS)
     say(
-        f"NO DATA: data.root is not set, so this measures SPEED on SYNTHETIC images and trains nothing of use.\n"
-        f"  {recipe.model.name}, global batch {recipe.batch_size}, {in_pixels(data.image_size)} px; {steps} steps "
-        "(max_steps=N: fewer); no augmentation, no checkpoint. To train: data.root=/path/to/images"
+        "NO DATA: data.root is not set, so this measures SPEED on SYNTHETIC images and trains "
+        f"nothing of use.\n  {recipe.model.name}, global batch {recipe.batch_size}, "
+        f"{in_pixels(data.image_size)} px; {steps} steps (max_steps=N: fewer); no augmentation, no "
+        "checkpoint. To train: data.root=/path/to/images"
     )
-    plain = {"crop": "none", "auto": "none", "hflip": 0.0, "alternate": False, "erase": 0.0}  # nor is one decoded
-    recipe = recipe.replace(**{f"augment__{key}": value for key, value in plain.items()})
-    return recipe.replace(max_steps=steps, resume=None)
+    # Synthetic images are not decoded, so augmentation would not cost what it costs with photos.
+    return recipe.replace(
+        max_steps=steps,
+        resume=None,
+        augment__crop="none",
+        augment__auto="none",
+        augment__hflip=0.0,
+        augment__alternate=False,
+        augment__erase=0.0,
+    )
 
 
 def start_process(recipe: Recipe) -> None:
-    """What a process does before anything that computes."""
+    """Set allocator, seeds and precision of the process, before the first computation."""
     keep_freed_memory()
     seed_everything(recipe.seed, recipe.deterministic, recipe.compile)
     set_precision(recipe.precision)
 
 
-def task_of(recipe: Recipe, data: Datasets) -> Task:
-    """The recipe's task for a data set."""
-    return tasks.create(recipe, data.classes, known_labels(data.train, skip=False))
+def create_task(recipe: Recipe, data: Datasets) -> Task:
+    """Return the recipe's task for a data set."""
+    return tasks.create_task(recipe, data.classes, find_labels(data.train, skip=False))
 
 
 def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, ledger: Ledger) -> Run:
-    """Model, mode, optimizer and batches; nothing of the run folder is written yet."""
-    recipe, data, world, task = resolved.recipe, resolved.datasets, resolved.world, resolved.task
+    """Create model, mode, optimizer and loader. The run folder does not change."""
+    recipe = resolved.recipe
+    data = resolved.datasets
+    world = resolved.world
+    task = resolved.task
     say = resolved.tracker.say
-    model = initial_model(recipe, task, data, resolved.checkpoint, world, say)
-    resolved = memory_needs.settled(resolved, model)
-    recipe, recomputed = resolved.recipe, resolved.recomputed
-    tuned = world.broadcast_object(resolved.tracker.folder.tuned(say))
-    facts = model_facts(model, resolved)
+    model = build_initial_model(recipe, task, data, resolved.checkpoint, world, say)
+    facts = collect_model_facts(model, resolved)
     share = resolved.share
-    example = data.example(rows_of(recipe, share.count, numbers=share.numbers)[share.index])
-    if (teacher := resolved.teacher) is not None:
-        task, example = teacher, replace(example, targets=teacher.targets)
-    context = Context(recipe, world, task, example, len(data.train), share, tuned=tuned, say=say, recomputed=recomputed)
-    strategy, updater = wire(context, model)
+    rank_rows = count_rows(recipe, share.count, numbers=share.numbers)
+    example = data.example(rank_rows[share.index])
+    teacher = resolved.teacher
+    if teacher is not None:
+        task = teacher
+        example = replace(example, targets=teacher.targets)
+    context = Context(
+        recipe,
+        world,
+        task,
+        example,
+        len(data.train),
+        share,
+        tuned=resolved.tuned,
+        say=say,
+        recomputed=resolved.recomputed,
+    )
+    strategy, updater = place_model(context, model)
     if teacher is not None:
         teacher.place(strategy)
-    # Ranks of this machine that read images: of a pipeline's, one or two a replica.
-    reading = int(world.sum_(torch.tensor(float(share.inputs))).item())
-    readers = max(1, world.place.local_size * reading // world.size)
+    # Loader workers use the cores of the machine, which the ranks that read images divide among
+    # them. In a pipeline, these are one or two ranks of each replica.
+    reads = torch.tensor(float(share.inputs))
+    reading_ranks = int(world.sum_(reads).item())
+    readers = max(1, world.place.local_size * reading_ranks // world.size)
     loader = Loader(data, recipe, resolved.task, share, world.device, readers)
     state = TrainState(resolved, strategy, updater, ledger.begun)
     observer = Observer(recipe, world, resolved.tracker, ledger, facts)
     return Run(resolved, state, observer, loader, interrupts, callbacks)
 
 
-def model_facts(model: nn.Module, resolved: Resolved) -> ModelFacts:
-    """What the banner and the figures need of the whole model. Collective."""
-    recipe, data = resolved.recipe, resolved.datasets
-    cards = cards_of(resolved.world, recipe.precision)
-    lines = starting_notes(recipe, data, model) if resolved.checkpoint is None else {}
-    lines |= notes(model, recipe)
-    if slow := [name for name, (_, emulates) in cards.items() if emulates]:
-        lines["bf16"] = f"emulated, slowly, by {', '.join(slow[:8])}: use precision=fp16 or fp32"
-    peak, flops = utilisation_base(model, data, cards)
+def collect_model_facts(model: nn.Module, resolved: Resolved) -> ModelFacts:
+    """Return the properties of the whole model for the banner and the speed figures. Collective."""
+    recipe = resolved.recipe
+    data = resolved.datasets
+    cards = describe_cards(resolved.world, recipe.precision)
+    lines = {}
+    if resolved.checkpoint is None:
+        lines = describe_start(recipe, data, model)
+    lines |= describe_training(model, recipe)
+    emulating = [name for name, (_, emulates) in cards.items() if emulates]
+    if emulating:
+        names = ", ".join(emulating[:8])
+        lines["bf16"] = f"emulated, slowly, by {names}: use precision=fp16 or fp32"
+    peak, flops = compute_utilisation_base(model, data, cards)
     size = sum(parameter.numel() for parameter in model.parameters())
-    return ModelFacts(size, normalises_batches(model), lines, flops, peak)
+    return ModelFacts(size, uses_batch_statistics(model), lines, flops, peak)
 
 
 def begin(run: Run) -> None:
-    """From here on the run counts: its folder gets what it is, and training goes on where its checkpoint ends."""
-    recipe, data, tracker = run.recipe, run.datasets, run.tracker
+    """Write the first files of the run and restore its checkpoint, if any."""
+    recipe = run.recipe
+    data = run.datasets
+    tracker = run.tracker
+    # The first call reads the user's source files. It is made here, before the user edits them.
+    hash_user_code()
     tracker.folder.keep_tuned(run.strategy.tuned)
     seed_ranks(recipe.seed, run.world.rank)
     if data.holdout_table is not None:
         tracker.keep(HOLDOUT_FILE, data.holdout_table)
     if data.damaged:
-        tracker.keep(damaged.SKIPPED_FILE, lambda: damaged.table(data.damaged))
-    run.observer.banner_lines = banner.banner_lines(run)
-    banner.say(run)
-    resolved, state = run.resolved, run.state
+        tracker.keep(damaged.SKIPPED_FILE, lambda: damaged.format_damaged(data.damaged))
+    resolved = run.resolved
+    state = run.state
+    lines = banner.build_banner(
+        resolved, run.strategy, run.observer.model, run.loader.workers_in_words()
+    )
+    run.observer.banner_lines = lines
+    banner.print_banner(recipe, run.world.devices, lines, tracker)
     if resolved.checkpoint is not None:
         with run.ledger.span(f"{START}resuming"):
             resuming.restore(resolved, state, resolved.checkpoint)
+            noticing.compare_epochs(resolved, run.strategy)
         stopping.check_patience(resolved, state)
     run.saver.committed = state.position.step
-    run.interrupts.nothing_new = lambda: run.saver.committed == state.position.step  # a checkpoint holds all
-    if resolved.longer:  # no longer completed, whatever may end it
-        tracker.result(reporting.result(run, "running"))
+    # A signal may end the process without a save while the last checkpoint holds everything.
+    run.interrupts.nothing_new = lambda: run.saver.committed == state.position.step
+    # The result in the folder says "completed", which is no longer true once this run has started.
+    if resolved.longer:
+        tracker.result(current_result(run, "running"))
     tracker.start(state.position, state.total_steps, run.task.headline())
-    tracker.keep("result.json", lambda: json.dumps(reporting.result(run, "running"), indent=2) + "\n")
+    if recipe.logging.wandb or recipe.logging.mlflow:
+        # Only rank 0 contacts the servers, which may take minutes, so no timeout applies here.
+        run.world.wait_for(None)
+    tracker.keep("result.json", lambda: json.dumps(current_result(run, "running"), indent=2) + "\n")
 
 
-def wire(context: Context, model: nn.Module) -> tuple[Strategy, Updater]:
-    """Give a model to the context's mode, and an optimizer to what this rank has of it."""
-    recipe, device = context.recipe, context.world.device
+def current_result(
+    run: Run, status: str, error: str | None = None, exit_code: int | None = None
+) -> Result:
+    """Return the present content of result.json. See `reporting.build_result`."""
+    return reporting.build_result(
+        run.resolved,
+        run.state,
+        run.observer,
+        run.loader.samples_per_step,
+        run.steps.kind,
+        run.saver.costs,
+        status,
+        error,
+        exit_code,
+    )
+
+
+def place_model(context: Context, model: nn.Module) -> tuple[Strategy, Updater]:
+    """Create the mode of `model`, and the optimizer of this rank's parameters. Collective."""
+    recipe = context.recipe
+    device = context.world.device
     if context.world.size > 1:
         check_alone(model, recipe.traits.exchanges)
-    scaler = loss_scaler(recipe, device)
-    strategy = modes.create(replace(context, scale=scaler.scale if scaler is not None else None))
-    roles = roles_of(model, recipe)  # of the whole model, of which a rank may keep a part
+    scaler = build_loss_scaler(recipe, device)
+    if scaler is not None:
+        context = replace(context, scale=scaler.scale)
+    strategy = modes.create(context)
+    # Roles depend on the whole model, and after `setup` a rank may have only a part of the model.
+    roles = find_roles(model, recipe)
     strategy.setup(model)
-    optimizer = build_optimizer(strategy.named_parameters(), recipe.optimizer, roles)
-    return strategy, Updater(optimizer, recipe, strategy.home, scaler)
+    parameters = strategy.named_parameters()
+    optimizer = build_optimizer(parameters, recipe.optimizer, roles)
+    updater = Updater(optimizer, recipe, strategy.home, scaler, roles)
+    updater.frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
+    return strategy, updater
 
 
-def cards_of(world: World, precision: str) -> dict[str, tuple[float | None, bool]]:
-    """Each card's peak FLOP/s and whether it emulates this precision, by name, on every rank; workers that share one
-    count once. Empty on the CPU."""
+def describe_cards(world: World, precision: str) -> dict[str, tuple[float | None, bool]]:
+    """Return the peak FLOP/s of all GPUs by name, and whether they emulate `precision`. Collective.
+
+    A GPU that several ranks share counts once. On CPU the result is empty.
+    """
     if world.device.type != "cuda":
         return {}
-    mine = {
-        name.partition("#")[0]: (peak_flops(device, precision), precision == "bf16" and not has_bf16(device))
-        for name, device in world.driven().items()
-    }
-    together = {name: card for part in world.gather(mine) for name, card in part.items()}
-    return dict(world.broadcast_object(together))
+    local_cards = {}
+    for name, device in world.driven().items():
+        emulates = precision == "bf16" and not has_bf16(device)
+        local_cards[name.partition("#")[0]] = look_up_peak_flops(device, precision), emulates
+    cards: dict[str, tuple[float | None, bool]] = {}
+    for rank_cards in world.gather(local_cards):
+        cards |= rank_cards
+    return dict(world.broadcast_object(cards))
 
 
-def utilisation_base(
-    model: nn.Module, data: Datasets, cards: Mapping[str, tuple[float | None, bool]]
+def compute_utilisation_base(
+    model: nn.Module,
+    data: Datasets,
+    cards: Mapping[str, tuple[float | None, bool]],
 ) -> tuple[float | None, int]:
-    """The cards' peak FLOP/s together and one image's FLOPs in training, where both can be known."""
+    """Return the total peak FLOP/s of all GPUs and the FLOPs of training on one image.
+
+    Returns:
+        None and 0 if either is unknown.
+    """
     peaks = [peak for peak, _ in cards.values() if peak is not None]
     if not peaks or len(peaks) < len(cards):
         return None, 0
     try:
-        return sum(peaks), training_flops(without_values(model), data.example(1).shape)
-    except (NotImplementedError, RuntimeError):  # an operator, or a look at values, that shapes alone do not have
+        # The copy shares closures and globals with the model, so their state must be restored.
+        with restore_after([model]):
+            return sum(peaks), count_training_flops(copy_to_meta(model), data.example(1).shape)
+    # Some models cannot be copied, need values besides shapes, or need more than one image.
+    except Exception:
         return None, 0

@@ -1,87 +1,114 @@
-"""`shares=auto`: dividing every batch by the speeds that the run measures of its ranks.
+"""`shares=auto`: divide every batch in proportion to the measured speeds of the ranks.
 
-All ranks have the same figures, and decide the same. In the first steps shares change as soon as these are measured:
-the order of images is one for all shares, so that a step is that of any others. Workers that each have images of their
-own begin with new ones at the next epoch.
+All ranks have the same measurements and make the same decision. In the first steps the shares
+change as soon as speeds are measured, because a step has the same images with any shares. If every
+worker has its own images, the shares change only at the start of an epoch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
 
-from trainer.data.sampling import contiguous_span
-from trainer.models.memory import room_in
-from trainer.recipe.shares import bounded, rows_of, units
-from trainer.telemetry.device_memory import peak_memory, total_memory
-from trainer.telemetry.rank_watch import RankWatch
-from trainer.training.run import Run
+from trainer.data import DataShare
+from trainer.data.sampling import compute_span
+from trainer.distributed.world import World
+from trainer.memory.device import peak_memory, total_memory
+from trainer.memory.needs import count_fitting_images
+from trainer.recipe import Recipe
+from trainer.recipe.shares import count_rows, count_units, divide_within_limits
+from trainer.training.observer import Observer
+from trainer.training.state import Resolved, TrainState
 
 
-def divided(run: Run, begins: bool) -> bool:
-    """Whether ranks compute other parts of a batch from here on, where an epoch `begins` or has steps left.
-    Collective."""
-    strategy, share, shares = run.strategy, run.strategy.share, run.noticed.shares
-    if shares is None or (share.every_sample and not begins):
-        return False
-    rows = rows_of(run.recipe, share.count, numbers=share.numbers)
-    divide = partial(_possible, run, rows)
-    wanted = shares.first(rows, divide) or (shares.lasting(rows, divide) if begins else None)
-    if wanted is None or wanted == rows:
-        return False
-    _tell(run, rows, wanted, shares.speeds)
-    strategy.divide(replace(share, numbers=tuple(wanted)))
-    strategy.context = replace(strategy.context, example=replace(strategy.context.example, rows=wanted[share.index]))
-    run.loader.divide(strategy.share.numbers)
-    run.steps.forget()
-    run.forward.close()
-    run.noticed.ranks = RankWatch()
-    run.timer.start()
-    return True
+def choose_rows(
+    resolved: Resolved, state: TrainState, observer: Observer, epoch_begins: bool
+) -> list[int] | None:
+    """Choose new numbers of rows of the ranks if measured speeds suggest it. Collective.
 
+    Called when an epoch begins, and between steps of an epoch that has steps left.
 
-def _possible(run: Run, rows: Sequence[int], speeds: Sequence[float]) -> list[int]:
-    """Rows of each rank in proportion to its speed, as far as its device holds them. Collective."""
-    recipe, together = run.recipe, run.recipe.augment.together
-    alone = 2 if run.observer.model.batch_norm else 1  # statistics want more than one image
-    least = min(max(1, alone // together), min(rows) // together)
-    held = run.world.broadcast_object(run.world.gather(_most(run, rows[run.world.rank])))
-    most = [max(now, rows) // together for now, rows in zip(rows, held, strict=True)]
-    wanted = [together * part for part in bounded(units(recipe), speeds, least, most)]
-    samples, steps = len(run.datasets.train), run.resolved.steps_per_epoch
-    if run.strategy.share.every_sample:  # each worker has an image for each micro-batch
-        spans = [contiguous_span(samples, rank, len(rows), wanted) for rank in range(len(rows))]
-        if min(stop - start for start, stop in spans) < steps * recipe.pieces:
-            return list(rows)
-    return wanted
-
-
-def _most(run: Run, rows: int) -> int:
-    """Images of a micro-batch that this rank's device has room for, by what `rows` of them took; on a CPU all, as ranks
-    divide its memory whatever their shares."""
-    device, world = run.world.device, run.world
-    if device.type != "cuda":
-        return run.recipe.batch_size
-    resident = torch.cuda.memory_allocated(device)
-    return most_held(total_memory(device), world.sharing(), resident, peak_memory(device), rows)
-
-
-def most_held(memory: int, sharing: int, resident: int, peak: int, rows: int) -> int:
-    """Images that a device of so much memory holds, where `rows` of them took `peak` bytes, `resident` ones among."""
-    each = max(1.0, (peak - resident) / rows)
-    return max(rows, int(room_in(memory, sharing, resident) / each))
-
-
-def _tell(run: Run, rows: Sequence[int], wanted: Sequence[int], speeds: Sequence[float]) -> None:
-    """One line, of the slowest rank and all shares."""
-    names, pieces = run.world.devices, run.recipe.pieces
-    slow, fast = speeds.index(min(speeds)), speeds.index(max(speeds))
-    shares = " + ".join(str(pieces * each) for each in wanted)
-    run.tracker.say(
-        f"  shares: {names[slow]} is {speeds[slow] / speeds[fast]:.2g} times as fast as {names[fast]}: of "
-        f"{run.recipe.batch_size} images it gets {pieces * wanted[slow]} in place of {pieces * rows[slow]} ({shares})"
+    Returns:
+        The rows of a micro-batch that each rank computes from now on, or None without a change.
+    """
+    recipe = resolved.recipe
+    share = state.strategy.share
+    watch = observer.noticed.shares
+    if watch is None or (share.every_sample and not epoch_begins):
+        return None
+    rows = count_rows(recipe, share.count, numbers=share.numbers)
+    # Batch statistics need more than one image.
+    minimum = 2 if observer.model.batch_norm else 1
+    divide = partial(_divide_rows, resolved, share, rows, minimum)
+    new_rows = watch.first(rows, divide)
+    if not new_rows and epoch_begins:
+        new_rows = watch.lasting(rows, divide)
+    if not new_rows or new_rows == rows:
+        return None
+    shares = " + ".join(str(recipe.pieces * rank_rows) for rank_rows in new_rows)
+    names = resolved.world.devices
+    slow = watch.speeds.index(min(watch.speeds))
+    fast = watch.speeds.index(max(watch.speeds))
+    ratio = watch.speeds[slow] / watch.speeds[fast]
+    resolved.tracker.say(
+        f"  shares: {names[slow]} is {ratio:.2g} times as fast as {names[fast]}: "
+        f"of {recipe.batch_size} images it gets {recipe.pieces * new_rows[slow]} "
+        f"instead of {recipe.pieces * rows[slow]} ({shares})"
     )
-    run.tracker.journal.notice(f"step {run.state.position.step}: shares {shares}")
+    resolved.tracker.journal.notice(f"step {state.position.step}: shares {shares}")
+    return new_rows
+
+
+def _divide_rows(
+    resolved: Resolved,
+    share: DataShare,
+    rows: Sequence[int],
+    minimum: int,
+    speeds: Sequence[float],
+) -> list[int]:
+    """Return each rank's rows in proportion to its speed, limited by its memory. Collective.
+
+    Args:
+        resolved: The configuration of the run.
+        share: This rank's share of the data.
+        rows: Present number of rows of each rank.
+        minimum: Minimum number of rows of a rank.
+        speeds: Rows per second of each rank.
+    """
+    recipe = resolved.recipe
+    world = resolved.world
+    # Number of images of a rank that augmentations such as mixup combine.
+    together = recipe.augment.together
+    least = min(max(1, minimum // together), min(rows) // together)
+    capacity = _count_fitting_images(recipe, world, rows[world.rank])
+    capacities = world.broadcast_object(world.gather(capacity))
+    most = []
+    for capacity, rank_rows in zip(capacities, rows, strict=True):
+        most.append(max(capacity, rank_rows) // together)
+    numbers = divide_within_limits(count_units(recipe), speeds, least, most)
+    new_rows = [together * number for number in numbers]
+    # Workers with their own images need one image for each micro-batch of an epoch.
+    if share.every_sample:
+        samples = len(resolved.datasets.train)
+        needed = resolved.steps_per_epoch * recipe.pieces
+        for rank in range(len(rows)):
+            start, stop = compute_span(samples, rank, len(rows), new_rows)
+            if stop - start < needed:
+                return list(rows)
+    return new_rows
+
+
+def _count_fitting_images(recipe: Recipe, world: World, rows: int) -> int:
+    """Return the number of images of a micro-batch that fit this rank's device.
+
+    The number is extrapolated from the memory that `rows` images needed. On a CPU it is not
+    limited, because all ranks use the same memory.
+    """
+    device = world.device
+    if device.type != "cuda":
+        return recipe.batch_size
+    resident = torch.cuda.memory_allocated(device)
+    peak = peak_memory(device)
+    return count_fitting_images(total_memory(device), world.sharing(), resident, peak, rows)

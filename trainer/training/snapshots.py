@@ -1,7 +1,4 @@
-"""Saving a step: copied to host memory while training pauses, and written while it continues.
-
-Collective: all ranks call these at the same step, and each writes what it holds.
-"""
+"""Saving a step: copy to host memory while training pauses, then write while training continues."""
 
 from __future__ import annotations
 
@@ -9,167 +6,265 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from trainer.data.photos.photo_reader import shorter_side_of
+from trainer.data.photos.photo_reader import evaluation_shorter_side
+from trainer.distributed.world import World
 from trainer.errors import NotFiniteError
-from trainer.models.zoo import bare
-from trainer.saving.checkpoint import OF_RANK, State, begin, is_saved
-from trainer.saving.files import writing
+from trainer.models.zoo import format_bare_call
+from trainer.modes.state import ModelState
+from trainer.processes.interrupts import Interrupts
+from trainer.saving.checkpoint import OF_RANK, State, create_draft, is_saved
+from trainer.saving.files import report_write_errors
 from trainer.saving.saver import Save, Saver
-from trainer.saving.tensor_files import Piece, require_finite
-from trainer.telemetry.clocks import synchronise
+from trainer.saving.tensor_files import Shard, require_finite
+from trainer.telemetry.clocks import StepTimer, synchronise
 from trainer.training.parts import PARTS
-from trainer.training.run import Run
+from trainer.training.replicas import ReplicaComparison
+from trainer.training.state import Resolved, TrainState
 
-Parts = dict[str, dict[str, Piece]]  # by the name of a file without its ending, then by plain name
+# Tensors by the name of their file, without its ending, and then by plain name.
+Parts = dict[str, dict[str, Shard]]
 
 
-def save(run: Run, weights: Sequence[str] = (), sealed: bool = True) -> None:
-    """Begin to save this very step: a checkpoint, and files of weights by their names. The save before is waited for.
+@dataclass
+class Snapshots:
+    """Saves of a run. All methods are collective: all ranks call them at the same step.
 
-    Raises:
-        NotFiniteError: a weight, buffer or optimizer state is NaN or infinite.
-        TrainerError: this save cannot begin, or the one before failed. All of it on every rank.
+    Attributes:
+        resolved: The configuration of the run.
+        state: The state that is saved.
+        interrupts: Signals, which do not interrupt a save.
+        timer: Timer of the steps, which excludes saves.
+        replicas: Compares the replicas before each save.
+        saver: Writes this rank's files in a thread.
     """
-    if run.speed_only:
-        return
-    begun = time.perf_counter()
-    finish_saving(run)
-    with run.interrupts.saving():
-        parts = _copied(run, sealed)
-        folder, draft, sealed = run.world.broadcast_object(run.world.on_main(lambda: _begin(run, sealed)))
-        parts, writers = _sent(run, parts, draft)
-        if run.world.rank in writers:
-            files = {run.tracker.path / f"{name}.safetensors": _metadata(run) for name in weights if run.tracker.path}
-            evaluated = "ema" if run.state.average is not None else "model"
-            peers, state, check = writers - {0}, _state(run, parts), run.tracker.folder.check
-            work = Save(folder, draft, sealed, state, peers, files, evaluated, run.recipe.save.keep, check)
-            run.saver.start(work, begun)
-    run.saver.blocked = time.perf_counter() - begun
-    run.timer.start()
 
+    resolved: Resolved
+    state: TrainState
+    interrupts: Interrupts
+    timer: StepTimer
+    replicas: ReplicaComparison
 
-def finish_saving(run: Run) -> None:
-    """Wait for what is being written: rank 0, which waits for the others' files, once it is known that they are there.
+    def __post_init__(self) -> None:
+        self.saver = Saver(self.resolved.world.rank, self.resolved.recipe.timeout)
 
-    Raises:
-        TrainerError: on every rank, where it failed on one.
-    """
-    saver, world = run.saver, run.world
-    with run.interrupts.saving():
-        if not world.is_main:
-            saver.wait()
-        if world.max_(torch.tensor(float(saver.error is not None))).item():
-            saver.leave(patience=0.0)
-        if (cost := saver.wait()) is not None:
-            run.tracker.scalars({"save/blocked_s": cost.blocked, "save/seconds": cost.seconds}, cost.step)
+    def save(self, weights: Sequence[str] = (), sealed: bool = True) -> None:
+        """Start to save the present step, after the previous save has ended. Collective.
+
+        Args:
+            weights: Names of files of weights to write.
+            sealed: Whether to write a checkpoint.
+
+        Raises:
+            NotFiniteError: A weight, buffer or optimizer state is NaN or infinite. Raised on every
+                rank.
+            TrainerError: This save cannot start, or the previous save failed. Raised on every rank.
+        """
+        resolved = self.resolved
+        state = self.state
+        world = resolved.world
+        if resolved.speed_only:
+            return
+        start = time.perf_counter()
+        self.finish_saving()
+        with self.interrupts.saving():
+            parts = self._copy_parts(sealed)
+            begun = world.on_main(lambda: self._begin(sealed))
+            path, draft, sealed = world.broadcast_object(begun)
+            parts, writers = _send_to_writers(world, parts, draft)
+            if world.rank in writers:
+                files = {}
+                for name in weights:
+                    if resolved.tracker.path:
+                        file = resolved.tracker.path / f"{name}.safetensors"
+                        files[file] = _collect_metadata(resolved, state)
+                work = Save(
+                    path,
+                    draft,
+                    sealed,
+                    _state(resolved, state, parts),
+                    writers - {0},
+                    files,
+                    "ema" if state.average is not None else "model",
+                    resolved.recipe.save.keep,
+                    resolved.tracker.folder.check,
+                )
+                self.saver.start(work, start)
+        self.saver.blocked = time.perf_counter() - start
+        self.timer.start()
+
+    def finish_saving(self) -> None:
+        """Wait for the save that is being written. Collective.
+
+        Rank 0 waits last, because its thread waits for the files of the other ranks. If one of
+        these has failed, that thread stops waiting.
+
+        Raises:
+            TrainerError: The save failed on some rank. Raised on every rank.
+        """
+        saver = self.saver
+        world = self.resolved.world
+        with self.interrupts.saving():
+            if not world.is_main:
+                saver.wait()
+            failed = torch.tensor(float(saver.error is not None))
+            if world.max_(failed).item():
+                saver.leave(patience=0.0)
+            if (cost := saver.wait()) is not None:
+                values = {"save/blocked_s": cost.blocked, "save/seconds": cost.seconds}
+                self.resolved.tracker.scalars(values, cost.step)
+            try:
+                world.raise_any(saver.error)
+            except Exception:
+                # No rank writes to the draft any more, so that it can be removed.
+                saver.remove_draft()
+                raise
+
+    def _copy_parts(self, sealed: bool) -> Parts:
+        """Copy this rank's tensors for a checkpoint, or for weights alone, to host memory."""
+        state = self.state
+        world = self.resolved.world
+        averages = state.averages()
+        model_state: ModelState = state.strategy
+        model_state.sync_weights(averages)
+        if sealed:
+            world.heartbeat()
+        self.replicas.compare()
+        kinds = [kind(self.resolved, state) for kind in PARTS]
+        if not sealed:
+            names = ("ema" if averages else "model", "extra")
+            kinds = [part for part in kinds if part.name in names]
+        parts: Parts = {}
+        for part in kinds:
+            if part.saved_by == "all":
+                parts[part.name] = model_state.pieces(part.tensors())
+        error = None
         try:
-            world.raise_any(saver.error)
-        except Exception:
-            saver.remove_draft()  # no rank writes any more
-            raise
+            for name, pieces in parts.items():
+                require_finite(name, {key: piece.local for key, piece in pieces.items()})
+        except NotFiniteError as caught:
+            error = caught
+        world.raise_any(error)
+        # If the model is divided over ranks, each rank writes files of its own.
+        if world.grid.size("replicas") < world.size:
+            parts = {f"{name}-{world.rank:05d}": pieces for name, pieces in parts.items()}
+        for part in kinds:
+            if part.saved_by == "each" or (part.saved_by == "main" and world.is_main):
+                parts[part.name] = {}
+                for name, tensor in part.tensors().items():
+                    parts[part.name][name] = Shard(tensor, tensor.shape)
+        return on_host(self.saver, parts, world.drives)
 
+    def _begin(self, sealed: bool) -> tuple[Path, Path | None, bool]:
+        """Start a checkpoint on rank 0.
 
-def _copied(run: Run, sealed: bool) -> Parts:
-    """What this rank adds to a checkpoint, or to files of weights alone, in host memory."""
-    state, world = run.state, run.world
-    averages = state.averages()
-    state.strategy.sync_weights(averages)
-    world.heartbeat()
-    every = [kind(run.resolved, state) for kind in PARTS]
-    if not sealed:
-        every = [part for part in every if part.name in ("ema" if averages else "model", "extra")]
-    parts = {part.name: state.strategy.pieces(part.tensors()) for part in every if part.saved_by == "all"}
-    error = None
-    try:
-        for name, pieces in parts.items():
-            require_finite(name, {key: piece.local for key, piece in pieces.items()})
-    except NotFiniteError as caught:
-        error = caught
-    world.raise_any(error)
-    if world.grid.size("replicas") < world.size:
-        parts = {f"{name}-{world.rank:05d}": pieces for name, pieces in parts.items()}
-    own = {"each", "main"} if world.is_main else {"each"}
-    for part in (part for part in every if part.saved_by in own):
-        parts[part.name] = {name: Piece(tensor, tensor.shape) for name, tensor in part.tensors().items()}
-    return on_host(run.saver, parts, world.drives)
+        The logs are flushed to the disk first. So whenever the run is killed, they have all rows up
+        to the checkpoint from which it is resumed.
+
+        Returns:
+            The run folder, the folder for files of a checkpoint (if any), and whether it will be
+            sealed as a checkpoint.
+        """
+        tracker = self.resolved.tracker
+        folder = tracker.path
+        step = self.state.position.step
+        assert folder is not None
+        tracker.folder.check()
+        tracker.flush()
+        with report_write_errors(folder):
+            sealed = sealed and not is_saved(folder, step)
+            world = self.resolved.world
+            is_divided = world.grid.size("replicas") < world.size
+            draft = create_draft(folder, step) if sealed or is_divided else None
+            return folder, draft, sealed
 
 
 def on_host(saver: Saver, parts: Parts, devices: Sequence[torch.device]) -> Parts:
-    """Copies that stay as they are while training goes on; what is empty is left out."""
-    copies = {
-        stem: {
-            name: piece._replace(local=saver.to_host(stem, name, piece.local))
-            for name, piece in pieces.items()
-            if piece.is_whole or len(piece.local)
-        }
-        for stem, pieces in parts.items()
-    }
+    """Copy tensors to host memory, so that training may change them. Empty ones are left out."""
+    copies: Parts = {}
+    for stem, pieces in parts.items():
+        for name, piece in pieces.items():
+            if piece.is_whole or len(piece.local):
+                local = saver.to_host(stem, name, piece.local)
+                copies.setdefault(stem, {})[name] = piece._replace(local=local)
+    # The copies are asynchronous.
     synchronise(devices)
-    return {stem: pieces for stem, pieces in copies.items() if pieces}
+    return copies
 
 
-def _begin(run: Run, sealed: bool) -> tuple[Path, Path | None, bool]:
-    """On rank 0: the run folder, where files of a checkpoint go, if any do, and whether it is to be one.
+def _send_to_writers(
+    world: World, parts: Parts, draft: Path | None
+) -> tuple[Parts, frozenset[int]]:
+    """Send tensors to rank 0 from ranks that cannot write to the draft. Collective.
 
-    What is logged so far is on the disk before: a checkpoint that is continued has all its rows, wherever it is killed.
+    Such a rank is on a machine that does not share the run folder.
+
+    Returns:
+        The tensors that this rank writes, and the ranks that write.
     """
-    folder = run.tracker.path
-    assert folder is not None
-    run.tracker.folder.check()
-    run.tracker.flush()
-    with writing(folder):
-        sealed = sealed and not is_saved(folder, run.state.position.step)
-        cut = run.world.grid.size("replicas") < run.world.size
-        return folder, (begin(folder, run.state.position.step) if sealed or cut else None), sealed
-
-
-def _sent(run: Run, parts: Parts, draft: Path | None) -> tuple[Parts, frozenset[int]]:
-    """What this rank is to write, and the ranks that write. One that does not see the draft, as on a machine that does
-    not share the run folder, has sent what it has to rank 0."""
-    world = run.world
-    sees = torch.zeros(world.size)
-    sees[world.rank] = world.is_main or (draft is not None and os.access(draft, os.W_OK))
-    writers = frozenset(world.sum_(sees).nonzero().flatten().tolist())
+    can_write = torch.zeros(world.size)
+    if world.is_main or (draft is not None and os.access(draft, os.W_OK)):
+        can_write[world.rank] = 1
+    writer_ranks = world.sum_(can_write).nonzero().flatten()
+    writers = frozenset(writer_ranks.tolist())
     if draft is None or len(writers) == world.size:
         return parts, writers
-    away = {} if world.rank in writers else {(stem, name): p for stem in parts for name, p in parts[stem].items()}
-    places = world.gather({key: (piece.shape, piece.start) for key, piece in away.items()})
-    tensors = world.gather_tensors({"/".join(key): piece.local for key, piece in away.items()})
-    for place, named in zip(places, tensors, strict=True):
-        for (stem, name), (shape, start) in place.items():
-            parts.setdefault(stem, {})[name] = Piece(named[f"{stem}/{name}"], shape, start)
+    local_layout = {}
+    local_tensors = {}
+    if world.rank not in writers:
+        for stem, pieces in parts.items():
+            for name, piece in pieces.items():
+                local_layout[stem, name] = (piece.shape, piece.start)
+                local_tensors[f"{stem}/{name}"] = piece.local
+    layouts = world.gather(local_layout)
+    tensors = world.gather_tensors(local_tensors)
+    for layout, rank_tensors in zip(layouts, tensors, strict=True):
+        for (stem, name), (shape, start) in layout.items():
+            local = rank_tensors[f"{stem}/{name}"]
+            parts.setdefault(stem, {})[name] = Shard(local, shape, start)
     return parts, writers
 
 
-def _state(run: Run, parts: Parts) -> State:
-    of_ranks = {stem: pieces for stem, pieces in parts.items() if OF_RANK.fullmatch(stem)}
-    whole = {stem: pieces for stem, pieces in parts.items() if stem not in of_ranks}
-    tensors = {stem: {name: piece.local for name, piece in pieces.items()} for stem, pieces in whole.items()}
-    facts = {name: fact for kind in PARTS for name, fact in kind(run.resolved, run.state).facts().items()}
-    return State(run.state.position, tensors, facts, of_ranks)
+def _state(resolved: Resolved, state: TrainState, parts: Parts) -> State:
+    tensors = {}
+    rank_parts = {}
+    for stem, pieces in parts.items():
+        if OF_RANK.fullmatch(stem):
+            rank_parts[stem] = pieces
+        else:
+            tensors[stem] = {name: piece.local for name, piece in pieces.items()}
+    facts: dict[str, Any] = {}
+    for kind in PARTS:
+        facts |= kind(resolved, state).facts()
+    return State(state.position, tensors, facts, rank_parts)
 
 
-def _metadata(run: Run) -> dict[str, str]:
-    """What is to be known of weights, besides their values, to use them elsewhere."""
-    data = run.datasets
-    names = run.recipe.model.num_classes or len(data.classes)
-    model = bare(run.recipe.model, names, data.image_size, data.channels)
-    return {
-        "format": "pt",
-        **({"model": model} if model else {}),
-        "step": str(run.state.position.step),
-        "ema": str(run.state.average is not None).lower(),
-        "num_classes": str(names),
+def _collect_metadata(resolved: Resolved, state: TrainState) -> dict[str, str]:
+    """Return the metadata that other programs need to use the weights."""
+    recipe = resolved.recipe
+    data = resolved.datasets
+    outputs = recipe.model.num_classes or len(data.classes)
+    metadata = {"format": "pt"}
+    if model := format_bare_call(recipe.model, outputs, data.image_size, data.channels):
+        metadata["model"] = model
+    metadata |= {
+        "step": str(state.position.step),
+        "ema": str(state.average is not None).lower(),
+        "num_classes": str(outputs),
         "channels": str(data.channels),
         "image_size": json.dumps(data.image_size),
-        **({} if data.plain else {"shorter_side": json.dumps(shorter_side_of(data))}),
+    }
+    if not data.plain:
+        metadata["shorter_side"] = json.dumps(evaluation_shorter_side(data))
+    return metadata | {
         "inputs": data.inputs.to_json(),
         "mean": json.dumps(data.mean),
         "std": json.dumps(data.std),
         "classes": json.dumps(data.classes),
-        "recipe": json.dumps(run.recipe.for_others()),
+        "recipe": json.dumps(recipe.for_others()),
     }

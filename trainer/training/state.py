@@ -1,16 +1,18 @@
-"""A run on one rank: what it was resolved to, and what it trains and remembers."""
+"""The configuration of a run on one rank, and the state that training changes."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from trainer.data import Datasets, DataShare
+from trainer.distributed.world import World
 from trainer.modes import Strategy
-from trainer.optim.optimization import MovingAverage, Updater, total_steps
-from trainer.processes.world import World
+from trainer.optim.optimization import MovingAverage, Updater, count_total_steps
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position, State
 from trainer.tasks import Task
@@ -19,65 +21,127 @@ from trainer.training.teaching import Teacher
 
 
 @dataclass(frozen=True)
-class Resolved:
-    """A run before anything is built: nothing of it is replaced any more."""
+class Opened:
+    """The configuration of a run, except for values that depend on the memory of its device.
 
-    recipe: Recipe  # with every key that was left open
+    Attributes:
+        recipe: The recipe. `recompute` and `accumulate` may still be auto.
+        datasets: Training and validation images.
+        task: The task.
+        world: The connected ranks.
+        share: This rank's share of the data.
+        steps_per_epoch: Number of steps of an epoch.
+        tracker: Writer of the run folder on rank 0; a tracker without effects on other ranks.
+        checkpoint: The checkpoint to resume.
+        samples: Tensors that identify the images, from `same_images.identify_images`. Empty on
+            ranks other than 0.
+        speed_only: Whether synthetic images replace missing data. Then the run measures its speed
+            and saves no checkpoint.
+        longer: Whether the run trains longer than planned when its checkpoint was saved.
+        teacher: The teacher of distill.teacher.
+    """
+
+    recipe: Recipe
     datasets: Datasets
     task: Task
     world: World
     share: DataShare
     steps_per_epoch: int
     tracker: NullTracker
-    checkpoint: State | None  # to continue
-    samples: dict[str, Tensor]  # on rank 0 what identifies the images, as `same_images.identified` gives it
-    speed_only: bool  # synthetic images in place of missing ones: measure, learn nothing, save nothing
-    longer: bool  # whether the run was to end sooner when its checkpoint was saved
-    teacher: Teacher | None = None
-    recomputed: int | None = None  # so many first blocks are computed anew under recompute; None: all
+    checkpoint: State | None
+    samples: dict[str, Tensor]
+    speed_only: bool
+    longer: bool
+    teacher: Teacher | None
+
+
+@dataclass(frozen=True)
+class Resolved(Opened):
+    """The configuration of a run, complete before its model is built.
+
+    Attributes:
+        recipe: The recipe. `recompute` is not auto, and `accumulate` is auto only if a batch is a
+            single micro-batch.
+        recomputed: Number of first blocks whose activations are recomputed. None: all blocks.
+        tuned: Measurements of earlier attempts, from the run folder.
+    """
+
+    recomputed: int | None
+    tuned: dict[str, Any]
 
 
 @dataclass
 class History:
-    """What a run remembers across restarts; JSON in every checkpoint."""
+    """The history of a run across restarts, saved as JSON in every checkpoint.
 
-    losses: list[float] = field(default_factory=list)  # mean training loss of each epoch
-    validation: dict[str, float] = field(default_factory=dict)  # of the last evaluated epoch
-    latest: list[dict[str, float]] = field(default_factory=list)  # the metrics of the last epochs
-    best: float | None = None  # of the task's metric
+    Attributes:
+        losses: Mean training loss of each epoch.
+        validation: Metrics of the last evaluated epoch, as `evaluate` returns them.
+        latest: Metrics of the last epochs.
+        best: Best value of the task's metric.
+        best_epoch: Epoch of `best`, from 0.
+        epoch_loss: Sum of the logged step losses of the present epoch.
+        epoch_steps: Number of these steps.
+        seconds: Seconds of all attempts up to the checkpoint.
+        skipped: Number of unreadable images.
+        uncached: Number of photos that a cache did not hold.
+        logged: Last values that a program's callback logged.
+        nonfinite: Steps that an earlier version left out because they were not finite.
+        lr_factor: Factor of the learning rate, which callbacks of earlier versions could change.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    validation: dict[str, float] = field(default_factory=dict)
+    latest: list[dict[str, float]] = field(default_factory=list)
+    best: float | None = None
     best_epoch: int | None = None
-    epoch_loss: float = 0.0  # sum of the present epoch's logged step losses
+    epoch_loss: float = 0.0
     epoch_steps: int = 0
-    seconds: float = 0.0  # of all its parts up to the checkpoint
-    skipped: int = 0  # unreadable images
-    uncached: int = 0  # photos that a cache did not give
-    logged: dict[str, float] = field(default_factory=dict)  # last values of a program's callbacks
-    nonfinite: list[int] = field(default_factory=list)  # steps that an earlier version left out as not finite
-    lr_factor: float = 1.0  # of the learning rate, which callbacks of earlier versions could change
+    seconds: float = 0.0
+    skipped: int = 0
+    uncached: int = 0
+    logged: dict[str, float] = field(default_factory=dict)
+    nonfinite: list[int] = field(default_factory=list)
+    lr_factor: float = 1.0
 
 
 class TrainState:
-    """What training changes. What a checkpoint holds of it is declared in `parts`."""
+    """The objects that training changes. `parts` declares which of them a checkpoint contains."""
 
-    def __init__(self, resolved: Resolved, strategy: Strategy, updater: Updater, begun: float) -> None:
-        """`begun` is the time.perf_counter() at which this part of the run began."""
+    def __init__(
+        self, resolved: Resolved, strategy: Strategy, updater: Updater, begun: float
+    ) -> None:
+        """Start at step 0. This attempt began at `time.perf_counter() == begun`."""
         recipe = resolved.recipe
-        self.strategy, self.optimizer, self.updater, self._begun = strategy, updater.optimizer, updater, begun
+        self.strategy = strategy
+        self.updater = updater
+        self._begun = begun
         self.parameters = strategy.named_parameters()
-        self.average = MovingAverage(self.weights(), recipe.ema) if recipe.ema is not None else None
-        self.position, self.history = Position(0, 0, 0), History()
-        self.unlogged: list[Tensor] = []  # losses of the steps since the last logged one, on the device
-        self.total_steps = total_steps(recipe, resolved.steps_per_epoch)
-        self.step_offset = 0  # steps that were counted beyond those of this mode's epochs, in another mode
+        ema = recipe.ema
+        self.average = None if ema is None else MovingAverage(self.weights(), ema)
+        self.position = Position(0, 0, 0)
+        self.history = History()
+        # Losses of the steps since the last logged step, on the device: reading them would wait.
+        self.unlogged: list[Tensor] = []
+        self.total_steps = count_total_steps(recipe, resolved.steps_per_epoch)
+        # Another mode may cut an epoch into more steps. This is the number of steps that a resumed
+        # run has counted beyond those of this mode's epochs.
+        self.step_offset = 0
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self.updater.optimizer
 
     def weights(self) -> dict[str, Tensor]:
-        """This rank's parameters and buffers under plain names."""
+        """Return this rank's parameters and buffers under plain names."""
         return {**self.parameters, **self.strategy.named_buffers()}
 
     def averages(self) -> dict[str, Tensor]:
-        """Their moving averages, if there are any."""
-        return self.average.tensors() if self.average is not None else {}
+        """Return the moving averages of the weights, empty without `ema`."""
+        if self.average is not None:
+            return self.average.tensors()
+        return {}
 
     def seconds(self) -> float:
-        """Seconds of this run over all its parts."""
+        """Return the seconds of this run over all attempts."""
         return self.history.seconds + time.perf_counter() - self._begun

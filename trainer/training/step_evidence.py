@@ -1,7 +1,8 @@
-"""Proof that a replayed step is the launched one: the same step done again, from where it began, on what it was given.
+"""Proof that a CUDA graph replay computes the same step as eager execution.
 
-The last launched step before a recording leaves its evidence: what it began with, its micro-batches, its gradients.
-Replayed, it has to leave the weights, buffers, optimizer's state, losses and random numbers that it left.
+The last eager step before a capture leaves its evidence: the state it began with, its
+micro-batches, and its gradients. A replay from the same state must leave the same weights, buffers,
+optimizer state, losses and random numbers.
 """
 
 from __future__ import annotations
@@ -14,26 +15,46 @@ import torch
 from torch import Tensor
 
 from trainer.data import Batch
-from trainer.models.equivalence import NOISE, TOLERANCE, distance
-from trainer.models.host_state import held_tensors
-from trainer.modes.base import Strategy
+from trainer.models.equivalence import NOISE, TOLERANCE, relative_error
+from trainer.models.host_state import list_held_tensors
+from trainer.modes.state import ModelState
 from trainer.optim.optimization import Updater
 
-ULP = 2.0**-22  # of a weight's norm: what rounding may hide of its change
+# A change that is smaller than this fraction of a weight's norm may be lost in rounding.
+ULP = 2.0**-22
 
 
-def live_state(strategy: Strategy, updater: Updater) -> dict[str, Tensor]:
-    """All that a step reads and changes beside gradients and its own memory, by names for messages."""
-    found: dict[str, Tensor] = {f"weight {name}": p.data for name, p in strategy.named_parameters().items()}
-    found |= held_tensors(strategy.modules())
+def collect_live_state(model_state: ModelState, updater: Updater) -> dict[str, Tensor]:
+    """Return all tensors that a step reads and changes, by names for messages.
+
+    Gradients, and the memory of the step itself, are left out.
+    """
+    state: dict[str, Tensor] = {}
+    for name, parameter in model_state.named_parameters().items():
+        state[f"weight {name}"] = parameter.data
+    state |= list_held_tensors(model_state.modules())
     for number, values in enumerate(updater.optimizer.state.values()):
-        found |= {f"optimizer's {key} ({number})": v for key, v in values.items() if isinstance(v, Tensor)}
-    return found | {f"flag {name}": flag for name, flag in {"bad": updater.bad, **updater.state()}.items()}
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                state[f"optimizer's {key} ({number})"] = value
+    state["flag bad"] = updater.bad
+    for name, flag in updater.state().items():
+        state[f"flag {name}"] = flag
+    return state
 
 
-def random_states(devices: Sequence[torch.device]) -> list[Tensor]:
-    """Of the devices' generators alone: the host's are as they were. Nothing waits."""
-    return [torch.cuda.get_rng_state(d) if d.type == "cuda" else torch.get_rng_state() for d in dict.fromkeys(devices)]
+def read_random_states(devices: Sequence[torch.device]) -> list[Tensor]:
+    """Return the states of the devices' generators, without waiting for a device.
+
+    A step does not change the generators of the host.
+    """
+    states = []
+    for device in dict.fromkeys(devices):
+        if device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(device))
+        else:
+            states.append(torch.get_rng_state())
+    return states
 
 
 def set_random_states(devices: Sequence[torch.device], states: Sequence[Tensor]) -> None:
@@ -45,103 +66,149 @@ def set_random_states(devices: Sequence[torch.device], states: Sequence[Tensor])
 
 
 @dataclass
-class LaunchedPass:
-    """A micro-batch's pass as it was launched."""
+class EagerPass:
+    """The eager forward and backward pass of one micro-batch.
+
+    Attributes:
+        batch: The micro-batch.
+        weight: Factor of the loss of one sample.
+        sync: Whether the ranks exchange gradients in this pass.
+        random: States of the devices' generators before and after the pass.
+        loss: The loss.
+    """
 
     batch: Batch
     weight: float
     sync: bool
-    random: tuple[list[Tensor], list[Tensor]]  # the devices' generators, before it and after
+    random: tuple[list[Tensor], list[Tensor]]
     loss: Tensor
 
 
 @dataclass
 class Evidence:
-    """Of one launched step."""
+    """The evidence of one eager step. All tensors are copies.
+
+    Attributes:
+        lr: Learning rate.
+        before: State before the step.
+        passes: The passes.
+        gradients: Gradients of this rank's passes alone.
+        reduced: Gradients as the optimizer reads them.
+        after: State after the update, before anything else, such as an averaging, changes it.
+        usual: Whether the micro-batches have the same shapes as those of the previous step.
+    """
 
     lr: float
-    before: dict[str, Tensor]  # copies of the live state
-    passes: list[LaunchedPass] = field(default_factory=list)
-    gradients: list[Tensor | None] = field(default_factory=list)  # copies, of this rank's passes alone
-    reduced: list[Tensor | None] = field(default_factory=list)  # copies, as the optimizer found them
-    after: dict[str, Tensor] = field(default_factory=dict)  # copies, from before anything else changes it: an averaging
-    usual: bool = False  # whether its micro-batches have the shapes of the step before
+    before: dict[str, Tensor]
+    passes: list[EagerPass] = field(default_factory=list)
+    gradients: list[Tensor | None] = field(default_factory=list)
+    reduced: list[Tensor | None] = field(default_factory=list)
+    after: dict[str, Tensor] = field(default_factory=dict)
+    usual: bool = False
 
     def is_finite(self) -> bool:
-        """Whether it proves anything: of a step that is skipped, as fp16's first ones are, nothing stays."""
-        tensors = [*(launched.loss for launched in self.passes), *(g for g in self.reduced if g is not None)]
-        return all(bool(norm.isfinite()) for norm in torch._foreach_norm(tensors))  # perhaps of several devices
+        """Return whether all losses and gradients are finite.
+
+        The update of a step that is not, such as the first steps of fp16, is skipped. Then there is
+        no change to compare.
+        """
+        tensors = [eager.loss for eager in self.passes]
+        tensors += [gradient for gradient in self.reduced if gradient is not None]
+        # The tensors may be on several devices, so their norms cannot be stacked.
+        return all(bool(norm.isfinite()) for norm in torch._foreach_norm(tensors))
 
 
 def shape_of(batch: Batch) -> tuple[object, ...]:
-    """What a recording is for."""
+    """Return the layout of a batch, for which a captured pass can be replayed."""
     return tuple((part.shape, part.stride(), part.dtype) for part in (batch.inputs, batch.targets))
 
 
-def copies(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+def copy_list(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [None if tensor is None else tensor.detach().clone() for tensor in tensors]
 
 
-def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def copy_named(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def fill(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+def copy_into(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, value in values.items():
             targets[name].copy_(value)
 
 
 class StepResult(NamedTuple):
-    """What one replay of the step left."""
+    """Losses, gradients and state after one computation of the step."""
 
     losses: Sequence[Tensor]
     gradients: Sequence[Tensor | None]
     state: Mapping[str, Tensor]
 
-    def against(self, other: StepResult, before: Mapping[str, Tensor]) -> Iterator[tuple[str, float]]:
-        """How far each tensor is from another trial's, as a share of its norm: of weights' changes."""
-        largest = max([float(g.norm()) for g in self.gradients if g is not None], default=0.0)
-        for number, pair in enumerate(zip(self.losses, other.losses, strict=True), 1):
-            yield f"loss of pass {number}", distance(*pair)
-        for number, (one, two) in enumerate(zip(self.gradients, other.gradients, strict=True)):
+    def distances(
+        self, other: StepResult, before: Mapping[str, Tensor]
+    ) -> Iterator[tuple[str, float]]:
+        """Yield the distance of each tensor from that of another result, relative to its norm.
+
+        For weights it is the distance of their changes since `before`.
+        """
+        norms = [float(gradient.norm()) for gradient in self.gradients if gradient is not None]
+        largest = max(norms, default=0.0)
+        losses = zip(self.losses, other.losses, strict=True)
+        for number, pair in enumerate(losses, 1):
+            yield f"loss of pass {number}", relative_error(*pair)
+        gradients = zip(self.gradients, other.gradients, strict=True)
+        for number, (one, two) in enumerate(gradients):
             if one is None or two is None:
                 yield f"gradient {number}", 0.0 if one is two else float("inf")
-            else:  # one that should be zero is rounding errors
-                yield f"gradient {number}", distance(one, two, floor=1e-3 * largest)
+            else:
+                # A gradient that should be zero consists of rounding errors, hence the floor.
+                yield f"gradient {number}", relative_error(one, two, floor=1e-3 * largest)
         for name, one in self.state.items():
+            two = other.state[name]
             start = before[name]
             if name.startswith("weight "):
                 floor = ULP / TOLERANCE["fp32"] * float(start.norm())
-                yield name, distance(one - start, other.state[name] - start, floor)
+                yield name, relative_error(one - start, two - start, floor)
             else:
-                yield name, distance(one, other.state[name])
+                yield name, relative_error(one, two)
 
 
-def difference(
-    evidence: Evidence, live: Mapping[str, Tensor], precision: str, replay: Callable[[], StepResult]
+def find_difference(
+    evidence: Evidence,
+    live: Mapping[str, Tensor],
+    precision: str,
+    replay: Callable[[], StepResult],
 ) -> str | None:
-    """What a replay does otherwise than the launched step; None where it is the same.
+    """Return the first difference between a replay and the eager step, or None if they are equal.
 
     Args:
-        live: the state, which is as it was again afterwards.
-        replay: does the step of the evidence by replays, from the live state on.
+        evidence: The evidence of the eager step.
+        live: The live state. Afterwards its tensors have the same values as before.
+        precision: The precision, which sets the tolerance.
+        replay: Computes the step of the evidence by replays, from the live state.
     """
     if not live.keys() == evidence.before.keys() == evidence.after.keys():
-        return "state of the model or optimizer comes or goes"
-    now = copied(live)
-    losses = [launched.loss for launched in evidence.passes]
-    launched = StepResult(losses, evidence.gradients, evidence.after)
+        return "tensors of the model's or optimizer's state appear or disappear"
+    saved = copy_named(live)
+    losses = [eager.loss for eager in evidence.passes]
+    eager_result = StepResult(losses, evidence.gradients, evidence.after)
     try:
-        fill(live, evidence.before)
-        found = replay()
-        far = {name: apart for name, apart in launched.against(found, evidence.before) if apart > TOLERANCE[precision]}
-        if not far:
+        copy_into(live, evidence.before)
+        first = replay()
+        too_far = {}
+        for name, distance in eager_result.distances(first, evidence.before):
+            if distance > TOLERANCE[precision]:
+                too_far[name] = distance
+        if not too_far:
             return None
-        kept = StepResult(found.losses, copies(found.gradients), copied(found.state))
-        fill(live, evidence.before)
-        noise = dict(kept.against(replay(), evidence.before))
-        worst = next((name for name, apart in far.items() if not apart <= NOISE * noise[name]), None)
-        return None if worst is None else f"{worst} is {far[worst]:.2g} of its norm apart"
+        # Kernels may differ from run to run, so a second replay measures the noise of the first.
+        first = StepResult(first.losses, copy_list(first.gradients), copy_named(first.state))
+        copy_into(live, evidence.before)
+        noise = dict(first.distances(replay(), evidence.before))
+        for name, distance in too_far.items():
+            # This form also reports a distance or noise that is NaN.
+            if not distance <= NOISE * noise[name]:
+                return f"{name} is {distance:.2g} of its norm apart"
+        return None
     finally:
-        fill(live, now)
+        copy_into(live, saved)

@@ -1,11 +1,14 @@
-"""A training step on the device: its kernels launched one by one by Python, or recorded once and replayed.
+"""Computation of training steps by replaying CUDA graphs that were captured once.
 
-Recorded are what has hundreds of kernels: a micro-batch's forward and backward pass (the first of a step, and one that
-adds to its gradients, where there are several), and the optimizer's part, from the finite check to the new weights.
-What changes with the step's number stays outside, or is a tensor: inputs, learning rate, moving average. So do
-communication, timers and everything that ranks agree on. The first steps are launched: they choose kernels, compile,
-and take memory. Recording computes nothing; what was recorded then does the last launched step again, from where that
-began (`step_evidence`), and only a step that ends where that ended is replayed from there on.
+The work that consists of hundreds of kernels is captured: the forward and backward pass of a
+micro-batch (the first of a step, and one that adds to its gradients, if there are several), and the
+optimizer's part, from the finite check to the new weights. Values that depend on the number of the
+step stay outside the graphs or are tensors: inputs, learning rate, moving average. Communication,
+timers and everything that ranks agree on stay outside too.
+
+The first steps are eager: they choose kernels, compile, and allocate memory. A capture computes
+nothing. Then a replay repeats the last eager step from its initial state (`step_evidence`), and
+only if it ends in the same state are later steps replayed.
 """
 
 from __future__ import annotations
@@ -13,47 +16,59 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import pairwise
-from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from trainer.data import Batch
 from trainer.devices import cuda_graphs
-from trainer.devices.cuda_graphs import NotRecorded, StepRecorder
+from trainer.devices.cuda_graphs import NotCapturable, StepRecorder
 from trainer.errors import is_out_of_memory
-from trainer.models.host_state import changed_on_the_host, host_state, own_hook, settings
+from trainer.memory.device import free_memory
+from trainer.memory.measuring import count_bytes
+from trainer.models.host_state import find_own_hook, read_host_state, read_settings
+from trainer.models.undisturbed import find_change
 from trainer.modes.base import Strategy
 from trainer.optim.optimization import Updater
 from trainer.optim.optimizers import LearningRates
 from trainer.recipe import Recipe
-from trainer.recipe.checks import launched_because
-from trainer.telemetry.device_memory import free_memory
+from trainer.training import step_tuning
 from trainer.training.step_evidence import (
+    EagerPass,
     Evidence,
-    LaunchedPass,
     StepResult,
-    copied,
-    copies,
-    difference,
-    live_state,
-    random_states,
+    collect_live_state,
+    copy_list,
+    copy_named,
+    find_difference,
+    read_random_states,
     set_random_states,
     shape_of,
 )
+from trainer.training.step_tuning import StepTuner
+from trainer.training.steps import EagerSteps
 
-WARM = 4  # steps of a process before the first that is recorded
-TIMED = 12  # steps of each kind that graphs=auto compares
-FASTER = 1.03  # times that replayed ones have to be, for the memory that they take
-TRIES = 8  # steps that may be of other shapes than the one before, until one is recorded
-COPIES = 5  # of the state and of the gradients, at most, that the comparison needs for a moment
+# Number of eager steps of a process before a step is captured.
+WARMUP_STEPS = 4
+# Maximum number of steps in a row that cannot be captured, because their micro-batches have other
+# shapes than those of the step before, or because they are not finite.
+MAX_TRIES = 8
+# Maximum number of copies of state and gradients that the comparison needs at the same time.
+MAX_COPIES = 5
 
 
 @dataclass
-class RecordedPass:
-    """A forward and backward pass, its memory, and what replays it."""
+class CapturedPass:
+    """A captured forward and backward pass.
+
+    Attributes:
+        inputs: Static input of the graph.
+        targets: Static targets of the graph.
+        weight: Factor of the loss of one sample.
+        loss: Static output of the graph.
+        replay: Replays the graph.
+    """
 
     inputs: Tensor
     targets: Tensor
@@ -63,174 +78,235 @@ class RecordedPass:
 
 
 @dataclass
-class RecordedStep:
-    """A step."""
+class CapturedStep:
+    """A captured step.
 
-    passes: dict[tuple[bool, object], RecordedPass] = field(default_factory=dict)  # by whether the first, and shape
-    gradients: list[Tensor | None] = field(default_factory=list)  # of the optimizer's parameters: replays write there
-    loss: Tensor = field(default_factory=lambda: torch.zeros(()))  # that the optimizer's part looks at
-    norm: Tensor | None = None  # of the gradient, where it is clipped
-    update: Callable[[], None] | None = None  # None: launched
-    made_for: dict[str, object] = field(default_factory=dict)  # addresses of all that is not its own, and settings
+    Attributes:
+        passes: Passes by whether they are the first of a step, and by the layout of the batch.
+        gradients: Gradients of the optimizer's parameters, which replays write.
+        loss: Static loss that the optimizer's part reads.
+        norm: Norm of the gradient, if it is clipped.
+        update: Replays the optimizer's part. None if that part is eager.
+        made_for: Addresses of all tensors that do not belong to the graph, and settings.
+    """
+
+    passes: dict[tuple[bool, object], CapturedPass] = field(default_factory=dict)
+    gradients: list[Tensor | None] = field(default_factory=list)
+    loss: Tensor = field(default_factory=lambda: torch.zeros(()))
+    norm: Tensor | None = None
+    update: Callable[[], None] | None = None
+    made_for: dict[str, object] = field(default_factory=dict)
 
 
-def _room(device: torch.device) -> int:
-    """Free bytes, with those that torch keeps for later: a recording begins by giving them back."""
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    return free_memory(device) + kept
+def _free_memory(device: torch.device) -> int:
+    """Return the free bytes, including those that torch caches: a capture first returns them."""
+    cached = 0
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free_memory(device) + cached
 
 
-class Steps:
-    """What a step has on the device, as the loop asks for it."""
+class GraphSteps(EagerSteps):
+    """Training steps that are captured after a few eager steps, and replayed afterwards."""
 
-    def __init__(self, recipe: Recipe, strategy: Strategy, updater: Updater, say: Callable[[str], None]) -> None:
-        self.recipe, self.strategy, self.updater = recipe, strategy, updater
-        self.optimizer, self._say = updater.optimizer, say
-        possible = cuda_graphs.possible(strategy.device) and launched_because(recipe, strategy.world.size) is None
-        self.recorder: StepRecorder | None = cuda_graphs.StepRecorder(strategy.device) if possible else None
-        strategy.times_passes = possible
-        self._tried = possible
-        self._reason: str | None = None  # why steps are launched after all
-        self._recoveries = 0  # of the generators, when the step was recorded
-        # Of a model on several devices the optimizer's part is launched: a graph is one device's.
+    def __init__(
+        self,
+        recipe: Recipe,
+        strategy: Strategy,
+        updater: Updater,
+        say: Callable[[str], None],
+    ) -> None:
+        # None after captures were given up for good.
+        self.recorder: StepRecorder | None = cuda_graphs.StepRecorder(strategy.device)
+        # A graph belongs to one device, so for a model on several the optimizer's part is eager.
         self._one_device = len(set(strategy.world.drives)) == 1
-        self.rates = LearningRates(self.optimizer, strategy.home if possible and self._one_device else None)
-        self.auto = recipe.graphs == "auto"
-        self.warm = WARM + TIMED * self.auto
-        self._seen = self._micro = self._tries = 0
-        self._shapes: list[tuple[object, ...]] = []  # of this step's micro-batches so far
-        self._usual: list[tuple[object, ...]] = []  # of those of the step before
-        self._evidence: Evidence | None = None  # of this step, or the one before
-        self.recording: RecordedStep | None = None
-        self._replays = False  # in this step, from its first pass on
-        self._moments: tuple[list[Any], list[Any]] = [], []  # ends of launched and of replayed steps
+        super().__init__(strategy, updater)
+        self.recipe = recipe
+        self._say = say
+        strategy.times_passes = True
+        # Why steps are eager although they could have been captured.
+        self._reason: str | None = None
+        # Value of `cuda_graphs.recoveries` when the step was captured.
+        self._recoveries = 0
+        self._tuner: StepTuner | None = None
+        self._eager_steps = WARMUP_STEPS
+        if recipe.graphs == "auto":
+            self._tuner = StepTuner()
+            self._eager_steps += step_tuning.TIMED_STEPS
+        self._step_count = 0
+        self._micro_step = 0
+        self._tries = 0
+        # Layouts of the micro-batches of this step so far, and of the step before.
+        self._shapes: list[tuple[object, ...]] = []
+        self._shapes_before: list[tuple[object, ...]] = []
+        # Evidence of this step, or of the step before.
+        self._evidence: Evidence | None = None
+        self.captured: CapturedStep | None = None
+        # Whether this step is replayed, from its first pass on.
+        self._replays = False
 
-    # The loop's calls, in this order.
+    def _set_rates(self) -> None:
+        on_device = self.recorder is not None and self._one_device
+        self.rates = LearningRates(
+            self.updater.optimizer, self.strategy.home if on_device else None
+        )
 
     def check(self) -> None:
-        """An epoch of training begins: what was recorded is for tensors that are where they were, and for a model that
-        decides as it did. Collective where several ranks may record."""
-        if self._tried and self.strategy.world.size > 1:  # where a rank launches its steps it would hold up the others
+        """Check at the start of an epoch that the captured step is still valid.
+
+        Its tensors must be at the same addresses, and the settings that the model reads must be the
+        same. Collective if several ranks may capture.
+        """
+        super().check()
+        # A rank with eager steps would delay the others, so either all ranks replay or none.
+        if self.strategy.world.size > 1:
             world = self.strategy.world
             reasons: list[str | None] = world.broadcast_object(world.gather(self._reason))
             for rank, reason in enumerate(reasons):
                 if reason is not None and self.recorder is not None:
                     self._give_up(f"{reason} (rank {rank})")
-        if self.recording is None:
+        if self.captured is None:
             return
-        if (changed := changed_on_the_host(self.recording.made_for, self._as_it_is())) is not None:
+        changed = find_change(self.captured.made_for, self._addresses_and_settings())
+        if changed is not None:
             self._give_up(f"{changed} is not as it was an epoch before")
 
     @property
-    def due(self) -> bool:
-        """Whether the step before is to be recorded now."""
+    def should_capture(self) -> bool:
+        """Whether the step before should be captured now."""
         return self._evidence is not None and self._evidence.usual
 
-    def record(self) -> None:
-        """Record the step before, which counts, and nothing of this one."""
-        evidence, self._evidence = self._evidence, None
+    @property
+    def has_captured(self) -> bool:
+        return self.captured is not None
+
+    def capture(self) -> None:
+        """Capture the previous step, whose results are known, and verify the capture."""
+        evidence = self._evidence
+        self._evidence = None
         assert evidence is not None
         if evidence.is_finite():
-            self._attempt(lambda: self._record(evidence))
+            self._attempt(lambda: self._capture_and_compare(evidence))
 
     def begin(self, lr: float) -> None:
-        """A step begins, at this learning rate."""
+        """Begin a step with learning rate `lr`, and choose whether it leaves evidence."""
         self.rates.set(lr)
-        self._micro = 0
+        self._micro_step = 0
         if self.recorder is None:
             return
-        if self.recording is not None and self._recoveries != cuda_graphs.recoveries:
+        # A failed capture may replace a generator's state, from which captured graphs still draw.
+        if self.captured is not None and self._recoveries != cuda_graphs.recoveries:
             self._forget()
-        self._usual, self._shapes, self._replays, self._evidence = self._shapes, [], False, None
-        if self.recording is not None or self._seen < self.warm - 1:
+        self._shapes_before = self._shapes
+        self._shapes = []
+        self._replays = False
+        self._evidence = None
+        if self.captured is not None or self._step_count < self._eager_steps - 1:
             return
-        if self._tries < TRIES:
+        if self._tries < MAX_TRIES:
             self._tries += 1
-            self._attempt(lambda: self._watch(lr))
+            self._attempt(lambda: self._start_evidence(lr))
         else:
-            self._give_up(f"{TRIES} steps had micro-batches of other shapes than the one before, or were not finite")
+            self._give_up(
+                f"{MAX_TRIES} steps had micro-batches of other shapes than the one before, or were "
+                "not finite"
+            )
 
     def forward_backward(self, batch: Batch, weight: float, sync: bool) -> Tensor:
-        """As the strategy's; the result is the caller's own."""
-        micro, self._micro = self._micro, self._micro + 1
-        with (self.strategy.forward_watch if self._tried else None) or nullcontext():
+        """Compute a micro-batch, by a replay if its pass was captured.
+
+        Later replays do not change the returned loss.
+        """
+        micro_step = self._micro_step
+        self._micro_step = micro_step + 1
+        with self.strategy.forward_watch or nullcontext():
             if self.recorder is None:
                 return self.strategy.forward_backward(batch, weight, sync)
             self._shapes.append(shape_of(batch))
-            recorded = self._recorded(micro, batch, weight)
-            if recorded is not None:
+            captured_pass = self._find_pass(micro_step, batch, weight)
+            if captured_pass is not None:
                 self._replays = True
-                return self._replay(recorded, batch, micro)
-            if micro == 0 and self.recording is not None:  # its gradients stay as they are
-                self.optimizer.zero_grad()
+                return self._replay(captured_pass, batch, micro_step)
+            # Gradients of a replayed step before this eager one still exist.
+            if micro_step == 0 and self.captured is not None:
+                self.updater.zero_grad()
             if self._evidence is not None:
-                return self._watched(self._evidence, batch, weight, sync)
+                return self._observed_pass(self._evidence, batch, weight, sync)
             with self.recorder.aside():
                 return self.strategy.forward_backward(batch, weight, sync)
 
     def update(self, loss: Tensor, want_norm: bool) -> Tensor | None:
-        """Reduced gradients to new weights; the gradient's norm before clipping, where it is clipped or wanted."""
+        """Update the weights as `EagerSteps.update` does, by a replay if the step is replayed."""
         if self.recorder is None:
-            norm = self.updater.step(loss, self.strategy, want_norm)
-            self.optimizer.zero_grad()
-            return norm
-        self._seen += 1
-        recording = self.recording
-        if self._replays and recording is not None and recording.update is not None:
-            recording.loss.copy_(loss)
-            recording.update()
-            norm = None if recording.norm is None else recording.norm.clone()
-            if norm is None and want_norm:  # gradients are as the optimizer has found them, up to the next step
+            return super().update(loss, want_norm)
+        self._step_count += 1
+        captured = self.captured
+        if self._replays and captured is not None and captured.update is not None:
+            captured.loss.copy_(loss)
+            captured.update()
+            norm = None
+            if captured.norm is not None:
+                norm = captured.norm.clone()
+            elif want_norm:
+                # Replayed gradients keep the values that the optimizer read until the next step.
                 norm = self.strategy.grad_norm()
         else:
-            norm = self._launched_update(loss, want_norm)
+            norm = self._eager_update(loss, want_norm)
         if not self._replays:
-            self.optimizer.zero_grad()
-        self._micro = 0
-        self._note()
+            self.updater.zero_grad()
+        self._micro_step = 0
+        if self._tuner is not None and self._step_count >= WARMUP_STEPS:
+            self._choose_faster(self._tuner)
         return norm
 
     @property
-    def way(self) -> Literal["launched", "replayed"] | None:
-        """How steps are computed by now; None on a device that has no graphs."""
-        if not cuda_graphs.possible(self.strategy.device):
-            return None
-        return "launched" if self.recording is None else "replayed"
+    def kind(self) -> Literal["launched", "replayed"]:
+        return "launched" if self.captured is None else "replayed"
 
     @property
-    def undecided(self) -> bool:
-        """Whether steps are launched without that a recording was tried, as the recipe says or in a short run."""
-        return self.way == "launched" and (self.recorder is not None or not self._tried)
+    def might_be_faster(self) -> bool:
+        return self.captured is None and self.recorder is not None
 
-    # Launched steps.
+    # Eager steps.
 
-    def _watch(self, lr: float) -> None:
-        """This step, which is launched, leaves its evidence."""
-        if (hook := own_hook(self.strategy.modules())) is not None:
-            raise NotRecorded(f"a {hook} would not be called by a replay")
+    def _start_evidence(self, lr: float) -> None:
+        """Begin to collect evidence of this eager step."""
+        if (hook := find_own_hook(self.strategy.modules())) is not None:
+            raise NotCapturable(f"a {hook} would not be called by a replay")
         if self.strategy.draws_anew:
-            raise NotRecorded("recompute=true puts random states back for its blocks, which a recording forbids")
-        state = live_state(self.strategy, self.updater)
-        gradients = sum(p.numel() * p.element_size() for p in self.updater.parameters)
-        need = COPIES * (gradients + sum(tensor.numel() * tensor.element_size() for tensor in state.values()))
-        if need > (free := min(map(_room, self.strategy.world.drives))):
-            wanted, there = need / 2**30, free / 2**30
-            raise NotRecorded(f"the comparison with a replay needs {wanted:.2f} GiB, and {there:.2f} GiB are free")
-        self._evidence = Evidence(lr, copied(state))
+            raise NotCapturable(
+                "recompute=true restores random states for its blocks, which a capture forbids"
+            )
+        state = collect_live_state(self.strategy, self.updater)
+        needed = MAX_COPIES * count_bytes(*self.updater.parameters, *state.values())
+        free = min(map(_free_memory, self.strategy.world.drives))
+        if needed > free:
+            raise NotCapturable(
+                f"the comparison with a replay needs {needed / 2**30:.2f} GiB, and "
+                f"{free / 2**30:.2f} GiB are free"
+            )
+        self._evidence = Evidence(lr, copy_named(state))
 
-    def _watched(self, evidence: Evidence, batch: Batch, weight: float, sync: bool) -> Tensor:
-        """Launched, with an eye on what a replay would not do."""
+    def _observed_pass(
+        self,
+        evidence: Evidence,
+        batch: Batch,
+        weight: float,
+        sync: bool,
+    ) -> Tensor:
+        """Compute an eager pass, and give up captures if a replay could not compute it."""
         assert self.recorder is not None
-        drives, before = self.strategy.world.drives, self._host_state()
-        drawn = random_states(drives)
+        devices = self.strategy.world.drives
+        before = self._host_state()
+        random_before = read_random_states(devices)
         with self.recorder.aside(), self.recorder.rehearsal() as waits:
             loss = self.strategy.forward_backward(batch, weight, sync)
-        launched = LaunchedPass(batch, weight, sync, (drawn, random_states(drives)), loss)
-        evidence.passes.append(launched)
+        random = (random_before, read_random_states(devices))
+        evidence.passes.append(EagerPass(batch, weight, sync, random, loss))
         if sync:
-            evidence.usual = self._shapes == self._usual
-            evidence.gradients = copies([p.grad for p in self.updater.parameters])
-        changed = changed_on_the_host(before, self._host_state())
+            evidence.usual = self._shapes == self._shapes_before
+            evidence.gradients = copy_list([p.grad for p in self.updater.parameters])
+        changed = find_change(before, self._host_state())
         if waits:
             self._give_up(f"the model waits for the device, in {waits[0]}")
         elif changed is not None:
@@ -238,144 +314,162 @@ class Steps:
         return loss
 
     def _host_state(self) -> dict[str, object]:
-        return host_state(self.strategy.modules(), {device.type for device in self.strategy.world.drives})
+        device_types = {device.type for device in self.strategy.world.drives}
+        return read_host_state(self.strategy.modules(), device_types)
 
-    def _launched_update(self, loss: Tensor, want_norm: bool) -> Tensor | None:
-        evidence, recorder = self._evidence, self.recorder
+    def _eager_update(self, loss: Tensor, want_norm: bool) -> Tensor | None:
+        evidence = self._evidence
+        recorder = self.recorder
         assert recorder is not None
         if evidence is None:
             with recorder.aside():
                 return self.updater.step(loss, self.strategy, want_norm)
         evidence.reduced = evidence.gradients
         if self.strategy.exchanges_after_passes:
-            evidence.reduced = copies([p.grad for p in self.updater.parameters])
+            evidence.reduced = copy_list([p.grad for p in self.updater.parameters])
         with recorder.aside(), recorder.rehearsal() as waits:
             norm = self.updater.step(loss, self.strategy, want_norm)
-        evidence.after = copied(live_state(self.strategy, self.updater))
+        evidence.after = copy_named(collect_live_state(self.strategy, self.updater))
         if waits and self._one_device:
             self._give_up(f"the optimizer waits for the device, in {waits[0]}")
         return norm
 
-    # Recorded steps.
+    # Captured steps.
 
-    def _record(self, evidence: Evidence) -> None:
-        """Record a step as the one before, and have it do that once more.
+    def _capture_and_compare(self, evidence: Evidence) -> None:
+        """Capture the step of the evidence, and compare its replay with the evidence.
 
-        It is recorded at another learning rate and on other images, so that what remembers these is found.
+        During the capture, the learning rate and the images differ from those of the evidence. So
+        the comparison also finds a graph that has captured these values as constants.
         """
-        drives = self.strategy.world.drives
-        drawn = random_states(drives)
+        devices = self.strategy.world.drives
+        states = read_random_states(devices)
         try:
-            self._record_step(evidence)
-            state = live_state(self.strategy, self.updater)
-            found = difference(evidence, state, self.recipe.precision, lambda: self._again(evidence))
-            if found is not None:
-                raise NotRecorded(f"a replay is another step: the {found}")
+            self._capture_step(evidence)
+            state = collect_live_state(self.strategy, self.updater)
+            fault = find_difference(
+                evidence, state, self.recipe.precision, lambda: self._replay_evidence(evidence)
+            )
+            if fault is not None:
+                raise NotCapturable(f"a replay computes another step: the {fault}")
         finally:
-            set_random_states(drives, drawn)
+            set_random_states(devices, states)
 
-    def _record_step(self, evidence: Evidence) -> None:
+    def _capture_step(self, evidence: Evidence) -> None:
         assert self.recorder is not None
-        recording = RecordedStep()
+        captured = CapturedStep()
         self.rates.set(evidence.lr / 2)
-        for micro, launched in enumerate(evidence.passes):
-            key = micro == 0, shape_of(launched.batch)
-            if key not in recording.passes:
-                recording.passes[key] = self._record_pass(launched)
-            if micro == 0:  # it has made gradients of its own, whose memory stays
-                recording.gradients = [parameter.grad for parameter in self.updater.parameters]
+        for micro_step, eager in enumerate(evidence.passes):
+            key = (micro_step == 0, shape_of(eager.batch))
+            if key not in captured.passes:
+                captured.passes[key] = self._capture_pass(eager)
+            # The first pass has allocated gradients, whose memory all replays write.
+            if micro_step == 0:
+                captured.gradients = [parameter.grad for parameter in self.updater.parameters]
         if self._one_device:
-            recording.loss = torch.zeros_like(evidence.passes[0].loss)
-            update = self.recorder.record(lambda: self.updater.step(recording.loss, self.strategy, False))
-            recording.update, recording.norm = update
-        self.recording, recording.made_for = recording, self._as_it_is()
+            captured.loss = torch.zeros_like(evidence.passes[0].loss)
+            captured.update, captured.norm = self.recorder.record(
+                lambda: self.updater.step(captured.loss, self.strategy, False)
+            )
+        captured.made_for = self._addresses_and_settings()
+        self.captured = captured
         self._recoveries = cuda_graphs.recoveries
 
-    def _record_pass(self, launched: LaunchedPass) -> RecordedPass:
+    def _capture_pass(self, eager: EagerPass) -> CapturedPass:
         assert self.recorder is not None
-        batch = launched.batch
-        inputs, targets = torch.zeros_like(batch.inputs), torch.zeros_like(batch.targets)
+        inputs = torch.zeros_like(eager.batch.inputs)
+        targets = torch.zeros_like(eager.batch.targets)
         before = self._host_state()
-        batch = Batch(inputs, targets, batch.count)
-        replay, loss = self.strategy.record_pass(self.recorder, batch, launched.weight, launched.sync)
-        if (changed := changed_on_the_host(before, self._host_state())) is not None:
-            raise NotRecorded(f"the model decides on the host: each pass changes its {changed}")
-        return RecordedPass(inputs, targets, launched.weight, loss, replay)
+        batch = Batch(inputs, targets, eager.batch.count)
+        replay, loss = self.strategy.record_pass(self.recorder, batch, eager.weight, eager.sync)
+        if (changed := find_change(before, self._host_state())) is not None:
+            raise NotCapturable(f"the model decides on the host: each pass changes its {changed}")
+        return CapturedPass(inputs, targets, eager.weight, loss, replay)
 
-    def _recorded(self, micro: int, batch: Batch, weight: float) -> RecordedPass | None:
-        """The recorded pass for this one, if it can be replayed after what this step has done so far."""
-        recording = self.recording
-        if recording is None or (micro > 0 and not self._replays):
+    def _find_pass(self, micro_step: int, batch: Batch, weight: float) -> CapturedPass | None:
+        """Return the captured pass of a micro-batch, or None if the pass must be eager."""
+        captured = self.captured
+        if captured is None or (micro_step > 0 and not self._replays):
             return None
-        found = recording.passes.get((micro == 0, shape_of(batch)))
-        return found if found is not None and found.weight == weight else None
+        captured_pass = captured.passes.get((micro_step == 0, shape_of(batch)))
+        if captured_pass is not None and captured_pass.weight == weight:
+            return captured_pass
+        return None
 
-    def _replay(self, recorded: RecordedPass, batch: Batch, micro: int) -> Tensor:
-        recording = self.recording
-        assert recording is not None
-        if micro == 0:
-            for parameter, gradient in zip(self.updater.parameters, recording.gradients, strict=True):
+    def _replay(self, captured_pass: CapturedPass, batch: Batch, micro_step: int) -> Tensor:
+        captured = self.captured
+        assert captured is not None
+        if micro_step == 0:
+            for parameter, gradient in zip(
+                self.updater.parameters, captured.gradients, strict=True
+            ):
                 parameter.grad = gradient
-        recorded.inputs.copy_(batch.inputs, non_blocking=True)
-        recorded.targets.copy_(batch.targets, non_blocking=True)
-        recorded.replay()
-        return recorded.loss.clone()  # the next replay writes there
+        captured_pass.inputs.copy_(batch.inputs, non_blocking=True)
+        captured_pass.targets.copy_(batch.targets, non_blocking=True)
+        captured_pass.replay()
+        # The next replay overwrites the static loss.
+        return captured_pass.loss.clone()
 
-    def _again(self, evidence: Evidence) -> StepResult:
-        """The step of the evidence by replays, on its own micro-batches and random numbers."""
-        recording, drives, losses = self.recording, self.strategy.world.drives, list[Tensor]()
-        assert recording is not None
+    def _replay_evidence(self, evidence: Evidence) -> StepResult:
+        """Replay the step of the evidence with its micro-batches and random numbers."""
+        captured = self.captured
+        devices = self.strategy.world.drives
+        losses = list[Tensor]()
+        assert captured is not None
         self.rates.set(evidence.lr)
-        for micro, launched in enumerate(evidence.passes):
-            set_random_states(drives, launched.random[0])
-            recorded = recording.passes[micro == 0, shape_of(launched.batch)]
-            losses.append(self._replay(recorded, launched.batch, micro))
-            if not all(map(torch.equal, random_states(drives), launched.random[1])):
-                raise NotRecorded("a replay draws another number of random numbers")
-        gradients = copies(recording.gradients)
-        for gradient, reduced in zip(recording.gradients, evidence.reduced, strict=True):
+        for micro_step, eager in enumerate(evidence.passes):
+            random_before, random_after = eager.random
+            set_random_states(devices, random_before)
+            captured_pass = captured.passes[micro_step == 0, shape_of(eager.batch)]
+            losses.append(self._replay(captured_pass, eager.batch, micro_step))
+            if not all(map(torch.equal, read_random_states(devices), random_after)):
+                raise NotCapturable("a replay draws more or fewer random numbers")
+        gradients = copy_list(captured.gradients)
+        # The optimizer reads the gradients of all ranks, which are communicated outside the graphs.
+        for gradient, reduced in zip(captured.gradients, evidence.reduced, strict=True):
             if gradient is not None and reduced is not None:
                 gradient.copy_(reduced)
         total = torch.stack(losses).sum()
-        if recording.update is not None:
-            recording.loss.copy_(total)
-            recording.update()
+        if captured.update is not None:
+            captured.loss.copy_(total)
+            captured.update()
         else:
             self.updater.step(total, self.strategy, False)
-        return StepResult(losses, gradients, live_state(self.strategy, self.updater))
+        return StepResult(losses, gradients, collect_live_state(self.strategy, self.updater))
 
-    # The choice.
+    # The choice between eager and captured steps.
 
-    def _note(self) -> None:
-        """Where graphs=auto: go on in the faster way, once both have been timed."""
-        if not self.auto or self.recorder is None or self._seen < WARM:
+    def _choose_faster(self, tuner: StepTuner) -> None:
+        """Note the end of a step, and keep the faster kind of step once both have been timed."""
+        # The optimizer's part may have given up captures.
+        if self.recorder is None:
             return
-        moments = self._moments[self._replays]
-        moments.append(self.recorder.now())
-        if not self._replays or len(moments) <= TIMED + 1:
+        seconds = tuner.add(self.recorder.now(), self._replays)
+        if seconds is None:
             return
-        launched, replayed = (
-            median(cuda_graphs.seconds_between(a, b) for a, b in pairwise(part[-TIMED - 1 :])) for part in self._moments
-        )
-        self._moments = [], []
-        self.auto = False
-        if launched < FASTER * replayed:
-            self._give_up(f"a replayed step takes {1e3 * replayed:.3g} ms, a launched one {1e3 * launched:.3g} ms")
+        self._tuner = None
+        eager = f"{1e3 * seconds.eager:.3g} ms"
+        replayed = f"{1e3 * seconds.replayed:.3g} ms"
+        if seconds.are_replays_worthwhile():
+            self._say(f"  graphs: a replayed step takes {replayed} instead of {eager}")
         else:
-            self._say(f"  graphs: a replayed step takes {1e3 * replayed:.3g} ms in place of {1e3 * launched:.3g} ms")
+            self._give_up(f"a replayed step takes {replayed}, a launched one {eager}")
 
     def _attempt(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except NotRecorded as reason:
+        except NotCapturable as reason:
             self._give_up(str(reason))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            self._give_up("memory does not suffice to record it")
+            self._give_up("there is not enough memory to capture it")
 
     def _give_up(self, reason: str) -> None:
-        """From here on Python launches every kernel, in the middle of a step too: its gradients are where they were."""
+        """Compute all following kernels eagerly.
+
+        This is possible in the middle of a step too, because its gradients stay at their addresses.
+        """
         self._say(f"  graphs: the step is launched kernel by kernel: {reason}")
         self._reason = reason
         self._forget()
@@ -384,19 +478,23 @@ class Steps:
         self.recorder = None
 
     def forget(self) -> None:
-        """Micro-batches have other shapes from here on: what was recorded is recorded anew."""
+        """Capture the step again: micro-batches have other shapes, or other parameters train."""
         if self.recorder is not None:
             self._forget()
 
     def _forget(self) -> None:
-        self.recording = self._evidence = None
+        self.captured = None
+        self._evidence = None
         self._tries = 0
-        if self._micro == 0:  # between two steps
-            self.optimizer.zero_grad()
+        # The rest of a step still needs its gradients.
+        if self._micro_step == 0:
+            self.updater.zero_grad()
 
-    def _as_it_is(self) -> dict[str, object]:
-        """Addresses of all that a recorded step reads and changes beside its own memory; what a model decides by."""
-        state = live_state(self.strategy, self.updater)
-        rates = {f"rate {rate}": tensor for rate, tensor in self.rates.tensors.items()}
-        addresses = {f"the place of {name}": tensor.data_ptr() for name, tensor in (state | rates).items()}
-        return {**addresses, **settings(self.strategy.modules())}
+    def _addresses_and_settings(self) -> dict[str, object]:
+        """Return the addresses of the tensors that a captured step reads or changes, except its own
+        memory, and the settings that the model reads.
+        """
+        tensors = collect_live_state(self.strategy, self.updater)
+        tensors |= {f"rate {rate}": tensor for rate, tensor in self.rates.tensors.items()}
+        addresses = {f"the place of {name}": t.data_ptr() for name, t in tensors.items()}
+        return {**addresses, **read_settings(self.strategy.modules())}

@@ -1,9 +1,10 @@
-"""`distill.teacher`: a trained model apart from the one that trains, whose outputs become a part of targets."""
+"""The teacher of `distill.teacher`: a trained model whose outputs become a part of the targets."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -20,102 +21,213 @@ from trainer.data.folders.photo_folders import IMAGENET, statistics
 from trainer.data.folders.scanning import few
 from trainer.devices.precision import AUTOCAST, set_precision
 from trainer.errors import RecipeError, TrainerError
+from trainer.memory.measuring import count_bytes
 from trainer.models import timm_zoo, torchvision_zoo
-from trainer.models.inputs import with_pretrained_input
-from trainer.models.memory import size_of
-from trainer.models.zoo import are_names, build
+from trainer.models.inputs import add_pretrained_input
+from trainer.models.zoo import build, match_by_name
 from trainer.modes import Strategy
 from trainer.recipe import Recipe
 from trainer.recipe.image_sizes import ImageSize
 from trainer.recipe.known_names import TIMM, torchvision_classifiers
-from trainer.saving.run_names import run_named
+from trainer.saving.run_names import find_run
 from trainer.tasks import Task
-from trainer.training.randomness import random_states, restore_random_states
-from trainer.training.trained import Trained, task_without_loss
+from trainer.training.randomness import read_random_states, restore_random_states
+from trainer.training.trained import Trained, create_task_without_loss
 
 IMAGENET_CLASSES = torchvision.models.ResNet18_Weights.DEFAULT.meta["categories"]
-FIRST, LAST = "n01440764", "n15075141"  # of its folders, in the same order
+# The first and the last class folder of ImageNet, which are in the order of IMAGENET_CLASSES.
+FIRST = "n01440764"
+LAST = "n15075141"
 WHOLE = ", whole on each device that has outputs"
 
 
-def trained_teacher(recipe: Recipe, inputs: TensorSpec, outputs: int, starting: bool = True) -> Trained:
-    """The recipe's, for a run of such inputs and outputs; fetched where `starting`. Raises TrainerError."""
-    word = str(recipe.distill.teacher)
+def load_teacher(
+    recipe: Recipe, inputs: TensorSpec, outputs: int, starting: bool = True
+) -> Trained:
+    """Return the recipe's teacher.
+
+    Args:
+        recipe: The recipe of the run.
+        inputs: Shape and type of the run's inputs.
+        outputs: Number of outputs of the run's model.
+        starting: Whether to fetch published weights.
+
+    Raises:
+        TrainerError: There is no such teacher, or it has another number of classes.
+    """
+    name = str(recipe.distill.teacher)
+    is_timm = name.startswith(TIMM)
     try:
-        if not word.startswith(TIMM) and word not in torchvision_classifiers():
-            return Trained.read(run_named(word))
-        own = Recipe().replace(model={"name": word, "weights": "DEFAULT"}, data={"name": "imagefolder"})
-        own = with_pretrained_input(own.replace(precision=recipe.precision))
-        known = (timm_zoo if word.startswith(TIMM) else torchvision_zoo).known_classes(own.model)
-        if known != outputs:
-            raise RecipeError(f"it knows {known:,} classes, and this run has {outputs}: give a teacher of the same")
-        square = len({*inputs.shape[-2:]}) == 1
-        size: ImageSize = inputs.shape[-1] if square else (inputs.shape[-2], inputs.shape[-1])
-        weights = build(own.model, outputs, inputs.shape[0], size, starting).state_dict()
-        mean, std = statistics(tuple(own.data.mean or IMAGENET[0]), tuple(own.data.std or IMAGENET[1]), inputs.shape[0])
-        names = IMAGENET_CLASSES if known == len(IMAGENET_CLASSES) else [*map(str, range(known))]
-        told = {"classes": names, "mean": mean, "std": std, "channels": len(mean), "image_size": size}
-        return Trained(Path(word), weights, {key: json.dumps(value) for key, value in told.items()}, own, own)
+        if not is_timm and name not in torchvision_classifiers():
+            return Trained.read(find_run(name))
+        own = Recipe().replace(
+            model={"name": name, "weights": "DEFAULT"}, data={"name": "imagefolder"}
+        )
+        own = add_pretrained_input(own.replace(precision=recipe.precision))
+        zoo = timm_zoo if is_timm else torchvision_zoo
+        class_count = zoo.count_classes(own.model)
+        if class_count != outputs:
+            raise RecipeError(
+                f"it knows {class_count:,} classes, and this run has {outputs}: choose a teacher "
+                "with the same classes"
+            )
+        channels = inputs.shape[0]
+        sides = inputs.shape[-2:]
+        size: ImageSize = sides[-1]
+        if len({*sides}) > 1:
+            size = (sides[0], sides[1])
+        weights = build(own.model, outputs, channels, size, starting).state_dict()
+        mean = statistics(own.data.mean or IMAGENET[0], channels)
+        std = statistics(own.data.std or IMAGENET[1], channels)
+        classes = [*map(str, range(class_count))]
+        if class_count == len(IMAGENET_CLASSES):
+            classes = IMAGENET_CLASSES
+        metadata = {
+            "classes": json.dumps(classes),
+            "mean": json.dumps(mean),
+            "std": json.dumps(std),
+            "channels": json.dumps(len(mean)),
+            "image_size": json.dumps(size),
+        }
+        return Trained(Path(name), weights, metadata, own, own)
     except TrainerError as error:
-        raise type(error)(f"distill.teacher={word}: {re.split(', (?:or|and) start ', str(error))[0]}") from None
+        # The rest of the message suggests how to start the trained model from weights.
+        message = re.split(", (?:or|and) start ", str(error))[0]
+        raise type(error)(f"distill.teacher={name}: {message}") from None
 
 
 class Teacher(Task):
-    """Answers for each batch of training, in evaluation mode and its own precision; as a task, the loss of both.
+    """The teacher, and a task whose loss combines the run's task and the teacher's outputs.
 
-    A batch's targets and the teacher's outputs are columns of one tensor, which goes wherever targets go: into shards,
-    micro-batches, recorded steps, to the last stage. float32 has all class indices exactly.
-    Hinton, Vinyals and Dean, "Distilling the Knowledge in a Neural Network" (arXiv:1503.02531), section 2.
+    The teacher runs on each training batch in evaluation mode and in its own precision. The targets
+    of a batch and the teacher's outputs are columns of one tensor, which is passed wherever targets
+    are passed: to ranks, micro-batches, captured steps, the last stage. float32 represents all
+    class indices exactly.
+
+    Reference: Hinton, Vinyals and Dean, "Distilling the Knowledge in a Neural Network"
+    (arXiv:1503.02531), section 2.
     """
 
-    def __init__(self, task: Task, data: Datasets, device: torch.device, needed: bool) -> None:
-        """Of the task's recipe; its model is `needed` where losses are computed. Raises TrainerError."""
-        self.recipe, self.names, self._task, before = task.recipe, task.names, task, random_states([])
-        distill, self._outputs = self.recipe.distill, task.outputs() or 0
-        trained = trained_teacher(self.recipe, data.inputs, self._outputs)
-        facts, own, classes = trained.facts, trained.own, trained.facts.classes or ()
-        if [*classes] == IMAGENET_CLASSES and sorted(data.classes) == [FIRST, *data.classes[1:-1], LAST]:
+    def __init__(
+        self,
+        task: Task,
+        data: Datasets,
+        device: torch.device,
+        needed: bool,
+    ) -> None:
+        """Load the teacher of the task's recipe.
+
+        Args:
+            task: The task of the run.
+            data: The data of the run.
+            device: The main device.
+            needed: Whether this rank computes losses, and thus needs the model.
+
+        Raises:
+            TrainerError: There is no such teacher, or it does not fit the run.
+        """
+        self.recipe = task.recipe
+        self.names = task.names
+        self._task = task
+        states = read_random_states()
+        distill = self.recipe.distill
+        self._outputs = task.outputs() or 0
+        trained = load_teacher(self.recipe, data.inputs, self._outputs)
+        facts = trained.facts
+        own = trained.own
+        classes = facts.classes or ()
+        # A folder of ImageNet names its classes by numbers, in the order of the published names.
+        imagenet_folders = [FIRST, *data.classes[1:-1], LAST]
+        if [*classes] == IMAGENET_CLASSES and sorted(data.classes) == imagenet_folders:
             classes = data.classes
         self._check(trained, classes, data)
-        plain, without_loss = None if facts.mean else facts.spec, task_without_loss(own, classes)
-        model = trained.model(without_loss, len(classes), facts.channels, facts.image_size, plain).requires_grad_(False)
-        restore_random_states(before, [])  # the model that trains begins as it would without a teacher
-        values = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in model.state_dict().values()]
+        matches = match_by_name(classes, data.classes)
+        # Indices of the teacher's outputs in the order of this run's classes.
+        self._order: Tensor | None = None
+        if matches is not None and classes != data.classes:
+            others = range(len(classes), self._outputs)
+            self._order = torch.tensor([*matches, *others], device=device)
+        plain = None if facts.mean else facts.spec
+        without_loss = create_task_without_loss(own, classes)
+        model = trained.model(
+            without_loss, len(classes), facts.channels, facts.image_size, plain
+        ).requires_grad_(False)
+        # The model that trains starts from the same random numbers as without a teacher.
+        restore_random_states(states)
+        values = []
+        for tensor in model.state_dict().values():
+            flat = tensor.contiguous().view(-1)
+            values.append(flat.view(torch.uint8))
         digest = xxhash.xxh3_64_hexdigest(torch.cat(values).numpy().data)
         self.facts = [digest, own.precision, [*facts.mean], [*facts.std]]
-        if needed and self.recipe.traits.exchanges != "shards":  # before its mode looks for what is free
+        # The mode measures free memory later, and must not count the teacher's memory as free.
+        if needed and self.recipe.traits.exchanges != "shards":
             model.to(device)
         self._model = model if needed else None
-        self._run: Any = self._model  # or what its mode put in its place
-        self.size = size_of(*trained.weights.values()) * needed  # bytes on this rank, where it is whole
-        self._precision, self._hard = own.precision, data.targets
-        self.targets = TensorSpec((max(1, *data.targets.shape, 1) + self._outputs,), torch.float32)  # of a row
-        self._share = 0.5 if distill.weight is None else distill.weight
-        self._heat = distill.temperature or 4.0
-        self.note = f"{distill.teacher}: {self._share:.0%} of the loss, temperature {self._heat:g}; {own.model.name}, "
-        self.note += own.precision + ", classes by their order" * (classes != data.classes) + WHOLE
-        self._affine: tuple[Tensor, Tensor] | None = None  # from the run's normalised pixels to its own
+        # The model, or the wrapper that the mode has put around it.
+        self._run: Any = self._model
+        # Bytes of the whole model on this rank.
+        self.size = 0
+        if needed:
+            self.size = count_bytes(*trained.weights.values())
+        self._precision = own.precision
+        self._target_spec = data.targets
+        # Shape and type of one row of the combined targets.
+        columns = max(1, *data.targets.shape, 1) + self._outputs
+        self.targets = TensorSpec((columns,), torch.float32)
+        self._weight = 0.5 if distill.weight is None else distill.weight
+        self._temperature = distill.temperature or 4.0
+        self.note = (
+            f"{distill.teacher}: {self._weight:.0%} of the loss, temperature "
+            f"{self._temperature:g}; {own.model.name}, {own.precision}"
+        )
+        if matches is None and classes != data.classes:
+            self.note += ", classes matched by their order"
+        self.note += WHOLE
+        # Factor and offset from the run's normalised pixels to those of the teacher.
+        self._affine: tuple[Tensor, Tensor] | None = None
         if (facts.mean, facts.std) != (data.mean, data.std):
-            pixels = (data.mean, data.std, facts.mean, facts.std)
-            mean, std, own_mean, own_std = (torch.tensor(part).double()[:, None, None].to(device) for part in pixels)
-            self._affine = (std / own_std).float(), ((mean - own_mean) / own_std).float()
+            mean = _place_channel_values(data.mean, device)
+            std = _place_channel_values(data.std, device)
+            own_mean = _place_channel_values(facts.mean, device)
+            own_std = _place_channel_values(facts.std, device)
+            offset = (mean - own_mean) / own_std
+            self._affine = ((std / own_std).float(), offset.float())
 
-    def _check(self, trained: Trained, known: tuple[str, ...], data: Datasets) -> None:
-        word, spec, own = f"distill.teacher={self.recipe.distill.teacher}", trained.facts.spec, trained.own
-        if tasks.kind(own).soft_loss is not type(self._task).soft_loss or len(data.targets.shape) > 1:
-            told = f"task.name={own.task.name}, and this run has task.name={self.recipe.task.name}"
-            raise RecipeError(f"{word} was trained with {told}: give a teacher of the same task")
-        other = are_names(known) and are_names(data.classes) and known != data.classes
-        if other or len(known) != len(data.classes) or (own.model.num_classes or len(known)) != self._outputs:
-            there, here = (f"{len(each)} ({few(each, 8)})" for each in (known, data.classes))
-            raise RecipeError(f"{word} knows {there} classes, and this run has {here}: give a teacher of the same")
+    def _check(self, trained: Trained, classes: tuple[str, ...], data: Datasets) -> None:
+        option = f"distill.teacher={self.recipe.distill.teacher}"
+        spec = trained.facts.spec
+        own = trained.own
+        has_other_loss = tasks.find_task_class(own).soft_loss is not type(self._task).soft_loss
+        if has_other_loss or len(data.targets.shape) > 1:
+            raise RecipeError(
+                f"{option} was trained with task.name={own.task.name}, and this run has "
+                f"task.name={self.recipe.task.name}: choose a teacher of the same task"
+            )
+        matches = match_by_name(classes, data.classes)
+        has_unmatched = (
+            matches is not None and classes != data.classes and {*matches} != {*range(len(classes))}
+        )
+        if (
+            has_unmatched
+            or len(classes) != len(data.classes)
+            or (own.model.num_classes or len(classes)) != self._outputs
+        ):
+            raise RecipeError(
+                f"{option} knows {len(classes)} ({few(classes, 8)}) classes, and this run has "
+                f"{len(data.classes)} ({few(data.classes, 8)}): choose a teacher with the same"
+            )
         if spec != data.inputs:
-            size = json.dumps(trained.facts.image_size, separators=(",", ":"))
-            words = f": type data.image_size={size} data.channels={spec.shape[0]}" * bool(trained.facts.mean)
-            raise RecipeError(f"{word} reads {spec}, and this run's inputs are {data.inputs}{words}")
+            remedy = ""
+            if trained.facts.mean:
+                size = json.dumps(trained.facts.image_size, separators=(",", ":"))
+                remedy = f": type data.image_size={size} data.channels={spec.shape[0]}"
+            raise RecipeError(
+                f"{option} reads {spec}, and this run's inputs are {data.inputs}{remedy}"
+            )
 
     def place(self, strategy: Strategy) -> None:
-        """Where its mode has it. Collective."""
+        """Let the mode shard the teacher, if it shards models. Collective."""
         if self._model is not None and self._run is self._model:
             self._run = strategy.place_teacher(self._model)
             if self._run is not self._model:
@@ -123,21 +235,41 @@ class Teacher(Task):
 
     @torch.no_grad()
     def teach(self, batch: Batch) -> Batch:
-        """The batch with what the teacher says of these very inputs beside its targets, as (N, ...) float32."""
+        """Return the batch with the teacher's outputs appended to its targets, as (N, ...) float32.
+
+        The teacher sees the same augmented inputs as the model.
+        """
         if self._run is None:
             return batch
-        inputs = batch.inputs if self._affine is None else batch.inputs * self._affine[0] + self._affine[1]
-        kind, hard = AUTOCAST.get(self._precision), batch.targets
+        inputs = batch.inputs
+        if self._affine is not None:
+            factor, offset = self._affine
+            inputs = inputs * factor + offset
+        dtype = AUTOCAST.get(self._precision)
         set_precision(self._precision)
-        with nullcontext() if kind is None else torch.autocast(inputs.device.type, kind):
-            taught = self._run(inputs)
+        with nullcontext() if dtype is None else torch.autocast(inputs.device.type, dtype):
+            outputs = self._run(inputs)
         set_precision(self.recipe.precision)
-        return replace(batch, targets=torch.cat([hard.view(len(hard), -1).float(), taught.float()], 1))
+        if self._order is not None:
+            outputs = outputs[:, self._order]
+        hard = batch.targets.view(len(batch.targets), -1).float()
+        targets = torch.cat([hard, outputs.float()], 1)
+        return replace(batch, targets=targets)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """(1 - distill.weight) x the task's loss + distill.weight x its `soft_loss`: the mean over the rows, 0-dim."""
-        hard, taught = targets.tensor_split([targets.shape[1] - self._outputs], 1)
-        if not self._hard.shape and hard.shape[1] == 1:  # mixed classes are shares of all
-            hard = hard[:, 0].to(self._hard.dtype)
-        soft = self._task.soft_loss(outputs, taught, self._heat)
-        return (1 - self._share) * self._task.loss(outputs, hard) + self._share * soft
+        """Return the mean loss over the rows, as a scalar tensor.
+
+        The loss is (1 - distill.weight) x the task's loss + distill.weight x its `soft_loss`.
+        """
+        target_columns = targets.shape[1] - self._outputs
+        hard, soft = targets.tensor_split([target_columns], 1)
+        # Mixed classes have a column for each class, and stay as they are.
+        if not self._target_spec.shape and hard.shape[1] == 1:
+            hard = hard[:, 0].to(self._target_spec.dtype)
+        soft_loss = self._task.soft_loss(outputs, soft, self._temperature)
+        hard_loss = self._task.loss(outputs, hard)
+        return (1 - self._weight) * hard_loss + self._weight * soft_loss
+
+
+def _place_channel_values(values: Sequence[float], device: torch.device) -> Tensor:
+    return torch.tensor(values).double()[:, None, None].to(device)

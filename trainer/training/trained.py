@@ -1,4 +1,4 @@
-"""A trained model, read once for predict, evaluate, export and `load`: weights, recipe, task, classes, images."""
+"""A trained model for predict, evaluate, export and `load`: weights, recipe, task and classes."""
 
 from __future__ import annotations
 
@@ -19,167 +19,278 @@ from trainer.data import Datasets, TensorSpec, open_datasets
 from trainer.data.cache import as_stored
 from trainer.data.folders.layout import Before, part_of
 from trainer.data.folders.scanning import few
-from trainer.data.photos.photo_reader import shorter_side, shorter_side_of
+from trainer.data.photos.photo_reader import compute_shorter_side, evaluation_shorter_side
 from trainer.errors import CheckpointError, RecipeError
-from trainer.models.zoo import initialise
+from trainer.models.zoo import load_weights
 from trainer.recipe import Recipe
 from trainer.recipe.field_types import LARGEST_SIDE, MOST_CHANNELS
 from trainer.recipe.image_sizes import ImageSize, sides, typed_size
 from trainer.recipe.known_names import WITHOUT_FOLDER
 from trainer.recipe.loading import load_stored
-from trainer.saving.run_names import run_folder
+from trainer.saving.run_names import find_run_folder
 from trainer.saving.weights import read_metadata, read_weights
 from trainer.tasks import Task
 from trainer.tasks.classification import class_name
-from trainer.training.initial_model import model_for
+from trainer.training.initial_model import build_for_sizes
 
 Side = Annotated[int, Field(ge=1, le=LARGEST_SIDE)]
-LARGEST = 2**32  # bytes of one input
-TRAINING = {  # read by nothing else
-    "resume", "epochs", "max_steps", "accumulate", "optimizer", "schedule", "distill", "recompute", "ema", "stop",
+SideOrZero = Annotated[int, Field(ge=0, le=LARGEST_SIDE)]
+Length = Annotated[int, Field(gt=0)]
+ClassNames = Annotated[tuple[str, ...], Field(max_length=2**20)]
+Mean = Annotated[float, Field(ge=-1e3, le=1e3, allow_inf_nan=False)]
+Std = Annotated[float, Field(gt=0, le=1e3, allow_inf_nan=False)]
+# Maximum number of bytes of one input.
+LARGEST = 2**32
+# Keys that only training reads.
+TRAINING = {
+    "resume",
+    "epochs",
+    "max_steps",
+    "accumulate",
+    "optimizer",
+    "schedule",
+    "distill",
+    "recompute",
+    "ema",
+    "stop",
     "save",
-}  # fmt: skip
-ANYWHERE = {"devices": "auto", "mode": "ddp", "shares": None}  # its devices were those of training
+}
+# Values of keys whose devices and modes were those of training.
+ANYWHERE = {"devices": "auto", "mode": "ddp", "shares": None}
 
 
 class WeightFacts(BaseModel):
-    """What weights tell of their classes and inputs, within bounds: the file may be damaged, or anyone's. Older files
-    tell less; where inputs are no images, `mean` and `std` are empty."""
+    """Metadata of weights: their classes and inputs, within bounds.
 
-    classes: Annotated[tuple[str, ...], Field(max_length=2**20)] | None = None
-    mean: tuple[Annotated[float, Field(ge=-1e3, le=1e3, allow_inf_nan=False)], ...] = ()
-    std: tuple[Annotated[float, Field(gt=0, le=1e3, allow_inf_nan=False)], ...] = ()
-    image_size: Annotated[int, Field(ge=0, le=LARGEST_SIDE)] | tuple[Side, Side] = 0
+    The file may be damaged, or come from anyone. Older files have fewer values. If the inputs are
+    not images, `mean` and `std` are empty.
+    """
+
+    classes: ClassNames | None = None
+    mean: tuple[Mean, ...] = ()
+    std: tuple[Std, ...] = ()
+    image_size: SideOrZero | tuple[Side, Side] = 0
     shorter_side: Side | tuple[Side, Side] | None = None
     channels: int = 0
-    inputs: tuple[str, tuple[Annotated[int, Field(gt=0)], ...]] | None = None
+    inputs: tuple[str, tuple[Length, ...]] | None = None
 
     @model_validator(mode="after")
-    def _fits(self) -> WeightFacts:
-        size, spec = self.image_size, self.spec
+    def _check(self) -> WeightFacts:
+        size = self.image_size
+        spec = self.spec
         if not isinstance(spec.dtype, torch.dtype) or spec.bytes > LARGEST:
             raise ValueError("inputs that no model has")
         if self.mean:
             both = zip(sides(size), sides(self.shorter_side or size), strict=True)
-            crop = all(1 <= side <= before <= 2 * side for side, before in both)
-            channels = 1 <= self.channels <= MOST_CHANNELS and len(self.mean) == len(self.std) == self.channels
-            if not (crop and channels and spec.shape == (self.channels, *sides(size))):
+            is_crop = all(1 <= side <= before <= 2 * side for side, before in both)
+            has_channels = (
+                1 <= self.channels <= MOST_CHANNELS
+                and len(self.mean) == len(self.std) == self.channels
+            )
+            shape = (self.channels, *sides(size))
+            if not (is_crop and has_channels and spec.shape == shape):
                 raise ValueError("images of several sizes or numbers of channels")
         return self
 
     @property
     def spec(self) -> TensorSpec:
-        """Of one sample's input; of images that an older version wrote, what these are."""
-        kind, shape = self.inputs or ("float32", (self.channels, *sides(self.image_size)))
-        return TensorSpec(shape, getattr(torch, kind, None))  # type: ignore[arg-type]  # checked above
+        """Shape and type of one sample's input. Older files only describe images."""
+        image_shape = (self.channels, *sides(self.image_size))
+        kind, shape = self.inputs or ("float32", image_shape)
+        # The validator has refused names that are not types of torch.
+        return TensorSpec(shape, getattr(torch, kind, None))  # type: ignore[arg-type]
 
     def shorter(self, size: ImageSize) -> ImageSize:
-        """The pixels that images of `size` are cut out of; older files do not tell."""
-        if self.shorter_side == self.image_size:  # nothing was cut off
+        """Return the size that an image is resized to before `size` is cropped from its centre.
+
+        Older files do not record it.
+        """
+        # Training cropped nothing.
+        if self.shorter_side == self.image_size:
             return size
-        return self.shorter_side if self.shorter_side and size == self.image_size else shorter_side(size)
+        if self.shorter_side and size == self.image_size:
+            return self.shorter_side
+        return compute_shorter_side(size)
 
     @classmethod
-    def read(cls, path: Path, told: Mapping[str, str]) -> WeightFacts:
-        """From the metadata of weights at `path`. Raises CheckpointError."""
+    def read(cls, path: Path, metadata: Mapping[str, str]) -> WeightFacts:
+        """Parse the metadata of the weights at `path`.
+
+        Raises:
+            CheckpointError: The metadata is damaged.
+        """
         try:
-            known = (f'"{key}":{told[key]}' for key in cls.model_fields if key in told)
-            return cls.model_validate_json("{" + ",".join(known) + "}")
+            fields = [f'"{key}":{metadata[key]}' for key in cls.model_fields if key in metadata]
+            return cls.model_validate_json("{" + ",".join(fields) + "}")
         except ValidationError:
-            raise CheckpointError(f"{path} is damaged: its classes, images or inputs make no sense") from None
+            raise CheckpointError(
+                f"{path} is damaged: its classes, images or inputs make no sense"
+            ) from None
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """From a decoded image to a model's input, as in evaluation: resize, crop, normalise."""
+    """Steps from a decoded image to a model's input, as in evaluation: resize, crop, normalise.
+
+    Attributes:
+        image_size: Size of the input in pixels.
+        shorter_side: Size that the image is resized to cover before the centre is cropped. For a
+            square it is the length of the image's shorter side.
+        channels: Number of channels.
+        mean: Mean of each channel.
+        std: Standard deviation of each channel.
+    """
 
     image_size: ImageSize
-    shorter_side: ImageSize  # what it is resized to cover, a square by its shorter side, before the centre is cut out
+    shorter_side: ImageSize
     channels: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
     @classmethod
     def of(cls, data: Datasets) -> Preparation:
-        return cls(data.image_size, shorter_side_of(data), data.channels, data.mean, data.std)
+        return cls(
+            data.image_size, evaluation_shorter_side(data), data.channels, data.mean, data.std
+        )
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The weights of a run folder (its last ones), a checkpoint or a file, with what they were trained as."""
+    """Trained weights, and the recipe of their run. The weights of a run folder are its last ones.
+
+    Attributes:
+        path: Path of the weights.
+        weights: Tensors by plain name.
+        metadata: Metadata of the file.
+        own: Recipe that the weights were trained with.
+        recipe: That recipe with the arguments of a command.
+    """
 
     path: Path
     weights: dict[str, Tensor]
-    metadata: dict[str, str]  # of their file
-    own: Recipe  # as they were trained
-    recipe: Recipe  # with the words of a command
+    metadata: dict[str, str]
+    own: Recipe
+    recipe: Recipe
 
     @classmethod
     def read(cls, path: Path, words: Sequence[str] = ()) -> Trained:
-        """Raises CheckpointError: no weights, or no recipe with them; RecipeError: the words mean nothing."""
-        for key in (word.partition("=")[0] for word in words):
+        """Read the weights at `path`, with the arguments `words` of a command.
+
+        Raises:
+            CheckpointError: There are no weights, or no recipe with them.
+            RecipeError: An argument is invalid or has no effect on a trained model.
+        """
+        for word in words:
+            key = word.partition("=")[0]
             if key.partition(".")[0] in TRAINING:
                 raise RecipeError(f"{key}= changes nothing once a model is trained: leave it out")
         weights, metadata = read_weights(path)
-        own = written_recipe(path, metadata).to_dict() | ANYWHERE
-        return cls(path, weights, metadata, recipes.load(own), recipes.load(own, *words))
+        own = read_recipe(path, metadata).to_dict() | ANYWHERE
+        own_recipe = recipes.load(own)
+        return cls(path, weights, metadata, own_recipe, recipes.load(own, *words))
 
     @cached_property
     def facts(self) -> WeightFacts:
-        """By the file's metadata, else by that of its run's folder. Raises CheckpointError."""
-        told, folder = self.metadata, run_folder(self.path)
-        return WeightFacts.read(self.path, told if "classes" in told or folder is None else read_metadata(folder))
+        """Metadata of the file, or else that of the run folder. Raises CheckpointError."""
+        metadata = self.metadata
+        folder = find_run_folder(self.path)
+        if "classes" not in metadata and folder is not None:
+            metadata = read_metadata(folder)
+        return WeightFacts.read(self.path, metadata)
 
     def preparation(self) -> tuple[tuple[str, ...], Preparation]:
-        """Names of the classes, and how images are prepared, by the facts alone. Raises CheckpointError."""
+        """Return the names of the classes and how images are prepared, from the metadata alone.
+
+        Raises:
+            CheckpointError: The metadata does not name the classes.
+        """
         facts = self.facts
         if facts.classes is None or not facts.mean:
-            raise CheckpointError(f"{self.path} does not name its classes; give a run folder or its last.safetensors")
+            raise CheckpointError(
+                f"{self.path} does not name its classes; use a run folder or its last.safetensors"
+            )
         size = typed_size(self.recipe.data.image_size) or facts.image_size
-        return facts.classes, Preparation(size, facts.shorter(size), facts.channels, facts.mean, facts.std)
+        return facts.classes, Preparation(
+            size, facts.shorter(size), facts.channels, facts.mean, facts.std
+        )
 
     def data(self, recipe: Recipe, test: bool = False) -> Datasets:
-        """The data set of `recipe`, with the images held out that the run held out; or those of a `test` part.
+        """Open the data of `recipe`, with the validation split of the run or a `test` split.
 
-        A split that the run made is in its folder, or drawn again from its seed. Of other images without a split, in
-        another folder than the run's, all are held out. Raises CheckpointError.
+        The split is read from the run folder, or drawn again from the seed of the run. Images of
+        another folder that have no split all belong to the validation split.
+
+        Raises:
+            CheckpointError: The data has other classes than the model.
         """
-        elsewhere = recipe.data.root != self.own.data.root
-        data = open_datasets(recipe, Before(part_of(self.path, "val"), elsewhere, test))
-        known = tuple(map(class_name, self.facts.classes or data.classes))
-        if known != data.classes:
-            there, here = (f"{len(names)} classes ({few(names, 8)})" for names in (known, data.classes))
-            raise CheckpointError(f"{self.path} was trained on {there}, and {data.holdout} holds {here}")
+        is_elsewhere = recipe.data.root != self.own.data.root
+        data = open_datasets(recipe, Before(part_of(self.path, "val"), is_elsewhere, test))
+        classes = tuple(map(class_name, self.facts.classes or data.classes))
+        if classes != data.classes:
+            raise CheckpointError(
+                f"{self.path} was trained on {_describe_classes(classes)}, and {data.holdout} "
+                f"holds {_describe_classes(data.classes)}"
+            )
         return as_stored(data, recipe)
 
     def model(
-        self, task: Task, names: int, channels: int, image_size: ImageSize, plain: TensorSpec | None = None
+        self,
+        task: Task,
+        names: int,
+        channels: int,
+        image_size: ImageSize,
+        plain: TensorSpec | None = None,
     ) -> nn.Module:
-        """The model of `names` outputs with its weights, in evaluation mode on the CPU; `plain` are inputs that are no
-        images. Raises CheckpointError."""
-        model = model_for(self.recipe, task, names, channels, image_size, plain, starting=False)
-        initialise(model, self.weights, str(self.path), whole=True)
+        """Return the model with its weights, in evaluation mode on the CPU.
+
+        Args:
+            task: The task.
+            names: Number of classes or values.
+            channels: Number of channels.
+            image_size: Size of an image.
+            plain: Shape and type of inputs that are not images.
+
+        Raises:
+            CheckpointError: The weights do not fit the model.
+        """
+        model = build_for_sizes(
+            self.recipe, task, names, channels, image_size, plain, starting=False
+        )
+        load_weights(model, self.weights, str(self.path), whole=True)
         return model.eval()
 
 
-def task_without_loss(recipe: Recipe, names: Sequence[str]) -> Task:
-    """The recipe's task, which is asked for no loss."""
-    return tasks.create(recipe.replace(loss={}, augment={}), names)
+def _describe_classes(names: Sequence[str]) -> str:
+    return f"{len(names)} classes ({few(names, 8)})"
 
 
-def written_recipe(path: Path, metadata: Mapping[str, str]) -> Recipe:
-    """The recipe of weights: from their file, else from the run folder they lie in. Raises CheckpointError."""
+def create_task_without_loss(recipe: Recipe, names: Sequence[str]) -> Task:
+    """Return the recipe's task for a caller that computes no loss."""
+    return tasks.create_task(recipe.replace(loss={}, augment={}), names)
+
+
+def read_recipe(path: Path, metadata: Mapping[str, str]) -> Recipe:
+    """Return the recipe of weights, from their file or else from the run folder around them.
+
+    Raises:
+        CheckpointError: There is no recipe, or it is invalid.
+    """
     if "recipe" not in metadata:
-        if (folder := run_folder(path)) is None:
-            raise CheckpointError(f"{path} has no recipe with it; give a run folder, as runs/x")
+        if (folder := find_run_folder(path)) is None:
+            raise CheckpointError(f"{path} has no recipe with it; use a run folder, such as runs/x")
         return recipes.load(str(folder / "recipe.yaml"))
-    folder = run_folder(path, 1)
+    folder = find_run_folder(path, 1)
+    source = path if folder is None else folder / "recipe.yaml"
     try:
-        written = load_stored(json.loads(metadata["recipe"]), str(folder / "recipe.yaml" if folder else path))
-        # Weights tell no paths, their run's folder does; a damaged one is no matter where none is read.
-        if written.data.name not in WITHOUT_FOLDER and folder is not None:
+        recipe = load_stored(json.loads(metadata["recipe"]), str(source))
+        # Files of weights contain no paths, but the recipe of the run folder does. That recipe is
+        # not read if the data has no path, so that a damaged one does no harm.
+        if recipe.data.name not in WITHOUT_FOLDER and folder is not None:
             data = recipes.load(str(folder / "recipe.yaml")).data
-            written = written.replace(data__root=data.root, data__labels=data.labels, data__cache_dir=data.cache_dir)
-    except (ValueError, TypeError, RecursionError) as error:  # a RecipeError too
-        raise CheckpointError(f"{path} holds a recipe that cannot be used ({error})") from None
-    return written
+            recipe = recipe.replace(
+                data__root=data.root, data__labels=data.labels, data__cache_dir=data.cache_dir
+            )
+    # RecipeError is a ValueError.
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path} contains a recipe that cannot be used ({error})") from None
+    return recipe

@@ -1,4 +1,6 @@
-"""Exported files compute what the model does, on any number of samples, and tell what one has to know of them."""
+"""Exported files compute the same as the model for any number of samples, and contain the metadata
+to use them.
+"""
 
 import json
 import re
@@ -69,36 +71,42 @@ FORMATS = [pytest.param("onnx", marks=needs_onnx), *[*exporting.SUFFIXES][1:]]
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_every_format_through_the_command_line(here, kind):
-    done = ok("export", "images", f"format={kind}", cwd=here)
-    assert done.stderr == "" and max(map(len, done.stdout.splitlines())) <= 120
+    completed = ok("export", "images", f"format={kind}", cwd=here)
+    assert completed.stderr == "" and max(map(len, completed.stdout.splitlines())) <= 120
     target = here / "runs" / "images" / f"model{exporting.SUFFIXES[kind]}"
-    assert f"  file    runs/images/{target.name}, 0." in done.stdout and target.is_file()
-    assert "  input   float32 (batch, 1, 8, 8): " in done.stdout
-    found = re.search(r"batches of 1, 2, 5: outputs of up to (\S+) differ by at most (\S+)\n", done.stdout)
-    assert float(found[2]) <= 1e-4 * float(found[1])
+    assert f"  file    runs/images/{target.name}, 0." in completed.stdout and target.is_file()
+    assert "  input   float32 (batch, 1, 8, 8): " in completed.stdout
+    match = re.search(
+        r"batches of 1, 2, 5: outputs of up to (\S+) differ by at most (\S+)\n", completed.stdout
+    )
+    assert float(match[2]) <= 1e-4 * float(match[1])
     assert [path.name for path in target.parent.iterdir() if path.name.startswith(".model")] == []
 
 
 def facts_of(path, kind):
     if kind == "exported_program":
-        extra = {export.FACTS: ""}
+        extra = {export.METADATA: ""}
         program = torch.export.load(path, extra_files=extra).module()
-        return program, json.loads(extra[export.FACTS])
+        return program, json.loads(extra[export.METADATA])
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    facts = json.loads(session.get_modelmeta().custom_metadata_map[export.FACTS])
-    return lambda inputs: torch.from_numpy(session.run(["output"], {"input": inputs.numpy()})[0]), facts
+    facts = json.loads(session.get_modelmeta().custom_metadata_map[export.METADATA])
+    return lambda inputs: torch.from_numpy(
+        session.run(["output"], {"input": inputs.numpy()})[0]
+    ), facts
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_what_the_file_tells_and_computes(here, kind):
+def test_an_exported_file_has_metadata_and_the_models_outputs(here, kind):
     exporting.command(["runs/images", f"format={kind}"])
     run, facts = facts_of(here / "runs" / "images" / f"model{exporting.SUFFIXES[kind]}", kind)
     with safe_open(here / "runs" / "images" / "last.safetensors", "pt") as file:
-        told = file.metadata()
-    assert all(facts[key] == json.loads(told[key]) for key in IMAGES)
-    assert facts["classes"] == [*"0123456789"] and facts["mean"] == [0.3053] and facts["std"] == [0.376]
+        weights_metadata = file.metadata()
+    assert all(facts[key] == json.loads(weights_metadata[key]) for key in IMAGES)
+    assert facts["classes"] == [*"0123456789"]
+    assert facts["mean"] == [0.3053]
+    assert facts["std"] == [0.376]
     assert (facts["channels"], facts["image_size"], facts["shorter_side"]) == (1, 8, 8)
     assert facts["inputs"] == ["float32", [1, 8, 8]]
     assert re.search(r"\b8 pixels, bilinear .*\b8 x 8\b", facts["resize"])
@@ -106,12 +114,19 @@ def test_what_the_file_tells_and_computes(here, kind):
     source = export.load(here / "runs" / "images", [])
     inputs = source.sample(7)
     with torch.no_grad():
-        torch.testing.assert_close(run(inputs), source.model(inputs), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            run(inputs),
+            source.model(inputs),
+            rtol=1e-4,
+            atol=1e-5,
+        )
 
 
 @pytest.mark.parametrize("source", ["best.safetensors", "checkpoints/step-00000002"])
 def test_from_all_that_holds_weights(here, source):
-    target = f"runs/images/model-{source.removeprefix('checkpoints/').removesuffix('.safetensors')}.pt2"
+    target = (
+        f"runs/images/model-{source.removeprefix('checkpoints/').removesuffix('.safetensors')}.pt2"
+    )
     text = exporting.command([f"runs/images/{source}", "format=exported_program"])
     assert f"  file    {target}, " in text and (here / target).is_file()
 
@@ -125,19 +140,21 @@ def test_inputs_that_are_no_images_and_models_of_a_plugin(here, kind):
 
 
 def test_weights_that_do_not_say_what_inputs_are(here):
-    """Those of before, of which only images are known."""
+    """Weights of older versions are known to expect images and nothing else."""
     for run in ("words", "images"):
         shutil.copytree(here / "runs" / run, here / "runs" / f"{run}-old")
         weights = here / "runs" / f"{run}-old" / "last.safetensors"
         with safe_open(weights, "pt") as file:
-            told = {key: value for key, value in file.metadata().items() if key != "inputs"}
-        save_file(load_file(weights), weights, told)
-    assert "float32 (batch, 1, 8, 8)" in exporting.command(["images-old", "format=exported_program"])
+            reported = {key: value for key, value in file.metadata().items() if key != "inputs"}
+        save_file(load_file(weights), weights, reported)
+    assert "float32 (batch, 1, 8, 8)" in exporting.command(
+        ["images-old", "format=exported_program"]
+    )
     with pytest.raises(CheckpointError, match="what its inputs are"):
         exporting.command(["words-old", "format=exported_program", "plugin=mine_to_export"])
 
 
-def test_what_computes_something_else_gets_no_name(here, monkeypatch):
+def test_a_file_with_wrong_outputs_is_not_kept(here, monkeypatch):
     writer = export.WRITERS["exported_program"]
 
     def wrong(source):
@@ -145,10 +162,14 @@ def test_what_computes_something_else_gets_no_name(here, monkeypatch):
         return content, lambda inputs: run(inputs) * 1.01
 
     monkeypatch.setitem(export.WRITERS, "exported_program", wrong)
-    with pytest.raises(RecipeError, match=r"cannot .*\b1 samples? .*outputs differ by \d.*try format=onnx") as error:
+    with pytest.raises(
+        RecipeError, match=r"cannot .*\b1 samples? .*outputs differ by \d.*try format=onnx"
+    ) as error:
         exporting.command(["images", "format=exported_program"])
     assert "\n" not in str(error.value)
-    assert [path.name for path in (here / "runs" / "images").iterdir() if "model" in path.name] == []
+    assert [
+        path.name for path in (here / "runs" / "images").iterdir() if "model" in path.name
+    ] == []
 
 
 LIMITED = """
@@ -165,19 +186,32 @@ def test_a_disk_that_is_full_is_one_line(here, kind):
     before = sorted(run.rglob("*"))
     exporting.command(["images", f"format={kind}", "output=model-whole" + exporting.SUFFIXES[kind]])
     size = (here / f"model-whole{exporting.SUFFIXES[kind]}").stat().st_size
-    command = [sys.executable, "-c", LIMITED, str(size * 9 // 10), "export", "images", f"format={kind}"]
-    done = warm.run(command, env=environment(), cwd=here, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 28, done.stderr[-2000:]
-    assert re.fullmatch(r"trainer: error: runs/images: .*disk is full \(.*\).*\n", done.stderr), done.stderr
+    command = [
+        sys.executable,
+        "-c",
+        LIMITED,
+        str(size * 9 // 10),
+        "export",
+        "images",
+        f"format={kind}",
+    ]
+    completed = warm.run(
+        command, env=environment(), cwd=here, capture_output=True, text=True, timeout=180
+    )
+    assert completed.returncode == 28, completed.stderr[-2000:]
+    assert re.fullmatch(
+        r"trainer: error: runs/images: .*disk is full \(.*\).*\n", completed.stderr
+    ), completed.stderr
     assert sorted(run.rglob("*")) == before
 
 
-def test_what_a_killed_export_left_behind_is_removed_by_the_next(here):
+def test_an_export_removes_files_of_a_killed_one(here):
     run = here / "runs" / "images"
     before = sorted(run.rglob("*"))
     words = ["export", "images", "format=exported_program"]
     killed = trainer(*words, env={"TRAINER_FAULT": "kill@export:fsync"}, cwd=here)
-    assert killed.returncode == -signal.SIGKILL and len([*run.rglob("*")]) == len(before) + 1
+    assert killed.returncode == -signal.SIGKILL
+    assert len([*run.rglob("*")]) == len(before) + 1
     ok(*words, cwd=here)
     assert sorted(run.rglob("*")) == sorted([*before, run / "model.pt2"])
 
@@ -188,34 +222,62 @@ def test_what_a_killed_export_left_behind_is_removed_by_the_next(here):
         ([], RecipeError, "export needs one run, as in export runs/x format=onnx, not 0"),
         (["images", "words", "format=onnx"], RecipeError, "export needs one run"),
         (["images"], RecipeError, "format=: export needs one of onnx, exported_program, as in"),
-        (["images", "format=onx"], RecipeError, "format=onx: export needs one of onnx, exported_program"),
+        (
+            ["images", "format=onx"],
+            RecipeError,
+            "format=onx: export needs one of onnx, exported_program",
+        ),
         (["images", PT2, "output=x.onnx"], RecipeError, "format=exported_program end with .pt2"),
-        (["images", PT2, "output=no/x.pt2"], SetupError, "there is no folder no; make it, or choose another output="),
-        (["images", PT2, "output=runs/images/model-there.pt2"], RecipeError, "is there already: remove it"),
-        (["nowhere", *TO_X], CheckpointError, "'nowhere' is not there, nor runs/nowhere: give a run"),
-        (["runs/images/steps.csv", *TO_X], CheckpointError, "steps.csv is not a kind of file that is read"),
+        (
+            ["images", PT2, "output=no/x.pt2"],
+            SetupError,
+            "there is no folder no; make it, or choose another output=",
+        ),
+        (
+            ["images", PT2, "output=runs/images/model-there.pt2"],
+            RecipeError,
+            "is there already: remove it",
+        ),
+        (
+            ["nowhere", *TO_X],
+            CheckpointError,
+            "'nowhere' is not there, nor runs/nowhere: give a run",
+        ),
+        (
+            ["runs/images/steps.csv", *TO_X],
+            CheckpointError,
+            "steps.csv is not a kind of file that is read",
+        ),
         (["images", *TO_X, "epohcs=3"], RecipeError, "epohcs is not a key; did you mean epochs?"),
         (["words", *TO_X], RecipeError, "model.name=bag is not a model"),
-        (["images", *TO_X, "plugin=absent_one"], RecipeError, "plugin=absent_one: no module of that name"),
+        (
+            ["images", *TO_X, "plugin=absent_one"],
+            RecipeError,
+            "plugin=absent_one: no module of that name",
+        ),
     ],
 )
-def test_words_that_mean_nothing_say_what_to_type(here, monkeypatch, words, error, expected):
+def test_meaningless_arguments_are_answered_with_a_valid_command(
+    here, monkeypatch, words, error, expected
+):
     (here / "runs" / "images" / "model-there.pt2").write_text("mine")
-    monkeypatch.delitem(zoo.builders, "bag", raising=False)  # of a plugin that another test has loaded
+    # Another test has loaded the plugin.
+    monkeypatch.delitem(zoo.builders, "bag", raising=False)
     with pytest.raises(error) as caught:
         exporting.command(words)
-    assert re.search(expected.replace("?", r"\?"), str(caught.value)) and "\n" not in str(caught.value)
+    assert re.search(expected.replace("?", r"\?"), str(caught.value))
+    assert "\n" not in str(caught.value)
 
 
 def test_another_size_is_what_the_loaded_model_has(here):
-    """As `load` and `predict` take the same word."""
+    """`load` and `predict` accept the same argument."""
     source = export.load(here / "runs" / "images", ["data.image_size=12"])
     assert (source.facts["image_size"], source.inputs.shape) == (12, (1, 12, 12))
     how = LabelModel.read(here / "runs" / "images", ["data.image_size=12"], split=False).preparation
     assert (how.image_size, how.shorter_side) == (12, source.facts["shorter_side"])
 
 
-def test_without_onnx_it_says_what_to_install(here, monkeypatch):
-    monkeypatch.setattr(exporting, "find_spec", lambda name: None if name == "onnxscript" else object())
+def test_a_missing_onnx_is_answered_with_the_install_command(here, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(SetupError, match=r"format=onnx .*pip install onnx onnxscript onnxruntime"):
         exporting.command(["images", "format=onnx"])

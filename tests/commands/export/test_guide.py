@@ -1,4 +1,6 @@
-"""The guide's programs, which use exported files without this package, do what it says of them."""
+"""Programs of the guide, which use exported files without this package, print what the guide
+says.
+"""
 
 import json
 import re
@@ -14,14 +16,13 @@ import torch
 from PIL import Image
 
 from tests.command_line import QUIET, ok
-from tests.data.photos.test_decoding import KINDS, exif, save_kind
-from tests.data.photos.test_lazy_images import scene
+from tests.data.photo_folders import KINDS, exif, save_kind, scene
 from tests.guide.documents import blocks
 from tests.pages import GUIDE
 from trainer.commands import export
 from trainer.commands.export.exporting import quietly
 from trainer.data.photos.decoding import open_image
-from trainer.data.photos.photo_reader import held_out
+from trainer.data.photos.photo_reader import prepare_for_evaluation
 
 PAGE = GUIDE / "export.md"
 PROGRAMS = {kind: f"with_{kind}.py" for kind in export.SUFFIXES}
@@ -29,7 +30,9 @@ PROGRAMS = {kind: f"with_{kind}.py" for kind in export.SUFFIXES}
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page's programs, beside a run of torchvision's ResNet-18 on photos of two classes, as large as a camera's."""
+    """Programs of the page, and a run of torchvision's ResNet-18 on photos of two classes, as large
+    as those of a camera.
+    """
     home = tmp_path_factory.mktemp("guide")
     for block in blocks(PAGE):
         if block.language == "python":
@@ -41,7 +44,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
             image = Image.fromarray(np.roll(pixels, shift, 1))
             image.save(folder / f"{number}.jpg", exif=exif((1, 6, 3)[number % 3]))
         image.convert("L").save(folder / "gray.png")
-    words = ["recipe=finetune", "data.root=photos", "model.weights=null", "data.image_size=80", "mode=single"]
+    words = [
+        "recipe=finetune",
+        "data.root=photos",
+        "model.weights=null",
+        "data.image_size=80",
+        "mode=single",
+    ]
     ok(*words, "epochs=2", "batch_size=4", *QUIET, "output=runs/first", cwd=home)
     words = ["checkpoint=runs/first", "data.root=photos", "predict.format=jsonl", "output=labels"]
     ok("predict", *words, "devices=[cpu]", cwd=home)
@@ -64,16 +73,19 @@ def test_a_program_without_this_package_labels_a_photo(here, kind, monkeypatch, 
     text = (here / PROGRAMS[kind]).read_text()
     assert not re.search(r"(from|import) trainer\b", text + (here / "prepare.py").read_text())
     export.command(["first", f"format={kind}"])
-    rows = [json.loads(line) for line in (here / "labels" / "predictions.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (here / "labels" / "predictions.jsonl").read_text().splitlines()
+    ]
     assert len(rows) == 14
     for row in (rows[6], rows[8]):  # a gray one, and one of the other class that is turned
         monkeypatch.setattr(sys, "argv", [PROGRAMS[kind], row["path"]])
         capsys.readouterr()
         with quietly():
             scores = runpy.run_path(PROGRAMS[kind])["scores"]
-        found = torch.as_tensor(scores)[0].detach().softmax(0)
+        actual = torch.as_tensor(scores)[0].detach().softmax(0)
         assert capsys.readouterr().out.splitlines()[-1] == row["class"]
-        assert float(found.max()) == pytest.approx(row["probability"], abs=0.002)
+        assert float(actual.max()) == pytest.approx(row["probability"], abs=0.002)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -85,7 +97,18 @@ def test_images_of_every_kind_are_made_ready_as_predict_does(tmp_path: Path, nam
     for channels, pixel_range in ((1, None), (3, None), (3, (-100, 50_000))):
         if pixel_range and KINDS[name][0].mode != "I;16":
             continue
-        facts = {"channels": channels, "image_size": 64, "shorter_side": 73, "mean": [0], "std": [1]}
-        found = 255 * program["prepare"](path, facts | ({"pixel_range": pixel_range} if pixel_range else {}))[0]
-        wanted = held_out(open_image(path, channels, pixel_range), 64, 73).numpy()
-        assert np.abs(found - wanted).max() <= 2.01, (channels, pixel_range)
+        facts = {
+            "channels": channels,
+            "image_size": 64,
+            "shorter_side": 73,
+            "mean": [0],
+            "std": [1],
+        }
+        actual = (
+            255
+            * program["prepare"](
+                path, facts | ({"pixel_range": pixel_range} if pixel_range else {})
+            )[0]
+        )
+        expected = prepare_for_evaluation(open_image(path, channels, pixel_range), 64, 73).numpy()
+        assert np.abs(actual - expected).max() <= 2.01, (channels, pixel_range)

@@ -5,19 +5,28 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tests.commands.plan.plans import MODELS, alone, fake_of, measured_peak, real, recipe_of, size, sized
+from tests.commands.plan.plans import (
+    MODELS,
+    alone,
+    create_fake_model,
+    measured_peak,
+    real,
+    recipe_of,
+    size,
+    sized,
+)
 from trainer import load_recipe, plan
-from trainer.commands.plan.dataset_facts import dataset_facts
+from trainer.commands.plan.dataset_facts import read_dataset_facts
 from trainer.commands.plan.planned_layout import lay_out
-from trainer.commands.plan.planned_memory import footprint
 from trainer.data import Batch
 from trainer.errors import RecipeError
+from trainer.memory.needs import measure_peak
+from trainer.memory.prediction import footprint
 from trainer.models import zoo
-from trainer.models.memory import held
 from trainer.models.zoo import build
-from trainer.modes.pipeline.orders import issue_order
-from trainer.optim.optimizers import build_optimizer, optimizer_state
-from trainer.optim.trainable import roles_of
+from trainer.modes.pipeline.orders import compute_issue_order
+from trainer.optim.optimizers import build_optimizer, name_optimizer_state
+from trainer.optim.trainable import find_roles
 
 FULL = pytest.mark.full("each model, optimizer and precision is in the sample")
 OPTIMIZERS = {
@@ -29,34 +38,55 @@ OPTIMIZERS = {
 
 
 def sample(rows, columns, *chosen):
-    """All pairs, those that are not chosen for the full counts."""
+    """Return all pairs; only some of them are chosen without the full counts."""
     pairs = [(row, column) for row in rows for column in columns]
     return [pytest.param(*pair, marks=() if pair in chosen else FULL) for pair in pairs]
 
 
-TRAINED = [("resnet18", "momentum"), ("vit_tiny", "adamw"), ("cnn", "momentum"), ("cnn", "adamw")]
-TRAINED += [("mobilenet_v3_small", "momentum"), ("densenet121", "sgd"), ("resnet18", "muon"), ("vit_tiny", "muon")]
-RUN = [("resnet18", "bf16"), ("vit_tiny", "fp32"), ("cnn", "fp32"), ("cnn", "bf16"), ("mobilenet_v3_small", "fp32")]
+TRAINED = [
+    ("resnet18", "momentum"),
+    ("vit_tiny", "adamw"),
+    ("cnn", "momentum"),
+    ("cnn", "adamw"),
+    ("mobilenet_v3_small", "momentum"),
+    ("densenet121", "sgd"),
+    ("resnet18", "muon"),
+    ("vit_tiny", "muon"),
+]
+RUN = [
+    ("resnet18", "bf16"),
+    ("vit_tiny", "fp32"),
+    ("cnn", "fp32"),
+    ("cnn", "bf16"),
+    ("mobilenet_v3_small", "fp32"),
+]
 
 
 @pytest.mark.parametrize(("name", "optimizer"), sample(MODELS, OPTIMIZERS, *TRAINED))
 def test_weights_and_optimizer_are_those_of_a_real_model(name, optimizer):
     recipe = sized(name, *OPTIMIZERS[optimizer])
-    images, fake = dataset_facts(recipe), fake_of(recipe)
+    images = read_dataset_facts(recipe)
+    fake = create_fake_model(recipe)
     model = build(recipe.model, images.classes, images.channels, images.size)
     parameters = dict(model.named_parameters())
-    state = optimizer_state(build_optimizer(parameters, recipe.optimizer, roles_of(model, recipe)), parameters)
+    state = name_optimizer_state(
+        build_optimizer(parameters, recipe.optimizer, find_roles(model, recipe)), parameters
+    )
     own = fake.resident(fake.model)
     assert own.parameters == size(parameters.values())
     assert own.gradients == size(p for p in parameters.values() if p.requires_grad)
     assert own.optimizer == size(state.values())
     assert own.buffers == size(model.buffers())
     assert own.ema == (size(model.state_dict().values()) if recipe.ema else 0)
-    assert fake.size == sum(p.numel() for p in model.parameters())
+    assert sum(p.numel() for p in fake.model.parameters()) == sum(
+        p.numel() for p in model.parameters()
+    )
 
 
-def test_nothing_is_allocated():
-    fake = fake_of(recipe_of("model.name=resnet50", "data.image_size=224", "batch_size=256"))
+def test_a_fake_model_allocates_no_memory():
+    fake = create_fake_model(
+        recipe_of("model.name=resnet50", "data.image_size=224", "batch_size=256")
+    )
     assert all(isinstance(tensor, FakeTensor) for tensor in fake.model.state_dict().values())
     assert fake.whole(256, gradients=True).peak > 20 * 2**30
 
@@ -67,8 +97,9 @@ def test_activations_are_those_that_the_profiler_sees(name, precision):
     recipe = sized(name, f"precision={precision}")
     strategy, batch = real(recipe)
     strategy.forward_backward(batch, 1 / 16)
-    fake = fake_of(recipe)
-    again = measured_peak(lambda: strategy.forward_backward(batch, 1 / 16))  # gradients are there to be added to
+    fake = create_fake_model(recipe)
+    # Gradients are there to be added to.
+    again = measured_peak(lambda: strategy.forward_backward(batch, 1 / 16))
     assert fake.whole(16, gradients=True).peak == pytest.approx(again, rel=0.15)
     strategy.module.zero_grad()
     first = measured_peak(lambda: strategy.forward_backward(batch, 1 / 16))
@@ -94,25 +125,32 @@ def test_activations_under_options(words):
         batch = Batch(batch.inputs, torch.full((rows, 10), 0.1), rows)
     strategy.forward_backward(batch, 1 / 16)
     peak = measured_peak(lambda: strategy.forward_backward(batch, 1 / 16))
-    (device,) = footprint(fake_of(recipe), lay_out(recipe))
+    (device,) = footprint(create_fake_model(recipe), lay_out(recipe))
     assert device.activations == pytest.approx(peak, rel=0.15)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "recompute"), sample(["resnet18", "vit_tiny"], [False, True], ("resnet18", False), ("vit_tiny", True))
+    ("name", "recompute"),
+    sample(["resnet18", "vit_tiny"], [False, True], ("resnet18", False), ("vit_tiny", True)),
 )
 def test_a_pipeline_holds_what_the_profiler_sees(name, recompute):
-    """All stages of a pipeline in one process, so what is measured is what the stages hold together."""
-    words = ["mode=pipeline", "devices=[cpu,cpu]", "pipeline.microbatches=4", f"recompute={recompute}"]
+    """The stages of a pipeline share one process, so their memory is measured together."""
+    words = [
+        "mode=pipeline",
+        "devices=[cpu,cpu]",
+        "pipeline.microbatches=4",
+        f"recompute={recompute}",
+    ]
     cut = {"resnet18": "layer2.1", "vit_tiny": "encoder.layers.encoder_layer_1"}[name]
     recipe = sized(name, *words, f"pipeline.cuts=[{cut}]")
     strategy, batch = real(recipe, alone(2))
     strategy.forward_backward(batch, 1 / 16)
     peak = measured_peak(lambda: strategy.forward_backward(batch, 1 / 16))
-    fake, layout = fake_of(recipe), lay_out(recipe)
+    fake = create_fake_model(recipe)
+    layout = lay_out(recipe)
     stages = [stage.memory for stage in fake.cut(layout).stages]
-    assert held(issue_order(2, 4), stages) == pytest.approx(peak, rel=0.15)
+    assert measure_peak(compute_issue_order(2, 4), stages) == pytest.approx(peak, rel=0.15)
 
 
 def test_a_model_that_looks_at_values(monkeypatch):

@@ -1,4 +1,4 @@
-"""`plan` as a whole: what it tells of a run, the words to type, what is refused."""
+"""The command `plan` as a whole: its predictions, the suggested arguments, and refusals."""
 
 import json
 import shlex
@@ -7,28 +7,28 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import PROJECT
-from tests.commands.plan.plans import fixed_speed, of_cnn
+from tests.commands.plan.plans import cnn_recipe, fixed_speed
 from trainer import load_recipe, plan
 from trainer.__main__ import answer
 from trainer.commands.plan import summary
 from trainer.commands.plan.planned_layout import lay_out
 from trainer.errors import RecipeError
 from trainer.processes import resources
-from trainer.recipe import MODES
-from trainer.recipe.recipe_files import split_words
+from trainer.recipe import MODES, TRAITS
+from trainer.recipe.recipe_files import split_arguments
 
 
 @pytest.mark.slow
 def test_a_plan_for_more_devices_than_there_are():
     cards = ",".join(f"cuda:{n}" for n in range(8))
-    found = plan(load_recipe("resnet50", f"devices=[{cards}]"), memory="24GiB")
-    assert found["world_size"] == 8 and found["fits"] is True
-    assert found["batch"]["per_shard"] == 32
-    assert found["communication"]["all_reduce_bytes_per_device"] == 2 * 7 / 8 * 4 * 25_557_032
+    planned = plan(load_recipe("resnet50", f"devices=[{cards}]"), memory="24GiB")
+    assert planned["world_size"] == 8 and planned["fits"] is True
+    assert planned["batch"]["per_shard"] == 32
+    assert planned["communication"]["all_reduce_bytes_per_device"] == 2 * 7 / 8 * 4 * 25_557_032
     compressed = plan(load_recipe("resnet50", "ddp.compress=bf16"), nproc=8)["communication"]
     assert compressed["all_reduce_bytes_per_device"] == 2 * 7 / 8 * 2 * 25_557_032
-    assert found["steps"]["per_epoch"] is None  # no folder
-    assert found["memory_limit"]["bytes"] == 24 * 2**30
+    assert planned["steps"]["per_epoch"] is None  # no folder
+    assert planned["memory_limit"]["bytes"] == 24 * 2**30
 
 
 @pytest.mark.parametrize(
@@ -43,42 +43,59 @@ def test_a_plan_for_more_devices_than_there_are():
     ],
 )
 def test_a_machine_with_one_gpu_plans_for_more(monkeypatch, words, nproc, devices):
-    monkeypatch.setattr(resources, "cuda_count", lambda: 1)
+    monkeypatch.setattr(resources, "count_cuda_devices", lambda *_: 1)
     recipe = load_recipe(None, "data.name=synthetic", "batch_size=96", *words)
     assert list(lay_out(recipe, nproc).devices) == devices
 
 
 KEYS = {
     "": "recipe mode world_size devices model data batch steps memory_per_device memory_limit peak "
-    "peak_without_recompute fits advice pipeline communication disk prediction predicted_samples_per_sec commands "
-    "needs_folder assumptions modes",
+    "peak_without_recompute fits advice pipeline communication disk prediction "
+    "predicted_samples_per_sec commands needs_folder assumptions modes",
     "model": "name parameters forward_flops_per_image precision",
     "data": "name train_samples val_samples classes channels image_size source",
     "batch": "global shards per_shard shares per_device accumulate per_pass microbatch",
     "steps": "per_epoch epochs total",
     "memory_limit": "bytes usable source",
     "pipeline": "schedule microbatches rows cuts balanced_by stages bubble_ideal",
-    "communication": "all_reduce_bytes_per_device crossing_bytes every_steps epoch_bytes_per_device seconds",
+    "communication": (
+        "all_reduce_bytes_per_device crossing_bytes every_steps epoch_bytes_per_device seconds"
+    ),
     "disk": "checkpoint weights folder",
-    "memory_per_device": "device parameters gradients optimizer ema buffers images activations peak teacher",
+    "memory_per_device": (
+        "device parameters gradients optimizer ema buffers images activations peak teacher"
+    ),
     "modes": "mode world_size devices peak activations fits traffic bubble error",
-    "prediction": "step_seconds compute_seconds communication_seconds optimizer_seconds other_seconds bubble "
+    "prediction": "step_seconds compute_seconds communication_seconds optimizer_seconds "
+    "other_seconds bubble "
     "samples_per_sec",
 }
 
 
 def test_the_keys_are_an_interface(monkeypatch):
     fixed_speed(monkeypatch)
-    found = plan(of_cnn("pipeline"), nproc=2, memory="24GiB", bandwidth="1GB/s", measured="here", every=True)
+    planned = plan(
+        cnn_recipe("pipeline"),
+        nproc=2,
+        memory="24GiB",
+        bandwidth="1GB/s",
+        measured="here",
+        every=True,
+    )
     for part, keys in KEYS.items():
-        rows = found[part] if part else found
-        assert all([*row] == keys.split() for row in (rows if isinstance(rows, list) else [rows])), part
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
+        rows = planned[part] if part else planned
+        assert all(
+            [*row] == keys.split() for row in (rows if isinstance(rows, list) else [rows])
+        ), part
+    assert json.loads(json.dumps(planned, allow_nan=False)) == planned
 
 
-def test_a_recipe_is_given_as_to_train():
-    found = [plan(recipe) for recipe in ("digits", Path("digits"), load_recipe("digits"), {"data.name": "digits"})]
-    assert [each["data"] for each in found] == [found[0]["data"]] * 4
+def test_plan_accepts_the_arguments_of_train():
+    actual = [
+        plan(recipe)
+        for recipe in ("digits", Path("digits"), load_recipe("digits"), {"data.name": "digits"})
+    ]
+    assert [each["data"] for each in actual] == [actual[0]["data"]] * 4
 
 
 @pytest.mark.parametrize(
@@ -89,15 +106,15 @@ def test_a_recipe_is_given_as_to_train():
         ("digits", {"measured": 5}, "measured=here"),
     ],
 )
-def test_what_a_program_may_not_give(recipe, options, says):
+def test_arguments_that_a_program_may_not_use(recipe, options, says):
     with pytest.raises(RecipeError, match=says):
         plan(recipe, **options)
 
 
 def test_steps():
-    found = plan(load_recipe("cifar10"), nproc=2)
-    assert found["data"]["train_samples"] == 50_000
-    assert found["steps"] == {"per_epoch": 390, "epochs": 16, "total": 6240}
+    planned = plan(load_recipe("cifar10"), nproc=2)
+    assert planned["data"]["train_samples"] == 50_000
+    assert planned["steps"] == {"per_epoch": 390, "epochs": 16, "total": 6240}
     assert plan(load_recipe("mnist_local_sgd"), nproc=4)["data"]["train_samples"] == 60_000
     assert plan(load_recipe("digits"), nproc=2)["data"]["train_samples"] == 1437
 
@@ -105,18 +122,20 @@ def test_steps():
 def test_averaging_is_spread_over_its_steps():
     words = ["mode=local_sgd", "model.name=cnn_gn", "data.name=synthetic"]
     weights = 4 * plan(load_recipe(None, *words), nproc=4)["model"]["parameters"]
-    found = plan(load_recipe(None, *words, "local_sgd.every=10"), nproc=4)["communication"]
-    assert found["all_reduce_bytes_per_device"] == round(1.5 * weights / 10)
-    assert found["epoch_bytes_per_device"] == 1.5 * weights
+    actual = plan(load_recipe(None, *words, "local_sgd.every=10"), nproc=4)["communication"]
+    assert actual["all_reduce_bytes_per_device"] == round(1.5 * weights / 10)
+    assert actual["epoch_bytes_per_device"] == 1.5 * weights
 
 
 def test_every_mode_has_a_line():
-    found = plan(load_recipe("digits"), nproc=4, every=True)["modes"]
-    assert [row["mode"] for row in found] == [*MODES]
-    assert all(row["peak"] and row["fits"] and not row["error"] for row in found)
-    assert [row["world_size"] for row in found] == [1, 1, 4, 1, 4, 4, 4, 4]
+    actual = plan(load_recipe("digits"), nproc=4, every=True)["modes"]
+    assert [row["mode"] for row in actual] == [*MODES]
+    assert all(row["peak"] and row["fits"] and not row["error"] for row in actual)
+    for row in actual:
+        assert row["world_size"] == (1 if TRAITS[row["mode"]].processes == "one" else 4)
     crossed = plan(load_recipe("digits", "sync_bn=true"), nproc=2, every=True)["modes"]
-    assert {row["mode"] for row in crossed if row["error"]} == {"dp", "pipeline", "local_sgd", "hogwild"}
+    refusing = {mode for mode, traits in TRAITS.items() if "sync_bn" in traits.refuses}
+    assert {row["mode"] for row in crossed if row["error"]} == refusing
 
 
 @pytest.mark.parametrize(
@@ -136,7 +155,7 @@ def test_every_mode_has_a_line():
         (["model.init_from=nowhere"], 4, "nowhere"),
     ],
 )
-def test_what_is_wrong_is_one_line(words, code, text, capsys):
+def test_an_error_is_one_line(words, code, text, capsys):
     assert answer(["plan", "recipe=digits", *words]) == code
     captured = capsys.readouterr()
     assert text in captured.err
@@ -145,17 +164,27 @@ def test_what_is_wrong_is_one_line(words, code, text, capsys):
 
 def test_data_that_is_nowhere(capsys):
     assert answer(["plan", "data.name=imagefolder"]) == 3
-    words = ["data.name=imagefolder", "data.root=/not/here", "model.name=resnet18", "mode=ddp", "nproc=2"]
+    words = [
+        "data.name=imagefolder",
+        "data.root=/not/here",
+        "model.name=resnet18",
+        "mode=ddp",
+        "nproc=2",
+    ]
     assert answer(["plan", *words]) == 0
     assert "/not/here" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("path", sorted(Path(PROJECT, "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(Path(PROJECT, "recipes").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_every_recipe_has_a_plan(path, full):
     if not full and path.stem not in ("finetune", "digits_streams"):
         pytest.skip("a sample of the recipes; --all plans every one")
-    found = plan(load_recipe(path.stem, *(["data.root=/not/here"] if "finetune" in path.stem else [])))
-    assert found["memory_per_device"] and json.dumps(found)
+    planned = plan(
+        load_recipe(path.stem, *(["data.root=/not/here"] if "finetune" in path.stem else []))
+    )
+    assert planned["memory_per_device"] and json.dumps(planned)
 
 
 @pytest.mark.parametrize(
@@ -163,16 +192,32 @@ def test_every_recipe_has_a_plan(path, full):
     [
         (None, []),
         (None, ["mode=single"]),
-        ("digits", ["optimizer.lr=0.05", "devices=[cpu,cpu]", "mode=split", "data.root='007'", "ema=0.9"]),
-        ("digits", ["model.init_from='a b, c.safetensors'", "save.every_epochs=null", "augment.crop_scale=[0.5, 1]"]),
+        (
+            "digits",
+            ["optimizer.lr=0.05", "devices=[cpu,cpu]", "mode=split", "data.root='007'", "ema=0.9"],
+        ),
+        (
+            "digits",
+            [
+                "model.init_from='a b, c.safetensors'",
+                "save.every_epochs=null",
+                "augment.crop_scale=[0.5, 1]",
+            ],
+        ),
         ("resnet50", ["mode=pipeline"]),
     ],
 )
 def test_the_commands_mean_the_recipe(name, words):
-    """As it was typed, and as a program has it."""
+    """The recipe is the same for typed arguments and for a program."""
     recipe = load_recipe(name, *words)
-    layout, typed = lay_out(recipe, 2 if recipe.processes == "many" else None), [f"recipe={name}"] if name else []
-    for command in (*summary.commands(recipe, layout, [*typed, *words]), *summary.commands(recipe, layout, [])):
-        own, rest = split_words(shlex.split(command)[shlex.split(command).index("trainer") + 1 :], ("recipe", "nproc"))
+    layout = lay_out(recipe, 2 if recipe.processes == "many" else None)
+    typed = [f"recipe={name}"] if name else []
+    for command in (
+        *summary.list_commands(recipe, layout, [*typed, *words]),
+        *summary.list_commands(recipe, layout, []),
+    ):
+        own, rest = split_arguments(
+            shlex.split(command)[shlex.split(command).index("trainer") + 1 :], ("recipe", "nproc")
+        )
         meant = recipe.replace(data__root="FOLDER") if name == "resnet50" else recipe
         assert (own or rest) and load_recipe(own.get("recipe"), *rest) == meant

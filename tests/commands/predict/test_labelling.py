@@ -1,4 +1,6 @@
-"""A worker: decoding beside the device, the pixels of evaluation, replayed passes."""
+"""A worker decodes while the device computes, has the pixels of evaluation, and replays captured
+passes.
+"""
 
 import threading
 import time
@@ -9,8 +11,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from tests.data.photos.test_decoding import exif
-from tests.data.photos.test_lazy_images import scene
+from tests.data.photo_folders import exif, scene
 from tests.simulated.tape import graphs_on_the_cpu
 from trainer.commands.predict import sources
 from trainer.commands.predict.labelling import Labeller, Preparation
@@ -33,10 +34,11 @@ class Means(nn.Module):
 
 def labeller(*words, threads=0):
     torch.manual_seed(0)
-    preparation, task = Preparation(8, 8, 3, (0.5,) * 3, (0.25,) * 3), Classification(load(None), ())
-    found = Labeller(Means(), preparation, load(None, *words), task, None, threads)
-    found.setup(torch.device("cpu"))
-    return found
+    preparation = Preparation(8, 8, 3, (0.5,) * 3, (0.25,) * 3)
+    task = Classification(load(None), ())
+    actual = Labeller(Means(), preparation, load(None, *words), task, None, threads)
+    actual.setup(torch.device("cpu"))
+    return actual
 
 
 @pytest.fixture
@@ -49,19 +51,23 @@ def own_threads():
 
 
 def test_decoding_in_threads_labels_alike(own_threads, photos):
-    """In order, bad ones with their reasons."""
+    """Threads keep the order, and return a reason for each damaged image."""
     paths = [str(path) for path in sorted(photos.rglob("*.*")) if path.suffix in (".png", ".jpg")]
-    one, four = labeller(), labeller(threads=4)
-    alone, beside = one.batch(paths * 2), four.batch(four.prepare(paths * 2))
+    one = labeller()
+    four = labeller(threads=4)
+    alone = one.batch(paths * 2)
+    beside = four.batch(four.prepare(paths * 2))
     bad = ("empty.png", "text.jpg", "truncated.jpg")
-    assert alone == beside and [bool(row.error) for row in alone] == [path.endswith(bad) for path in paths * 2]
+    assert alone == beside
+    assert [bool(row.error) for row in alone] == [path.endswith(bad) for path in paths * 2]
 
 
 def test_the_next_batch_is_read_while_the_model_has_this_one(own_threads, monkeypatch, photos):
-    """In one thread, also where that reads items of a user's own data set."""
+    """One thread reads the next batch, even if it reads items of a user's own data set."""
     paths = sorted(map(str, (photos / "0").glob("*.png")))
     for source, items in ((None, paths), (Numbered(), list(range(20)))):
-        worker, read = labeller(threads=1), threading.Event()
+        worker = labeller(threads=1)
+        read = threading.Event()
         worker.source = source
         first = worker.prepare(items[:10])
         forward = worker.model.forward
@@ -77,7 +83,7 @@ def test_the_next_batch_is_read_while_the_model_has_this_one(own_threads, monkey
 
 
 class Numbered:
-    """A user's data set, of which one item is read at a time."""
+    """A user's data set that allows one reader at a time."""
 
     def __init__(self):
         self.reading = threading.Lock()
@@ -98,7 +104,9 @@ def test_items_of_a_users_data_set_are_read_one_at_a_time(own_threads):
 
 @pytest.fixture(scope="module")
 def kinds(tmp_path_factory):
-    """Photos of every kind that has a way of its own to pixels, large and as small as a model's images."""
+    """Photos of every kind that has a way of its own to pixels, large and as small as a model's
+    images.
+    """
     root = tmp_path_factory.mktemp("kinds")
     for name in ("a", "b"):
         folder = root / name
@@ -121,32 +129,54 @@ def kinds(tmp_path_factory):
 @pytest.mark.parametrize("size", [32, 80])
 @pytest.mark.parametrize("crop", ["none", "pad", "resized"])
 def test_a_photo_has_the_pixels_of_its_evaluation(own_threads, kinds, crop, size, channels):
-    """From memory or read by a loader, as one of the held-out part or as a file: to the last bit."""
-    words = [f"data.root={kinds}", f"data.image_size={size}", f"data.channels={channels}", f"augment.crop={crop}"]
-    recipe = load(None, *words, "data.name=imagefolder", "data.workers=0", "batch_size=4", "model.name=cnn")
-    data = open_datasets(recipe, Before(None, elsewhere=True))  # all are held out
+    """A photo has the same pixels to the last bit from memory, from a loader, from the validation
+    split and from a file.
+    """
+    words = [
+        f"data.root={kinds}",
+        f"data.image_size={size}",
+        f"data.channels={channels}",
+        f"augment.crop={crop}",
+    ]
+    recipe = load(
+        None, *words, "data.name=imagefolder", "data.workers=0", "batch_size=4", "model.name=cnn"
+    )
+    # All images belong to the validation split.
+    data = open_datasets(recipe, Before(None, elsewhere=True))
     task = Classification(recipe, data.classes)
     loader = Loader(data, recipe, task, DataShare(), torch.device("cpu"))
     evaluated = torch.cat([batch.inputs[: batch.count] for batch in loader.evaluation()])
     loader.close()
-    listed = sources.dataset_split(data, "val")
-    worker = Labeller(nn.Identity(), Preparation.of(data), recipe, task, listed.source)
+    listed = sources.open_split(data, "val")
+    worker = Labeller(
+        nn.Identity(),
+        Preparation.of(data),
+        recipe,
+        task,
+        listed.source,
+    )
     worker.setup(torch.device("cpu"))
     held_out = list(listed.items)
     assert len(held_out) == len(evaluated) == 24
     for row, item in enumerate(held_out):
         for payload in (item.payload, item.path):
-            pixels = worker._tried(payload).permute(1, 2, 0)[None].contiguous()
+            pixels = worker._read(payload).permute(1, 2, 0)[None].contiguous()
             assert torch.equal(worker._transform.inputs(pixels)[0], evaluated[row]), item.path
 
 
 @pytest.mark.parametrize("word", ["graphs=auto", "precision=bf16", "graphs=false"])
 def test_batches_of_one_size_are_replayed(own_threads, word, capfd):
-    """Labels are those of launched passes, to the bit; a batch of another size is launched."""
+    """Labels equal those of eager passes to the bit; a batch of another size runs eagerly."""
     with graphs_on_the_cpu() as recorders:
         precision = [word] * word.startswith("precision")
         workers = [labeller(word), labeller("graphs=false", *precision)]
-        rows = torch.randint(0, 256, (200, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+        rows = torch.randint(
+            0,
+            256,
+            (200, 3, 8, 8),
+            dtype=torch.uint8,
+            generator=torch.Generator().manual_seed(3),
+        )
         for start in [*range(0, 72, 4), 73, *range(80, 120, 4)]:
             items = [*rows[start : start + (3 if start == 73 else 4)]]
             replayed, launched = (worker.batch(items) for worker in workers)
@@ -154,4 +184,6 @@ def test_batches_of_one_size_are_replayed(own_threads, word, capfd):
     if word == "graphs=false":
         assert recorders == []
     else:
-        assert len(recorders) == 1 and recorders[0].replays > 10 and capfd.readouterr().err == ""
+        assert len(recorders) == 1
+        assert recorders[0].replays > 10
+        assert capfd.readouterr().err == ""

@@ -1,4 +1,6 @@
-"""Labelling images: every row there, in order, equal to the evaluation; through the real command line."""
+"""Labelling images: every row there, in order, equal to the evaluation; through the real command
+line.
+"""
 
 import csv
 import errno
@@ -12,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -21,11 +24,11 @@ from tests.data.photo_folders import coloured, photo
 from tests.pages import GUIDE
 from trainer.commands.predict import predict_command
 from trainer.commands.predict.labelling import Labels
-from trainer.commands.predict.predict_command import COLUMNS, Rows, _decoders
+from trainer.commands.predict.predict_command import COLUMNS, Rows, _count_decoders
 from trainer.commands.predict.sources import Item
 from trainer.errors import TrainerError
 from trainer.pool import ItemError
-from trainer.processes.resources import cores
+from trainer.processes.resources import count_cores
 
 CPU = "devices=[cpu]"
 
@@ -44,27 +47,43 @@ def read(folder: Path) -> list[dict[str, str]]:
 
 
 def label(run: Path, output: Path, *words: object, **options: object):
-    return ok("predict", f"checkpoint={run}", f"output={output}", "logging.progress=false", *words, **options)
+    return ok(
+        "predict",
+        f"checkpoint={run}",
+        f"output={output}",
+        "logging.progress=false",
+        *words,
+        **options,
+    )
 
 
 @pytest.fixture(scope="module")
-def labelled(digits: Path, photos: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Them, labelled by three workers in batches of eight, and what was printed. Not to be changed."""
+def labelled(
+    digits: Path, photos: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str]:
+    """Them, labelled by three workers in batches of eight, and what was printed.
+
+    Not to be changed.
+    """
     folder = tmp_path_factory.mktemp("labelled")
     words = [f"data.root={photos}", "devices=[cpu,cpu,cpu]", "predict.batch_size=8"]
     return folder / "out", label(digits, folder / "out", *words).stdout
 
 
 def test_a_split_is_labelled_as_it_was_evaluated(digits, tmp_path):
-    done = label(digits, tmp_path / "out", "devices=[cpu,cpu]")
+    completed = label(digits, tmp_path / "out", "devices=[cpu,cpu]")
     rows = read(tmp_path / "out")
     assert [row["path"] for row in rows] == [f"digits/val/{n}" for n in range(360)]
     right = sum(row["class"] == row["label"] for row in rows) / 360
     assert right == pytest.approx(result(digits)["val_top1"])
-    assert f"top-1    {right:.2%} of 360 images" in done.stdout
+    assert f"top-1    {right:.2%} of 360 images" in completed.stdout
     first = dict(part.split("=") for part in rows[0]["top5"].split(";"))
     assert len(first) == 5 and rows[0]["class"] == next(iter(first))
-    assert float(rows[0]["probability"]) == float(first[rows[0]["class"]]) == max(map(float, first.values()))
+    assert (
+        float(rows[0]["probability"])
+        == float(first[rows[0]["class"]])
+        == max(map(float, first.values()))
+    )
     assert sorted(os.listdir(tmp_path / "out")) == [".lock", "predict.json", "predictions.csv"]
     assert json.loads((tmp_path / "out" / "predict.json").read_text())["images"] == 360
 
@@ -77,30 +96,48 @@ def test_large_photos_of_a_folder_are_labelled_as_they_were_evaluated(crop, tmp_
         for number in range(6):
             photo(tmp_path / "photos" / name / f"{number}.jpg", (400, 300), number)
             coloured(tmp_path / "photos" / name / f"{number + 6}.jpg", colour, (400, 300), number)
-    words = [f"data.root={tmp_path / 'photos'}", "data.image_size=32", f"augment.crop={crop}", "mode=single"]
-    ok("recipe=finetune_small", *words, "model.name=cnn", "epochs=2", "batch_size=8", *QUIET, cwd=tmp_path)
+    words = [
+        f"data.root={tmp_path / 'photos'}",
+        "data.image_size=32",
+        f"augment.crop={crop}",
+        "mode=single",
+    ]
+    ok(
+        "recipe=finetune_small",
+        *words,
+        "model.name=cnn",
+        "epochs=2",
+        "batch_size=8",
+        *QUIET,
+        cwd=tmp_path,
+    )
     run = next((tmp_path / "runs").iterdir())
     label(run.name, "val", CPU, cwd=tmp_path)  # a name below runs will do
-    done = label(run, tmp_path / "all", CPU, f"data.root={tmp_path / 'photos'}")
+    completed = label(run, tmp_path / "all", CPU, f"data.root={tmp_path / 'photos'}")
     one = {row["path"]: float(row["probability"]) for row in read(tmp_path / "val")}
     other = {row["path"]: float(row["probability"]) for row in read(tmp_path / "all")}
     assert 0 < len(one) < len(other) == 24
     assert {path: other[path] for path in one} == pytest.approx(one, abs=3e-6)
-    assert "24 images labelled\n" in done.stdout and "top-1" not in done.stdout
+    assert "24 images labelled\n" in completed.stdout and "top-1" not in completed.stdout
     alone = label(run, tmp_path / "one", CPU, f"data.root={next(iter(one))}").stdout
     assert "predicting 1 image on cpu" in alone and "\n1 image labelled\n" in alone
 
 
 def test_the_training_part(digits, tmp_path):
     label(digits, tmp_path / "out", CPU, "predict.split=train", "predict.format=jsonl")
-    lines = [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()
+    ]
     assert len(lines) == 1437 and lines[0]["path"] == "digits/train/0"
     assert lines[0]["top5"][0] == [lines[0]["class"], lines[0]["probability"]]
 
 
 def test_workers_change_nothing_at_a_fixed_batch_size(digits, photos, labelled, tmp_path):
     label(digits, tmp_path / "one", f"data.root={photos}", CPU, "predict.batch_size=8")
-    one, three = ((folder / "predictions.csv").read_bytes() for folder in (tmp_path / "one", labelled[0]))
+    one, three = (
+        (folder / "predictions.csv").read_bytes() for folder in (tmp_path / "one", labelled[0])
+    )
     assert one == three
 
 
@@ -112,9 +149,32 @@ def test_bad_images_are_rows_with_reasons(photos, labelled):
     odd = ("cmyk.jpg", "deep.png", "empty.png", "text.jpg", "truncated.jpg")
     assert names == [*good, *(f"odd/{name}" for name in odd)]
     bad = {os.path.basename(row["path"]): row["error"] for row in rows if row["error"]}
-    assert set(bad) == {"empty.png", "text.jpg", "truncated.jpg"} and bad["empty.png"] == "it is empty"
+    assert set(bad) == {"empty.png", "text.jpg", "truncated.jpg"}
+    assert bad["empty.png"] == "it is empty"
     assert all(bool(row["class"]) != bool(row["error"]) for row in rows)
     assert re.search(r"\n  unread   3\b", printed) and {row["label"] for row in rows} == {""}
+
+
+def test_a_path_is_that_of_the_file_whatever_its_name_holds(digits, tmp_path):
+    names = [
+        "new\nline.png",
+        "carriage\rreturn.png",
+        "both\r\n.png",
+        "a,b.png",
+        'a"b.png',
+        "=1+1.png",
+        "-x.png",
+    ]
+    names += [" blank .png", "tab\t.png", "line\u2028.png", os.fsdecode(b"\xff.png")]
+    (tmp_path / "odd").mkdir()
+    for name in names:
+        Image.new("L", (8, 8)).save(tmp_path / "odd" / name)
+    label(digits, tmp_path / "csv", f"data.root={tmp_path / 'odd'}", CPU)
+    with (tmp_path / "csv" / "predictions.csv").open(newline="", errors="surrogateescape") as file:
+        assert {os.path.basename(row["path"]) for row in csv.DictReader(file)} == set(names)
+    label(digits, tmp_path / "json", f"data.root={tmp_path / 'odd'}", CPU, "predict.format=jsonl")
+    lines = (tmp_path / "json" / "predictions.jsonl").read_text().split("\n")[:-1]
+    assert {os.path.basename(json.loads(line)["path"]) for line in lines} == set(names)
 
 
 def test_paths_from_stdin(digits, photos, tmp_path):
@@ -125,58 +185,82 @@ def test_paths_from_stdin(digits, photos, tmp_path):
     warm.run(command, input=text, env=environment(), check=True, capture_output=True)
     rows = read(tmp_path / "stdin")
     assert [row["path"] for row in rows] == list(map(str, chosen))
-    assert [bool(row["error"]) for row in rows] == [False, True, False] and "No such file" in rows[1]["error"]
+    assert [bool(row["error"]) for row in rows] == [False, True, False]
+    assert "No such file" in rows[1]["error"]
 
 
-def test_nothing_to_label_and_a_folder_that_is_read_are_refused(digits, photos, tmp_path):
-    """And nothing is written."""
+def test_an_empty_input_and_an_output_folder_within_it_are_refused(digits, photos, tmp_path):
+    """Nothing is written."""
     command = [sys.executable, "-m", "trainer", "predict", f"checkpoint={digits}", CPU]
-    for given, words, told in (
+    for argument, words, message in (
         (b"", ["-"], "find photos"),
         (b"\n\n", ["-"], "find photos"),
         (b"", [str(photos), f"output={photos}"], "output="),
     ):
-        done = warm.run([*command, *words], input=given, env=environment(), capture_output=True, cwd=tmp_path)
-        assert done.returncode == 2 and told in done.stderr.decode()
+        completed = warm.run(
+            [*command, *words],
+            input=argument,
+            env=environment(),
+            capture_output=True,
+            cwd=tmp_path,
+        )
+        assert completed.returncode == 2 and message in completed.stderr.decode()
     assert not [*tmp_path.iterdir()] and not (photos / ".lock").exists()
 
 
 def test_rows_have_their_name_once_all_else_is_written(tmp_path, monkeypatch):
-    """A disk that fills up just behind the last row leaves nothing in the way of the same words."""
+    """If the disk is full right after the last row, the same command can run again."""
 
     def full(*_):
         raise OSError(errno.ENOSPC, "full")
 
     with monkeypatch.context() as patch, pytest.raises(TrainerError, match="full"):
-        patch.setattr(predict_command, "write_atomically", full)
+        patch.setattr(predict_command, "write_json", full)
         with Rows(tmp_path, "csv", ("a", "b"), True) as rows:
             rows.finish(1.0)
     assert not any(tmp_path.iterdir())
-    (tmp_path / "predict.json").touch()  # of one that was killed here
+    (tmp_path / "predict.json").touch()  # A killed command leaves this file.
     predict_command._claim(tmp_path)
     with Rows(tmp_path, "csv", ("a", "b"), True) as rows:
         rows.finish(1.0)
-    assert (tmp_path / "predictions.csv").stat().st_size and json.loads((tmp_path / "predict.json").read_text())
+    assert (tmp_path / "predictions.csv").stat().st_size
+    assert json.loads((tmp_path / "predict.json").read_text())
 
 
-def test_a_row_is_what_the_guide_tells(tmp_path):
-    (tmp_path / "predictions.part").mkdir()  # what has the name keeps what it holds
+def test_a_row_matches_the_guide(tmp_path):
+    (tmp_path / "predictions.part").mkdir()  # A folder of that name keeps its contents.
     with Rows(tmp_path, "jsonl", ("a", "b"), True) as rows:
         rows.write(Item("0.png", None, 1), Labels((1, 0), (0.75, 0.25)))
         rows.write(Item("1.png", None, None), Labels((), (), "odd"))
         rows.write(Item("2.png", None, None), ItemError(2, "died"))
         rows.finish(1.0)
-    found = list(map(json.loads, rows.final.read_text().splitlines()))
-    assert len([*tmp_path.iterdir()]) == 3 and [tuple(row) for row in found] == [COLUMNS] * 3
-    assert found[0]["top5"] == [["b", 0.75], ["a", 0.25]] and rows.first[0] == ("0.png", "b 75%  a 25%")
-    assert [row["error"] for row in found] == [None, "odd", "gave up: died"]
-    assert rows.counts == {"images": 3, "unreadable": 1, "failed": 1, "labelled": 1, "right": 1}
-    table = (GUIDE / "predict.md").read_text().partition("| column | what it holds |\n")[2].partition("\n\n")[0]
+    actual = list(map(json.loads, rows.final.read_text().splitlines()))
+    assert len([*tmp_path.iterdir()]) == 3
+    assert [tuple(row) for row in actual] == [COLUMNS] * 3
+    assert actual[0]["top5"] == [["b", 0.75], ["a", 0.25]]
+    assert rows.first[0] == (
+        "0.png",
+        "b 75%  a 25%",
+    )
+    assert [row["error"] for row in actual] == [None, "odd", "gave up: died"]
+    assert rows.counts == {
+        "images": 3,
+        "unreadable": 1,
+        "failed": 1,
+        "labelled": 1,
+        "right": 1,
+    }
+    table = (
+        (GUIDE / "predict.md")
+        .read_text()
+        .partition("| column | what it holds |\n")[2]
+        .partition("\n\n")[0]
+    )
     assert tuple(re.findall(r"^\| `(\w+)` \| \w", table, re.M)) == COLUMNS
 
 
 def test_outputs_that_are_not_finite_are_no_answers(digits, photos, tmp_path):
-    """Of weights that somebody damaged, or of numbers too large for a short type."""
+    """The weights were damaged by somebody, or the numbers are too large for a short type."""
     with safe_open(digits / "last.safetensors", "pt") as file:
         metadata = file.metadata()
     weights = load_file(digits / "last.safetensors")
@@ -185,8 +269,8 @@ def test_outputs_that_are_not_finite_are_no_answers(digits, photos, tmp_path):
     save_file(weights, tmp_path / "odd.safetensors", metadata)
     words = ["predict", f"checkpoint={tmp_path / 'odd.safetensors'}", f"output={tmp_path / 'out'}"]
     words += [f"data.root={photos / '0'}"]
-    done = trainer(*words, "logging.progress=false", CPU)
-    assert "20 of 20 images " in done.stderr and done.returncode == 9
+    completed = trainer(*words, "logging.progress=false", CPU)
+    assert "20 of 20 images " in completed.stderr and completed.returncode == 9
     rows = read(tmp_path / "out")
     [why] = {row["error"] for row in rows}
     assert "not finite" in why and "precision=fp32" in why
@@ -195,45 +279,67 @@ def test_outputs_that_are_not_finite_are_no_answers(digits, photos, tmp_path):
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGKILL, -9), *(pytest.param(*each, marks=pytest.mark.full) for each in ((2, 130), (15, 143)))],
+    [
+        (signal.SIGKILL, -9),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in ((2, 130), (15, 143))),
+    ],
 )
-def test_stopped_and_run_again_it_begins_anew(digits, photos, tmp_path, number, code):
-    """In the middle: all rows are as without a stop, none of them twice. A kill leaves rows, of which a line tells."""
+def test_a_stopped_command_starts_from_scratch(digits, photos, tmp_path, number, code):
+    """A run that is stopped and repeated has the rows of an undisturbed run, none of them twice.
+
+    A kill leaves rows, which a message reports.
+    """
     paths = [str(path) for path in sorted(photos.rglob("*.png"))] * 30
     (tmp_path / "list.txt").write_text("\n".join(paths))
-    words = ["predict", f"checkpoint={digits}", f"data.root={tmp_path / 'list.txt'}", CPU, "predict.batch_size=16"]
+    words = [
+        "predict",
+        f"checkpoint={digits}",
+        f"data.root={tmp_path / 'list.txt'}",
+        CPU,
+        "predict.batch_size=16",
+    ]
     label(digits, tmp_path / "whole", *words[2:])
     folder = tmp_path / "out"
     part = folder / "predictions.part"
     command = [sys.executable, "-m", "trainer", *words, f"output={folder}"]
-    child = warm.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    child = warm.Popen(
+        command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     while not part.exists() or part.stat().st_size < 4000:
         assert child.poll() is None, "it was over before it could be stopped"
         time.sleep(0.002)
     child.send_signal(number)
     _, errors = child.communicate(timeout=20)
     assert child.returncode == code and part.exists() == (code == -9)
-    assert code == -9 or (errors.count("\n") == 1 and "the same words label all images anew" in errors), errors
+    assert code == -9 or (errors.count("\n") == 1 and "labels all images again" in errors), errors
     again = label(digits, folder, *words[2:])
-    assert bool(re.search(r"stopped.*\banew\b", again.stdout)) == (code == -9)
-    first, second = ((tmp_path / name / "predictions.csv").read_bytes() for name in ("whole", "out"))
-    assert second == first and len(first.splitlines()) == 1 + len(paths) and not part.exists()
+    assert bool(re.search(r"stopped.*\bagain\b", again.stdout)) == (code == -9)
+    first, second = (
+        (tmp_path / name / "predictions.csv").read_bytes() for name in ("whole", "out")
+    )
+    assert second == first
+    assert len(first.splitlines()) == 1 + len(paths)
+    assert not part.exists()
 
 
 def test_a_checkpoint_of_the_run(digits, photos, labelled, tmp_path):
-    """Its classes and preparation are those that the run folder tells."""
-    given = max((digits / "checkpoints").iterdir(), key=lambda path: path.name)
-    label(given, tmp_path / "out", f"data.root={photos}", CPU, "predict.batch_size=8")
+    """Classes and preparation are those in the run folder."""
+    arguments = max((digits / "checkpoints").iterdir(), key=lambda path: path.name)
+    label(arguments, tmp_path / "out", f"data.root={photos}", CPU, "predict.batch_size=8")
     assert read(tmp_path / "out") == read(labelled[0])
 
 
 def test_a_folder_that_holds_something_is_refused(digits, photos, labelled):
-    """Predictions, of other images or the same ones, and a run; nothing is written over."""
+    """The folder has predictions, of other images or the same ones, or a run; no file is
+    overwritten.
+    """
     before = (labelled[0] / "predictions.csv").read_bytes()
     words = ["predict", f"checkpoint={digits}", CPU, f"data.root={photos}"]
     for folder, more in ((labelled[0], []), (labelled[0], ["predict.format=jsonl"]), (digits, [])):
-        done = trainer(*words, *more, f"output={folder}")
-        assert done.returncode == 8 and "choose another output=" in done.stderr and done.stderr.count("\n") == 1
+        completed = trainer(*words, *more, f"output={folder}")
+        assert completed.returncode == 8
+        assert "choose another output=" in completed.stderr
+        assert completed.stderr.count("\n") == 1
     assert (labelled[0] / "predictions.csv").read_bytes() == before
 
 
@@ -257,27 +363,43 @@ def test_bad_words(digits, tmp_path, words, code, says, monkeypatch):
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "y.png").touch()
     (tmp_path / "empty").mkdir()
-    places = {"checkpoint=RUN": f"checkpoint={digits}", "data.root=EMPTY": f"data.root={tmp_path / 'empty'}"}
-    done = trainer("predict", *(places.get(word, word) for word in words), f"output={tmp_path / 'out'}")
-    assert (done.returncode, done.stderr.count("\n")) == (code, 1), done.stderr
-    assert says in done.stderr
+    places = {
+        "checkpoint=RUN": f"checkpoint={digits}",
+        "data.root=EMPTY": f"data.root={tmp_path / 'empty'}",
+    }
+    completed = trainer(
+        "predict", *(places.get(word, word) for word in words), f"output={tmp_path / 'out'}"
+    )
+    assert (completed.returncode, completed.stderr.count("\n")) == (code, 1), completed.stderr
+    assert says in completed.stderr
 
 
 def test_several_ranks_are_refused(digits, tmp_path):
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    done = trainer("predict", f"checkpoint={digits}", f"output={tmp_path / 'out'}", env=ranks)
-    assert done.returncode == 2 and re.search(r"devices=.*without torchrun", done.stderr), done.stderr
+    completed = trainer("predict", f"checkpoint={digits}", f"output={tmp_path / 'out'}", env=ranks)
+    assert completed.returncode == 2 and re.search(
+        r"devices=.*without torchrun", completed.stderr
+    ), completed.stderr
 
 
 def test_the_cpu_named_once_is_a_worker_for_each_core(digits, photos, labelled, tmp_path):
-    """Batches of another size change nothing but the rounding."""
+    """The batch size changes only the rounding."""
     words = [f"data.root={photos}", CPU]
-    named = ", ".join(f"cpu:{core}" for core in range(min(8, cores()))) if cores() > 1 else "cpu"
+    named = (
+        ", ".join(f"cpu:{core}" for core in range(min(8, count_cores())))
+        if count_cores() > 1
+        else "cpu"
+    )
     assert f"on {named}\n" in label(digits, tmp_path / "out", *words).stdout
     assert "on cpu\n" in label(digits, tmp_path / "threads", *words, "threads=2").stdout
-    for rows in zip(*(read(folder) for folder in (labelled[0], tmp_path / "out", tmp_path / "threads")), strict=True):
+    for rows in zip(
+        *(read(folder) for folder in (labelled[0], tmp_path / "out", tmp_path / "threads")),
+        strict=True,
+    ):
         assert len({(row["path"], row["class"], row["error"]) for row in rows}) == 1
         sure = [float(row["probability"] or 0) for row in rows]
         assert sure[1:] == pytest.approx([sure[0]] * 2, abs=1e-5)
-    assert _decoders(["cpu"]) == cores() // 2 and _decoders(["cpu"] * cores()) == 0
-    assert _decoders(["cuda:0"]) == min(32, cores()) and _decoders(["cuda:0"] * 2 * cores()) == 1
+    assert _count_decoders(["cpu"]) == count_cores() // 2
+    assert _count_decoders(["cpu"] * count_cores()) == 0
+    assert _count_decoders(["cuda:0"]) == min(32, count_cores())
+    assert _count_decoders(["cuda:0"] * 2 * count_cores()) == 1

@@ -1,4 +1,4 @@
-"""`predict` for programs: what one device gives, over several."""
+"""The Python function `predict`: several devices compute the same as one."""
 
 import threading
 
@@ -23,26 +23,43 @@ class Scaled(nn.Module):
 
 def test_a_model_over_devices_gives_what_one_gives():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 3))
+    model = nn.Sequential(
+        nn.Linear(6, 8),
+        nn.BatchNorm1d(8),
+        nn.Dropout(),
+        nn.Linear(8, 3),
+    )
     inputs = torch.randn(100, 6)
     with torch.inference_mode():
         expected = model.eval()(inputs)
     model.train()
-    found = predict(model, inputs, devices=["cpu", torch.device("cpu")])
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(torch.stack(list(predict(model, iter(inputs), devices=["cpu", "cpu"]))), expected)
+    actual = predict(model, inputs, devices=["cpu", torch.device("cpu")])
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(
+        torch.stack(
+            list(
+                predict(
+                    model,
+                    iter(inputs),
+                    devices=["cpu", "cpu"],
+                )
+            )
+        ),
+        expected,
+    )
     none = predict(model, inputs[:0], devices="cpu")
     assert model.training and none.shape == (0, 3) and none.dtype == expected.dtype
     assert predict(Scaled(), inputs[:0], devices=["cpu"]) == []
     parts = predict(Scaled(), inputs[:3], devices=["cpu"])
-    assert torch.equal(parts[1]["twice"], 2 * inputs[1]) and torch.equal(parts[2]["sums"][0], inputs[2].sum())
+    assert torch.equal(parts[1]["twice"], 2 * inputs[1])
+    assert torch.equal(parts[2]["sums"][0], inputs[2].sum())
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
         ({"model": "runs/x"}, r"trainer\.load\('runs/x'\)\.predict"),
-        ({"model": {"a": 1}}, "takes a model, a torch.nn.Module, not dict"),
+        ({"model": {"a": 1}}, "a torch.nn.Module, not dict"),
         ({"inputs": "photos"}, "a tensor, or an iterable of single inputs, not str"),
         ({"inputs": None}, "a tensor, or an iterable of single inputs, not NoneType"),
         ({"inputs": DataLoader(PAIRS)}, "an iterable of single inputs, not DataLoader"),
@@ -51,18 +68,29 @@ def test_a_model_over_devices_gives_what_one_gives():
         ({"devices": ["cuda:7"]}, "is not here"),
     ],
 )
-def test_what_is_something_else_is_said_at_once(given, says):
-    with pytest.raises(RecipeError, match=says):  # a stream's too: nobody has taken a first output from it
-        predict(**{"model": nn.Linear(2, 2), "inputs": [torch.rand(2)], "devices": ["cpu"], **given})
+def test_inputs_of_another_kind_are_refused_at_once(given, says):
+    # A stream's too: nobody has taken a first output from it.
+    with pytest.raises(RecipeError, match=says):
+        predict(
+            **{
+                "model": nn.Linear(2, 2),
+                "inputs": [torch.rand(2)],
+                "devices": ["cpu"],
+                **given,
+            }
+        )
 
 
-@pytest.mark.parametrize(("inputs", "says"), [(PAIRS, "tuple .*input 0"), ([torch.rand(2), "cat"], "str .*input 1")])
+@pytest.mark.parametrize(
+    ("inputs", "says"),
+    [(PAIRS, "input 0 is a tuple"), ([torch.rand(2), "cat"], "input 1 is a str")],
+)
 def test_items_that_are_no_tensors(inputs, says):
     with pytest.raises(RecipeError, match=says):
         list(predict(nn.Linear(2, 2), inputs, devices="cpu"))
 
 
-def test_a_model_that_only_its_function_knows_travels_by_value():
+def test_a_model_class_defined_in_a_function_is_pickled_by_value():
     class Here(nn.Module):
         def __init__(self):
             super().__init__()
@@ -71,7 +99,8 @@ def test_a_model_that_only_its_function_knows_travels_by_value():
         def forward(self, x):
             return self.twice(x)
 
-    model, inputs = Here(), torch.randn(3, 2)
+    model = Here()
+    inputs = torch.randn(3, 2)
     assert torch.equal(predict(model, inputs, devices=["cpu"]), 2 * inputs)
     model.lock = threading.Lock()
     with pytest.raises(RecipeError, match=r"model .*\(TypeError: "):
@@ -80,7 +109,7 @@ def test_a_model_that_only_its_function_knows_travels_by_value():
 
 @pytest.mark.parametrize("kind", [torch.Tensor, np.ndarray])
 def test_an_endless_stream_may_fill_one_buffer_again_and_again(kind):
-    """As a camera does, and many a simulation."""
+    """Cameras and many simulations fill the same buffer for each image."""
 
     def endless():
         buffer = torch.zeros(1)

@@ -15,12 +15,12 @@ def test_files_folders_and_lists_in_the_order_given(photos, tmp_path, monkeypatc
     (tmp_path / "a.png").touch()
     (tmp_path / "list.txt").write_bytes(b"\xef\xbb\xbfa.png\r\n\r\nb\xe9.png\r\n")
     one = str(photos / "1" / "03.png")
-    found = sources.image_files([one, str(photos / "odd"), "list.txt"])
-    paths = [item.path for item in found.items]
-    assert found.count == len(paths) == 1 + 5 + 2
+    actual = sources.find_images([one, str(photos / "odd"), "list.txt"])
+    paths = [item.path for item in actual.items]
+    assert actual.count == len(paths) == 1 + 5 + 2
     assert [os.path.basename(path) for path in paths[:2]] == ["03.png", "cmyk.jpg"]
     assert paths[-2:] == ["a.png", os.fsdecode(b"b\xe9.png")]
-    [ignored] = found.ignored
+    [ignored] = actual.ignored
     assert re.search(r"\b1 other file \(\.md\)", ignored)
 
 
@@ -34,17 +34,19 @@ def test_files_folders_and_lists_in_the_order_given(photos, tmp_path, monkeypatc
         ("/dev/zero", b"", "not a file"),
     ],
 )
-def test_what_is_no_list_of_images_is_told_at_once(tmp_path, monkeypatch, name, content, says):
+def test_inputs_that_are_no_list_of_images_are_refused_at_once(
+    tmp_path, monkeypatch, name, content, says
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.png").touch()
     if content is None:
         (tmp_path / name).mkdir()
     elif content:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(SetupError, match=rf"{name}.*{says}.*\ba file with a path a line\b"):
-        sources.image_files([name])
+    with pytest.raises(SetupError, match=rf"{name}.*{says}.*\ba file with a path on each line\b"):
+        sources.find_images([name])
 
 
 def test_standard_input_is_read_alone():
     with pytest.raises(RecipeError, match="standard input"):
-        sources.image_files(["-", "photos"])
+        sources.find_images(["-", "photos"])

@@ -1,4 +1,4 @@
-"""Proofs of this machine in which some checks are done already, so that a test pays for the others alone."""
+"""Proofs of this machine in which some checks are finished, so that a test runs only the others."""
 
 import json
 from pathlib import Path
@@ -6,27 +6,29 @@ from pathlib import Path
 from tests.command_line import PROJECT, trainer
 from trainer.commands.prove import fast, find_devices, proving, right
 from trainer.commands.prove.check_runner import CheckRunner, Devices
-from trainer.commands.trials.report import this_machine
-from trainer.training.reporting import versions
+from trainer.commands.trials.report import read_machine
+from trainer.training.reporting import list_versions
 
 FAULTY = Path(__file__).parent / "faulty"
 DEVICES = find_devices("[cpu,cpu]")
-CHECKS = [check.name for check in (*right.checks(DEVICES), *fast.checks(DEVICES))]
+CHECKS = [check.name for check in (*right.list_checks(DEVICES), *fast.list_checks(DEVICES))]
 CARD = "NVIDIA A100-SXM4-80GB"
 
 
 def machine(kind, count):
-    """So many devices, which need not be here."""
+    """Return `count` devices, which do not exist here."""
     names = ("cpu",) * count if kind == "cpu" else tuple(f"cuda:{n}" for n in range(count))
-    return Devices(names, kind, ("CPU" if kind == "cpu" else CARD,) * count, 1 if kind == "cpu" else None)
+    return Devices(
+        names, kind, ("CPU" if kind == "cpu" else CARD,) * count, 1 if kind == "cpu" else None
+    )
 
 
 def runner(tmp_path, devices, answers=None, result=None, error=None):
-    """A runner whose measurements answer so, and whose runs end so."""
+    """Return a runner with the given answers of measurements and the given result of runs."""
     one = CheckRunner(tmp_path, devices)
     one.measure = lambda what, count=1, **task: answers
 
-    def train(name, words, environment=None, timed=False):
+    def train(name, words, environment=None, timed=False, resumes=False):
         if error is not None:
             raise error
         return result
@@ -38,7 +40,7 @@ def runner(tmp_path, devices, answers=None, result=None, error=None):
 def begin(folder, *names):
     """A proof's folder in which all checks but `names` are done."""
     folder.mkdir()
-    bound = proving.bound_to(this_machine(), versions(), DEVICES.names)
+    bound = proving.list_bindings(read_machine(), list_versions(), DEVICES.names)
     row = {"status": "right", "line": "done before", "todo": "", "figures": {}, "seconds": 1.0}
     rows = {name: row for name in CHECKS if name not in names}
     assert len(rows) == len(CHECKS) - len(names), "no such check"
@@ -53,9 +55,15 @@ def faulty(*faults):
 
 def prove(folder, *words, fault="", env=None, **options):
     """The real command, on a machine with faults."""
-    if fault:
-        env = {**faulty(fault), **(env or {})}
-    return trainer("prove", "devices=[cpu,cpu]", f"output={folder}", *(words or ["minutes=60"]), env=env, **options)
+    env = {**faulty("quiet", fault), **(env or {})}
+    return trainer(
+        "prove",
+        "devices=[cpu,cpu]",
+        f"output={folder}",
+        *(words or ["minutes=60"]),
+        env=env,
+        **options,
+    )
 
 
 def proof(folder):
@@ -63,5 +71,5 @@ def proof(folder):
 
 
 def found(folder, name):
-    """One check's row of proof.json."""
+    """Return the row of one check in proof.json."""
     return next(check for check in proof(folder)["checks"] if check["name"] == name)

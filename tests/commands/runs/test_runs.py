@@ -1,5 +1,8 @@
-"""The table of runs, whatever lies there; and runs are removed once the user agrees, all or none."""
+"""The table of runs for any contents of the folder; runs are removed after the user agrees, all or
+none.
+"""
 
+import csv
 import io
 import json
 import os
@@ -10,10 +13,66 @@ import sys
 import pytest
 
 from tests.command_line import QUIET, environment, ok, trainer
-from tests.commands.runs.folders import make
 from trainer.commands import runs
 from trainer.errors import FolderInUseError, RecipeError
+from trainer.recipe import load
 from trainer.saving import locks
+from trainer.saving.steps_file import STEP_COLUMNS
+from trainer.telemetry.events import Events
+
+RESULT = {
+    "recipe": "digits",
+    "mode": "single",
+    "status": "completed",
+    "error": None,
+    "world_size": 1,
+    "devices": ["cpu"],
+    "precision": "fp32",
+    "epochs": 2,
+    "steps": 28,
+    "data": {"name": "digits", "train_samples": 90},
+    "train_loss": 0.5,
+    "val_loss": 0.4,
+    "val_top1": 0.9,
+    "best_top1": 0.95,
+    "best_epoch": 1,
+    "seconds": 7.0,
+    "throughput": {"samples_per_sec": 1234.5},
+    "step_time_s": {"mean": 0.02},
+    "losses": [1.5, 0.5],
+    "peak_memory_bytes": {"cpu": 2_000_000},
+    "verdict": {"sentence": "it computes"},
+    "versions": {"torch": "2.14"},
+}
+
+
+def make(path, *words, age=0, curve=True, **result):
+    """Make a run of `digits` that is `age` seconds old; a result of None means a run that was
+    killed in its first epoch.
+    """
+    path.mkdir(parents=True)
+    (path / "recipe.yaml").write_text(load("digits", "mode=single", *words).to_yaml())
+    (path / ".lock").write_text("job")
+    (path / "checkpoints" / "step-00000028").mkdir(parents=True)
+    (path / "checkpoints" / "step-00000028" / "model.safetensors").write_bytes(b"0" * 1000)
+    (path / "last.safetensors").write_bytes(b"0" * 500)
+    if result.get("status", "") is not None:
+        (path / "result.json").write_text(json.dumps({**RESULT, **result}))
+    with (path / "steps.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(STEP_COLUMNS)
+        writer.writerows(
+            [step, 0, step / 10, 2 / step, 0.1, 100] for step in range(1, 20 if curve else 2)
+        )
+    if curve:
+        events = Events(path)
+        for step in range(5, 20, 5):
+            events.scalars({"val/top1": step / 20}, step)
+        events.close()
+    for file in path.iterdir():
+        then = file.stat().st_mtime - age
+        os.utime(file, (then, then))
+    return path
 
 
 @pytest.fixture
@@ -32,27 +91,47 @@ def test_newest_first_with_what_became_of_each(home):
     make(home / "first", age=7200)
     make(home / "second", "model.name=mlp", age=300, status="preempted", best_top1=None)
     make(home / "third", age=100_000, status="failed", mode="local_sgd", throughput=None)
-    make(home / "fourth", age=60, status="running", throughput={"samples_per_sec": 151.0, "std": 173.0})
+    make(
+        home / "fourth",
+        age=60,
+        status="running",
+        throughput={"samples_per_sec": 151.0, "std": 173.0},
+    )
     make(home / "fifth", age=20, status=None)
     make(home / "sixth", status="running")
-    held = locks.hold(home / "sixth", "run")
-    found = rows(runs.command([]))
-    os.close(held)
-    assert list(found) == ["sixth", "fifth", "fourth", "second", "first", "third"]
-    assert [cells[2] for cells in found.values()] == ["running", "killed", "killed", "stopped", "completed", "failed"]
-    assert found["first"][:-1] == ["single", "cnn", "completed", "top1 95.00%", "1,234", "2 h"]
-    assert found["second"][1] == "mlp" and found["second"][3:6] == ["-", "1,234", "5 min"]
-    assert found["third"][0] == "local_sgd" and found["third"][4] == "-"
-    assert found["fourth"][4] == "-", "a rate that scatters more than its size is none"
-    assert found["fifth"][3:5] == ["-", "-"]
+    lock = locks.lock_folder(home / "sixth", "run")
+    table_rows = rows(runs.command([]))
+    os.close(lock)
+    assert list(table_rows) == ["sixth", "fifth", "fourth", "second", "first", "third"]
+    assert [cells[2] for cells in table_rows.values()] == [
+        "running",
+        "killed",
+        "killed",
+        "stopped",
+        "completed",
+        "failed",
+    ]
+    assert table_rows["first"][:-1] == ["single", "cnn", "completed", "top1 95.00%", "1,234", "2 h"]
+    assert table_rows["second"][1] == "mlp"
+    assert table_rows["second"][3:6] == ["-", "1,234", "5 min"]
+    assert table_rows["third"][0] == "local_sgd" and table_rows["third"][4] == "-"
+    assert table_rows["fourth"][4] == "-", "a rate that scatters more than its size is none"
+    assert table_rows["fifth"][3:5] == ["-", "-"]
 
 
-def test_every_name_is_whole_and_what_is_no_run_is_left_out(home):
+def test_names_are_not_cut_and_other_folders_are_skipped(home):
     long = "digits_interleaved_pipeline-pipeline-20261122-103335-of-many-words"
-    make(home / long, "model.name=regnet_x_16gf", mode="local_sgd", best_top1=None, best_my_very_long_metric=0.123456)
+    make(
+        home / long,
+        "model.name=regnet_x_16gf",
+        mode="local_sgd",
+        best_top1=None,
+        best_my_very_long_metric=0.123456,
+    )
     make(home / "paper" / "seed1")
     (home / "photos" / "cats").mkdir(parents=True)
-    (home / "photos" / "cats" / "recipe.yaml").write_text("mode: ddp")  # a file of that name alone is no run
+    # A file of that name alone is no run.
+    (home / "photos" / "cats" / "recipe.yaml").write_text("mode: ddp")
     (home / "compare").mkdir()
     (home / "compare" / "compare.json").write_text("{}")
     (home / "notes.txt").write_text("hello")
@@ -61,7 +140,8 @@ def test_every_name_is_whole_and_what_is_no_run_is_left_out(home):
     (home / "one").symlink_to("two")
     (home / "two").symlink_to("one")
     text = runs.command([])
-    assert set(rows(text)) == {long, "paper/seed1", "latest"} and "my_v...ric 0.1235" in text
+    assert set(rows(text)) == {long, "paper/seed1", "latest"}
+    assert "my_very_long_metric 0.1235" in text
     assert "\n2 runs, " in text
 
 
@@ -74,7 +154,8 @@ DAMAGED = {
     "circle": ("recipe.yaml", b"mode: ddp\nmodel: &a {name: *a}\n"),
     "growing YAML": (
         "recipe.yaml",
-        b"a0: &a0 x\n" + b"".join(b"a%d: &a%d [*a%d, *a%d]\n" % (n, n, n - 1, n - 1) for n in range(1, 40)),
+        b"a0: &a0 x\n"
+        + b"".join(b"a%d: &a%d [*a%d, *a%d]\n" % (n, n, n - 1, n - 1) for n in range(1, 40)),
     ),
     "dates": ("recipe.yaml", b"mode: 2026-11-22\nkey: !!set {a, b}\n5: 1.5\n"),
     "keys": ("recipe.yaml", b"? [1, 2]\n: mode\n"),
@@ -82,12 +163,30 @@ DAMAGED = {
     "other types": (
         "result.json",
         json.dumps(
-            {"mode": 5, "status": [1], "steps": {}, "best_top1": True, "throughput": 3, "devices": 7, "losses": "no"}
-            | {"verdict": [], "warnings": 3, "versions": 1, "data": 5, "peak_memory_bytes": [], "best_epoch": "x"}
+            {
+                "mode": 5,
+                "status": [1],
+                "steps": {},
+                "best_top1": True,
+                "throughput": 3,
+                "devices": 7,
+                "losses": "no",
+            }
+            | {
+                "verdict": [],
+                "warnings": 3,
+                "versions": 1,
+                "data": 5,
+                "peak_memory_bytes": [],
+                "best_epoch": "x",
+            }
             | {"recipe": {}}
         ).encode(),
     ),
-    "not finite": ("result.json", b'{"mode": "a", "status": "b", "steps": 1, "best_top1": NaN, "seconds": 1e999}'),
+    "not finite": (
+        "result.json",
+        b'{"mode": "a", "status": "b", "steps": 1, "best_top1": NaN, "seconds": 1e999}',
+    ),
     "steps": ("steps.csv", b"step,epoch\n\x00\xff,,,\n"),
     "events": ("events.out.tfevents.1", b"\x00" * 100),
 }
@@ -104,7 +203,7 @@ def test_damaged_files_never_are_a_traceback(home, kind):
 
 
 @pytest.mark.parametrize("name", ["result.json", "recipe.yaml", "steps.csv", ".lock"])
-def test_pipes_and_folders_in_place_of_files_are_not_waited_for(home, name):
+def test_pipes_and_folders_instead_of_files_do_not_block(home, name):
     make(home / "good")
     for kind, put in (("pipe", os.mkfifo), ("folder", os.mkdir)):
         (make(home / kind) / name).unlink()
@@ -136,15 +235,18 @@ def test_no_runs_yet(home):
         (["show", "x" * 5000], "is not there"),
         (["show", "runs"], "runs is no run's folder"),
         (["show", "digits-1/recipe.yaml"], "is no run's folder"),
-        (["show", "digits-1", "yes=true"], "'yes=' is not a word of runs show: type runs, runs show RUN"),
-        (["recipe=digits"], "'recipe=digits' is not a word of runs: type runs, runs show RUN"),
-        (["--json"], "'--json' is not a word of runs: type runs, runs show RUN"),
+        (
+            ["show", "digits-1", "yes=true"],
+            "'yes=' is not an argument of runs show: type runs, runs show RUN",
+        ),
+        (["recipe=digits"], "'recipe=digits' is not an argument of runs: type runs, runs show RUN"),
+        (["--json"], "'--json' is not an argument of runs: type runs, runs show RUN"),
         (["digits-1", "digits-1"], "'digits-1 digits-1' is not understood"),
         (["delete"], "runs delete needs the name of a run"),
-        (["delete", "digits-1", "-f"], "'-f' is not a word of runs delete"),
+        (["delete", "digits-1", "-f"], "'-f' is not an argument of runs delete"),
     ],
 )
-def test_words_that_mean_nothing_say_what_to_type(home, words, expected):
+def test_meaningless_arguments_are_answered_with_a_valid_command(home, words, expected):
     make(home / "digits-1")
     make(home / "other", curve=False)
     with pytest.raises(RecipeError) as error:
@@ -161,13 +263,27 @@ def test_a_run_may_have_the_name_of_a_word(home):
 def test_torch_is_not_loaded(home, tmp_path):
     make(home / "a")
     make(home / "b", "epochs=3")
-    script = "import sys; from trainer.commands import runs; runs.command(['show', 'a']); print('torch' in sys.modules)"
+    script = (
+        "import sys; from trainer.commands import runs; runs.command(['show', "
+        "'a']); print('torch' in sys.modules)"
+    )
     words = [sys.executable, "-c", script]
-    assert subprocess.check_output(words, cwd=tmp_path, env=environment(), text=True, timeout=60) == "False\n"
+    assert (
+        subprocess.check_output(words, cwd=tmp_path, env=environment(), text=True, timeout=60)
+        == "False\n"
+    )
 
 
 def test_the_command_line_on_a_real_run(tmp_path):
-    ok("recipe=digits", "mode=single", "model.name=mlp", "max_steps=3", *QUIET, "output=runs/real", cwd=tmp_path)
+    ok(
+        "recipe=digits",
+        "mode=single",
+        "model.name=mlp",
+        "max_steps=3",
+        *QUIET,
+        "output=runs/real",
+        cwd=tmp_path,
+    )
     assert re.search(r"\nreal +single +mlp +completed +top1 ", ok("runs", cwd=tmp_path).stdout)
     page = ok("runs", "show", "real", cwd=tmp_path).stdout
     assert re.search(r"\n  words +recipe=digits mode=single model.name=mlp max_steps=3", page)
@@ -177,11 +293,12 @@ def test_the_command_line_on_a_real_run(tmp_path):
     assert re.fullmatch(r"trainer: error: 'reel' .*\breal\?\n", bad.stderr)
 
 
-# --- runs delete ------------------------------------------------------------------------------------------------------
+# --- runs delete
+# --------------------------------------------------------------------------------------------------
 
 
 class Terminal(io.StringIO):
-    """Somebody who answers."""
+    """A terminal whose user answers."""
 
     def isatty(self):
         return True
@@ -193,19 +310,22 @@ def test_names_paths_and_several(home, tmp_path):
     text = runs.command(["delete", "a", "runs/b/", str(home / "deep" / "c"), "a", "yes=true"])
     deleted = [line.split(" (")[0] for line in text.splitlines()]
     assert deleted == ["deleted runs/a", "deleted runs/b", f"deleted {home}/deep/c"]
-    assert sorted(os.listdir(home)) == ["deep", "keep"] and os.listdir(home / "deep") == []
+    assert sorted(os.listdir(home)) == ["deep", "keep"]
+    assert os.listdir(home / "deep") == []
 
 
 @pytest.mark.parametrize(
-    ("answer", "gone"), [("y\n", True), ("YES\n", True), ("\n", False), ("no\n", False), ("", False)]
+    ("answer", "gone"),
+    [("y\n", True), ("YES\n", True), ("\n", False), ("no\n", False), ("", False)],
 )
-def test_it_asks(home, monkeypatch, capsys, answer, gone):
+def test_delete_asks_the_user(home, monkeypatch, capsys, answer, gone):
     make(home / "a")
     monkeypatch.setattr(sys, "stdin", Terminal(answer))
     text = runs.command(["delete", "a"])
-    assert (home / "a").exists() != gone and text.startswith("deleted runs/a" if gone else "nothing was deleted")
+    assert (home / "a").exists() != gone
+    assert text.startswith("deleted runs/a" if gone else "nothing was deleted")
     out = capsys.readouterr().out
-    assert "runs/a: completed, top1 95.00%, " in out and "delete this run? y/N" in out
+    assert "runs/a: completed, top1 95.00%, " in out and "delete 1 run? y/N" in out
 
 
 def test_nobody_to_ask(home, monkeypatch):
@@ -222,22 +342,38 @@ def test_nobody_to_ask(home, monkeypatch):
 def test_a_running_one_is_refused_and_nothing_is_deleted(home):
     make(home / "a")
     make(home / "b")
-    held = locks.hold(home / "b", "run")
+    lock = locks.lock_folder(home / "b", "run")
     with pytest.raises(FolderInUseError, match="runs/b is running"):
         runs.command(["delete", "a", "b", "yes=true"])
-    os.close(held)
+    os.close(lock)
     assert (home / "a").exists() and (home / "b" / "result.json").exists()
 
 
 def test_all_that_runs_write_is_removed_and_what_no_run_wrote_stays(home):
-    """Also where the run folder was one's own before: of what people give such names too, only the run's are taken."""
+    """The run folder may have existed before: of files with common names only those of the run are
+    removed.
+    """
     make(home / "a")
     (home / "a" / "photos").mkdir()
     (home / "a" / "photos" / "best.safetensors").write_text("mine too")
-    written = ["journal.jsonl", "skipped.csv", "worst.csv", ".worst.csv.0123", "slurm-7.log", "stacks-rank0.txt"]
-    for name in ("notes.md", "resnet.safetensors", "model.safetensors", "contact_sheet.png", "split.csv", *written):
+    written = [
+        "journal.jsonl",
+        "skipped.csv",
+        "worst.csv",
+        ".worst.csv.0123",
+        "slurm-7.log",
+        "stacks-rank0.txt",
+    ]
+    for name in (
+        "notes.md",
+        "resnet.safetensors",
+        "model.safetensors",
+        "contact_sheet.png",
+        "split.csv",
+        *written,
+    ):
         (home / "a" / name).write_text("x")
-    (home / "a" / ".export-abc").mkdir()  # of an export that was killed
+    (home / "a" / ".export-abc").mkdir()  # A killed export leaves this folder.
     text = runs.command(["delete", "a", "yes=true"])
     assert re.fullmatch(r"deleted .*runs/a.*: notes\.md, photos, resnet\.safetensors\n", text)
     assert sorted(os.listdir(home / "a")) == ["notes.md", "photos", "resnet.safetensors"]
@@ -257,7 +393,7 @@ def test_links_lead_nowhere(home, tmp_path):
 
 
 @pytest.mark.parametrize("name", [".", "..", "runs", "photos", "table", "file.txt", "/"])
-def test_what_is_no_run_stays(home, tmp_path, name):
+def test_folders_that_are_no_runs_are_not_deleted(home, tmp_path, name):
     (home / "photos").mkdir(parents=True)
     (home / "photos" / "recipe.yaml").write_text("mode: ddp")
     (home / "table").mkdir()

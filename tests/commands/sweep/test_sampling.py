@@ -1,4 +1,4 @@
-"""Ranges: what Optuna samples, and how a stopped sweep goes on. With a stand-in for the runs."""
+"""Ranges: the samples of Optuna, and resuming a stopped sweep, with a stand-in for the runs."""
 
 import json
 from pathlib import Path
@@ -20,24 +20,31 @@ def swept(*words):
 
 
 def rates(report):
-    return [float(row["values"]["optimizer.lr"]) for row in sorted(report["trials"], key=lambda row: row["trial"])]
+    return [
+        float(row["values"]["optimizer.lr"])
+        for row in sorted(report["trials"], key=lambda row: row["trial"])
+    ]
 
 
-def test_a_range_is_sampled_and_what_is_good_is_found(machine, capsys):
+def test_sampling_of_a_range_finds_good_values(machine, capsys):
     report = swept("trials=30", "threads=2")
-    found = rates(report)
-    assert len({*found}) == 30 and all(0.001 <= rate <= 1 for rate in found)
-    assert sum(rate < 0.03 for rate in found[:RANDOM]) >= 2, "on a linear scale 3 % are that small"
-    late = found[RANDOM:]
+    measured_rates = rates(report)
+    assert len({*measured_rates}) == 30 and all(0.001 <= rate <= 1 for rate in measured_rates)
+    assert sum(rate < 0.03 for rate in measured_rates[:RANDOM]) >= 2, (
+        "on a linear scale 3 % are that small"
+    )
+    late = measured_rates[RANDOM:]
     assert sum(0.03 < rate < 0.3 for rate in late) > len(late) / 2, "the best is 0.1"
-    out, best = capsys.readouterr().out, report["trials"][0]["values"]["optimizer.lr"]
+    out = capsys.readouterr().out
+    best = report["trials"][0]["values"]["optimizer.lr"]
     assert "from 0.001 to 1 on a log scale" in out and out.splitlines()[-1].endswith(f"={best}")
 
 
-def test_whole_numbers_and_lists_beside_a_range(machine):
+def test_whole_numbers_and_lists_are_combined_with_a_range(machine):
     report = swept("batch_size=16..64", "model.name=[cnn,mlp]", "trials=8")
     sizes = {row["values"]["batch_size"] for row in report["trials"]}
-    assert all(size.isdigit() and 16 <= int(size) <= 64 for size in sizes) and len(sizes) > 3
+    assert all(size.isdigit() and 16 <= int(size) <= 64 for size in sizes)
+    assert len(sizes) > 3
     assert {row["values"]["model.name"] for row in report["trials"]} == {"cnn", "mlp"}
 
 
@@ -52,5 +59,6 @@ def test_a_stopped_sweep_goes_on_with_the_same_values(machine):
     assert machine.ran[0] == begun[-1] and len(machine.ran) == 3
     assert len({*rates(report)}) == 6 and report["status"] == "completed"
     machine.ran.clear()
-    assert rates(swept("trials=8", "threads=2"))[:6] == rates(report) and len(machine.ran) == 2
+    assert rates(swept("trials=8", "threads=2"))[:6] == rates(report)
+    assert len(machine.ran) == 2
     assert len(swept("trials=3", "threads=2")["trials"]) == 8, "what is done stays"

@@ -1,4 +1,7 @@
-"""`sweep` over lists: runs, tables, going on. Most with a stand-in for the runs' processes, some as it is typed."""
+"""The command `sweep` over lists: runs, tables, resuming.
+
+Most tests have a stand-in for the runs' processes, and some use the command line.
+"""
 
 import csv
 import json
@@ -8,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import BARE, ok, result, told_to_type
-from tests.typed import odd
+from tests.checks import odd
+from tests.command_line import BARE, ok, result, suggested_commands
 from trainer.commands import sweep
 from trainer.commands.sweep.results import TrialFigures
 from trainer.errors import FolderInUseError
@@ -30,16 +33,31 @@ def test_every_combination_runs_once_as_many_at_a_time_as_there_are_cores(machin
     report = swept(RATES, "batch_size=[32,64]", "epochs=3")
     assert any("repeats=3" in line for line in report["conclusion"]), "one seed shows no difference"
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == "python -m trainer recipe=digits epochs=3 mode=single optimizer.lr=0.1 batch_size=32"
+    assert (
+        last
+        == "python -m trainer recipe=digits epochs=3 mode=single optimizer.lr=0.1 batch_size=32"
+    )
     assert shlex.split(last) == report["best"]
     assert Path("runs/sweep-digits/sweep.png").stat().st_size > 5000
-    pairs = [f"optimizer.lr={rate}-batch_size={size}" for rate in ("0.01", "0.1", "1") for size in (32, 64)]
+    pairs = [
+        f"optimizer.lr={rate}-batch_size={size}"
+        for rate in ("0.01", "0.1", "1")
+        for size in (32, 64)
+    ]
     assert machine.ran == [f"{number:03d}-{pair}" for number, pair in enumerate(pairs, 1)]
-    words, most = machine.words[0], machine.most
-    assert (words["mode"], words["threads"], words["devices"], most) == ("single", "1", "[cpu]", 2)
-    assert [row["trial"] for row in report["trials"]][:2] == [3, 4] and report["status"] == "completed"
+    words = machine.words[0]
+    most = machine.most
+    assert (
+        words["mode"],
+        words["threads"],
+        words["devices"],
+        most,
+    ) == ("single", "1", "[cpu]", 2)
+    assert [row["trial"] for row in report["trials"]][:2] == [3, 4]
+    assert report["status"] == "completed"
     for row in report["trials"]:
-        row["runs"] = {int(seed): value for seed, value in row["runs"].items()}  # of which JSON made texts
+        # JSON turned these keys into texts.
+        row["runs"] = {int(seed): value for seed, value in row["runs"].items()}
         assert odd(row, TrialFigures) == []
 
 
@@ -56,22 +74,28 @@ def test_the_tables(machine, tmp_path, capsys, monkeypatch):
     with (tmp_path / "out/sweep.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["optimizer.lr"] for row in rows] == ["0.1", "0.01", "1"]
-    assert float(rows[0]["value"]) == pytest.approx(0.9) and rows[0]["folder"] == "out/002-optimizer.lr=0.1"
+    assert float(rows[0]["value"]) == pytest.approx(0.9)
+    assert rows[0]["folder"] == "out/002-optimizer.lr=0.1"
     page = (tmp_path / "out/sweep.md").read_text()
-    assert "| **2** | **0.1** | **90.00%** |" in page and "python -m trainer sweep recipe=digits" in page
+    assert "| **2** | **0.1** | **90.00%** |" in page
+    assert "python -m trainer sweep recipe=digits" in page
     (bold,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("\033[1m")]
     assert "90.00%" in bold
 
 
 def test_repeats_have_a_seed_each_and_say_what_chance_does(machine):
-    machine.score = lambda words: {"0.01": 0.5, "0.1": 0.9, "1": 0.899}[words["optimizer.lr"]] + noise(words)
+    machine.score = lambda words: (
+        {"0.01": 0.5, "0.1": 0.9, "1": 0.899}[words["optimizer.lr"]] + noise(words)
+    )
     report = swept(RATES, "repeats=3", "seed=5")
     assert machine.ran[3:5] == ["001-optimizer.lr=0.01-seed=6", "002-optimizer.lr=0.1-seed=6"]
     assert [words["seed"] for words in machine.words] == ["5"] * 3 + ["6"] * 3 + ["7"] * 3
     best, alike, worse = report["trials"]
     assert (best["trial"], best["compared"], alike["compared"]) == (2, None, "no difference shown")
     assert worse["compared"] == "worse" and best["std"] > 0
-    assert any("trial 2 is shown to be better than 1 of 2 others;" in line for line in report["conclusion"])
+    assert any(
+        "trial 2 is shown to be better than 1 of 2 others;" in line for line in report["conclusion"]
+    )
 
 
 def noise(words):
@@ -79,47 +103,70 @@ def noise(words):
     return 0.004 * (int(words["seed"]) * (1 + (words["optimizer.lr"] == "1")) % 3)
 
 
-def test_a_metric_of_which_less_is_better(machine, monkeypatch):
-    machine.score = lambda words: {"0.01": 0.5, "0.1": 0.1, "1": 0.3}[words["optimizer.lr"]] + noise(words) / 100
+def test_a_metric_may_be_minimized(machine, monkeypatch):
+    machine.score = lambda words: (
+        {
+            "0.01": 0.5,
+            "0.1": 0.1,
+            "1": 0.3,
+        }[words["optimizer.lr"]]
+        + noise(words) / 100
+    )
     monkeypatch.setattr(Classification, "larger_is_better", False)
     report = swept(RATES, "repeats=3", "seed=5")
     assert [row["trial"] for row in report["trials"]] == [2, 3, 1]
     assert [row["compared"] for row in report["trials"]] == [None, "worse", "worse"]
 
 
-def test_what_fails_is_a_row_and_is_tried_again_but_for_a_loss_that_was_not_finite(machine):
+def test_failed_trials_are_rows_and_are_repeated_unless_the_loss_was_not_finite(machine):
     machine.faults = {"001": 5, "002": 6}
     good, other, bad = (report := swept(RATES, "output=out"))["trials"]
-    assert (bad["trial"], bad["status"], bad["exit_code"], bad["error"]) == (2, "failed", 6, "it broke in single")
-    assert (good["status"], other["exit_code"]) == ("done", 5) and "2 trials failed" in report["conclusion"]
+    assert (bad["trial"], bad["status"], bad["exit_code"], bad["error"]) == (
+        2,
+        "failed",
+        6,
+        "it broke in single",
+    )
+    assert (good["status"], other["exit_code"]) == ("done", 5)
+    assert "2 trials failed" in report["conclusion"]
     machine.faults.clear()
     machine.ran.clear()
-    report = swept(RATES, "threads=2", "logging.every_steps=1", "save.keep=3", "output=out")  # which may change
+    # The user may change these.
+    report = swept(RATES, "threads=2", "logging.every_steps=1", "save.keep=3", "output=out")
     assert machine.ran == ["002-optimizer.lr=0.1"]
     assert [row["status"] for row in report["trials"]] == ["done", "done", "failed"]
     machine.ran.clear()
     report = swept(RATES, "repeats=2", "output=out")
-    assert [name[-6:] for name in machine.ran] == ["seed=1"] * 2 and report["repeats"] == 2
+    assert [name[-6:] for name in machine.ran] == ["seed=1"] * 2
+    assert report["repeats"] == 2
     machine.faults = {"001": 6, "002": 5, "003": 5}
     assert swept(RATES, code=6)["best"] is None, "the exit code is the first trial's"
 
 
-def test_what_changes_a_result_is_another_sweep_and_it_says_what_goes_on_there(machine):
+def test_arguments_that_change_results_make_another_sweep(machine):
     swept(RATES, "output=out")
     for word in ("data.root=elsewhere", "mode=local_sgd", "stop.patience=2", "seed=1", "epochs=3"):
         with pytest.raises(FolderInUseError, match=f"other {word.partition('=')[0]}") as caught:
             swept(RATES, word, "output=out")
-    (line,) = told_to_type(str(caught.value))
+    (line,) = suggested_commands(str(caught.value))
     machine.ran.clear()
     assert sweep.command(shlex.split(line)[4:]) == 0 and not machine.ran
     with pytest.raises(FolderInUseError, match=r"other swept.*choose another output="):
         swept("optimizer.lr=[0.1,0.2]", "output=out")
 
 
-def test_as_it_is_typed(tmp_path):
-    """Trials are ordinary runs, a loss that is not finite is a row, and the winning command runs."""
-    words = ["optimizer.lr=[0.1,1e30]", "optimizer.nesterov=false", "model.name=mlp", "epochs=1", "max_steps=4"]
-    done = ok("sweep", "recipe=digits", *words, *BARE, cwd=tmp_path)
+def test_arguments_are_read_as_they_are_typed(tmp_path):
+    """Trials are ordinary runs, a loss that is not finite is a row, and the winning
+    command runs.
+    """
+    words = [
+        "optimizer.lr=[0.1,1e30]",
+        "optimizer.nesterov=false",
+        "model.name=mlp",
+        "epochs=1",
+        "max_steps=4",
+    ]
+    completed = ok("sweep", "recipe=digits", *words, *BARE, cwd=tmp_path)
     folder = tmp_path / "runs/sweep-digits"
     report = json.loads((folder / "sweep.json").read_text())
     good, bad = report["trials"]
@@ -128,7 +175,7 @@ def test_as_it_is_typed(tmp_path):
     assert run["best_top1"] == good["value"] and run["mode"] == "single"
     listed = ok("runs", cwd=tmp_path).stdout
     assert "sweep-digits/001-optimizer.lr=0.1" in listed and "completed" in listed
-    last = done.stdout.splitlines()[-1]
+    last = completed.stdout.splitlines()[-1]
     assert last.startswith("python -m trainer recipe=digits")
     ok(*shlex.split(last)[3:], "output=again", "threads=1", cwd=tmp_path)
     assert result(tmp_path / "again")["best_top1"] == good["value"]
@@ -136,12 +183,22 @@ def test_as_it_is_typed(tmp_path):
 
 def test_speeds_are_measured_one_at_a_time_and_drawn_over_their_key(machine, tmp_path):
     """The curve of a pipeline's micro-batches."""
-    words = ["mode=pipeline", "nproc=2", "pipeline.split_size=[8,16,32]", "max_steps=40", "metric=speed", "repeats=2"]
+    words = [
+        "mode=pipeline",
+        "nproc=2",
+        "pipeline.split_size=[8,16,32]",
+        "max_steps=40",
+        "metric=speed",
+        "repeats=2",
+    ]
     report = swept(*words, "output=out")
     assert len(machine.ran) == 6
     assert machine.words[0]["nproc"] == "2" and machine.words[0]["save.every_epochs"] == "null"
-    assert report["metric"] == "images/s" and report["trials"][0]["value"] == pytest.approx(1010, rel=0.02)
-    assert all(row["compared"] in (None, "no difference shown") for row in report["trials"]), "they differ by chance"
+    assert report["metric"] == "images/s"
+    assert report["trials"][0]["value"] == pytest.approx(1010, rel=0.02)
+    assert all(row["compared"] in (None, "no difference shown") for row in report["trials"]), (
+        "they differ by chance"
+    )
     assert (tmp_path / "out/sweep.png").stat().st_size > 5000
     assert not list((tmp_path / "out").rglob("*.safetensors"))
     machine.ran.clear()
@@ -153,10 +210,18 @@ def test_speeds_are_measured_one_at_a_time_and_drawn_over_their_key(machine, tmp
     swept("mode=single", "batch_size=[32,64]", "metric=speed", "output=alone", folder="alone")
     assert machine.most == 1 and machine.words[-1]["threads"] == "2"
     machine.timed = False
-    assert "too short" in swept(*words, "output=short", code=2, folder="short")["trials"][0]["error"]
+    assert (
+        "too short"
+        in swept(
+            *words,
+            "output=short",
+            code=2,
+            folder="short",
+        )["trials"][0]["error"]
+    )
 
 
-def test_it_says_of_which_images_the_metric_is(machine, capsys):
+def test_the_table_names_the_images_of_the_metric(machine, capsys):
     swept(RATES, "output=out")
     assert "test" not in capsys.readouterr().out
     assert sweep.command(["recipe=mnist", RATES, "output=mnist"]) == 0

@@ -1,4 +1,8 @@
-"""The engine: what is done is kept, whatever stops it, and the same words go on; each command on it is a case."""
+"""The engine of trials: finished trials are kept after any interruption, and the same arguments
+resume.
+
+Each command on it is a case.
+"""
 
 import errno
 import json
@@ -14,15 +18,30 @@ import pytest
 
 from tests import warm
 from tests.command_line import BARE, environment, result, trainer
-from tests.commands.compare.test_entries import SMALL
+from tests.commands.trials.stand_in import SMALL
 from trainer.__main__ import answer
 from trainer.commands.trials import engine
-from trainer.commands.trials.engine import TrialEngine, TrialFailed, TrialRun, claim, failure_line
-from trainer.errors import FolderInUseError, Interrupted, Preempted
+from trainer.commands.trials.engine import (
+    TrialEngine,
+    TrialFailed,
+    TrialRun,
+    claim_folder,
+    find_failure,
+)
+from trainer.errors import FolderInUseError, Interrupted
 
-COMPARE = ["compare", "recipe=digits", "modes=[single,ddp]", "repeats=2", "steps=40", *SMALL, "output=out"]
+COMPARE = [
+    "compare",
+    "recipe=digits",
+    "modes=[single,ddp]",
+    "repeats=2",
+    "steps=40",
+    *SMALL,
+    "output=out",
+]
 SWEEP = ["sweep", "recipe=digits", "optimizer.lr=[0.01,0.1,1]", "threads=2", "output=out"]
-# command -> its words, what goes on with it, its file, trials that it has, a fault in the third one
+# Columns: command, its arguments, arguments that resume it, its file, its number of trials, a
+# fault in the third one
 CASES = {
     "compare": (COMPARE, ["resume=auto"], "compare.json", 6, "single/1"),
     "sweep": (SWEEP, [], "sweep.json", 3, "003"),
@@ -30,19 +49,32 @@ CASES = {
 
 
 @pytest.mark.parametrize("command", CASES)
-@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (Preempted(), 143)], ids=["Ctrl-C", "SIGTERM"])
-def test_what_is_stopped_goes_on_where_it_was(command, error, code, machine, capsys, tmp_path):
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [(KeyboardInterrupt(), 130), (signal.SIGTERM, 143)],
+    ids=["Ctrl-C", "SIGTERM"],
+)
+def test_a_stopped_trial_continues_where_it_stopped(
+    command, fault, code, machine, capsys, tmp_path
+):
     words, again, file, count, third = CASES[command]
-    machine.faults[third] = error
+    machine.faults[third] = fault
     assert answer(words) == code
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "kept" in said and (" ".join(again) or "the same words") in said
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert "kept" in message
+    assert (" ".join(again) or "the same command") in message
     assert json.loads((tmp_path / "out" / file).read_text())["status"] == "interrupted"
-    left = [json.loads(path.read_text())["status"] for path in (tmp_path / "out").rglob("result.json")]
+    left = [
+        json.loads(path.read_text())["status"] for path in (tmp_path / "out").rglob("result.json")
+    ]
     assert left.count("preempted") == 1, "the run under way was told to save and leave"
-    before, machine.ran = machine.ran, []
+    before = machine.ran
+    machine.ran = []
     assert answer([*words, *again]) == 0
-    assert machine.ran[0] == before[-1] and len(before) - 1 + len(machine.ran) == count, "each once, but the stopped"
+    assert machine.ran[0] == before[-1] and len(before) - 1 + len(machine.ran) == count, (
+        "each once, but the stopped"
+    )
     report = json.loads((tmp_path / "out" / file).read_text())
     machine.ran.clear()
     assert answer([*words, *again]) == 0 and not machine.ran
@@ -52,9 +84,12 @@ def test_what_is_stopped_goes_on_where_it_was(command, error, code, machine, cap
 
 
 @pytest.mark.parametrize("command", CASES)
-def test_a_full_disk_is_an_error_of_its_own_and_what_is_done_is_kept(command, machine, capsys, tmp_path, monkeypatch):
+def test_a_full_disk_is_a_separate_error_and_finished_trials_are_kept(
+    command, machine, capsys, tmp_path, monkeypatch
+):
     words, again, _, count, third = CASES[command]
-    opened, full = Path.open, [True]
+    opened = Path.open
+    full = [True]
 
     def open_(path, *given, **named):
         if full[0] and path.name.endswith(".log") and third in str(path):
@@ -63,13 +98,16 @@ def test_a_full_disk_is_an_error_of_its_own_and_what_is_done_is_kept(command, ma
 
     monkeypatch.setattr(Path, "open", open_)
     assert answer(words) == 28 and "disk is full" in capsys.readouterr().err
-    done, machine.ran = len(machine.ran), []
+    finished = len(machine.ran)
+    machine.ran = []
     full[0] = False
-    assert answer([*words, *again]) == 0 and done + len(machine.ran) == count
+    assert answer([*words, *again]) == 0 and finished + len(machine.ran) == count
 
 
 @pytest.mark.parametrize("command", CASES)
-def test_a_folder_of_something_else_or_in_use_is_left_alone(command, machine, capsys, tmp_path, monkeypatch):
+def test_a_folder_of_something_else_or_in_use_is_left_alone(
+    command, machine, capsys, tmp_path, monkeypatch
+):
     words = CASES[command][0]
     with monkeypatch.context() as launched:
         launched.setenv("RANK", "0")
@@ -78,9 +116,13 @@ def test_a_folder_of_something_else_or_in_use_is_left_alone(command, machine, ca
     (tmp_path / "out").mkdir()
     (tmp_path / "out/result.json").write_text("{}")
     assert answer(words) == 8 and "output=" in capsys.readouterr().err
-    assert {path.name for path in (tmp_path / "out").iterdir()} <= {"result.json", ".lock"} and not machine.ran
+    assert {path.name for path in (tmp_path / "out").iterdir()} <= {
+        "result.json",
+        ".lock",
+    }
+    assert not machine.ran
     (tmp_path / "out/result.json").unlink()
-    with engine.folder_of("out", Path("x"), "run"):
+    with engine.choose_folder("out", Path("x"), "run"):
         assert answer(words) == 8 and "in use" in capsys.readouterr().err
 
 
@@ -97,10 +139,21 @@ def living(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_stopped_as_it_runs_it_leaves_nothing_behind_and_goes_on(number, code, tmp_path):
-    folder, pipe = tmp_path / "out", subprocess.PIPE
-    words = ["sweep", "recipe=digits", "seed=[1,2]", "devices=[cpu,cpu]", "model.name=mlp", "epochs=400", *BARE]
+    folder = tmp_path / "out"
+    pipe = subprocess.PIPE
+    words = [
+        "sweep",
+        "recipe=digits",
+        "seed=[1,2]",
+        "devices=[cpu,cpu]",
+        "model.name=mlp",
+        "epochs=400",
+        *BARE,
+    ]
     typed = [sys.executable, "-m", "trainer", *words, "save.every_epochs=1", f"output={folder}"]
-    started = warm.Popen(typed, env=environment(), cwd=tmp_path, stdout=pipe, stderr=pipe, text=True)
+    started = warm.Popen(
+        typed, env=environment(), cwd=tmp_path, stdout=pipe, stderr=pipe, text=True
+    )
     until = time.monotonic() + 120
     while not list(folder.glob("001*/checkpoints/*/*")):
         assert started.poll() is None and time.monotonic() < until, started.communicate()
@@ -116,14 +169,17 @@ def test_stopped_as_it_runs_it_leaves_nothing_behind_and_goes_on(number, code, t
     assert refused.returncode == 8 and "other batch_size" in refused.stderr
 
 
-# --- the engine alone -------------------------------------------------------------------------------------------------
+# --- the engine alone
+# -------------------------------------------------------------------------------------------------
 
 
 def trial(name, *words, **options):
     return TrialRun(f"runs/{name}/1", ["mode=single", *words], **options)
 
 
-def test_trials_run_at_all_places_in_their_order_and_the_next_depends_on_the_last(machine, tmp_path):
+def test_trials_run_at_all_places_in_their_order_and_the_next_depends_on_the_last(
+    machine, tmp_path
+):
     heard = []
 
     def trials():
@@ -158,7 +214,7 @@ def test_only_a_whole_run_of_the_same_words_is_not_done_again(damage, again, mac
     assert TrialEngine(tmp_path).value(one) == 8 and len(machine.ran) == 1 + again
 
 
-def test_a_value_that_cannot_be_read_is_done_anew_and_one_of_no_use_is_not(machine, tmp_path):
+def test_unreadable_values_are_measured_again_and_useless_ones_are_not(machine, tmp_path):
     def useless(path, result):
         raise TrialFailed("no epoch", 2)
 
@@ -186,22 +242,37 @@ def test_the_last_line_of_a_run_that_failed(tmp_path):
         ("", 1, "ended with exit code 1 and no output"),
     ):
         log.write_text(f"python -m trainer\n{text}")
-        assert failure_line(log, code) == line
+        assert find_failure(log, code) == line
 
 
 def test_an_older_folder_with_a_word_more_or_less_is_another(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def held(output=None, **asked):
-        with claim(output, Path("runs/x"), "sweep", "sweep.json", asked, "type this") as path:
+        with claim_folder(
+            output, Path("runs/x"), "sweep", "sweep.json", asked, "type this"
+        ) as path:
             return str(path)
 
-    assert [held(a=1), held(a=2), held(a=1), held(a=1, b=None)] == ["runs/x", "runs/x-2", "runs/x", "runs/x"]
+    assert [
+        held(a=1),
+        held(a=2),
+        held(a=1),
+        held(a=1, b=None),
+    ] == [
+        "runs/x",
+        "runs/x-2",
+        "runs/x",
+        "runs/x",
+    ]
     (tmp_path / "old").mkdir()
     (tmp_path / "old/sweep.json").write_text('{"asked": {"a": 1, "sweep": "seed:[1,2]"}}')
     with pytest.raises(FolderInUseError, match="other sweep"):
         held("old", a=1)
     with pytest.raises(FolderInUseError, match=r"other b: .*type type this;.*output="):
         held("runs/x", a=1, b=2)
-    with pytest.raises(Interrupted, match="the same words"), claim("y", Path("z"), "sweep", "f.json", {}):
+    with (
+        pytest.raises(Interrupted, match="the same command"),
+        claim_folder("y", Path("z"), "sweep", "f.json", {}),
+    ):
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Processes that measure at once: what they answer, and whose fault is told."""
+"""Processes that measure at the same time: their answers, and the name of the one that fails."""
 
 import time
 
@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer.commands.trials.measuring import answers
+from trainer.commands.trials.measuring import measure_on_all
 from trainer.errors import PeerError
 
 
 def late(here):
-    """The first rank waits for nobody, and works for long."""
+    """Let the first rank wait for no other rank and work for a long time."""
     if here.rank == 1:
         raise ValueError("rank 1 is odd")
     time.sleep(100)
@@ -27,10 +27,18 @@ def summed(here, odd=None):
 
 
 @pytest.mark.slow
-def test_each_answers_and_meets_the_others_and_one_that_fails_is_told(tmp_path):
-    assert answers(summed, ["cpu"] * 3, 1, tmp_path / "sums") == [(3.0, 1, "cpu")] * 3
+def test_processes_meet_and_answer_and_a_failing_one_is_named(tmp_path):
+    assert (
+        measure_on_all(
+            summed,
+            ["cpu"] * 3,
+            1,
+            tmp_path / "sums",
+        )
+        == [(3.0, 1, "cpu")] * 3
+    )
     for odd in (0, 1):
         with pytest.raises(PeerError, match=f"rank {odd} is odd"):
-            answers(summed, ["cpu"] * 2, 1, tmp_path / "sums", odd=odd)
+            measure_on_all(summed, ["cpu"] * 2, 1, tmp_path / "sums", odd=odd)
     with pytest.raises(PeerError, match="rank 1 is odd"):
-        answers(late, ["cpu"] * 2, 1, tmp_path / "late", timeout=50)
+        measure_on_all(late, ["cpu"] * 2, 1, tmp_path / "late", timeout=50)

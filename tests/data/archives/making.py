@@ -19,7 +19,9 @@ def jpeg(seed=0):
 
 
 def tarred(path, members, **options):
-    """A tar of (name, bytes); bytes that are None are a folder, a str a link."""
+    """Write a tar of (name, bytes) members; None instead of bytes means a folder, and a str a
+    link.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w", **options) as file:
         for name, content in members:
@@ -27,7 +29,8 @@ def tarred(path, members, **options):
             if content is None:
                 member.type = tarfile.DIRTYPE
             elif isinstance(content, str):
-                member.type, member.linkname = tarfile.SYMTYPE, content
+                member.type = tarfile.SYMTYPE
+                member.linkname = content
             else:
                 member.size = len(content)
             file.addfile(member, io.BytesIO(content) if member.size else None)
@@ -35,19 +38,37 @@ def tarred(path, members, **options):
 
 
 def in_folders(classes, first=0):
-    """Members of a tar with a folder for each class, with so many images each."""
-    return [(f"{name}/{n}.jpg", jpeg(first + n)) for name, count in classes.items() for n in range(count)]
+    """Return the members of a tar that has a folder for each class; `classes` maps a name to its
+    number of images.
+    """
+    return [
+        (f"{name}/{n}.jpg", jpeg(first + n))
+        for name, count in classes.items()
+        for n in range(count)
+    ]
 
 
 def with_classes(labels, first=0, images=None):
     """Members of a WebDataset: an image and its class each."""
     members = []
     for n, label in enumerate(labels, first):
-        members += [(f"{n:06}.cls", str(label).encode()), (f"{n:06}.jpg", images[n] if images else jpeg(n))]
+        members += [
+            (f"{n:06}.cls", str(label).encode()),
+            (f"{n:06}.jpg", images[n] if images else jpeg(n)),
+        ]
     return members
 
 
-def parquet(path, images, labels, names=None, column="image", label="label", group=100, **options):
+def parquet(
+    path,
+    images,
+    labels,
+    names=None,
+    column="image",
+    label="label",
+    group=100,
+    **options,
+):
     """A table as the library `datasets` publishes one."""
     pa = pytest.importorskip("pyarrow", reason="pip install pyarrow")
     import json
@@ -55,11 +76,19 @@ def parquet(path, images, labels, names=None, column="image", label="label", gro
     import pyarrow.parquet as pq
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [None if image is None else {"bytes": image, "path": f"{n}.jpg"} for n, image in enumerate(images)]
+    rows = [
+        None if image is None else {"bytes": image, "path": f"{n}.jpg"}
+        for n, image in enumerate(images)
+    ]
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     table = pa.table({column: pa.array(rows, kind), label: pa.array(labels)})
     if names is not None:
-        features = {label: {"names": list(names), "_type": "ClassLabel"}, column: {"_type": "Image"}}
-        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+        features = {
+            label: {"names": list(names), "_type": "ClassLabel"},
+            column: {"_type": "Image"},
+        }
+        table = table.replace_schema_metadata(
+            {"huggingface": json.dumps({"info": {"features": features}})}
+        )
     pq.write_table(table, path, row_group_size=group, **options)
     return path

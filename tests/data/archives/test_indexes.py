@@ -1,4 +1,7 @@
-"""An index is made once, and again where it does not fit; a shard is opened when it is read, and is what it was."""
+"""An index is built once, and again if it does not match.
+
+A file is opened when it is read, and checked for changes.
+"""
 
 import os
 import pickle
@@ -10,7 +13,14 @@ import pytest
 
 from tests.data.archives.making import tarred, with_classes
 from trainer.data.archives import tars
-from trainer.data.archives.indexes import ARRAYS, OPEN, Archive, kept, opened, path_of
+from trainer.data.archives.indexes import (
+    ARRAYS,
+    MAX_OPEN_SHARDS,
+    Archive,
+    index_path,
+    load_or_make,
+    open_shard,
+)
 
 
 @pytest.fixture
@@ -21,30 +31,36 @@ def shard(tmp_path):
 def made(shard, how="here"):
     """The index, and whether it was made now."""
     calls = []
-    index = kept(shard, how, lambda one: calls.append(one) or tars.look(one))
+    index = load_or_make(shard, how, lambda one: calls.append(one) or tars.read_index(one))
     return index, bool(calls)
 
 
 def same(one, other):
-    facts = [{key: value for key, value in vars(each).items() if key not in ARRAYS} for each in (one, other)]
-    return facts[0] == facts[1] and all(np.array_equal(getattr(one, key), getattr(other, key)) for key in ARRAYS)
+    facts = [
+        {key: value for key, value in vars(each).items() if key not in ARRAYS}
+        for each in (one, other)
+    ]
+    return facts[0] == facts[1] and all(
+        np.array_equal(getattr(one, key), getattr(other, key)) for key in ARRAYS
+    )
 
 
-def test_it_is_kept_as_it_is_and_made_anew_of_a_shard_that_has_changed(shard):
+def test_an_index_is_kept_and_rebuilt_only_for_a_changed_shard(shard):
     first, new = made(shard)
     again, anew = made(shard)
     assert new and not anew and same(first, again)
     assert again.texts == ["0", "1", "2"] and again.left == {"other file(s) (.txt)": 1}
-    assert [path.name for path in path_of(shard).parent.iterdir()] == [path_of(shard).name]
+    assert [path.name for path in index_path(shard).parent.iterdir()] == [index_path(shard).name]
     os.utime(shard.path, ns=(1, 1))
     changed = Archive.of(os.fsdecode(shard.path))
     assert made(changed)[1] and not made(changed)[1]
     assert made(changed, how="otherwise")[1]
 
 
-def test_a_damaged_one_is_made_anew(shard):
+def test_a_damaged_index_is_rebuilt(shard):
     first, _ = made(shard)
-    path, draw = path_of(shard), random.Random(0)
+    path = index_path(shard)
+    draw = random.Random(0)
     whole = path.read_bytes()
     for number in range(60):
         damaged = bytearray(whole)
@@ -65,7 +81,7 @@ def test_a_folder_that_cannot_be_written(shard, monkeypatch, tmp_path):
 
 
 def test_the_draft_of_one_who_was_killed_is_overwritten(shard):
-    draft = path_of(shard).with_suffix(".part")
+    draft = index_path(shard).with_suffix(".part")
     draft.parent.mkdir(parents=True)
     draft.write_bytes(b"PK" * 10**6)
     assert made(shard)[1] and not made(shard)[1]
@@ -78,9 +94,11 @@ def shards(tmp_path, count):
     return [Archive.of(tmp_path / str(n)) for n in range(count)]
 
 
-def test_some_are_open_at_a_time_and_what_a_thread_reads_stays_so(tmp_path):
-    opened.cache_clear()
-    before, files, wrong = len(os.listdir("/proc/self/fd")), shards(tmp_path, OPEN * 3), []
+def test_few_files_are_open_at_a_time_and_a_reading_thread_keeps_its_file(tmp_path):
+    open_shard.cache_clear()
+    before = len(os.listdir("/proc/self/fd"))
+    files = shards(tmp_path, MAX_OPEN_SHARDS * 3)
+    wrong = []
 
     def read(start):
         for n in range(2000):
@@ -90,8 +108,8 @@ def test_some_are_open_at_a_time_and_what_a_thread_reads_stays_so(tmp_path):
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(read, range(8)))
-    assert not wrong and len(os.listdir("/proc/self/fd")) == before + OPEN
-    opened.cache_clear()
+    assert not wrong and len(os.listdir("/proc/self/fd")) == before + MAX_OPEN_SHARDS
+    open_shard.cache_clear()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -105,5 +123,5 @@ def test_a_shard_that_was_exchanged_is_noticed(tmp_path):
     assert shard.read(0, 4).tobytes() == b"0000"
     with open(tmp_path / "0", "r+b") as file:
         file.truncate(100)
-    with pytest.raises(OSError, match="was cut"):
+    with pytest.raises(OSError, match="was truncated"):
         shard.read(90, 20)

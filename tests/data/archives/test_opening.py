@@ -1,4 +1,6 @@
-"""Shards as they are published: what trains, what is held out, what classes are called, and what is wrong."""
+"""Shards as they are published: what trains, what is held out, what classes are called, and what is
+wrong.
+"""
 
 import os
 import re
@@ -17,7 +19,14 @@ PETS = {"cat": 5, "dog": 5}
 
 @pytest.fixture
 def folder(tmp_path):
-    for name in ("train/a-000.tar", "train/a-001.tar", "val/b-000.tar", "x [1].tar", "notes.txt", ".hidden.tar"):
+    for name in (
+        "train/a-000.tar",
+        "train/a-001.tar",
+        "val/b-000.tar",
+        "x [1].tar",
+        "notes.txt",
+        ".hidden.tar",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     return tmp_path
@@ -31,13 +40,16 @@ def folder(tmp_path):
         ("/**/b*.tar", ["val/b-000.tar"]),
     ],
 )
-def test_what_data_root_means(folder, root, wanted):
+def test_data_root_may_be_a_file_a_folder_or_a_pattern(folder, root, wanted):
     assert [str(path.relative_to(folder)) for path in shards_of(f"{folder}{root}")] == wanted
 
 
-def test_what_is_not_there(folder):
-    for root, told in {"/nothing": "names no shards: type a folder", "/notes.txt": "notes.txt is no shard"}.items():
-        with pytest.raises(SetupError, match=re.escape(told)):
+def test_missing_files_are_refused(folder):
+    for root, message in {
+        "/nothing": "names no shards: type a folder",
+        "/notes.txt": "notes.txt is no shard",
+    }.items():
+        with pytest.raises(SetupError, match=re.escape(message)):
             shards_of(f"{folder}{root}")
     (folder / "train" / "a.parquet").touch()
     with pytest.raises(SetupError, match=r"\.tar and \.parquet") as error:
@@ -64,19 +76,23 @@ def test_parts_by_the_names_of_shards(tmp_path):
     for n in range(3):
         tarred(tmp_path / f"pets-train-{n:06}.tar", in_folders(PETS, n))
     tarred(tmp_path / "pets-val-000000.tar", in_folders({"cat": 2, "dog": 1}))
-    found = opened(tmp_path)
-    assert (len(found.train), len(found.val), found.classes) == (30, 3, ("cat", "dog"))
-    assert "val" in found.holdout and found.holdout_table is None
-    assert found.notes["classes"].startswith("cat 15 + 2, dog 15 + 1 ")
-    assert found.train.where(7) == f"{tmp_path}/pets-train-000000.tar/dog/2.jpg"
+    datasets = opened(tmp_path)
+    assert (len(datasets.train), len(datasets.val), datasets.classes) == (30, 3, ("cat", "dog"))
+    assert "val" in datasets.holdout and datasets.holdout_table is None
+    assert datasets.notes["classes"].startswith("cat 15 + 2, dog 15 + 1 ")
+    assert datasets.train.where(7) == f"{tmp_path}/pets-train-000000.tar/dog/2.jpg"
     only = opened(tmp_path / "pets-train-*.tar")
-    assert (len(only.train), len(only.val)) == (24, 6) and only.holdout_table is not None
+    assert (len(only.train), len(only.val)) == (24, 6)
+    assert only.holdout_table is not None
 
 
 def test_images_are_read_from_shard_to_shard(tmp_path):
-    """Also where folders are classes, and in a tar whose members are in no order."""
+    """Folders may be classes, and the members of a tar may be in any order."""
     tarred(tmp_path / "train-0.tar", in_folders({"dog": 2, "cat": 1}))
-    tarred(tmp_path / "train-1.tar", [(f"{name}/{n}.jpg", jpeg(n)) for n in (7, 8) for name in ("cat", "dog")])
+    tarred(
+        tmp_path / "train-1.tar",
+        [(f"{name}/{n}.jpg", jpeg(n)) for n in (7, 8) for name in ("cat", "dog")],
+    )
     tarred(tmp_path / "val-0.tar", in_folders({"dog": 1, "cat": 1}))
     source = opened(tmp_path).train
     assert names_of(source) == [
@@ -85,11 +101,15 @@ def test_images_are_read_from_shard_to_shard(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("parts", [("train", "val"), ("photos/train", "photos/Val", "photos/raw"), ("val", "raw")])
+@pytest.mark.parametrize(
+    "parts", [("train", "val"), ("photos/train", "photos/Val", "photos/raw"), ("val", "raw")]
+)
 @pytest.mark.parametrize("told", [False, True])
 def test_parts_within_a_tar_are_refused_and_no_classes(tmp_path, parts, told):
     members = with_classes([0, 1] * 5) if told else in_folders(PETS)
-    path = tarred(tmp_path / "a.tar", [(f"./{part}/{name}", data) for part in parts for name, data in members])
+    path = tarred(
+        tmp_path / "a.tar", [(f"./{part}/{name}", data) for part in parts for name, data in members]
+    )
     with pytest.raises(SetupError, match=r"\b[vV]al\b.*\btar -C photos/val -cf val\.tar"):
         opened(path)
     with pytest.raises(SetupError, match=r"\btrain, val: .*tar -C"):
@@ -97,34 +117,45 @@ def test_parts_within_a_tar_are_refused_and_no_classes(tmp_path, parts, told):
 
 
 def test_a_class_may_be_called_train_and_a_tar_may_lie_in_a_folder_of_its_part(tmp_path):
-    assert opened(tarred(tmp_path / "a.tar", in_folders({"bus": 4, "train": 4}))).classes == ("bus", "train")
+    assert opened(tarred(tmp_path / "a.tar", in_folders({"bus": 4, "train": 4}))).classes == (
+        "bus",
+        "train",
+    )
     for part in ("train", "val"):
         pairs = [(f"{part}/{name}", data) for name, data in in_folders({"bus": 4, "train": 4})]
         tarred(tmp_path / "b" / part / "0.tar", pairs)
-        told = [(f"{part}/{name}", data) for name, data in with_classes([0, 1] * 4)]
-        tarred(tmp_path / "c" / f"{part}.tar", told)
+        messages = [(f"{part}/{name}", data) for name, data in with_classes([0, 1] * 4)]
+        tarred(tmp_path / "c" / f"{part}.tar", messages)
     for root, classes in (("b", ("bus", "train")), ("c", ("0", "1"))):
-        found = opened(tmp_path / root)
-        assert (len(found.train), len(found.val), found.classes) == (8, 8, classes)
+        datasets = opened(tmp_path / root)
+        assert (len(datasets.train), len(datasets.val), datasets.classes) == (8, 8, classes)
 
 
-def test_beside_train_and_val_others_are_left_alone_and_told(tmp_path):
+def test_other_splits_than_train_and_val_are_ignored_and_reported(tmp_path):
     for part in ("train", "val", "test", "extra"):
         tarred(tmp_path / f"{part}-0.tar", in_folders(PETS))
-    found = opened(tmp_path)
-    assert found.holdout.startswith("what is called val")
-    assert found.notes["beside"] == f"not looked at in {tmp_path}: extra-0.tar, test-0.tar"
+    datasets = opened(tmp_path)
+    assert datasets.holdout.startswith("what is called val")
+    assert datasets.notes["beside"] == f"not looked at in {tmp_path}: extra-0.tar, test-0.tar"
 
 
 def test_a_test_part_without_classes_holds_nothing_out(tmp_path):
     tarred(tmp_path / "train-0.tar", with_classes([0, 1] * 5))
-    tarred(tmp_path / "test-0.tar", [("0.jpg", jpeg()), ("0.cls", b"-1"), ("1.jpg", jpeg()), ("1.cls", b"-1")])
+    tarred(
+        tmp_path / "test-0.tar",
+        [
+            ("0.jpg", jpeg()),
+            ("0.cls", b"-1"),
+            ("1.jpg", jpeg()),
+            ("1.cls", b"-1"),
+        ],
+    )
     with pytest.raises(SetupError, match=r"no image of test has a class.*\*"):
         opened(tmp_path, "data.on_error=skip")
     assert len(opened(tmp_path / "train-*.tar").train) == 8
 
 
-def test_other_data_without_a_train_part_is_held_out_whole(tmp_path):
+def test_other_data_without_a_train_split_is_all_validation(tmp_path):
     tarred(tmp_path / "val-0.tar", in_folders(PETS))
     assert len(opened(tmp_path, before=Before(None, True)).val) == 10
     tarred(tmp_path / "test-0.tar", in_folders(PETS))
@@ -134,18 +165,20 @@ def test_other_data_without_a_train_part_is_held_out_whole(tmp_path):
 
 def test_a_split_is_made_as_for_folders_and_remembered(tmp_path):
     path = tarred(tmp_path / "a.tar", in_folders({"cat": 10, "dog": 20}))
-    found = opened(path)
-    assert np.bincount(found.val.labels).tolist() == [2, 4] and found.holdout.startswith("0.2 of each class of ")
-    rows = found.holdout_table().splitlines()
+    datasets = opened(path)
+    assert np.bincount(datasets.val.labels).tolist() == [2, 4]
+    assert datasets.holdout.startswith("0.2 of each class of ")
+    rows = datasets.holdout_table().splitlines()
     assert rows[0] == "file,label,split" and len(rows) == 31
-    held = frozenset(row.split(",")[0] for row in rows if row.endswith(",val"))
+    kept = frozenset(row.split(",")[0] for row in rows if row.endswith(",val"))
     tarred(path, in_folders({"cat": 10, "dog": 20, "eel": 5}))
-    again = opened(path, before=Before(held))
-    assert {*names_of(again.val)} == held
+    again = opened(path, before=Before(kept))
+    assert {*names_of(again.val)} == kept
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"), [("", ("0", "1", "2", "3")), ("a\n\nb\nc\nd\ne\n", tuple("abcde")), ("a\nb\n", None)]
+    ("text", "wanted"),
+    [("", ("0", "1", "2", "3")), ("a\n\nb\nc\nd\ne\n", tuple("abcde")), ("a\nb\n", None)],
 )
 def test_classes_that_are_numbers(tmp_path, text, wanted):
     tarred(tmp_path / "train-0.tar", with_classes([0, 3, 0, 3]))
@@ -153,12 +186,14 @@ def test_classes_that_are_numbers(tmp_path, text, wanted):
     if text:
         (tmp_path / "classes.txt").write_text(text)
     if wanted is None:
-        with pytest.raises(SetupError, match=r"classes.txt names 2 classes \(a, b\), and a sample has the class 3"):
+        with pytest.raises(
+            SetupError, match=r"classes.txt names 2 classes \(a, b\), and a sample has the class 3"
+        ):
             opened(tmp_path)
         return
-    found = opened(tmp_path)
-    assert found.classes == wanted
-    assert (found.train.labels.tolist(), found.val.labels.tolist()) == ([0, 3, 0, 3], [1])
+    datasets = opened(tmp_path)
+    assert datasets.classes == wanted
+    assert (datasets.train.labels.tolist(), datasets.val.labels.tolist()) == ([0, 3, 0, 3], [1])
 
 
 def test_classes_that_are_names(tmp_path):
@@ -170,19 +205,27 @@ def test_classes_that_are_names(tmp_path):
 
 
 def test_samples_without_a_class(tmp_path):
-    members = [*with_classes([0, 1] * 4), ("cat/x.jpg", jpeg()), ("y.jpg", jpeg()), ("y.cls", b"-1")]
+    members = [
+        *with_classes([0, 1] * 4),
+        ("cat/x.jpg", jpeg()),
+        ("y.jpg", jpeg()),
+        ("y.cls", b"-1"),
+    ]
     members += [("notes.txt", b"x")]
     path = tarred(tmp_path / "a.tar", members)
     with pytest.raises(SetupError, match=r"\b2 .*a\.tar/cat/x\.jpg.*data\.on_error=skip"):
         opened(path)
-    found = opened(path, "data.on_error=skip")
-    assert len(found.train) + len(found.val) == 8 and re.search(r"\b2\b", found.notes["left out"])
-    assert found.notes["ignored"] == "1 other file (.txt)"
+    datasets = opened(path, "data.on_error=skip")
+    assert len(datasets.train) + len(datasets.val) == 8
+    assert re.search(r"\b2\b", datasets.notes["left out"])
+    assert datasets.notes["ignored"] == "1 other file (.txt)"
 
 
-def test_nothing_tells_the_classes_or_one_alone(tmp_path):
-    with pytest.raises(SetupError, match=r"\.cls beside"):
-        opened(tarred(tmp_path / "a.tar", [("0.jpg", jpeg()), ("1.jpg", jpeg())]), "data.on_error=skip")
+def test_archives_without_classes_or_with_a_single_one_are_refused(tmp_path):
+    with pytest.raises(SetupError, match=r"\.cls file"):
+        opened(
+            tarred(tmp_path / "a.tar", [("0.jpg", jpeg()), ("1.jpg", jpeg())]), "data.on_error=skip"
+        )
     with pytest.raises(SetupError, match="two classes"):
         opened(tarred(tmp_path / "a.tar", in_folders({"cat": 3})))
     with pytest.raises(SetupError, match=r"\b1 .*\.txt.*two|two.*\b1 .*\.txt"):
@@ -198,7 +241,10 @@ def test_a_class_that_nothing_trains(tmp_path):
 
 def test_one_stray_number_does_not_make_a_million_classes(tmp_path):
     path = tarred(tmp_path / "a.tar", with_classes([*range(10)] * 3 + [1048000]))
-    says = r"11 classes are in use, and the number 1,048,000 \(1 sample\) makes them 1,048,001; correct it, or name all"
+    says = (
+        r"11 classes are in use, and the number 1,048,000 \(1 sample\) makes "
+        r"them 1,048,001; correct it, or name all"
+    )
     with pytest.raises(SetupError, match=says):
         opened(path)
     with pytest.raises(SetupError, match=r"11 classes are in use.*; correct it"):
@@ -206,13 +252,17 @@ def test_one_stray_number_does_not_make_a_million_classes(tmp_path):
     (tmp_path / "classes.txt").write_text("".join(f"{n}\n" for n in range(2000)))
     tarred(path, with_classes([*range(10)] * 3 + [1999]))
     assert len(opened(path).classes) == 2000
-    assert len(opened(tarred(tmp_path / "b" / "b.tar", with_classes([0, 3, 900] * 3))).classes) == 901  # of ImageNet
+    # Names of ImageNet.
+    assert (
+        len(opened(tarred(tmp_path / "b" / "b.tar", with_classes([0, 3, 900] * 3))).classes) == 901
+    )
 
 
 def test_a_cut_shard_stops_and_leaves_no_index_behind(tmp_path):
     tarred(tmp_path / "a-0.tar", in_folders(PETS))
     cut = tarred(tmp_path / "a-1.tar", in_folders(PETS, 10))
-    whole, facts = cut.read_bytes(), os.stat(cut)
+    whole = cut.read_bytes()
+    facts = os.stat(cut)
     cut.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(SetupError, match=r"a-1\.tar.*\bcut\b.*data\.root="):
         opened(tmp_path, "data.on_error=skip")
@@ -221,7 +271,7 @@ def test_a_cut_shard_stops_and_leaves_no_index_behind(tmp_path):
     assert len(opened(tmp_path).train) == 16
 
 
-def test_what_is_no_file(tmp_path):
+def test_paths_that_are_no_files_are_refused(tmp_path):
     tarred(tmp_path / "b.tar", in_folders(PETS))
     (tmp_path / "c.tar").symlink_to("gone")
     with pytest.raises(SetupError, match=r"c\.tar.*No such file"):

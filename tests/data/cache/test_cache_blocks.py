@@ -1,4 +1,4 @@
-"""A block gives what was written, or says that it is damaged: whatever was done to the file."""
+"""A block returns the written photos or reports damage, for any change of the file."""
 
 import os
 import random
@@ -13,11 +13,22 @@ KEY = bytes(range(16))
 
 
 def photo(seed, rows=5, columns=7):
-    pixels = np.random.default_rng(seed).integers(0, 256, rows * columns * 3, np.uint8)
+    pixels = np.random.default_rng(seed).integers(
+        0,
+        256,
+        rows * columns * 3,
+        np.uint8,
+    )
     return Prepared(50 + seed, 70 + seed, rows, columns, pixels)
 
 
-PHOTOS = [photo(0), None, photo(1, 1, 1), photo(2), None]
+PHOTOS = [
+    photo(0),
+    None,
+    photo(1, 1, 1),
+    photo(2),
+    None,
+]
 
 
 @pytest.fixture
@@ -34,14 +45,20 @@ def same(one, other):
     return vars(one) | {"data": one.data.tolist()} == vars(other) | {"data": other.data.tolist()}
 
 
-def test_what_was_written_is_read(block):
-    assert all(same(cache_blocks.read(block, KEY, row), wanted) for row, wanted in enumerate(PHOTOS))
+def test_written_blocks_are_read(block):
+    assert all(
+        same(cache_blocks.read(block, KEY, row), expected) for row, expected in enumerate(PHOTOS)
+    )
 
 
 @pytest.mark.parametrize("way", ["flip", "cut", "zeros", "longer"])
 def test_no_damage_gives_other_pixels(block, way, full):
-    """A photo is right, or an error, or (its entry all zeros) said to be left out, which has it read anew."""
-    raw, drawn, told = block.read_bytes(), random.Random(way), 0
+    """A photo is right, or raises an error, or is reported as left out (its entry is all zeros) and
+    then read again.
+    """
+    raw = block.read_bytes()
+    drawn = random.Random(way)
+    message = 0
     for _ in range(1000 if full else 200):
         spoiled = bytearray(raw)
         at = drawn.randrange(len(raw))
@@ -54,15 +71,15 @@ def test_no_damage_gives_other_pixels(block, way, full):
             spoiled[at:until] = bytes(until - at)
         else:
             spoiled += os.urandom(drawn.randrange(1, 50))
-        block.write_bytes(spoiled)
-        for row, wanted in enumerate(PHOTOS):
+        for row, expected in enumerate(PHOTOS):
+            block.write_bytes(spoiled)  # a damaged block is removed
             try:
-                found = cache_blocks.read(block, KEY, row)
+                actual = cache_blocks.read(block, KEY, row)
             except DamagedError:
-                told += 1
+                message += 1
                 continue
-            assert found is None or same(found, wanted)
-    assert told > 0 or way == "longer"
+            assert actual is None or same(actual, expected)
+    assert message > 0 or way == "longer"
 
 
 def test_a_length_that_is_nonsense_allocates_nothing(block):
@@ -73,21 +90,27 @@ def test_a_length_that_is_nonsense_allocates_nothing(block):
         cache_blocks.read(block, KEY, 0)
 
 
-def test_it_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+def test_a_block_is_on_disk_before_it_is_renamed(tmp_path, monkeypatch):
     synced = []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda descriptor: synced.append(os.fstat(descriptor).st_size),
+    )
     with open(tmp_path / "a", "w+b") as file:
         cache_blocks.write(file, KEY, PHOTOS, len(PHOTOS))
     assert synced == [(tmp_path / "a").stat().st_size]
 
 
 def test_another_block_under_this_name_and_an_entry_in_anothers_place_are_damage(block):
-    raw, size = bytearray(block.read_bytes()), ENTRY.itemsize
+    raw = bytearray(block.read_bytes())
+    size = ENTRY.itemsize
     for row in (0, 2, 3):
+        block.write_bytes(raw)  # a damaged block is removed
         with pytest.raises(DamagedError):
             cache_blocks.read(block, b"x" * 16, row)
     raw[:size], raw[3 * size : 4 * size] = raw[3 * size : 4 * size], raw[:size]
-    block.write_bytes(raw)
     for row in (0, 3):
+        block.write_bytes(raw)
         with pytest.raises(DamagedError):
             cache_blocks.read(block, KEY, row)

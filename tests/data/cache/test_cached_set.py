@@ -1,23 +1,18 @@
-"""Training from the cache is training from the photos: the same order, crops, flips and, stored whole, pixels."""
+"""Training from the cache is training from the photos: the same order, crops, flips and, stored
+whole, pixels.
+"""
 
 import shutil
 from contextlib import ExitStack
 
 import pytest
 
-from tests.command_line import QUIET, latest, losses, ok, result, trainer
-from tests.data.photo_folders import photo
+from tests.command_line import QUIET, losses, ok, result, trainer
+from tests.data.cache.caches import folder_of, words_for
 from trainer.data import open_datasets
 from trainer.data.cache import as_stored, cache_blocks, cached
-from trainer.processes.resources import locate
+from trainer.distributed.world_setup import create_world
 from trainer.recipe import load
-
-
-def folder_of(root):
-    for label, name in enumerate(("cat", "dog")):
-        for number in range(12):
-            photo(root / name / f"{number}.{('png', 'jpg')[number % 2]}", size=(60, 50), seed=20 * number + label)
-    return root
 
 
 @pytest.fixture
@@ -25,31 +20,27 @@ def photos(tmp_path):
     return folder_of(tmp_path / "photos")
 
 
-def words_for(photos, *more):
-    words = ["mode=single", "model.name=cnn_gn", "data.name=imagefolder", f"data.root={photos}", "data.image_size=44"]
-    words += ["augment.crop=resized", "batch_size=8", "epochs=2", f"data.cache_dir={photos.parent / 'cache'}", *QUIET]
-    return latest(*words, "data.workers=1", *more)
-
-
 def train(photos, name, *more):
     """Losses of every step and figures of the end."""
     run = photos.parent / name
-    said = ok(*words_for(photos, f"output={run}", *more)).stdout
-    return losses(run), result(run)["val_loss"], said
+    output = ok(*words_for(photos, f"output={run}", *more)).stdout
+    return losses(run), result(run)["val_loss"], output
 
 
 def blocks_of(folder):
-    """One, or now and then more: the photos' paths decide, and a test's folder has another name each time."""
+    """Return the blocks, usually one: the paths of the photos determine their number, and each test
+    has another folder.
+    """
     return sorted(folder.glob(f"*/*{cache_blocks.SUFFIX}"))
 
 
-def test_what_is_stored_whole_trains_alike(photos):
+def test_photos_stored_at_full_size_train_the_same(photos):
     """Photos of 60 x 50 in a cache for a shorter side of 50."""
     plain = train(photos, "plain")
     first = train(photos, "first", "data.cache=disk", "data.cache_size=50")
     second = train(photos, "second", "data.cache=disk", "data.cache_size=50", "data.workers=0")
     assert plain[:2] == first[:2] == second[:2]
-    assert "24 photos to" in first[2] and "whole" in second[2] and "cache:" not in plain[2]
+    assert "24 photos to" in first[2] and "complete" in second[2] and "cache:" not in plain[2]
 
 
 @pytest.mark.slow
@@ -57,7 +48,8 @@ def test_ranks_build_it_together_and_train_as_one(photos):
     words = "data.cache=disk", "data.cache_size=50"
     two = train(photos, "two", "mode=ddp", "nproc=2", *words)
     one = train(photos, "one", *words)
-    assert two[0] == pytest.approx(one[0], rel=1e-4) and two[2].count("cache:") == 1
+    assert two[0] == pytest.approx(one[0], rel=1e-4)
+    assert two[2].count("cache:") == 1
 
 
 @pytest.mark.slow
@@ -68,16 +60,18 @@ def test_a_continued_run_keeps_its_pixels_wherever_they_lie(photos):
         cut = words_for(photos, f"output={photos.parent / kind}", *words, "data.cache=disk")
         assert trainer(*cut, env={"TRAINER_FAULT": "kill@0:3"}).returncode != 0
         assert train(photos, kind, *words, f"data.cache={kind}", "resume=auto")[:2] == whole[:2]
-    digests = [(photos.parent / name / "last.safetensors").read_bytes() for name in ("whole", "disk")]
+    digests = [
+        (photos.parent / name / "last.safetensors").read_bytes() for name in ("whole", "disk")
+    ]
     assert digests[0] == digests[1]
     plain = words_for(photos, f"output={photos.parent / 'plain'}", "save.every_steps=1")
     assert trainer(*plain, env={"TRAINER_FAULT": "kill@0:3"}).returncode != 0
-    done = trainer(*plain, "data.cache=disk", "resume=auto")
-    assert done.returncode == 2 and "data.cache: off" in done.stderr
+    completed = trainer(*plain, "data.cache=disk", "resume=auto")
+    assert completed.returncode == 2 and "data.cache: off" in completed.stderr
 
 
 @pytest.mark.slow
-def test_damage_is_never_trained_on_and_made_anew(photos):
+def test_damaged_blocks_are_never_trained_on_and_are_rebuilt(photos):
     words = "data.cache=disk", "data.cache_size=50"
     whole = train(photos, "whole", *words)
     right = {block: block.read_bytes() for block in blocks_of(photos.parent / "cache")}
@@ -96,7 +90,9 @@ def test_damage_is_never_trained_on_and_made_anew(photos):
 
 
 def test_a_run_is_evaluated_with_the_pixels_that_it_had(photos):
-    _, loss, _ = train(photos, "run", "data.cache=disk", "data.cache_format=jpeg", "data.cache_size=44")
+    _, loss, _ = train(
+        photos, "run", "data.cache=disk", "data.cache_format=jpeg", "data.cache_size=44"
+    )
     shutil.rmtree(photos.parent / "cache")
     evaluated = ok("evaluate", f"checkpoint={photos.parent / 'run'}").stdout
     assert f"{loss:.4f}" in evaluated and not (photos.parent / "cache").exists()
@@ -106,29 +102,30 @@ def test_sets_that_lie_in_memory_need_none(photos):
     recipe = load("digits", "data.cache=disk")
     data = open_datasets(recipe)
     with ExitStack() as closing:
-        assert cached(data, recipe, locate(recipe), print, closing) == (data, recipe)
+        assert cached(data, recipe, create_world(recipe), print, closing) == (data, recipe)
     assert as_stored(data, recipe) is data
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(photos):
     (photos.parent / "cache").write_text("")
-    done = trainer(*words_for(photos, "data.cache=disk", f"output={photos.parent / 'run'}"))
-    assert done.returncode == 3 and "data.cache_dir=" in done.stderr
-    assert "Traceback" not in done.stderr
+    completed = trainer(*words_for(photos, "data.cache=disk", f"output={photos.parent / 'run'}"))
+    assert completed.returncode == 3 and "data.cache_dir=" in completed.stderr
+    assert "Traceback" not in completed.stderr
 
 
 @pytest.mark.parametrize(
-    ("typed", "meant"), [("off", "off"), ("'off'", "off"), ("false", "off"), ("none", "off"), ("on", "disk")]
+    ("typed", "meant"),
+    [("off", "off"), ("'off'", "off"), ("false", "off"), ("none", "off"), ("on", "disk")],
 )
 def test_off_is_a_word_and_no_false(typed, meant, tmp_path):
     (tmp_path / "a.yaml").write_text(f"data:\n  cache: {typed}\n")
-    found = load(str(tmp_path / "a.yaml"))
-    assert found.data.cache == load(None, f"data.cache={typed}").data.cache == meant
-    (tmp_path / "b.yaml").write_text(found.to_yaml())
-    assert load(str(tmp_path / "b.yaml")).data == found.data
+    loaded = load(str(tmp_path / "a.yaml"))
+    assert loaded.data.cache == load(None, f"data.cache={typed}").data.cache == meant
+    (tmp_path / "b.yaml").write_text(loaded.to_yaml())
+    assert load(str(tmp_path / "b.yaml")).data == loaded.data
 
 
-def test_a_cache_of_what_is_in_memory_is_told_to_do_nothing(tmp_path):
+def test_a_cache_of_images_in_memory_has_no_effect_and_is_reported(tmp_path):
     words = ["recipe=digits", "mode=single", "model.name=mlp", "max_steps=1", *QUIET]
     assert "data.cache=disk" in ok(*words, "data.cache=disk", f"output={tmp_path / 'a'}").stdout
     assert "data.cache" not in ok(*words, f"output={tmp_path / 'b'}").stdout

@@ -1,5 +1,7 @@
-"""Photos from the cache are those of the folder, at the size that they are stored in; and blocks are found by what they
-are made of: one photo more, less or changed is one block anew."""
+"""Photos from the cache equal those of the folder at the stored size.
+
+The key of a block depends on its photos: adding, removing or changing one makes a new block.
+"""
 
 import os
 import time
@@ -11,12 +13,11 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.data.photo_folders import photo_set, read_image, whole
-from tests.data.photos.test_lazy_images import saved, scene
+from tests.data.photo_folders import photo_set, read_image, saved, scene, whole
 from trainer.data.cache import stored as module
-from trainer.data.cache.cached_set import make, missing
+from trainer.data.cache.cached_set import build_block, list_missing
 from trainer.data.cache.stored import (
-    MOST,
+    MAX_PHOTOS_PER_BLOCK,
     CachedFolder,
     Format,
     block_path,
@@ -27,7 +28,7 @@ from trainer.data.cache.stored import (
 )
 from trainer.data.folders.photo_folders import PhotoFolder
 from trainer.data.photos.decoding import open_image
-from trainer.data.photos.photo_reader import held_out
+from trainer.data.photos.photo_reader import prepare_for_evaluation
 from trainer.recipe import load
 
 
@@ -38,20 +39,25 @@ def test_a_small_photo_is_stored_as_it_is(tmp_path):
     assert torch.equal(whole(picture), read_image(path, 3))
 
 
-def test_what_is_held_out_has_the_same_pixels_with_the_cache(tmp_path):
-    """Of the size for evaluation: that is what is stored, and it is stored as it is."""
-    path, how = saved(tmp_path / "a.jpg"), Format("raw", 128, 3)
+def test_validation_images_have_the_same_pixels_with_the_cache(tmp_path):
+    """The stored size is that of evaluation, and the pixels are stored unchanged."""
+    path = saved(tmp_path / "a.jpg")
+    how = Format("raw", 128, 3)
     stored = picture_of(prepared(os.fsencode(path), how), how)
-    assert torch.equal(held_out(stored, 112), held_out(open_image(path, 3), 112))
+    assert torch.equal(
+        prepare_for_evaluation(stored, 112), prepare_for_evaluation(open_image(path, 3), 112)
+    )
 
 
 @pytest.mark.parametrize("layout", ["raw", "jpeg"])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_a_part_lies_where_it_lay(tmp_path, layout, channels):
-    path, how = saved(tmp_path / "a.jpg", orientation=6), Format(layout, 200, channels)
+    path = saved(tmp_path / "a.jpg", orientation=6)
+    how = Format(layout, 200, channels)
     stored = prepared(os.fsencode(path), how)
     assert min(stored.rows, stored.columns) == 200
-    picture, photo = picture_of(stored, how), open_image(path, channels)
+    picture = picture_of(stored, how)
+    photo = open_image(path, channels)
     assert (picture.height, picture.width) == (photo.height, photo.width)
     box = (150, 100, 300, 400)
     one, other = (part.pixels(box, 10**6).float().mean((1, 2)) for part in (picture, photo))
@@ -60,27 +66,29 @@ def test_a_part_lies_where_it_lay(tmp_path, layout, channels):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """Four photos, one of which cannot be read, and their cache: one block."""
-    monkeypatch.setattr("trainer.data.cache.stored.TOGETHER", 2**60)
+    """Four photos, one of them unreadable, and their cache of one block."""
+    monkeypatch.setattr("trainer.data.cache.stored.PHOTOS_PER_BLOCK", 2**60)
     names = [f"{number}.png" for number in range(4)]
     for number, name in enumerate(names):
         Image.fromarray(scene(60 + number, 90)).save(tmp_path / name)
     (tmp_path / names[2]).write_bytes(b"no image")
-    folder, how = PhotoFolder(tmp_path, names, np.arange(4)), Format("raw", 30, 3)
+    folder = PhotoFolder(tmp_path, names, np.arange(4))
+    how = Format("raw", 30, 3)
     packing = pack([folder], how)
     home = tmp_path / "cache"
     home.mkdir()
     for key, paths in zip(packing.keys, packing.paths, strict=True):
-        make(str(home), key.tobytes(), paths, how)
+        build_block(str(home), key, paths, how)
     return CachedFolder(folder, how, 0, home, packing), home, packing
 
 
 def test_a_folder_is_read_from_its_cache(cache, tmp_path):
     folder, home, packing = cache
-    assert not missing(packing, home) and len(folder) == 4
+    assert not list_missing(packing, home) and len(folder) == 4
     path = folder.where(1)
     before = whole(folder.open(1, 3)[0])
-    assert before.shape == (3, 30, 44) and folder.open(1, 3)[1] == 1
+    assert before.shape == (3, 30, 44)
+    assert folder.open(1, 3)[1] == 1
     Path(path).write_bytes(b"")  # the photo itself is not looked at
     assert torch.equal(whole(folder.open(1, 3)[0]), before)
     with pytest.raises(Exception, match="cannot identify"):
@@ -88,17 +96,24 @@ def test_a_folder_is_read_from_its_cache(cache, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "swapped"])
-def test_a_damaged_photo_is_prepared_anew_and_its_block_goes(cache, damage):
+def test_a_damaged_photo_is_prepared_again_and_its_block_is_deleted(cache, damage):
     folder, home, packing = cache
-    wanted = [whole(folder.open(index, 3)[0]) for index in (0, 1, 3)]
-    path = Path(block_path(str(home), packing.keys[0].tobytes()))
+    expected = [whole(folder.open(index, 3)[0]) for index in (0, 1, 3)]
+    path = Path(block_path(str(home), packing.keys[0]))
     raw = path.read_bytes()
     path.unlink()
-    left = {"flipped": raw[:-5] + bytes([raw[-5] ^ 1]) + raw[-4:], "cut": raw[:-100], "swapped": raw[::-1]}
+    left = {
+        "flipped": raw[:-5] + bytes([raw[-5] ^ 1]) + raw[-4:],
+        "cut": raw[:-100],
+        "swapped": raw[::-1],
+    }
     if damage in left:  # else it is gone
         path.write_bytes(left[damage])
-    assert all(torch.equal(whole(folder.open(index, 3)[0]), was) for index, was in zip((0, 1, 3), wanted, strict=True))
-    assert missing(packing, home) == [0], "what is damaged is made anew by the next run"
+    assert all(
+        torch.equal(whole(folder.open(index, 3)[0]), was)
+        for index, was in zip((0, 1, 3), expected, strict=True)
+    )
+    assert list_missing(packing, home) == [0], "what is damaged is made anew by the next run"
 
 
 LARGE = Format("raw", 256, 3)
@@ -118,33 +133,49 @@ def photos(tmp_path_factory):
 
 
 def keys(root, *parts, how=LARGE):
-    """Of the blocks of parts with these photos."""
-    return {key.tobytes() for key in pack([folder(root, names) for names in parts], how).keys}
+    """Return the keys of blocks of splits with these photos."""
+    return set(pack([folder(root, names) for names in parts], how).keys)
 
 
-def test_every_photo_lies_where_it_is_said(photos):
+def test_every_photo_is_at_its_offset(photos):
     root, names = photos
     parts = [folder(root, names[::3]), folder(root, names[1::3][::-1])]
     packing = pack(parts, LARGE)
-    assert sum(map(len, packing.paths)) == 2000 and max(map(len, packing.paths)) <= MOST and len(packing.paths) > 1
+    assert (
+        sum(map(len, packing.paths)) == 2000
+        and max(map(len, packing.paths)) <= MAX_PHOTOS_PER_BLOCK
+        and len(packing.paths) > 1
+    )
     for part, places in zip(parts, packing.places, strict=True):
-        found = [packing.paths[block][row] for block, row in places]
-        assert found == [os.fsencode(part.where(index)) for index in range(len(part))]
+        actual = [packing.paths[block][row] for block, row in places]
+        assert actual == [os.fsencode(part.where(index)) for index in range(len(part))]
 
 
 def test_however_they_are_divided_the_blocks_are_the_same(photos):
     root, names = photos
     divided = keys(root, names[:100], names[100:])
-    assert divided == keys(root, names[1500:], names[:1500]) == keys(root, names, names)
+    assert (
+        divided
+        == keys(
+            root,
+            names[1500:],
+            names[:1500],
+        )
+        == keys(root, names, names)
+    )
 
 
-def test_what_changes_one_photo_changes_one_block(photos):
+def test_changing_a_photo_changes_one_block(photos):
     root, names = photos
-    before, blocks = keys(root, names), pack([folder(root, names)], LARGE).paths
-    path = Path(os.fsdecode(next(block[0] for block in blocks if 1 < len(block) < MOST)))  # not a block's end
+    before = keys(root, names)
+    blocks = pack([folder(root, names)], LARGE).paths
+    # Not a block's end.
+    first_photos = (block[0] for block in blocks if 1 < len(block) < MAX_PHOTOS_PER_BLOCK)
+    path = Path(os.fsdecode(next(first_photos)))
     less = keys(root, [name for name in names if name != path.name])
     assert len(before - less) == 1 == len(less - before)
-    content, facts = path.read_bytes(), path.stat()
+    content = path.read_bytes()
+    facts = path.stat()
 
     def written(content, later=0):
         path.write_bytes(content)
@@ -156,7 +187,9 @@ def test_what_changes_one_photo_changes_one_block(photos):
     assert written(content) == before
 
 
-@pytest.mark.parametrize("how", [Format("jpeg", 256, 3), Format("raw", 255, 3), Format("raw", 256, 1)])
+@pytest.mark.parametrize(
+    "how", [Format("jpeg", 256, 3), Format("raw", 255, 3), Format("raw", 256, 1)]
+)
 def test_another_preparation_is_another_block(photos, how):
     root, names = photos
     assert not keys(root, names) & keys(root, names, how=how)
@@ -167,7 +200,7 @@ def six(tmp_path):
     return folder(photo_set(tmp_path, {"cat": 6}), [f"cat/{number}.jpg" for number in range(6)])
 
 
-def test_decoding_and_transforming_are_told_apart(six, monkeypatch):
+def test_decoding_and_transforming_are_timed_separately(six, monkeypatch):
     opened = module.open_encoded
 
     def slow(decode):
@@ -189,15 +222,21 @@ def test_decoding_and_transforming_are_told_apart(six, monkeypatch):
         return apply(*given)
 
     monkeypatch.setattr(module.PhotoDraws, "apply", apply_slowly)
-    found = measure_reading(six, load(None, "augment.crop=resized"), 32, 3)
-    assert found.decode >= 0.02 and found.transform >= 0.05 and found.cached >= 0.05
-    assert found.read < 0.02 and found.whole == found.read + found.decode + found.transform
+    actual = measure_reading(six, load(None, "augment.crop=resized"), 32, 3)
+    assert actual.decode >= 0.02 and actual.transform >= 0.05 and actual.cached >= 0.05
+    assert actual.read < 0.02 and actual.whole == actual.read + actual.decode + actual.transform
 
 
-def test_it_leaves_no_trace_and_leaves_out_what_cannot_be_read(six):
-    threads, state = torch.get_num_threads(), torch.get_rng_state()
+def test_a_measurement_writes_no_files_and_skips_unreadable_photos(six):
+    threads = torch.get_num_threads()
+    state = torch.get_rng_state()
     for number in range(6):
-        assert measure_reading(six, load(None, "augment.crop=resized", "augment.auto=rand"), 32, 3).whole > 0
+        assert (
+            measure_reading(
+                six, load(None, "augment.crop=resized", "augment.auto=rand"), 32, 3
+            ).whole
+            > 0
+        )
         Path(six.where(number)).write_bytes(b"no image")
     assert measure_reading(six, load(None, "augment.crop=resized"), 32, 3) is None
     assert torch.get_num_threads() == threads and torch.equal(torch.get_rng_state(), state)

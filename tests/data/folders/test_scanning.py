@@ -1,15 +1,15 @@
-"""What lies among photos and is none of them is left out, counted, and told in one line."""
+"""Files among the photos that are no photos are skipped, counted, and reported in one line."""
 
 import pytest
 
 from tests.data.photo_folders import opened, photo, photo_set
-from trainer.commands.predict.sources import image_files
+from trainer.commands.predict.sources import find_images
 from trainer.data import damaged, open_datasets
-from trainer.data.damaged import without_damage
+from trainer.data.damaged import find_damaged
 from trainer.data.folders import scanning
 from trainer.data.folders.scanning import LeftOut, images_below, listed
+from trainer.distributed.world_setup import create_world
 from trainer.errors import SetupError
-from trainer.processes.resources import locate
 from trainer.recipe import load
 
 
@@ -19,7 +19,7 @@ def root(tmp_path):
 
 
 def clutter(root):
-    """What phones, systems and people leave among photos."""
+    """Add the files that phones, systems and people leave among photos."""
     cats = root / "train" / "cat"
     for number in range(3):
         (cats / f"IMG_{number}.HEIC").write_bytes(b"a photo")
@@ -34,55 +34,74 @@ def clutter(root):
 
 def test_each_kind_is_counted_by_its_reason(root, monkeypatch):
     monkeypatch.setattr(scanning, "readable_suffixes", lambda: frozenset({".jpg"}))
-    whole, counted = opened(root), opened(clutter(root))
+    whole = opened(root)
+    counted = opened(clutter(root))
     assert len(counted.train) == len(whole.train) == 8 and "ignored" not in whole.notes
-    kinds = {"3 .HEIC files: pip install pillow-heif", "1 image outside the class folders", "5 hidden files"}
+    heic = f"3 .HEIC files: {scanning.register_heif()}"
+    kinds = {heic, "1 image outside the class folders", "5 hidden files"}
     assert {*counted.notes["ignored"].split("; ")} == {*kinds, "1 other file (.txt)"}
-    inputs = image_files([str(root / "train" / "cat")])
+    inputs = find_images([str(root / "train" / "cat")])
     [ignored] = inputs.ignored
     assert inputs.count == 4 and "3 .HEIC " in ignored and "4 hidden " in ignored
     with pytest.raises(SetupError, match=r"IMG_0\.HEIC.*pip install pillow-heif"):
-        image_files([str(root / "train" / "cat" / "IMG_0.HEIC")])
+        find_images([str(root / "train" / "cat" / "IMG_0.HEIC")])
 
 
 @pytest.mark.parametrize("kind", ["empty", "lost", "circle"])
 def test_an_empty_file_and_a_link_to_nothing_are_damaged_photos(root, kind):
-    """As where a disk is not mounted: they are named, and skipped only where that is typed."""
+    """A disk that is not mounted causes both.
+
+    They are named, and skipped only if the user asks for it.
+    """
     path = root / "train" / "cat" / "0.jpg"
     path.unlink()
-    path.touch() if kind == "empty" else path.symlink_to("0.jpg" if kind == "circle" else "nowhere.jpg")
+    path.touch() if kind == "empty" else path.symlink_to(
+        "0.jpg" if kind == "circle" else "nowhere.jpg"
+    )
     words = ["data.name=imagefolder", f"data.root={root}", "data.image_size=8"]
-    for crop in ("none", "resized"):  # in memory, and read as they are needed
+    # Photos in memory, and photos that are read when they are needed.
+    for crop in ("none", "resized"):
         recipe = load(None, *words, f"augment.crop={crop}")
         with pytest.raises(SetupError, match=r"cat/0\.jpg cannot be read .*data\.on_error=skip"):
-            without_damage(open_datasets(recipe), recipe, locate(recipe))
-    assert damaged.looks_whole(bytes(path)) is False
+            find_damaged(open_datasets(recipe), recipe, create_world(recipe))
+    assert damaged.is_complete(bytes(path)) is False
 
 
 def test_links_between_folders_are_followed_once(tmp_path):
     root = photo_set(tmp_path / "pets", {"cat": 1, "dog": 1})
-    for link, target in {"cat/x": "../dog", "dog/y": "../cat", "dog/z": "..", "dog/self": "self"}.items():
+    for link, target in {
+        "cat/x": "../dog",
+        "dog/y": "../cat",
+        "dog/z": "..",
+        "dog/self": "self",
+    }.items():
         (root / link).symlink_to(target)
     (tmp_path / "linked").symlink_to(root)
     for place in (root, tmp_path / "linked"):
-        found = list(images_below(str(place), LeftOut()))
-        assert found == ["cat/0.jpg", "cat/x/0.jpg", "dog/0.jpg", "dog/y/0.jpg"]
+        actual = list(images_below(str(place), LeftOut()))
+        assert actual == ["cat/0.jpg", "cat/x/0.jpg", "dog/0.jpg", "dog/y/0.jpg"]
 
 
 def test_names_that_are_no_text_are_written_as_text(tmp_path):
     for name in ("caf\udce9/\udce8.jpg", "caf\udce9/2.jpg", "dog/1.jpg", "dog/2.jpg"):
         photo(tmp_path / name)
-    found = opened(tmp_path)
-    assert found.classes == ("caf\\xe9", "dog") and found.notes["classes"].isascii()
-    assert found.holdout_table().encode() and {len(found.train), len(found.val)} == {2}
-    image, _ = found.train.read(0, 3)
+    datasets = opened(tmp_path)
+    assert datasets.classes == ("caf\\xe9", "dog") and datasets.notes["classes"].isascii()
+    assert datasets.holdout_table().encode()
+    assert {len(datasets.train), len(datasets.val)} == {2}
+    image, _ = datasets.train.read(0, 3)
     assert image.shape == (3, 30, 40)
-    assert image_files([str(tmp_path / "caf\udce9")]).count == 2
+    assert find_images([str(tmp_path / "caf\udce9")]).count == 2
 
 
 def test_images_come_in_order_below_a_name(tmp_path):
     for name in ("b/2.jpg", "a.jpg", "b/1.jpg", "c.jpg"):
         photo(tmp_path / name)
-    assert list(images_below(str(tmp_path), LeftOut(), "x")) == ["x/a.jpg", "x/b/1.jpg", "x/b/2.jpg", "x/c.jpg"]
+    assert list(images_below(str(tmp_path), LeftOut(), "x")) == [
+        "x/a.jpg",
+        "x/b/1.jpg",
+        "x/b/2.jpg",
+        "x/c.jpg",
+    ]
     with pytest.raises(SetupError, match="cannot be listed"):
         listed(tmp_path / "nowhere", LeftOut())

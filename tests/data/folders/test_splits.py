@@ -1,4 +1,4 @@
-"""A split that nobody made: stratified, drawn by name and seed, and kept with the run."""
+"""An automatic split: stratified, drawn by name and seed, and kept with the run."""
 
 import csv
 import shutil
@@ -8,16 +8,28 @@ import pytest
 
 from tests.command_line import QUIET, ok, result, trainer
 from tests.data.photo_folders import coloured, names_of, opened, photo_set
-from trainer.data.folders.layout import HOLDOUT_FILE, NOTHING_BEFORE, Before, continued, draw, part_of
+from trainer.data.folders.layout import (
+    HOLDOUT_FILE,
+    NOTHING_BEFORE,
+    Before,
+    continued,
+    draw,
+    part_of,
+)
 from trainer.errors import SetupError
-from trainer.processes.rank import job_id
+from trainer.processes.rank import build_job_id
 from trainer.recipe import load
 from trainer.saving.run_folder import RunFolder
 
 
 @pytest.mark.parametrize(
     ("counts", "share", "held_out"),
-    [((10, 5), 0.2, (2, 1)), ((1, 2), 0.2, (0, 1)), ((3, 3), 0.9, (2, 2)), ((100, 4), 0.25, (25, 1))],
+    [
+        ((10, 5), 0.2, (2, 1)),
+        ((1, 2), 0.2, (0, 1)),
+        ((3, 3), 0.9, (2, 2)),
+        ((100, 4), 0.25, (25, 1)),
+    ],
 )
 def test_each_class_gives_its_share_and_keeps_something(counts, share, held_out):
     labels = np.repeat([0, 1], counts)
@@ -25,7 +37,7 @@ def test_each_class_gives_its_share_and_keeps_something(counts, share, held_out)
     assert tuple(np.bincount(labels[chosen], minlength=2)) == held_out
 
 
-def test_name_and_seed_draw_it_whatever_lies_beside(tmp_path):
+def test_a_split_depends_on_names_and_seed_only(tmp_path):
     first = {*names_of(opened(photo_set(tmp_path, {"cat": 20, "dog": 20})).val)}
     assert {*names_of(opened(tmp_path).val)} == first != {*names_of(opened(tmp_path, "seed=1").val)}
     photo_set(tmp_path, {"emu": 20})
@@ -37,11 +49,15 @@ def test_a_table_without_a_split_gets_one(tmp_path):
     photo_set(tmp_path, {"x": 10})
     rows = "".join(f"x/{number}.jpg,{('cat', 'dog')[number % 2]}\n" for number in range(10))
     (tmp_path / "labels.csv").write_text("file,label\n" + rows)
-    found = opened(tmp_path, "data.labels=labels.csv")
-    assert (len(found.train), len(found.val)) == (8, 2) and sorted(found.val.labels.tolist()) == [0, 1]
+    datasets = opened(tmp_path, "data.labels=labels.csv")
+    assert (len(datasets.train), len(datasets.val)) == (8, 2)
+    assert sorted(datasets.val.labels.tolist()) == [
+        0,
+        1,
+    ]
 
 
-def test_what_was_held_out_stays_so_and_new_images_train(tmp_path):
+def test_validation_images_stay_and_new_images_train(tmp_path):
     photo_set(tmp_path, {"cat": 10, "dog": 10})
     before = Before(frozenset(names_of(opened(tmp_path).val)))
     photo_set(tmp_path, {"cat": 30, "dog": 30})
@@ -54,7 +70,7 @@ def test_what_was_held_out_stays_so_and_new_images_train(tmp_path):
 
 
 def test_a_restart_of_the_job_keeps_its_split(tmp_path, monkeypatch):
-    """Without resume=auto, and before anything was saved."""
+    """The job restarts without resume=auto, before anything was saved."""
     monkeypatch.chdir(tmp_path)
     split = "file,label,split\na/1.jpg,a,val\na/2.jpg,a,train\n"
 
@@ -70,16 +86,26 @@ def test_a_restart_of_the_job_keeps_its_split(tmp_path, monkeypatch):
         assert split_of("run", "", *words) == NOTHING_BEFORE
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert split_of("run", job_id(), "output=run") == Before(frozenset({"a/1.jpg"}))
+    assert split_of("run", build_job_id(), "output=run") == Before(frozenset({"a/1.jpg"}))
     below = "runs/digits-ddp-20260101-000000"
-    assert split_of(below, job_id()) == Before(frozenset({"a/1.jpg"}))
+    assert split_of(below, build_job_id()) == Before(frozenset({"a/1.jpg"}))
     assert split_of(below, "another job") == NOTHING_BEFORE
 
 
 def test_a_run_that_never_began_leaves_no_split_behind(tmp_path):
-    """A model that cannot be built ends it after its split was written, and the next may hold out others."""
-    photos, run = photo_set(tmp_path / "photos", {"cat": 10, "dog": 10}), tmp_path / "run"
-    words = ["mode=single", "model.name=mlp", "data.name=imagefolder", f"data.root={photos}", "data.image_size=8"]
+    """The run ends after the split was written, because its model cannot be built.
+
+    The next run may have another split.
+    """
+    photos = photo_set(tmp_path / "photos", {"cat": 10, "dog": 10})
+    run = tmp_path / "run"
+    words = [
+        "mode=single",
+        "model.name=mlp",
+        "data.name=imagefolder",
+        f"data.root={photos}",
+        "data.image_size=8",
+    ]
     words += ["batch_size=8", "max_steps=1", f"output={run}", *QUIET]
     assert trainer(*words, "model.init_from=nowhere").returncode == 4
     assert "16 training images" in ok(*words, "seed=1").stdout
@@ -97,20 +123,30 @@ def test_a_damaged_list_is_named(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_remembers_its_split(tmp_path):
-    """Continued, evaluated and predicted with the same images held out, also after more photos have come."""
-    photos, run = tmp_path / "photos", tmp_path / "run"
+    """A run that is resumed, evaluated or used for prediction has the same validation images, even
+    after photos were added.
+    """
+    photos = tmp_path / "photos"
+    run = tmp_path / "run"
     for name, colour in (("blue", (0, 0, 200)), ("red", (200, 0, 0))):
         for number in range(10):
             coloured(photos / name / f"{number}.jpg", colour, seed=number)
-    words = ["mode=single", "model.name=mlp", "data.name=imagefolder", f"data.root={photos}", "data.image_size=8"]
+    words = [
+        "mode=single",
+        "model.name=mlp",
+        "data.name=imagefolder",
+        f"data.root={photos}",
+        "data.image_size=8",
+    ]
     words += ["batch_size=8", "optimizer.lr=0.01", f"output={run}", *QUIET]
-    said = ok(*words, "epochs=2").stdout
-    assert "16 training images, 4 held out, " in said and "blue 8 + 2, red 8 + 2" in said
+    output = ok(*words, "epochs=2").stdout
+    assert "16 training images, 4 held out, " in output and "blue 8 + 2, red 8 + 2" in output
     assert result(run)["facts"]["held out"].startswith("0.2 ")
     with (run / HOLDOUT_FILE).open(newline="") as file:
         rows = list(csv.DictReader(file))
     held_out = [row["file"] for row in rows if row["split"] == "val"]
-    assert len(rows) == 20 and [row["label"] for row in rows if row["split"] == "val"] == ["blue"] * 2 + ["red"] * 2
+    assert len(rows) == 20
+    assert [row["label"] for row in rows if row["split"] == "val"] == ["blue"] * 2 + ["red"] * 2
     for number in range(10, 20):
         coloured(photos / "red" / f"{number}.jpg", (200, 0, 0), seed=number)
     assert "4 held-out images" in ok("evaluate", f"checkpoint={run}").stdout
@@ -119,8 +155,9 @@ def test_a_run_remembers_its_split(tmp_path):
         predicted = list(csv.DictReader(file))
     assert [row["path"] for row in predicted] == [str(photos / name) for name in held_out]
     assert {row["label"] for row in predicted} == {"blue", "red"}
-    shutil.rmtree(run / "checkpoints" / "step-00000004")  # as if killed in the second epoch
-    said = ok(*words, "epochs=2", "resume=auto").stdout
+    # The run looks as if it was killed in the second epoch.
+    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    output = ok(*words, "epochs=2", "resume=auto").stdout
     held_out_by = result(run)["facts"]["held out"]
-    assert "26 training images, 4 held out, " in said
+    assert "26 training images, 4 held out, " in output
     assert held_out_by.startswith("4 of ") and "(split.csv)" in held_out_by

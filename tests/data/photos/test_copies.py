@@ -1,11 +1,11 @@
-"""Batches on their way to a GPU, on simulated ones: no race, no memory given away, and nobody waits."""
+"""Batches copied to simulated GPUs: no race, no memory reused too early, and no wait."""
 
 import numpy as np
 import pytest
 import torch
 
 from tests.simulated.simcuda import simulated
-from trainer.data.feeds import ImageFeed, MemoryFeed, PhotoFeed, readers_of
+from trainer.data.feeds import ImageFeed, MemoryFeed, PhotoFeed, build_readers
 from trainer.data.photos.copies import Copies
 from trainer.data.sets import Datasets, ImageSet
 from trainer.data.workers.worker_pool import InProcess
@@ -26,19 +26,37 @@ class Pictures:
 
 
 def readers(source, recipe):
-    """What reads a training set's batches of four in this process."""
-    sets = Datasets("mine", source, source, (), 3, 16, (0.5,) * 3, (0.5,) * 3, False, "")
-    return readers_of(sets, [sets.train], 4, recipe, 0)
+    """Return the reader of a training set in batches of four, in this process."""
+    sets = Datasets(
+        "mine",
+        source,
+        source,
+        (),
+        3,
+        16,
+        (0.5,) * 3,
+        (0.5,) * 3,
+        False,
+        "",
+    )
+    return build_readers(sets, [sets.train], 4, recipe, 0)
 
 
 def feed(kind, *words):
     recipe = load(None, "data.image_size=16", *words)
-    pictures, labels = torch.arange(24, dtype=torch.uint8)[:, None, None, None], torch.arange(24)
+    pictures = torch.arange(24, dtype=torch.uint8)[:, None, None, None]
+    labels = torch.arange(24)
     if kind == "labels":
         return MemoryFeed(None, labels, 24, 4, GPU)
     if kind == "photos":
         return PhotoFeed(readers(Pictures(), recipe), 0, 4, GPU)
-    return ImageFeed(ImageSet(pictures.expand(-1, 3, 16, 16), labels), 4, recipe.augment, 0, GPU)
+    return ImageFeed(
+        ImageSet(pictures.expand(-1, 3, 16, 16), labels),
+        4,
+        recipe.augment,
+        0,
+        GPU,
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,17 +90,20 @@ def test_batches_reach_a_gpu_in_order_and_without_waiting(kind, words):
 
 def test_a_step_does_not_wait_for_the_copy_of_the_next_batch():
     with simulated(1) as machine:
-        copies, computing = Copies(GPU), torch.cuda.current_stream()
-        first, second = copies.begin(torch.ones(4)), copies.begin(torch.ones(4))
-        first.arrived() + 1
-        done = computing.record_event()
-        done.synchronize()
-        assert not second._event.query() and machine.errors == []
-        assert (second.arrived() + 1).tolist() == [2.0] * 4 and machine.errors == []
+        copies = Copies(GPU)
+        computing = torch.cuda.current_stream()
+        first = copies.begin(torch.ones(4))
+        second = copies.begin(torch.ones(4))
+        first() + 1
+        finished = computing.record_event()
+        finished.synchronize()
+        assert not copies._stream.record_event().query() and machine.errors == []
+        assert (second() + 1).tolist() == [2.0] * 4
+        assert machine.errors == []
 
 
 class Ahead(InProcess):
-    """Readers that have the next batch as soon as they are asked; they tell what was asked of them."""
+    """Readers that have the next batch as soon as they are asked, and keep a list of requests."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -107,11 +128,13 @@ def test_two_batches_are_in_flight_and_their_failures_are_their_own(broken):
 
     with simulated(1) as machine:
         plain = readers(Source(), load(None, "data.image_size=16", "data.on_error=skip"))
-        ahead = Ahead(plain._buffers, lambda _: plain._readers)
-        feed, seen = PhotoFeed(ahead, 0, 4, GPU), []
+        ahead = Ahead(plain._buffers, plain._readers)
+        feed = PhotoFeed(ahead, 0, 4, GPU)
+        seen = []
         for n, (images, labels) in enumerate(feed.training(0, np.arange(24).reshape(6, 4))):
             assert ahead.given == min(6, n + 2)
-            assert len(feed.failures) == (broken is not None and n >= 2)  # told with the batch that has it
+            # The message comes with the batch that contains the photo.
+            assert len(feed.failures) == (broken is not None and n >= 2)
             seen.append(labels.clone())
             images.float().sum()
             del images, labels

@@ -1,4 +1,6 @@
-"""JPEG: the same pixels and files whoever decodes and encodes it; torchcodec is loaded for those who read one."""
+"""JPEG files: the pixels are the same with every decoder and encoder, and torchcodec is loaded only
+to read one.
+"""
 
 import io
 import subprocess
@@ -11,7 +13,7 @@ import torch
 import torchvision.io
 from PIL import Image, ImageOps
 
-from tests.data.photos.test_decoding import XMP, exif
+from tests.data.photo_folders import XMP, exif
 from trainer.data.photos import jpeg
 from trainer.data.photos.decoding import open_encoded
 
@@ -21,11 +23,13 @@ def gone(monkeypatch, folder):
 
 
 def broken(monkeypatch, folder):
-    """As one that was built for another CUDA."""
+    """Simulate a package that was built for another version of CUDA."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchcodec"]:
         monkeypatch.delitem(sys.modules, name)
     (folder / "torchcodec").mkdir()
-    (folder / "torchcodec" / "__init__.py").write_text("raise OSError('no libtorchcodec_image.so\\nfor this')")
+    (folder / "torchcodec" / "__init__.py").write_text(
+        "raise OSError('no libtorchcodec_image.so\\nfor this')"
+    )
     monkeypatch.syspath_prepend(folder)
 
 
@@ -38,7 +42,7 @@ def as_installed(monkeypatch, folder):
     pytest.importorskip("torchcodec", reason="pip install torchcodec")
 
 
-WAYS = {  # whose functions are used, and what is said
+WAYS = {  # Decoders whose functions are used, with the messages.
     as_installed: ("torchcodec", ""),
     gone: ("torchvision", "pip install --upgrade torchcodec"),
     broken: ("torchvision", "no libtorchcodec_image.so"),
@@ -48,20 +52,24 @@ WAYS = {  # whose functions are used, and what is said
 
 @pytest.fixture(params=WAYS, ids=lambda way: way.__name__)
 def way(request, monkeypatch, tmp_path):
-    """The name of the one that decodes in this test."""
-    jpeg.codec.cache_clear()
+    """Return the name of the decoder in this test."""
+    jpeg.get_codec.cache_clear()
     request.param(monkeypatch, tmp_path)
     name, says = WAYS[request.param]
-    assert jpeg.codec().name == name and says in jpeg.codec().instead and "\n" not in jpeg.codec().instead
+    assert jpeg.get_codec().name == name
+    assert says in jpeg.get_codec().instead
+    assert "\n" not in jpeg.get_codec().instead
     yield name
-    jpeg.codec.cache_clear()
+    jpeg.get_codec.cache_clear()
 
 
 def photo(mode="RGB", size=(120, 90)):
     """Smooth, with some noise: different in every corner."""
     x, y = np.meshgrid(np.linspace(0, 200, size[0]), np.linspace(0, 120, size[1]))
     noise = np.random.default_rng(0).integers(0, 30, (size[1], size[0], 3))
-    return Image.fromarray((np.stack([x, y, (x + y) / 2], -1) + noise).astype(np.uint8)).convert(mode)
+    return Image.fromarray((np.stack([x, y, (x + y) / 2], -1) + noise).astype(np.uint8)).convert(
+        mode
+    )
 
 
 def saved(mode="RGB", size=(120, 90), **options):
@@ -95,19 +103,22 @@ def test_a_photo_stands_as_pillow_shows_it(way, name):
     with warnings.catch_warnings():
         warnings.simplefilter("error", DeprecationWarning)
         picture = open_encoded(data, 3)
-        found, wanted = picture.decode(1).permute(1, 2, 0), shown(FILES[name])
+        actual = picture.decode(1).permute(1, 2, 0)
+        expected = shown(FILES[name])
     assert data.tobytes() == FILES[name]
-    assert (picture.height, picture.width) == wanted.shape[:2]
-    assert np.array_equal(found.numpy(), wanted)
+    assert (picture.height, picture.width) == expected.shape[:2]
+    assert np.array_equal(actual.numpy(), expected)
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 def test_a_file_is_that_of_torchvision(mode):
     image = torch.from_numpy(np.array(photo(mode)).reshape(90, 120, -1)).permute(2, 0, 1)
     with warnings.catch_warnings(action="ignore"):
-        wanted = torchvision.io.encode_jpeg(image.contiguous(), 90)
-    found = jpeg.jpeg_bytes(image, 90)
-    pixels = [np.asarray(Image.open(io.BytesIO(data.numpy().tobytes()))) for data in (found, wanted)]
+        expected = torchvision.io.encode_jpeg(image.contiguous(), 90)
+    actual = jpeg.encode_jpeg(image, 90)
+    pixels = [
+        np.asarray(Image.open(io.BytesIO(data.numpy().tobytes()))) for data in (actual, expected)
+    ]
     assert np.array_equal(*pixels)
 
 
@@ -121,7 +132,7 @@ def test_a_photo_that_was_cut_says_the_same_whoever_decodes(way, length):
 
 
 @pytest.mark.full("starts from nothing")
-def test_it_is_not_loaded_before_a_photo_is_decoded():
+def test_the_decoder_is_not_imported_before_a_photo_is_decoded():
     program = "import sys, trainer.data.photos.photo_reader, trainer.data.cache.stored as stored\n"
     program += "assert 'torchcodec' not in sys.modules and stored.jpeg_pixels"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -2,59 +2,49 @@
 
 import random
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 from torchvision.transforms.v2 import functional as vision
 
-from tests.data.photo_folders import read_image
-from tests.data.photos.test_decoding import TURNS, exif
+from tests.data.photo_folders import HEIGHT, TURNS, WIDTH, read_image, saved, scene
 from trainer.data.photos import decoding, photo_reader
 from trainer.data.photos.decoding import open_image
 from trainer.data.photos.lazy_images import FINE, Picture
-from trainer.data.photos.photo_reader import held_out, resized
-
-HEIGHT, WIDTH = 602, 815  # no multiples of a JPEG's blocks, nor of the factors
-
-
-def scene(height=HEIGHT, width=WIDTH):
-    """Something smooth that looks different everywhere and in each orientation."""
-    y, x = np.mgrid[:height, :width] / max(height, width)
-    waves = [np.sin(9 * x + 5 * y), np.cos(13 * y * x + 2), x + 0.4 * np.sin(20 * y)]
-    return np.clip(127 + 100 * np.stack(waves, -1), 0, 255).astype(np.uint8)
-
-
-def saved(path, orientation=1):
-    turned = np.ascontiguousarray(TURNS[orientation](scene()))
-    Image.fromarray(turned).save(path, exif=exif(orientation), quality=95)
-    return str(path)
+from trainer.data.photos.photo_reader import prepare_for_evaluation, resize
 
 
 @pytest.mark.parametrize("orientation", TURNS)
 def test_a_part_is_the_part_of_the_whole(tmp_path, orientation):
     path = saved(tmp_path / "a.jpg", orientation)
-    picture, whole = open_image(path, 3), read_image(path, 3)
+    picture = open_image(path, 3)
+    whole = read_image(path, 3)
     assert (picture.height, picture.width) == (HEIGHT, WIDTH) == whole.shape[1:]
-    drawn, smaller = random.Random(orientation), 0
+    drawn = random.Random(orientation)
+    smaller = 0
     for _ in range(30):
-        h, w = drawn.randrange(20, HEIGHT + 1), drawn.randrange(20, WIDTH + 1)
-        top, left = drawn.randrange(HEIGHT - h + 1), drawn.randrange(WIDTH - w + 1)
+        h = drawn.randrange(20, HEIGHT + 1)
+        w = drawn.randrange(20, WIDTH + 1)
+        top = drawn.randrange(HEIGHT - h + 1)
+        left = drawn.randrange(WIDTH - w + 1)
         least = drawn.randrange(8, 120)
         part = picture.pixels((top, left, h, w), least)
-        assert part.shape[1] >= min(h, least) and part.shape[2] >= min(w, least)
-        wanted = whole[:, top : top + h, left : left + w]
+        assert part.shape[1] >= min(h, least)
+        assert part.shape[2] >= min(w, least)
+        expected = whole[:, top : top + h, left : left + w]
         if min(h, w) < 2 * max(least, FINE):
-            assert torch.equal(part, wanted), "no smaller one will do"
+            assert torch.equal(part, expected), "no smaller one will do"
             continue
         smaller += part.shape[1] < h
-        one, other = (resized(image, [16, 16]).float() for image in (part, wanted))
+        one, other = (resize(image, [16, 16]).float() for image in (part, expected))
         assert (one - other).abs().mean() < 4, (top, left, h, w, least)
     assert smaller > 3
 
 
-@pytest.mark.parametrize(("least", "factor"), [(800, 1), (400, 2), (200, 4), (140, 4), (130, 8), (8, 8)])
-def test_as_much_smaller_as_is_allowed(tmp_path, least, factor):
+@pytest.mark.parametrize(
+    ("least", "factor"), [(800, 1), (400, 2), (200, 4), (140, 4), (130, 8), (8, 8)]
+)
+def test_a_jpeg_is_decoded_as_small_as_allowed(tmp_path, least, factor):
     Image.fromarray(scene(1046, 1203)).save(tmp_path / "a.jpg")
     whole = open_image(str(tmp_path / "a.jpg"), 3).whole(least)
     assert whole.shape[1:] == (-(-1046 // factor), -(-1203 // factor))
@@ -66,21 +56,21 @@ def test_a_stripe_that_would_fill_the_memory_is_refused(shape):
     image = torch.from_numpy(scene(*shape)).permute(2, 0, 1)
     if max(shape) > 1000 * min(shape):
         with pytest.raises(ValueError, match="cut it"):
-            held_out(Picture.of(image), 224)
+            prepare_for_evaluation(Picture.of(image), 224)
         return
-    assert held_out(Picture.of(image), 224).shape == (3, 224, 224)
+    assert prepare_for_evaluation(Picture.of(image), 224).shape == (3, 224, 224)
 
 
 @pytest.mark.parametrize("factor", [1, 2])
-def test_what_pillow_does_not_take_torchvision_may(tmp_path, monkeypatch, factor):
+def test_images_that_pillow_refuses_may_be_read_by_torchvision(tmp_path, monkeypatch, factor):
     path = saved(tmp_path / "a.jpg", 6)
-    wanted = read_image(path, 3)
+    expected = read_image(path, 3)
 
     def refused(*_):
         raise SyntaxError("not a JPEG for Pillow")
 
     monkeypatch.setattr(decoding, "JpegImageFile", refused)
-    assert torch.equal(open_image(path, 3).decode(factor), wanted)
+    assert torch.equal(open_image(path, 3).decode(factor), expected)
     (tmp_path / "b.jpg").write_bytes((tmp_path / "a.jpg").read_bytes()[:2000])
     with pytest.raises(SyntaxError, match="for Pillow"):
         open_image(str(tmp_path / "b.jpg"), 3).decode(factor)
@@ -91,7 +81,12 @@ def test_what_pillow_does_not_take_torchvision_may(tmp_path, monkeypatch, factor
 def test_resizing_is_torchvisions(channels, vectorised, monkeypatch):
     """Bit for bit, and as channels_last, in which a batch is filled fastest."""
     monkeypatch.setattr(photo_reader, "VECTORISED", vectorised and photo_reader.VECTORISED)
-    whole = torch.randint(0, 256, (70, 90, channels), dtype=torch.uint8).permute(2, 0, 1)
+    whole = torch.randint(
+        0,
+        256,
+        (70, 90, channels),
+        dtype=torch.uint8,
+    ).permute(2, 0, 1)
     crops = [
         whole,
         whole[:, 3:50, 7:80],
@@ -101,7 +96,15 @@ def test_resizing_is_torchvisions(channels, vectorised, monkeypatch):
         whole.contiguous(),
     ]
     for crop in crops:
-        for size in ([40, 40], [16, 24], [100, 90], [24]):
-            found, wanted = resized(crop, size), vision.resize(crop.contiguous(), size, antialias=True)
-            assert torch.equal(found, wanted)
-            assert crop.shape[1:] == (1, 1) or found[None].is_contiguous(memory_format=torch.channels_last)
+        for size in (
+            [40, 40],
+            [16, 24],
+            [100, 90],
+            [24],
+        ):
+            actual = resize(crop, size)
+            expected = vision.resize(crop.contiguous(), size, antialias=True)
+            assert torch.equal(actual, expected)
+            assert crop.shape[1:] == (1, 1) or actual[None].is_contiguous(
+                memory_format=torch.channels_last
+            )

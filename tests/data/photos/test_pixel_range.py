@@ -1,4 +1,6 @@
-"""Pixels of more than 8 bits, or with a sign: one decision for a whole data set, held against what NumPy has."""
+"""Pixels of more than 8 bits, or with a sign: one decision for a whole data set, held against what
+NumPy has.
+"""
 
 import math
 import re
@@ -12,7 +14,8 @@ from PIL import Image
 from tests.data.photo_folders import opened, read_image
 from trainer.errors import SetupError
 
-SAMPLE_FORMAT, PHOTOMETRIC = 339, 262
+SAMPLE_FORMAT = 339
+PHOTOMETRIC = 262
 
 
 def values(low, high, dtype, seed=0, shape=(32, 32)):
@@ -26,13 +29,33 @@ def tiff(path, pixels, order="<", **tags):
     pixels = pixels.astype(pixels.dtype.newbyteorder(order))
     height, width, *channels = pixels.shape
     kind = {"u": 1, "i": 2, "f": 3}[pixels.dtype.kind]
-    facts = {256: width, 257: height, 258: 8 * pixels.dtype.itemsize, 259: 1, PHOTOMETRIC: 2 if channels else 1}
-    facts |= {277: channels[0] if channels else 1, 278: height, 279: pixels.nbytes, SAMPLE_FORMAT: kind}
+    facts = {
+        256: width,
+        257: height,
+        258: 8 * pixels.dtype.itemsize,
+        259: 1,
+        PHOTOMETRIC: 2 if channels else 1,
+    }
+    facts |= {
+        277: channels[0] if channels else 1,
+        278: height,
+        279: pixels.nbytes,
+        SAMPLE_FORMAT: kind,
+    }
     facts |= {int(key.removeprefix("tag")): value for key, value in tags.items()}
     count = len(facts) + 1
     facts[273] = 8 + 2 + 12 * count + 4
     head = struct.pack(order + "2sHIH", b"II" if order == "<" else b"MM", 42, 8, count)
-    rows = (struct.pack(order + "HHII", tag, 4, 1, value) for tag, value in sorted(facts.items()))
+    rows = (
+        struct.pack(
+            order + "HHII",
+            tag,
+            4,
+            1,
+            value,
+        )
+        for tag, value in sorted(facts.items())
+    )
     path.write_bytes(head + b"".join(rows) + bytes(4) + pixels.tobytes())
     return path
 
@@ -41,10 +64,18 @@ def png16(path, pixels):
     """A PNG of 16 bits: gray, gray and alpha, colour, or colour and alpha."""
     path.parent.mkdir(parents=True, exist_ok=True)
     height, width, *channels = pixels.shape
-    colour = {0: 0, 1: 0, 2: 4, 3: 2, 4: 6}[channels[0] if channels else 0]
+    colour = {
+        0: 0,
+        1: 0,
+        2: 4,
+        3: 2,
+        4: 6,
+    }[channels[0] if channels else 0]
 
     def chunk(kind, data):
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     raw = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels)
     head = struct.pack(">IIBBBBB", width, height, 16, colour, 0, 0, 0)
@@ -59,11 +90,17 @@ def gray(path, pixel_range=None):
 
 
 def wanted(pixels, black, white):
-    """What the pixels should become."""
-    return np.clip(np.rint((pixels.astype(float) - black) * 255 / (white - black)), 0, 255).astype(np.uint8)
+    """Compute the expected pixels."""
+    return np.clip(
+        np.rint((pixels.astype(float) - black) * 255 / (white - black)),
+        0,
+        255,
+    ).astype(np.uint8)
 
 
-@pytest.mark.parametrize("write", [tiff, lambda path, pixels: png16(path.with_suffix(".png"), pixels)])
+@pytest.mark.parametrize(
+    "write", [tiff, lambda path, pixels: png16(path.with_suffix(".png"), pixels)]
+)
 def test_sixteen_bits_are_as_bright_as_their_file_says_however_dark_the_image_is(tmp_path, write):
     for high in (65535, 4095, 200):
         pixels = values(0, high, np.uint16)
@@ -72,13 +109,15 @@ def test_sixteen_bits_are_as_bright_as_their_file_says_however_dark_the_image_is
 
 @pytest.mark.parametrize("order", "<>")
 @pytest.mark.parametrize(
-    ("dtype", "black", "white"), [(np.uint16, 0, 4095), (np.uint16, -100, 50_000), (np.float32, -1, 1)]
+    ("dtype", "black", "white"),
+    [(np.uint16, 0, 4095), (np.uint16, -100, 50_000), (np.float32, -1, 1)],
 )
-def test_a_range_that_is_told_is_black_and_white(tmp_path, dtype, black, white, order):
+def test_a_given_range_is_black_and_white(tmp_path, dtype, black, white, order):
     pixels = values(max(0, black) if dtype == np.uint16 else black, white, dtype)
     path = tiff(tmp_path / "a.tif", pixels, order)
     assert np.array_equal(gray(path, (black, white)), wanted(pixels, black, white))
-    assert gray(path, (black, (black + white) / 2)).max() == 255  # what is brighter than white is white
+    # Values above white become white.
+    assert gray(path, (black, (black + white) / 2)).max() == 255
 
 
 @pytest.mark.parametrize(
@@ -100,18 +139,20 @@ def test_numbers_of_other_kinds_are_refused(tmp_path, dtype, ends, tags):
 
 
 @pytest.mark.parametrize("channels", [2, 3, 4])
-def test_of_colour_with_16_bits_65535_is_white(tmp_path, channels):
+def test_in_color_with_16_bits_65535_is_white(tmp_path, channels):
     pixels = values(0, 65535, np.uint16, shape=(32, 32, channels))
     path = png16(tmp_path / "a.png", pixels)
-    found = read_image(path, 3).numpy()
-    high = np.broadcast_to((pixels >> 8)[..., : 1 if channels == 2 else 3], (32, 32, 3)).transpose(2, 0, 1)
+    array = read_image(path, 3).numpy()
+    high = np.broadcast_to((pixels >> 8)[..., : 1 if channels == 2 else 3], (32, 32, 3)).transpose(
+        2, 0, 1
+    )
     alpha = 1.0 if channels == 3 else (pixels[..., -1] >> 8) / 255
-    assert np.abs(found - (alpha * high + 255 * (1 - alpha))).max() <= 0.5
+    assert np.abs(array - (alpha * high + 255 * (1 - alpha))).max() <= 0.5
     assert np.array_equal(gray(path, (0, 65535)), gray(path))
     with pytest.raises(ValueError, match="65,535 is white, whatever"):
         gray(path, (0, 4095))
     if channels == 3:
-        assert np.array_equal(read_image(tiff(tmp_path / "a.tif", pixels), 3).numpy(), found)
+        assert np.array_equal(read_image(tiff(tmp_path / "a.tif", pixels), 3).numpy(), array)
 
 
 def photo_set(root, pixels):
@@ -121,12 +162,18 @@ def photo_set(root, pixels):
     return root
 
 
-UNCLEAR = {  # what is said of each
-    r"16-bit numbers.* images .* from 0 to 4000 of 65535: .*=\[0,4095\] ": lambda n: values(0, 4000, np.uint16, n),
+UNCLEAR = {  # Messages for each.
+    r"16-bit numbers.* images .* from 0 to 4000 of 65535: .*=\[0,4095\] ": lambda n: values(
+        0, 4000, np.uint16, n
+    ),
     r"to 255 of 65535: data.pixel_range=\[0,255\]": lambda n: values(0, 255, np.uint16, n),
-    r"real numbers.* to (\S+): data.pixel_range=\[0,\1\]": lambda n: values(0, 0.1 * n, np.float32, n),
+    r"real numbers.* to (\S+): data.pixel_range=\[0,\1\]": lambda n: values(
+        0, 0.1 * n, np.float32, n
+    ),
     r"real numbers.* to 0.14 of 1: ": lambda n: values(0, 0.01 * n, np.float32, n),
-    r"to 4095 of 65535: save them with 8 bits": lambda n: values(0, 4000, np.uint16, n, (32, 32, 3)),
+    r"to 4095 of 65535: save them with 8 bits": lambda n: values(
+        0, 4000, np.uint16, n, (32, 32, 3)
+    ),
 }
 
 
@@ -138,18 +185,33 @@ def test_a_set_whose_white_nobody_can_tell_is_refused_as_a_whole(tmp_path, says)
 
 
 def test_a_dark_image_among_bright_ones_is_no_reason_to_ask(tmp_path):
-    photo_set(tmp_path, lambda n: values(0, 60000 if n == 3 else 100, np.uint16, n))
+    photo_set(
+        tmp_path,
+        lambda n: values(
+            0,
+            60000 if n == 3 else 100,
+            np.uint16,
+            n,
+        ),
+    )
     data = opened(tmp_path)
     assert re.search(r"\b16-bit\b.*\b0 .*\b65535\b", data.notes["pixels"])
-    found = {data.train.where(n): data.train.read(n, 1)[0].max().item() for n in range(len(data.train))}
-    assert sorted(found.values())[-1] in (0, 234) and set(found.values()) <= {0, 234}
+    actual = {
+        data.train.where(n): data.train.read(n, 1)[0].max().item() for n in range(len(data.train))
+    }
+    assert sorted(actual.values())[-1] in (0, 234)
+    assert set(actual.values()) <= {0, 234}
 
 
-def test_a_range_that_changes_nothing_and_further_pages_are_told(tmp_path):
+def test_a_range_without_effect_and_further_frames_are_reported(tmp_path):
     photo_set(tmp_path, lambda n: values(0, 255, np.uint8, n))
-    pages = [Image.fromarray(values(0, 255, np.uint8, n)) for n in range(3)]
+    frames = [Image.fromarray(values(0, 255, np.uint8, n)) for n in range(3)]
     for number in range(5):
-        pages[0].save(tmp_path / "a" / f"{number}.tif", save_all=True, append_images=pages[1:])
+        frames[0].save(
+            tmp_path / "a" / f"{number}.gif",
+            save_all=True,
+            append_images=frames[1:],
+        )
     notes = opened(tmp_path, "data.pixel_range=[0,4095]").notes
     assert "data.pixel_range" in notes["pixels"]
-    assert notes["pages"].startswith("4 of the images ")
+    assert notes["frames"].startswith("4 of the images ")

@@ -2,10 +2,12 @@
 
 import pytest
 
-from trainer.data.loaders import workers_of
+from trainer.data.loaders import count_workers
 from trainer.data.workers import worker_counts
-from trainer.data.workers.worker_counts import allowed, check_shared_memory, slots
+from trainer.data.workers.worker_counts import allowed, slots
 from trainer.errors import SetupError
+from trainer.memory import device
+from trainer.memory.device import check_shared_memory
 from trainer.recipe import load
 
 MIB = 2**20
@@ -13,11 +15,12 @@ MIB = 2**20
 
 @pytest.fixture
 def machine(monkeypatch):
-    """So many cores, and bytes of shared memory."""
+    """Simulate a number of cores and a size of shared memory in bytes."""
 
     def made(cores, free):
-        monkeypatch.setattr(worker_counts, "cores", lambda: cores)
-        monkeypatch.setattr(worker_counts, "free_shared_memory", lambda folder="": free)
+        monkeypatch.setattr(worker_counts, "count_cores", lambda: cores)
+        for module in (worker_counts, device):
+            monkeypatch.setattr(module, "free_shared_memory", lambda folder="": free)
 
     return made
 
@@ -35,7 +38,9 @@ def machine(monkeypatch):
         (4, 1, MIB, 0, 4),
     ],
 )
-def test_a_worker_a_core_as_far_as_shared_memory_reaches(machine, cores, readers, free, batch, wanted):
+def test_a_worker_a_core_as_far_as_shared_memory_reaches(
+    machine, cores, readers, free, batch, wanted
+):
     machine(cores, free)
     assert allowed(readers, batch) == wanted
     if free and batch < free:
@@ -44,16 +49,23 @@ def test_a_worker_a_core_as_far_as_shared_memory_reaches(machine, cores, readers
 
 def test_files_that_may_be_open_bound_it(machine, monkeypatch):
     machine(208, 1 << 40)
-    for limit, count in ((1024, 64), (10**6, 208), (-1, 208), (8, 1)):
-        monkeypatch.setattr(worker_counts.resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+    for limit, count in (
+        (1024, 64),
+        (10**6, 208),
+        (-1, 208),
+        (8, 1),
+    ):
+        monkeypatch.setattr(
+            worker_counts.resource, "getrlimit", lambda _, limit=limit: (limit, limit)
+        )
         assert allowed(1, MIB) == count
 
 
 def counted(*words, batch=MIB):
-    return workers_of(load(None, *words), 1, batch)
+    return count_workers(load(None, *words), 1, batch)
 
 
-def test_what_the_recipe_says_is_what_there_is_if_it_fits(machine):
+def test_the_recipes_number_of_workers_is_used_if_it_fits(machine):
     machine(16, 1 << 40)
     assert [counted(), counted("data.workers=3"), counted("data.workers=0")] == [16, 3, 0]
     machine(16, 64 * MIB)

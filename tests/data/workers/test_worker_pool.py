@@ -1,23 +1,22 @@
-"""Processes that read ahead: the same batches however many there are, for training and evaluation together."""
+"""Processes that read ahead: the same batches however many there are, for training and evaluation
+together.
+"""
 
 import multiprocessing
 import sys
 import textwrap
 import time
 from multiprocessing.context import ForkServerProcess
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests import warm
 from tests.command_line import QUIET, environment, ok
+from tests.data.loading import AUGMENT, Items, becomes_true, epoch, photo_sets, same
 from tests.data.photo_folders import photo_set
-from tests.data.test_loaders import AUGMENT, Items, comes_true, epoch, loading, photo_sets, same
 from trainer.errors import PeerError
 from trainer.saving.weights import read_weights
-
-__all__ = ["loading"]  # the fixture
 
 
 class Noting(Items):
@@ -54,7 +53,8 @@ def evaluated(loader, then=None):
 
 
 def test_the_same_workers_read_training_and_evaluation(loading):
-    inline, forked = loading(photo_sets(), *AUGMENT), loading(photo_sets(), *AUGMENT, "data.workers=2")
+    inline = loading(photo_sets(), *AUGMENT)
+    forked = loading(photo_sets(), *AUGMENT, "data.workers=2")
     seen = set()
     for number in range(3):
         assert same(epoch(forked, number), epoch(inline, number))
@@ -64,32 +64,39 @@ def test_the_same_workers_read_training_and_evaluation(loading):
 
 
 def steps(loader, number=0):
-    """An epoch as the loop takes it: no more is asked for than there is."""
+    """Yield an epoch like the loop does, without asking for more batches than it has."""
     batches = loader.training(number)
     for _ in range(loader.steps_per_epoch):
         next(batches)
 
 
-def test_what_comes_next_is_read_before_it_is_asked_for(loading, tmp_path):
+def test_the_next_batch_is_read_in_advance(loading, tmp_path):
     loader = loading(noting_sets(tmp_path), "data.workers=2")
     steps(loader)
-    assert comes_true(lambda: len(read(tmp_path / "val")) == 7), "the evaluation"
+    assert becomes_true(lambda: len(read(tmp_path / "val")) == 7), "the evaluation"
     before = len(read(tmp_path / "train"))
     evaluated(loader, then=1)
-    assert comes_true(lambda: len(read(tmp_path / "train")) >= before + 16), "the next epoch"
+    assert becomes_true(lambda: len(read(tmp_path / "train")) >= before + 16), "the next epoch"
     assert len(read(tmp_path / "val")) == 7, "read once"
     steps(loader, 1)
     assert sorted(read(tmp_path / "train")[before:]) == list(range(24))
-    assert comes_true(lambda: len(read(tmp_path / "val")) == 14)
+    assert becomes_true(lambda: len(read(tmp_path / "val")) == 14)
     evaluated(loader)
     time.sleep(0.1)
     assert len(read(tmp_path / "train")) == 48, "nothing follows the last evaluation"
 
 
-def test_what_was_expected_in_vain_is_given_up(loading, tmp_path):
-    """An epoch that is begun in its middle, another than was expected, and one that is begun twice."""
-    inline, loader = loading(photo_sets(), *AUGMENT), loading(photo_sets(), *AUGMENT, "data.workers=2")
-    for number, start, then in ((0, 0, 1), (5, 1, 5), (5, 0, 6), (6, 2, 9), (9, 0, None)):
+def test_a_prefetched_epoch_that_is_not_used_is_dropped(loading, tmp_path):
+    """The epoch starts in its middle, or is not the expected one, or is started twice."""
+    inline = loading(photo_sets(), *AUGMENT)
+    loader = loading(photo_sets(), *AUGMENT, "data.workers=2")
+    for number, start, then in (
+        (0, 0, 1),
+        (5, 1, 5),
+        (5, 0, 6),
+        (6, 2, 9),
+        (9, 0, None),
+    ):
         assert same(epoch(loader, number, start), epoch(inline, number, start))
         assert same(evaluated(loader, then), evaluated(inline))
         next(loader.training(3))
@@ -107,7 +114,7 @@ def test_failures_are_counted_when_their_batch_is_used(loading):
     for number in range(2):
         for _ in zip(loader.training(number), inline.training(number), strict=True):
             assert loader.skipped == inline.skipped
-        assert comes_true(loader._feeds[1]._readers.ready)
+        assert becomes_true(loader._feeds[1]._readers.ready)
         assert loader.skipped == inline.skipped
         for _ in zip(loader.evaluation(number + 1), inline.evaluation(), strict=True):
             assert loader.skipped == inline.skipped
@@ -121,14 +128,18 @@ class Slow(Items):
 
 
 def test_batches_come_in_order_whoever_was_slow(loading):
-    sets, plain = photo_sets(40), loading(photo_sets(40), "batch_size=2")
+    sets = photo_sets(40)
+    plain = loading(photo_sets(40), "batch_size=2")
     sets.train.items = Slow(40)
     assert same(epoch(loading(sets, "batch_size=2", "data.workers=4")), epoch(plain))
 
 
 @pytest.mark.parametrize("error", [EOFError(), ConnectionResetError()])
-def test_a_fork_server_that_is_killed_as_it_forks_a_worker_is_asked_once_more(error, loading, monkeypatch):
-    start, kills = ForkServerProcess._Popen, [error]
+def test_a_fork_server_that_is_killed_as_it_forks_a_worker_is_asked_once_more(
+    error, loading, monkeypatch
+):
+    start = ForkServerProcess._Popen
+    kills = [error]
 
     def killed(process):
         if kills:
@@ -136,7 +147,8 @@ def test_a_fork_server_that_is_killed_as_it_forks_a_worker_is_asked_once_more(er
         return start(process)
 
     monkeypatch.setattr(ForkServerProcess, "_Popen", staticmethod(killed))
-    assert same(epoch(loading(photo_sets(), "data.workers=1")), epoch(loading(photo_sets()))) and not kills
+    assert same(epoch(loading(photo_sets(), "data.workers=1")), epoch(loading(photo_sets())))
+    assert not kills
     kills += [error] * 2
     with pytest.raises(PeerError, match="was killed"):
         epoch(loading(photo_sets(), "data.workers=1"))
@@ -144,29 +156,57 @@ def test_a_fork_server_that_is_killed_as_it_forks_a_worker_is_asked_once_more(er
 
 @pytest.mark.slow
 def test_a_run_is_the_same_with_any_number_of_workers(tmp_path):
-    photos = ["data.name=imagefolder", f"data.root={tmp_path / 'set'}", "data.image_size=72", "augment.crop=resized"]
-    photo_set(tmp_path / "set", {"a": 9, "b": 9}, split=True, size=(100, 80))
-    words = ["model.name=cnn", *photos, "batch_size=6", "epochs=2", "threads=1", "mode=single", *QUIET]
-    found = []
+    photos = [
+        "data.name=imagefolder",
+        f"data.root={tmp_path / 'set'}",
+        "data.image_size=72",
+        "augment.crop=resized",
+    ]
+    photo_set(
+        tmp_path / "set",
+        {"a": 9, "b": 9},
+        split=True,
+        size=(100, 80),
+    )
+    words = [
+        "model.name=cnn",
+        *photos,
+        "batch_size=6",
+        "epochs=2",
+        "threads=1",
+        "mode=single",
+        *QUIET,
+    ]
+    collected = []
     for number in ("0", "2", "null"):
         ok(*words, f"data.workers={number}", f"output={tmp_path / number}")
-        found.append(read_weights(tmp_path / number / "last.safetensors")[0])
-    assert all(torch.equal(tensor, other[key]) for other in found[1:] for key, tensor in found[0].items())
+        collected.append(read_weights(tmp_path / number / "last.safetensors")[0])
+    assert all(
+        torch.equal(tensor, other[key])
+        for other in collected[1:]
+        for key, tensor in collected[0].items()
+    )
 
 
 @pytest.mark.slow
 def test_a_program_that_forgets_its_loader_ends(tmp_path):
     (tmp_path / "forgets.py").write_text(
-        textwrap.dedent(f"""
-            import sys
-            sys.path.insert(0, {str(Path(__file__).parents[2])!r})
-            from tests.data import test_loaders as t
+        textwrap.dedent("""
+            from tests.data import loading
+            from trainer.data import DataShare, Loader
+            from trainer.recipe import load
             if __name__ == "__main__":
-                recipe = t.load(None, "batch_size=8", "data.workers=2")
-                batches = t.Loader(t.photo_sets(), recipe, None, t.DataShare(), t.CPU)
-                print(len(next(batches.training(0)).targets))
+                recipe = load(None, "batch_size=8", "data.workers=2")
+                loader = Loader(loading.photo_sets(), recipe, None, DataShare(), loading.CPU)
+                print(len(next(loader.training(0)).targets))
             """)
     )
     command = [sys.executable, str(tmp_path / "forgets.py")]
-    done = warm.run(command, env=environment(), capture_output=True, text=True, timeout=180)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "8\n", "")
+    completed = warm.run(
+        command,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert (completed.returncode, completed.stdout, completed.stderr) == (0, "8\n", "")

@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 
 from tests.command_line import QUIET, ok
 
-# A compiler that only writes down what it is given, and whether the ranks had met in the pipeline by then.
+# A compiler that only writes down what it is given, and whether the ranks had met in the pipeline
+# by then.
 COMPILER = """
 from torch import nn
 from tests.training import compile_counter
@@ -31,8 +32,10 @@ for name in ("forward_backward", "forward"):
 
 @register_model("dropping")
 def dropping(classes, channels, size):
-    layers = [nn.Conv2d(channels, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.5), nn.Conv2d(8, 8, 3)]
-    return nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), nn.Dropout(0.5), nn.Linear(8 * 16, classes))
+    layers = [nn.Conv2d(channels, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.5),
+        nn.Conv2d(8, 8, 3)]
+    return nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), nn.Dropout(0.5),
+        nn.Linear(8 * 16, classes))
 """
 
 
@@ -40,27 +43,63 @@ def dropping(classes, channels, size):
 @pytest.mark.parametrize(
     "words",
     [
-        ["model.name=dropping", "pipeline.deferred_batch_norm=false", "pipeline.cuts=[4]", "augment.mixup=0.2"],
+        [
+            "model.name=dropping",
+            "pipeline.deferred_batch_norm=false",
+            "pipeline.cuts=[4]",
+            "augment.mixup=0.2",
+        ],
         pytest.param(
-            ["model.name=cnn_gn", "pipeline.schedule=interleaved1f1b", "precision=bf16", "recompute=true"],
+            [
+                "model.name=cnn_gn",
+                "pipeline.schedule=interleaved1f1b",
+                "precision=bf16",
+                "recompute=true",
+            ],
             marks=pytest.mark.full("one of several alike"),
         ),
         pytest.param(
-            ["model.name=vit_tiny", "pipeline.schedule=interleaved1f1b", "precision=bf16", "recompute=true"],
+            [
+                "model.name=vit_tiny",
+                "pipeline.schedule=interleaved1f1b",
+                "precision=bf16",
+                "recompute=true",
+            ],
             marks=pytest.mark.full("one of several alike"),
         ),
         pytest.param(
-            ["model.name=cnn_gn", "channels_last=false", "model.freeze=2", "data.name=synthetic", "data.channels=3"],
+            [
+                "model.name=cnn_gn",
+                "channels_last=false",
+                "model.freeze=2",
+                "data.name=synthetic",
+                "data.channels=3",
+            ],
             marks=pytest.mark.full("one of several alike"),
         ),
     ],
     ids=lambda words: " ".join(words[:2]),
 )
 def test_stages_are_compiled_before_a_rank_waits_for_another_and_leave_no_trace(words, tmp_path):
-    """One training and one evaluation graph a stage; weights and statistics are those of a run without them."""
+    """A stage has one training graph and one evaluation graph.
+
+    Weights and statistics equal those of a run without graphs.
+    """
     (tmp_path / "compiler.py").write_text(COMPILER)
-    run = [*words, "recipe=digits", "plugin=compiler", "mode=pipeline", "nproc=2", "epochs=2"]
-    run += ["data.samples=64", "data.val_samples=32", "batch_size=32", "max_steps=4", "pipeline.microbatches=4", *QUIET]
+    run = [
+        *words,
+        "recipe=digits",
+        "plugin=compiler",
+        "mode=pipeline",
+        "nproc=2",
+        "epochs=2",
+        "data.samples=64",
+        "data.val_samples=32",
+        "batch_size=32",
+        "max_steps=4",
+        "pipeline.microbatches=4",
+        *QUIET,
+    ]
     at = {"cwd": tmp_path, "env": {"TRAINER_TEST_COMPILED": str(tmp_path / "graphs")}}
     ok(*run, "compile=true", f"output={tmp_path / 'compiled'}", **at)
     ok(*run, f"output={tmp_path / 'plain'}", **at)

@@ -1,7 +1,8 @@
-"""Replayed passes of stages in one process are the launched ones, to the bit: one graph, or one for each action.
+"""Replayed passes of stages in one process equal the eager passes to the bit, with one graph or
+with one for each action.
 
-The CPU has graphs here: `tests.simulated.tape`. Its stages share one device; where they are to be on several, each has
-a name of its own for the CPU.
+The CPU has graphs here: `tests.simulated.tape`. Its stages share one device; where they are to be
+on several, each has a name of its own for the CPU.
 """
 
 import functools
@@ -15,7 +16,7 @@ import torch
 from tests.command_line import result
 from tests.simulated.tape import CpuRecorder, same_draws
 from tests.training.graphed_runs import differences, train
-from trainer.devices.cuda_graphs import NotRecorded
+from trainer.devices.cuda_graphs import NotCapturable
 from trainer.errors import NotFiniteError, RecipeError
 from trainer.models.balance import BlockCost
 from trainer.modes.deferred_batchnorm import DeferredStatistics
@@ -27,14 +28,18 @@ from trainer.recipe.checks import check_processes
 from trainer.training import step_graphs
 
 SGD = "optimizer.weight_decay=0.001 optimizer.nesterov=true"
-ADAMW = "optimizer.name=adamw optimizer.lr=0.003 optimizer.weight_decay=0.1 optimizer.norm_weight_decay=0"
+ADAMW = (
+    "optimizer.name=adamw optimizer.lr=0.003 optimizer.weight_decay=0.1 "
+    "optimizer.norm_weight_decay=0"
+)
 MUON = "optimizer.name=muon optimizer.lr=0.01 optimizer.weight_decay=0.05 optimizer.nesterov=true"
-TWO, THREE = "devices=[cpu,cpu]", "devices=[cpu,cpu,cpu]"
+TWO = "devices=[cpu,cpu]"
+THREE = "devices=[cpu,cpu,cpu]"
 FOUR = f"mode=pipeline pipeline.microbatches=4 {TWO}"
 
 
 class Several(CpuRecorder):
-    """Of several devices, each of which has memory of its own."""
+    """Recorders of several devices, each with its own memory."""
 
     def __init__(self, device):
         super().__init__(device)
@@ -54,7 +59,7 @@ class Several(CpuRecorder):
 
 
 def setup(self, model):
-    """Names for the CPU by which stages are on a device each."""
+    """Names of the CPU that put each stage on its own device."""
     _setup(self, model)
     for number, lane in enumerate(self.lanes):
         lane.device = torch.device("cpu", number) if number else self.device
@@ -73,15 +78,27 @@ APART = [(StreamPipeline, "setup", setup)]
 
 @functools.cache
 def launched(words):
-    """Muon's last bits depend on whether its rate is a tensor, on the CPU: of one device this run has tensors too."""
-    tensors = [(step_graphs, "WARM", 10**9)] if "muon" in words else []
+    """Muon's last bits depend on whether its rate is a tensor, on the CPU: of one device this run
+    has tensors too.
+    """
+    tensors = [(step_graphs, "WARMUP_STEPS", 10**9)] if "muon" in words else []
     with tempfile.TemporaryDirectory() as folder:
-        left = train(f"{words} graphs={'true' if tensors else 'false'}", Path(folder), [*ALIKE, *tensors])
+        left = train(
+            f"{words} graphs={'true' if tensors else 'false'}", Path(folder), [*ALIKE, *tensors]
+        )
         left.result = result(folder)
         return left
 
 
-def replayed(words, apart, patches=(), kind=Several, graphs="true", folder=None, **more):
+def replayed(
+    words,
+    apart,
+    patches=(),
+    kind=Several,
+    graphs="true",
+    folder=None,
+    **more,
+):
     """A run that records its steps, with each stage on a device of its own, or all on one."""
     with tempfile.TemporaryDirectory() as other:
         patches = [*ALIKE, *(APART if apart else ()), *patches]
@@ -95,19 +112,24 @@ WORDS = {
     "split": f"mode=split {TWO} {SGD} clip_grad_norm=1",
     "split in three": f"mode=split {THREE} {ADAMW} accumulate=2 ema=0.9",
     "one micro-batch": f"mode=pipeline pipeline.microbatches=1 {TWO} {SGD}",
-    "two micro-batches": f"mode=pipeline pipeline.microbatches=2 {TWO} {ADAMW} ema=0.9 clip_grad_norm=0.5",
+    "two micro-batches": (
+        f"mode=pipeline pipeline.microbatches=2 {TWO} {ADAMW} ema=0.9 clip_grad_norm=0.5"
+    ),
     "four in three stages": f"mode=pipeline pipeline.microbatches=4 {THREE} {SGD}",
-    "a smaller last one": f"mode=pipeline pipeline.split_size=3 {TWO} {SGD} accumulate=2 batch_size=16",
+    "a smaller last "
+    "one": f"mode=pipeline pipeline.split_size=3 {TWO} {SGD} accumulate=2 batch_size=16",
     "each micro-batch's statistics": f"{FOUR} pipeline.deferred_batch_norm=false {SGD}",
     "muon": f"{FOUR} {MUON}",
     "fp16": f"{FOUR} precision=fp16 model.name=mlp {SGD} accumulate=2",
     "bf16": f"{FOUR} precision=bf16 {ADAMW}",
     "frozen": f"{FOUR} model.name=cnn model.freeze=1 {SGD}",
-    "frozen, in three": f"mode=pipeline pipeline.microbatches=2 model.name=cnn model.freeze=2 {THREE} {SGD}",
+    "frozen, in "
+    "three": f"mode=pipeline pipeline.microbatches=2 model.name=cnn model.freeze=2 {THREE} {SGD}",
     "mixed": f"{FOUR} augment.mixup=0.2 augment.cutmix=0.5 {SGD}",
     "vit": f"{FOUR} model.name=vit_tiny {ADAMW}",
     "computed anew": f"{FOUR} model.name=cnn recompute=true {ADAMW}",
-    "computed anew in three": f"mode=split {THREE} model.name=cnn recompute=true {SGD} accumulate=2",
+    "computed anew in "
+    "three": f"mode=split {THREE} model.name=cnn recompute=true {SGD} accumulate=2",
 }
 FAST = ("split", "one micro-batch", "two micro-batches", "fp16", "frozen", "mixed")
 
@@ -116,7 +138,10 @@ FAST = ("split", "one micro-batch", "two micro-batches", "fp16", "frozen", "mixe
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.full if name == "vit" else pytest.mark.slow] * (name not in FAST))
+        pytest.param(
+            name,
+            marks=[pytest.mark.full if name == "vit" else pytest.mark.slow] * (name not in FAST),
+        )
         for name in WORDS
     ],
 )
@@ -124,32 +149,46 @@ def test_replayed_steps_are_the_launched_ones(name, apart):
     played = replayed(WORDS[name], apart)
     assert differences(launched(WORDS[name]), played) == []
     assert played.said == [] and played.replayed_to_the_end
-    assert (played.steps.recording.update is None) is apart  # the optimizer's part, which one device records
+    # The optimizer's part, which one device records.
+    assert (played.steps.captured.update is None) is apart
 
 
-@pytest.mark.parametrize("apart", [pytest.param(False, marks=pytest.mark.slow), True], ids=["one device", "several"])
+@pytest.mark.parametrize(
+    "apart", [pytest.param(False, marks=pytest.mark.slow), True], ids=["one device", "several"]
+)
 def test_a_run_goes_on_in_mid_epoch(apart, tmp_path):
     words = f"{FOUR} {ADAMW} ema=0.9 data.samples=80"
     replayed(words, apart, folder=tmp_path, stop_after=7)
-    left, whole = replayed(f"{words} resume=auto", apart, folder=tmp_path), launched(words)
+    left = replayed(f"{words} resume=auto", apart, folder=tmp_path)
+    whole = launched(words)
     assert left.replayed_to_the_end
-    whole.figures, every = {name: value for name, value in whole.figures.items() if name in left.figures}, whole.figures
+    whole.figures, every = (
+        {name: value for name, value in whole.figures.items() if name in left.figures},
+        whole.figures,
+    )
     assert len(whole.figures) > 5 and differences(whole, left) == []
     whole.figures = every
 
 
 @pytest.mark.slow
 def test_bubbles_are_those_of_replayed_steps_or_none(tmp_path):
-    """Within one graph nothing can be timed, and what launched steps had is not what replayed ones have."""
+    """Nothing can be timed within a graph, and the times of eager steps are not those of replayed
+    ones.
+    """
     words = f"{FOUR} {SGD} pipeline.timeline=true epochs=4"
     assert launched(words).result["pipeline"]["bubble_measured"] is not None
     together = replayed(words, False, folder=tmp_path / "together").result["pipeline"]
-    assert (together["bubble_measured"], together["bubble_at_most"], together["stage_seconds"]) == (None, None, [])
+    assert (together["bubble_measured"], together["bubble_at_most"], together["stage_seconds"]) == (
+        None,
+        None,
+        [],
+    )
     apart = replayed(words, True, folder=tmp_path / "apart").result["pipeline"]
     assert 0 <= apart["bubble_measured"] <= apart["bubble_at_most"] <= 1
     events = json.loads((tmp_path / "apart/timeline.json").read_text())["traceEvents"]
     steps = {event["args"]["step"] for event in events if event["ph"] == "X"}
-    assert sum(event["ph"] == "X" for event in events) == 16 * len(steps)  # 2 stages, 4 micro-batches, there and back
+    # 2 stages, 4 micro-batches, there and back.
+    assert sum(event["ph"] == "X" for event in events) == 16 * len(steps)
     assert "bubble_measured" in replayed(f"mode=split {TWO} {SGD}", True).result["pipeline"]
 
 
@@ -165,28 +204,32 @@ def test_two_stages_on_one_of_several_devices_are_launched():
 
 
 class Fails(Several):
-    """Cannot record what comes after some recordings."""
+    """A recorder that fails after some captures."""
 
     after = 0
 
     def record(self, work, stream=None):
         if len(self.recordings) >= self.after:
-            with pytest.raises(NotRecorded):
+            with pytest.raises(NotCapturable):
                 super().record(lambda: (work(), torch.zeros(()).item()))
-            raise NotRecorded("of a reason")
+            raise NotCapturable("of a reason")
         return super().record(work)
 
 
 @pytest.mark.parametrize(("apart", "after"), [(False, 0), (True, 0), (True, 3), (True, 8)])
 def test_a_recording_that_fails_leaves_nothing(apart, after):
     words = f"{FOUR} model.name=cnn {SGD}"
-    played = replayed(words, apart, kind=type("After", (Fails,), {"after": after}))
+    played = replayed(
+        words,
+        apart,
+        kind=type("After", (Fails,), {"after": after}),
+    )
     assert differences(launched(words), played) == []
     assert len(played.said) == 1 and all(recorder.closed for recorder in played.recorders)
 
 
 @pytest.mark.slow
-def test_stages_that_draw_are_computed_anew_launched():
+def test_stages_with_random_numbers_are_recomputed_eagerly():
     words = f"{FOUR} {SGD} recompute=true"
     with pytest.raises(RecipeError, match=r"recompute=false, or graphs=false"):
         replayed(words, False)
@@ -207,7 +250,7 @@ def test_over_processes_steps_are_launched():
 
 
 def changed(change):
-    """RecordedActions whose list is another."""
+    """Return RecordedActions with another list."""
 
     def init(self, *given):
         _init(self, *given)
@@ -216,25 +259,32 @@ def changed(change):
     return [(RecordedActions, "__init__", init)]
 
 
-_init, _copy = RecordedActions.__init__, Edge.copy
+_init = RecordedActions.__init__
+_copy = Edge.copy
 
 
 def of_the_former(actions):
-    """Each gradient that goes back is that of the micro-batch before."""
-    back = {action.microbatch: copied for action, _, copied in actions if action.kind == "B" and copied is not None}
+    """Each gradient that goes back is that of the previous micro-batch."""
+    back = {
+        action.microbatch: copied
+        for action, _, copied in actions
+        if action.kind == "B" and copied is not None
+    }
     assert len(back) == 4
     return [
         (
             action,
             replay,
-            (back[max(0, action.microbatch - 1)][0], copied[1]) if copied and action.kind == "B" else copied,
+            (back[max(0, action.microbatch - 1)][0], copied[1])
+            if copied and action.kind == "B"
+            else copied,
         )
         for action, replay, copied in actions
     ]
 
 
 def only_once(self, tensor, into=None):
-    """What was copied once stays."""
+    """A value that was copied is never copied again."""
     seen = self.__dict__.setdefault("seen", set())
     if into is not None and into.data_ptr() in seen:
         return into
@@ -252,14 +302,16 @@ class CommitsAtOnce(Several):
 
 
 def not_filled(self):
-    """Targets stay those of the first pass."""
-    self._targets = self._there
+    """Keep the targets of the first pass."""
+    self._targets = self._last_targets
     _replay(self)
 
 
 _replay = RecordedActions.replay
 MUTANTS = {
-    "all forward passes first": changed(lambda actions: sorted(actions, key=lambda one: one[0].kind != "F")),
+    "all forward passes first": changed(
+        lambda actions: sorted(actions, key=lambda one: one[0].kind != "F")
+    ),
     "forward passes in turn": changed(lambda actions: [actions[1], actions[0], *actions[2:]]),
     "a gradient of the micro-batch before": changed(of_the_former),
     "an edge that is not copied anew": [(Edge, "copy", only_once)],
@@ -272,9 +324,10 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name):
     """Even without the step that is replayed as a proof."""
-    mutant, words = MUTANTS[name], f"{FOUR} {SGD}"
+    mutant = MUTANTS[name]
+    words = f"{FOUR} {SGD}"
     patches, kind = (mutant, Several) if isinstance(mutant, list) else ([], mutant)
-    blind = [(step_graphs, "difference", lambda evidence, live, precision, replay: None)]
+    blind = [(step_graphs, "find_difference", lambda evidence, live, precision, replay: None)]
     try:
         played = replayed(words, True, [*patches, *blind], kind)
     except NotFiniteError:

@@ -1,9 +1,8 @@
-"""A model in stages, in one process: split and pipelined compute what the whole model computes.
+"""A model in stages, in one process: split and pipelined modes compute the same as the whole model.
 
 On CPU stand-ins here; what overlaps, and who waits for a copy, needs a GPU.
 """
 
-import copy
 import json
 
 import pytest
@@ -12,57 +11,17 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile
 
-from tests.contexts import mode_of
 from tests.modes.odd_models import Squashed
+from tests.strategies import CPU, ROWS, assert_equals_whole, digits, gradients, staged
 from trainer.data import Batch
 from trainer.models.zoo import build
 from trainer.modes.pipeline import streams
-from trainer.processes.rank import Place
-from trainer.processes.world import World
-from trainer.recipe import ModelRecipe, load
-
-CPU = torch.device("cpu")
-ROWS = 10
-
-
-def staged(model, drives, words, shape=(ROWS, 1, 8, 8), **more):
-    """A copy of the model under a mode, on devices."""
-    world = World(Place(), drives[0], 1, tuple(map(str, drives)), drives)
-    defaults = {"mode": "pipeline", "batch_size": shape[0], "channels_last": False}
-    strategy = mode_of(load(defaults, *words.split()), world, shape, **more)
-    strategy.setup(copy.deepcopy(model))
-    return strategy
+from trainer.recipe import ModelRecipe
 
 
 def made(name):
     torch.manual_seed(0)
     return build(ModelRecipe(name=name), 10, 1, 8)
-
-
-def digits(rows=ROWS, device=CPU, number=0):
-    generator = torch.Generator().manual_seed(number)
-    images = torch.randn(rows, 1, 8, 8, generator=generator)
-    return Batch(images.to(device), torch.randint(10, (rows,), generator=generator).to(device), rows)
-
-
-def gradients(named):
-    return {name: parameter.grad.cpu() for name, parameter in named}
-
-
-def same_as_whole(model, strategy, batch, tolerance=1e-5):
-    """Loss, gradients and outputs in evaluation mode are the whole model's."""
-    whole = copy.deepcopy(model).to(batch.inputs.device)
-    expected = cross_entropy(whole(batch.inputs), batch.targets)
-    expected.backward()
-    strategy.train(model.training)
-    loss = strategy.forward_backward(batch, 1 / batch.count)
-    close = {"rtol": tolerance, "atol": tolerance}
-    torch.testing.assert_close(loss, expected.detach(), **close)
-    found = gradients(strategy.named_parameters().items())
-    torch.testing.assert_close(found, gradients(whole.named_parameters()), **close)
-    strategy.train(False)
-    with torch.no_grad():
-        torch.testing.assert_close(strategy.forward(batch.inputs), whole.eval()(batch.inputs), **close)
 
 
 @pytest.mark.parametrize("name", ["cnn_gn", "vit_tiny", "cnn"])
@@ -78,12 +37,12 @@ def same_as_whole(model, strategy, batch, tolerance=1e-5):
         (2, "pipeline.split_size=1"),
     ],
 )
-def test_as_the_whole_model(name, stages, words):
+def test_a_pipeline_equals_the_whole_model(name, stages, words):
     model = made(name)
-    if name == "cnn":  # in training BatchNorm would see micro-batches
+    if name == "cnn":  # BatchNorm would see micro-batches in training.
         model(digits(number=3).inputs)
         model.eval()
-    same_as_whole(model, staged(model, (CPU,) * stages, words), digits())
+    assert_equals_whole(model, staged(model, (CPU,) * stages, words), digits())
 
 
 def test_bf16_and_a_scaled_loss():
@@ -96,8 +55,13 @@ def test_bf16_and_a_scaled_loss():
     expected = cross_entropy(outputs.float(), digits().targets)
     torch.testing.assert_close(loss, expected.detach(), rtol=2e-2, atol=2e-2)
     (8 * expected).backward()
-    found = gradients(strategy.named_parameters().items())
-    torch.testing.assert_close(found, gradients(model.named_parameters()), rtol=0.2, atol=0.2)
+    actual_gradients = gradients(strategy.named_parameters().items())
+    torch.testing.assert_close(
+        actual_gradients,
+        gradients(model.named_parameters()),
+        rtol=0.2,
+        atol=0.2,
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,11 +75,12 @@ def test_bf16_and_a_scaled_loss():
     ],
 )
 def test_small_batches_and_soft_targets(words, rows, soft):
-    model, batch = made("cnn_gn"), digits(rows)
+    model = made("cnn_gn")
+    batch = digits(rows)
     if soft:
         batch = Batch(batch.inputs, torch.rand(rows, 10).softmax(1), rows)
     shape = (1 if rows == 1 else ROWS, 1, 8, 8)
-    same_as_whole(model, staged(model, (CPU, CPU), words, shape=shape), batch)
+    assert_equals_whole(model, staged(model, (CPU, CPU), words, shape=shape), batch)
 
 
 # BatchNorm's running statistics.
@@ -137,13 +102,18 @@ def test_statistics_of_a_whole_batch(words):
     for number in range(2):
         strategy.forward_backward(digits(number=number), 1 / ROWS)
         model(digits(number=number).inputs)
-    torch.testing.assert_close(strategy.named_buffers(), dict(model.named_buffers()), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        strategy.named_buffers(), dict(model.named_buffers()), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("recompute", ["true", "false"])
 def test_statistics_of_micro_batches(recompute):
-    """Deferred, the first layer's are the whole batch's; else each micro-batch counts as a batch."""
-    model, batch = made("cnn"), digits()
+    """Deferred, the first layer's are the whole batch's; else each micro-batch counts as
+    a batch.
+    """
+    model = made("cnn")
+    batch = digits()
     batch.inputs.add_(torch.arange(ROWS).view(-1, 1, 1, 1))
     tracked = {}
     for deferred in ("true", "false"):
@@ -151,17 +121,26 @@ def test_statistics_of_micro_batches(recompute):
         strategy = staged(model, (CPU, CPU), f"pipeline.split_size=3 {words}")
         strategy.train()
         strategy.forward_backward(batch, 1 / ROWS)
-        tracked[deferred] = {name: buffer.clone() for name, buffer in strategy.named_buffers().items()}
+        tracked[deferred] = {
+            name: buffer.clone() for name, buffer in strategy.named_buffers().items()
+        }
     model(batch.inputs)
     expected = dict(model.named_buffers())
     assert list(tracked["true"]) == list(expected)
     for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked"):
-        torch.testing.assert_close(tracked["true"][name], expected[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            tracked["true"][name],
+            expected[name],
+            rtol=1e-5,
+            atol=1e-6,
+        )
     assert tracked["false"]["1.num_batches_tracked"] == 4
-    assert not torch.allclose(tracked["false"]["1.running_var"], expected["1.running_var"], rtol=0.1)
+    assert not torch.allclose(
+        tracked["false"]["1.running_var"], expected["1.running_var"], rtol=0.1
+    )
 
 
-# What is known of it.
+# --- figures of a pipeline.
 
 
 def test_names_are_the_models_and_nothing_of_it_is_lost():
@@ -185,32 +164,45 @@ def test_names_are_the_models_and_nothing_of_it_is_lost():
         ("pipeline.split_size=99", "1 micro-batches of 10,", (1, 10)),
     ],
 )
-def test_what_is_said_of_micro_batches(words, said, facts):
+def test_messages_about_micro_batches(words, said, facts):
     strategy = staged(made("cnn_gn"), (CPU, CPU), f"pipeline.cuts=['7'] {words}")
-    notes, known = strategy.notes(), strategy.result_fields()["pipeline"]
-    assert said in notes["pipeline"] and "for correctness" in notes["note"] and notes["cuts"] == "after 7"
-    assert (known["microbatches"], known["split_size"]) == facts
-    assert (known["stages"], known["cuts"], known["schedule"], known["bubble_measured"]) == (2, ["7"], "streams", None)
-    assert known["bubble_ideal"] == pytest.approx(1 / (facts[0] + 1))
+    notes = strategy.notes()
+    known_names = strategy.result_fields()["pipeline"]
+    assert said in notes["pipeline"]
+    assert "for correctness" in notes["note"]
+    assert notes["cuts"] == "after 7"
+    assert (known_names["microbatches"], known_names["split_size"]) == facts
+    assert (
+        known_names["stages"],
+        known_names["cuts"],
+        known_names["schedule"],
+        known_names["bubble_measured"],
+    ) == (
+        2,
+        ["7"],
+        "streams",
+        None,
+    )
+    assert known_names["bubble_ideal"] == pytest.approx(1 / (facts[0] + 1))
     strategy.forward_backward(digits(), 1 / ROWS)
     figures = strategy.figures()
     assert strategy.result_fields()["pipeline"]["bubble_measured"] == pytest.approx(
         figures["pipeline/bubble_pct"] / 100
     )
-    # Stand-ins work one at a time: what one does the other waits.
+    # Stand-ins work one at a time: one waits while the other works.
     busy = figures["pipeline/stage0_busy_pct"] + figures["pipeline/stage1_busy_pct"]
     assert busy <= 100.001 and figures["pipeline/bubble_pct"] == pytest.approx(100 - busy / 2)
     assert strategy.figures() == {}
 
 
-# On a GPU.
+# --- on a GPU.
 
 CARD = torch.device("cuda", 0)
 
 
 @pytest.fixture
 def slow_copies(monkeypatch):
-    """Every copy between stages begins some ten milliseconds late."""
+    """Delay each copy between stages by about ten milliseconds."""
     monkeypatch.setattr(streams, "delay_cycles", 20_000_000)
 
 
@@ -225,15 +217,17 @@ def exact(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("cards", [1, 2])
 @pytest.mark.parametrize("name", ["cnn_gn", "vit_tiny"])
-@pytest.mark.parametrize("words", ["mode=split", "pipeline.microbatches=5", "pipeline.split_size=4 recompute=true"])
-def test_as_the_whole_model_on_gpus(name, words, cards, exact):
+@pytest.mark.parametrize(
+    "words", ["mode=split", "pipeline.microbatches=5", "pipeline.split_size=4 recompute=true"]
+)
+def test_a_pipeline_equals_the_whole_model_on_gpus(name, words, cards, exact):
     if torch.cuda.device_count() < cards:
         pytest.skip(f"needs {cards} CUDA devices")
     drives = (CARD, torch.device("cuda", cards - 1))
     model = made(name)
     strategy = staged(model, drives, words)
     assert {p.device for p in strategy.named_parameters().values()} == {*drives}
-    same_as_whole(model, strategy, digits(device=CARD), 1e-4)
+    assert_equals_whole(model, strategy, digits(device=CARD), 1e-4)
 
 
 @pytest.mark.gpu
@@ -241,15 +235,17 @@ def test_late_copies_change_nothing(exact, slow_copies):
     """A stage that did not wait for its copy would compute with what was in the memory before."""
     model = made("cnn_gn")
     strategy = staged(model, (CARD,) * 3, "pipeline.microbatches=5")
-    same_as_whole(model, strategy, digits(device=CARD), 1e-4)
+    assert_equals_whole(model, strategy, digits(device=CARD), 1e-4)
     for number in range(1, 4):  # memory is used again
         for parameter in strategy.named_parameters().values():
             parameter.grad = None
-        same_as_whole(model, strategy, digits(device=CARD, number=number), 1e-4)
+        assert_equals_whole(model, strategy, digits(device=CARD, number=number), 1e-4)
 
 
 class Asleep(torch.autograd.Function):
-    """Keeps one thread of a GPU busy, forwards and backwards: many of them have room beside each other."""
+    """A layer that keeps one thread of a GPU busy, forward and backward; many of them fit on the
+    GPU together.
+    """
 
     @staticmethod
     def forward(ctx, x):
@@ -280,9 +276,14 @@ class Sleeping(nn.Module):
 
 @pytest.mark.gpu
 def test_stages_overlap_on_a_gpu(tmp_path):
-    """In the profiler's kernels the second stage works, on a stream of its own, while the first one does."""
-    rows, count = 64, 8
-    strategy = staged(Sleeping(), (CARD, CARD), f"pipeline.microbatches={count}", shape=(rows, 1, 8, 8))
+    """The profiler shows kernels of the second stage, on its own stream, while the first stage
+    works.
+    """
+    rows = 64
+    count = 8
+    strategy = staged(
+        Sleeping(), (CARD, CARD), f"pipeline.microbatches={count}", shape=(rows, 1, 8, 8)
+    )
     batch = digits(rows, CARD)
     for _ in range(3):
         strategy.forward_backward(batch, 1 / rows)
@@ -292,13 +293,16 @@ def test_stages_overlap_on_a_gpu(tmp_path):
             strategy.forward_backward(batch, 1 / rows)
         torch.cuda.synchronize()
     lanes = kernels_by_stream(watched, tmp_path / "trace.json")
-    busiest = sorted(lanes.values(), key=lambda spans: -sum(end - begin for begin, end in spans))[:2]
+    busiest = sorted(lanes.values(), key=lambda spans: -sum(end - begin for begin, end in spans))[
+        :2
+    ]
     assert len(busiest) == 2, "all kernels ran on one stream"
     first, second = busiest
     together = sum(max(0, min(b, d) - max(a, c)) for a, b in first for c, d in second)
     shorter = min(sum(end - begin for begin, end in spans) for spans in busiest)
     assert together > 0.5 * shorter
-    assert strategy.figures()["pipeline/bubble_pct"] < 50  # one stage at a time would be 50
+    # The bubble would be 50 % if one stage worked at a time.
+    assert strategy.figures()["pipeline/bubble_pct"] < 50
 
 
 def kernels_by_stream(watched, path):
@@ -307,24 +311,37 @@ def kernels_by_stream(watched, path):
     lanes = {}
     for event in json.loads(path.read_text())["traceEvents"]:
         if event.get("cat") == "kernel":
-            lanes.setdefault(event["args"]["stream"], []).append((event["ts"], event["ts"] + event["dur"]))
+            lanes.setdefault(event["args"]["stream"], []).append(
+                (event["ts"], event["ts"] + event["dur"])
+            )
     return lanes
 
 
-@pytest.mark.parametrize("words", ["pipeline.microbatches=2", "pipeline.microbatches=2 recompute=true"])
+@pytest.mark.parametrize(
+    "words", ["pipeline.microbatches=2", "pipeline.microbatches=2 recompute=true"]
+)
 def test_a_subclass_of_batch_norm_is_what_trains(words):
-    """To the bit: two micro-batches are two passes of the model as it was given."""
+    """Two micro-batches equal two passes of the given model to the bit."""
     torch.manual_seed(0)
-    layers = [nn.Conv2d(1, 4, 3), Squashed(4), nn.Conv2d(4, 4, 3), Squashed(4), nn.Flatten(), nn.Linear(64, 10)]
-    model, batch = nn.Sequential(*layers), digits()
+    layers = [
+        nn.Conv2d(1, 4, 3),
+        Squashed(4),
+        nn.Conv2d(4, 4, 3),
+        Squashed(4),
+        nn.Flatten(),
+        nn.Linear(64, 10),
+    ]
+    model = nn.Sequential(*layers)
+    batch = digits()
     strategy = staged(model, (CPU, CPU), words)
     strategy.train()
-    found = strategy.forward_backward(batch, 1 / ROWS)
+    actual = strategy.forward_backward(batch, 1 / ROWS)
     losses = []
     for part in (slice(0, 5), slice(5, ROWS)):
         loss = cross_entropy(model(batch.inputs[part]), batch.targets[part]) * (5 / ROWS)
         loss.backward()
         losses.append(loss.detach())
-    assert torch.equal(found, sum(losses))
-    ours, theirs = gradients(strategy.named_parameters().items()), gradients(model.named_parameters())
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert torch.equal(actual, sum(losses))
+    ours = gradients(strategy.named_parameters().items())
+    actual_gradients = gradients(model.named_parameters())
+    assert all(torch.equal(ours[name], actual_gradients[name]) for name in actual_gradients)

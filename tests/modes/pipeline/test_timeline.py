@@ -16,9 +16,9 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that the test sets."""
-    found = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(timeline, "time", SimpleNamespace(perf_counter=lambda: found.now))
-    return found
+    actual = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(timeline, "time", SimpleNamespace(perf_counter=lambda: actual.now))
+    return actual
 
 
 def work(recorder, clock, worker, action, seconds):
@@ -28,7 +28,9 @@ def work(recorder, clock, worker, action, seconds):
 
 def test_the_spans_of_each_step(clock):
     recorder = Recorder((CPU, CPU))
-    first, second, third = Action("F", 0, 0), Action("F", 1, 0), Action("B", 1, 0)
+    first = Action("F", 0, 0)
+    second = Action("F", 1, 0)
+    third = Action("B", 1, 0)
     for begun in (100.0, 200.0):
         clock.now = begun
         with recorder.step():
@@ -37,7 +39,11 @@ def test_the_spans_of_each_step(clock):
             work(recorder, clock, 1, second, 1)
         work(recorder, clock, 1, third, 3)  # a step's last piece of work
     assert recorder.steps() == [
-        [Span(0, first, begun, begun + 2), Span(1, second, begun + 7, begun + 8), Span(1, third, begun + 8, begun + 11)]
+        [
+            Span(0, first, begun, begun + 2),
+            Span(1, second, begun + 7, begun + 8),
+            Span(1, third, begun + 8, begun + 11),
+        ]
         for begun in (100.0, 200.0)
     ]
     assert recorder.steps() == []  # looked at once, forgotten
@@ -49,9 +55,9 @@ def test_the_last_few_steps_are_kept(clock):
         clock.now = number
         with recorder.step():
             work(recorder, clock, 0, Action("F", 0, number), 0.5)
-    found = recorder.steps()
-    assert [steps[0].action.microbatch for steps in found] == list(range(3, KEPT + 3))
-    assert [steps[0].begin for steps in found] == list(range(3, KEPT + 3))
+    actual = recorder.steps()
+    assert [steps[0].action.microbatch for steps in actual] == list(range(3, KEPT + 3))
+    assert [steps[0].begin for steps in actual] == list(range(3, KEPT + 3))
 
 
 def test_a_task_that_fails_is_not_recorded(clock):
@@ -64,7 +70,7 @@ def test_a_task_that_fails_is_not_recorded(clock):
 
 
 class Event:
-    """One of a GPU that does what it is given in order: it will have at `clock.free`."""
+    """An event of a GPU that works in order: the work before it is done at `clock.free`."""
 
     def __init__(self, clock):
         self.clock = clock
@@ -82,20 +88,27 @@ class Event:
 @pytest.mark.parametrize(
     ("launch", "queued", "length", "launching"),
     [
-        (0, 0, 3, 0),  # all three kernels are there at once
+        (0, 0, 3, 0),  # The host issues all three kernels at once.
         (1, 0, 4, 3),  # the GPU waits for the first
-        (1, 9, 3, 0),  # it is behind, and never waits
-        (1, 1, 3, 2),  # it is behind at first
-        (5, 0, 16, 15),  # it waits for each
+        (1, 9, 3, 0),  # The device is behind and never waits.
+        (1, 1, 3, 2),  # The device is behind at first.
+        (5, 0, 16, 15),  # The device waits for each kernel.
     ],
 )
-def test_what_a_gpu_may_have_waited_for_launches(launch, queued, length, launching, clock, monkeypatch):
+def test_idle_time_of_a_gpu_is_at_most_the_wait_for_launches(
+    launch, queued, length, launching, clock, monkeypatch
+):
     card = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(clock))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda index: setattr(clock, "now", max(clock.now, clock.free)))
-    clock.now, clock.free = 10.0, 10.0 + queued
+    monkeypatch.setattr(
+        torch.cuda,
+        "synchronize",
+        lambda index: setattr(clock, "now", max(clock.now, clock.free)),
+    )
+    clock.now = 10.0
+    clock.free = 10.0 + queued
     recorder = Recorder((card, card))
     with recorder.step(), recorder.action(0, Action("F", 0, 0)):
         for _ in range(3):
@@ -108,11 +121,15 @@ def test_what_a_gpu_may_have_waited_for_launches(launch, queued, length, launchi
 
 @pytest.mark.gpu
 def test_a_gpus_spans_are_its_work_on_the_cpus_clock():
-    """Issued at once, done one after the other: what the GPU did, not when it was told to."""
+    """Work is issued at once and done in sequence.
+
+    A span is when the GPU worked, not when the work was issued.
+    """
     import time
 
     card = torch.device("cuda:0")
-    recorder, matrix = Recorder((card, card)), torch.randn(2048, 2048, device=card)
+    recorder = Recorder((card, card))
+    matrix = torch.randn(2048, 2048, device=card)
     for _ in range(3):
         matrix @ matrix
     torch.cuda.synchronize()
@@ -125,5 +142,7 @@ def test_a_gpus_spans_are_its_work_on_the_cpus_clock():
     ((first, second),) = recorder.steps()
     after = time.perf_counter()
     assert (first.worker, second.worker) == (0, 1)
-    assert before - 1e-3 < first.begin < first.end <= second.begin + 1e-4 < second.end < after + 1e-3
+    assert (
+        before - 1e-3 < first.begin < first.end <= second.begin + 1e-4 < second.end < after + 1e-3
+    )
     assert first.end - first.begin > 1e-4  # fifty products take longer than their launches

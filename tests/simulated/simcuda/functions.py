@@ -1,4 +1,4 @@
-"""Devices in arguments become tags of storages, and tags become devices where code asks for one."""
+"""Devices in arguments become tags of storages, and tags become devices if code asks for one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,18 @@ from tests.simulated.simcuda.kernels import META
 from tests.simulated.tape import tensors_in
 
 DEVICE = torch.Tensor.device.__get__
-VALUES = {torch.tensor, torch.as_tensor, torch.Tensor.new_tensor, torch.scalar_tensor}  # made on the host, then copied
+# Made on the host, then copied.
+VALUES = {
+    torch.tensor,
+    torch.as_tensor,
+    torch.Tensor.new_tensor,
+    torch.scalar_tensor,
+}
 MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
 
 
 def index_of(device: Any) -> int | None:
-    """The number of a CUDA device, None of the host."""
+    """Return the number of a CUDA device, or None for the host."""
     if device is None or isinstance(device, int):
         return device
     device = torch.device(device) if isinstance(device, str) else device
@@ -26,7 +32,9 @@ def index_of(device: Any) -> int | None:
 
 
 def is_device(value: Any) -> bool:
-    return isinstance(value, torch.device) or (isinstance(value, str) and value.partition(":")[0] in ("cuda", "cpu"))
+    return isinstance(value, torch.device) or (
+        isinstance(value, str) and value.partition(":")[0] in ("cuda", "cpu")
+    )
 
 
 def is_meta(value: Any) -> bool:
@@ -40,7 +48,13 @@ class Functions(TorchFunctionMode):
         super().__init__()
         self.machine = machine
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if func is torch.device or func is torch._C._nn._parse_to:
             return func(*args, **kwargs)
@@ -55,11 +69,14 @@ class Functions(TorchFunctionMode):
                     return answer
         return self._with_tags(func, args, kwargs)
 
-    # What a tensor is asked for, by the function's name.
+    # Properties of a tensor, by the function's name.
 
     def _numpy(self, func: Any, tensor: Tensor, **_: Any) -> Any:
         if self.machine.memory.device(tensor) is not None:
-            raise TypeError(f"can't convert cuda:{self.machine.memory.device(tensor)} device type tensor to numpy")
+            raise TypeError(
+                f"can't convert cuda:{self.machine.memory.device(tensor)} device type tensor to "
+                "numpy"
+            )
         return NotImplemented
 
     ___array__ = _numpy
@@ -72,7 +89,8 @@ class Functions(TorchFunctionMode):
         return NotImplemented
 
     def ___deepcopy__(self, func: Any, tensor: Tensor, memo: Any) -> Any:
-        out, index = func(tensor, memo), self.machine.memory.device(tensor)
+        out = func(tensor, memo)
+        index = self.machine.memory.device(tensor)
         if index is not None:
             self.machine.memory.place(out, self.machine.current_stream(index))
         return out
@@ -88,23 +106,28 @@ class Functions(TorchFunctionMode):
     def _one_hot(self, func: Any, tensor: Tensor, num_classes: int = -1) -> Any:
         if self.machine.memory.device(tensor) is None or num_classes < 0:
             return NotImplemented
-        # On CUDA torch does not look at the values; on the CPU it does.
+        # CUDA does not check the values, but the CPU does.
         return tensor.new_zeros(*tensor.shape, num_classes).scatter_(-1, tensor.unsqueeze(-1), 1)
 
-    # Where something is made or moved.
+    # Functions that create or move tensors.
 
     def _with_tags(self, func: Any, args: Any, kwargs: Any) -> Any:
-        here, where = self.machine.here, self.machine.memory.device
-        given = [value for value in (*args, *kwargs.values()) if is_device(value)]
+        here = self.machine.here
+        where = self.machine.memory.device
+        arguments = [value for value in (*args, *kwargs.values()) if is_device(value)]
         tensors = [tensor for tensor in tensors_in(args) + tensors_in(kwargs) if not META(tensor)]
         if any(is_meta(value) for value in (*args, *kwargs.values())):
             return func(*args, **kwargs)
         pinned = kwargs.get("pin_memory") is True
-        if given or pinned:
-            index = index_of(given[0]) if given else None
+        if arguments or pinned:
+            index = index_of(arguments[0]) if arguments else None
             on_cpu = torch.device("cpu")
-            args, kwargs = tree_map(lambda value: on_cpu if is_device(value) else value, (list(args), kwargs))
-            kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory" or not pinned}
+            args, kwargs = tree_map(
+                lambda value: on_cpu if is_device(value) else value, (list(args), kwargs)
+            )
+            kwargs = {
+                name: value for name, value in kwargs.items() if name != "pin_memory" or not pinned
+            }
             with here.having("target", index):
                 out = func(*args, **kwargs)
             if func in VALUES and index is not None:
@@ -121,11 +144,18 @@ class Functions(TorchFunctionMode):
         with here.having("hint", next(iter(seen))):
             return func(*args, **kwargs)
 
-    def _moved(self, func: Any, tensor: Tensor, rest: Any, kwargs: dict[str, Any]) -> Any:
+    def _moved(
+        self,
+        func: Any,
+        tensor: Tensor,
+        rest: Any,
+        kwargs: dict[str, Any],
+    ) -> Any:
         """`Tensor.to` and its kind."""
         if any(is_meta(value) for value in (*rest, *kwargs.values())):
             return func(tensor, *rest, **kwargs)
-        device, dtype = kwargs.pop("device", None), kwargs.pop("dtype", None)
+        device = kwargs.pop("device", None)
+        dtype = kwargs.pop("dtype", None)
         flags = [value for value in rest if isinstance(value, bool)]
         non_blocking = bool(kwargs.pop("non_blocking", flags[0] if flags else False))
         copy = bool(kwargs.pop("copy", flags[1] if len(flags) > 1 else False))
@@ -133,14 +163,16 @@ class Functions(TorchFunctionMode):
             if isinstance(value, torch.dtype):
                 dtype = value
             elif isinstance(value, Tensor):
-                device, dtype = value.device, value.dtype
+                device = value.device
+                dtype = value.dtype
             elif isinstance(value, torch.device | str | int) and not isinstance(value, bool):
                 device = value
         if func is torch.Tensor.cpu:
             device = "cpu"
         elif func is torch.Tensor.cuda and device is None:
             device = self.machine.here.device
-        out, index = tensor, index_of(device)
+        out = tensor
+        index = index_of(device)
         if device is not None and index != self.machine.memory.device(tensor):
             out = Copy.apply(tensor, self.machine, index, non_blocking)
             copy = False
@@ -152,7 +184,10 @@ class Functions(TorchFunctionMode):
 
 
 def answers(machine: Any) -> dict[str, Any]:
-    """What a tensor says of its device, whoever asks: a mode is off while it answers, and hooks may run then."""
+    """Return a property of a tensor's device.
+
+    The mode is off during the answer, and hooks may run then.
+    """
 
     def device(tensor: Tensor) -> torch.device:
         tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's rows
@@ -168,11 +203,17 @@ def answers(machine: Any) -> dict[str, Any]:
 
 
 class Copy(torch.autograd.Function):
-    """A tensor on another device; its gradient comes back to where the tensor was."""
+    """Copy a tensor to another device; its gradient goes back to the first device."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, machine: Any, index: int | None, non_blocking: bool) -> Tensor:
-        ctx.machine, ctx.back, ctx.non_blocking = machine, machine.memory.device(tensor), non_blocking
+    def forward(
+        ctx: Any, tensor: Tensor, machine: Any, index: int | None, non_blocking: bool
+    ) -> Tensor:
+        ctx.machine, ctx.back, ctx.non_blocking = (
+            machine,
+            machine.memory.device(tensor),
+            non_blocking,
+        )
         return moved(tensor, machine, index, non_blocking)
 
     @staticmethod

@@ -1,7 +1,8 @@
 """CUDA graphs of simulated devices: captures, the private pools of their memory, and replays.
 
-Streams in a capture have names of their own, for what they are given then happens in no order with anything but itself.
-A replay is one kernel on the current stream, which reads and writes all that the captured ones did.
+Streams in a capture have names of their own, for what they are given then happens in no order with
+anything but itself. A replay is one kernel on the current stream, which reads and writes all that
+the captured ones did.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from typing import Any
 
 from tests.simulated.simcuda.order import Stream, new_name
 from tests.simulated.tape import Pool, Recording, outside, without_modes
-from trainer.recipe.versions import torch_has
+from trainer.versions import torch_has
 
 REFUSED = "CUDA error: operation not permitted when stream is capturing"
 
 
 class Capture:
-    """What a thread is capturing.
+    """A capture of a thread.
 
     Attributes:
         names: of its streams, by their own.
@@ -28,7 +29,9 @@ class Capture:
     """
 
     def __init__(self, machine: Any, origin: Stream, pool: PrivatePool) -> None:
-        self.machine, self.origin, self.pool = machine, origin, pool
+        self.machine = machine
+        self.origin = origin
+        self.pool = pool
         self.names: dict[int, int] = {}
         self.events: set[int] = set()
         self.broken: str | None = None
@@ -48,8 +51,12 @@ class Capture:
 
     def unjoined(self) -> bool:
         """Whether a stream has work that the first one does not wait for."""
-        order, origin = self.machine.order, self.names[self.origin.own_id]
-        return any(not order.syncs.is_ordered_after(origin, order.last(name), name) for name in self.names.values())
+        order = self.machine.order
+        origin = self.names[self.origin.own_id]
+        return any(
+            not order.syncs.is_ordered_after(origin, order.last(name), name)
+            for name in self.names.values()
+        )
 
     def close(self) -> None:
         self.tape.__exit__(None, None, None)
@@ -68,7 +75,8 @@ class Generator:
     """A device's, of `torch.cuda.default_generators`."""
 
     def __init__(self, machine: Any, index: int) -> None:
-        self.machine, self.index = machine, index
+        self.machine = machine
+        self.index = index
 
     def clone_state(self) -> Generator:
         return Generator(self.machine, self.index)
@@ -78,10 +86,11 @@ class Generator:
 
 
 class Graphs:
-    """A machine's.
+    """The graphs of a machine.
 
     Attributes:
-        drawing: devices whose generator believes that it is captured, as after a capture that failed.
+        drawing: devices whose generator believes that it is captured, as after a capture that
+            failed.
         allocating: devices whose allocator does, with their pools: before torch 2.13.
         mode: of `torch.cuda.set_sync_debug_mode`.
     """
@@ -97,15 +106,19 @@ class Graphs:
         return 0, next(self._handles)
 
     def permit(self, what: str) -> None:
-        """What waits for a device, or frees and takes memory at once: not in a capture."""
+        """Refuse operations in a capture that wait for a device, or that free or allocate memory at
+        once.
+        """
         if (capture := self.machine.here.capture) is not None:
             capture.refuse(what)
 
     def launched(self, stream: Stream, what: str) -> None:
-        """In a capture, all that its thread does has to be part of it."""
+        """Check that all work of the thread is part of its capture."""
         capture = self.machine.here.capture
         if capture is not None and stream.own_id not in capture.names:
-            self.machine.memory.errors.append(f"CAPTURE: {what} on {stream} is no part of the capture")
+            self.machine.memory.errors.append(
+                f"CAPTURE: {what} on {stream} is no part of the capture"
+            )
 
     def draws(self, device: int) -> None:
         if device in self.drawing and self.machine.here.capture is None:
@@ -125,7 +138,7 @@ class Graphs:
             raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
 
     def stubs(self) -> dict[str, Any]:
-        """Of `torch.cuda`."""
+        """Return the stubs for `torch.cuda`."""
         machine = self.machine
 
         class CUDAGraph(Graph):
@@ -150,14 +163,20 @@ class Graph:
         self.handle: tuple[int, int] | None = None
         self.tape: Recording | None = None
 
-    def capture_begin(self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global") -> None:
-        machine, stream = self.machine, self.machine.current_stream()
+    def capture_begin(
+        self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global"
+    ) -> None:
+        machine = self.machine
+        stream = self.machine.current_stream()
         assert machine.here.capture is None and self.tape is None
         if stream is machine.default[stream.device_index]:
             raise RuntimeError("CUDA graphs must be captured on a non-default stream.")
         if capture_error_mode != "thread_local":
-            machine.memory.errors.append("CAPTURE: other threads may break one that is not thread_local")
-        self.handle, self.device = pool or machine.graphs.handle(), stream.device_index
+            machine.memory.errors.append(
+                "CAPTURE: other threads may break one that is not thread_local"
+            )
+        self.handle = pool or machine.graphs.handle()
+        self.device = stream.device_index
         self.private = machine.graphs.pools.setdefault(self.handle, PrivatePool(self.device))
         if self.private.device != self.device:
             raise RuntimeError("a pool is one device's")
@@ -168,7 +187,8 @@ class Graph:
         machine.here.capture = Capture(machine, stream, self.private)
 
     def capture_end(self) -> None:
-        machine, capture = self.machine, self.machine.here.capture
+        machine = self.machine
+        capture = self.machine.here.capture
         assert capture is not None, "no capture"
         unjoined = capture.unjoined()
         machine.here.capture = None
@@ -176,7 +196,11 @@ class Graph:
         machine.generators[self.device] = self.state  # nothing was drawn
         self.reads, self.writes = machine.memory.captured({*capture.names.values()})
         if capture.broken or unjoined:
-            why = "unjoined work" if unjoined else f"a previous error during capture: {capture.broken}"
+            why = (
+                "unjoined work"
+                if unjoined
+                else f"a previous error during capture: {capture.broken}"
+            )
             if torch_has("random states of each capture"):
                 machine.graphs.drawing.discard(self.device)
             if torch_has("an end of captures that fail"):  # an older one believes that it goes on
@@ -187,13 +211,17 @@ class Graph:
         self.tape = capture.tape
 
     def replay(self) -> None:
-        machine, tape, private = self.machine, self.tape, self.private
+        machine = self.machine
+        tape = self.tape
+        private = self.private
         assert tape is not None, "nothing was captured, or it was reset"
         machine.graphs.permit("a replay")
         machine.graphs.draws(self.device)
         errors = machine.memory.errors
         with machine.order.lock:
-            if private.tape.gone((tape.outside & machine.memory.blocks.keys()) - private.tape.made.keys()):
+            if private.tape.gone(
+                (tape.outside & machine.memory.blocks.keys()) - private.tape.made.keys()
+            ):
                 errors.append("REPLAY: a graph uses memory that was given back")
             if private.overwritten.intersection(tape.outside):
                 errors.append("POOL: a graph reads memory that another one has used since")
@@ -201,7 +229,9 @@ class Graph:
             private.overwritten -= {*tape.made}
             stream = machine.current_stream(self.device)
             number = machine.order.kernel(stream)
-            pairs = [(key, False) for key in self.reads] + [(key, True) for key in self.writes | {*tape.given}]
+            pairs = [(key, False) for key in self.reads] + [
+                (key, True) for key in self.writes | {*tape.given}
+            ]
             machine.memory.touch(stream, number, pairs, "the replay of a graph")
             with without_modes(), machine.drawing(self.device):
                 tape.replay()
@@ -209,5 +239,7 @@ class Graph:
     def reset(self) -> None:
         self.machine.graphs.permit("a reset")
         if not self.machine.order.idle(self.machine.streams_of(self.device)):
-            self.machine.memory.errors.append("RESET: a graph's memory is given back while it may be replayed")
+            self.machine.memory.errors.append(
+                "RESET: a graph's memory is given back while it may be replayed"
+            )
         self.tape = None

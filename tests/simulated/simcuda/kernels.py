@@ -1,4 +1,6 @@
-"""Every kernel on a simulated device: charged to its stream, checked for mixed devices, with its device's generator."""
+"""Kernels on a simulated device: charged to a stream, checked for mixed devices, and with the
+device's random generator.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from tests.simulated.tape import EMPTY, aten, tensors_in
 
 META = torch.Tensor.is_meta.__get__
 SAME = "same"  # the device that a kernel's inputs are on
-INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+INDEXED = {
+    aten.index.Tensor,
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._index_put_impl_.default,
+}
 
 
 class Kernels(TorchDispatchMode):
@@ -22,14 +29,24 @@ class Kernels(TorchDispatchMode):
         super().__init__()
         self.machine = machine
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = kwargs or {}
         inputs = tensors_in(args) + tensors_in(kwargs)
         if any(META(tensor) for tensor in inputs) or kwargs.get("device") == torch.device("meta"):
             return func(*args, **kwargs)
         if func is aten._foreach_copy_.default:
             for target, source in zip(*args[:2], strict=True):
-                self.__torch_dispatch__(aten.copy_.default, (), (target, source, *args[2:]))
+                self.__torch_dispatch__(
+                    aten.copy_.default,
+                    (),
+                    (target, source, *args[2:]),
+                )
             return None
         where = self.machine.memory.device
         with self.machine.order.lock:
@@ -47,44 +64,72 @@ class Kernels(TorchDispatchMode):
             self._wait(func, args, device)
             return out
 
-    def _device(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> int | None:
-        """Where a kernel runs. Numbers of the host may go along, and indices into what is on a device."""
-        here, where = self.machine.here, self.machine.memory.device
+    def _device(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        inputs: list[Tensor],
+    ) -> int | None:
+        """Return the device of a kernel.
+
+        Numbers of the host may go along, and indices into what is on a device.
+        """
+        here = self.machine.here
+        where = self.machine.memory.device
         if here.target != SAME:
             return here.target  # type: ignore[no-any-return]
         if not inputs:
             return here.hint  # type: ignore[no-any-return]
-        found = {where(tensor) for tensor in inputs if tensor.dim() or where(tensor) is not None}
-        if func in INDEXED and len(found) == 2 and None in found and where(args[0]) is not None:
+        actual = {where(tensor) for tensor in inputs if tensor.dim() or where(tensor) is not None}
+        if func in INDEXED and len(actual) == 2 and None in actual and where(args[0]) is not None:
             self.machine.wait("a copy of indices", "H2D")
-            found.discard(None)
-        if len(found) > 1 and not str(func).startswith("aten._foreach"):
+            actual.discard(None)
+        if len(actual) > 1 and not str(func).startswith("aten._foreach"):
+            names = ["cpu" if one is None else f"cuda:{one}" for one in sorted(actual, key=str)]
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but {func} got tensors on "
-                f"{', '.join('cpu' if one is None else f'cuda:{one}' for one in sorted(found, key=str))}"
+                f"{', '.join(names)}"
             )
-        return max((one for one in found if one is not None), default=None)
+        return max((one for one in actual if one is not None), default=None)
 
-    def _charge(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], out: Any, device: int) -> None:
-        memory, stream = self.machine.memory, self.machine.current_stream(device)
-        known = {tensor.untyped_storage()._cdata for tensor in inputs}
+    def _charge(
+        self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], out: Any, device: int
+    ) -> None:
+        memory = self.machine.memory
+        stream = self.machine.current_stream(device)
+        known_names = {tensor.untyped_storage()._cdata for tensor in inputs}
         results = tensors_in(out)
-        fresh = [tensor for tensor in results if tensor.untyped_storage()._cdata not in known]
+        fresh = [tensor for tensor in results if tensor.untyped_storage()._cdata not in known_names]
         for tensor in fresh:
             memory.place(tensor, stream)
         if results and not fresh and _is_view(func._schema):
             return
         written = self._written(func, args, kwargs)
         names = {id(tensor) for tensor in written}
-        reads = [] if func in EMPTY else [t for t in inputs if id(t) not in names and memory.device(t) == device]
-        memory.use(stream, reads, written + ([] if func in EMPTY else fresh), fresh, str(func))
+        reads = (
+            []
+            if func in EMPTY
+            else [t for t in inputs if id(t) not in names and memory.device(t) == device]
+        )
+        memory.use(
+            stream,
+            reads,
+            written + ([] if func in EMPTY else fresh),
+            fresh,
+            str(func),
+        )
 
     @staticmethod
     def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         written = []
         for argument, value in [
             *zip(func._schema.arguments, args, strict=False),
-            *((arg, kwargs[arg.name]) for arg in func._schema.arguments[len(args) :] if arg.name in kwargs),
+            *(
+                (arg, kwargs[arg.name])
+                for arg in func._schema.arguments[len(args) :]
+                if arg.name in kwargs
+            ),
         ]:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 written += tensors_in(value)
@@ -97,14 +142,26 @@ class Kernels(TorchDispatchMode):
                 self.machine.memory.host_writes(tensor, str(func))
         return out
 
-    def _foreach(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
-        """Lists over several devices: torch then goes tensor by tensor, and so each place must agree."""
+    def _foreach(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        inputs: list[Tensor],
+    ) -> Any:
+        """Lists over several devices: torch then goes tensor by tensor, and so each place must
+        agree.
+        """
         where = self.machine.memory.device
         lists = [value for value in args if isinstance(value, list | tuple) and tensors_in(value)]
         for row in zip(*lists, strict=False):
-            if len({where(tensor) for tensor in row if tensor.dim() or where(tensor) is not None}) > 1:
+            if (
+                len({where(tensor) for tensor in row if tensor.dim() or where(tensor) is not None})
+                > 1
+            ):
                 raise RuntimeError(
-                    f"Expected all tensors to be on the same device, but {func} got several at one place"
+                    f"Expected all tensors to be on the same device, but {func} got several at one "
+                    "place"
                 )
         out = func(*args, **kwargs)
         results = out if isinstance(out, list | tuple) else []
@@ -113,11 +170,13 @@ class Kernels(TorchDispatchMode):
         written = self._written(func, args, kwargs)
         names = {id(tensor) for tensor in written}
         for device in sorted({where(tensor) for tensor in inputs} - {None}):
-            mine = [tensor for tensor in inputs if where(tensor) == device]
+            own = [tensor for tensor in inputs if where(tensor) == device]
             fresh = [tensor for tensor in results if where(tensor) == device]
-            changed = [tensor for tensor in mine if id(tensor) in names]
-            reads = [tensor for tensor in mine if id(tensor) not in names]
-            self.machine.memory.use(self.machine.current_stream(device), reads, changed + fresh, fresh, str(func))
+            changed = [tensor for tensor in own if id(tensor) in names]
+            reads = [tensor for tensor in own if id(tensor) not in names]
+            self.machine.memory.use(
+                self.machine.current_stream(device), reads, changed + fresh, fresh, str(func)
+            )
         return out
 
     def _generator(self, func: Any, device: int) -> AbstractContextManager[None]:
@@ -127,21 +186,30 @@ class Kernels(TorchDispatchMode):
         return self.machine.drawing(device)  # type: ignore[no-any-return]
 
     def _wait(self, func: Any, args: Any, device: int) -> None:
-        """What needs a value on the host, or a shape that follows from values."""
-        wanted = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
-        if wanted and func in INDEXED:
-            wanted = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-        if wanted:
+        """Wait if an operation needs a value on the host, or a shape that depends on values."""
+        expected = (
+            torch.Tag.data_dependent_output in func.tags
+            or torch.Tag.dynamic_output_shape in func.tags
+        )
+        if expected and func in INDEXED:
+            expected = any(
+                index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+            )
+        if expected:
             self.machine.wait(str(func), "item")
             self.machine.order.host_waits([self.machine.current_stream(device)])
 
     def _copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         """Between devices, or between one and the host."""
-        machine, memory = self.machine, self.machine.memory
-        there, here = memory.device(target), memory.device(source)
+        machine = self.machine
+        memory = self.machine.memory
+        there = memory.device(target)
+        here = memory.device(source)
         if there is not None and here is not None:
-            # As torch does: on the source's current stream, after what the target's was given, which waits for it.
-            reading, writing = machine.current_stream(here), machine.current_stream(there)
+            # Torch copies on the source's current stream, after the work of the target's
+            # stream, which then waits for the copy.
+            reading = machine.current_stream(here)
+            writing = machine.current_stream(there)
             reading.wait_stream(writing)
             memory.use(reading, [source], [target], [], "copy_ between devices")
             target.copy_(source)
@@ -161,7 +229,8 @@ class Kernels(TorchDispatchMode):
             number = memory.use(stream, [source], [], [], "copy_ to the host")
             memory.host_writes(target, "copy_ to the host")
             if non_blocking:
-                value, alias = source.clone(), target.detach()
+                value = source.clone()
+                alias = target.detach()
                 machine.order.arrive_later(stream, number, lambda: alias.copy_(value))
                 rubbish(target)
             else:
@@ -173,11 +242,13 @@ class Kernels(TorchDispatchMode):
 
 def _is_view(schema: Any) -> bool:
     """Whether an operator only looks at its inputs' memory in another shape."""
-    written = any(argument.alias_info and argument.alias_info.is_write for argument in schema.arguments)
+    written = any(
+        argument.alias_info and argument.alias_info.is_write for argument in schema.arguments
+    )
     return not written and any(value.alias_info for value in schema.returns)
 
 
 def rubbish(tensor: Tensor) -> None:
-    """What is not there yet cannot be mistaken for a value."""
+    """Fill memory with values that cannot be mistaken for results."""
     fill: Callable[[Any], Any] = tensor.detach().fill_
     fill(torch.nan if tensor.is_floating_point() else 1 if tensor.dtype is torch.bool else 113)

@@ -1,4 +1,6 @@
-"""A simulated machine: devices, their streams and memory, and what code that drives them did wrong."""
+"""A simulated machine: devices, their streams and memory, and what code that drives them
+did wrong.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,13 @@ from tests.simulated.simcuda.waits import Waits, named, project_frames
 
 
 class Card(NamedTuple):
-    """One of a machine's cards.
+    """A card of a machine.
 
     Attributes:
         size: bytes.
         capability: of computing: (7, 5) is Turing, (9, 0) Hopper.
-        peers: whether it and other cards that have this reach each other's memory; else copies go through the host.
+        peers: whether it and other cards that have this reach each other's memory; else copies go
+            through the host.
     """
 
     name: str = "NVIDIA H100 80GB HBM3"
@@ -36,19 +39,19 @@ class Card(NamedTuple):
 
 
 class Here(threading.local):
-    """What CUDA and torch keep for each thread."""
+    """State that CUDA and torch keep for each thread."""
 
     def __init__(self) -> None:
         self.device = 0
-        self.current: dict[int, Stream] = {}  # where it is not the default stream
+        self.current: dict[int, Stream] = {}  # Devices whose current stream is not the default one.
         self.entered: list[Any] = []
-        self.target: int | str | None = SAME  # where what is being made shall be
+        self.target: int | str | None = SAME  # Device for the tensor that is being created.
         self.capture: Any = None  # see `graphs`
-        self.hint: int | None = None  # where the arguments of the present function are
+        self.hint: int | None = None  # Device of the arguments of the present function.
 
     @contextmanager
     def having(self, name: str, value: Any) -> Iterator[None]:
-        """One of these has another value in this block."""
+        """Change one of the values in this block."""
         before = getattr(self, name)
         setattr(self, name, value)
         try:
@@ -112,7 +115,9 @@ class Machine:
             self.order.host_waits(self.streams_of(index))
 
     def seed_all(self, seed: int) -> None:
-        self.generators = [torch.Generator().manual_seed(seed).get_state() for _ in range(self.count)]
+        self.generators = [
+            torch.Generator().manual_seed(seed).get_state() for _ in range(self.count)
+        ]
 
     def set_generator(self, state: Tensor, device: Any = "cuda") -> None:
         if self.here.capture is not None:
@@ -126,7 +131,7 @@ class Machine:
 
     @contextmanager
     def drawing(self, index: int) -> Iterator[None]:
-        """Random numbers come from a device's generator."""
+        """Use the random generator of a device in this block."""
         host = torch.default_generator.get_state()
         torch.default_generator.set_state(self.generators[index])
         try:
@@ -142,7 +147,9 @@ class Machine:
             name = named(frames[0])
             busy = [stream for stream in self.streams if not self.order.idle([stream])]
             if name in self.waits.measuring and busy:
-                self.memory.errors.append(f"CLOCK: {name} reads the clock while {busy[0]} may be at work")
+                self.memory.errors.append(
+                    f"CLOCK: {name} reads the clock while {busy[0]} may be at work"
+                )
         return _clock()
 
 

@@ -1,4 +1,4 @@
-"""Which storage lies on which simulated device, who used it, and what the caching allocator does with it after."""
+"""Storages on simulated devices: who used them, and how the caching allocator reuses them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Block:
     """A storage on a device."""
 
     device: int
-    stream: int  # in whose pool its memory is
+    stream: int  # Stream of the memory pool.
     size: int
     uses: list[Access] = field(default_factory=list)
     recorded: set[int] = field(default_factory=set)  # streams that `record_stream` named
@@ -35,34 +35,37 @@ class Block:
 
 @dataclass
 class Pool:
-    """What the allocator keeps for a stream."""
+    """Memory that the allocator keeps for a stream."""
 
     live: int = 0  # bytes
     reserved: int = 0
-    unsafe: list[list[Access]] = field(default_factory=list)  # of freed blocks, uses that it does not wait for
+    # Uses of freed blocks that the allocator does not wait for.
+    unsafe: list[list[Access]] = field(default_factory=list)
 
 
 class Memory:
-    """All storages that are not plain memory of the host."""
+    """Storages that are not plain host memory."""
 
     def __init__(self, order: Order, sizes: Sequence[int]) -> None:
         self.order, self.sizes = order, sizes  # bytes of each device
         self.errors: list[str] = []
         self.blocks: dict[int, Block] = {}
-        self.pinned: dict[int, list[tuple[int, int]]] = {}  # with the copies that may still read it
+        # Copies that may still read the pinned memory.
+        self.pinned: dict[int, list[tuple[int, int]]] = {}
         self.pools: defaultdict[tuple[int, int], Pool] = defaultdict(Pool)
         self.peak: defaultdict[int, int] = defaultdict(int)
         self._references: dict[int, Any] = {}
 
     def device(self, tensor: Tensor) -> int | None:
-        """The index of the tensor's device; None is the host."""
+        """Return the index of a tensor's device, or None for the host."""
         block = self.blocks.get(key_of(tensor))
         return None if block is None else block.device
 
     def place(self, tensor: Tensor, stream: Stream) -> None:
-        """A fresh tensor's memory comes from the stream's pool."""
+        """Allocate a new tensor's memory in the stream's pool."""
         storage = tensor.untyped_storage()
-        name, device = storage._cdata, stream.device_index
+        name = storage._cdata
+        device = stream.device_index
         if name in self.blocks:
             return
         self.blocks[name] = Block(device, stream.id, storage.nbytes())
@@ -71,7 +74,9 @@ class Memory:
         pool.reserved = max(pool.reserved, pool.live)
         self._references[name] = weakref.ref(storage, lambda _: self._free(name))
         if self.allocated(device) > self.sizes[device]:
-            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {storage.nbytes()} bytes")
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {storage.nbytes()} bytes"
+            )
         self.peak[device] = max(self.peak[device], self.allocated(device))
 
     def _free(self, name: int) -> None:
@@ -82,15 +87,22 @@ class Memory:
             return
         pool = self.pools[block.device, block.stream]
         pool.live -= block.size
-        # The allocator waits for streams that were recorded. Its own stream works in order. Others it knows nothing of.
-        left = [use for use in block.uses if use.stream != block.stream and use.stream not in block.recorded]
+        # The allocator waits for streams that were recorded. Its own stream works in order, and
+        # others are unknown to it.
+        left = [
+            use
+            for use in block.uses
+            if use.stream != block.stream and use.stream not in block.recorded
+        ]
         if left:
             pool.unsafe.append(left)
 
     def pin(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         self.pinned[storage._cdata] = []
-        self._references[storage._cdata] = weakref.ref(storage, lambda _, name=storage._cdata: self._free(name))
+        self._references[storage._cdata] = weakref.ref(
+            storage, lambda _, name=storage._cdata: self._free(name)
+        )
         return tensor
 
     def is_pinned(self, tensor: Tensor) -> bool:
@@ -102,9 +114,17 @@ class Memory:
             block.recorded.add(stream.id)
 
     def use(
-        self, stream: Stream, reads: Iterable[Tensor], writes: Iterable[Tensor], fresh: Sequence[Tensor], what: str
+        self,
+        stream: Stream,
+        reads: Iterable[Tensor],
+        writes: Iterable[Tensor],
+        fresh: Sequence[Tensor],
+        what: str,
     ) -> int:
-        """A kernel on the stream. What it allocates may be any block that was given back to the stream's pool."""
+        """A kernel on the stream.
+
+        What it allocates may be any block that was given back to the stream's pool.
+        """
         number = self.order.kernel(stream)
         if fresh:
             pool = self.pools[stream.device_index, stream.id]
@@ -112,16 +132,24 @@ class Memory:
                 for use in left:
                     if not self.order.after(stream, use.number, use.stream):
                         self.errors.append(
-                            f"REUSE: {what} on {stream} may get memory that {use.what} on stream {use.stream} still "
-                            "uses (no record_stream)"
+                            f"REUSE: {what} on {stream} may get memory that {use.what} on stream "
+                            f"{use.stream} still uses (no record_stream)"
                         )
             pool.unsafe.clear()
-        self.touch(stream, number, [*((key_of(t), False) for t in reads), *((key_of(t), True) for t in writes)], what)
+        self.touch(
+            stream,
+            number,
+            [*((key_of(t), False) for t in reads), *((key_of(t), True) for t in writes)],
+            what,
+        )
         return number
 
-    def touch(self, stream: Stream, number: int, pairs: Iterable[tuple[int, bool]], what: str) -> None:
+    def touch(
+        self, stream: Stream, number: int, pairs: Iterable[tuple[int, bool]], what: str
+    ) -> None:
         """A kernel of this number reads or writes storages."""
-        # What is captured does not happen now: it is in an order with what its own capture has, and with nothing else.
+        # Captured work does not happen now: it is ordered with its own capture and with nothing
+        # else.
         unlike = self.order.names_not_of(stream)
         for name, write in pairs:
             block = self.blocks.get(name)
@@ -132,28 +160,37 @@ class Memory:
                     continue
                 if not self.order.after(stream, use.number, use.stream):
                     self.errors.append(
-                        f"RACE: {what} on {stream} {'writes' if write else 'reads'} what {use.what} on stream "
-                        f"{use.stream} {'wrote' if use.write else 'read'}"
+                        f"RACE: {what} on {stream} {'writes' if write else 'reads'} what "
+                        f"{use.what} on stream {use.stream} {'wrote' if use.write else 'read'}"
                     )
-            # What this stream did before is ordered before what it does now: the last read and write of it say all.
-            block.uses = [use for use in block.uses if use.stream != stream.id or (use.write and not write)]
+            # Earlier work of this stream comes before its present work, so the last read and
+            # write of a stream are enough.
+            block.uses = [
+                use for use in block.uses if use.stream != stream.id or (use.write and not write)
+            ]
             block.uses.append(Access(stream.id, number, write, what))
 
-    def captured(self, names: set[int]) -> tuple[set[int], set[int]]:
-        """What was read and written under these names, none of which has happened yet."""
-        found: tuple[set[int], set[int]] = set(), set()
+    def captured(
+        self,
+        names: set[int],
+    ) -> tuple[set[int], set[int]]:
+        """Record reads and writes of a capture, which happen at its replays."""
+        actual: tuple[set[int], set[int]] = set(), set()
         for name, block in self.blocks.items():
             for use in block.uses:
                 if use.stream in names:
-                    found[use.write].add(name)
+                    actual[use.write].add(name)
             block.uses = [use for use in block.uses if use.stream not in names]
-        return found
+        return actual
 
     def host_writes(self, tensor: Tensor, what: str) -> None:
         """The host writes to memory; copies that still read it see both."""
         for stream, number in self.pinned.get(key_of(tensor), ()):
             if not self.order.seen_by_host(stream, number):
-                self.errors.append(f"HOST: {what} writes to pinned memory that stream {stream} is still copying from")
+                self.errors.append(
+                    f"HOST: {what} writes to pinned memory that stream {stream} is still copying "
+                    "from"
+                )
 
     def allocated(self, device: int) -> int:
         return sum(pool.live for (where, _), pool in self.pools.items() if where == device)

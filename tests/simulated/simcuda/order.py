@@ -16,7 +16,7 @@ _ids = itertools.count(1)
 
 
 def new_name() -> int:
-    """Of a stream or an event."""
+    """Return a name for a stream or an event."""
     return next(_ids)
 
 
@@ -28,7 +28,7 @@ class Order:
         self.lock = threading.RLock()
         self.captured: set[int] = set()  # names that streams have in captures
         self._number = 0
-        self._last: dict[int, int] = {}  # of each stream, the number of its last kernel
+        self._last: dict[int, int] = {}  # Number of the last kernel of each stream.
         self._on_their_way: list[tuple[int, int, Callable[[], Any]]] = []  # copies to the host
         self.hung: set[int] = set()  # devices that never end what they do
 
@@ -43,7 +43,9 @@ class Order:
         return number
 
     def names_not_of(self, stream: Stream) -> set[int]:
-        """Streams of which nothing is before or after what this one is given: on one side of the two is a capture."""
+        """Return the streams that are not ordered with this stream's work: one of the two is in a
+        capture.
+        """
         capture = stream.machine.here.capture if stream.is_capturing() else None
         own = set() if capture is None else {*capture.names.values()}
         return {*self.syncs.current_sync_states} - own if own else self.captured
@@ -53,17 +55,24 @@ class Order:
         return self._last.get(name, 0)
 
     def after(self, stream: Stream, number: int, other: int) -> bool:
-        """Whether the stream's next work surely comes after what stream `other` did at `number`."""
+        """Return whether the stream's next work surely comes after the work of stream `other` at
+        `number`.
+        """
         return self.syncs.is_ordered_after(stream.id, number, other)
 
     def seen_by_host(self, stream: int, number: int) -> bool:
         return self.syncs.host_sync_state.get(stream, 0) >= number
 
     def idle(self, streams: list[Stream]) -> bool:
-        """Whether the host knows that these streams have done all their kernels."""
+        """Return whether the host knows that these streams have finished all their kernels."""
         return all(self.seen_by_host(stream.id, self._last.get(stream.id, 0)) for stream in streams)
 
-    def arrive_later(self, stream: Stream, number: int, copy: Callable[[], Any]) -> None:
+    def arrive_later(
+        self,
+        stream: Stream,
+        number: int,
+        copy: Callable[[], Any],
+    ) -> None:
         """Do `copy` once the host has waited for the stream's `number`."""
         self._on_their_way.append((stream.id, number, copy))
 
@@ -75,9 +84,9 @@ class Order:
         self.arrived()
 
     def for_ever(self, devices: set[int | None]) -> None:
-        """What the host does that waits for a hung device: it sleeps in C, where no handler of a signal runs."""
+        """Wait for a hung device like the host does: sleep in C, where no signal handler runs."""
         if devices & self.hung:
-            mutex = ctypes.create_string_buffer(64)  # which this thread takes twice
+            mutex = ctypes.create_string_buffer(64)  # This thread locks the mutex twice.
             for _ in range(2):
                 ctypes.CDLL(None).pthread_mutex_lock(mutex)
 
@@ -101,7 +110,7 @@ class Stream:
 
     @property
     def id(self) -> int:
-        """Its name in what happens before what; in a capture of this thread another one."""
+        """Name in the order of events; a capture of this thread has another name."""
         capture = self.machine.here.capture
         return self.own_id if capture is None else capture.names.get(self.own_id, self.own_id)  # type: ignore[no-any-return]
 
@@ -160,7 +169,7 @@ class Event:
     def __init__(self, machine: Any, enable_timing: bool = False) -> None:
         self.machine, self.timing, self.id = machine, enable_timing, new_name()
         self.place: tuple[int, int] | None = None  # stream and number
-        self.device: int | None = None  # that of the stream
+        self.device: int | None = None  # Device of the stream.
         self.asked = False  # whether it is complete, since it was recorded
         self.captured = False  # whether it was recorded in a capture
         machine.order.syncs.create_event(self.id)
@@ -168,7 +177,8 @@ class Event:
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or self.machine.current_stream()
         with self.machine.order.lock:
-            self.place, self.device = (stream.id, self.machine.order.next(stream)), stream.device_index
+            self.place = (stream.id, self.machine.order.next(stream))
+            self.device = stream.device_index
             self.asked, self.captured = False, stream.is_capturing()
             if self.captured:
                 self.machine.here.capture.events.add(self.id)
@@ -184,7 +194,9 @@ class Event:
             self.machine.order.arrived()
 
     def query(self) -> bool:
-        """Whether the device has done it: not yet when it is asked first, and from then on, if it ever does."""
+        """Return whether the device has reached the event: False for the first question, then True
+        if the device ever reaches it.
+        """
         order = self.machine.order
         self.machine.graphs.permit("a query")
         if self.place is None or order.seen_by_host(*self.place):
@@ -200,7 +212,11 @@ class Event:
     def elapsed_time(self, end: Event) -> float:
         for event in (self, end):
             if not event.timing or event.place is None or event.captured:
-                raise RuntimeError("elapsed_time of an event without enable_timing, never recorded, or captured")
+                raise RuntimeError(
+                    "elapsed_time of an event without enable_timing, never recorded, or captured"
+                )
             if not self.machine.order.seen_by_host(*event.place):
-                raise RuntimeError("elapsed_time of an event that is not complete (cudaErrorNotReady)")
+                raise RuntimeError(
+                    "elapsed_time of an event that is not complete (cudaErrorNotReady)"
+                )
         return 1e3 * (end.at - self.at)

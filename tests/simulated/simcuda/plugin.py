@@ -1,7 +1,8 @@
 """A whole command on simulated cards: `plugin=tests.simulated.simcuda.plugin`.
 
-TRAINER_TEST_CARDS=2 says how many there are, and TRAINER_TEST_MEMORY of how many bytes. With TRAINER_TEST_HUNG=1:3 what
-rank 1's card is given after step 3 never ends, as under a driver that has lost it.
+TRAINER_TEST_CARDS=2 says how many there are, and TRAINER_TEST_MEMORY of how many bytes. With
+TRAINER_TEST_HUNG=1:3 what rank 1's card is given after step 3 never ends, as under a driver that
+has lost it.
 """
 
 from __future__ import annotations

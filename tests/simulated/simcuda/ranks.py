@@ -1,4 +1,6 @@
-"""Two ranks on simulated cards, as processes that are forked from one that has imported everything; gloo for NCCL."""
+"""Two ranks on simulated cards, as processes that are forked from one with all imports; gloo
+replaces NCCL.
+"""
 
 from __future__ import annotations
 
@@ -14,48 +16,79 @@ from typing import Any
 from tests import warm
 from tests.command_line import PROJECT, free_port
 
-SHARDED = "model.name=cnn optimizer.name=adamw accumulate=2 clip_grad_norm=1 ema=0.9 save.every_steps=1"
+SHARDED = (
+    "model.name=cnn optimizer.name=adamw accumulate=2 clip_grad_norm=1 ema=0.9 save.every_steps=1"
+)
 CASES = {
     "ddp": "mode=ddp accumulate=2 clip_grad_norm=1 ema=0.9 save.every_steps=1",
     "ddp with sync_bn": "mode=ddp model.name=cnn sync_bn=true ema=0.9",
-    "pipeline": "mode=pipeline model.name=cnn pipeline.microbatches=4 clip_grad_norm=1 ema=0.9 precision=bf16",
-    "pipeline of more stages": "mode=pipeline pipeline.schedule=interleaved1f1b pipeline.timeline=true accumulate=2",
+    "pipeline": (
+        "mode=pipeline model.name=cnn pipeline.microbatches=4 clip_grad_norm=1 "
+        "ema=0.9 precision=bf16"
+    ),
+    "pipeline of more "
+    "stages": "mode=pipeline pipeline.schedule=interleaved1f1b pipeline.timeline=true accumulate=2",
     "fsdp": f"mode=fsdp {SHARDED}",
     "fsdp on the host": f"mode=fsdp fsdp.offload=true {SHARDED}",
-    "local_sgd on one card": "mode=local_sgd local_sgd.every=1 model.name=cnn ema=0.9 devices=[cuda:0]",
+    "local_sgd on one "
+    "card": "mode=local_sgd local_sgd.every=1 model.name=cnn ema=0.9 devices=[cuda:0]",
 }
-BACKWARD, WATCHED = "modes/base.py Strategy.backward", "modes/fsdp_units.py watch.<locals>.after"
-SCATTERED = "modes/fsdp_units.py _looking.<locals>.Looking.__call__"
-OF_SHARDS = {("H2D", SCATTERED), ("item", WATCHED)}  # gloo's own copy, which NCCL has not; the first pass is watched
+BACKWARD = "modes/base.py Strategy.backward"
+WATCHED = "modes/fsdp_units.py watch.<locals>.after"
+SCATTERED = "modes/fsdp_units.py _note_before.<locals>.Noting.__call__"
+# gloo's own copy, which NCCL has not; the first pass is watched.
+OF_SHARDS = {
+    ("H2D", SCATTERED),
+    ("item", WATCHED),
+}
 ALLOWED = {
     # Averaging weights is no training step, and on one card it goes over the host.
-    "local_sgd on one card": {(kind, "modes/local_sgd.py LocalSGD._average") for kind in ("D2H", "H2D")},
+    "local_sgd on one card": {
+        (kind, "modes/local_sgd.py LocalSGD._average") for kind in ("D2H", "H2D")
+    },
     "fsdp": OF_SHARDS,
     # The host waits for the gradients that it works on: in torch, and for what else is on its way.
     "fsdp on the host": OF_SHARDS
-    | {("D2H", BACKWARD), ("synchronize", BACKWARD), ("synchronize", "telemetry/clocks.py synchronise")},
+    | {
+        ("D2H", BACKWARD),
+        ("synchronize", BACKWARD),
+        ("synchronize", "telemetry/clocks.py synchronise"),
+    },
 }
-# Torch's stages say hello to their neighbours in their first step.
-ONCE = {(kind, "modes/pipeline/ranks.py ProcessPipeline.forward_backward") for kind in ("H2D", "item")}
+# Stages of torch exchange messages with their neighbors in their first step.
+ONCE = {
+    (kind, "modes/pipeline/ranks.py ProcessPipeline.forward_backward") for kind in ("H2D", "item")
+}
 
 
 @functools.cache
 def both() -> dict[str, Any]:
-    """What all cases did: losses on simulated cards and on the CPU, errors, waits in steps."""
+    """Return the results of all cases: losses on simulated cards and on the CPU, errors, waits in
+    steps.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        plain = {key: value for key, value in os.environ.items() if not key.startswith(("TRAINER_", "TORCHELASTIC_"))}
+        plain = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith(("TRAINER_", "TORCHELASTIC_"))
+        }
         command = [sys.executable, "-m", "tests.simulated.simcuda.ranks", folder]
-        done = warm.run(
-            command, env={**plain, "PYTHONPATH": str(PROJECT)}, capture_output=True, text=True, timeout=300, cwd=PROJECT
+        completed = warm.run(
+            command,
+            env={**plain, "PYTHONPATH": str(PROJECT)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            cwd=PROJECT,
         )
-        assert done.returncode == 0, done.stdout + done.stderr
-        found = {path.stem: json.loads(path.read_text()) for path in Path(folder).glob("*.json")}
+        assert completed.returncode == 0, completed.stdout + completed.stderr
+        actual = {path.stem: json.loads(path.read_text()) for path in Path(folder).glob("*.json")}
     cases: dict[str, Any] = {}
     for name in CASES:
-        ranks = [found[f"{name}-cuda-{rank}"] for rank in range(2)]
+        ranks = [actual[f"{name}-cuda-{rank}"] for rank in range(2)]
         cases[name] = {
             "cuda": ranks[0]["losses"],
-            "cpu": found[f"{name}-cpu-0"]["losses"],
+            "cpu": actual[f"{name}-cpu-0"]["losses"],
             "errors": [rank["errors"] for rank in ranks],
             "held": [rank["held"] for rank in ranks],
             "waits": [place for rank in ranks for place in rank["waits"]],
@@ -76,7 +109,14 @@ def main(folder: Path) -> int:
     return int(failed != 0)
 
 
-def _fork(folder: Path, name: str, words: str, kind: str, rank: int, port: str) -> int:
+def _fork(
+    folder: Path,
+    name: str,
+    words: str,
+    kind: str,
+    rank: int,
+    port: str,
+) -> int:
     child = os.fork()
     if child:
         return child
@@ -89,7 +129,14 @@ def _fork(folder: Path, name: str, words: str, kind: str, rank: int, port: str) 
         os._exit(1)
 
 
-def _rank(folder: Path, name: str, words: str, kind: str, rank: int, port: str) -> None:
+def _rank(
+    folder: Path,
+    name: str,
+    words: str,
+    kind: str,
+    rank: int,
+    port: str,
+) -> None:
     from tests.simulated.simcuda import runs
 
     place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
@@ -97,17 +144,21 @@ def _rank(folder: Path, name: str, words: str, kind: str, rank: int, port: str) 
     os.environ.update({key: str(value) for key, value in place.items()})
     output = folder / f"{name}-{kind}"
     if kind == "cuda":
-        done = runs.train_on_cuda(words, output, 2, own=rank == 0)
+        trained = runs.train_on_cuda(words, output, 2, own=rank == 0)
     else:
-        done = runs.train_on_cpu(words, output, own=rank == 0)
+        trained = runs.train_on_cpu(words, output, own=rank == 0)
     stages = 2 if "more stages" in name else 1
-    found = {
-        "losses": done.losses,
-        "errors": done.errors,
-        "held": done.held,
-        "waits": sorted(place for place, count in done.waits_in_steps().items() if count > stages * (place in ONCE)),
+    actual = {
+        "losses": trained.losses,
+        "errors": trained.errors,
+        "held": trained.held,
+        "waits": sorted(
+            place
+            for place, count in trained.waits_in_steps().items()
+            if count > stages * (place in ONCE)
+        ),
     }
-    (folder / f"{name}-{kind}-{rank}.json").write_text(json.dumps(found))
+    (folder / f"{name}-{kind}-{rank}.json").write_text(json.dumps(actual))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Places in the project's own source, found in its syntax trees, to change a line.
+"""Places in the project's source, found in its syntax trees, to change a line.
 
-A changed function takes the place of the one that is loaded: its code object is swapped, so whoever holds the function
-(a decorator, a class, another module) runs the changed one. Nothing on disk changes.
+A changed function takes the place of the one that is loaded: its code object is swapped, so whoever
+holds the function (a decorator, a class, another module) runs the changed one. Nothing on disk
+changes.
 """
 
 from __future__ import annotations
@@ -34,17 +35,19 @@ class Site(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Where it is, whatever lines are above it."""
+        """Name that does not depend on line numbers."""
         return f"{self.file} {self.function}: {self.text}"
 
 
 @functools.cache
 def files() -> dict[str, str]:
-    return {str(path.relative_to(HOME)): path.read_text() for path in sorted(Path(HOME).rglob("*.py"))}
+    return {
+        str(path.relative_to(HOME)): path.read_text() for path in sorted(Path(HOME).rglob("*.py"))
+    }
 
 
 def walk(file: str) -> Iterator[tuple[ast.AST, str, ast.AST]]:
-    """Each node with the qualified name of its function, and its parent."""
+    """Yield each node with the qualified name of its function, and its parent."""
     waiting: list[tuple[ast.AST, str]] = [(ast.parse(files()[file]), "")]
     while waiting:
         node, scope = waiting.pop()
@@ -66,34 +69,46 @@ def site(file: str, function: str, node: Any) -> Site:
 
 @functools.cache
 def ordering() -> list[Site]:
-    """Every call in trainer/ that makes someone wait, or that others wait by."""
-    found = []
+    """List the calls in trainer/ that make someone wait, or for which others wait."""
+    collected = []
     for file, text in files().items():
         for node, function, parent in walk(file) if re.search("|".join(ORDERING), text) else ():
-            if isinstance(node, ast.Call) and _orders(node) and isinstance(parent, ast.Expr | ast.Assign | ast.BoolOp):
-                found.append(site(file, function, node))
-    return sorted(found)
+            if (
+                isinstance(node, ast.Call)
+                and _orders(node)
+                and isinstance(parent, ast.Expr | ast.Assign | ast.BoolOp)
+            ):
+                collected.append(site(file, function, node))
+    return sorted(collected)
 
 
 def _orders(call: ast.Call) -> bool:
     if isinstance(call.func, ast.Attribute):
-        of_steps = re.search(r"(recorder(\.beside\(.*\))?|steps)$", ast.unparse(call.func.value))  # records no event
+        # Records no event.
+        of_steps = re.search(r"(recorder(\.beside\(.*\))?|steps)$", ast.unparse(call.func.value))
         return call.func.attr in ORDERING and not of_steps
     return isinstance(call.func, ast.Name) and call.func.id in ORDERING
 
 
 class _Without(ast.NodeTransformer):
-    """Nobody waits at a place; an event is never recorded, or always said to be complete."""
+    """Remove a wait; an event is never recorded, or always complete."""
 
     def __init__(self, place: Site) -> None:
-        self.place, self.done = place, False
+        self.place = place
+        self.done = False
 
     def visit_Call(self, node: ast.Call) -> Any:
-        if (node.lineno, node.col_offset, ast.unparse(node)) != (self.place.line, self.place.column, self.place.text):
+        if (node.lineno, node.col_offset, ast.unparse(node)) != (
+            self.place.line,
+            self.place.column,
+            self.place.text,
+        ):
             return self.generic_visit(node)
         self.done = True
         name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-        instead = {"record_event": "__import__('torch').cuda.Event()", "query": "True"}.get(name, "None")
+        instead = {"record_event": "__import__('torch').cuda.Event()", "query": "True"}.get(
+            name, "None"
+        )
         return ast.copy_location(ast.parse(instead, mode="eval").body, node)
 
 
@@ -114,9 +129,14 @@ def without(place: Site) -> Iterator[None]:
 def _swapped(file: str, tree: ast.Module) -> Iterator[None]:
     """Loaded functions of a file run the code of another syntax tree."""
     put_back: list[Callable[[], None]] = []
-    loaded = _functions(frozenset(name for name in sys.modules if name.partition(".")[0] == "trainer"))
+    loaded = _functions(
+        frozenset(name for name in sys.modules if name.partition(".")[0] == "trainer")
+    )
     try:
-        new = {_name(code): code for code in _codes(compile(tree, HOME + file, "exec", dont_inherit=True))}
+        new = {
+            _name(code): code
+            for code in _codes(compile(tree, HOME + file, "exec", dont_inherit=True))
+        }
         for function in loaded.get(file, []):
             code = new.get(_name(function.__code__))
             if code is not None and code.co_freevars == function.__code__.co_freevars:
@@ -141,11 +161,14 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 @functools.cache
 def _functions(modules: frozenset[str]) -> dict[str, list[FunctionType]]:
-    """All functions of the loaded modules, by file; looked for once, among millions of objects."""
-    found: dict[str, list[FunctionType]] = {}
-    gc.unfreeze()  # those of a process that this one was forked from
+    """Return all functions of the loaded modules, by file.
+
+    The search among millions of objects runs once.
+    """
+    collected: dict[str, list[FunctionType]] = {}
+    gc.unfreeze()  # The process that forked this one had frozen them.
     for thing in gc.get_objects():
         if type(thing) is FunctionType and thing.__code__.co_filename.startswith(HOME):
-            found.setdefault(thing.__code__.co_filename.removeprefix(HOME), []).append(thing)
+            collected.setdefault(thing.__code__.co_filename.removeprefix(HOME), []).append(thing)
     gc.freeze()
-    return found
+    return collected

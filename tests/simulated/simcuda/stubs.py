@@ -16,7 +16,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _reorder_tensors_as, _take_tensors, _unflatten_dense_tensors
+from torch._utils import (
+    _flatten_dense_tensors,
+    _reorder_tensors_as,
+    _take_tensors,
+    _unflatten_dense_tensors,
+)
 from torch.nn.parallel import comm
 from torch.utils import _foreach_utils as grouping
 
@@ -28,13 +33,17 @@ from tests.simulated.simcuda.order import Event, Stream
 
 @contextmanager
 def simulated(cards: int | Sequence[Card] = 2) -> Iterator[Machine]:
-    """Devices cuda:0, cuda:1 and so on for torch in this process: so many like ones, or these."""
+    """Simulate devices cuda:0, cuda:1 and so on for torch in this process: a number of equal ones,
+    or these.
+    """
     machine = Machine([Card()] * cards if isinstance(cards, int) else cards)
     with ExitStack() as stack:
         for owner, stubs in _stubs(machine).items():
             for attribute, stub in stubs.items():
                 stack.enter_context(mock.patch.object(owner, attribute, stub, create=True))
-        environment = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
+        environment = {
+            key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"
+        }
         stack.enter_context(mock.patch.dict(os.environ, environment, clear=True))
         stack.enter_context(_modes(machine))
         yield machine
@@ -52,7 +61,9 @@ def _stubs(machine: Machine) -> dict[Any, dict[str, Any]]:
         torch.cuda: _cuda(machine),
         torch.accelerator: _accelerator(machine),
         torch: _autocast(),
-        torch.autograd: {"_engine_run_backward": _in_functions(torch.autograd._engine_run_backward, machine)},
+        torch.autograd: {
+            "_engine_run_backward": _in_functions(torch.autograd._engine_run_backward, machine)
+        },
         comm: _between_devices(machine),
         dist: {
             "init_process_group": _gloo_for_nccl(dist.init_process_group),
@@ -79,13 +90,16 @@ def _stubs(machine: Machine) -> dict[Any, dict[str, Any]]:
 
 
 def _cuda(machine: Machine) -> dict[str, Any]:
-    memory, index = machine.memory, machine.index
+    memory = machine.memory
+    index = machine.index
 
     def on_device(device: Any) -> AbstractContextManager[None]:
         return machine.here.having("device", index(device))
 
     def limits(device: Any = None) -> tuple[int, int]:
-        return machine.card(device).size - memory.allocated(index(device)), machine.card(device).size
+        return machine.card(device).size - memory.allocated(index(device)), machine.card(
+            device
+        ).size
 
     def reset(device: Any = None) -> None:
         memory.peak[index(device)] = memory.allocated(index(device))
@@ -98,7 +112,12 @@ def _cuda(machine: Machine) -> dict[str, Any]:
     def properties(device: Any = None) -> SimpleNamespace:
         name, size, (major, minor), _ = machine.card(device)
         return SimpleNamespace(
-            name=name, total_memory=size, major=major, minor=minor, multi_processor_count=132, is_integrated=0
+            name=name,
+            total_memory=size,
+            major=major,
+            minor=minor,
+            multi_processor_count=132,
+            is_integrated=0,
         )
 
     return {
@@ -131,7 +150,9 @@ def _cuda(machine: Machine) -> dict[str, Any]:
         "get_device_properties": properties,
         "get_device_capability": lambda device=None: machine.card(device).capability,
         "get_arch_list": lambda: ["sm_75", "sm_80", "sm_86", "sm_90"],
-        "can_device_access_peer": lambda device, peer: machine.card(device).peers and machine.card(peer).peers,
+        "can_device_access_peer": lambda device, peer: (
+            machine.card(device).peers and machine.card(peer).peers
+        ),
         "is_bf16_supported": lambda including_emulation=True: (
             including_emulation or machine.card().capability >= (8, 0)
         ),
@@ -152,8 +173,11 @@ def _accelerator(machine: Machine) -> dict[str, Any]:
 
 
 def _autocast() -> dict[str, Any]:
-    """CUDA's own thread-local state is torch's (fp16 until someone says otherwise); the CPU's follows it and acts."""
-    enabled, dtype = torch.set_autocast_enabled, torch.set_autocast_dtype
+    """Autocast with CUDA's thread-local state, which is torch's (fp16 by default); the CPU's state
+    follows it and has the effect.
+    """
+    enabled = torch.set_autocast_enabled
+    dtype = torch.set_autocast_dtype
 
     def set_enabled(kind: Any, value: Any = None) -> None:
         enabled(kind, value)
@@ -170,14 +194,18 @@ def _autocast() -> dict[str, Any]:
 
 
 def _between_devices(machine: Machine) -> dict[str, Any]:
-    """What `nn.DataParallel` copies, in Python: torch's own is compiled for CUDA tensors."""
+    """Copy like `nn.DataParallel`, in Python, because torch's code is compiled for CUDA tensors."""
 
-    def broadcast(tensors: Sequence[Tensor], devices: Sequence[Any], buffer_size: int = 0) -> list[list[Tensor]]:
+    def broadcast(
+        tensors: Sequence[Tensor], devices: Sequence[Any], buffer_size: int = 0
+    ) -> list[list[Tensor]]:
         copies: list[list[Tensor]] = [list(tensors)]
         for device in devices[1:]:
-            own = index_of(device) == machine.memory.device(tensors[0])  # a second copy on the same card
+            # A second copy on the same card.
+            own = index_of(device) == machine.memory.device(tensors[0])
             arrived: list[Tensor] = []
-            for chunk in _take_tensors(tensors, buffer_size):  # copies are views of a flat one: not channels_last
+            # Copies are views of a flat one: not channels_last.
+            for chunk in _take_tensors(tensors, buffer_size):
                 flat = _flatten_dense_tensors(chunk).detach()
                 flat = flat.to(f"cuda:{index_of(device)}", non_blocking=True, copy=own)
                 arrived += _unflatten_dense_tensors(flat, chunk)
@@ -185,15 +213,29 @@ def _between_devices(machine: Machine) -> dict[str, Any]:
         return copies
 
     def scatter(
-        tensor: Tensor, devices: Sequence[Any], chunk_sizes: Any = None, dim: int = 0, streams: Any = None
+        tensor: Tensor,
+        devices: Sequence[Any],
+        chunk_sizes: Any = None,
+        dim: int = 0,
+        streams: Any = None,
     ) -> tuple[Tensor, ...]:
-        parts = tensor.chunk(len(devices), dim) if chunk_sizes is None else tensor.split(list(chunk_sizes), dim)
+        parts = (
+            tensor.chunk(len(devices), dim)
+            if chunk_sizes is None
+            else tensor.split(list(chunk_sizes), dim)
+        )
         return tuple(
-            part.to(f"cuda:{index_of(device)}", non_blocking=True) for part, device in zip(parts, devices, strict=False)
+            part.to(f"cuda:{index_of(device)}", non_blocking=True)
+            for part, device in zip(parts, devices, strict=False)
         )
 
-    def gather(tensors: Sequence[Tensor], dim: int = 0, destination: Any = None) -> Tensor:
-        sizes, shape = [tensor.shape[dim] for tensor in tensors], list(tensors[0].shape)
+    def gather(
+        tensors: Sequence[Tensor],
+        dim: int = 0,
+        destination: Any = None,
+    ) -> Tensor:
+        sizes = [tensor.shape[dim] for tensor in tensors]
+        shape = list(tensors[0].shape)
         shape[dim] = sum(sizes)
         out = torch.empty(shape, dtype=tensors[0].dtype, device=f"cuda:{index_of(destination)}")
         for part, tensor in zip(out.split(sizes, dim), tensors, strict=True):
@@ -204,24 +246,29 @@ def _between_devices(machine: Machine) -> dict[str, Any]:
 
 
 def _by_device(lists: Any, with_indices: bool = False) -> dict[Any, Any]:
-    found: dict[Any, Any] = {}
+    collected: dict[Any, Any] = {}
     for position, first in enumerate(lists[0]):
-        entry = found.setdefault((first.device, first.dtype), ([[] for _ in lists], []))
+        entry = collected.setdefault((first.device, first.dtype), ([[] for _ in lists], []))
         for own, values in zip(entry[0], lists, strict=True):
             own += values[position : position + 1]  # a list may be empty
         entry[1].append(position)
-    return found
+    return collected
 
 
 def _gloo_for_nccl(init: Callable[..., None]) -> Callable[..., None]:
-    def join(backend: str, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
+    def join(
+        backend: str,
+        *args: Any,
+        device_id: Any = None,
+        **kwargs: Any,
+    ) -> None:
         init("gloo" if "nccl" in backend else backend, *args, **kwargs)
 
     return join
 
 
 def _reducer(machine: Machine) -> type:
-    """DDP's, whose buckets are made in C++: they lie on the device of its parameters."""
+    """Put DDP's buckets, which are made in C++, on the device of its parameters."""
 
     class Reducer(dist.Reducer):  # type: ignore[misc]
         def __init__(self, parameters: Any, *args: Any, **kwargs: Any) -> None:
@@ -236,7 +283,10 @@ def _reducer(machine: Machine) -> type:
     return Reducer
 
 
-def _with_driver(real: Callable[..., list[str]], count: int) -> Callable[..., list[str]]:
+def _with_driver(
+    real: Callable[..., list[str]],
+    count: int,
+) -> Callable[..., list[str]]:
     def found(pattern: str, **kwargs: Any) -> list[str]:
         nodes = [f"/dev/nvidia{index}" for index in range(count)]
         return nodes if str(pattern).startswith("/dev/nvidia") else real(pattern, **kwargs)
@@ -244,7 +294,9 @@ def _with_driver(real: Callable[..., list[str]], count: int) -> Callable[..., li
     return found
 
 
-def _in_modes(run: Callable[[threading.Thread], None], machine: Machine) -> Callable[[threading.Thread], None]:
+def _in_modes(
+    run: Callable[[threading.Thread], None], machine: Machine
+) -> Callable[[threading.Thread], None]:
     def simulating(thread: threading.Thread) -> None:
         with _modes(machine):
             run(thread)
@@ -253,7 +305,9 @@ def _in_modes(run: Callable[[threading.Thread], None], machine: Machine) -> Call
 
 
 def _in_functions(run: Callable[..., Any], machine: Machine) -> Callable[..., Any]:
-    """A backward pass: its kernels' Python asks for devices too, and a mode is off while it answers for `backward`."""
+    """A backward pass: its kernels' Python asks for devices too, and a mode is off while it answers
+    for `backward`.
+    """
 
     def backward(*args: Any, **kwargs: Any) -> Any:
         with nullcontext() if torch._C._len_torch_function_stack() else Functions(machine):

@@ -1,4 +1,6 @@
-"""When the host waits for a device, by the line of the project that makes it, and clocks that it reads too early."""
+"""When the host waits for a device, by the line of the project that makes it, and clocks that it
+reads too early.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,18 @@ class Wait(NamedTuple):
     """A reason (synchronize, item, D2H, H2D) and who caused it."""
 
     kind: str
-    file: str  # in trainer/
+    file: str  # Path below trainer/.
     function: str
     line: int
     callers: frozenset[str]  # functions of the project further up: "training.loop.train_epoch"
 
 
 class Waits:
-    """All waits of a simulation.
+    """Waits of a simulation.
 
     Attributes:
-        measuring: functions that read `time.perf_counter` to time a device, which must be idle then.
+        measuring: functions that read `time.perf_counter` to time a device, which must be idle
+            then.
     """
 
     def __init__(self) -> None:
@@ -40,28 +43,40 @@ class Waits:
             first = frames[0]
             file = first.f_code.co_filename.removeprefix(HOME)
             callers = frozenset(named(frame) for frame in frames)
-            self.seen[Wait(kind, file, first.f_code.co_qualname, first.f_lineno, callers)] += 1
+            self.seen[
+                Wait(
+                    kind,
+                    file,
+                    first.f_code.co_qualname,
+                    first.f_lineno,
+                    callers,
+                )
+            ] += 1
 
-    def inside(self, function: str, *without: str) -> Counter[tuple[str, str]]:
+    def inside(
+        self,
+        function: str,
+        *without: str,
+    ) -> Counter[tuple[str, str]]:
         """How often, by (kind, "file function"), below a function and not below some others."""
-        found: Counter[tuple[str, str]] = Counter()
+        actual: Counter[tuple[str, str]] = Counter()
         for wait, count in self.seen.items():
             if function in wait.callers and not wait.callers.intersection(without):
-                found[wait.kind, f"{wait.file} {wait.function}"] += count
-        return found
+                actual[wait.kind, f"{wait.file} {wait.function}"] += count
+        return actual
 
 
 def named(frame: FrameType) -> str:
-    """As in "training.loop.train_epoch"."""
+    """Return a name like "training.loop.train_epoch"."""
     name = frame.f_code.co_filename.removeprefix(HOME).removesuffix(".py").replace("/", ".")
     return f"{name}.{frame.f_code.co_qualname}"
 
 
 def project_frames(frame: FrameType | None) -> list[FrameType]:
     """The project's frames of a stack, innermost first."""
-    found = []
+    collected = []
     while frame is not None:
         if frame.f_code.co_filename.startswith(HOME):
-            found.append(frame)
+            collected.append(frame)
         frame = frame.f_back
-    return found
+    return collected

@@ -1,6 +1,7 @@
-"""Which mode is fastest on this machine: every mode in fresh processes, repeats interleaved, and an honest table.
+"""The command `compare`: measure which mode is fastest on this machine.
 
-Each mode runs as a user would start it, in a process of its own.
+Each mode runs in fresh processes, as a user would start it. Repeats of all modes are interleaved,
+and a table shows which differences of speed are more than noise.
 """
 
 from __future__ import annotations
@@ -13,26 +14,33 @@ from typing import Any
 
 from trainer.commands.compare import entries
 from trainer.commands.compare.comparing import FILE, Comparison
-from trainer.commands.trials.engine import claim
+from trainer.commands.trials.engine import claim_folder
 from trainer.errors import RecipeError
 from trainer.launch import launching
-from trainer.processes.rank import place
+from trainer.processes.rank import read_place
 from trainer.recipe import Recipe, shipped_recipes
 from trainer.recipe import load as load_recipe
-from trainer.recipe.recipe_files import positive_integer, split_words
+from trainer.recipe.recipe_files import parse_positive_integer, split_arguments
 from trainer.saving.files import write_atomically
 
 
 def command(words: Sequence[str]) -> int:
-    """`python -m trainer compare words...`: 0, or the exit code of the first row where no row has a speed."""
-    options, rest = split_words(words, entries.OWN_WORDS)
-    report = compare(options.pop("recipe", ""), words=rest, **options)
-    if any(row["samples_per_sec"] for row in report["entries"]):
-        return 0
-    codes = [row["exit_code"] for row in report["entries"] if row["exit_code"]]
-    if not codes:
-        raise RecipeError("no run was long enough to have a speed: raise max_steps, epochs or steps")
-    return int(codes[0])
+    """Run `python -m trainer compare` with the arguments `words` and return its exit code.
+
+    The exit code is 0 if any entry has a speed, else that of the first entry that failed.
+    """
+    options, recipe_arguments = split_arguments(words, entries.OWN_ARGUMENTS)
+    report = compare(options.pop("recipe", ""), words=recipe_arguments, **options)
+    exit_code = 0
+    for row in report["entries"]:
+        if row["samples_per_sec"]:
+            return 0
+        exit_code = exit_code or row["exit_code"]
+    if not exit_code:
+        raise RecipeError(
+            "no run was long enough to have a speed: raise max_steps, epochs or steps"
+        )
+    return exit_code
 
 
 def compare(
@@ -47,50 +55,82 @@ def compare(
     resume: str | None = None,
     steps: int | str | None = None,
 ) -> dict[str, Any]:
-    """Run every entry several times in fresh processes and return what compare.json holds.
+    """Run every entry several times in fresh processes and return the content of compare.json.
 
     Args:
-        recipe: as for `train`: a name, a YAML file, a run folder, a dictionary or a recipe.
-        modes: the entries, a mode each, words of its own after it: "pipeline pipeline.schedule=streams". None: the one
-            of `mode=` in words, else all.
-        words: key=value of the recipe, for every entry.
-        repeats: of each entry; None: 5, and up to 15 as long as a difference of 10 % could hide in their spread.
-        nproc: ranks of the modes that have several; None: a rank a device, two on the CPU.
-        output: the comparison's folder; None: runs/compare-<recipe>-<time>.
-        resume: "auto" continues the comparison in `output`: finished repeats stay.
-        steps: measured ones of a run; None: about as many as take 4 s, or what max_steps and epochs in words say.
+        recipe: what `train` accepts: a name, a YAML file, a run folder, a dictionary or a recipe.
+        modes: one string per entry: a mode, then arguments for this entry alone, as in
+            "pipeline pipeline.schedule=streams". None: the mode of `mode=` in `words`, else all.
+        words: key=value arguments for the recipe of every entry.
+        repeats: timed runs of each entry. None: 5, and up to 15 while a difference of 10 % could
+            hide in the spread.
+        nproc: ranks of the modes that use several processes. None: one per device, two on the CPU.
+        plugin: a Python file or module that every run imports.
+        output: folder of the comparison. None: runs/compare-<recipe>-<time>.
+        resume: "auto" resumes the comparison in `output` and keeps its finished repeats.
+        steps: measured steps of a run. None: about as many as take 4 s, or the length that
+            max_steps and epochs in `words` set.
+
+    Returns:
+        The report, with the keys of compare.json.
 
     Raises:
-        RecipeError: nothing could run with these words.
-        FolderInUseError: the folder holds a comparison, or another run writes there.
-        Interrupted, Preempted: Ctrl-C, SIGTERM; the tables hold what was done before.
+        RecipeError: no entry can run with these arguments.
+        FolderInUseError: the folder already holds a comparison, or another process writes to it.
+        Interrupted, Preempted: stopped by Ctrl-C or SIGTERM; the tables hold all finished runs.
     """
-    modes = entries.parse_modes(modes) if isinstance(modes, str) else modes
-    output = None if output is None else str(output)
-    ranks, measured = positive_integer("nproc", nproc), positive_integer("steps", steps)
-    if place().launched:
-        raise RecipeError("compare starts its processes itself: type python -m trainer compare ... without torchrun")
+    if isinstance(modes, str):
+        modes = entries.parse_modes(modes)
+    if output is not None:
+        output = str(output)
+    ranks = parse_positive_integer("nproc", nproc)
+    measured_steps = parse_positive_integer("steps", steps)
+    if read_place().launched:
+        raise RecipeError(
+            "compare starts its processes itself: type python -m trainer compare ... without "
+            "torchrun"
+        )
     if recipe in (None, ""):
-        raise RecipeError(f"compare needs recipe=, as in recipe=digits; shipped: {', '.join(shipped_recipes())}")
+        raise RecipeError(
+            f"compare needs recipe=, as in recipe=digits; shipped: {', '.join(shipped_recipes())}"
+        )
     if resume not in (None, "auto") or (resume and not output):
-        raise RecipeError("resume=auto continues the comparison in a folder: say which with output=")
-    rows = entries.entries(recipe, words, modes, str(ranks) if ranks else None, plugin)
+        raise RecipeError(
+            "resume=auto continues the comparison in a folder: say which with output="
+        )
+    rows = entries.build_entries(recipe, words, modes, ranks, plugin)
     base = load_recipe(recipe, *words)
     launching.load_plugin(plugin)
-    named = isinstance(recipe, str | Path)
+    settings = base.replace(output=None, resume=None)
+    if modes is not None:
+        modes = list(modes)
+    recipe_file = None
+    if isinstance(recipe, str | Path):
+        recipe_file = str(recipe)
     asked = {
-        "recipe": str(recipe) if named else base.to_dict(),
-        "modes": list(modes) if modes is not None else None,
+        "recipe": recipe_file or base.to_dict(),
+        "modes": modes,
         "words": sorted(words),
         "nproc": ranks,
         "plugin": plugin,
-        "steps": measured,
-        "repeats": positive_integer("repeats", repeats),
-        "settings": base.replace(output=None, resume=None).model_dump(mode="json"),
+        "steps": measured_steps,
+        "repeats": parse_positive_integer("repeats", repeats),
+        "settings": settings.model_dump(mode="json"),
     }
-    stem = f"runs/compare-{re.sub(r'[^A-Za-z0-9_.-]+', '-', base.name)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    with claim(output, Path(stem), "comparison", FILE, asked, free=("repeats",), resume=resume is not None) as folder:
-        file = folder / f"{base.name}.yaml"
-        if not named:  # of the Python API: as a file, for the command line
-            write_atomically(file, base.replace(output=None, resume=None).to_yaml())
-        return Comparison(folder, base, rows, asked, str(recipe if named else file)).run()
+    safe_name = re.sub(r"[^A-Za-z0-9_.-]+", "-", base.name)
+    default_folder = Path(f"runs/compare-{safe_name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    with claim_folder(
+        output,
+        default_folder,
+        "comparison",
+        FILE,
+        asked,
+        free=("repeats",),
+        resume=resume is not None,
+    ) as folder:
+        if recipe_file is None:
+            # The runs are started by a command line, which needs a file for a recipe from Python.
+            file = folder / f"{base.name}.yaml"
+            write_atomically(file, settings.to_yaml())
+            recipe_file = str(file)
+        return Comparison(folder, base, rows, asked, recipe_file).run()

@@ -1,4 +1,4 @@
-"""One comparison: which runs there are, what is read from them, and what is told at the end."""
+"""Run one comparison: start the runs, read their results, and report at the end."""
 
 from __future__ import annotations
 
@@ -8,56 +8,110 @@ import shlex
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from trainer.commands.compare import comparison_table, ranking
-from trainer.commands.compare.entries import Entry
+from trainer.commands.compare.entries import CHECK, ROUNDED, Entry
 from trainer.commands.compare.ranking import EntryFigures, Length
 from trainer.commands.trials import significance
-from trainer.commands.trials.engine import TrialEngine, TrialOutcome, TrialRun, drop_weights, merged, speed, steps_of
-from trainer.commands.trials.report import Others, TrialsProgress, busy_line, tell_files, this_machine, write_tables
+from trainer.commands.trials.engine import (
+    TrialEngine,
+    TrialOutcome,
+    TrialRun,
+    compute_speed,
+    drop_weights,
+    merge_arguments,
+    read_steps_file,
+)
+from trainer.commands.trials.report import (
+    OtherProcesses,
+    TrialsProgress,
+    busy_warnings,
+    is_busy,
+    read_machine,
+    report_files,
+    write_tables,
+)
 from trainer.errors import Preempted
 from trainer.launch import launching
 from trainer.processes.terminal import say
 from trainer.recipe import Recipe
-from trainer.saving.files import usable_json
+from trainer.saving.files import Json, read_json_or_empty
 from trainer.telemetry import readable
 
 FILE = "compare.json"
-CHECKED_STEPS = 20  # whose losses are held against single's
-CHECK, ROUNDED = 0, -1  # repeats that are not timed
-SECONDS, FEWEST, MOST = 4.0, 10, 1000  # a run measures for so long, in so many steps
-POINTS = 20  # rows of steps.csv in a run: enough for a curve, too few to slow it
+# An empty file with this name marks a run during which other processes used the machine.
+DISTURBED = "disturbed"
+# The losses of this number of first steps are compared with those of single.
+CHECKED_STEPS = 20
+# Target duration of the measured part of a run, and the bounds of its number of steps.
+SECONDS = 4.0
+FEWEST = 10
+MOST = 1000
+# Logged rows of a run: enough for a curve, and too few to slow the run.
+POINTS = 20
 QUIET = ["save.every_epochs=null"]
-NEEDED = {"data", "batch_size", "step_time_s", "throughput", "seconds_in", "peak_memory_bytes", "devices", "versions"}
+NEEDED = {
+    "data",
+    "batch_size",
+    "step_time_s",
+    "throughput",
+    "seconds_in",
+    "peak_memory_bytes",
+    "devices",
+    "versions",
+}
 
 
+@dataclass(eq=False)
 class Comparison:
-    """One comparison under way; `word` is the recipe that the command line gets."""
+    """A comparison in progress.
 
-    def __init__(self, folder: Path, base: Recipe, entries: list[Entry], asked: Mapping[str, Any], word: str) -> None:
-        self.folder, self.base, self.rows, self.asked = folder, base, entries, asked
-        self.first = [f"recipe={word}", *([f"plugin={asked['plugin']}"] if asked["plugin"] else [])]
-        self.engine = TrialEngine(folder)
-        self.repeats: int = asked["repeats"] or significance.LOOKS[0]  # so far
-        kept = usable_json(folder / FILE).get("length")
-        self.length = Length(**kept) if kept else None
-        self.begun, self.others = time.perf_counter(), Others()
-        self.progress = TrialsProgress(len([*self._able()]) * (self.repeats + 1))
+    Attributes:
+        folder: of the comparison.
+        base: the recipe that all entries share.
+        rows: the entries, in the order in which they run.
+        asked: the arguments of `compare`.
+        recipe: the value of `recipe=` on the command line of a run.
+    """
 
-    def run(self) -> dict[str, Any]:
-        """From the checks to the picture."""
+    folder: Path
+    base: Recipe
+    rows: list[Entry]
+    asked: Json
+    recipe: str
+
+    def __post_init__(self) -> None:
+        self.first = [f"recipe={self.recipe}"]
+        if self.asked["plugin"]:
+            self.first.append(f"plugin={self.asked['plugin']}")
+        self.engine = TrialEngine(self.folder)
+        # The number of repeats grows while a difference could hide, unless the user has set it.
+        self.repeats: int = self.asked["repeats"] or significance.LOOKS[0]
+        self.length: Length | None = None
+        stored_length = read_json_or_empty(self.folder / FILE).get("length")
+        if stored_length:
+            self.length = Length(**stored_length)
+        self.begun = time.perf_counter()
+        self.others = OtherProcesses()
+        self.progress = TrialsProgress(len(self._runnable()) * (self.repeats + 1))
+
+    def run(self) -> Json:
+        """Run all checks and repeats, write the tables and the picture, and return the report."""
         status = "failed"
         try:
-            say(f"comparing {self.base.name}: {len(self.rows)} entries x {self.repeats} repeats, in {self.folder}")
+            say(
+                f"comparing {self.base.name}: {len(self.rows)} entries x {self.repeats} repeats, "
+                f"in {self.folder}"
+            )
             for row in self.rows:
-                how = f"{readable.counted(row.ranks, 'rank')} x {readable.counted(row.threads, 'thread')}"
-                say(f"  {row.name}: {row.problem or how}")
-            self.engine.run(self._trials(), self._told)
+                ranks = readable.format_count(row.ranks, "rank")
+                threads = readable.format_count(row.threads, "thread")
+                say(f"  {row.name}: {row.problem or f'{ranks} x {threads}'}")
+            self.engine.run(self._trials(), self._record_outcome)
             status = "completed"
         except (KeyboardInterrupt, Preempted):
             status = "interrupted"
@@ -67,73 +121,114 @@ class Comparison:
             print("\n" + comparison_table.as_text(report), flush=True)
             curves = self.folder / "tensorboard"
             draw = partial(comparison_table.draw, self.folder, report, curves / self.rows[0].slug)
-            tell_files(self.folder, "compare", curves, draw)
+            report_files(self.folder, "compare", curves, draw)
         return report
 
-    def _able(self) -> Iterator[Entry]:
-        """Who has failed is left out."""
-        return (row for row in self.rows if row.problem is None)
+    def _runnable(self) -> list[Entry]:
+        """Return the entries that have not failed so far."""
+        return [row for row in self.rows if row.problem is None]
 
     def _trials(self) -> Iterator[TrialRun]:
-        """The checks, then A B C A B C: whatever changes in the machine from one round to the next meets all."""
-        for row in self._able():
+        """Yield the checks, then the repeats interleaved as A B C A B C.
+
+        Interleaving makes a change in the machine from one round to the next affect all entries.
+        """
+        checked = []
+        for row in self._runnable():
             yield self._check(row, CHECK, [])
-            if row.recipe.traits.reference and not row.parts and CHECK in row.results:
-                # On a GPU once more, in smaller pieces if the batch divides: what rounding alone does to losses.
-                pieces = 2 * row.results[CHECK].get("accumulate", 1)
-                if row.results[CHECK]["devices"][0].startswith("cuda"):
-                    divides = row.recipe.batch_size % pieces == 0
-                    yield self._check(row, ROUNDED, [f"accumulate={pieces}"] * divides)
-        checked = [row.results[CHECK] for row in self.rows if CHECK in row.results]
+            result = row.results.get(CHECK)
+            if result is None:
+                continue
+            checked.append(result)
+            if row.recipe.traits.reference and not row.parts:
+                # GPU kernels choose their order of summation by shape. A second check with smaller
+                # micro-batches shows how much rounding alone changes the losses.
+                micro_batches = 2 * result.get("accumulate", 1)
+                if result["devices"][0].startswith("cuda"):
+                    smaller = []
+                    if row.recipe.batch_size % micro_batches == 0:
+                        smaller = [f"accumulate={micro_batches}"]
+                    yield self._check(row, ROUNDED, smaller)
         if not checked:
             return
-        fixed = any(word.startswith(("epochs=", "max_steps=")) for word in self.asked["words"])
-        self.length = self.length or choose_length(self.base, checked, self.asked["steps"], fixed)
+        is_fixed = any(word.startswith(("epochs=", "max_steps=")) for word in self.asked["words"])
+        if self.length is None:
+            self.length = choose_length(self.base, checked, self.asked["steps"], is_fixed)
         self._write("running")
-        more = ", or more where a difference could go unnoticed" * (self.asked["repeats"] is None)
+        more = ""
+        if self.asked["repeats"] is None:
+            more = ", or more if a difference could stay hidden"
         say(f"{self.length.steps} steps per run, {self.repeats} runs each{more}")
         for repeat in self._rounds():
-            for row in self._able():
-                typed = row.words  # what the user says of length and logging goes first
-                yield self._trial(row, repeat, merged([*QUIET, *self.length.words()], typed), {})
+            for row in self._runnable():
+                # The user's own arguments for length and logging take precedence.
+                words = merge_arguments([*QUIET, *self.length.words()], row.words)
+                yield self._trial(row, repeat, words, {})
             self._write("running")
 
     def _check(self, row: Entry, repeat: int, more: Sequence[str]) -> TrialRun:
-        """The first steps with every loss logged: what exactness is read from, and a first idea of the speed."""
-        recipe = row.recipe
-        words = [f"max_steps={min(CHECKED_STEPS, recipe.max_steps or CHECKED_STEPS)}", "logging.every_steps=1"]
-        words += ["logging.tensorboard=false", "logging.verdict=false", *more]
-        words += ["precision=fp32"] * (recipe.precision == "tf32")
-        return self._trial(row, repeat, merged(row.words, [*QUIET, *words]), {launching.EXACT: "1"})
+        """Build a run of the first steps that logs every loss.
 
-    def _trial(self, row: Entry, repeat: int, words: Sequence[str], variables: Mapping[str, str]) -> TrialRun:
-        name, read = f"runs/{row.slug}/{repeat}", partial(self._read, repeat)
+        Its losses decide about exactness, and its speed is a first estimate.
+        """
+        recipe = row.recipe
+        words = [
+            *QUIET,
+            f"max_steps={min(CHECKED_STEPS, recipe.max_steps or CHECKED_STEPS)}",
+            "logging.every_steps=1",
+            "logging.tensorboard=false",
+            "logging.verdict=false",
+            *more,
+        ]
+        # Rounding to tf32 would hide a real difference of losses.
+        if recipe.precision == "tf32":
+            words.append("precision=fp32")
+        return self._trial(row, repeat, merge_arguments(row.words, words), {launching.EXACT: "1"})
+
+    def _trial(
+        self, row: Entry, repeat: int, words: Sequence[str], variables: Mapping[str, str]
+    ) -> TrialRun:
+        name = f"runs/{row.slug}/{repeat}"
+        read = partial(self._read, repeat)
+        # Only one run is active at a time, and this one starts now.
+        self.meanwhile = OtherProcesses()
         return TrialRun(name, [*self.first, *words], variables, read, key=(row, repeat))
 
-    def _read(self, repeat: int, path: Path, result: dict[str, Any]) -> dict[str, Any]:
-        """result.json. Weights go; of the curves, which repeat themselves, those of the first repeat stay, a folder an
-        entry.
+    def _read(self, repeat: int, path: Path, result: Json) -> Json:
+        """Return the content of result.json, delete the weights and collect the curves.
+
+        Curves of repeats look alike, so only those of the first repeat stay, one folder per entry.
         """
         if not result.keys() >= NEEDED:
-            raise KeyError("a result of something else")
+            raise KeyError("result.json lacks keys that compare needs")
+        if (path / DISTURBED).exists():
+            raise KeyError("other processes disturbed this run")
         drop_weights(path)
-        fresh, curves = sorted(path.glob("events.out.tfevents.*")), self.folder / "tensorboard" / path.parent.name
+        event_files = sorted(path.glob("events.out.tfevents.*"))
+        curves = self.folder / "tensorboard" / path.parent.name
         if repeat != 1:
-            for events in fresh:
-                events.unlink()
-        elif fresh:  # of a run that was done anew, the old ones would be a second curve
+            for event_file in event_files:
+                event_file.unlink()
+        elif event_files:
+            # Curves of an earlier attempt at this run would be shown as a second curve.
             shutil.rmtree(curves, ignore_errors=True)
             curves.mkdir(parents=True)
-            for events in fresh:
-                events.replace(curves / events.name)
+            for event_file in event_files:
+                event_file.replace(curves / event_file.name)
         return result
 
-    def _told(self, trial: TrialRun, outcome: TrialOutcome) -> None:
-        """A run has ended, or was done before."""
+    def _record_outcome(self, trial: TrialRun, outcome: TrialOutcome) -> None:
+        """Store the results of a run, and print a line about it."""
         row, repeat = trial.key
-        steps = steps_of(self.engine.path(trial)) if outcome.error is None else []
-        if repeat == ROUNDED:  # without it the tolerance is that of the CPU
-            row.rounded = [float(step["train_loss"]) for step in steps]
+        steps = []
+        if outcome.error is None:
+            steps = read_steps_file(self.engine.path(trial))
+        losses = []
+        if repeat in (CHECK, ROUNDED):
+            losses = [float(step["train_loss"]) for step in steps]
+        if repeat == ROUNDED:
+            # If this run failed, the list is empty and the tolerance is that of the CPU.
+            row.rounded = losses
             return
         news = "done"
         if outcome.error is not None:
@@ -142,98 +237,135 @@ class Comparison:
         else:
             result = row.results[repeat] = outcome.value
             if repeat == CHECK:
-                row.losses = [float(step["train_loss"]) for step in steps]
+                row.losses = losses
             elif result["throughput"]:
-                row.speeds[repeat] = speed(steps, result["throughput"]["samples_per_sec"]) * in_steps(result)
-                news = f"{readable.number(row.speeds[repeat])} images/s"
+                rate = compute_speed(steps, result["throughput"]["samples_per_sec"])
+                row.speeds[repeat] = rate * compute_step_fraction(result)
+                news = f"{readable.format_number(row.speeds[repeat])} images/s"
+                # A run of an earlier attempt has no duration. It was undisturbed, because `_read`
+                # rejects disturbed runs.
+                if outcome.seconds is not None and is_busy(self.meanwhile.cores()):
+                    row.disturbed.add(repeat)
+                    (self.engine.path(trial) / DISTURBED).touch()
+                    news += ", disturbed by other processes"
         what = f"repeat {repeat}" if repeat else "check of the losses"
         self.progress.tell(f"{row.name}, {what}", outcome, news)
 
     def _rounds(self) -> Iterator[int]:
-        """As many as were asked for; else some, and more as long as a difference that matters could hide."""
-        yield from range(1, self.repeats + 1)
-        for enough in () if self.asked["repeats"] else significance.LOOKS[1:]:
-            hiding = significance.unclear(ranking.sound(*self._tabulated()))
-            if not hiding:
-                return
-            pair = f"{hiding[0].second} and {hiding[0].first}"
-            say(f"a difference of {significance.HIDDEN:.0%} may hide in the spread, as between {pair}: more repeats")
-            done, self.repeats = self.repeats, enough
-            self.progress.total += (enough - done) * len([*self._able()])
-            yield from range(done + 1, enough + 1)
+        """Yield the numbers of the repeats.
 
-    def _tabulated(self) -> tuple[list[EntryFigures], list[significance.Difference]]:
-        """Every look may err."""
+        If the user has not set `repeats`, more follow while a difference that matters could hide.
+        """
+        yield from range(1, self.repeats + 1)
+        if self.asked["repeats"]:
+            return
+        for repeats in significance.LOOKS[1:]:
+            table, pairs = self._tabulate()
+            unclear = significance.unclear(ranking.select_sound(table, pairs))
+            if not unclear:
+                return
+            say(
+                f"a difference of {significance.HIDDEN:.0%} may hide in the spread, as between "
+                f"{unclear[0].second} and {unclear[0].first}: more repeats"
+            )
+            previous = self.repeats
+            self.repeats = repeats
+            self.progress.total += (repeats - previous) * len(self._runnable())
+            yield from range(previous + 1, repeats + 1)
+
+    def _tabulate(self) -> tuple[list[EntryFigures], list[significance.Difference]]:
+        # The allowed error is divided among the interim analyses, because any of them can be wrong.
         looks = 1 if self.asked["repeats"] else len(significance.LOOKS)
         return ranking.tabulate(self.rows, significance.ERROR / looks)
 
-    def _write(self, status: str) -> dict[str, Any]:
-        """The tables, with what there is so far; returns what compare.json holds, whose keys are stable."""
-        (rows, pairs), others = self._tabulated(), self.others.cores()
-        runs = [result for row in self.rows for result in row.results.values()]
+    def _write(self, status: str) -> Json:
+        """Write the tables of all finished runs, and return the content of compare.json.
+
+        Keys of the report are stable: scripts read them.
+        """
+        table, pairs = self._tabulate()
+        busy_cores = self.others.cores()
+        results = [result for row in self.rows for result in row.results.values()]
         report = {
             "recipe": self.base.name,
             "status": status,
             "command": self._command(),
-            "asked": dict(self.asked),  # what `compare` was asked for; `settings` are those of its recipe, resolved
+            "asked": dict(self.asked),
             "length": self.length and asdict(self.length),
-            "repeats": max((row.repeats for row in rows), default=0),
+            "repeats": max((row.repeats for row in table), default=0),
             "steps": self.length and self.length.steps,
             "warmup_steps": self.base.logging.warmup_steps,
             "batch_size": self.base.batch_size,
             "model": self.base.model.name,
-            "entries": [asdict(row) for row in rows],
-            "pairs": [asdict(pair) for pair in pairs],
-            "conclusion": [*ranking.conclusion(rows, pairs), *busy_line(others)],
-            "other_programs_cores": others,
-            "machine": this_machine(),
-            "versions": runs[0]["versions"] if runs else {},
+            "entries": list(map(asdict, table)),
+            "pairs": list(map(asdict, pairs)),
+            "conclusion": [*ranking.draw_conclusion(table, pairs), *busy_warnings(busy_cores)],
+            "other_programs_cores": busy_cores,
+            "machine": read_machine(),
+            "versions": results[0]["versions"] if results else {},
             "seconds": time.perf_counter() - self.begun,
         }
-        page, rows_of_csv = comparison_table.as_markdown(report), comparison_table.csv_rows(report["entries"])
-        write_tables(self.folder, "compare", report, page, rows_of_csv)
+        page = comparison_table.as_markdown(report)
+        csv_rows = comparison_table.build_csv_rows(report["entries"])
+        write_tables(self.folder, "compare", report, page, csv_rows)
         return report
 
     def _command(self) -> str:
-        asked = self.asked
-        words = [self.first[0]]
-        if asked["modes"] is not None:
-            words.append(f"modes=[{','.join(json.dumps(mode) if ' ' in mode else mode for mode in asked['modes'])}]")
-        words += [f"{key}={asked[key]}" for key in ("nproc", "plugin", "steps", "repeats") if asked[key]]
-        return shlex.join(["python", "-m", "trainer", "compare", *words, *asked["words"]])
+        """Return the command line that starts this comparison."""
+        command = ["python", "-m", "trainer", "compare", self.first[0]]
+        if self.asked["modes"] is not None:
+            modes = [json.dumps(mode) if " " in mode else mode for mode in self.asked["modes"]]
+            command.append(f"modes=[{','.join(modes)}]")
+        for key in ("nproc", "plugin", "steps", "repeats"):
+            if self.asked[key]:
+                command.append(f"{key}={self.asked[key]}")
+        return shlex.join([*command, *self.asked["words"]])
 
 
 def choose_length(
-    recipe: Recipe, checked: Sequence[Mapping[str, Any]], steps: int | None = None, fixed: bool = False
+    recipe: Recipe, checked: Sequence[Json], steps: int | None = None, fixed: bool = False
 ) -> Length:
-    """How long the timed runs are to be: the same for all.
+    """Choose the length of the timed runs, which is the same for all entries.
 
     Args:
-        recipe: what all entries share.
-        checked: result.json of the checks that ended well.
-        steps: measured ones that the user wants; None: about as many as take the median entry 4 s.
-        fixed: the recipe's own length, which the user gave.
+        recipe: the recipe that all entries share.
+        checked: result.json of every check that completed.
+        steps: measured steps that the user wants. None: about as many as take the median entry
+            4 s.
+        fixed: whether the user has set the length of the recipe, which then applies.
     """
-    epoch = max(1, min(result["data"]["train_samples"] // result["batch_size"] for result in checked))
+    epoch_steps = [result["data"]["train_samples"] // result["batch_size"] for result in checked]
+    epoch = max(1, min(epoch_steps))
     if fixed:
-        total = min(recipe.epochs * epoch, recipe.max_steps or recipe.epochs * epoch)
+        total = recipe.epochs * epoch
+        if recipe.max_steps:
+            total = min(total, recipe.max_steps)
         return Length(total, recipe.epochs, max(1, total // POINTS))
     warmup = recipe.logging.warmup_steps
     if steps is None:
         times = [result["step_time_s"]["mean"] for result in checked if result["step_time_s"]]
-        steps = max(FEWEST, min(MOST, round(SECONDS / median(times)))) if times else FEWEST
-        if any(result["data"]["synthetic"] for result in checked) and recipe.data.name != "synthetic":
-            from trainer.training.setup import SPEED_STEPS  # as many as a run without its data takes
+        steps = FEWEST
+        if times:
+            steps = max(FEWEST, min(MOST, round(SECONDS / median(times))))
+        is_synthetic = any(result["data"]["synthetic"] for result in checked)
+        if is_synthetic and recipe.data.name != "synthetic":
+            # A run whose data set is missing stops after this number of steps on synthetic images.
+            from trainer.training.setup import SPEED_STEPS
 
             steps = max(1, min(steps, SPEED_STEPS - warmup))
     total = warmup + steps
-    # One more than needed: workers of local SGD count their steps otherwise.
+    # Workers of local SGD count their steps differently, so there is one epoch more than needed.
     epochs = max(recipe.epochs, math.ceil(total / epoch) + 1)
     return Length(total, epochs, max(1, steps // POINTS))
 
 
-def in_steps(result: Mapping[str, Any]) -> float:
-    """Share of its steps in a run's steps and averagings: local SGD's once an epoch is between steps, not in them."""
-    spent = result["seconds_in"]
-    averaging = spent.get("averaging", 0.0)
-    return float(spent["steps"] / (spent["steps"] + averaging)) if averaging and spent["steps"] else 1.0
+def compute_step_fraction(result: Json) -> float:
+    """Return the fraction of training time that a run spends in its steps.
+
+    Local SGD averages once per epoch, between steps: the time for this counts against its speed.
+    """
+    seconds = result["seconds_in"]
+    averaging = seconds.get("averaging", 0.0)
+    if averaging and seconds["steps"]:
+        return float(seconds["steps"] / (seconds["steps"] + averaging))
+    return 1.0

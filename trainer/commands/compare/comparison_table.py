@@ -1,131 +1,228 @@
-"""The comparison, as compare.json has it, for terminals, as compare.csv and compare.md, and as bars."""
+"""Tables of a comparison, from the content of compare.json.
+
+`as_text` prints to a terminal, `build_csv_rows` and `as_markdown` fill files, and `draw` makes a
+picture.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer.commands.trials import report as reports
 from trainer.commands.trials.significance import ERROR, LOOKS, MARGIN
 from trainer.processes.terminal import RED
+from trainer.saving.files import Json
 from trainer.telemetry import plots, readable
 from trainer.telemetry.events import Events
 
 CSV_COLUMNS = (
-    "entry", "mode", "words", "ranks", "threads", "repeats", "samples_per_sec", "samples_per_sec_std", "ratio",
-    "ratio_low", "ratio_high", "reference", "compared", "step_time_s", "peak_memory_bytes", "train_loss", "val_top1",
-    "exactness", "deviation", "label", "error", "exit_code",
-)  # fmt: skip
+    "entry",
+    "mode",
+    "words",
+    "ranks",
+    "threads",
+    "repeats",
+    "samples_per_sec",
+    "samples_per_sec_std",
+    "ratio",
+    "ratio_low",
+    "ratio_high",
+    "reference",
+    "compared",
+    "step_time_s",
+    "peak_memory_bytes",
+    "train_loss",
+    "val_top1",
+    "exactness",
+    "deviation",
+    "label",
+    "error",
+    "exit_code",
+)
 
 
-def csv_rows(entries: Sequence[Mapping[str, Any]]) -> list[Sequence[Any]]:
-    """Entries as compare.json has them, with a column for each of CSV_COLUMNS."""
+def build_csv_rows(entries: Sequence[Json]) -> list[Sequence[Any]]:
+    """Return the head and one row per entry of compare.json, with the columns of CSV_COLUMNS."""
     rows: list[Sequence[Any]] = [CSV_COLUMNS]
-    for row in entries:
-        speed, ratio, compared = (row[key] or {} for key in ("samples_per_sec", "ratio", "compared"))
-        flat = {
-            "words": " ".join(row["words"]),
+    for entry in entries:
+        speed = entry["samples_per_sec"] or {}
+        ratio = entry["ratio"] or {}
+        compared = entry["compared"] or {}
+        cells = {
+            **entry,
+            "words": " ".join(entry["words"]),
             "samples_per_sec": speed.get("mean"),
             "samples_per_sec_std": speed.get("std"),
             "ratio": ratio.get("median"),
             "ratio_low": ratio.get("low"),
             "ratio_high": ratio.get("high"),
             "compared": compared.get("verdict"),
-            "peak_memory_bytes": max(row["peak_memory_bytes"].values(), default=None),
-            "exactness": row["exactness"]["text"],
-            "deviation": row["exactness"]["deviation"],
+            "peak_memory_bytes": max(entry["peak_memory_bytes"].values(), default=None),
+            "exactness": entry["exactness"]["text"],
+            "deviation": entry["exactness"]["deviation"],
         }
-        rows.append([{**row, **flat}[column] for column in CSV_COLUMNS])
+        rows.append([cells[column] for column in CSV_COLUMNS])
     return rows
 
 
-def columns(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """The table in words, its head first."""
-    to = rows[0]["reference"]
-    head = ["entry", "ranks x threads", "images/s", f"ratio to {to}", "compared", "step ms", "peak GiB", "loss"]
-    table = [[*head, "maths", "note"]]
-    for row in rows:
-        speed, ratio, step, loss = (row[key] for key in ("samples_per_sec", "ratio", "step_time_s", "train_loss"))
-        peak = max(row["peak_memory_bytes"].values(), default=None)
-        shares = f" ({' + '.join(map(str, row['shares']))} images)" if row["shares"] else ""
+def build_cells(entries: Sequence[Json]) -> list[list[str]]:
+    """Return the cells of the printed table: the head, then one row per entry."""
+    head = [
+        "entry",
+        "ranks x threads",
+        "images/s",
+        f"ratio to {entries[0]['reference']}",
+        "compared",
+        "step ms",
+        "peak GiB",
+        "loss",
+        "maths",
+        "note",
+    ]
+    table = [head]
+    for entry in entries:
+        speed = entry["samples_per_sec"]
+        ratio = entry["ratio"]
+        step_time = entry["step_time_s"]
+        loss = entry["train_loss"]
+        peak = max(entry["peak_memory_bytes"].values(), default=None)
+        processes = "-"
+        if speed or not entry["error"]:
+            processes = f"{entry['ranks']} x {entry['threads']}"
+            if entry["shares"]:
+                processes += f" ({' + '.join(map(str, entry['shares']))} images)"
+        ratio_text = "-"
+        if ratio:
+            ratio_text = f"{ratio['median']:.2f}x ({ratio['low']:.2f}-{ratio['high']:.2f})"
+        note = entry["label"]
+        if entry["error"]:
+            note = f"exit {entry['exit_code']}: {entry['error']}"
         cells = [
-            row["entry"],
-            f"{row['ranks']} x {row['threads']}{shares}" if speed or not row["error"] else "-",
+            entry["entry"],
+            processes,
             spread(speed["mean"], speed["std"]) if speed else "-",
-            f"{ratio['median']:.2f}x ({ratio['low']:.2f}-{ratio['high']:.2f})" if ratio else "-",
-            row["compared"]["verdict"] if row["compared"] else "",
-            readable.number(1e3 * step) if step else "-",
+            ratio_text,
+            entry["compared"]["verdict"] if entry["compared"] else "",
+            readable.format_number(1e3 * step_time) if step_time else "-",
             f"{peak / 2**30:.2f}" if peak else "-",
             f"{loss:.4f}" if loss is not None else "-",
-            row["exactness"]["text"],
-            f"exit {row['exit_code']}: {row['error']}" if row["error"] else row["label"],
+            entry["exactness"]["text"],
+            note,
         ]
         table.append(cells)
     return table
 
 
-def as_text(report: Mapping[str, Any]) -> str:
-    """The table for a terminal; rows that disagree are red."""
-    head, *rows = columns(report["entries"])
+def as_text(report: Json) -> str:
+    """Return the table for a terminal. Rows that disagree with the reference are red."""
+    head, *rows = build_cells(report["entries"])
+    # A column without any text is left out, so "compared" takes no space if nothing was compared.
     head[4] = ""
-    return reports.as_text([head, *rows], {2, 5, 6, 7}, dict.fromkeys(disagreeing(report), RED), report["conclusion"])
+    red_rows = dict.fromkeys(find_disagreeing(report), RED)
+    return reports.as_text([head, *rows], {2, 5, 6, 7}, red_rows, report["conclusion"])
 
 
-def disagreeing(report: Mapping[str, Any]) -> list[int]:
-    return [n for n, row in enumerate(report["entries"]) if row["exactness"]["verdict"] == "disagrees"]
+def find_disagreeing(report: Json) -> list[int]:
+    """Return the indices of the entries whose results differ from those of `single`."""
+    return [
+        number
+        for number, entry in enumerate(report["entries"])
+        if entry["exactness"]["verdict"] == "disagrees"
+    ]
 
 
-def as_markdown(report: Mapping[str, Any]) -> str:
-    """To paste into an issue: command, table, what it says, how it was measured, machine, versions."""
-    title, table = f"{report['recipe']}: {len(report['entries'])} ways compared", columns(report["entries"])
-    machine = f"{reports.machine_line(report['machine'])}\n{reports.versions_line(report['versions'])}"
-    more = method(report), machine
-    return reports.as_markdown(title, report["command"], table, disagreeing(report), report["conclusion"], *more)
+def as_markdown(report: Json) -> str:
+    """Return the page for an issue: command, table, conclusion, method, machine and versions."""
+    machine = reports.describe_machine(report["machine"])
+    return reports.as_markdown(
+        f"{report['recipe']}: {len(report['entries'])} entries compared",
+        report["command"],
+        build_cells(report["entries"]),
+        find_disagreeing(report),
+        report["conclusion"],
+        describe_method(report),
+        f"{machine}\n{reports.describe_versions(report['versions'])}",
+    )
 
 
-def method(report: Mapping[str, Any]) -> str:
-    """How the figures came about, and what they may be taken to say."""
-    runs = f"{report['repeats']} interleaved repeat{'s' * (report['repeats'] != 1)} in fresh processes"
-    looks = "" if report["asked"]["repeats"] else f", over looks after {', '.join(map(str, LOOKS))} repeats"
-    steps = f" of {report['steps']} steps" if report["steps"] else ""
-    size = f", {report['warmup_steps']} of them warm-up and left out, global batch {report['batch_size']}"
+def describe_method(report: Json) -> str:
+    """Describe how the figures were measured and what a shown difference means."""
+    runs = f"{readable.format_count(report['repeats'], 'interleaved repeat')} in fresh processes"
+    looks = ""
+    if not report["asked"]["repeats"]:
+        looks = f", over looks after {', '.join(map(str, LOOKS))} repeats"
+    steps = ""
+    if report["steps"]:
+        steps = f" of {report['steps']} steps"
     return (
-        f"{runs}{steps}{size}; images/s: mean +- standard deviation over repeats; ratio: median (least-greatest) of "
-        f"the repeats' ratios. A difference is shown where the confidence interval of the paired ratios lies beyond "
-        f"+-{MARGIN:.0%} (t-tests, plain and trimmed; all claims together wrong in at most {ERROR:.0%} of "
-        f"comparisons: Holm{looks}). Maths: the first losses against single's."
+        f"{runs}{steps}, {report['warmup_steps']} of them warm-up and left out, global batch "
+        f"{report['batch_size']}; images/s: mean +- standard deviation over repeats; ratio: median "
+        "(smallest-largest) of the repeats' ratios. A difference is shown if the confidence "
+        f"interval of the paired ratios lies beyond +-{MARGIN:.0%} (t-tests, plain and trimmed; "
+        f"all claims together wrong in at most {ERROR:.0%} of comparisons: Holm{looks}). Maths: "
+        "the first losses against single's."
     )
 
 
 def spread(mean: float, std: float | None) -> str:
-    """Mean and standard deviation, with as many decimals; without the latter where there is none.
+    """Format a mean and its standard deviation with the same number of decimals.
 
-    A mean that is smaller than its deviation is no figure.
+    A mean that is smaller than its standard deviation says nothing, so no figure is shown.
     """
-    shown = readable.number(mean)
+    text = readable.format_number(mean)
     if std is None:
-        return shown
-    return "scatters" if std > mean else f"{shown} +- {std:,.{len(shown.partition('.')[2])}f}"
+        return text
+    if std > mean:
+        return "scatters"
+    decimals = len(text.partition(".")[2])
+    return f"{text} +- {std:,.{decimals}f}"
 
 
-def draw(folder: Path, report: Mapping[str, Any], first: Path) -> list[Path]:
-    """compare.png, and the same in TensorBoard beside the curves of the first entry, in the folder `first`: a run of
-    its own would have none, of which Custom Scalars warns.
+def draw(folder: Path, report: Json, first: Path) -> list[Path]:
+    """Draw compare.png and add the picture to TensorBoard.
+
+    Args:
+        folder: of the comparison.
+        report: the content of compare.json.
+        first: TensorBoard folder of the first entry. The picture joins its curves, because a
+            run with nothing but a picture makes Custom Scalars warn.
+
+    Returns:
+        Paths of the pictures; none if no entry has a speed.
     """
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-    bars, path, most = [], folder / "compare.png", report["repeats"]
-    for row, cells in zip(report["entries"], columns(report["entries"])[1:], strict=True):
-        speed, ratio = row["samples_per_sec"], row["ratio"]
-        words = f"{cells[2].replace('+-', '±')}" if speed else f"exit {row['exit_code']}"
-        words += f",  {ratio['median']:.2f}x" if ratio else ""
-        words += f"  ({row['label'].partition(':')[0]})" if row["label"] and speed else ""
-        bars.append((row["entry"], speed and speed["mean"], (speed or {}).get("std") or 0.0, words))
-    title = f"{report['recipe']}, global batch {report['batch_size']}: mean and standard deviation of {most} repeat"
-    plots.bars(path, bars, "images per second", title + "s" * (most != 1))
-    for old in first.parent.glob("*/*.compared"):
-        old.unlink()
+    bars = []
+    path = folder / "compare.png"
+    repeats = set()
+    entries = report["entries"]
+    for entry, cells in zip(entries, build_cells(entries)[1:], strict=True):
+        speed = entry["samples_per_sec"]
+        # An entry that failed or had no timed step has no bar.
+        if not speed:
+            continue
+        text = cells[2].replace("+-", "±")
+        if entry["ratio"]:
+            text += f",  {entry['ratio']['median']:.2f}x"
+        if entry["label"]:
+            text += f"  ({entry['label'].partition(':')[0]})"
+        bars.append((entry["entry"], speed["mean"], speed["std"] or 0.0, text))
+        repeats.add(len(speed["runs"]))
+    if not bars:
+        return []
+    if len(repeats) > 1:
+        counted = f"{min(repeats)} to {max(repeats)} repeats"
+    else:
+        counted = readable.format_count(min(repeats), "repeat")
+    title = (
+        f"{report['recipe']}, global batch {report['batch_size']}: mean and standard deviation "
+        f"of {counted}"
+    )
+    plots.draw_bars(path, bars, "images per second", title)
+    for old_events in first.parent.glob("*/*.compared"):
+        old_events.unlink()
     writer = Events(first, ".compared")
     picture = Summary.Image(encoded_image_string=path.read_bytes())
     writer.add(Summary(value=[Summary.Value(tag="compare/1_compare", image=picture)]), 0)

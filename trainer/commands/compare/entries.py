@@ -1,4 +1,7 @@
-"""Words -> entries: what is compared with what, each with the command line that runs it here, or why it cannot run."""
+"""The entries of a comparison: what is compared, and the command line that runs each entry.
+
+An entry that cannot run on this machine keeps the reason instead.
+"""
 
 from __future__ import annotations
 
@@ -22,139 +25,211 @@ from trainer.recipe.image_sizes import typed_size
 from trainer.recipe.known_names import DATASETS, check_names
 from trainer.recipe.loading import Source
 
-OWN_WORDS = ("recipe", "modes", "repeats", "nproc", "plugin", "output", "resume", "steps")
+OWN_ARGUMENTS = ("recipe", "modes", "repeats", "nproc", "plugin", "output", "resume", "steps")
+# Numbers of the repeats that are not timed: the check of the losses, and the same check with
+# the sums in another order. Timed repeats start at 1.
+CHECK = 0
+ROUNDED = -1
 
 
 @dataclass(eq=False)
 class Entry:
-    """One row of the comparison, and what its runs left."""
+    """Entry of the comparison, with the results of its runs.
 
-    name: str  # how the table calls it: the mode and its words
-    words: tuple[str, ...]  # the recipe's words and nproc=, complete but for what differs from run to run
-    recipe: Recipe  # what they resolve to
-    ranks: int = 1  # processes
-    threads: int = 1  # in each
-    # why it cannot run here, or of the run that failed, after which the entry was left alone
+    Attributes:
+        name: the mode and the entry's own arguments, as the table shows them.
+        words: arguments of the command line, complete except for what differs between runs.
+        recipe: the recipe that the arguments resolve to.
+        ranks: number of processes.
+        threads: threads of each process.
+        problem: why the entry cannot run here, or the error of the run that failed. An entry with
+            a problem is not run again.
+        results: result.json of each finished repeat.
+        speeds: images/s of each timed repeat.
+        disturbed: repeats during which other processes used the machine.
+        losses: the loss of each step of the check.
+        rounded: losses of the same mathematics with the sums in another order; empty if that was
+            not run.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    recipe: Recipe
+    ranks: int = 1
+    threads: int = 1
     problem: TrainerError | None = None
-    # result.json of each finished repeat; repeat 0 is the check of the losses, which is not timed
     results: dict[int, dict[str, Any]] = field(default_factory=dict)
-    speeds: dict[int, float] = field(default_factory=dict)  # images/s of each timed repeat
-    losses: list[float] = field(default_factory=list)  # of the check, one a step
-    # as losses, of the same mathematics with its sums in another order; empty where that was not run
+    speeds: dict[int, float] = field(default_factory=dict)
+    disturbed: set[int] = field(default_factory=set)
+    losses: list[float] = field(default_factory=list)
     rounded: list[float] = field(default_factory=list)
 
     @property
+    def fair_speeds(self) -> dict[int, float]:
+        """Speeds of the undisturbed repeats, which are the only ones that may be compared."""
+        return {
+            repeat: speed for repeat, speed in self.speeds.items() if repeat not in self.disturbed
+        }
+
+    @property
     def slug(self) -> str:
-        """The name as a folder's."""
+        """Name of the entry in characters that are safe in the name of a folder."""
         return re.sub(r"[^A-Za-z0-9_.=-]+", "-", self.name).strip("-")
 
     @cached_property
     def parts(self) -> list[str]:
-        """What in its model depends on how a batch is divided."""
-        return batch_dependent(self.recipe)
+        """Kinds of layers in the model whose output depends on how a batch is divided."""
+        return find_batch_dependent(self.recipe)
 
 
-def entries(
+def build_entries(
     source: Source,
     words: Sequence[str] = (),
     modes: Sequence[str] | None = None,
-    nproc: str | None = None,
+    nproc: int | str | None = None,
     plugin: str | None = None,
 ) -> list[Entry]:
-    """What is to be compared, by the arguments of `compare`, in the order in which it is to run. Raises RecipeError."""
+    """Build the entries from the arguments of `compare`, in the order in which they run.
+
+    Raises:
+        RecipeError: an argument is not allowed, or the modes are not a list of known modes.
+    """
     base = recipe.load(source, *words)
     if plugin is None:
         check_names(base)
-    shared = {word.partition("=")[0]: word for word in words}
-    given = shared.pop("mode", None)
-    if given and modes is not None:
-        raise RecipeError(f"{given} and modes=[...] set the same thing: keep modes=")
+    shared_arguments = {word.partition("=")[0]: word for word in words}
+    mode_argument = shared_arguments.pop("mode", None)
+    if mode_argument and modes is not None:
+        raise RecipeError(f"{mode_argument} and modes=[...] set the same thing: keep modes=")
     if modes is None:
-        modes = [base.mode] if given else list(MODES)
+        modes = [base.mode] if mode_argument else list(MODES)
     if not modes:
-        raise RecipeError("modes=[] compares nothing: write modes=[single,ddp], or leave it out for all modes")
-    rows, seen = list[Entry](), Counter[str]()
+        raise RecipeError(
+            "modes=[] compares nothing: write modes=[single,ddp], or leave it out for all modes"
+        )
+    rows = list[Entry]()
+    slug_counts = Counter[str]()
     for text in modes:
-        mode, mode_words = _mode_and_words(text)
+        mode, mode_arguments = _parse_mode(text)
         if nproc and TRAITS[mode].processes != "one":
-            mode_words.setdefault("nproc", f"nproc={nproc}")
-        if base.shares is not None and "shares" in TRAITS[mode].refuses:  # as the reference of modes that have them
-            mode_words.setdefault("shares", "shares=null")
-        entry = _entry(source, text, mode, {**shared, **mode_words})
-        # Identical entries, which show the noise, get a number; so do entries whose folders would have one name.
-        seen[entry.slug] += 1
-        rows.append(replace(entry, name=f"{text} ({seen[entry.slug]})") if seen[entry.slug] > 1 else entry)
+            mode_arguments.setdefault("nproc", f"nproc={nproc}")
+        # A mode that refuses shares still runs, as the reference of modes that accept them.
+        if base.shares is not None and "shares" in TRAITS[mode].refuses:
+            mode_arguments.setdefault("shares", "shares=null")
+        entry = _build_entry(source, text, mode, {**shared_arguments, **mode_arguments})
+        # Two runs must not share a folder. Identical entries are allowed, as they show the noise,
+        # and different names can have the same slug, hence a number.
+        slug_counts[entry.slug] += 1
+        number = slug_counts[entry.slug]
+        if number > 1:
+            entry = replace(entry, name=f"{text} ({number})")
+        rows.append(entry)
     return rows
 
 
 def parse_modes(text: str) -> list[str]:
-    """The value of `modes=`. Raises RecipeError."""
+    """Parse the value of `modes=` into one string per entry. Raise RecipeError if it is no list."""
     try:
         modes = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError):
         modes = None
-    modes = [modes] if isinstance(modes, str) else modes
+    if isinstance(modes, str):
+        modes = [modes]
     if not isinstance(modes, list) or not all(isinstance(mode, str) for mode in modes):
-        raise RecipeError(f'modes={text[:80]} must be a list, as in modes=[single,ddp,"pipeline nproc=2"]')
+        raise RecipeError(
+            f'modes={text[:80]} must be a list, as in modes=[single,ddp,"pipeline nproc=2"]'
+        )
     return [" ".join(mode.split()) for mode in modes]
 
 
-def _mode_and_words(text: str) -> tuple[str, dict[str, str]]:
+def _parse_mode(text: str) -> tuple[str, dict[str, str]]:
+    """Split an entry of `modes` into the mode and its arguments by key."""
     try:
         mode, *words = shlex.split(text) or [""]
     except ValueError as error:
         raise RecipeError(f"modes: '{text[:80]}': {str(error).lower()}") from None
-    recipe.load({"mode": mode})  # which tells what is no mode
-    odd = next((word for word in words if word.partition("=")[0] in {*OWN_WORDS, "mode"} - {"nproc"}), None)
-    if odd:
-        raise RecipeError(f"modes: '{text[:80]}': {odd} cannot be set for one entry, only for the whole comparison")
-    return mode, {word.partition("=")[0]: word for word in words}
+    # Loading fails for an unknown mode, with an error that suggests the nearest one.
+    recipe.load({"mode": mode})
+    refused_keys = {*OWN_ARGUMENTS, "mode"} - {"nproc"}
+    arguments = {}
+    for word in words:
+        key = word.partition("=")[0]
+        if key in refused_keys:
+            raise RecipeError(
+                f"modes: '{text[:80]}': {word} cannot be set for one entry, only for the whole "
+                "comparison"
+            )
+        arguments[key] = word
+    return mode, arguments
 
 
-def _entry(source: Source, name: str, mode: str, words: dict[str, str]) -> Entry:
-    """An entry held against this machine. Every entry gets the same cores, unless the user says otherwise."""
-    nproc = words.pop("nproc", "").partition("=")[2] or None
-    chosen = recipe.load(source, *words.values(), f"mode={mode}")
-    if chosen.traits.single_device and isinstance(chosen.devices, list) and len(chosen.devices) > 1:
-        words["devices"] = f"devices=[{chosen.devices[0]}]"
-        chosen = chosen.replace(devices=chosen.devices[:1])
-    ranks, launch, problem = 1, None, None
+def _build_entry(source: Source, name: str, mode: str, arguments: dict[str, str]) -> Entry:
+    """Build one entry, and check that this machine can run it.
+
+    Every entry gets the same number of cores, unless the user sets `threads`.
+    """
+    nproc = arguments.pop("nproc", "").partition("=")[2] or None
+    resolved = recipe.load(source, *arguments.values(), f"mode={mode}")
+    devices = resolved.devices
+    if resolved.traits.single_device and isinstance(devices, list) and len(devices) > 1:
+        arguments["devices"] = f"devices=[{devices[0]}]"
+        resolved = resolved.replace(devices=devices[:1])
+    ranks = 1
+    launch = None
+    problem = None
     try:
-        launch = launching.launch_to_start(chosen, nproc)
+        launch = launching.launch_to_start(resolved, nproc)
     except RecipeError as error:
         problem = error
     if launch is not None:
         if launch.nnodes > 1:
-            raise RecipeError(f"compare runs on one node, but NNODES or SLURM say {launch.nnodes}: unset them")
-        ranks, nproc = launch.nproc, str(launch.nproc)
-    # In one process nproc= stays too, or the run would start as many as the machine suggests.
-    listed = [*words.values(), f"mode={mode}", *([f"nproc={nproc}"] if nproc else [])]
-    threads = chosen.threads or max(1, resources.cores() // ranks)
-    listed += [f"threads={threads}"] * (not chosen.threads)
-    return Entry(name, tuple(listed), chosen, ranks, threads, problem)
+            raise RecipeError(
+                f"compare runs on one node, but NNODES or SLURM say {launch.nnodes}: unset them"
+            )
+        ranks = launch.nproc
+        nproc = str(launch.nproc)
+    words = [*arguments.values(), f"mode={mode}"]
+    # A mode of one process needs nproc= as well: without it, the run would start as many processes
+    # as the machine suggests.
+    if nproc:
+        words.append(f"nproc={nproc}")
+    threads = resolved.threads or max(1, resources.count_cores() // ranks)
+    if not resolved.threads:
+        words.append(f"threads={threads}")
+    return Entry(name, tuple(words), resolved, ranks, threads, problem)
 
 
-def batch_dependent(recipe: Recipe) -> list[str]:
-    """What in the model depends on how a batch is divided: "batch norm", "dropout". Builds it on shapes alone."""
+def find_batch_dependent(recipe: Recipe) -> list[str]:
+    """Return the kinds of layers whose output depends on how a batch is divided.
+
+    The kinds are "batch norm" and "dropout". The model is built without memory, on shapes alone.
+    """
     import torch
     from torch import nn
     from torchvision.ops import StochasticDepth
 
-    from trainer.commands.plan.dataset_facts import DatasetFacts, dataset_facts
+    from trainer.commands.plan.dataset_facts import DatasetFacts, read_dataset_facts
 
-    layers: set[str] = set()
+    kinds: set[str] = set()
     with suppress(TrainerError, RuntimeError, NotImplementedError):
-        if recipe.data.name in DATASETS:  # which need not be here, or counted, for this
-            shape = recipe.data.channels or 3, typed_size(recipe.data.image_size) or 224
-            facts = DatasetFacts(None, None, recipe.model.num_classes or 10, *shape, "")
+        # A known data set may be missing on this machine, and its images need not be counted here.
+        if recipe.data.name in DATASETS:
+            classes = recipe.model.num_classes or 10
+            channels = recipe.data.channels or 3
+            image_size = typed_size(recipe.data.image_size) or 224
+            facts = DatasetFacts(None, None, classes, channels, image_size, "")
         else:
-            facts = dataset_facts(recipe)
+            facts = read_dataset_facts(recipe)
         with torch.device("meta"):
             model = facts.model(recipe, starting=False)
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                layers.add("batch norm")
-            dropped = isinstance(module, nn.modules.dropout._DropoutNd | StochasticDepth) and module.p > 0
-            if dropped or (isinstance(module, nn.MultiheadAttention) and module.dropout > 0):
-                layers.add("dropout")
-    return sorted(layers)
+                kinds.add("batch norm")
+            drop_rate = 0.0
+            if isinstance(module, nn.modules.dropout._DropoutNd | StochasticDepth):
+                drop_rate = module.p
+            elif isinstance(module, nn.MultiheadAttention):
+                drop_rate = module.dropout
+            if drop_rate > 0:
+                kinds.add("dropout")
+    return sorted(kinds)

@@ -1,63 +1,96 @@
-"""What the runs amount to, with the keys that `compare` returns and compare.json holds, which are stable; and whether a
-mode computes what `single` computes, by their first losses, step by step.
+"""Figures and conclusions of a comparison, and the check that all modes compute the same.
+
+The check holds the first losses of a mode against those of `single`, step by step. The keys of
+`EntryFigures` are those that `compare` returns and compare.json holds; they are stable.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
-from typing import Any
 
-from trainer.commands.compare.entries import Entry
+from trainer.commands.compare.entries import CHECK, Entry
 from trainer.commands.trials import significance
 from trainer.commands.trials.significance import Difference
 from trainer.recipe import changed_keys
+from trainer.saving.files import Json
 
 PASS_THROUGH = "pass-through: torch's DataParallel does nothing without CUDA"
 STAND_IN = "on CPU cores"
+DISTURBED = "busy machine"
 NO_DIFFERENCE = "no difference shown"
-# Relative, of a step's loss. Half precision rounds, and a run's rounding grows with every step.
-TOLERANCE = {"fp32": 1e-4, "tf32": 1e-4, "fp16": 1e-3, "bf16": 1e-2}  # what is trained in tf32 is checked in fp32
-# Other kernels add in another order, and a large learning rate makes much of it: on GPUs so many times what rounding
-# alone makes of single's losses is allowed too, but never more than this.
-TIMES, MOST = 4.0, 1e-2
-# Where layers see other parts of a batch losses may differ much (batch norm over 4 digits: by 74 % within 20 steps),
-# and nothing is proved by it; but a mode that learns has not twice the loss.
-LOOSE = 2.0
-# Keys that change no result, beside those that a continued run may change.
+# Allowed relative deviation of a step's loss. Half precision rounds, and the rounding of a run
+# grows with every step. Runs with tf32 are checked in fp32, hence the same value.
+TOLERANCE = {"fp32": 1e-4, "tf32": 1e-4, "fp16": 1e-3, "bf16": 1e-2}
+# Different kernels add in a different order, and a large learning rate amplifies the difference.
+# On GPUs, this multiple of what rounding alone does to single's losses is allowed as well ...
+ROUNDING_FACTOR = 4.0
+# ... but never a larger relative deviation than this.
+MAX_TOLERANCE = 1e-2
+# Layers that see different parts of a batch may change losses a lot without an error: batch norm
+# over 4 digits changes them by 74 % within 20 steps. A mode that learns never has twice the loss.
+MAX_LOSS_RATIO = 2.0
+# Keys that do not change a result, in addition to those that may change when a run is resumed.
 SAME_MATHS = {"channels_last", "compile", "sync_bn", "deterministic"}
 UNCHECKED = "no single to compare"
 
 
 @dataclass(frozen=True)
 class Exactness:
-    """What was found."""
+    """Result of the comparison of an entry's losses with those of `single`.
 
-    # "reference", "exact", "differs" (as it may, for the reason in text), "disagrees", "other maths", "not compared"
+    Attributes:
+        verdict: "reference", "exact", "differs" (allowed, for the reason in `text`), "disagrees",
+            "other maths" or "not compared".
+        text: what the table shows.
+        deviation: largest relative difference of a loss, if losses were compared.
+    """
+
     verdict: str
-    text: str  # the table's words
-    deviation: float | None = None  # the largest relative difference of a loss, where losses were compared
+    text: str
+    deviation: float | None = None
 
 
 @dataclass(frozen=True)
 class Length:
-    """How long a timed run is: optimizer steps in all, epochs that hold them, steps from one logged row to the next."""
+    """Length of a timed run.
+
+    Attributes:
+        steps: optimizer steps, warm-up included.
+        epochs: enough epochs to hold these steps.
+        every: steps from one logged row to the next.
+    """
 
     steps: int
     epochs: int
     every: int
 
     def words(self) -> list[str]:
-        """All entries train as long."""
-        steps = [f"max_steps={self.steps}", f"epochs={self.epochs}", f"logging.every_steps={self.every}"]
-        return [*steps, "stop.patience=null"]
+        """Return the arguments that make every entry train for this length."""
+        return [
+            f"max_steps={self.steps}",
+            f"epochs={self.epochs}",
+            f"logging.every_steps={self.every}",
+            "stop.patience=null",
+        ]
 
 
 @dataclass(frozen=True)
 class EntryFigures:
-    """A row of the table. Of the timed repeats: means, and of memory the most; losses and accuracy of the last one."""
+    """One row of the table.
+
+    Figures are means over the timed repeats, memory is the maximum, and losses and accuracy are
+    those of the last repeat.
+
+    Attributes:
+        shares: images of each rank in one step, if the ranks have different numbers of them.
+        samples_per_sec: mean, std, and runs: images/s of each finished repeat by its number.
+        ratio: median, low, high and runs: speed relative to the reference, repeat by repeat.
+        compared: verdict; low and high, the confidence interval of the ratio to the reference.
+        disturbed: number of timed repeats during which other processes used the machine.
+    """
 
     entry: str
     mode: str
@@ -65,7 +98,7 @@ class EntryFigures:
     ranks: int
     threads: int
     devices: list[str] | None
-    shares: list[int] | None  # images of a step of each rank, where these are unequal
+    shares: list[int] | None
     repeats: int
     step_time_s: float | None
     peak_memory_bytes: dict[str, int]
@@ -73,105 +106,191 @@ class EntryFigures:
     val_loss: float | None
     val_top1: float | None
     data_wait_fraction: float | None
-    samples_per_sec: dict[str, Any] | None  # mean, std, runs: images/s of the repeats that ended well, by their numbers
-    ratio: dict[str, Any] | None  # median, low, high, runs: how many times as fast as the reference, repeat by repeat
+    samples_per_sec: Json | None
+    ratio: Json | None
     reference: str
-    compared: dict[str, Any] | None  # verdict; low, high: confidence interval of the ratio to the reference
+    compared: Json | None
     exactness: Exactness
     label: str
     error: str | None
     exit_code: int
+    disturbed: int
 
 
 def tabulate(rows: Sequence[Entry], error: float) -> tuple[list[EntryFigures], list[Difference]]:
-    """The rows of the table, and the compared pairs; `error`: probability that any is wrongly said to differ."""
-    reference = next((row for row in rows if row.recipe.traits.reference), rows[0])  # what a ratio is to
-    last = sorted(rows, key=lambda row: row is reference)  # so that all pairs are relative to it
-    fair = {row.name: row.speeds for row in last if row.speeds and not _passes_through(row)}
-    pairs = significance.differences(fair, error)
-    against = {pair.first: pair for pair in pairs if pair.second == reference.name}
-    return [_figures(row, reference, against.get(row.name), row.name in fair) for row in rows], pairs
+    """Compute the rows of the table and the differences between all pairs of entries.
+
+    Args:
+        rows: the entries with the results of their runs.
+        error: probability that any pair is wrongly said to differ.
+    """
+    reference = next((row for row in rows if row.recipe.traits.reference), rows[0])
+    # The second entry of a pair is what the ratio relates to: the reference comes last.
+    reference_last = sorted(rows, key=lambda row: row is reference)
+    fair = {
+        row.name: row.fair_speeds
+        for row in reference_last
+        if row.fair_speeds and not _passes_through(row)
+    }
+    pairs = significance.find_differences(fair, error)
+    to_reference = {pair.first: pair for pair in pairs if pair.second == reference.name}
+    table = [
+        _compute_figures(row, reference, to_reference.get(row.name), row.name in fair)
+        for row in rows
+    ]
+    return table, pairs
 
 
-def _figures(row: Entry, reference: Entry, pair: Difference | None, is_fair: bool) -> EntryFigures:
-    speeds = list(row.speeds.values())
-    timed = [result for repeat, result in row.results.items() if repeat > 0]
-    last: Mapping[str, Any] = timed[-1] if timed else {}
-    times = [row.results[repeat]["batch_size"] / speed for repeat, speed in row.speeds.items()]
-    peaks = sorted(pair for result in timed for pair in result["peak_memory_bytes"].items())
-    paired = significance.ratios(row.speeds, reference.speeds) if is_fair and reference is not row else []
-    spread = stdev(speeds) if speeds[1:] else None
+def _compute_figures(
+    row: Entry, reference: Entry, pair: Difference | None, is_fair: bool
+) -> EntryFigures:
+    runs = row.fair_speeds or row.speeds
+    speeds = list(runs.values())
+    samples_per_sec = None
+    step_time = None
+    if speeds:
+        spread = stdev(speeds) if len(speeds) > 1 else None
+        samples_per_sec = {"mean": fmean(speeds), "std": spread, "runs": dict(runs)}
+        times = [row.results[repeat]["batch_size"] / speed for repeat, speed in runs.items()]
+        step_time = fmean(times)
+    ratio = None
+    if is_fair and reference is not row:
+        ratios = significance.compute_ratios(row.fair_speeds, reference.fair_speeds)
+        if ratios:
+            ratio = {
+                "median": median(ratios),
+                "low": min(ratios),
+                "high": max(ratios),
+                "runs": ratios,
+            }
+    compared = None
+    if pair:
+        verdict = pair.verdict or NO_DIFFERENCE
+        compared = {"verdict": verdict, "low": pair.low, "high": pair.high}
+    repeats = 0
+    last: Json = {}
+    peaks: dict[str, int] = {}
+    shares = None
+    for repeat, result in row.results.items():
+        shares = result.get("shares") or shares
+        if repeat > CHECK:
+            repeats += 1
+            last = result
+            for device, peak in result["peak_memory_bytes"].items():
+                peaks[device] = max(peak, peaks.get(device, peak))
+    error = None
+    exit_code = 0
+    if row.problem:
+        error = str(row.problem)
+        exit_code = row.problem.code
+    # Losses can only be compared with those of `single`.
+    exactness = compare_losses(row, reference if reference.recipe.traits.reference else None)
     return EntryFigures(
         entry=row.name,
         mode=row.recipe.mode,
         words=list(row.words),
         ranks=row.ranks,
         threads=row.threads,
-        shares=next((found for result in [*row.results.values()][::-1] if (found := result.get("shares"))), None),
-        repeats=len(timed),
-        step_time_s=fmean(times) if times else None,
-        peak_memory_bytes=dict(peaks),  # of a device's the last, which is the largest
-        **{key: last.get(key) for key in ("devices", "train_loss", "val_loss", "val_top1", "data_wait_fraction")},
-        samples_per_sec={"mean": fmean(speeds), "std": spread, "runs": dict(row.speeds)} if speeds else None,
-        ratio={"median": median(paired), "low": min(paired), "high": max(paired), "runs": paired} if paired else None,
+        devices=last.get("devices"),
+        shares=shares,
+        repeats=repeats,
+        step_time_s=step_time,
+        peak_memory_bytes=dict(sorted(peaks.items())),
+        train_loss=last.get("train_loss"),
+        val_loss=last.get("val_loss"),
+        val_top1=last.get("val_top1"),
+        data_wait_fraction=last.get("data_wait_fraction"),
+        samples_per_sec=samples_per_sec,
+        ratio=ratio,
         reference=reference.name,
-        compared={"verdict": pair.verdict or NO_DIFFERENCE, "low": pair.low, "high": pair.high} if pair else None,
-        exactness=exactness_of(row, reference if reference.recipe.traits.reference else None),
-        label=_label(row),
-        error=str(row.problem) if row.problem else None,
-        exit_code=row.problem.code if row.problem else 0,
+        compared=compared,
+        exactness=exactness,
+        label=_format_label(row),
+        error=error,
+        exit_code=exit_code,
+        disturbed=len(row.disturbed),
     )
 
 
-def conclusion(table: Sequence[EntryFigures], pairs: Sequence[Difference]) -> list[str]:
-    """What may be said, in sentences: who is shown to be the fastest, or between whom no difference is shown."""
-    sentences = [
-        f"{row.entry} DISAGREES with {row.reference}: it computes something else, and its speed means nothing"
-        for row in table
-        if row.exactness.verdict == "disagrees"
-    ]
+def draw_conclusion(table: Sequence[EntryFigures], pairs: Sequence[Difference]) -> list[str]:
+    """Return sentences that name the fastest entry, and what limits this statement."""
+    sentences = []
+    unmeasured = []
+    disturbed = 0
+    timed = 0
+    for row in table:
+        disturbed += row.disturbed
+        timed += row.repeats
+        if not row.error and not row.samples_per_sec:
+            unmeasured.append(row.entry)
+        if row.exactness.verdict == "disagrees":
+            sentences.append(
+                f"{row.entry} DISAGREES with {row.reference}: it computes something else, so its "
+                "speed means nothing"
+            )
     if any(row.exactness.text == UNCHECKED for row in table):
         sentences.append(
-            "nothing was held against mode=single, which did not run: list it, and give words that it refuses to the "
-            "other entries, as in 'modes=[single,\"ddp shares=auto\"]'"
+            "no losses were compared, because mode=single did not run: list it, and move arguments "
+            "that it refuses to the other entries, as in 'modes=[single,\"ddp shares=auto\"]'"
         )
-    compared = sound(table, pairs)
-    names = [row.entry for row in table if any(row.entry in (pair.first, pair.second) for pair in compared)]
-    best = significance.fastest(names, compared)
+    compared = select_sound(table, pairs)
+    compared_names = {name for pair in compared for name in (pair.first, pair.second)}
+    names = [row.entry for row in table if row.entry in compared_names]
+    fastest = significance.find_fastest(names, compared)
+    if disturbed:
+        sentences.append(
+            f"other processes used the machine during {disturbed} of {timed} timed runs, which are "
+            "not compared: stop them; resume=auto with the same output= measures these runs again"
+        )
+    if unmeasured:
+        sentences.append(f"not measured: {', '.join(unmeasured)}")
     if not compared:
-        sentences.append("nothing to compare: fewer than two rows with a speed")
+        sentences.append("nothing to compare: fewer than two rows have an undisturbed speed")
     elif all(pair.low is None for pair in compared):
-        sentences.append(f"{NO_DIFFERENCE}: that takes repeats=2 or more, better 5")
-    elif len(best) == len(names):
-        few = min(pair.pairs for pair in compared)
-        hint = f"; {few} repeats show only very large ones, try repeats=5" if few < 4 else ""
-        sentences.append(f"{NO_DIFFERENCE} between {' and '.join(best)}{hint}")
+        sentences.append(f"{NO_DIFFERENCE}: at least repeats=2 is needed, repeats=5 is better")
+    elif len(fastest) == len(names):
+        fewest = min(pair.pairs for pair in compared)
+        hint = ""
+        if fewest < 4:
+            hint = f"; {fewest} repeats show only very large ones, try repeats=5"
+        sentences.append(f"{NO_DIFFERENCE} between {' and '.join(fastest)}{hint}")
     else:
-        sentences.append(f"fastest: {' and '.join(best)}" + f", {NO_DIFFERENCE} between them" * (len(best) > 1))
+        sentence = f"fastest: {' and '.join(fastest)}"
+        if len(fastest) > 1:
+            sentence += f", {NO_DIFFERENCE} between them"
+        sentences.append(sentence)
     if any(row.label == STAND_IN for row in table):
-        sentences.append(f"rows marked '{STAND_IN}' used these in place of GPUs, on which the order may differ")
+        sentences.append(
+            f"rows marked '{STAND_IN}' used cores instead of GPUs; on GPUs the order may differ"
+        )
     return sentences
 
 
-def sound(table: Sequence[EntryFigures], pairs: Sequence[Difference]) -> list[Difference]:
-    """The pairs of rows that did not fail and compute what they should."""
+def select_sound(table: Sequence[EntryFigures], pairs: Sequence[Difference]) -> list[Difference]:
+    """Return the pairs of entries that did not fail and that compute what `single` computes."""
     good = {row.entry for row in table if not row.error and row.exactness.verdict != "disagrees"}
     return [pair for pair in pairs if {pair.first, pair.second} <= good]
 
 
 def _passes_through(row: Entry) -> bool:
-    return any((result.get("data_parallel") or {}).get("pass_through") for result in row.results.values())
+    return any(
+        (result.get("data_parallel") or {}).get("pass_through") for result in row.results.values()
+    )
 
 
-def _label(row: Entry) -> str:
+def _format_label(row: Entry) -> str:
     if _passes_through(row):
         return PASS_THROUGH
+    if row.speeds and not row.fair_speeds:
+        return DISTURBED
     devices: list[str] = next((result["devices"] for result in row.results.values()), [])
-    return STAND_IN if len(devices) > 1 and all(name.startswith("cpu") for name in devices) else ""
+    if len(devices) > 1 and all(name.startswith("cpu") for name in devices):
+        return STAND_IN
+    return ""
 
 
-def exactness_of(entry: Entry, reference: Entry | None) -> Exactness:
-    """Hold an entry's losses against those of the reference, which is `single`."""
+def compare_losses(entry: Entry, reference: Entry | None) -> Exactness:
+    """Compare the losses of an entry with those of the reference, which is `single`."""
     if entry is reference:
         return Exactness("reference", "reference")
     if not entry.recipe.traits.same_maths:
@@ -180,20 +299,30 @@ def exactness_of(entry: Entry, reference: Entry | None) -> Exactness:
         return Exactness("not compared", "-")
     if reference is None or not reference.losses:
         return Exactness("not compared", UNCHECKED)
-    if changed := changed_keys(reference.recipe, entry.recipe).keys() - SAME_MATHS:
+    changed = changed_keys(reference.recipe, entry.recipe).keys() - SAME_MATHS
+    if changed:
         return Exactness("not compared", f"other {', '.join(sorted(changed))}")
-    deviation = _deviation(entry.losses, reference.losses)
-    scatter = _deviation(reference.rounded, reference.losses)
-    if deviation <= max(TOLERANCE[entry.recipe.precision], min(TIMES * scatter, MOST)):
+    deviation = _compute_deviation(entry.losses, reference.losses)
+    rounding = _compute_deviation(reference.rounded, reference.losses)
+    tolerance = TOLERANCE[entry.recipe.precision]
+    if deviation <= max(tolerance, min(ROUNDING_FACTOR * rounding, MAX_TOLERANCE)):
         return Exactness("exact", "exact", deviation)
-    mine, theirs = map(math.fsum, zip(*zip(entry.losses, reference.losses, strict=False), strict=True))
-    if reference.parts and mine <= LOOSE * theirs:
+    # Either run may have logged fewer steps: only steps that both have are summed.
+    steps = min(len(entry.losses), len(reference.losses))
+    total = math.fsum(entry.losses[:steps])
+    reference_total = math.fsum(reference.losses[:steps])
+    if reference.parts and total <= MAX_LOSS_RATIO * reference_total:
         return Exactness("differs", f"{reference.parts[0]}: {deviation:.1%}", deviation)
     return Exactness("disagrees", f"DISAGREES by {deviation:.1%}", deviation)
 
 
-def _deviation(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest relative difference."""
-    pairs = zip(losses, expected, strict=False)
-    deviations = (abs(a - b) / max(abs(b), 1e-12) if math.isfinite(a) else math.inf for a, b in pairs)
+def _compute_deviation(losses: Sequence[float], expected: Sequence[float]) -> float:
+    """Return the largest relative difference of a loss, infinite if a loss is not finite."""
+    deviations = []
+    for loss, expected_loss in zip(losses, expected, strict=False):
+        deviation = math.inf
+        if math.isfinite(loss):
+            difference = abs(loss - expected_loss)
+            deviation = difference / max(abs(expected_loss), 1e-12)
+        deviations.append(deviation)
     return max(deviations, default=0.0)

@@ -1,4 +1,4 @@
-"""What is exported, one function a format, comparing the file's outputs with the model's, and the lines that say so."""
+"""Export of models, with one function for each format and a check of the file's outputs."""
 
 from __future__ import annotations
 
@@ -16,36 +16,52 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data import TensorSpec
-from trainer.errors import CheckpointError, RecipeError, TrainerError, is_out_of_memory, text_of
+from trainer.errors import (
+    CheckpointError,
+    RecipeError,
+    TrainerError,
+    build_missing_extra_error,
+    is_out_of_memory,
+    read_text,
+)
 from trainer.recipe.image_sizes import ImageSize, in_pixels, sides
+from trainer.recipe.known_names import TASKS
 from trainer.saving.weights import write_whole
-from trainer.training.trained import Trained, task_without_loss
+from trainer.training.trained import Trained, create_task_without_loss
 
-BATCHES = (1, 2, 5)  # samples: another number than the one that was traced must do
-TOLERANCE = 1e-4  # of the largest output
+# Batch sizes of the check: sizes other than the traced one must work, too.
+BATCHES = (1, 2, 5)
+# Allowed difference, relative to the largest output.
+TOLERANCE = 1e-4
 INSTEAD = {"onnx": "exported_program", "exported_program": "onnx"}
 PREPARED = "pixels from 0 to 1, minus mean, divided by std"
 COVERED = "in proportion, until the image just covers {} pixels"
-OUTPUTS = {
-    "classification": "a score a class: softmax gives probabilities",
-    "multilabel": "a score a label: the sigmoid gives probabilities",
-    "regression": "the values",
-}
-FACTS = "trainer.json"  # a further file in those of torch; in ONNX, which holds texts by name, one of them
+OUTPUTS = {name: row.outputs for name, row in TASKS.items()}
+# Name of the metadata: an extra file in a file of torch.export, a metadata property in ONNX.
+METADATA = "trainer.json"
 Runner = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class ExportSource:
-    """A trained model, in evaluation on the CPU."""
+    """Trained model to export.
+
+    Attributes:
+        model: Model in evaluation mode, on the CPU.
+        inputs: Shape and type of one sample, without the batch dimension.
+        facts: Metadata to store with the model, as JSON types: classes, mean, std, sizes, and
+            descriptions of inputs and outputs.
+    """
 
     model: nn.Module
-    inputs: TensorSpec  # of one sample, without the batch dimension
-    # to be stored with the model, as JSON can: classes, mean, std, sizes, what inputs and outputs are
+    inputs: TensorSpec
     facts: dict[str, Any]
 
     def sample(self, rows: int, seed: int = 0) -> Tensor:
-        """Random inputs (rows, ...): normal real numbers; of whole ones 0 and 1, which every vocabulary has."""
+        """Return random inputs of shape (rows, ...).
+
+        Real numbers are normally distributed. Integers are 0 or 1, which are in every vocabulary.
+        """
         generator = torch.Generator().manual_seed(seed)
         shape = (rows, *self.inputs.shape)
         if self.inputs.dtype.is_floating_point:
@@ -54,20 +70,37 @@ class ExportSource:
 
 
 def load(path: Path, words: Sequence[str]) -> ExportSource:
-    """The model of a run folder, a checkpoint or a file of weights. Raises CheckpointError, RecipeError."""
+    """Read a model from a run folder, a checkpoint or weights.
+
+    Raises:
+        CheckpointError: There are no such weights, or they do not describe their inputs.
+        RecipeError: An override is wrong.
+    """
     trained = Trained.read(path, words)
-    recipe, facts = trained.recipe, trained.facts
+    recipe = trained.recipe
+    facts = trained.facts
     if facts.classes is None or (facts.inputs is None and not facts.mean):
-        raise CheckpointError(f"{path} does not say what its inputs are; give a run folder or its last.safetensors")
-    classes, size, inputs = facts.classes, facts.image_size, facts.spec
-    shorter = facts.shorter(size)
-    if facts.mean:  # as `load` and `predict` have them, where data.image_size= says another size
-        how = trained.preparation()[1]
-        size, shorter = how.image_size, how.shorter_side
+        raise CheckpointError(
+            f"{path} does not say what its inputs are; give a run folder or its last.safetensors"
+        )
+    classes = facts.classes
+    size = facts.image_size
+    inputs = facts.spec
+    resizing: dict[str, Any] = {}
+    if facts.mean:
+        # data.image_size= may override the size, as it does in `load` and `predict`.
+        preparation = trained.preparation()[1]
+        size = preparation.image_size
+        shorter = preparation.shorter_side
+        resizing["shorter_side"] = shorter
+        resizing["resize"] = _describe_resizing(shorter, size)
         inputs = TensorSpec((facts.channels, *sides(size)), inputs.dtype)
-    task = task_without_loss(recipe, classes)
-    model = trained.model(task, len(classes), facts.channels, size, None if facts.mean else inputs)
-    exported = {
+    task = create_task_without_loss(recipe, classes)
+    spec = None if facts.mean else inputs
+    model = trained.model(task, len(classes), facts.channels, size, spec)
+    if recipe.data.pixel_range:
+        resizing["pixel_range"] = recipe.data.pixel_range
+    metadata = {
         "model": recipe.model.name,
         "task": recipe.task.name,
         "classes": classes,
@@ -75,95 +108,157 @@ def load(path: Path, words: Sequence[str]) -> ExportSource:
         "std": facts.std,
         "channels": facts.channels,
         "image_size": size,
-        **({"shorter_side": shorter, "resize": _resized(shorter, size)} if facts.mean else {}),
-        **({"pixel_range": recipe.data.pixel_range} if recipe.data.pixel_range else {}),
+        **resizing,
         "inputs": json.loads(inputs.to_json()),
         "input": PREPARED if facts.mean else "as the data set gives them",
         "output": OUTPUTS.get(recipe.task.name, "as the model gives them"),
     }
-    return ExportSource(model, inputs, exported)
+    return ExportSource(model, inputs, metadata)
 
 
-def _resized(shorter: ImageSize, size: ImageSize) -> str:
-    whole = f"the shorter side to {shorter} pixels" if isinstance(shorter, int) else COVERED.format(in_pixels(shorter))
-    return f"{whole}, bilinear with antialiasing, then {in_pixels(size)} cut out of the centre"
+def _describe_resizing(shorter: ImageSize, size: ImageSize) -> str:
+    if isinstance(shorter, int):
+        target = f"the shorter side to {shorter} pixels"
+    else:
+        target = COVERED.format(in_pixels(shorter))
+    return f"{target}, bilinear with antialiasing, then {in_pixels(size)} cut out of the centre"
 
 
-def export(path: Path, kind: str, target: Path, words: Sequence[str]) -> str:
-    """Export the weights at `path`; returns what to print. The file is written once its content was checked. Raises
-    CheckpointError, RecipeError, SetupError, DiskFullError.
+def export(
+    path: Path,
+    kind: str,
+    target: Path,
+    words: Sequence[str],
+) -> str:
+    """Export weights to a file, which is written after its content was checked.
+
+    Args:
+        path: Run folder, checkpoint or weights.
+        kind: Format, a key of `WRITERS`.
+        target: File to write.
+        words: Overrides of the run's recipe.
+
+    Returns:
+        The text to print.
+
+    Raises:
+        CheckpointError: There are no such weights.
+        RecipeError: The format cannot express the model.
+        SetupError: A library is missing, or the file cannot be written.
+        DiskFullError: The disk is full.
     """
     source = load(path, words)
-    content, agreement = _checked(source, kind)
-    write_whole(target, [memoryview(content)], "export", again="the same words again")
+    content, agreement = _write_and_check(source, kind)
+    write_whole(target, [memoryview(content)], "export", again="the same command again")
     shape = ", ".join(map(str, ("batch", *source.inputs.shape)))
+    dtype = str(source.inputs.dtype).removeprefix("torch.")
     lines = {
         "file": f"{target}, {len(content) / 1e6:,.1f} MB",
-        "input": f"{str(source.inputs.dtype).removeprefix('torch.')} ({shape}): {source.facts['input']}",
+        "input": f"{dtype} ({shape}): {source.facts['input']}",
         "output": source.facts["output"],
         "agrees": agreement,
     }
     head = f"exported {path} ({source.facts['model']}) as format={kind}"
-    return "\n".join([head, *(f"  {title:<7} {text}" for title, text in lines.items())]) + "\n"
+    rows = [f"  {title:<7} {text}" for title, text in lines.items()]
+    return "\n".join([head, *rows]) + "\n"
 
 
-def _checked(source: ExportSource, kind: str) -> tuple[bytes, str]:
-    """A file's content, and how far its outputs are from the model's. Raises RecipeError."""
+def _write_and_check(source: ExportSource, kind: str) -> tuple[bytes, str]:
+    """Return the content of a file, and a description of its difference from the model.
+
+    Raises:
+        RecipeError: The format cannot express the model.
+        SetupError: A library is missing.
+    """
     try:
         with torch.no_grad():
             content, run = WRITERS[kind](source)
-            return content, _agreement(source, run)
+            return content, _compare(source, run)
     except TrainerError:
         raise
-    except Exception as error:  # the exporters raise as many kinds as there are things that they cannot express
-        if is_out_of_memory(error):
+    # Exporters raise exceptions of any type for what they cannot express.
+    except Exception as error:
+        if is_out_of_memory(error) or isinstance(error, OSError):
             raise
-        reason = " ".join(text_of(error).split())[:200] or "no reason given"
+        cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
+        if isinstance(cause, ImportError):
+            raise build_missing_extra_error(
+                f"format={kind}", [cause.name or "onnxscript"], cause
+            ) from None
+        reason = " ".join(read_text(error).split())[:200] or "no reason given"
         raise RecipeError(
-            f"format={kind} cannot express model.name={source.facts['model']} ({type(error).__name__}: {reason}): "
-            f"try format={INSTEAD[kind]}"
+            f"format={kind} cannot express model.name={source.facts['model']} "
+            f"({type(error).__name__}: {reason}): try format={INSTEAD[kind]}"
         ) from None
 
 
-def _agreement(source: ExportSource, run: Runner) -> str:
-    worst, largest = 0.0, 0.0
+def _compare(source: ExportSource, run: Runner) -> str:
+    """Compare the outputs of a file with those of the model on random batches.
+
+    Raises:
+        ValueError: They differ too much.
+    """
+    worst = 0.0
+    largest = 0.0
     for rows in BATCHES:
         inputs = source.sample(rows, seed=rows)
         expected = source.model(inputs)
         with quietly():
             outputs = run(inputs)
         if outputs.shape != expected.shape:
-            raise ValueError(f"for {rows} samples it gives {tuple(outputs.shape)} instead of {tuple(expected.shape)}")
+            raise ValueError(
+                f"for {rows} samples it gives {tuple(outputs.shape)} instead of "
+                f"{tuple(expected.shape)}"
+            )
         difference = (outputs.double() - expected.double()).abs().max().item()
         peak = expected.abs().max().item()
-        worst, largest, most = max(worst, difference), max(largest, peak), TOLERANCE * (peak or 1.0)
-        if not difference <= most:
-            raise ValueError(f"for {rows} samples its outputs differ by {difference:.2g}, allowed is {most:.2g}")
+        worst = max(worst, difference)
+        largest = max(largest, peak)
+        allowed = TOLERANCE * (peak or 1.0)
+        # NaN compares false, so it is refused as well.
+        if not difference <= allowed:
+            raise ValueError(
+                f"for {rows} samples its outputs differ by {difference:.2g}, allowed is "
+                f"{allowed:.2g}"
+            )
     sizes = ", ".join(map(str, BATCHES))
-    return f"on random batches of {sizes}: outputs of up to {largest:.3g} differ by at most {worst:.2g}"
+    differences = f"outputs of up to {largest:.3g} differ by at most {worst:.2g}"
+    return f"on random batches of {sizes}: {differences}"
 
 
 def to_onnx(source: ExportSource) -> tuple[bytes, Runner]:
-    """An ONNX file, and what runs it; the facts are its metadata trainer.json."""
+    """Return the content of an ONNX file with the metadata, and a function that runs it."""
     with quietly():
         exported: Any = torch.onnx.export(
-            _program(source), (), dynamo=True, verbose=False, input_names=["input"], output_names=["output"]
+            _export_program(source),
+            (),
+            dynamo=True,
+            verbose=False,
+            input_names=["input"],
+            output_names=["output"],
         )
-        exported.model.metadata_props[FACTS] = json.dumps(source.facts, indent=1)
-        content = exported.model_proto.SerializeToString()  # protobuf holds 2 GB, and says so
+        exported.model.metadata_props[METADATA] = json.dumps(source.facts, indent=1)
+        # Protobuf raises an error for more than 2 GB.
+        content = exported.model_proto.SerializeToString()
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-    return content, lambda inputs: torch.from_numpy(session.run(None, {"input": inputs.numpy()})[0])
+
+    def run(inputs: Tensor) -> Tensor:
+        outputs = session.run(None, {"input": inputs.numpy()})
+        return torch.from_numpy(outputs[0])
+
+    return content, run
 
 
 def to_exported_program(source: ExportSource) -> tuple[bytes, Runner]:
-    """A file of torch.export, and what runs it; the facts are a further file in it, trainer.json."""
+    """Return the content of a torch.export file with the metadata, and a function that runs it."""
     buffer = io.BytesIO()
+    metadata = {METADATA: json.dumps(source.facts, indent=1)}
     with quietly():
-        torch.export.save(_program(source), buffer, extra_files={FACTS: json.dumps(source.facts, indent=1)})
+        torch.export.save(_export_program(source), buffer, extra_files=metadata)
         buffer.seek(0)
         runner: Runner = torch.export.load(buffer).module()
     return buffer.getvalue(), runner
@@ -172,19 +267,24 @@ def to_exported_program(source: ExportSource) -> tuple[bytes, Runner]:
 WRITERS = {"onnx": to_onnx, "exported_program": to_exported_program}
 
 
-def _program(source: ExportSource) -> torch.export.ExportedProgram:
-    """The model as a graph for any number of samples, without the paths of its code on this machine."""
+def _export_program(source: ExportSource) -> torch.export.ExportedProgram:
+    """Export the model as a graph for any batch size.
+
+    Stack traces are removed, because they contain paths of this machine.
+    """
     batch = torch.export.Dim("batch")
-    program = torch.export.export(source.model, (source.sample(2),), dynamic_shapes=({0: batch},))
+    example = source.sample(2)
+    program = torch.export.export(source.model, (example,), dynamic_shapes=({0: batch},))
     for module in program.graph_module.modules():
-        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
-            node.meta.pop("stack_trace", None)
+        if isinstance(module, torch.fx.GraphModule):
+            for node in module.graph.nodes:
+                node.meta.pop("stack_trace", None)
     return program
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without the libraries' own words: of deprecations, of every operator, of graphs."""
+    """Silence the log lines and warnings of the exporters in this block."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

@@ -1,4 +1,4 @@
-"""What is known of a data set without reading its images."""
+"""Size and shape of a data set, determined without reading its images."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import nn
 from trainer import tasks
 from trainer.data import Example, TensorSpec, open_datasets
 from trainer.data.archives.opening import exist
-from trainer.data.items import numbers
+from trainer.data.items import name_by_number
 from trainer.data.sets import CLASS
 from trainer.errors import RecipeError
-from trainer.models.inputs import with_pretrained_input
+from trainer.models.inputs import add_pretrained_input
 from trainer.recipe import Recipe
 from trainer.recipe.image_sizes import ImageSize, sides, typed_size
 from trainer.recipe.known_names import DATASETS, OWN_PHOTOS
 from trainer.tasks import Task
-from trainer.training.initial_model import model_for
+from trainer.training.initial_model import build_for_sizes
 
-# Training images, held-out images, classes, channels, pixels along a side.
+# Training images, validation images, classes, channels, and the length of a side in pixels.
 PUBLISHED = {
     "mnist": (60_000, 10_000, 10, 1, 28),
     "fashion_mnist": (60_000, 10_000, 10, 1, 28),
@@ -33,66 +33,117 @@ IMAGENET = (1000, 3, 224)
 
 @dataclass(frozen=True)
 class DatasetFacts:
-    """A data set's size and shape."""
+    """Size and shape of a data set.
 
-    train: int | None  # images; None where the folder is on another machine
-    val: int | None  # as `train`
-    classes: int  # of the data, or of the recipe's model where that says so; or a regression's values
+    Attributes:
+        train: number of training images; None if the folder is on another machine.
+        val: number of validation images; None as for `train`.
+        classes: number of classes, of the data or of the recipe's model if it says so; in a
+            regression, the number of values.
+        channels: channels of an image.
+        size: size of an image.
+        note: how the numbers are known.
+        targets: shape of a sample's target.
+        plain: shape of a sample's input, if it is not an image.
+    """
+
+    train: int | None
+    val: int | None
+    classes: int
     channels: int
     size: ImageSize
-    note: str  # how it is known
-    targets: TensorSpec = CLASS  # of a sample
-    plain: TensorSpec | None = None  # of a sample's inputs where they are no images
+    note: str
+    targets: TensorSpec = CLASS
+    plain: TensorSpec | None = None
 
     def example(self, rows: int) -> Example:
-        """What a micro-batch of so many samples looks like."""
+        """Return the shapes of a batch of `rows` samples."""
         images = TensorSpec((self.channels, *sides(self.size)), torch.float32)
         return Example(rows, self.plain or images, self.targets, self.plain is None)
 
     def task(self, recipe: Recipe) -> Task:
-        """The recipe's task; weights of classes change no figure of a plan."""
-        return tasks.create(recipe.replace(loss__class_weights=None), numbers(self.classes))
+        """Create the recipe's task, without class weights, which change no figure of a plan."""
+        return tasks.create_task(
+            recipe.replace(loss__class_weights=None), name_by_number(self.classes)
+        )
 
     def model(self, recipe: Recipe, starting: bool) -> nn.Module:
-        """The recipe's model on the CPU, with its starting weights or without."""
+        """Build the recipe's model on the CPU, with its initial weights if `starting`."""
         task = self.task(recipe)
-        return model_for(recipe, task, self.classes, self.channels, self.size, self.plain, starting)
+        return build_for_sizes(
+            recipe, task, self.classes, self.channels, self.size, self.plain, starting
+        )
 
 
-def dataset_facts(recipe: Recipe) -> DatasetFacts:
-    """The recipe's images; folders are counted, nothing is downloaded. Raises RecipeError, SetupError."""
-    facts = _facts(with_pretrained_input(recipe))
+def read_dataset_facts(recipe: Recipe) -> DatasetFacts:
+    """Find size and shape of the recipe's data. Folders are counted, nothing is downloaded.
+
+    Raises:
+        RecipeError: the task cannot use these targets.
+        SetupError: the data cannot be read.
+    """
+    facts = _find_facts(add_pretrained_input(recipe))
     if facts.plain is not None or facts.targets != CLASS:
         return facts
-    kind, label = tasks.kind(recipe), torch.zeros(1, dtype=torch.int64)
-    if recipe.data.labels is not None and kind.reads != "class":  # a table that is not on this machine
+    kind = tasks.find_task_class(recipe)
+    label = torch.zeros(1, dtype=torch.int64)
+    # A table of labels that is not on this machine is assumed to have one value per class.
+    if recipe.data.labels is not None and kind.reads != "class":
         label = torch.zeros(1, facts.classes)
     try:
-        example = kind.checked(label, numbers(facts.classes))
+        example = kind.checked(label, name_by_number(facts.classes))
     except ValueError as error:
-        raise RecipeError(f"data.name={recipe.data.name}, task.name={recipe.task.name}: {error}") from None
+        raise RecipeError(
+            f"data.name={recipe.data.name}, task.name={recipe.task.name}: {error}"
+        ) from None
     return replace(facts, targets=TensorSpec.of(example))
 
 
-def _facts(recipe: Recipe) -> DatasetFacts:
-    data, wanted, typed = recipe.data, recipe.model.num_classes, typed_size(recipe.data.image_size)
+def _find_facts(recipe: Recipe) -> DatasetFacts:
+    data = recipe.data
+    model_classes = recipe.model.num_classes
+    image_size = typed_size(data.image_size)
     if data.name in PUBLISHED:
         train, val, classes, channels, size = PUBLISHED[data.name]
-        return DatasetFacts(train, val, classes, data.channels or channels, typed or size, "as published")
+        return DatasetFacts(
+            train, val, classes, data.channels or channels, image_size or size, "as published"
+        )
     if data.name == "synthetic":
-        shape = (data.channels or 3, typed or 32)
-        return DatasetFacts(data.samples, data.val_samples, wanted or 10, *shape, "synthetic")
-    is_here = exist if data.name == "shards" else lambda root: Path(root).expanduser().is_dir()
-    stands_in = data.root is None and data.missing == "synthetic"  # a number of steps would be one of the stand-in's
-    if data.name in OWN_PHOTOS and (stands_in or (data.root is not None and not is_here(str(data.root)))):
+        classes = model_classes or 10
+        shape = (data.channels or 3, image_size or 32)
+        return DatasetFacts(data.samples, data.val_samples, classes, *shape, "synthetic")
+    # Synthetic images would replace the missing ones, so their number is meaningless.
+    stands_in = data.root is None and data.missing == "synthetic"
+    note = ""
+    if data.name in OWN_PHOTOS:
+        if stands_in:
+            note = "data.root=FOLDER counts them"
+        elif data.root is not None and not _is_here(data.name, str(data.root)):
+            note = f"{data.root} is not on this machine"
+    if note:
         classes, channels, size = IMAGENET
-        if not stands_in and tasks.kind(recipe).reads == "values":
+        if not stands_in and tasks.find_task_class(recipe).reads == "values":
             classes = 1
-        note = "data.root=FOLDER counts them" if stands_in else f"{data.root} is not on this machine"
-        return DatasetFacts(None, None, wanted or classes, data.channels or channels, typed or size, note)
-    if data.name in DATASETS and data.name != "digits":  # a crop of photos: nothing is decoded to be kept
+        shape = (data.channels or channels, image_size or size)
+        return DatasetFacts(None, None, model_classes or classes, *shape, note)
+    # Opening a data set of small photos decodes them all into memory unless the crop is "resized".
+    # A plan does not need their pixels.
+    if data.name in DATASETS and data.name != "digits":
         recipe = recipe.replace(augment__crop="resized")
-    found = open_datasets(recipe)
-    shape = (found.channels, found.image_size)
-    counts = (len(found.train), len(found.val), len(found.classes))
-    return DatasetFacts(*counts, *shape, "counted here", found.targets, found.plain)
+    datasets = open_datasets(recipe)
+    return DatasetFacts(
+        train=len(datasets.train),
+        val=len(datasets.val),
+        classes=len(datasets.classes),
+        channels=datasets.channels,
+        size=datasets.image_size,
+        note="counted here",
+        targets=datasets.targets,
+        plain=datasets.plain,
+    )
+
+
+def _is_here(data_name: str, root: str) -> bool:
+    if data_name == "shards":
+        return exist(root)
+    return Path(root).expanduser().is_dir()

@@ -1,12 +1,13 @@
-"""A model of shapes alone: what its passes allocate and compute, counted without allocating or computing anything.
+"""Model of shapes without values, which counts the memory and operations of its passes.
 
-Fake tensors run the real operators' shape functions through autograd, as training would.
+Nothing is allocated or computed: fake tensors run the shape functions of the real operators through
+autograd, as training would run the operators.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import NamedTuple
@@ -18,236 +19,355 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.commands.plan.dataset_facts import DatasetFacts
-from trainer.commands.plan.planned_layout import Layout
 from trainer.data import Example, TensorSpec
-from trainer.devices.precision import AUTOCAST
+from trainer.devices.precision import autocast
 from trainer.errors import RecipeError
-from trainer.models import memory
-from trainer.models.balance import BlockCost, cuts_for
-from trainer.models.blocks import hold_statistics
-from trainer.models.memory import Pass, Resident, size_of
+from trainer.memory import measuring
+from trainer.memory.measuring import Pass, Resident, count_bytes
+from trainer.memory.needs import compute_unit_sizes
+from trainer.memory.prediction import StagedModel
+from trainer.models.balance import BlockCost, choose_cuts
+from trainer.models.blocks import refreeze
 from trainer.models.partition import Traced, trace
-from trainer.models.recompute import anew, recompute, runs_of
-from trainer.modes.pipeline.orders import ideal_bubble
+from trainer.models.recompute import checkpoint_forward, list_runs, recompute
+from trainer.modes.fsdp_units import find_units
+from trainer.modes.pipeline.orders import compute_ideal_bubble
 from trainer.modes.pipeline.ranks import Wire
-from trainer.modes.pipeline.torch_schedules import ranks_of_stages
-from trainer.optim.optimizers import build_optimizer, optimizer_state
-from trainer.optim.trainable import roles_of
-from trainer.recipe import ModelRecipe, Recipe
-from trainer.training.teaching import trained_teacher
+from trainer.modes.pipeline.torch_schedules import assign_ranks, list_actions
+from trainer.optim.optimizers import build_optimizer, name_optimizer_state
+from trainer.optim.trainable import find_roles
+from trainer.recipe import ModelRecipe
+from trainer.recipe.layout import Layout
+from trainer.training.teaching import load_teacher
 
-MICROBATCHES = 4  # for each worker, where the recipe leaves the number open: its bubble is 20 % or less
+# Micro-batches per worker if the recipe leaves the number open: the bubble is then at most 20 %.
+MICROBATCHES = 4
 
 
 class StagePass(NamedTuple):
-    """A stage's pass of one micro-batch, and what it sends on."""
+    """Pass of one micro-batch through a stage.
+
+    Attributes:
+        memory: what the pass allocates.
+        sent: bytes of its outputs.
+        flops: operations of the forward pass.
+    """
 
     memory: Pass
-    sent: int  # bytes of its outputs
-    flops: int  # of the forward pass
+    sent: int
+    flops: int
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A model in stages."""
+    """A model cut into stages.
 
-    names: tuple[str, ...]  # of the cuts
-    microbatches: int  # into which a shard's batch goes
-    rows: int  # images of one, of the largest where they differ
-    holders: tuple[int, ...]  # which worker holds each stage
-    stages: tuple[StagePass, ...]  # each stage's pass of a micro-batch
-    gradients: tuple[int, ...]  # bytes of each worker's
-    ideal: float  # bubble of equal stages
-    balanced_by: str  # what made the cuts: recipe, flops or seconds
+    Attributes:
+        names: modules after which the model is cut.
+        microbatches: number of micro-batches of a local batch.
+        rows: images of a micro-batch; of the largest one if they differ.
+        holders: worker of each stage.
+        stages: pass of a micro-batch through each stage.
+        gradients: bytes of each worker's gradients.
+        ideal: bubble of equal stages, as a fraction of a step.
+        balanced_by: what decided the cuts: "recipe", "flops" or "seconds".
+    """
+
+    names: tuple[str, ...]
+    microbatches: int
+    rows: int
+    holders: tuple[int, ...]
+    stages: tuple[StagePass, ...]
+    gradients: tuple[int, ...]
+    ideal: float
+    balanced_by: str
 
 
 class FakeModel:
-    """A recipe's model, its weights and gradients without values, on devices of a `kind`, cpu or cuda: without a GPU
-    the CPU's operators stand in for its own."""
+    """A recipe's model whose weights and gradients have shapes but no values.
 
-    def __init__(self, recipe: Recipe, images: DatasetFacts, kind: str, recomputed: int | None = None) -> None:
-        self.recipe, self.images, self.task = recipe, images, images.task(recipe)
-        self.device = torch.device("cuda" if kind == "cuda" and torch.cuda.is_available() else "cpu")
-        self._cpu = kind == "cpu"
+    Without a GPU here, the CPU's operators stand in for those of a GPU.
+
+    Args:
+        layout: recipe and devices to plan for.
+        images: size and shape of the data set.
+        recomputed: number of first blocks that are recomputed if the recipe says
+            `recompute=true`. None: all.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        images: DatasetFacts,
+        recomputed: int | None = None,
+    ) -> None:
+        recipe = layout.recipe
+        self.recipe = recipe
+        self.images = images
+        self.task = images.task(recipe)
+        is_cuda = layout.kind == "cuda" and torch.cuda.is_available()
+        self.device = torch.device("cuda" if is_cuda else "cpu")
+        self._cpu = layout.kind == "cpu"
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.model = self._build().train()
-        hold_statistics(self.model)
-        self.runs = runs_of(self.model)
+        refreeze(self.model)
+        self.runs = list_runs(self.model)
         if recipe.recompute is True and not recipe.traits.staged:
             recompute(self.model, self.runs[:recomputed], random=False)
-        self._roles = roles_of(self.model, recipe)
+        self._roles = find_roles(self.model, recipe)
+        # Several layouts ask for the same pass.
         self.whole = cache(self._whole)
 
     def _build(self) -> nn.Module:
-        """The model with fake parameters; published weights have its shapes and are not fetched."""
-        starting = not _published(self.recipe.model)
-        layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
+        """Build the model with fake parameters. Published weights are not fetched."""
+        starting = not _is_published(self.recipe.model)
+        layout = torch.contiguous_format
+        if self.recipe.channels_last:
+            layout = torch.channels_last
         try:
             with torch.device("meta"):
                 model = self.images.model(self.recipe, starting)
-        except (NotImplementedError, RuntimeError):  # it computes with values while it is made
+        except (NotImplementedError, RuntimeError):
+            # The constructor of some models computes with values.
             model = self.images.model(self.recipe, starting)
         model = model.to("meta", memory_format=layout)  # type: ignore[call-overload]
+
+        def allocate(tensor: Tensor) -> Tensor:
+            shape = tensor.shape
+            strides = tensor.stride()
+            return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=self.device)
+
         with self._fake:
-            fake: nn.Module = model._apply(
-                lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=self.device)
-            )
+            fake: nn.Module = model._apply(allocate)
         return fake
 
-    # Weights and what goes with them.
+    # Weights, and what is stored with them.
 
     def resident(self, module: nn.Module) -> Resident:
-        """Bytes that the model, or a stage of it, holds from step to step."""
+        """Return the bytes that the model or one stage keeps from step to step."""
         parameters = dict(module.named_parameters())
         with self._fake:
             optimizer = build_optimizer(parameters, self.recipe.optimizer, self._roles)
-            state = size_of(*optimizer_state(optimizer, parameters).values())
-        return memory.resident(module, state, self.recipe.ema is not None)
-
-    @property
-    def size(self) -> int:
-        """Parameters."""
-        return sum(p.numel() for p in self.model.parameters())
+            state = count_bytes(*name_optimizer_state(optimizer, parameters).values())
+        return measuring.measure_resident(module, state, self.recipe.ema is not None)
 
     @cached_property
     def teacher(self) -> int:
-        """Bytes of distill.teacher's weights; published ones are not fetched. Raises TrainerError."""
+        """Bytes of the weights of distill.teacher. Published ones are not fetched.
+
+        Raises:
+            TrainerError: the teacher cannot be built.
+        """
         if self.recipe.distill.teacher is None:
             return 0
-        inputs, outputs = self.images.example(1).inputs, self.task.outputs() or 0
-        return size_of(*trained_teacher(self.recipe, inputs, outputs, starting=False).weights.values())
+        inputs = self.images.example(1).inputs
+        outputs = self.task.outputs() or 0
+        teacher = load_teacher(self.recipe, inputs, outputs, starting=False)
+        return count_bytes(*teacher.weights.values())
 
     def batch_bytes(self, rows: int) -> tuple[int, int]:
-        """Of a batch's images and targets on the device."""
+        """Return the bytes of the images and of the targets of a batch on the device."""
         example = self.images.example(rows)
         return rows * example.inputs.bytes, rows * self._targets(example).bytes
 
     def _targets(self, example: Example) -> TensorSpec:
-        """Of a sample in training: shares of the outputs under mixup and cutmix."""
+        """Return the shape of a target in training: mixup and cutmix make class probabilities."""
         if self.recipe.augment.together == 1:
             return example.targets
-        return TensorSpec.of(self.task.shares(torch.zeros(1, *example.targets.shape, dtype=example.targets.dtype)))
+        targets = torch.zeros(1, *example.targets.shape, dtype=example.targets.dtype)
+        return TensorSpec.of(self.task.shares(targets))
 
     # Passes.
 
     def _whole(self, rows: int, gradients: bool) -> Pass:
-        """The whole model's pass on so many images. Gradients that do not exist already count as they are made."""
+        """Return the pass of the whole model on `rows` images.
+
+        Gradients count as they are allocated, unless they exist already (`gradients`).
+        """
         with self._fake, self._shapes_suffice():
             run = partial(self.in_precision, self.model)
             return self._pass(self.model, run, self._images(rows), gradients, last=True)
 
     def _pass(
-        self, module: nn.Module, run: Callable[[Tensor], Tensor], inputs: Tensor, gradients: bool, last: bool
+        self,
+        module: nn.Module,
+        run: Callable[[Tensor], Tensor],
+        inputs: Tensor,
+        gradients: bool,
+        last: bool,
     ) -> Pass:
-        spec, rows = self._targets(self.images.example(len(inputs))), len(inputs)
+        spec = self._targets(self.images.example(len(inputs)))
+        rows = len(inputs)
         targets = torch.zeros(rows, *spec.shape, dtype=spec.dtype, device=self.device)
 
         def loss(out: Tensor) -> Tensor:
             return self.task.loss(out.float(), targets) if last else out
 
-        return memory.of_module(module, run, inputs, loss, [targets], gradients, self._cpu)
+        return measuring.measure_pass(module, run, inputs, loss, [targets], gradients, self._cpu)
 
     @contextmanager
     def _shapes_suffice(self) -> Iterator[None]:
-        """Raises RecipeError: the model looks at values, or has an operator without a shape function."""
+        """Raise RecipeError if the model needs values, or an operator lacks a meta kernel."""
         try:
             yield
-        except (RuntimeError, NotImplementedError, AssertionError, ValueError, TypeError, LookupError) as error:
+        except (
+            RuntimeError,
+            NotImplementedError,
+            AssertionError,
+            ValueError,
+            TypeError,
+            LookupError,
+        ) as error:
             reason = " ".join(str(error).split())[:120] or type(error).__name__
             raise RecipeError(
-                f"model.name={self.recipe.model.name} cannot be planned: its pass needs more than shapes ({reason}); "
-                "training may still work"
+                f"model.name={self.recipe.model.name} cannot be planned: its pass needs more than "
+                f"shapes ({reason}); training may still work"
             ) from error
 
     def _images(self, rows: int) -> Tensor:
-        return self.images.example(rows).zeros(self.device, channels_last=self.recipe.channels_last).inputs
+        example = self.images.example(rows)
+        return example.batch(self.device, channels_last=self.recipe.channels_last).inputs
 
     def in_precision(self, module: nn.Module, inputs: Tensor) -> Tensor:
-        """A forward pass in the recipe's precision."""
-        autocast = AUTOCAST.get(self.recipe.precision)
-        with nullcontext() if autocast is None else torch.autocast(self.device.type, autocast):
+        """Run a forward pass in the recipe's precision."""
+        with autocast(self.device, self.recipe.precision):
             out: Tensor = module(inputs)
         return out
 
     def forward_flops(self, rows: int) -> int:
-        """Of one forward pass."""
+        """Count the operations of one forward pass on `rows` images."""
         with self._fake, self._shapes_suffice():
-            return _counted(self.model, self._images(rows))[1]
+            return _count_flops(self.model, self._images(rows))[1]
+
+    def unit_sizes(self) -> list[int]:
+        """Return the bytes of the root's parameters, and of each FSDP unit's."""
+        return compute_unit_sizes(self.model, find_units(self.model))
 
     # Stages.
 
     @cached_property
     def traced(self) -> Traced:
-        """Raises RecipeError."""
+        """The model, traced to be cut. Raises RecipeError if that is not possible."""
         return trace(self.model, self.recipe.model.name)
 
-    def cut(self, layout: Layout, microbatches: int | None = None, costs: Sequence[BlockCost] = ()) -> Cut:
-        """Cut it as the recipe says, or where the slowest stage is fastest, by `costs` of each block or its FLOPs.
-        Raises RecipeError."""
-        workers, virtual, wanted = layout.workers, layout.virtual, layout.recipe.pipeline.cuts
-        if microbatches is None:  # the recipe's number, or of those that can be one near four a worker
-            near = MICROBATCHES * workers
-            microbatches = min(layout.microbatches, key=lambda m: (abs(m - near), m))
+    def cut(
+        self,
+        layout: Layout,
+        microbatches: int | None = None,
+        costs: Sequence[BlockCost] = (),
+    ) -> Cut:
+        """Cut the model as the recipe says, or so that the slowest stage is as fast as possible.
+
+        Args:
+            layout: workers and schedule.
+            microbatches: number of micro-batches. None: the recipe's, or of the possible numbers
+                the one nearest to four per worker.
+            costs: cost of each block. Empty: its FLOPs.
+
+        Raises:
+            RecipeError: the model cannot be cut like this.
+        """
+        workers = layout.workers
+        virtual = layout.virtual
+        recipe_cuts = layout.recipe.pipeline.cuts
+        if microbatches is None:
+            target = MICROBATCHES * workers
+            microbatches = min(layout.microbatches, key=lambda m: (abs(m - target), m))
         rows = -(-layout.rows // microbatches)
-        names = cuts_for(self.traced, wanted, workers * virtual, costs or self.blocks(rows))
-        holders = tuple(ranks_of_stages(layout.schedule, workers, virtual))
+        names = choose_cuts(self.traced, recipe_cuts, workers * virtual, costs or self.blocks(rows))
+        holders = tuple(assign_ranks(layout.schedule, workers, virtual))
         gradients = [0] * workers
         for holder, stage in zip(holders, self.traced.stages(names), strict=True):
             gradients[holder] += self.resident(stage).gradients
+        balanced_by = "flops"
+        if recipe_cuts != "auto":
+            balanced_by = "recipe"
+        elif costs:
+            balanced_by = "seconds"
         return Cut(
-            names,
-            microbatches,
-            rows,
-            holders,
-            tuple(self.stages(names, rows, wired=layout.processes > 1)),
-            tuple(gradients),
-            ideal_bubble(workers, microbatches, virtual),
-            "recipe" if wanted != "auto" else "seconds" if costs else "flops",
+            names=names,
+            microbatches=microbatches,
+            rows=rows,
+            holders=holders,
+            stages=tuple(self.stages(names, rows, wired=layout.processes > 1)),
+            gradients=tuple(gradients),
+            ideal=compute_ideal_bubble(workers, microbatches, virtual),
+            balanced_by=balanced_by,
+        )
+
+    def staged(self, layout: Layout, cut: Cut | None = None) -> StagedModel:
+        """Return the memory of the stages of `cut`, by default of the recipe's cut."""
+        if cut is None:
+            cut = self.cut(layout)
+        return StagedModel(
+            residents=list(map(self.resident, self.traced.stages(cut.names))),
+            passes=[stage.memory for stage in cut.stages],
+            workers=cut.holders,
+            orders=list_actions(layout.schedule, layout.workers, layout.virtual, cut.microbatches),
         )
 
     def blocks(self, rows: int) -> list[BlockCost]:
-        """Each block between neighbouring cuts: forward FLOPs, twice as many backward, and the bytes that go on."""
-        costs, modules = [], self.traced.stages(self.traced.cuts)
+        """Return the cost of each block between neighbouring cuts.
+
+        A cost is the FLOPs of the forward pass, twice that for the backward pass, and the bytes
+        that the block passes on.
+        """
+        costs = []
+        modules = self.traced.stages(self.traced.cuts)
         with self._fake, self._shapes_suffice():
-            travelling = self._images(rows)
+            activations = self._images(rows)
             for block in modules:
-                travelling, flops = _counted(partial(self.in_precision, block), travelling)
-                costs.append(BlockCost(flops, 2 * flops, size_of(travelling)))
-        return [*costs[:-1], BlockCost(costs[-1].forward, costs[-1].backward, 0)]
+                run = partial(self.in_precision, block)
+                activations, flops = _count_flops(run, activations)
+                costs.append(BlockCost(flops, 2 * flops, count_bytes(activations)))
+        # The outputs of the last block are not sent.
+        last = costs.pop()
+        return [*costs, BlockCost(last.forward, last.backward, 0)]
 
     def stages(self, cuts: Sequence[str], rows: int, wired: bool) -> list[StagePass]:
-        """Each stage's pass of a micro-batch; between processes, `wired`, what travels is contiguous."""
-        modules, passes = self.traced.stages(cuts), []
+        """Return the pass of a micro-batch through each stage.
+
+        Args:
+            cuts: modules after which the model is cut.
+            rows: images of the micro-batch.
+            wired: whether stages are in different processes. What they send is then contiguous.
+        """
+        modules = self.traced.stages(cuts)
+        passes = []
         with self._fake, self._shapes_suffice():
-            travelling = self._images(rows)
+            activations = self._images(rows)
             for index, stage in enumerate(modules):
-                first, last = index == 0, index == len(modules) - 1
+                first = index == 0
+                last = index == len(modules) - 1
                 run: Callable[[Tensor], Tensor] = partial(self._run_stage, stage)
                 if wired:
                     run = Wire(stage, self._run_stage, first, last)
-                sent, flops = _counted(run, travelling.detach())
-                received = 0 if first else size_of(travelling)
-                measured = self._pass(stage, run, travelling, gradients=True, last=last)._replace(received=received)
-                passes.append(StagePass(measured, size_of(sent), flops))
-                travelling = torch.empty_like(sent).requires_grad_()
+                outputs, flops = _count_flops(run, activations.detach())
+                received = 0 if first else count_bytes(activations)
+                measured = self._pass(stage, run, activations, gradients=True, last=last)
+                measured = measured._replace(received=received)
+                passes.append(StagePass(measured, count_bytes(outputs), flops))
+                activations = torch.empty_like(outputs).requires_grad_()
         return passes
 
     def _run_stage(self, stage: nn.Module, inputs: Tensor) -> Tensor:
-        run = anew(self.in_precision, [stage], random=False) if self.recipe.recompute else self.in_precision
+        run = self.in_precision
+        if self.recipe.recompute:
+            run = checkpoint_forward(self.in_precision, [stage], random=False)
         out: Tensor = run(stage, inputs)
         return out
 
 
-def _counted(run: Callable[[Tensor], Tensor], inputs: Tensor) -> tuple[Tensor, int]:
-    """The outputs and FLOPs of a forward pass."""
+def _count_flops(run: Callable[[Tensor], Tensor], inputs: Tensor) -> tuple[Tensor, int]:
+    """Return the outputs and the FLOPs of a forward pass."""
     counter = FlopCounterMode(display=False)
     with torch.no_grad(), counter:
         out = run(inputs)
     return out, int(counter.get_total_flops())
 
 
-def _published(model: ModelRecipe) -> bool:
-    """Whether torchvision has such weights; others are `models.build`'s to refuse."""
+def _is_published(model: ModelRecipe) -> bool:
+    """Return whether torchvision has these weights; `models.build` refuses any other name."""
     if model.weights is None:
         return False
     try:

@@ -1,162 +1,263 @@
-"""A plan for people: a compact page, like the banner of a run."""
+"""The printed page of a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from textwrap import wrap
 from typing import Any
 
 from trainer.recipe import TRAITS
 from trainer.recipe.image_sizes import in_pixels
-from trainer.recipe.versions import VERSION
 from trainer.telemetry import readable
-from trainer.telemetry.readable import as_size, counted, duration, multiply_adds, operations
+from trainer.telemetry.readable import (
+    format_count,
+    format_duration,
+    format_operations,
+    format_size,
+    multiply_adds,
+    wrap,
+)
+from trainer.versions import VERSION
 
-WIDTH = 119
-PARTS = ("parameters", "gradients", "optimizer", "ema", "buffers", "teacher", "images", "activations", "peak")
+PARTS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "ema",
+    "buffers",
+    "teacher",
+    "images",
+    "activations",
+    "peak",
+)
 
-Plan = dict[str, Any]  # as `summary.summarise` makes it
+# The content of a plan, as `summary.summarise` builds it.
+Plan = dict[str, Any]
 
 
-def page_of(plan: Plan) -> str:
-    """The page."""
+def render_page(plan: Plan) -> str:
+    """Return the page."""
     lines = [f"trainer {VERSION}: plan of {plan['recipe']}"]
-    model, devices, disk = plan["model"], plan["devices"], plan["disk"]
-    processes = f"{plan['world_size']} process{'es' * (plan['world_size'] > 1)}"
+    model = plan["model"]
+    disk = plan["disk"]
+    processes = "1 process"
+    if plan["world_size"] > 1:
+        processes = f"{plan['world_size']} processes"
+    devices = f"{format_count(len(plan['devices']), 'device')}: {_name_devices(plan['devices'])}"
     flops = model["forward_flops_per_image"]
-    work = f"{multiply_adds(flops)} ({operations(flops)}) per image, forward, {model['precision']}"
+    cost = f"{multiply_adds(flops)} ({format_operations(flops)})"
+    work = f"{cost} per image, forward, {model['precision']}"
+    checkpoint = format_size(disk["checkpoint"])
+    folder = format_size(disk["folder"])
     facts = {
-        "mode": f"{plan['mode']}, {processes} on {counted(len(devices), 'device')}: {_names(devices)}",
+        "mode": f"{plan['mode']}, {processes} on {devices}",
         "model": f"{model['name']}, {model['parameters']:,} parameters, {work}",
-        "data": _data(plan["data"], plan["steps"]),
-        "batch": _batch(plan["batch"]),
-        "disk": f"{as_size(disk['checkpoint'])} a checkpoint, {as_size(disk['folder'])} at most for the run folder",
-        "traffic": _traffic(plan),
+        "data": _describe_data(plan["data"], plan["steps"]),
+        "batch": _describe_batch(plan["batch"]),
+        "disk": f"{checkpoint} a checkpoint, {folder} at most for the run folder",
+        "traffic": _describe_traffic(plan),
     }
     for key, value in facts.items():
-        lines += _field(key, value)
-    lines += ["", *_memory(plan)]
+        lines.append(wrap(f"  {key:<9}", value))
+    lines += ["", *_list_memory(plan)]
     if plan["pipeline"]:
-        lines += ["", *_pipeline(plan["pipeline"])]
+        lines += ["", *_list_stages(plan["pipeline"])]
     if plan["prediction"]:
-        lines += ["", *_prediction(plan["prediction"])]
+        lines += ["", _describe_prediction(plan["prediction"])]
     if plan["modes"]:
-        lines += ["", *_modes(plan["modes"])]
+        lines += ["", *_list_modes(plan["modes"])]
     if plan["assumptions"]:
         lines += ["", "  assumed"]
         for note in plan["assumptions"]:
-            lines += wrap(note, WIDTH, initial_indent="    - ", subsequent_indent="      ")
-    how = f", with {plan['advice'][0]['words']} or another of the words above" if plan["advice"] else ""
-    lines += ["", f"  to train{how}" + " (it does not fit here as it is)" * (plan["fits"] is False)]
-    lines += [f"    {command}" for command in plan["commands"]]
+            lines.append(wrap("    - ", note))
+    title = "  to train"
+    if plan["advice"]:
+        title += f", with {plan['advice'][0]['words']} or another argument above"
+    if plan["fits"] is False:
+        title += " (it does not fit here as it is)"
+    lines += ["", title]
+    for command in plan["commands"]:
+        lines.append(f"    {command}")
     if plan["needs_folder"]:
-        lines.append("    FOLDER holds train/<class> and val/<class>; without data.root= only the speed is measured")
+        lines.append(
+            "    FOLDER holds train/<class> and val/<class>; without data.root= only the speed is "
+            "measured"
+        )
     return "\n".join(lines)
 
 
-def _field(key: str, value: str) -> list[str]:
-    return wrap(value, WIDTH, initial_indent=f"  {key:<9}", subsequent_indent=" " * 11)
+def _name_devices(devices: Sequence[str]) -> str:
+    if len(devices) <= 2:
+        return ", ".join(devices)
+    return f"{devices[0]} ... {devices[-1]}"
 
 
-def _names(devices: Sequence[str]) -> str:
-    return ", ".join(devices) if len(devices) <= 2 else f"{devices[0]} ... {devices[-1]}"
-
-
-def _data(data: Plan, steps: Plan) -> str:
+def _describe_data(data: Plan, steps: Plan) -> str:
     shape = f"{data['classes']} classes, {data['channels']} x {in_pixels(data['image_size'])}"
     if data["train_samples"] is None:
         return f"{data['name']}: number of images unknown ({data['source']}); {shape}"
-    line = f"{data['name']}: {data['train_samples']:,} training images, {data['val_samples']:,} held out; {shape}"
-    return f"{line}; {steps['per_epoch']:,} steps an epoch x {steps['epochs']} epochs, {steps['total']:,} in all"
+    return (
+        f"{data['name']}: {data['train_samples']:,} training images, {data['val_samples']:,} for "
+        f"validation; {shape}; {steps['per_epoch']:,} steps an epoch x {steps['epochs']} epochs, "
+        f"{steps['total']:,} in all"
+    )
 
 
-def _batch(batch: Plan) -> str:
+def _describe_batch(batch: Plan) -> str:
     line = f"{batch['global']} global"
     if batch["shares"]:
         line += f" = {' + '.join(map(str, batch['shares']))}"
     elif batch["shards"] > 1:
         line += f" = {batch['shards']} x {batch['per_shard']}"
-        line += " at most" * (batch["shards"] * batch["per_shard"] > batch["global"])
+        if batch["shards"] * batch["per_shard"] > batch["global"]:
+            line += " at most"
     if batch["accumulate"] > 1:
-        line += f", in {batch['accumulate']} pieces of {batch['per_pass']}" + " at most" * bool(batch["shares"])
+        line += f", in {batch['accumulate']} micro-batches of {batch['per_pass']}"
+        if batch["shares"]:
+            line += " at most"
     if batch["microbatch"] not in (None, batch["per_pass"]):
-        line += f", in micro-batches of {batch['microbatch']}"
+        line += f", in pipeline micro-batches of {batch['microbatch']}"
+    # An average per device says nothing about unequal shares or about stages.
     if batch["shares"] or batch["microbatch"] is not None:
         return line
     return f"{line}; {batch['per_device']:.4g} images a device"
 
 
-def _traffic(plan: Plan) -> str:
-    traffic, exchanges = plan["communication"], TRAITS[plan["mode"]].exchanges
+def _describe_traffic(plan: Plan) -> str:
+    traffic = plan["communication"]
+    exchanges = TRAITS[plan["mode"]].exchanges
     parts = []
-    if sent := traffic["all_reduce_bytes_per_device"]:
-        what = "gather weights and reduce gradients" if exchanges == "shards" else f"all-reduce {exchanges}"
-        parts.append(f"{as_size(sent)} a step sent by each device to {what}")
-    if sent := traffic["epoch_bytes_per_device"]:
-        parts.append(f"{as_size(sent)} an epoch sent by each device to average weights")
-    if sent := traffic["crossing_bytes"]:
-        what = "copies and gradients" if exchanges == "copies" else "activations and their gradients"
-        parts.append(f"{as_size(sent)} a step of {what} from device to device")
-    seconds = f"; {duration(traffic['seconds'])} if nothing overlaps it" if traffic["seconds"] else ""
-    return "; ".join(parts) + seconds if parts else "none between devices"
+    per_step = traffic["all_reduce_bytes_per_device"]
+    if per_step:
+        what = f"all-reduce {exchanges}"
+        if exchanges == "shards":
+            what = "gather weights and reduce gradients"
+        parts.append(f"{format_size(per_step)} a step sent by each device to {what}")
+    per_epoch = traffic["epoch_bytes_per_device"]
+    if per_epoch:
+        parts.append(f"{format_size(per_epoch)} an epoch sent by each device to average weights")
+    crossing = traffic["crossing_bytes"]
+    if crossing:
+        what = "activations and their gradients"
+        if exchanges == "copies":
+            what = "copies and gradients"
+        parts.append(f"{format_size(crossing)} a step of {what} from device to device")
+    if not parts:
+        return "none between devices"
+    if traffic["seconds"]:
+        parts.append(f"{format_duration(traffic['seconds'])} if nothing overlaps it")
+    return "; ".join(parts)
 
 
-def _memory(plan: Plan) -> list[str]:
-    groups: dict[tuple[int, ...], list[str]] = {}  # devices that hold the same
+def _list_memory(plan: Plan) -> list[str]:
+    # Devices with equal memory share a row.
+    groups: dict[tuple[int, ...], list[str]] = {}
     for device in plan["memory_per_device"]:
-        groups.setdefault(tuple(device[key] for key in PARTS), []).append(device["device"])
+        sizes = tuple(device[part] for part in PARTS)
+        groups.setdefault(sizes, []).append(device["device"])
+    # A part that no device has would be a column of zeros.
     shown = [n for n in range(len(PARTS)) if any(sizes[n] for sizes in groups)]
     rows = [["memory", *(PARTS[n] for n in shown)]]
-    rows += [[_names(names), *(as_size(sizes[n]) for n in shown)] for sizes, names in groups.items()]
-    lines, limit = _table(rows), plan["memory_limit"]
+    for sizes, names in groups.items():
+        rows.append([_name_devices(names), *(format_size(sizes[n]) for n in shown)])
+    lines = _format_table(rows)
+    peak = format_size(plan["peak"])
     if plan["peak_without_recompute"] is not None:
-        kept = as_size(plan["peak_without_recompute"])
-        lines.append(f"  recompute: {as_size(plan['peak'])} in place of {kept} with recompute=false")
+        other_peak = format_size(plan["peak_without_recompute"])
+        lines.append(f"  recompute: {peak} instead of {other_peak} with recompute=false")
+    limit = plan["memory_limit"]
     if limit is None:
-        return [*lines, "  this machine has no such device: add memory=24GiB to see whether this fits"]
-    used_of, usable = f"{as_size(plan['peak'])} of {as_size(limit['bytes'])} ({limit['source']})", limit["usable"]
+        lines.append("  this machine has no such device: add memory=24GiB to see whether this fits")
+        return lines
+    verdict = "fits" if plan["fits"] else "DOES NOT FIT"
+    size = format_size(limit["bytes"])
+    usable = format_size(limit["usable"])
+    usage = f"{peak} of {size} ({limit['source']}), of which {usable} can be used"
+    lines.append(wrap(f"  {verdict}: ", usage))
     if plan["fits"]:
-        cuda = plan["devices"][0].startswith("cuda")
-        what = "CUDA's context, NCCL's buffers and holes between blocks" if cuda else "what a plan cannot count"
-        return [*lines, f"  fits: {used_of}", f"    {as_size(limit['bytes'] - usable)} are kept free for {what}"]
-    lines.append(f"  DOES NOT FIT: {used_of}, of which {as_size(usable)} can be used")
-    lines += [f"    {advice['words']:<28} {as_size(advice['peak']):>10}" for advice in plan["advice"]]
-    more = "use more devices, a smaller batch_size or model, or another mode: python -m trainer guide memory"
-    return lines if plan["advice"] else [*lines, f"    {more}"]
+        return lines
+    for advice in plan["advice"]:
+        lines.append(f"    {advice['words']:<28} {format_size(advice['peak']):>10}")
+    if not plan["advice"]:
+        lines.append("    use more devices, a smaller batch_size or model, or another mode:")
+        lines.append("    python -m trainer guide memory")
+    return lines
 
 
-def _pipeline(pipe: Plan) -> list[str]:
-    by = {"flops": "balanced by FLOPs, nothing is measured", "seconds": "balanced by measured seconds"}
-    title = f"{len(pipe['stages'])} stages, {pipe['schedule']}"
-    title += f", {pipe['microbatches']} micro-batches" * (pipe["microbatches"] > 1)
-    title += "" if pipe["bubble_ideal"] is None else f", ideal bubble {pipe['bubble_ideal']:.1%}"
+def _list_stages(pipeline: Plan) -> list[str]:
+    balances = {
+        "flops": "balanced by FLOPs, nothing is measured",
+        "seconds": "balanced by measured seconds",
+    }
+    title = f"  pipeline {len(pipeline['stages'])} stages, {pipeline['schedule']}"
+    if pipeline["microbatches"] > 1:
+        title += f", {pipeline['microbatches']} micro-batches"
+    if pipeline["bubble_ideal"] is not None:
+        title += f", ideal bubble {pipeline['bubble_ideal']:.1%}"
     rows = [["stage", "device", "cut after", "parameters", "forward", "share", "sends"]]
-    for index, (stage, cut) in enumerate(zip(pipe["stages"], [*pipe["cuts"], ""], strict=True)):
-        numbers = [f"{stage['parameters']:,}", operations(stage["forward_flops"]), f"{stage['flops_share']:.0%}"]
-        rows.append([str(index), stage["device"], cut, *numbers, as_size(stage["sent_bytes"]) if cut else ""])
-    return [f"  pipeline {title}; {by.get(pipe['balanced_by'], 'as given')}", *_table(rows)]
+    # The model is not cut after the last stage, which sends nothing.
+    cuts = [*pipeline["cuts"], ""]
+    for index, (stage, cut) in enumerate(zip(pipeline["stages"], cuts, strict=True)):
+        cells = [
+            str(index),
+            stage["device"],
+            cut,
+            f"{stage['parameters']:,}",
+            format_operations(stage["forward_flops"]),
+            f"{stage['flops_share']:.0%}",
+            format_size(stage["sent_bytes"]) if cut else "",
+        ]
+        rows.append(cells)
+    balance = balances.get(pipeline["balanced_by"], "as given")
+    return [f"{title}; {balance}", *_format_table(rows)]
 
 
-def _prediction(made: Plan) -> list[str]:
-    parts = {part: made[f"{part}_seconds"] for part in ("compute", "communication", "optimizer", "other")}
-    listed = ", ".join(f"{part} {duration(seconds)}" for part, seconds in parts.items() if seconds)
-    line = f"{made['samples_per_sec']:,.4g} images/s, {duration(made['step_seconds'])} a step: {listed}"
-    line += f"; bubble {made['bubble']:.1%}" if made["bubble"] is not None else ""
-    return _field("predicts", line)
+def _describe_prediction(prediction: Plan) -> str:
+    parts = []
+    for part in ("compute", "communication", "optimizer"):
+        seconds = prediction[f"{part}_seconds"]
+        if seconds:
+            parts.append(f"{part} {format_duration(seconds)}")
+    rate = f"{prediction['samples_per_sec']:,.4g} images/s"
+    line = f"{rate}, {format_duration(prediction['step_seconds'])} a step: {', '.join(parts)}"
+    if prediction["bubble"] is not None:
+        line += f"; bubble {prediction['bubble']:.1%}"
+    return wrap("  predicts ", line)
 
 
-def _modes(modes: Sequence[Plan]) -> list[str]:
-    rows = [["mode", "processes", "devices", "activations", "peak a device", "fits", "sent a step", "bubble"]]
-    for row in modes:
-        if row["error"] is None:
-            fits = {True: "yes", False: "no", None: "?"}[row["fits"]]
-            sizes = [as_size(row["activations"]), as_size(row["peak"])]
-            sent = as_size(row["traffic"]) if row["traffic"] else "-"
-            bubble = f"{row['bubble']:.0%}" if row["bubble"] is not None else "-"
-            rows.append([row["mode"], str(row["world_size"]), str(row["devices"]), *sizes, fits, sent, bubble])
-    return [*_table(rows), *(f"    {row['mode']}: {row['error']}" for row in modes if row["error"] is not None)]
+def _list_modes(modes: Sequence[Plan]) -> list[str]:
+    head = [
+        "mode",
+        "processes",
+        "devices",
+        "activations",
+        "peak/device",
+        "fits",
+        "sent/step",
+        "bubble",
+    ]
+    rows = [head]
+    errors = []
+    for mode in modes:
+        if mode["error"] is not None:
+            errors.append(wrap(f"    {mode['mode']}: ", mode["error"]))
+            continue
+        bubble = "-"
+        if mode["bubble"] is not None:
+            bubble = f"{mode['bubble']:.0%}"
+        cells = [
+            mode["mode"],
+            str(mode["world_size"]),
+            str(mode["devices"]),
+            format_size(mode["activations"]),
+            format_size(mode["peak"]),
+            {True: "yes", False: "no", None: "?"}[mode["fits"]],
+            format_size(mode["traffic"]) if mode["traffic"] else "-",
+            bubble,
+        ]
+        rows.append(cells)
+    return [*_format_table(rows), *errors]
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The first column to the left and the others to the right."""
-    return [f"  {line}" for line in readable.table(rows, right=range(1, len(rows[0])))]
+def _format_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Align the first column left and all others right."""
+    return [f"  {line}" for line in readable.format_table(rows, right=range(1, len(rows[0])))]

@@ -1,6 +1,7 @@
-"""A short measurement here: as many processes as would work side by side compute at once, and exchange.
+"""A short measurement for a plan: processes compute at the same time, and exchange data.
 
-Processes that compute alone would be too fast: ranks of one machine share its memory's bandwidth and its caches.
+Processes that compute alone would be too fast: ranks of one machine share its memory bandwidth and
+its caches. So there are as many processes as the plan has, if the machine has the cores or GPUs.
 """
 
 from __future__ import annotations
@@ -16,102 +17,171 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer import modes
 from trainer.commands.plan.dataset_facts import DatasetFacts
-from trainer.commands.plan.forecast import Timings, candidates, ring
-from trainer.commands.plan.planned_layout import Layout
-from trainer.commands.trials.measuring import Measurer, answers
+from trainer.commands.plan.forecast import Timings, count_ring_sends, list_candidates
+from trainer.commands.trials.measuring import Measurer, measure_on_all
+from trainer.distributed.world import World
 from trainer.errors import SetupError
 from trainer.launch import launching
-from trainer.models.balance import BlockCost, block_costs
+from trainer.models.balance import BlockCost, time_blocks
 from trainer.models.partition import trace
 from trainer.modes import Context
 from trainer.processes import resources
 from trainer.processes.rank import Place
-from trainer.processes.world import World
 from trainer.recipe import Recipe
+from trainer.recipe.layout import Layout
 from trainer.telemetry.clocks import synchronise
-from trainer.training.setup import start_process, wire
+from trainer.telemetry.readable import format_count
+from trainer.training.setup import place_model, start_process
 
-PASS = 2.0  # seconds that one forward and backward pass may take, about
-LATENCY_BYTES, BANDWIDTH_BYTES = 2**10, 2**24
+# Approximate maximum number of seconds of one forward and backward pass.
+PASS = 2.0
+LATENCY_BYTES = 2**10
+BANDWIDTH_BYTES = 2**24
 
 
-def here(layout: Layout, images: DatasetFacts, plugin: str | None = None) -> Timings:
-    """Measure the layout's computing on this machine, in a few seconds. Raises SetupError, PeerError."""
-    most = max(1, resources.cores() // (layout.recipe.threads or 1))
-    most = resources.cuda_count() if layout.kind == "cuda" else most
-    if not most:
-        raise SetupError("measured=here: no CUDA device is here: leave it out, or plan devices=[cpu]")
-    count = min(layout.processes, most)
-    threads = resources.threads_per_process(layout.recipe, count)
-    rows = sorted({-(-layout.rows // m) for m in candidates(layout)}) if layout.staged else []
-    chosen = layout.recipe.replace(threads=threads, accumulate=1)
-    task: dict[str, Any] = {"recipe": chosen, "images": images, "most": layout.rows, "plugin": plugin}
-    devices = [f"cuda:{n}" for n in range(count)] if layout.kind == "cuda" else ["cpu"] * count
+def measure_here(layout: Layout, images: DatasetFacts, plugin: str | None = None) -> Timings:
+    """Measure on this machine, in a few seconds, how fast the layout computes.
+
+    Args:
+        layout: processes and devices of the plan.
+        images: size and shape of the data set.
+        plugin: the user's own module.
+
+    Raises:
+        SetupError: no GPU is here.
+        PeerError: a process failed.
+    """
+    recipe = layout.recipe
+    available = max(1, resources.count_cores() // (recipe.threads or 1))
+    if layout.kind == "cuda":
+        available = resources.count_cuda_devices()
+    if not available:
+        raise SetupError(
+            "measured=here: no CUDA device is here: leave it out, or plan devices=[cpu]"
+        )
+    # More processes than this would share cores or a GPU, and be slower than those of the plan.
+    count = min(layout.processes, available)
+    threads = resources.choose_threads(recipe, count)
+    rows = []
+    if layout.staged:
+        rows = sorted({-(-layout.rows // number) for number in list_candidates(layout)})
+    devices = ["cpu"] * count
+    if layout.kind == "cuda":
+        devices = [f"cuda:{n}" for n in range(count)]
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
-        home = Path(folder) / "measured"
-        found: list[Timings] = answers(measure, devices, threads, home, microbatches=rows, **task)
-    first = found[0]
-    beside = f"{count} processes of {threads} thread{'s' * (threads > 1)} at once" if count > 1 else "one process"
-    name = torch.cuda.get_device_name(0) if layout.kind == "cuda" else "this CPU"
-    notes = [f"computing as measured here, on {name}, {beside}; images arrive in time"]
+        timings: list[Timings] = measure_on_all(
+            measure,
+            devices,
+            threads,
+            Path(folder) / "measured",
+            microbatches=rows,
+            recipe=recipe.replace(threads=threads, accumulate=1),
+            images=images,
+            most=layout.rows,
+            plugin=plugin,
+        )
+    first = timings[0]
+    processes = "one process"
+    if count > 1:
+        processes = f"{count} processes of {format_count(threads, 'thread')} at once"
+    name = "this CPU"
+    if layout.kind == "cuda":
+        name = torch.cuda.get_device_name(0)
+    notes = [f"computing as measured here, on {name}, {processes}; images arrive in time"]
     if count < layout.processes:
         notes.append(f"{layout.processes} devices like it, each with its own cores and memory")
     if first.bandwidth:
-        notes.append(f"devices exchange data as fast as two processes here: {first.bandwidth / 1e9:.2g} GB/s")
+        notes.append(
+            f"devices exchange data as fast as two processes here: {first.bandwidth / 1e9:.2g} GB/s"
+        )
+    blocks = {}
+    for size in rows:
+        blocks[size] = _average([timing.blocks[size] for timing in timings])
     return replace(
         first,
-        image=mean(answer.image * answer.rows for answer in found) / first.rows,
-        optimizer=mean(answer.optimizer for answer in found),
-        blocks={size: _mean([answer.blocks[size] for answer in found]) for size in rows},
+        image=mean(timing.image * timing.rows for timing in timings) / first.rows,
+        optimizer=mean(timing.optimizer for timing in timings),
+        blocks=blocks,
         assumptions=tuple(notes),
     )
 
 
-def _mean(ranks: Sequence[Sequence[BlockCost]]) -> list[BlockCost]:
-    """Each block's cost over the ranks that measured it."""
-    return [
-        BlockCost(mean(c.forward for c in same), mean(c.backward for c in same), same[0].bytes)
-        for same in zip(*ranks, strict=True)
-    ]
+def _average(ranks: Sequence[Sequence[BlockCost]]) -> list[BlockCost]:
+    """Average each block's cost over the ranks that measured it."""
+    costs = []
+    for same_block in zip(*ranks, strict=True):
+        forward = mean(cost.forward for cost in same_block)
+        backward = mean(cost.backward for cost in same_block)
+        costs.append(BlockCost(forward, backward, same_block[0].bytes))
+    return costs
 
 
-# --- in a measuring process -------------------------------------------------------------------------------------------
+# --- In a measuring process
 
 
 def measure(
-    process: Measurer, recipe: Recipe, images: DatasetFacts, most: int, microbatches: Sequence[int], plugin: str | None
+    process: Measurer,
+    recipe: Recipe,
+    images: DatasetFacts,
+    most: int,
+    microbatches: Sequence[int],
+    plugin: str | None,
 ) -> Timings:
-    """What one of the processes measures, in passes of `most` images and in micro-batches, none without stages."""
+    """Measure in one of the processes.
+
+    Args:
+        process: this process.
+        recipe: recipe to measure.
+        images: size and shape of the data set.
+        most: images of a pass.
+        microbatches: images of the micro-batches to measure; empty for a model without stages.
+        plugin: the user's own module.
+    """
     launching.load_plugin(plugin)
-    chosen = recipe.replace(mode="single", devices="auto", schedule__min_lr=0.0)
-    chosen = chosen.replace(optimizer__lr=1e-9)  # the same images again and again would soon make odd numbers
-    start_process(chosen)
-    place, device = Place(process.rank, process.count, process.rank, process.count), process.device
-    peers = World(place, device, chosen.threads or 1, (str(device),))
-    model = images.model(chosen, starting=False)
+    # The same images are used in all passes: at a usual learning rate, the numbers would soon
+    # overflow.
+    recipe = recipe.replace(mode="single", devices="auto", schedule__min_lr=0.0, optimizer__lr=1e-9)
+    start_process(recipe)
+    place = Place(process.rank, process.count, process.rank, process.count)
+    device = process.device
+    peers = World(place, device, recipe.threads or 1, (str(device),))
+    model = images.model(recipe, starting=False)
     example = images.example(min(most, 4))
-    context = Context(chosen, peers, images.task(chosen), example)
-    seconds, count, update, affordable = _whole(context, model, most)
+    context = Context(recipe, peers, images.task(recipe), example)
+    seconds, count, update, affordable = _measure_whole(context, model, most)
     blocks: dict[int, list[BlockCost]] = {}
     for rows in microbatches:
-        few = min(rows, affordable)
+        # A micro-batch that takes too long is measured with fewer images, and extrapolated.
+        measured_rows = min(rows, affordable)
         peers.barrier()
-        inputs = example.random(device, few, chosen.channels_last)
-        costs = block_costs(trace(model, chosen.model.name), inputs, modes.create(context).in_precision, 3)
-        scale = rows / few
-        blocks[rows] = [BlockCost(c.forward * scale, c.backward * scale, round(c.bytes * scale)) for c in costs]
+        inputs = example.random(device, measured_rows, recipe.channels_last)
+        traced = trace(model, recipe.model.name)
+        costs = time_blocks(traced, inputs, context.in_precision, 3)
+        scale = rows / measured_rows
+        blocks[rows] = []
+        for cost in costs:
+            sent = round(cost.bytes * scale)
+            blocks[rows].append(BlockCost(cost.forward * scale, cost.backward * scale, sent))
     bandwidth, latency = _exchange(peers, device, reduce=not microbatches)
-    return Timings(seconds / count, count, update, 0.0, blocks, bandwidth, latency)
+    return Timings(seconds / count, count, update, blocks, bandwidth, latency)
 
 
-def _whole(context: Context, model: torch.nn.Module, rows: int) -> tuple[float, int, float, int]:
-    """Seconds of the whole model's pass, its images, as many as take about PASS seconds, seconds of the optimizer's
-    part, and how many images would take PASS seconds."""
-    peers, example = context.world, context.example
-    device, pilot = peers.device, example.rows
-    strategy, updater = wire(context, model)
+def _measure_whole(
+    context: Context, model: torch.nn.Module, rows: int
+) -> tuple[float, int, float, int]:
+    """Measure passes of the whole model.
+
+    Returns:
+        Seconds of a pass; its images, at most `rows` and as many as take about PASS seconds;
+        seconds of the optimizer; and the number of images that take PASS seconds.
+    """
+    peers = context.world
+    example = context.example
+    device = peers.device
+    pilot = example.rows
+    # The same objects as in training, so that the optimizer's part is measured as well.
+    strategy, updater = place_model(context, model)
     strategy.train()
 
     def timed(work: Callable[[], Any]) -> float:
@@ -122,48 +192,81 @@ def _whole(context: Context, model: torch.nn.Module, rows: int) -> tuple[float, 
         synchronise([device])
         return time.perf_counter() - begun
 
-    def passes(images: int, least: int, seconds: float) -> tuple[float, float]:
-        inputs = example.random(device, images, context.recipe.channels_last)
-        batch = replace(example.zeros(device, images), inputs=inputs)
-        times: list[tuple[float, float]] = []
+    def measure_passes(images: int, least: int, seconds: float) -> tuple[float, float]:
+        # At least one pass more than `least`, because the first is discarded.
+        batch = example.batch(device, images, context.recipe.channels_last)
+        losses: list[torch.Tensor] = []
+        computes: list[float] = []
+        updates: list[float] = []
         spent = 0.0
-        while len(times) <= least or spent < seconds:
-            losses: list[torch.Tensor] = []
-            compute = timed(lambda: losses.append(strategy.forward_backward(batch, 1 / images)))  # noqa: B023
-            update = timed(lambda: updater.step(losses[0], strategy, want_norm=False))  # noqa: B023
-            updater.optimizer.zero_grad()
-            times.append((compute, update))
-            spent += peers.max_(torch.tensor(compute + update)).item()  # all ranks stop together
-        return median(t for t, _ in times[1:]), median(t for _, t in times[1:])
 
-    alone, _ = passes(pilot, 1, 0.0)
+        def compute_losses() -> None:
+            losses[:] = [strategy.forward_backward(batch, 1 / images)]
+
+        def update_weights() -> None:
+            updater.step(losses[0], strategy, want_norm=False)
+
+        while len(computes) <= least or spent < seconds:
+            compute = timed(compute_losses)
+            update = timed(update_weights)
+            updater.zero_grad()
+            losses.clear()
+            computes.append(compute)
+            updates.append(update)
+            # The time of the slowest rank is used, so that all ranks stop together.
+            spent += peers.max_(torch.tensor(compute + update)).item()
+        # The first pass warms up.
+        return median(computes[1:]), median(updates[1:])
+
+    # A pilot with few images shows how many images fit into the time.
+    alone, _ = measure_passes(pilot, 1, 0.0)
     slowest = peers.max_(torch.tensor(alone)).item()
     affordable = max(1, int(PASS * pilot / slowest))
     images = min(rows, affordable)
-    seconds, update = passes(images, 2, 1.0)
+    seconds, update = measure_passes(images, 2, 1.0)
     return seconds, images, update, affordable
 
 
 def _exchange(peers: World, device: torch.device, reduce: bool) -> tuple[float | None, float]:
-    """Bytes a second, and seconds before the first: from one process to the next and back, or of a ring all-reduce."""
+    """Measure bytes per second, and seconds before the first byte.
+
+    Args:
+        peers: the processes.
+        device: device of this process.
+        reduce: whether to measure a ring all-reduce. Otherwise the first two processes send a
+            tensor to each other.
+
+    Returns:
+        Bandwidth, None for a single process, and latency.
+    """
     if peers.size == 1:
         return None, 0.0
     times = {}
     for size in (LATENCY_BYTES, BANDWIDTH_BYTES):
-        sent = torch.zeros(size // 4, device=device)
+        tensor = torch.zeros(size // 4, device=device)
         synchronise([device])
         rounds = []
         for _ in range(8):
             peers.barrier()
             begun = time.perf_counter()
             if reduce:
-                peers.sum_(sent)
+                peers.sum_(tensor)
             elif peers.rank < 2:
-                for turn in (0, 1):
-                    (dist.send if peers.rank == turn else dist.recv)(sent, 1 - peers.rank)
+                for sender in (0, 1):
+                    if peers.rank == sender:
+                        dist.send(tensor, 1 - peers.rank)
+                    else:
+                        dist.recv(tensor, 1 - peers.rank)
             synchronise([device])
             rounds.append(time.perf_counter() - begun)
+        # The first two rounds warm up.
         times[size] = median(rounds[2:])
-    latency, seconds = times[LATENCY_BYTES], times[BANDWIDTH_BYTES] - times[LATENCY_BYTES]
-    sends, times_sent = (2 * (peers.size - 1), ring(peers.size)) if reduce else (2, 2.0)
-    return times_sent * BANDWIDTH_BYTES / max(1e-9, seconds), latency / sends
+    # A round trip sends a tensor twice.
+    sends = 2
+    volume = 2.0 * BANDWIDTH_BYTES
+    if reduce:
+        sends = 2 * (peers.size - 1)
+        volume = count_ring_sends(peers.size) * BANDWIDTH_BYTES
+    latency = times[LATENCY_BYTES]
+    seconds = times[BANDWIDTH_BYTES] - latency
+    return volume / max(1e-9, seconds), latency / sends

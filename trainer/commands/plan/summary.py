@@ -1,7 +1,7 @@
-"""A plan as one tree of plain values: what is known of a layout before it runs.
+"""The content of a plan as one tree of plain values.
 
-It is what `plan` returns and `plan --json` prints; its keys are stable. Sizes are bytes, times seconds, None is what is
-not known.
+`plan` returns it and `plan --json` prints it; its keys are stable. Sizes are in bytes, times in
+seconds, and None means unknown.
 """
 
 from __future__ import annotations
@@ -11,22 +11,28 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from trainer.commands.plan import forecast, planned_memory, speed_probe
-from trainer.commands.plan.dataset_facts import DatasetFacts, dataset_facts
+from torch import nn
+
+from trainer.commands.plan import forecast, memory_keys, speed_probe
+from trainer.commands.plan.dataset_facts import DatasetFacts, read_dataset_facts
 from trainer.commands.plan.fake_model import Cut, FakeModel
-from trainer.commands.plan.planned_layout import Layout, every_mode
-from trainer.data import DataShare, steps_per_epoch
+from trainer.commands.plan.planned_layout import lay_out_modes
+from trainer.data import DataShare, count_steps_per_epoch
 from trainer.devices import cards
 from trainer.errors import RecipeError
-from trainer.optim.optimization import total_steps
-from trainer.recipe import Recipe, words_of
-from trainer.recipe.checks import launched_because, most_rows
+from trainer.memory.prediction import assess, disk, fullest, on_host
+from trainer.optim.optimization import count_total_steps
+from trainer.processes.torch_context import plain_context
+from trainer.recipe import Recipe, format_arguments
+from trainer.recipe.checks import count_largest_rows, explain_eager_steps
 from trainer.recipe.known_names import OWN_PHOTOS
-from trainer.telemetry.readable import as_size
+from trainer.recipe.layout import Layout
+from trainer.telemetry.readable import format_size
 
 Plan = dict[str, Any]
 
 
+@plain_context()
 def summarise(
     layout: Layout,
     nproc: int | str | None,
@@ -37,30 +43,70 @@ def summarise(
     every: bool,
     words: Sequence[str],
 ) -> Plan:
-    """Everything that is known of the layout before it runs; see `trainer.commands.plan.plan`."""
-    auto, images = layout.recipe.accumulate == "auto", dataset_facts(layout.recipe)
-    fake, layout = planned_memory.with_recompute(FakeModel(layout.recipe, images, layout.kind), layout, room)
-    layout = planned_memory.in_pieces(fake, layout, room)
+    """Compute everything that is known about the layout before it runs.
+
+    Args:
+        layout: processes and devices.
+        nproc: number of processes that the user asks for.
+        room: bytes of each device, if stated.
+        measured: "here" to measure on this machine.
+        bandwidth: bytes per second between devices, if stated.
+        plugin: the user's own module.
+        every: whether to add a row for each mode.
+        words: arguments of the command line, for the commands to type.
+
+    Returns:
+        The plan; see `trainer.commands.plan.plan`.
+    """
+    is_auto = layout.recipe.accumulate == "auto"
+    images = read_dataset_facts(layout.recipe)
+    fake, layout = memory_keys.choose_recompute(FakeModel(layout, images), layout, room)
+    layout = memory_keys.choose_accumulate(fake, layout, room)
     recipe = layout.recipe
-    steps = total = None
+    steps = None
+    total = None
     if images.train is not None:
-        steps = steps_per_epoch(
-            images.train, recipe, DataShare(0, layout.data_shares, every_sample=recipe.traits.every_sample)
-        )
-        total = total_steps(recipe, steps)
-    predicted = cut = None
+        every_sample = recipe.traits.every_sample
+        share = DataShare(0, layout.data_shares, every_sample=every_sample)
+        steps = count_steps_per_epoch(images.train, recipe, share)
+        total = count_total_steps(recipe, steps)
+    cut = None
+    prediction = None
+    predicted_speed = None
+    measured_assumptions: tuple[str, ...] = ()
     if measured is not None:
-        predicted = forecast.forecast(fake, layout, speed_probe.here(layout, images, plugin), bandwidth)
+        timings = speed_probe.measure_here(layout, images, plugin)
+        predicted = forecast.forecast(fake, layout, timings, bandwidth)
         cut = predicted.cut
+        prediction = predicted.figures(recipe.batch_size)
+        predicted_speed = prediction["samples_per_sec"]
+        measured_assumptions = predicted.assumptions
+    # A forecast has chosen the cut already, by measured seconds.
     if layout.staged and cut is None:
         cut = fake.cut(layout)
-    devices = planned_memory.footprint(fake, layout, cut)
-    limit = planned_memory.limit(devices, layout, room)
-    fits = planned_memory.fits(devices, limit)
-    modes = (
-        every_mode(recipe.replace(accumulate="auto") if auto else recipe, nproc, layout.kind == "cuda") if every else {}
-    )
-    prediction = None if predicted is None else predicted.figures(recipe.batch_size)
+    devices, limit, fits = assess(fake, layout, room, cut)
+    modes: list[Plan] | None = None
+    if every:
+        # accumulate=auto is resolved for each mode separately.
+        typed = recipe.replace(accumulate="auto") if is_auto else recipe
+        layouts = lay_out_modes(typed, nproc, layout.kind == "cuda")
+        modes = [_plan_mode(fake, mode, planned, room) for mode, planned in layouts.items()]
+    batch: Plan = {
+        "global": recipe.batch_size,
+        "shards": layout.data_shares,
+        "per_shard": count_largest_rows(recipe, layout.data_shares, 1),
+        "shares": layout.shares and [recipe.pieces * rows for rows in layout.shares],
+        "per_device": recipe.batch_size / len(layout.devices),
+        "accumulate": recipe.pieces,
+        "per_pass": layout.rows,
+        "microbatch": None if cut is None else cut.rows,
+    }
+    # BatchNorm may refuse a single value, so two images are counted.
+    flops = fake.forward_flops(2) // 2
+    advice: list[Plan] = []
+    peak_without_recompute = memory_keys.predict_peak_without_recompute(fake, layout, cut)
+    if limit is not None and not fits:
+        advice = memory_keys.suggest_arguments(fake, layout, limit.bytes)
     return {
         "recipe": recipe.name,
         "mode": recipe.mode,
@@ -68,8 +114,8 @@ def summarise(
         "devices": list(layout.devices),
         "model": {
             "name": recipe.model.name,
-            "parameters": fake.size,
-            "forward_flops_per_image": fake.forward_flops(2) // 2,  # of two: BatchNorm may see one value of one
+            "parameters": _count_parameters(fake.model),
+            "forward_flops_per_image": flops,
             "precision": recipe.precision,
         },
         "data": {
@@ -81,106 +127,152 @@ def summarise(
             "image_size": images.size,
             "source": images.note,
         },
-        "batch": {
-            "global": recipe.batch_size,
-            "shards": layout.data_shares,
-            "per_shard": most_rows(recipe, layout.data_shares, 1),
-            "shares": layout.shares and [recipe.pieces * rows for rows in layout.shares],
-            "per_device": recipe.batch_size / len(layout.devices),
-            "accumulate": recipe.pieces,
-            "per_pass": layout.rows,
-            "microbatch": None if cut is None else cut.rows,
-        },
+        "batch": batch,
         "steps": {"per_epoch": steps, "epochs": recipe.epochs, "total": total},
-        "memory_per_device": [asdict(device) for device in devices],
-        "memory_limit": None if limit is None else asdict(limit),
-        "peak": planned_memory.fullest(devices),
-        "peak_without_recompute": planned_memory.without_recompute(fake, layout, cut),
+        "memory_per_device": list(map(asdict, devices)),
+        "memory_limit": limit and asdict(limit),
+        "peak": fullest(devices),
+        "peak_without_recompute": peak_without_recompute,
         "fits": fits,
-        "advice": planned_memory.advice(fake, layout, limit.bytes) if limit is not None and not fits else [],
-        "pipeline": None if cut is None else _stages(fake, layout, cut),
-        "communication": _communication(fake, layout, cut, bandwidth),
-        "disk": planned_memory.disk(fake, layout),
+        "advice": advice,
+        "pipeline": cut and _summarise_stages(fake, layout, cut),
+        "communication": _summarise_traffic(fake, layout, cut, bandwidth),
+        "disk": disk(fake, layout),
         "prediction": prediction,
-        "predicted_samples_per_sec": None if prediction is None else prediction["samples_per_sec"],
-        "commands": commands(recipe, layout, words),
+        "predicted_samples_per_sec": predicted_speed,
+        "commands": list_commands(recipe, layout, words),
         "needs_folder": needs_folder(recipe),
-        "assumptions": [*_assumptions(fake, layout, images, auto), *(predicted.assumptions if predicted else ())],
-        "modes": [_mode(fake, mode, laid_out, room) for mode, laid_out in modes.items()] if every else None,
+        "assumptions": [
+            *_list_assumptions(fake, layout, images, is_auto),
+            *measured_assumptions,
+        ],
+        "modes": modes,
     }
 
 
-def _stages(fake: FakeModel, layout: Layout, cut: Cut) -> Plan:
+def _count_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _summarise_stages(fake: FakeModel, layout: Layout, cut: Cut) -> Plan:
+    total_flops = sum(stage.flops for stage in cut.stages)
+    stages: list[Plan] = []
     modules = fake.traced.stages(cut.names)
+    for module, stage, holder in zip(modules, cut.stages, cut.holders, strict=True):
+        figures = {
+            "device": layout.devices[holder],
+            "parameters": _count_parameters(module),
+            "forward_flops": stage.flops,
+            "flops_share": stage.flops / total_flops,
+            "sent_bytes": stage.sent,
+        }
+        stages.append(figures)
+    # The outputs of the last stage go to the loss.
+    stages[-1]["sent_bytes"] = 0
     return {
         "schedule": layout.schedule,
         "microbatches": cut.microbatches,
         "rows": cut.rows,
         "cuts": list(cut.names),
         "balanced_by": cut.balanced_by,
-        "stages": [
-            {
-                "device": layout.devices[holder],
-                "parameters": sum(p.numel() for p in module.parameters()),
-                "forward_flops": stage.flops,
-                "flops_share": stage.flops / sum(other.flops for other in cut.stages),
-                "sent_bytes": stage.sent if index + 1 < len(cut.stages) else 0,
-            }
-            for index, (module, stage, holder) in enumerate(zip(modules, cut.stages, cut.holders, strict=True))
-        ],
+        "stages": stages,
         "bubble_ideal": None if layout.recipe.traits.one_stage_at_a_time else cut.ideal,
     }
 
 
-def _communication(fake: FakeModel, layout: Layout, cut: Cut | None, bandwidth: float | None) -> Plan:
-    """What goes between devices in a step, and what that takes at a stated bandwidth."""
-    recipe, sent = layout.recipe, forecast.traffic(fake, layout, cut)
+def _summarise_traffic(
+    fake: FakeModel,
+    layout: Layout,
+    cut: Cut | None,
+    bandwidth: float | None,
+) -> Plan:
+    """Summarise the traffic of a step, and its duration at a stated bandwidth."""
+    recipe = layout.recipe
+    traffic = forecast.compute_traffic(fake, layout, cut)
+    seconds = None
+    if bandwidth is not None:
+        seconds = (traffic.reduced + traffic.crossing) / bandwidth
     return {
-        "all_reduce_bytes_per_device": round(sent.reduced),
-        "crossing_bytes": round(sent.crossing),
+        "all_reduce_bytes_per_device": round(traffic.reduced),
+        "crossing_bytes": round(traffic.crossing),
         "every_steps": recipe.local_sgd.every if recipe.traits.exchanges == "weights" else 1,
-        "epoch_bytes_per_device": round(sent.averaged),
-        "seconds": None if bandwidth is None else (sent.reduced + sent.crossing) / bandwidth,
+        "epoch_bytes_per_device": round(traffic.averaged),
+        "seconds": seconds,
     }
 
 
 def needs_folder(recipe: Recipe) -> bool:
-    """Whether training needs images that the words do not name yet; it would measure its speed on others."""
+    """Return whether training needs images that the arguments do not name yet.
+
+    Without them, a run measures its speed on made-up images.
+    """
     return recipe.data.name in OWN_PHOTOS and recipe.data.root is None
 
 
-def commands(recipe: Recipe, layout: Layout, words: Sequence[str]) -> list[str]:
-    """What to type: with a launcher of ours, and under torchrun where there are several processes."""
-    typed = list(words) or words_of(recipe)
+def list_commands(recipe: Recipe, layout: Layout, words: Sequence[str]) -> list[str]:
+    """Return the command lines to type: with our launcher and, for several processes, torchrun."""
+    arguments = list(words) or format_arguments(recipe)
     if needs_folder(recipe):
-        typed.append("data.root=FOLDER")
-    base = "-m trainer " + shlex.join(typed)
-    if layout.processes == 1:
-        return [f"python {base}" + " nproc=1" * (recipe.processes == "many")]
-    return [f"python {base} nproc={layout.processes}", f"torchrun --nproc_per_node={layout.processes} {base}"]
+        arguments.append("data.root=FOLDER")
+    base = "-m trainer " + shlex.join(arguments)
+    if layout.processes > 1:
+        return [
+            f"python {base} nproc={layout.processes}",
+            f"torchrun --standalone --nproc_per_node={layout.processes} {base}",
+        ]
+    if recipe.processes == "many":
+        base += " nproc=1"
+    return [f"python {base}"]
 
 
-def _assumptions(fake: FakeModel, layout: Layout, images: DatasetFacts, auto: bool) -> list[str]:
-    """What the figures rest on."""
-    recipe, notes = layout.recipe, []
-    if auto:
-        notes.append(f"accumulate=auto takes {recipe.pieces} here; a run tries it and counts what memory is free then")
+def _list_assumptions(
+    fake: FakeModel,
+    layout: Layout,
+    images: DatasetFacts,
+    is_auto: bool,
+) -> list[str]:
+    """List what the figures assume."""
+    recipe = layout.recipe
+    notes = []
+    if is_auto:
+        notes.append(
+            f"accumulate=auto is {recipe.pieces} here; a run tries it and counts the memory that "
+            "is free then"
+        )
     if layout.staged and recipe.pipeline.cuts == "auto":
-        notes.append("stages are balanced by FLOPs; training measures blocks on its devices and may cut elsewhere")
+        notes.append(
+            "stages are balanced by FLOPs; training measures blocks on its devices and may cut "
+            "elsewhere"
+        )
     if layout.staged and len(layout.microbatches) > 1:
         notes.append("pipeline.microbatches=auto tries several numbers when training starts")
-    if host := planned_memory.on_host(fake, layout):
-        notes.append(f"fsdp.offload: each rank keeps {as_size(host)} in the host's memory, pinned where weights are")
-    if layout.kind == "cuda" and launched_because(recipe, layout.processes) is None:
-        notes.append("recorded steps keep a batch's images twice; where that does not fit, steps are launched")
+    host_bytes = on_host(fake, layout)
+    if host_bytes:
+        notes.append(
+            f"fsdp.offload: each rank keeps {format_size(host_bytes)} in host memory, pinned for "
+            "the weights"
+        )
+    if layout.kind == "cuda" and explain_eager_steps(recipe, layout.processes) is None:
+        notes.append(
+            "CUDA graphs keep a batch's images twice; if that does not fit, steps run eagerly"
+        )
     if fake.teacher:
-        notes.append("the teacher's pass takes time, and memory beside its weights or shards, that are not counted")
+        notes.append(
+            "the teacher's pass costs time, and memory in addition to its weights or shards, that "
+            "are not counted"
+        )
     if recipe.shares == "auto" and layout.processes > 1:
-        notes.append("shares=auto measures ranks as they train, and gives fast ones more images than these")
+        notes.append(
+            "shares=auto measures ranks as they train, and assigns more images to fast ones than "
+            "shown here"
+        )
     if recipe.compile:
         notes.append("compiled operators may keep less than these activations")
     if layout.kind == "cpu" and recipe.devices == "auto" and not recipe.traits.shared_memory:
-        notes.append("no GPU is here, so this is for CPU devices; a GPU holds as much: memory=24GiB asks for its size")
+        notes.append(
+            "no GPU is here, so this is for CPU devices; a GPU holds as much: memory=24GiB plans "
+            "for its size"
+        )
     if layout.kind == "cuda" and not cards.detect().count:
         notes.append("without a GPU here, activations are those of the CPU's operators")
     if images.train is None:
@@ -188,28 +280,41 @@ def _assumptions(fake: FakeModel, layout: Layout, images: DatasetFacts, auto: bo
     return notes
 
 
-def _mode(fake: FakeModel, mode: str, layout: Layout | RecipeError, room: int | None) -> Plan:
-    """A mode on as many devices: bytes on the fullest one, bytes sent by a device in a step (all that cross, where the
-    model is in stages or copied), the ideal share of a step in which stages wait; or why it cannot be."""
+def _plan_mode(
+    fake: FakeModel,
+    mode: str,
+    layout: Layout | RecipeError,
+    room: int | None,
+) -> Plan:
+    """Return the row of one mode on the same number of devices, or why it cannot run there.
+
+    Peak and activations are those of the fullest device. Traffic is what one device sends in a
+    step; for a model in stages or in copies, what all devices send. The bubble is the ideal
+    fraction of a step in which stages wait.
+    """
     keys = ("world_size", "devices", "peak", "activations", "fits", "traffic", "bubble", "error")
     row: Plan = {"mode": mode, **dict.fromkeys(keys)}
     try:
         if isinstance(layout, RecipeError):
             raise layout
-        if layout.recipe.recompute:  # stages are traced as they are, and other modes run blocks that are wrapped
-            fake = FakeModel(layout.recipe, fake.images, layout.kind)
-        layout = planned_memory.in_pieces(fake, layout, room)
+        # Stages are traced without the wrapped blocks that other modes recompute.
+        if layout.recipe.recompute:
+            fake = FakeModel(layout, fake.images)
+        layout = memory_keys.choose_accumulate(fake, layout, room)
         cut = fake.cut(layout) if layout.staged else None
-        devices = planned_memory.footprint(fake, layout, cut)
+        devices, _, fits = assess(fake, layout, room, cut)
     except RecipeError as error:
         return {**row, "error": str(error)}
-    sent, in_turn = forecast.traffic(fake, layout, cut), layout.recipe.traits.one_stage_at_a_time
+    traffic = forecast.compute_traffic(fake, layout, cut)
+    if cut is not None:
+        row["bubble"] = cut.ideal
+        if layout.recipe.traits.one_stage_at_a_time:
+            row["bubble"] = 1 - 1 / layout.workers
     return row | {
         "world_size": layout.processes,
         "devices": len(layout.devices),
-        "peak": planned_memory.fullest(devices),
+        "peak": fullest(devices),
         "activations": max(device.activations for device in devices),
-        "fits": planned_memory.fits(devices, planned_memory.limit(devices, layout, room)),
-        "traffic": round(sent.reduced) + round(sent.crossing),
-        "bubble": None if cut is None else 1 - 1 / layout.workers if in_turn else cut.ideal,
+        "fits": fits,
+        "traffic": round(traffic.reduced) + round(traffic.crossing),
     }

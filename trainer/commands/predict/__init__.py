@@ -1,6 +1,6 @@
-"""Labelling images with a trained model on every device at hand: in order, as a stream, losing nothing.
+"""The command `predict`: label images in order with a trained model on all devices.
 
-Nothing here trains.
+Nothing in this package trains.
 """
 
 from trainer.commands.predict.predict_command import command

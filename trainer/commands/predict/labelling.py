@@ -1,4 +1,4 @@
-"""A model that labels images, and a worker of the pool that has one: decodes, prepares as in evaluation, classifies."""
+"""Models that label images, and the pool workers that decode, prepare and classify them."""
 
 from __future__ import annotations
 
@@ -19,66 +19,108 @@ from torch import Tensor, nn
 from trainer.data import Datasets, PhotoSource, PictureSource
 from trainer.data.augment import DeviceTransform
 from trainer.data.encoded import EncodedPhotos
-from trainer.data.photos.decoding import open_image, reason, with_channels
+from trainer.data.photos.decoding import convert_channels, describe_failure, open_image
 from trainer.data.photos.lazy_images import Picture
-from trainer.data.photos.photo_reader import held_out
-from trainer.data.photos.pixel_range import wanted_of
+from trainer.data.photos.photo_reader import prepare_for_evaluation
+from trainer.data.photos.pixel_range import recipe_pixel_range
 from trainer.devices import cards, health
-from trainer.devices.precision import AUTOCAST, set_precision
+from trainer.devices.precision import autocast, set_precision
 from trainer.errors import RecipeError
 from trainer.models.replayed_forward import ReplayedForward
 from trainer.processes.resources import keep_freed_memory
 from trainer.recipe import Recipe
 from trainer.tasks import Task
-from trainer.training.trained import Preparation, Trained, task_without_loss
+from trainer.training.trained import Preparation, Trained, create_task_without_loss
 
-NOT_FINITE = "gave up: the model's outputs are not finite: try precision=fp32, or weights of an earlier step"
-WARM = 12  # batches of a size in a row before their pass is recorded: how many follow is not known
+NOT_FINITE = (
+    "gave up: the model's outputs are not finite: try precision=fp32, or weights of an earlier step"
+)
+# Batches of one size in a row before their forward pass is captured as a CUDA graph. The number of
+# batches that follow is unknown, and a capture must pay off.
+WARM = 12
 
 
 @dataclass(frozen=True)
 class LabelModel:
-    """A model that can label, and what it was made of."""
+    """Trained model with everything that is needed to label images.
+
+    Attributes:
+        recipe: Recipe of the run with the overrides of the command.
+        task: Task, without its loss.
+        model: Model in evaluation mode, on the CPU.
+        classes: Name of each output.
+        preparation: Preparation of images as in evaluation.
+        data: Data set, if one of its splits is labelled.
+        photos: Files, directories and lists of paths to label if `data` is None.
+    """
 
     recipe: Recipe
     task: Task
     model: nn.Module
     classes: tuple[str, ...]
     preparation: Preparation
-    data: Datasets | None  # where a part of the data set is labelled
-    photos: tuple[str, ...]  # else: files, folders, lists of paths
+    data: Datasets | None
+    photos: tuple[str, ...]
 
     @classmethod
     def read(
-        cls, path: Path, words: Sequence[str], photos: Sequence[str] = (), split: bool | None = None
+        cls,
+        path: Path,
+        words: Sequence[str],
+        photos: Sequence[str] = (),
+        split: bool | None = None,
     ) -> LabelModel:
-        """The weights of a run or a checkpoint, with the preparation that they were evaluated with.
+        """Read the weights of a run or a checkpoint.
 
-        `photos` are to be labelled beside those of data.root=, or a `split` of the run's data set; None: as the words
-        say. Raises CheckpointError, RecipeError.
+        Args:
+            path: Run folder, checkpoint or weights.
+            words: Overrides of the run's recipe.
+            photos: Paths to label in addition to data.root=.
+            split: Whether to label a split of the run's data set; None decides by the paths.
+
+        Raises:
+            CheckpointError: There are no such weights.
+            RecipeError: An override is wrong, or the model does not label images.
         """
         trained = Trained.read(path, words)
         recipe = trained.recipe
-        if (part := recipe.predict.split) is not None and photos:
-            raise RecipeError(f"predict.split={part} labels the run's own data set: leave it out, or {photos[0]}")
-        if part is None and any(word.startswith("data.root=") for word in words) and recipe.data.root is not None:
+        split_name = recipe.predict.split
+        if split_name is not None and photos:
+            raise RecipeError(
+                f"predict.split={split_name} labels the run's own data set: leave it out, or "
+                f"{photos[0]}"
+            )
+        # The recipe's own data.root= is that of the training images.
+        has_root = any(word.startswith("data.root=") for word in words)
+        if split_name is None and has_root and recipe.data.root is not None:
             photos = (recipe.data.root, *photos)
-        data = trained.data(recipe) if (not photos if split is None else split) else None
-        if (trained.facts.classes is not None and not trained.facts.mean) or (data is not None and data.plain):
-            raise RecipeError(f"{path} was trained on inputs other than images, but predict labels images")
-        classes, how = trained.preparation() if data is None else (data.classes, Preparation.of(data))
-        task = task_without_loss(recipe, classes)
+        if split is None:
+            split = not photos
+        data = trained.data(recipe) if split else None
+        is_plain = trained.facts.classes is not None and not trained.facts.mean
+        if is_plain or (data is not None and data.plain):
+            raise RecipeError(
+                f"{path} was trained on inputs other than images, but predict labels images"
+            )
+        if data is None:
+            classes, preparation = trained.preparation()
+        else:
+            classes = data.classes
+            preparation = Preparation.of(data)
+        task = create_task_without_loss(recipe, classes)
         if type(task).ranked is Task.ranked:
-            task.ranked(torch.zeros(0))  # says so
-        model = trained.model(task, len(classes), how.channels, how.image_size)
-        names = classes + tuple(f"class {n}" for n in range(len(classes), recipe.model.num_classes or 0))
-        return cls(recipe, task, model, names, how, data, tuple(photos))
+            # A task without an order of classes raises an error that says so.
+            task.ranked(torch.zeros(0))
+        model = trained.model(task, len(classes), preparation.channels, preparation.image_size)
+        outputs = recipe.model.num_classes or 0
+        unnamed = tuple(f"class {n}" for n in range(len(classes), outputs))
+        return cls(recipe, task, model, classes + unnamed, preparation, data, tuple(photos))
 
 
 class Labels(NamedTuple):
-    """The most probable classes of an image, at most five, with their probabilities; or why there are none.
+    """The (at most five) most probable classes of an image, or the reason why there are none.
 
-    Of a regression they are its values.
+    A regression has its outputs as classes and their values as probabilities.
     """
 
     classes: tuple[int, ...]
@@ -86,28 +128,36 @@ class Labels(NamedTuple):
     error: str = ""
 
 
+@dataclass
 class Labeller:
-    """A worker of the pool. An item is a path, an image in memory (C, H, W) uint8, why there is none, or an index into
-    `source`."""
+    """Pool worker that labels images.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        preparation: Preparation,
-        recipe: Recipe,
-        task: Task,
-        source: PhotoSource | None,
-        threads: int = 0,
-    ) -> None:
-        """`threads` read images while the model has those before; 0: the model waits while one reads them."""
-        self.model, self.preparation, self.recipe, self.task, self.source = model, preparation, recipe, task, source
-        self.threads = threads
+    An item is a path, an image in memory (uint8 of shape (C, H, W)), an exception that says why
+    there is no image, or an index into `source`.
+
+    Attributes:
+        model: Model, which `setup` moves to the device.
+        preparation: Preparation of images as in evaluation.
+        recipe: Recipe with the options of prediction.
+        task: Task that ranks the outputs.
+        source: Data set of the items that are indices.
+        threads: Threads that read the next images while the model computes; 0 reads and computes in
+            turn.
+    """
+
+    model: nn.Module
+    preparation: Preparation
+    recipe: Recipe
+    task: Task
+    source: PhotoSource | None
+    threads: int = 0
 
     def setup(self, device: torch.device) -> None:
-        recipe, how = self.recipe, self.preparation
+        recipe = self.recipe
         keep_freed_memory()
         if device.type == "cpu" and (recipe.threads or recipe.predict.batch_size):
-            # Kernels add up in another order on another number of threads, and a fixed batch promises the same bytes.
+            # Kernels sum in another order on another number of threads, but a fixed batch size
+            # promises the same bytes.
             torch.set_num_threads(recipe.threads or 1)
         if device.type == "cuda":
             health.check_card(device, cards.detect().count)
@@ -115,75 +165,111 @@ class Labeller:
         layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
         self.device = device
         self.model = self.model.to(device, memory_format=layout).eval()  # type: ignore[call-overload]
-        self._transform = DeviceTransform(how.mean, how.std, how.image_size, recipe.channels_last, device)
+        self._transform = DeviceTransform(
+            self.preparation.mean,
+            self.preparation.std,
+            self.preparation.image_size,
+            recipe.channels_last,
+            device,
+        )
         self._decoders: ThreadPoolExecutor | None = None
         if self.threads:
             if device.type == "cuda":
-                torch.set_num_threads(1)  # in each thread that decodes
-            warnings.simplefilter("ignore")  # reading does so for itself, and in several threads at once undoes it
-            # Items of a user's own data set are read one after the other: nothing says that they may be read at once.
-            several = self.source is None or isinstance(self.source, EncodedPhotos)
-            self._decoders = ThreadPoolExecutor(self.threads if several else 1, "decoding")
-        tell = partial(print, file=sys.stderr, flush=True)  # results may go to stdout
-        self._forward = ReplayedForward(self._launched, [self.model], device, recipe.graphs is not False, tell, WARM)
+                # Each decoding thread would start as many threads as there are cores.
+                torch.set_num_threads(1)
+            # Readers silence warnings themselves, but several threads undo each other's filters.
+            warnings.simplefilter("ignore")
+            # A user's own data set may not be thread-safe, so one thread reads its items.
+            is_thread_safe = self.source is None or isinstance(self.source, EncodedPhotos)
+            threads = self.threads if is_thread_safe else 1
+            self._decoders = ThreadPoolExecutor(threads, "decoding")
+        # Notices go to stderr, because stdout may hold the results.
+        say = partial(print, file=sys.stderr, flush=True)
+        self._forward = ReplayedForward(
+            self._run_model, [self.model], device, recipe.graphs is not False, say, WARM
+        )
 
     def prepare(self, items: Sequence[Any]) -> Sequence[Any]:
-        """Begin to read them; the pool calls this as soon as a batch arrives, while the one before is labelled."""
-        return [self._decoders.submit(self._tried, item) for item in items] if self._decoders else items
+        """Start reading a batch.
+
+        The pool calls this when a batch arrives, while the previous one is labelled.
+        """
+        if self._decoders:
+            return [self._decoders.submit(self._read, item) for item in items]
+        return items
 
     def batch(self, items: Sequence[Any]) -> list[Labels]:
-        """The labels of each item, or of what `prepare` made of it; one that cannot be read has its reason instead."""
-        ready = [item.result() if isinstance(item, Future) else self._tried(item) for item in items]
-        labelled = iter(self._labels([image for image in ready if not isinstance(image, Labels)]))
-        return [image if isinstance(image, Labels) else next(labelled) for image in ready]
+        """Label items, or the futures that `prepare` returned for them.
 
-    def _tried(self, item: Any) -> Tensor | Labels:
+        An item that cannot be read gets the reason in `Labels.error`.
+        """
+        images = [item.result() if isinstance(item, Future) else self._read(item) for item in items]
+        readable = [image for image in images if not isinstance(image, Labels)]
+        labels = iter(self._label(readable))
+        return [image if isinstance(image, Labels) else next(labels) for image in images]
+
+    def _read(self, item: Any) -> Tensor | Labels:
+        preparation = self.preparation
         try:
-            return held_out(self._picture(item), self.preparation.image_size, self.preparation.shorter_side)
-        except Exception as error:  # decoders raise anything at all
-            return Labels((), (), reason(error))
+            return prepare_for_evaluation(
+                self._open(item), preparation.image_size, preparation.shorter_side
+            )
+        # Decoders raise exceptions of any type.
+        except Exception as error:
+            return Labels((), (), describe_failure(error))
 
-    def _picture(self, item: Any) -> Picture:
+    def _open(self, item: Any) -> Picture:
         channels = self.preparation.channels
         if isinstance(item, Exception):
             raise item
         if isinstance(item, str):
-            return open_image(item, channels, wanted_of(self.recipe.data))
+            return open_image(item, channels, recipe_pixel_range(self.recipe.data))
         if isinstance(item, int) and isinstance(self.source, PictureSource):
             return self.source.open(item, channels)[0]
         if isinstance(item, int):
             assert self.source is not None
             item = self.source.read(item, channels)[0]
-        return Picture.of(with_channels(item, channels))
+        return Picture.of(convert_channels(item, channels))
 
-    def _labels(self, images: list[Tensor]) -> list[Labels]:
-        """The labels of prepared images, computed at once."""
+    def _label(self, images: list[Tensor]) -> list[Labels]:
+        """Label prepared images as one batch."""
         if not images:
             return []
-        batch = torch.empty(len(images), *images[0].shape, dtype=images[0].dtype, pin_memory=self.device.type == "cuda")
+        batch = torch.empty(
+            len(images),
+            *images[0].shape,
+            dtype=images[0].dtype,
+            pin_memory=self.device.type == "cuda",
+        )
         torch.stack(images, out=batch)
         with torch.inference_mode():
             rows = batch.to(self.device, non_blocking=True).permute(0, 2, 3, 1).contiguous()
             outputs = self._forward(self._transform.inputs(rows))
             assert outputs is not None
-            classes, numbers = (best.tolist() for best in self.task.ranked(outputs.float()))
-        return [
-            Labels(tuple(best), tuple(row)) if all(map(math.isfinite, row)) else Labels((), (), NOT_FINITE)
-            for best, row in zip(classes, numbers, strict=True)
-        ]
+            classes, values = self.task.ranked(outputs.float())
+            ranked = zip(classes.tolist(), values.tolist(), strict=True)
+        labels = []
+        for best, row in ranked:
+            if all(map(math.isfinite, row)):
+                labels.append(Labels(tuple(best), tuple(row)))
+            else:
+                labels.append(Labels((), (), NOT_FINITE))
+        return labels
 
-    def _launched(self, batch: Tensor) -> Tensor:
-        precision = AUTOCAST.get(self.recipe.precision)
-        with torch.autocast(self.device.type, precision, enabled=precision is not None):
+    def _run_model(self, batch: Tensor) -> Tensor:
+        with autocast(self.device, self.recipe.precision):
             outputs: Tensor = self.model(batch)
         return outputs
 
 
 class Forward:
-    """A worker that is a model: items are inputs without the batch dimension, results the model's outputs."""
+    """Pool worker that runs any model.
+
+    Items are inputs without the batch dimension, and results are the outputs of the model.
+    """
 
     def __init__(self, model: nn.Module | bytes) -> None:
-        """`model` may be what `pickling.packed` made of it."""
+        """Accept a model, or the bytes that `pickling.pickle_by_value` made of one."""
         self.model: nn.Module = pickle.loads(model) if isinstance(model, bytes) else model
 
     def setup(self, device: torch.device) -> None:
@@ -195,4 +281,5 @@ class Forward:
             outputs = self.model(torch.stack(list(items)).to(self.device))
         if isinstance(outputs, Tensor):
             return outputs
-        return [torch.utils._pytree.tree_map(lambda part, row=row: part[row], outputs) for row in range(len(items))]
+        tree_map = torch.utils._pytree.tree_map
+        return [tree_map(lambda leaf, n=n: leaf[n], outputs) for n in range(len(items))]

@@ -1,4 +1,4 @@
-"""What is to be labelled: folders, files, a list of paths, paths on stdin, or a part of a data set."""
+"""Sources of images to label: directories, files, lists of paths, stdin, or a data set's split."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from typing import Any, NamedTuple
 import torch
 
 from trainer.data import Datasets, ImageSet, PhotoSource, TensorSet
-from trainer.data.folders.scanning import NEEDS, LeftOut, images_below, is_image
+from trainer.data.folders.scanning import LeftOut, images_below, is_image, what_reads
 from trainer.errors import RecipeError, SetupError
-from trainer.recipe.text import shown
+from trainer.recipe.text import format_value
 from trainer.saving import files
 
-FIRST = 20  # lines of a list, of which one at least is the path of a file
-LONGEST = 2**30  # bytes of a list
+# At least one of this many first lines of a list must be the path of a file.
+FIRST = 20
+# Maximum size of a list of paths in bytes.
+LONGEST = 2**30
 
 
 class Item(NamedTuple):
-    """One image: its name in the results, what a worker gets, and its class where that is known."""
+    """Image to label: its name in the results, the item for a worker, and its class if known."""
 
     path: str
     payload: Any
@@ -33,79 +35,118 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Inputs:
-    """A stream of images."""
+    """Stream of images.
+
+    Attributes:
+        items: The images.
+        count: Their number; None if unknown in advance.
+        source: Data set of the payloads that are indices.
+        ignored: Descriptions of the other files next to the images.
+    """
 
     items: Iterator[Item]
-    count: int | None  # images, where that is known before they come
-    source: PhotoSource | None = None  # what payloads that are indices point into
-    ignored: Sequence[str] = ()  # other files among them, in words
+    count: int | None
+    source: PhotoSource | None = None
+    ignored: Sequence[str] = ()
 
 
-def image_files(roots: Sequence[str]) -> Inputs:
-    """The images of folders (with their subfolders, in alphabetical order), files, and lists of paths; or of paths
-    from stdin, where the root is -. Raises SetupError, RecipeError.
+def find_images(roots: Sequence[str]) -> Inputs:
+    """Return the images of directories, files and lists of paths, or of paths from stdin.
+
+    Args:
+        roots: Directories (read with their subdirectories, in alphabetical order), images and files
+            with a path on each line; or only "-" for stdin.
+
+    Raises:
+        SetupError: A root has no images.
+        RecipeError: Stdin is combined with other roots, or is empty.
     """
     if "-" in roots:
         if len(roots) > 1:
-            raise RecipeError("- reads all paths from standard input: leave out the others, or write them there")
+            raise RecipeError(
+                "- reads all paths from standard input: leave out the others, or write them there"
+            )
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
-        given = (path for line in sys.stdin if (path := line.rstrip("\r\n")))
-        if (first := next(given, None)) is None:
-            raise RecipeError("standard input held no path: type find photos -type f | python -m trainer predict RUN -")
-        return Inputs((Item(path, path, None) for path in chain([first], given)), None)
-    found = [_paths_of(root) for root in roots]
-    paths = [path for here, _ in found for path in here]
-    return Inputs((Item(path, path, None) for path in paths), len(paths), None, [left for _, left in found if left])
+        lines = (path for line in sys.stdin if (path := line.rstrip("\r\n")))
+        first = next(lines, None)
+        if first is None:
+            raise RecipeError(
+                "standard input held no path: type find photos -type f | python -m trainer predict "
+                "RUN -"
+            )
+        return Inputs((Item(path, path, None) for path in chain([first], lines)), None)
+    paths: list[str] = []
+    ignored = []
+    for root in roots:
+        found_paths, others = _list_paths(root)
+        paths += found_paths
+        if others:
+            ignored.append(others)
+    return Inputs((Item(path, path, None) for path in paths), len(paths), None, ignored)
 
 
-def _paths_of(root: str) -> tuple[list[str], str]:
-    """The images of a folder, a list or a file, and other files there in words. Raises SetupError."""
-    path, left = Path(root).expanduser(), LeftOut()
-    wanted = "give a folder of images (JPEG, PNG, WebP, ...), an image, a file with a path a line, or - for stdin"
+def _list_paths(root: str) -> tuple[list[str], str]:
+    """Return the images of a directory, a list or a file, and a description of the other files.
+
+    Raises:
+        SetupError: There are no images, or the root cannot be read.
+    """
+    path = Path(root).expanduser()
+    left = LeftOut()
+    remedy = "give a folder of images (JPEG, PNG, WebP, ...), an image, a file with a path on each "
+    remedy += "line, or - for stdin"
     try:
         if path.is_dir():
             paths = list(images_below(str(path), left, str(path)))
         elif is_image(path.name):
             paths = [str(path)] if path.is_file() else []
-        elif path.suffix.lower() in NEEDS and path.is_file():
+        elif what_reads(path.suffix) and path.is_file():
             left.other(path.name)
             paths = []
         else:
             text = files.read(path, LONGEST).decode("utf-8-sig", "surrogateescape")
-            paths = [line for line in (line.rstrip("\r") for line in text.split("\n")) if line]
+            lines = (line.rstrip("\r") for line in text.split("\n"))
+            paths = [line for line in lines if line]
             if paths and not any(map(os.path.lexists, paths[:FIRST])):
-                first = f"{shown(paths[0])}, its first line, is not the path of a file"
-                raise SetupError(f"data.root={root} is not a list of images: {first}; {wanted}")
+                first = f"{format_value(paths[0])}, its first line, is not the path of a file"
+                raise SetupError(f"data.root={root} is not a list of images: {first}; {remedy}")
     except SetupError:
         raise
     except OSError as error:
-        raise SetupError(f"data.root={root} cannot be read ({files.why(error)}); {wanted}") from None
+        reason = files.describe_error(error)
+        raise SetupError(f"data.root={root} cannot be read ({reason}); {remedy}") from None
     if not paths:
-        ignored = f" that can be read here{left.in_brackets()}" if left.in_words() else ""
-        raise SetupError(f"data.root={root} holds no images{ignored}; {wanted}")
+        ignored = ""
+        if left.in_words():
+            ignored = f" that can be read here{left.in_brackets()}"
+        raise SetupError(f"data.root={root} holds no images{ignored}; {remedy}")
     return paths, left.in_words()
 
 
-def dataset_split(data: Datasets, name: str) -> Inputs:
-    """The images of a data set's `train` or `val` part, in its own order, with their labels."""
-    part, title = data.train if name == "train" else data.val, f"{data.name}/{name}"
-    if data.plain or isinstance(part, TensorSet):
+def open_split(data: Datasets, name: str) -> Inputs:
+    """Return the images of the split "train" or "val" in their own order, with their labels.
+
+    Raises:
+        RecipeError: The data set holds no images.
+    """
+    split = data.train if name == "train" else data.val
+    title = f"{data.name}/{name}"
+    if data.plain or isinstance(split, TensorSet):
         raise RecipeError(f"data.name={data.name} holds no images, but predict labels images")
-    known = _classes(getattr(part, "labels", None))
-    if isinstance(part, ImageSet):
-        rows, images = len(part.labels), part.images
-        named = part.where or (lambda n: f"{title}/{n}")
-        items = (Item(named(n), images[n % rows], known[n % rows] if known else None) for n in range(len(part)))
-        return Inputs(items, len(part))
-    photos = (Item(part.where(n), n, known[n] if known else None) for n in range(len(part)))
-    return Inputs(photos, len(part), part)
-
-
-def _classes(labels: Any) -> list[int] | None:
-    """The class of each sample, where a data set knows it before its images are read."""
-    if labels is None:
-        return None
-    labels = torch.as_tensor(labels)
-    classes: list[int] = labels.tolist()
-    return classes if labels.dim() == 1 and not labels.is_floating_point() else None
+    labels = getattr(split, "labels", None)
+    classes: list[int | None] = [None] * len(split)
+    if labels is not None:
+        labels = torch.as_tensor(labels)
+        # Labels of any other shape are targets of a regression or several classes per image.
+        if labels.dim() == 1 and not labels.is_floating_point():
+            classes = labels.tolist()
+    if isinstance(split, ImageSet):
+        rows = len(split.labels)
+        images = split.images
+        name_of = split.where or (lambda n: f"{title}/{n}")
+        # The images repeat if the split is longer than its tensors.
+        items = (Item(name_of(n), images[n % rows], classes[n % rows]) for n in range(len(split)))
+        return Inputs(items, len(split))
+    photos = (Item(split.where(n), n, classes[n]) for n in range(len(split)))
+    return Inputs(photos, len(split), split)

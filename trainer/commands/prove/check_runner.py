@@ -1,4 +1,4 @@
-"""What checks are, what they answer, and how they run: training and measuring in fresh processes."""
+"""Checks, their outcomes, and the runner that trains and measures for them in fresh processes."""
 
 from __future__ import annotations
 
@@ -8,24 +8,36 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.commands.trials.engine import TrialEngine, TrialRun, drop_weights
+from trainer.commands.trials.engine import TrialEngine, TrialRun, drop_weights, merge_arguments
+from trainer.saving.files import Json
+from trainer.telemetry.readable import format_count
 
-TIMEOUT = 300.0  # seconds after which a run or a measurement is killed: it hangs
-GRACE = 60.0  # seconds before that at which a run stops by itself, to say why
+# Seconds after which a run or a measurement is considered to hang and is killed.
+TIMEOUT = 300.0
+# Seconds before that at which a hanging run stops by itself and reports the reason.
+GRACE = 60.0
 QUIET = ["logging.progress=false", f"timeout={TIMEOUT - GRACE:g}"]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one check answers."""
+    """Outcome of one check.
 
-    # "right" and "wrong" of what was checked, "measured" of a figure without a bound, "not here" of what this machine
-    # or this torch cannot do, "left out" for want of time
+    Attributes:
+        status: "right" or "wrong" if something was checked; "measured" for a figure without a
+            bound; "not here" if this machine or this torch cannot do it; "left out" if there was
+            no time.
+        line: the outcome in one line.
+        todo: what to type if something is wrong.
+        figures: figures of proof.json.
+        seconds: duration of the check.
+    """
+
     status: Literal["right", "wrong", "measured", "not here", "left out"]
-    line: str  # for people
-    todo: str = ""  # what to type where something is wrong
-    figures: Mapping[str, Any] = field(default_factory=dict)  # for scripts, as `proof.json` has them
-    seconds: float = field(default=0.0, compare=False)  # that the check took
+    line: str
+    todo: str = ""
+    figures: Json = field(default_factory=dict)
+    seconds: float = field(default=0.0, compare=False)
 
 
 def right(line: str, **figures: Any) -> Outcome:
@@ -42,62 +54,91 @@ def measured(line: str, **figures: Any) -> Outcome:
 
 @dataclass(frozen=True)
 class Check:
-    """One check."""
+    """One check.
 
-    name: str  # by which its outcome is kept
+    Attributes:
+        name: key of its outcome.
+        part: whether it checks correctness or measures speed.
+        title: what is checked, for people.
+        seconds: approximate duration on a machine that nothing else uses.
+        run: performs the check.
+        priority: 0 to 2; checks with a higher number are left out first if time is short.
+    """
+
+    name: str
     part: Literal["right", "fast"]
-    title: str  # for people
-    seconds: float  # that it takes, about, on a machine that nothing else uses
-    run: Callable[[CheckRunner], Outcome]  # does it
-    priority: int = 0  # when time is short: 0 before 1 before 2
+    title: str
+    seconds: float
+    run: Callable[[CheckRunner], Outcome]
+    priority: int = 0
 
 
 @dataclass(frozen=True)
 class Devices:
-    """What is checked: GPUs, or processes on the CPU in their place."""
+    """Devices to check: GPUs, or CPU processes instead of them.
 
-    names: tuple[str, ...]  # as recipes write them, one each
-    kind: str  # "cuda" or "cpu"
-    models: tuple[str, ...]  # what the GPUs are called; of the CPU its name
-    threads: int | None = None  # of each CPU process; None on GPUs
+    Attributes:
+        names: one per device, as recipes write them.
+        kind: "cuda" or "cpu".
+        models: product name of each GPU, or "CPU".
+        threads: threads of each CPU process; None on GPUs.
+    """
+
+    names: tuple[str, ...]
+    kind: str
+    models: tuple[str, ...]
+    threads: int | None = None
 
     @property
     def count(self) -> int:
         return len(self.names)
 
     def called(self, count: int) -> str:
-        what = "GPU" if self.kind == "cuda" else "CPU process"
-        return f"{count} {what}{'' if count == 1 else 's' if what == 'GPU' else 'es'}"
+        if self.kind == "cuda":
+            return format_count(count, "GPU")
+        if count == 1:
+            return "1 CPU process"
+        return f"{count} CPU processes"
 
     def first(self) -> list[str]:
-        """Words of a run on the first device."""
-        return [f"devices=[{self.names[0]}]", *self._threads()]
+        """Return the arguments of a run on the first device."""
+        return [f"devices=[{self.names[0]}]"]
 
     def in_ranks(self, count: int) -> list[str]:
-        """Words of a run with a process on each of the first `count`."""
-        names = ",".join(self.names[:count]) if self.kind == "cuda" else "cpu"
-        return [f"devices=[{names}]", f"nproc={count}", *self._threads()]
+        """Return the arguments of a run with one process on each of the first `count` devices."""
+        names = "cpu"
+        if self.kind == "cuda":
+            names = ",".join(self.names[:count])
+        return [f"devices=[{names}]", f"nproc={count}"]
 
     def in_one_process(self, count: int) -> list[str]:
-        """Words of a run in one process that drives `count`; a single device stands for several."""
-        names = [self.names[n % self.count] for n in range(count)]
-        return [f"devices=[{','.join(names)}]", *self._threads()]
+        """Return the arguments of a run in one process with `count` local devices.
 
-    def _threads(self) -> list[str]:
-        return [f"threads={self.threads}"] if self.threads else []
+        If there are fewer devices than that, each is used several times.
+        """
+        names = [self.names[n % self.count] for n in range(count)]
+        return [f"devices=[{','.join(names)}]"]
 
 
 @dataclass
 class CheckRunner:
-    """What checks run on: the proof's folder, its devices, and the outcomes so far by the checks' names."""
+    """Runner of the trainings and measurements that checks need.
+
+    Attributes:
+        folder: of the proof.
+        devices: devices to check.
+        outcomes: outcomes so far, by the names of the checks.
+    """
 
     folder: Path
     devices: Devices
     outcomes: dict[str, Outcome] = field(default_factory=dict)
 
-    def figures(self, name: str) -> Mapping[str, Any]:
-        """Of an earlier check; empty where it was not done."""
-        return self.outcomes[name].figures if name in self.outcomes else {}
+    def figures(self, name: str) -> Json:
+        """Return the figures of an earlier check; empty if it was not done."""
+        if name in self.outcomes:
+            return self.outcomes[name].figures
+        return {}
 
     def train(
         self,
@@ -106,27 +147,54 @@ class CheckRunner:
         environment: Mapping[str, str] | None = None,
         timed: bool = False,
         resumes: bool = False,
-    ) -> dict[str, Any]:
-        """result.json of a run with these words, which is started unless it was completed before, or is `timed`: what
-        is measured in turn with something else is measured anew. Its weights are not kept. Raises TrialFailed.
+    ) -> Json:
+        """Train through the command line and return result.json.
+
+        A run that completed before is not run again, unless it is timed.
+
+        Args:
+            name: folder of the run below runs/.
+            words: arguments of the run.
+            environment: additional variables.
+            timed: run again in any case, because the figure is compared with one that is measured
+                at the same time. The weights are deleted.
+            resumes: whether a run that was stopped is resumed.
+
+        Raises:
+            TrialFailed: the run failed.
         """
-        variables = {"NNODES": "1", **(environment or {})}  # whatever cluster this is a part of
-        trial = TrialRun(f"runs/{name}", [*QUIET, *words], environment=variables, resumes=resumes)
+        # Only this node is checked, even if this process is part of a job on several.
+        variables = {"NNODES": "1", **(environment or {})}
+        defaults = list(QUIET)
+        if self.devices.threads:
+            defaults.append(f"threads={self.devices.threads}")
+        words = merge_arguments(defaults, words)
+        trial = TrialRun(f"runs/{name}", words, environment=variables, resumes=resumes)
         engine = TrialEngine(self.folder, timeout=TIMEOUT)
         if timed:
             shutil.rmtree(engine.path(trial), ignore_errors=True)
-        result: dict[str, Any] = engine.value(trial)
+        result: Json = engine.value(trial)
         if timed:
             drop_weights(engine.path(trial))
         return result
 
-    def measure(self, what: str, count: int = 1, **task: Any) -> list[dict[str, Any]]:
-        """What `count` processes answer that run this function of `prove_probe` at once. Raises PeerError."""
-        from trainer.commands.prove import prove_probe  # with torch
-        from trainer.commands.trials.measuring import answers
+    def measure(self, what: str, count: int = 1, **task: Any) -> list[Json]:
+        """Call the function `what` of `prove_probe` in `count` processes, one on each device.
 
-        devices, folder = self.devices.names[:count], self.folder / "measured" / what
-        return answers(getattr(prove_probe, what), devices, self.devices.threads, folder, TIMEOUT, **task)
+        Returns:
+            What each process returns.
+
+        Raises:
+            PeerError: a process failed.
+        """
+        # Imported here because these modules import torch.
+        from trainer.commands.prove import prove_probe
+        from trainer.commands.trials.measuring import measure_on_all
+
+        function = getattr(prove_probe, what)
+        names = self.devices.names[:count]
+        folder = self.folder / "measured" / what
+        return measure_on_all(function, names, self.devices.threads, folder, TIMEOUT, **task)
 
     def path(self, name: str) -> Path:
         return self.folder / "runs" / name

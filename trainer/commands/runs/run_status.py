@@ -1,6 +1,7 @@
-"""What a folder is and how its run stands: read with limits, never trusted, never a traceback.
+"""State of the run in a folder, and the page that shows it.
 
-And that on a page: what ran, its results, where its time went, what to type next.
+The files of a folder are read with limits and never trusted, and none leads to a traceback. The
+page says what ran, its results, where its time went and what to type next.
 """
 
 from __future__ import annotations
@@ -19,80 +20,113 @@ from typing import Any, Literal
 import yaml
 
 from trainer.errors import RecipeError
-from trainer.recipe.loading import load_stored, words_of
-from trainer.recipe.recipe_files import MAX_ALIASES, MAX_BYTES, stored
+from trainer.recipe.loading import format_arguments, load_stored
+from trainer.recipe.recipe_files import LOADER, MAX_ALIASES, MAX_BYTES, remove_passwords
 from trainer.recipe.schema import validated
-from trainer.recipe.text import nearest
+from trainer.recipe.text import find_nearest
 from trainer.saving import locks
-from trainer.saving.files import read, read_json, why
-from trainer.saving.journal import JOURNAL, START, STEPS, goodput_of, read_journal
+from trainer.saving.files import Json, describe_error, read, read_json
+from trainer.saving.journal import JOURNAL, START, STEPS, compute_goodput, read_journal
 from trainer.telemetry import readable
 
+# Lines of a page, each with its title.
+Lines = Iterator[tuple[str, str]]
 Status = Literal["running", "completed", "stopped", "failed", "killed"]
+# Directory in which training creates its folders.
+HOME = Path("runs")
 ENDED: dict[Any, Status] = {"completed": "completed", "preempted": "stopped", "failed": "failed"}
-LATEST = ("result.json", "steps.csv", "recipe.yaml", ".lock")  # files with the time at which a run last did something
+# Files whose modification times show when a run was last active.
+LATEST = ("result.json", "steps.csv", "recipe.yaml", ".lock")
 ADVICE = {
-    "failed": "fix the error, then type the same command again; resume=auto continues from a checkpoint",
-    "killed": "no process uses the folder and no end was recorded: it was killed, or ended before it began",
+    "failed": (
+        "fix the error, then type the same command again; resume=auto continues from a checkpoint"
+    ),
+    "killed": (
+        "no process uses the folder and no end was recorded: it was killed, or ended before it "
+        "began"
+    ),
 }
-ENDS, LEAST = 10, 5e-4  # of attempts, that are shown; and the least share of a run's time
+# Number of last attempts to show.
+ENDS = 10
+# Minimum share of the run's time for a part to be shown.
+LEAST = 5e-4
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A run's folder at a glance."""
+    """Summary of a run folder.
 
-    path: Path  # as the user knows it
+    Attributes:
+        path: Path as the user wrote it.
+        status: State of the run.
+        changed: Time of the last change, in seconds since 1970.
+        size: Bytes of all files; links are not followed.
+        note: Description of damage; empty for a sound run.
+        result: Content of result.json; empty if it cannot be used.
+        recipe: Content of recipe.yaml as plain values, not validated.
+    """
+
+    path: Path
     status: Status
-    changed: float  # when it was last written, in seconds since 1970
-    size: int  # bytes of its files, links not followed
-    note: str  # what is wrong with it; empty for a sound run
-    result: Mapping[str, Any] = field(default_factory=dict)  # what result.json holds; empty where it cannot be used
-    recipe: Mapping[str, Any] = field(default_factory=dict)  # what recipe.yaml holds, as plain values and unchecked
+    changed: float
+    size: int
+    note: str
+    result: Json = field(default_factory=dict)
+    recipe: Json = field(default_factory=dict)
 
     @property
     def mode(self) -> str | None:
-        return _text(self.result.get("mode") or self.recipe.get("mode"))
+        return _read_text(self.result.get("mode") or self.recipe.get("mode"))
 
     @property
     def model(self) -> str | None:
-        section = self.recipe.get("model")
-        return _text(section.get("name")) if isinstance(section, Mapping) else None
+        return _read_text(_read_section(self.recipe, "model").get("name"))
 
     @property
     def best(self) -> tuple[str, float] | None:
-        """The task's metric and its best value so far."""
+        """Main metric of the task and its best value so far."""
         for key, value in self.result.items():
-            if key.startswith("best_") and key != "best_epoch" and (number := finite(value)) is not None:
+            number = as_finite_number(value)
+            if key.startswith("best_") and key != "best_epoch" and number is not None:
                 return key.removeprefix("best_"), number
         return None
 
     @property
     def speed(self) -> float | None:
-        """Images a second over all devices; None where they scatter more than their size."""
-        speed, std = self.figure("throughput", "samples_per_sec"), self.figure("throughput", "std")
-        return speed if speed is not None and (std or 0.0) <= speed else None
+        """Images per second over all devices; None if their deviation exceeds their mean."""
+        speed = self.figure("throughput", "samples_per_sec")
+        std = self.figure("throughput", "std")
+        if speed is not None and (std or 0.0) <= speed:
+            return speed
+        return None
 
     def figure(self, *keys: str) -> float | None:
-        """A number in result.json, by its keys from the outside in; None where there is none."""
+        """Return a number of result.json by its path of keys; None if there is no such number."""
         value: Any = self.result
         for key in keys:
             value = value.get(key) if isinstance(value, Mapping) else None
-        return finite(value)
+        return as_finite_number(value)
 
 
-def finite(value: Any) -> float | None:
-    """A number, where it is one."""
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if good else None
+def as_finite_number(value: Any) -> float | None:
+    """Return a value as a float if it is a finite number, otherwise None."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and math.isfinite(value):
+        return float(value)
+    return None
 
 
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) and value else None
+def _read_text(value: Any) -> str | None:
+    if isinstance(value, str) and value:
+        return value
+    return None
 
 
-def look(path: Path) -> RunSummary | None:
-    """The run in a folder; None where there is none, or it cannot be read. What is wrong with it is in its note."""
+def read_run(path: Path) -> RunSummary | None:
+    """Return the run in a folder, or None if the folder has no run or cannot be read.
+
+    Damage is described in the note of the run.
+    """
     try:
         names = {*os.listdir(path)}
     except OSError:
@@ -100,24 +134,29 @@ def look(path: Path) -> RunSummary | None:
     notes: list[str] = []
     result = _read(path / "result.json", names, notes)
     recipe = _read(path / "recipe.yaml", names, notes)
-    logged = bool(names & {"steps.csv", "checkpoints"}) or any(".tfevents." in name for name in names)
-    # A journal is there as soon as a run begins; older runs have none.
-    begun = "journal.jsonl" in names or ("recipe.yaml" in names and logged)
-    if not begun and not {"mode", "status", "steps"} <= result.keys():
+    has_events = any(".tfevents." in name for name in names)
+    has_logged = has_events or bool(names & {"steps.csv", "checkpoints"})
+    # A run writes its journal first; runs of older versions have none.
+    has_started = "journal.jsonl" in names or ("recipe.yaml" in names and has_logged)
+    if not has_started and not {"mode", "status", "steps"} <= result.keys():
         return None
-    ended = ENDED.get(result["status"], "killed") if isinstance(result.get("status"), str) else "killed"
-    status: Status = "running" if locks.is_held(path) else ended
-    size, times = 0, [0.0]
+    status = ENDED.get(str(result.get("status")), "killed")
+    if locks.is_locked(path):
+        status = "running"
+    size = 0
+    times = [0.0]
     for folder, _, files in os.walk(path):
         for name in files:
             with suppress(OSError):
-                found = os.lstat(os.path.join(folder, name))
-                size += found.st_size
-                times += [found.st_mtime] * (folder == str(path) and name in LATEST)
-    return RunSummary(path, status, max(times) or time.time(), size, "; ".join(notes), result, recipe)
+                entry = os.lstat(os.path.join(folder, name))
+                size += entry.st_size
+                if folder == str(path) and name in LATEST:
+                    times.append(entry.st_mtime)
+    changed = max(times) or time.time()
+    return RunSummary(path, status, changed, size, "; ".join(notes), result, recipe)
 
 
-def _read(file: Path, names: set[str], notes: list[str]) -> dict[str, Any]:
+def _read(file: Path, names: set[str], notes: list[str]) -> Json:
     if file.name not in names:
         return {}
     try:
@@ -126,124 +165,174 @@ def _read(file: Path, names: set[str], notes: list[str]) -> dict[str, Any]:
         text = read(file, MAX_BYTES)
         if text.count(b"*") > MAX_ALIASES:
             raise ValueError("it holds no recipe")
-        # Written as JSON, it has no dates and nothing that holds itself.
-        tree = json.dumps(yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)), default=str)
-        return {**stored(json.loads(tree))}
+        # JSON has neither dates nor objects that contain themselves.
+        tree = json.dumps(yaml.load(text, LOADER), default=str)
+        return {**remove_passwords(json.loads(tree))}
     except (yaml.YAMLError, RecursionError, TypeError):
         notes.append(f"{file.name}: it holds no YAML")
     except (OSError, ValueError) as error:
-        notes.append(f"{file.name}: {why(error)}")
+        notes.append(f"{file.name}: {describe_error(error)}")
     return {}
 
 
-def named(name: str, home: Path) -> RunSummary:
-    """The run that a user means: a path, or a name below `home`. Raises RecipeError where there is none."""
-    try:
-        typed = Path(name).expanduser()
-        there = [path for path in (typed, home / typed) if os.path.lexists(path)] if name else []
-    except (OSError, ValueError, RuntimeError):
-        there = []
-    for path in there:
-        if (run := look(path)) is not None:
+def find_run(name: str) -> RunSummary:
+    """Return the run that a user names by a path or by a name below runs.
+
+    Raises:
+        RecipeError: There is no such run.
+    """
+    paths = []
+    # A path may be too long, contain a null byte or name an unknown user.
+    with suppress(OSError, ValueError, RuntimeError):
+        path = Path(name).expanduser()
+        if name:
+            paths = [path for path in (path, HOME / path) if os.path.lexists(path)]
+    for path in paths:
+        run = read_run(path)
+        if run is not None:
             return run
-    if there:
-        raise RecipeError(
-            f"{there[0]} is no run's folder, or cannot be read: python -m trainer runs lists those below ./runs"
-        )
-    guess = nearest(Path(name).name, os.listdir(home) if home.is_dir() else ())
-    hint = f"did you mean {guess}?" if guess else "python -m trainer runs lists those below ./runs"
-    raise RecipeError(f"'{name[:120]}' is not there, nor {home}/{name[:120]}: {hint}")
+    hint = "python -m trainer runs lists those below ./runs"
+    if paths:
+        raise RecipeError(f"{paths[0]} is no run's folder, or cannot be read: {hint}")
+    run_names = os.listdir(HOME) if HOME.is_dir() else ()
+    guess = find_nearest(Path(name).name, run_names)
+    if guess:
+        hint = f"did you mean {guess}?"
+    raise RecipeError(f"'{name[:120]}' is not there, nor {HOME}/{name[:120]}: {hint}")
 
 
 def show(run: RunSummary) -> str:
-    """What `runs show` prints."""
-    lines = [(title, value) for title, value in (*_what(run), *_figures(run)) if value]
+    """Return the page of `runs show`."""
+    lines = [line for line in (*_describe(run), *_list_figures(run)) if line[1]]
     width = max(len(title) for title, _ in lines) + 1
-    page = [readable.plain(str(run.path))]
-    page += [readable.titled(readable.plain(title), readable.plain(value), width=width) for title, value in lines]
-    page += ["", *(f"  {readable.plain(command)}" for command in _next(run))]
+    page = [readable.escape_control_characters(str(run.path))]
+    for title, value in lines:
+        shown_title = readable.escape_control_characters(title)
+        page.append(
+            readable.format_titled(
+                shown_title, readable.escape_control_characters(value), width=width
+            )
+        )
+    page.append("")
+    page += [
+        f"  {readable.escape_control_characters(command)}" for command in _list_next_commands(run)
+    ]
     return "\n".join(page) + "\n"
 
 
-def _what(run: RunSummary) -> Iterator[tuple[str, str]]:
+def _describe(run: RunSummary) -> Lines:
     error = run.result.get("error")
-    yield "status", run.status + (f": {error}" if error else "")
+    yield "status", f"{run.status}: {error}" if error else run.status
     yield "", ADVICE.get(run.status, "")
     yield "note", run.note
-    with suppress(RecipeError, TypeError, ValueError):  # a damaged one, of which the note tells
+    # The note describes a damaged recipe.
+    with suppress(RecipeError, TypeError, ValueError):
         stored = load_stored(run.recipe, str(run.path / "recipe.yaml"))
-        yield "words", shlex.join(words_of(validated(stored.to_dict(), str(run.result.get("recipe")))))
-    facts = _section(run.result, "facts") or {"mode": run.mode, "model": run.model}  # killed early it has none
-    yield from ((str(title), str(text)) for title, text in facts.items() if title != "folder" and text)
+        recipe = validated(stored.to_dict(), str(run.result.get("recipe")))
+        yield "words", shlex.join(format_arguments(recipe))
+    # A run that was killed early has no metadata.
+    metadata = _read_section(run.result, "facts") or {"mode": run.mode, "model": run.model}
+    for title, text in metadata.items():
+        if title != "folder" and text:
+            yield str(title), str(text)
 
 
-def _figures(run: RunSummary) -> Iterator[tuple[str, str]]:
+def _list_figures(run: RunSummary) -> Lines:
     result = run.result
-    epochs, steps, ended_by = run.figure("epochs"), run.figure("steps"), result.get("ended_by")
+    epochs = run.figure("epochs")
+    steps = run.figure("steps")
     if epochs is not None and steps is not None:
-        took = readable.duration(run.figure("seconds"))
-        yield "trained", f"{readable.counted(round(epochs), 'epoch')}, {steps:,.0f} steps, {took}"
-    yield "ended by", ended_by if isinstance(ended_by, str) and ended_by != "epochs" else ""
+        took = readable.format_duration(run.figure("seconds"))
+        yield (
+            "trained",
+            f"{readable.format_count(round(epochs), 'epoch')}, {steps:,.0f} steps, {took}",
+        )
+    ended_by = _read_text(result.get("ended_by"))
+    if ended_by and ended_by != "epochs":
+        yield "ended by", ended_by
     yield from _time_spent(run)
     if run.best:
         metric, value = run.best
-        at = run.figure("best_epoch")
-        yield "best", f"{metric} {readable.score(metric, value)}" + (f" in epoch {at:.0f}" if at is not None else "")
-    last = {key.removeprefix("val_"): finite(value) for key, value in result.items() if key.startswith("val_")}
-    yield "last", ", ".join(f"{key} {readable.score(key, value)}" for key, value in last.items() if value is not None)
-    yield "speed", f"{readable.number(run.speed)} images/s" if run.speed is not None else ""
-    peaks = [size for size in map(finite, _section(result, "peak_memory_bytes").values()) if size is not None]
-    yield "memory", f"{readable.as_size(max(peaks))} on the device with the most" if peaks else ""
-    verdict = _section(result, "verdict").get("sentence")
-    yield from _titled("verdict", str(verdict or "").splitlines())
-    for sentence in _section(result, "warnings").values() if not verdict else ():  # which begins with them
-        yield "warning", str(sentence)
-    versions = _section(result, "versions")
-    yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+        best = f"{metric} {readable.format_score(metric, value)}"
+        epoch = run.figure("best_epoch")
+        if epoch is not None:
+            best += f" in epoch {epoch:.0f}"
+        yield "best", best
+    last = []
+    for key, value in result.items():
+        number = as_finite_number(value)
+        if key.startswith("val_") and number is not None:
+            metric = key.removeprefix("val_")
+            last.append(f"{metric} {readable.format_score(metric, number)}")
+    yield "last", ", ".join(last)
+    if run.speed is not None:
+        yield "speed", f"{readable.format_number(run.speed)} images/s"
+    peaks = [as_finite_number(size) for size in _read_section(result, "peak_memory_bytes").values()]
+    largest = max((size for size in peaks if size is not None), default=None)
+    if largest is not None:
+        yield "memory", f"{readable.format_size(largest)} on the device with the most"
+    verdict = _read_section(result, "verdict").get("sentence")
+    if verdict:
+        yield from _add_title("verdict", str(verdict).splitlines())
+    else:
+        # The sentence of a verdict starts with the warnings.
+        for warning in _read_section(result, "warnings").values():
+            yield "warning", str(warning)
+    versions = _read_section(result, "versions").items()
+    yield "versions", ", ".join(f"{name} {version}" for name, version in versions if version)
 
 
-def _time_spent(run: RunSummary) -> Iterator[tuple[str, str]]:
-    """Goodput, what else the time went into, and how each attempt ended, by the journal."""
-    goodput = goodput_of(*read_journal(run.path / JOURNAL), over=run.status != "running")
+def _time_spent(run: RunSummary) -> Lines:
+    """Yield goodput, lost time and the end of each attempt according to the journal."""
+    goodput = compute_goodput(*read_journal(run.path / JOURNAL), over=run.status != "running")
     if goodput is None:
         return
-    attempts = readable.counted(goodput.attempts, "attempt")
-    yield "goodput", f"{goodput.fraction:.1%} of {readable.duration(goodput.wall_s)}, in {attempts}"
+    attempts = readable.format_count(goodput.attempts, "attempt")
+    yield (
+        "goodput",
+        f"{goodput.fraction:.1%} of {readable.format_duration(goodput.wall_s)}, in {attempts}",
+    )
     lost: dict[str, float] = {}
     for part, spent in goodput.seconds.items():
         if part != STEPS:
             name = "start-up" if part.startswith(START) else part
             lost[name] = lost.get(name, 0.0) + spent
-    rows = [
-        (readable.duration(spent), f"{spent / goodput.wall_s:.1%}", part)
-        for part, spent in sorted(lost.items(), key=lambda item: -item[1])
-        if spent >= LEAST * goodput.wall_s
-    ]
-    ends = [(end["time"][:19].replace("T", " "), f"step {end['step']}", end["cause"]) for end in goodput.ends]
-    if len(ends) > ENDS:
-        ends = [*ends[: ENDS // 2], ("...", "", f"{len(ends) - ENDS} more"), *ends[-ENDS // 2 :]]
-    yield from _titled("lost", readable.table(rows, {0, 1}) if rows else ())
-    yield from _titled("ends", readable.table(ends) if ends else ())
-    yield from _titled("", goodput.notes)
+    rows = []
+    for part, spent in sorted(lost.items(), key=lambda item: -item[1]):
+        share = spent / goodput.wall_s
+        if spent >= LEAST * goodput.wall_s:
+            rows.append((readable.format_duration(spent), f"{share:.1%}", part))
+    ends = []
+    for end in goodput.ends[-ENDS:]:
+        time_of_end = end["time"][:19].replace("T", " ")
+        ends.append((time_of_end, f"step {end['step']}", end["cause"]))
+    if rows:
+        yield from _add_title("lost", readable.format_table(rows, {0, 1}))
+    if ends:
+        yield from _add_title("ends", readable.format_table(ends))
+    yield from _add_title("", goodput.notes)
 
 
-def _titled(title: str, lines: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """A title beside the first of some lines."""
+def _add_title(title: str, lines: Iterable[str]) -> Lines:
+    """Yield lines with a title before the first one."""
     for number, line in enumerate(lines):
         yield "" if number else title, line
 
 
-def _next(run: RunSummary) -> Iterator[str]:
-    """What one can type now."""
+def _list_next_commands(run: RunSummary) -> Iterator[str]:
+    """Yield suggested commands for this run."""
     path = shlex.quote(str(run.path))
-    resumable = (run.path / "checkpoints").is_dir() and (run.path / "recipe.yaml").is_file()
-    if resumable and run.status in ("stopped", "failed", "killed"):
+    can_resume = (run.path / "checkpoints").is_dir() and (run.path / "recipe.yaml").is_file()
+    if can_resume and run.status in ("stopped", "failed", "killed"):
         yield f"python -m trainer recipe={path} output={path} resume=auto"
-    if any((run.path / f"{name}.safetensors").is_file() for name in ("last", "best")):
+    weights = (run.path / "last.safetensors", run.path / "best.safetensors")
+    if any(map(Path.is_file, weights)):
         yield f"python -m trainer evaluate checkpoint={path}"
         yield f"python -m trainer predict {path} photo.jpg"
 
 
-def _section(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def _read_section(tree: Json, key: str) -> Json:
     section = tree.get(key)
-    return section if isinstance(section, Mapping) else {}
+    if isinstance(section, dict):
+        return section
+    return {}

@@ -1,7 +1,8 @@
-"""`python -m trainer sweep`: which values of a recipe's keys train best, every trial an ordinary run.
+"""`python -m trainer sweep`: find the values of a recipe's keys that train best.
 
-Lists are tried in every combination, ranges are sampled by Optuna. The metric is of the held-out images, or images/s;
-what is done is kept, and the same words go on after a stop.
+Every trial is an ordinary run. Lists are tried in every combination, and Optuna samples ranges. The
+metric is computed on the validation split, or is images/s. Finished runs are kept, and the same
+command continues a stopped sweep.
 """
 
 from __future__ import annotations
@@ -10,117 +11,184 @@ import re
 import shlex
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from trainer import tasks
-from trainer.commands.runs.run_status import finite
+from trainer.commands.runs.run_status import as_finite_number
 from trainer.commands.sweep import results
 from trainer.commands.sweep.results import Metric, TrialFigures
 from trainer.commands.sweep.space import OWN_WORDS, SearchSpace
 from trainer.commands.trials import engine
 from trainer.commands.trials.engine import AGAIN, TrialFailed, TrialOutcome, TrialRun
-from trainer.commands.trials.report import TrialsProgress, tell_files
+from trainer.commands.trials.report import TrialsProgress, report_files
 from trainer.data.downloads import PUBLISHED
 from trainer.errors import RecipeError
-from trainer.processes.interrupts import SAVING
-from trainer.processes.rank import place
+from trainer.processes.interrupts import SAVE_SECONDS
+from trainer.processes.rank import read_place
 from trainer.processes.terminal import say
 from trainer.recipe import shipped_recipes
-from trainer.recipe.recipe_files import positive_integer, split_words
-from trainer.saving.files import usable_json
+from trainer.recipe.recipe_files import parse_positive_integer, split_arguments
+from trainer.saving.files import Json, read_json_or_empty
 from trainer.telemetry import readable
-from trainer.training.reporting import versions
+from trainer.training.reporting import list_versions
 
 FILE = "sweep.json"
-FREE = (  # keys and sections that a sweep may change when it goes on, for they change no trial's result
-    "devices", "threads", "timeout", "grace", "save", "logging", "predict", "output", "resume",
-    "data.workers", "data.download", "data.cache_dir",
-)  # fmt: skip
+# Keys and sections that may change when a sweep continues, because they change no trial's result.
+FREE = (
+    "devices",
+    "threads",
+    "timeout",
+    "grace",
+    "save",
+    "logging",
+    "predict",
+    "output",
+    "resume",
+    "data.workers",
+    "data.download",
+    "data.cache_dir",
+)
 
 
 def command(words: Sequence[str]) -> int:
-    """`python -m trainer sweep words...`: 0, or the exit code of the first trial that failed where none ended well.
+    """Run `python -m trainer sweep`.
+
+    Returns:
+        Exit code 0, or that of the first failed trial if no trial succeeded.
 
     Raises:
-        RecipeError: words that no trial could run with, before anything starts.
-        SetupError: Optuna is not installed and a range is given, or the folder cannot be written.
-        FolderInUseError: output= holds something else.
-        Interrupted, Preempted: stopped; what was done is kept.
+        RecipeError: A trial could not run with these arguments; nothing has started.
+        SetupError: A range needs Optuna, which is not installed, or the folder cannot be written.
+        FolderInUseError: The folder of output= holds something else.
+        Interrupted, Preempted: The sweep was stopped; finished runs are kept.
     """
-    own, rest = split_words(words, OWN_WORDS)
-    if place().launched:
-        raise RecipeError("sweep starts its processes itself: type python -m trainer sweep ... without torchrun")
+    own, rest = split_arguments(words, OWN_WORDS)
+    if read_place().launched:
+        raise RecipeError(
+            "sweep starts its processes itself: type python -m trainer sweep ... without torchrun"
+        )
     if "recipe" not in own:
-        raise RecipeError(f"sweep needs recipe=, as in recipe=digits; shipped: {', '.join(shipped_recipes())}")
+        raise RecipeError(
+            f"sweep needs recipe=, as in recipe=digits; shipped: {', '.join(shipped_recipes())}"
+        )
     if own.get("resume", "auto") != "auto":
-        raise RecipeError(f"resume={own['resume']} must be auto, and may be left out: the same words continue it")
+        raise RecipeError(
+            f"resume={own['resume']} must be auto, and may be left out: the same command continues "
+            "a sweep"
+        )
     if own.get("metric", "speed") != "speed":
-        raise RecipeError(f"metric={own['metric']} must be speed; left out, it is the task's own, as top1")
-    repeats, trials = (positive_integer(key, own.get(key)) for key in ("repeats", "trials"))
-    speeds = "metric" in own
-    space = SearchSpace(own["recipe"], rest, repeats or 1, trials, own.get("nproc"), own.get("plugin"), speeds)
-    line = shlex.join(["python", "-m", "trainer", "sweep", *(word for word in words if word != "resume=auto")])
+        raise RecipeError(
+            f"metric={own['metric']} must be speed; left out, it is the task's own, as top1"
+        )
+    space = SearchSpace(
+        own["recipe"],
+        rest,
+        parse_positive_integer("repeats", own.get("repeats")) or 1,
+        parse_positive_integer("trials", own.get("trials")),
+        own.get("nproc"),
+        own.get("plugin"),
+        speed="metric" in own,
+    )
+    arguments = [word for word in words if word != "resume=auto"]
+    line = shlex.join(["python", "-m", "trainer", "sweep", *arguments])
     stem = Path(f"runs/sweep-{re.sub(r'[^A-Za-z0-9_.-]+', '-', space.base.name)}")
     free = () if space.speed else FREE
-    with engine.claim(own.get("output"), stem, "sweep", FILE, space.asked(), line, free) as folder:
+    output = own.get("output")
+    with engine.claim_folder(output, stem, "sweep", FILE, space.asked(), line, free) as folder:
         report = Sweeping(folder, space, line).run()
-    failed = [row["exit_code"] for row in report["trials"] if row["exit_code"]]
-    return 0 if report["best"] else failed[0] if failed else RecipeError.code
+    if report["best"]:
+        return 0
+    exit_codes = (row["exit_code"] for row in report["trials"] if row["exit_code"])
+    return next(exit_codes, RecipeError.code)
 
 
+@dataclass(eq=False)
 class Sweeping:
-    """One sweep under way; `command` is what one types to go on."""
+    """Sweep in progress.
 
-    def __init__(self, folder: Path, space: SearchSpace, command: str) -> None:
-        self.folder, self.space, self.command, self.begun = folder, space, command, time.monotonic()
-        self.metric = metric_of(space)
-        self.engine = engine.TrialEngine(folder, space.places(), space.base.grace + SAVING)
-        kept = sorted(usable_json(folder / FILE).get("trials", []), key=lambda row: row["trial"])  # of those sampled
-        drawn = space.combinations() if space.trials is None else [row["values"] for row in kept]
-        self.trials = [TrialFigures(number, values) for number, values in enumerate(drawn, 1)]
-        self.images: list[int] = []  # that were held out, of each run
+    Attributes:
+        folder: Directory of the results.
+        space: Values to try.
+        command: Command that continues the sweep.
+    """
+
+    folder: Path
+    space: SearchSpace
+    command: str
+
+    def __post_init__(self) -> None:
+        self.begun = time.monotonic()
+        space = self.space
+        self.metric = choose_metric(space)
+        seconds_to_stop = space.base.grace + SAVE_SECONDS
+        self.engine = engine.TrialEngine(self.folder, space.places(), seconds_to_stop)
+        if space.trials is None:
+            choices = space.combinations()
+        else:
+            # The sampled values of a sweep that continues are those of its earlier trials.
+            stored = read_json_or_empty(self.folder / FILE).get("trials", [])
+            rows = sorted(stored, key=lambda row: row["trial"])
+            choices = [row["values"] for row in rows]
+        self.trials = [TrialFigures(number, values) for number, values in enumerate(choices, 1)]
+        # Number of validation images of each run.
+        self.images: list[int] = []
         self.progress = TrialsProgress(space.count() * space.repeats)
 
-    def run(self) -> dict[str, Any]:
-        """All trials; the table and the winning command last."""
+    def run(self) -> Json:
+        """Run all trials, print the table and the best command, and return the report."""
         space = self.space
-        how = ", ".join(map(str, space.dimensions)) + ", sampled by Optuna" * (space.trials is not None)
-        say(f"sweeping {space.base.name}: {readable.counted(space.count(), 'trial')}, {how}")
-        say(f"  {readable.counted(self.progress.total, 'run')}, {len(self.engine.places)} at a time:")
-        for words in dict.fromkeys(map(" ".join, self.engine.places)):
-            say(f"    {words}")
+        dimensions = ", ".join(map(str, space.dimensions))
+        if space.trials is not None:
+            dimensions += ", sampled by Optuna"
+        trials = readable.format_count(space.count(), "trial")
+        runs = readable.format_count(self.progress.total, "run")
+        say(f"sweeping {space.base.name}: {trials}, {dimensions}")
+        say(f"  {runs}, {len(self.engine.places)} at a time:")
+        for arguments in dict.fromkeys(map(" ".join, self.engine.places)):
+            say(f"    {arguments}")
         say(f"  in {self.folder}; if it is stopped, {AGAIN}")
         status = "interrupted"
         try:
-            self.engine.run(self._trials(), self._told)
+            self.engine.run(self._trials(), self._note)
             status = "completed"
         finally:
             report = self._write(status)
         print("\n" + results.as_text(report, self.metric), flush=True)
-        tell_files(self.folder, "sweep", self.folder, partial(results.draw, self.folder, report, space.dimensions))
+        draw = partial(results.draw, self.folder, report, space.dimensions)
+        report_files(self.folder, "sweep", self.folder, draw)
         if report["best"]:
             best = report["trials"][0]
-            figure = f"{self.metric.name} {self.metric.text(best['value'])}"
-            say(f"  best     trial {best['trial']}, {figure}, in {best['folders'][0]}; to train it again:")
+            figure = (
+                f"{self.metric.name} {self.metric.text(best['value'])}, in {best['folders'][0]}"
+            )
+            say(f"  best     trial {best['trial']}, {figure}; to train it again:")
             say(shlex.join(report["best"]))
         return report
 
     def _trials(self) -> Iterator[TrialRun]:
-        """Without those whose trial has failed."""
+        """Yield the runs in order, without those of a trial that has failed."""
+        speed = self.space.speed
         for row, repeat in self._in_order():
             seed = self.space.base.seed + repeat
             if row.error is None:
-                words = [*self.space.typed(row.values), *[f"seed={seed}"] * bool(repeat)]
-                words += ["save.every_epochs=null"] * self.space.speed
-                name = row.name(seed if repeat else None)
-                yield TrialRun(name, words, read=self._read, resumes=not self.space.speed, key=(row, seed))
+                words = self.space.typed(row.values)
+                name = row.name(None)
+                if repeat:
+                    words.append(f"seed={seed}")
+                    name = row.name(seed)
+                if speed:
+                    words.append("save.every_epochs=null")
+                key = (row, seed)
+                yield TrialRun(name, words, read=self._read, resumes=not speed, key=key)
 
     def _in_order(self) -> Iterator[tuple[TrialFigures, int]]:
-        """Every combination with the first seed, then with the next: what is stopped early tells most. What is sampled
-        has all its seeds at once, since the next depends on it.
+        """Yield each trial with the index of each seed.
+
+        Combinations all run with the first seed, then with the next one, so that a sweep that is
+        stopped early has compared as many as possible. A sampled trial runs with all seeds at once,
+        because the next sample depends on it.
         """
         space = self.space
         if space.trials is None:
@@ -128,41 +196,58 @@ class Sweeping:
             return
         for position in range(max(space.trials, len(self.trials))):
             if position == len(self.trials):
-                ended = [(row.values, row.value if row.status == "done" else None) for row in self.trials]
+                ended = []
+                for row in self.trials:
+                    # A mean over a part of the seeds is not a result.
+                    value = row.value if row.status == "done" else None
+                    ended.append((row.values, value))
                 values = space.sampled(ended, self.metric.larger_is_better)
                 self.trials.append(TrialFigures(position + 1, values))
-                self._write("running")  # what was drawn is kept before it runs
+                # The sample is stored before it runs, so that a stopped sweep continues with it.
+                self._write("running")
             yield from ((self.trials[position], repeat) for repeat in range(space.repeats))
 
-    def _read(self, path: Path, result: dict[str, Any]) -> float:
+    def _read(self, path: Path, result: Json) -> float:
         if self.space.speed:
-            rate = finite((result["throughput"] or {}).get("samples_per_sec"))
-            value = rate and engine.speed(engine.steps_of(path), rate)
+            rate = as_finite_number((result["throughput"] or {}).get("samples_per_sec"))
+            value = rate and engine.compute_speed(engine.read_steps_file(path), rate)
             engine.drop_weights(path)
         else:
-            value = finite(result.get(f"best_{self.metric.name}"))
+            value = as_finite_number(result.get(f"best_{self.metric.name}"))
         if value is None:
-            why = "it was too short for a speed" if self.space.speed else "no epoch was evaluated"
-            line = f"{why}, so there is no {self.metric.name}: raise max_steps, or give data.root"
+            reason = "no epoch was evaluated"
+            if self.space.speed:
+                reason = "it was too short for a speed"
+            remedy = "raise max_steps, or give data.root"
+            line = f"{reason}, so there is no {self.metric.name}: {remedy}"
             raise TrialFailed(line, RecipeError.code)
         return value
 
-    def _told(self, trial: TrialRun, outcome: TrialOutcome) -> None:
-        """A run has ended, or was done before."""
+    def _note(self, trial: TrialRun, outcome: TrialOutcome) -> None:
+        """Record the end of a run, now or in an earlier attempt of the sweep."""
         row, seed = trial.key
         path = self.engine.path(trial)
-        result = usable_json(path / "result.json")
-        self.images.append(int(finite((result.get("data") or {}).get("val_samples")) or 0))
-        row.add(seed, outcome, finite(result.get("seconds")) or 0.0, path, self.space.repeats)
-        what = " ".join(row.words) + f" seed={seed}" * (self.space.repeats > 1)
-        self.progress.tell(what, outcome, f"{self.metric.name} {self.metric.text(outcome.value)}")
+        result = read_json_or_empty(path / "result.json")
+        data = result.get("data") or {}
+        self.images.append(int(as_finite_number(data.get("val_samples")) or 0))
+        seconds = as_finite_number(result.get("seconds")) or 0.0
+        row.add(seed, outcome, seconds, path, self.space.repeats)
+        words = [*row.words]
+        if self.space.repeats > 1:
+            words.append(f"seed={seed}")
+        figure = f"{self.metric.name} {self.metric.text(outcome.value)}"
+        self.progress.tell(" ".join(words), outcome, figure)
         if outcome.seconds is not None:
             self._write("running")
 
-    def _write(self, status: str) -> dict[str, Any]:
-        """The tables, with what there is so far; returns what sweep.json holds, whose keys are stable."""
+    def _write(self, status: str) -> Json:
+        """Write the tables with the results so far, and return the content of sweep.json.
+
+        Its keys are stable.
+        """
         space = self.space
-        rows = results.tabulate(self.trials, self.metric, min(self.images, default=0))
+        fewest_images = min(self.images, default=0)
+        rows = results.tabulate(self.trials, self.metric, fewest_images)
         report = {
             "recipe": space.base.name,
             "status": status,
@@ -172,21 +257,27 @@ class Sweeping:
             "repeats": space.repeats,
             "metric": self.metric.name,
             "trials": [asdict(row) for row in rows],
-            "conclusion": results.conclusion(rows, space.repeats, self.metric),
+            "conclusion": results.draw_conclusion(rows, space.repeats, self.metric),
             "best": None,
             "seconds": time.monotonic() - self.begun,
-            "versions": versions(),
+            "versions": list_versions(),
         }
         if rows and rows[0].status == "done":
-            report["best"] = ["python", "-m", "trainer", *space.typed(rows[0].values)]
+            arguments = space.typed(rows[0].values)
+            report["best"] = ["python", "-m", "trainer", *arguments]
         results.write_tables(self.folder, report, self.metric)
         return report
 
 
-def metric_of(space: SearchSpace) -> Metric:
+def choose_metric(space: SearchSpace) -> Metric:
+    """Return the metric that ranks the trials."""
     if space.speed:
-        return Metric(results.SPEED, True, "images/s is the median over a run's windows, of runs one at a time")
-    kind, data = tasks.kind(space.base), space.base.data
-    published = f"torchvision's test images, for {data.name} has no validation images apart from them"
-    images = published if data.name in PUBLISHED else "held-out images"
-    return Metric(kind.metric, kind.larger_is_better, f"{kind.metric} is that of each run's best epoch, on {images}")
+        about = "images/s is the median over a run's windows, of runs one at a time"
+        return Metric(results.SPEED, True, about)
+    kind = tasks.find_task_class(space.base)
+    name = space.base.data.name
+    images = "held-out images"
+    if name in PUBLISHED:
+        images = f"torchvision's test images, for {name} has no validation images apart from them"
+    about = f"{kind.metric} is that of each run's best epoch, on {images}"
+    return Metric(kind.metric, kind.larger_is_better, about)

@@ -1,11 +1,11 @@
-"""The results of a sweep: a row a trial, best first, which claims about the best hold, tables and picture."""
+"""Results of a sweep: the ranking of its trials, claims about the best one, tables and chart."""
 
 from __future__ import annotations
 
 import math
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -15,180 +15,283 @@ from trainer.commands.compare.ranking import NO_DIFFERENCE
 from trainer.commands.sweep.space import Dimension
 from trainer.commands.trials import report as reports
 from trainer.commands.trials.engine import TrialOutcome
-from trainer.commands.trials.significance import ERROR, MARGIN, differences
+from trainer.commands.trials.significance import ERROR, MARGIN, find_differences
 from trainer.processes.terminal import BOLD
+from trainer.saving.files import Json
 from trainer.telemetry import plots, readable
 
-ORDER = ("done", "not done", "failed")  # what a trial's status may be
-SPEED = "images/s"  # as the name of a metric
-WIDEST = 100  # characters of a trial's folder
+# Status of a trial, in the order of the table.
+ORDER = ("done", "not done", "failed")
+# Name of the metric of a sweep with metric=speed.
+SPEED = "images/s"
+# Maximum number of characters of a trial's folder.
+WIDEST = 100
 
 
 @dataclass(frozen=True)
 class Metric:
-    """What is looked for: the task's metric, of the held-out images, or images/s."""
+    """Metric of a sweep: that of the task on the validation split, or images/s.
+
+    Attributes:
+        name: Name of the metric.
+        larger_is_better: Whether larger values are better.
+        about: Sentence that says what the metric is.
+    """
 
     name: str
     larger_is_better: bool
-    about: str  # what it is, as a sentence
+    about: str
 
     def text(self, value: float | None) -> str:
-        return readable.number(value) if self.name == SPEED else readable.score(self.name, value)
+        if self.name == SPEED:
+            return readable.format_number(value)
+        return readable.format_score(self.name, value)
 
 
 @dataclass
 class TrialFigures:
-    """A row of the table: a choice of values, and what its runs left."""
+    """Row of the table: the values of a trial, and the results of its runs.
 
-    trial: int  # its number, in the order in which trials run, from 1 on
-    values: dict[str, str]  # of the swept keys, as one types them
+    Attributes:
+        trial: Number of the trial in the order of running, from 1.
+        values: Value of each swept key, as in an override.
+        status: Element of `ORDER`.
+        value: Mean of the metric over the runs.
+        std: Standard deviation of the metric over the runs.
+        runs: Metric by seed; empty for a failed trial.
+        seconds: Time of training of all runs together.
+        compared: Comparison with the best trial, "worse" or that no difference is shown; None for
+            the best trial, and if nothing can be said.
+        error: Error of the first failed run.
+        exit_code: Exit code of that run.
+        folders: Folders of the runs.
+    """
+
+    trial: int
+    values: dict[str, str]
     status: str = "not done"
-    value: float | None = None  # mean of the metric over the runs
+    value: float | None = None
     std: float | None = None
-    runs: dict[int, float] = field(default_factory=dict)  # the metric by seed; none of a trial that failed
-    seconds: float = 0.0  # of training, of all runs together
-    # with the best: "worse", or that no difference is shown; null for the best and where nothing can be said
+    runs: dict[int, float] = field(default_factory=dict)
+    seconds: float = 0.0
     compared: str | None = None
     error: str | None = None
     exit_code: int = 0
-    folders: list[str] = field(default_factory=list)  # of the runs
+    folders: list[str] = field(default_factory=list)
 
     @property
     def words(self) -> list[str]:
         return [f"{key}={value}" for key, value in self.values.items()]
 
     def name(self, seed: int | None) -> str:
-        """Of the folder of its run with the recipe's own seed, or with another one."""
-        text = "-".join([*self.words, *([f"seed={seed}"] if seed is not None else [])])
-        return f"{self.trial:03d}-" + re.sub(r"[^A-Za-z0-9_.=+]+", "-", text)[:WIDEST].strip("-")
+        """Return the name of a run's folder; None stands for the recipe's own seed."""
+        words = self.words
+        if seed is not None:
+            words.append(f"seed={seed}")
+        text = re.sub(r"[^A-Za-z0-9_.=+]+", "-", "-".join(words))
+        return f"{self.trial:03d}-" + text[:WIDEST].strip("-")
 
-    def add(self, seed: int, outcome: TrialOutcome, seconds: float, folder: Path, repeats: int) -> None:
-        """One of `repeats` runs has ended."""
+    def add(
+        self, seed: int, outcome: TrialOutcome, seconds: float, folder: Path, repeats: int
+    ) -> None:
+        """Add the outcome of one of `repeats` runs."""
         self.seconds += seconds
         self.folders.append(str(folder))
         if outcome.error is None:
             self.runs[seed] = outcome.value
         elif self.error is None:
-            self.error, self.exit_code = str(outcome.error), outcome.error.code
+            self.error = str(outcome.error)
+            self.exit_code = outcome.error.code
         if self.error is not None:
             self.runs.clear()
-        self.status = "failed" if self.error is not None else "done" if len(self.runs) >= repeats else "not done"
-        self.value = fmean(self.runs.values()) if self.runs else None
-        self.std = stdev(self.runs.values()) if len(self.runs) > 1 else None
+            self.status = "failed"
+        elif len(self.runs) >= repeats:
+            self.status = "done"
+        else:
+            self.status = "not done"
+        values = self.runs.values()
+        self.value = fmean(values) if values else None
+        self.std = stdev(values) if len(values) > 1 else None
 
 
 def tabulate(trials: Sequence[TrialFigures], metric: Metric, images: int) -> list[TrialFigures]:
-    """The rows, best first, then those that are not done, or failed; `images` were held out, at least."""
+    """Rank the trials, and compare each one with the best.
+
+    Several seeds often have exactly the same accuracy on few images, as if there were no chance. So
+    the standard deviation of a run is assumed to be at least one image.
+
+    The best row was chosen by the same figures, so the error rate has to cover all pairs. Each row
+    may have been the best, and only one direction of a pair is claimed. Hence the pairs of one row
+    get 2 / rows of the error rate.
+
+    Args:
+        trials: Trials in any order.
+        metric: Metric of the sweep.
+        images: Smallest number of validation images of a run.
+
+    Returns:
+        The trials that are done, best first, then those not done, then the failed ones.
+    """
     sign = -1 if metric.larger_is_better else 1
 
     def rank(row: TrialFigures) -> tuple[int, float, int]:
-        return ORDER.index(row.status), math.inf if row.value is None else sign * row.value, row.trial
+        value = math.inf if row.value is None else sign * row.value
+        return ORDER.index(row.status), value, row.trial
 
-    return _compared(sorted(trials, key=rank), metric, images)
-
-
-def _compared(rows: list[TrialFigures], metric: Metric, images: int) -> list[TrialFigures]:
-    """With what repeats say of the best row and each other one.
-
-    On few images several seeds often have the very same accuracy, as if there were no chance in it: so the standard
-    deviation of a run is taken to be one image at least.
-
-    Which row is the best was chosen by the same figures. So the error is that of all pairs: each row may have been the
-    best, and of a pair only one direction is claimed, hence 2 / rows of it for the pairs of one row.
-    """
-    done = {str(row.trial): row.runs for row in rows if row.status == "done"}
-    if len(done) < 2 or len(rows[0].runs) < 2:
+    rows = sorted(trials, key=rank)
+    finished = {str(row.trial): row.runs for row in rows if row.status == "done"}
+    if len(finished) < 2 or len(rows[0].runs) < 2:
         return rows
-    best, *others = done
-    among, margin, least = [(best, other) for other in others], MARGIN, 0.0
-    if metric.name != SPEED:  # `differences` compares logarithms; of a metric plain differences count
-        scale = max(abs(value) for runs in done.values() for value in runs.values()) or 1.0
-        done = {name: {seed: math.exp(value / scale) for seed, value in runs.items()} for name, runs in done.items()}
-        margin, is_share = 0.0, metric.name in readable.FRACTIONS and images
-        least = math.sqrt(2) / images / scale if is_share else 0.0
-    pairs = differences(done, ERROR * 2 / len(done), margin, among, least)
-    verdicts = {int(pair.second): "worse" if pair.verdict else NO_DIFFERENCE for pair in pairs}
+    best, *others = finished
+    candidates = [(best, other) for other in others]
+    margin = MARGIN
+    least = 0.0
+    if metric.name != SPEED:
+        margin = 0.0
+        largest = [max(map(abs, runs.values())) for runs in finished.values()]
+        scale = max(largest) or 1.0
+        # `find_differences` compares logarithms, but differences of a metric count as they are.
+        for name, runs in finished.items():
+            finished[name] = {seed: math.exp(value / scale) for seed, value in runs.items()}
+        if metric.name in readable.FRACTIONS and images:
+            least = math.sqrt(2) / images / scale
+    pairs = find_differences(finished, ERROR * 2 / len(finished), margin, candidates, least)
+    verdicts = {}
+    for pair in pairs:
+        verdicts[int(pair.second)] = "worse" if pair.verdict else NO_DIFFERENCE
     return [replace(row, compared=verdicts.get(row.trial)) for row in rows]
 
 
-def conclusion(rows: Sequence[TrialFigures], repeats: int, metric: Metric) -> list[str]:
-    """What may be said, in sentences."""
-    done = [row for row in rows if row.status == "done"]
-    sentences = [metric.about] if done else []
-    if done and metric.name != SPEED:
-        best = f"the best of {readable.counted(len(done), 'trial')} was chosen by this figure"
-        sentences.append(f"{best}, which is therefore optimistic: images that no trial has seen tell more")
-    if len(done) > 1 and repeats == 1:
+def draw_conclusion(rows: Sequence[TrialFigures], repeats: int, metric: Metric) -> list[str]:
+    """Return sentences on what the results show."""
+    finished = [row for row in rows if row.status == "done"]
+    sentences = [metric.about] if finished else []
+    if finished and metric.name != SPEED:
+        trials = readable.format_count(len(finished), "trial")
+        sentences.append(
+            f"the best of {trials} was chosen by this figure, which is therefore optimistic: "
+            "images that no trial has seen tell more"
+        )
+    if len(finished) > 1 and repeats == 1:
         sentences.append(f"{NO_DIFFERENCE}: that takes several seeds, type repeats=3")
-    elif len(done) > 1:
-        worse = sum(row.compared == "worse" for row in done)
-        few = f"; {repeats} seeds show only large differences" if repeats < 5 else ""
-        sentences.append(f"trial {done[0].trial} is shown to be better than {worse} of {len(done) - 1} others{few}")
-    if failed := sum(row.status == "failed" for row in rows):
-        sentences.append(f"{readable.counted(failed, 'trial')} failed")
+    elif len(finished) > 1:
+        worse = sum(row.compared == "worse" for row in finished)
+        few = ""
+        if repeats < 5:
+            few = f"; {repeats} seeds show only large differences"
+        sentences.append(
+            f"trial {finished[0].trial} is shown to be better than {worse} of {len(finished) - 1} "
+            f"others{few}"
+        )
+    failed = sum(row.status == "failed" for row in rows)
+    if failed:
+        sentences.append(f"{readable.format_count(failed, 'trial')} failed")
     return sentences
 
 
-def write_tables(folder: Path, report: Mapping[str, Any], metric: Metric) -> None:
-    """sweep.json, sweep.csv, a line a trial, best first, and sweep.md, to paste into an issue."""
-    keys, figures = report["keys"], ("status", "value", "std", "seconds", "compared", "error", "exit_code")
+def write_tables(folder: Path, report: Json, metric: Metric) -> None:
+    """Write sweep.json, sweep.csv and sweep.md, with a row for each trial, the best one first."""
+    keys = report["keys"]
+    figures = ("status", "value", "std", "seconds", "compared", "error", "exit_code")
     rows: list[list[Any]] = [["trial", *keys, *figures, "folder"]]
     for row in report["trials"]:
         cells = {**row["values"], **row}
-        rows.append([row["trial"], *(cells[key] for key in (*keys, *figures)), " ".join(row["folders"])])
-    more = [f"Best:\n\n    {shlex.join(report['best'])}"] if report["best"] else []
-    more.append(reports.versions_line(report["versions"]))
-    title, best = f"{report['recipe']}: {len(report['trials'])} trials", [0] if report["best"] else []
-    page = reports.as_markdown(title, report["command"], columns(report, metric), best, report["conclusion"], *more)
+        values = [cells[key] for key in (*keys, *figures)]
+        rows.append([row["trial"], *values, " ".join(row["folders"])])
+    more = []
+    if report["best"]:
+        more = [f"Best:\n\n    {shlex.join(report['best'])}"]
+    more.append(reports.describe_versions(report["versions"]))
+    title = f"{report['recipe']}: {len(report['trials'])} trials"
+    best = [0] if report["best"] else []
+    page = reports.as_markdown(
+        title, report["command"], build_cells(report, metric), best, report["conclusion"], *more
+    )
     reports.write_tables(folder, "sweep", report, page, rows)
 
 
-def columns(report: Mapping[str, Any], metric: Metric) -> list[list[str]]:
-    """The table in words, its head first."""
-    compared = "compared" if any(row["compared"] for row in report["trials"]) else ""
-    seeds = f" +- std of {report['repeats']} seeds" if report["repeats"] > 1 else ""
-    table = [["trial", *report["keys"], metric.name + seeds, compared, "time", "note"]]
+def build_cells(report: Json, metric: Metric) -> list[list[str]]:
+    """Return the cells of the table as text, the head first."""
+    compared = ""
+    if any(row["compared"] for row in report["trials"]):
+        compared = "compared"
+    seeds = ""
+    if report["repeats"] > 1:
+        seeds = f" +- std of {report['repeats']} seeds"
+    figure = metric.name + seeds
+    table = [["trial", *report["keys"], figure, compared, "time", "note"]]
     for row in report["trials"]:
-        value, took = metric.text(row["value"]), readable.duration(row["seconds"] or None)
-        value += f" +- {metric.text(row['std']).removesuffix('%')}" if row["std"] is not None else ""
-        note = f"exit {row['exit_code']}: {row['error']}" if row["error"] else "not done" * (row["status"] != "done")
-        values = (row["values"][key] for key in report["keys"])
-        table.append([str(row["trial"]), *values, value, row["compared"] or "", took, note])
+        value = metric.text(row["value"])
+        took = readable.format_duration(row["seconds"] or None)
+        if row["std"] is not None:
+            value += f" +- {metric.text(row['std']).removesuffix('%')}"
+        note = ""
+        if row["error"]:
+            note = f"exit {row['exit_code']}: {row['error']}"
+        elif row["status"] != "done":
+            note = "not done"
+        values = [row["values"][key] for key in report["keys"]]
+        verdict = row["compared"] or ""
+        table.append([str(row["trial"]), *values, value, verdict, took, note])
     return table
 
 
-def as_text(report: Mapping[str, Any], metric: Metric) -> str:
-    """The table for a terminal; the best row is bold."""
-    right, best = {0, len(report["keys"]) + 3}, {0: BOLD} if report["best"] else {}
-    return reports.as_text(columns(report, metric), right, best, report["conclusion"], reports.SHOWN)
+def as_text(report: Json, metric: Metric) -> str:
+    """Return the table for a terminal, with the best row in bold."""
+    right = {0, len(report["keys"]) + 3}
+    styles = {0: BOLD} if report["best"] else {}
+    rows = build_cells(report, metric)
+    return reports.as_text(rows, right, styles, report["conclusion"], reports.SHOWN)
 
 
-def draw(folder: Path, report: Mapping[str, Any], dimensions: Sequence[Dimension]) -> list[Path]:
-    """sweep.png, where a trial has a figure: the metric over each key, all trials in every panel, the best one ringed.
+def draw(folder: Path, report: Json, dimensions: Sequence[Dimension]) -> list[Path]:
+    """Draw sweep.png if any trial is finished, and return its path.
 
-    Values of a list lie evenly, as they were typed; those of a range on its scale.
+    There is a panel for each key with the metric of all trials, and a ring marks the best one.
+    Values of a list are spaced evenly in their order, and those of a range lie on its scale.
     """
-    done = [row for row in report["trials"] if row["status"] == "done"]
-    if not done:
+    finished = [row for row in report["trials"] if row["status"] == "done"]
+    if not finished:
         return []
-    count, scale, repeats = len(dimensions), 100.0 if report["metric"] in readable.FRACTIONS else 1.0, report["repeats"]
-    figure, panels = plots.canvas(max(8.0, 3.6 * count), 4.4, count)
-    y, std = ([scale * (row[key] or 0.0) for row in done] for key in ("value", "std"))
+    count = len(dimensions)
+    scale = 100.0 if report["metric"] in readable.FRACTIONS else 1.0
+    repeats = report["repeats"]
+    figure, panels = plots.create_figure(max(8.0, 3.6 * count), 4.4, count)
+    y = [scale * (row["value"] or 0.0) for row in finished]
+    std = None
+    if repeats > 1:
+        std = [scale * (row["std"] or 0.0) for row in finished]
     for axes, part in zip(panels, dimensions, strict=True):
-        values = [row["values"][part.key] for row in done]
-        x = [float(value) if part.ends else float(part.values.index(value)) for value in values]
-        axes.errorbar(x, y, yerr=std if repeats > 1 else None, color=plots.COLOURS[0], fmt="o", capsize=4)
+        values = [row["values"][part.key] for row in finished]
+        position_of = float if part.ends else part.values.index
+        x = [float(position_of(value)) for value in values]
+        colour = plots.COLOURS[0]
+        axes.errorbar(x, y, yerr=std, color=colour, fmt="o", capsize=4)
         if count == 1 and not part.ends:
-            axes.plot(*zip(*sorted(zip(x, y, strict=True)), strict=True), color=plots.COLOURS[0])
-        axes.plot(x[:1], y[:1], "o", color=plots.COLOURS[3], markersize=15, markeredgewidth=2, fillstyle="none")
+            points = sorted(zip(x, y, strict=True))
+            axes.plot(*zip(*points, strict=True), color=colour)
+        axes.plot(
+            x[:1],
+            y[:1],
+            "o",
+            color=plots.COLOURS[3],
+            markersize=15,
+            markeredgewidth=2,
+            fillstyle="none",
+        )
         axes.set_xlabel(part.key)
         if part.ends:
-            axes.set_xscale("log" if part.log else "linear")
+            scale_name = "log" if part.log else "linear"
+            axes.set_xscale(scale_name)
         else:
             axes.set_xticks(range(len(part.values)), part.values)
-    panels[0].set_ylabel(report["metric"] + ", %" * (scale > 1))
-    title = f"{report['recipe']}: {len(done)} of {len(report['trials'])} trials"
-    title += f"; mean and standard deviation of {repeats} seeds" * (repeats > 1)
+    label = report["metric"]
+    if scale > 1:
+        label += ", %"
+    panels[0].set_ylabel(label)
+    title = f"{report['recipe']}: {len(finished)} of {len(report['trials'])} trials"
+    if repeats > 1:
+        title += f"; mean and standard deviation of {repeats} seeds"
     figure.suptitle(title, color=plots.INK, fontsize=11)
     plots.save_picture(figure, folder / "sweep.png")
     return [folder / "sweep.png"]

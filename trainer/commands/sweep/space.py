@@ -1,7 +1,7 @@
-"""Words -> what is tried: the keys that vary, what all trials share, and where on this machine each trial runs.
+"""Search space of a sweep: the keys that vary, what all trials share, and where each trial runs.
 
-A key varies by a list of values, `optimizer.lr=[0.01,0.1]`, or by a range, `optimizer.lr=0.001..1`, of which Optuna's
-TPE sampler draws values.
+A key varies over a list of values, `optimizer.lr=[0.01,0.1]`, or over a range,
+`optimizer.lr=0.001..1`, which Optuna's TPE sampler samples.
 """
 
 from __future__ import annotations
@@ -10,31 +10,35 @@ import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from importlib.util import find_spec
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
 
 from trainer import recipe as recipes
 from trainer.devices.assignment import named_devices
-from trainer.errors import RecipeError, SetupError
+from trainer.errors import RecipeError, SetupError, load_extra
 from trainer.launch import launching
 from trainer.launch.topology import Launch
 from trainer.processes import resources
 from trainer.recipe import Recipe
 from trainer.recipe.known_names import OWN_PHOTOS, check_names
-from trainer.recipe.recipe_files import word_value
-from trainer.recipe.reflection import kinds
-from trainer.recipe.text import shown
+from trainer.recipe.recipe_files import parse_value
+from trainer.recipe.reflection import list_key_types
+from trainer.recipe.text import format_value
 
 OWN_WORDS = ("recipe", "repeats", "trials", "metric", "nproc", "plugin", "output", "resume")
-SAMPLED = 20  # trials, where a range is given and nothing is said of their number
-RANDOM = 10  # of them are drawn at random before the sampler looks at what was good
-MOST = 1000  # combinations
+# Default number of trials if there is a range.
+SAMPLED = 20
+# Number of random trials before the sampler uses their results.
+RANDOM = 10
+# Maximum number of combinations.
+MOST = 1000
 NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
-FACTOR = 10  # a range whose ends differ by so much is sampled on a logarithmic scale
-FIXED = {  # keys that no sweep varies, and what to type instead
+# A range is sampled on a logarithmic scale if its ends differ by this factor.
+FACTOR = 10
+# Keys that a sweep cannot vary, and what to type instead.
+FIXED = {
     "mode": "every mode trains the same model: compare 'modes=[...]' tells which is fastest",
     "devices": "they say where trials run, one trial each: write devices=[cuda:0,cuda:1]",
     "threads": "they change no result: write one number, or leave it out",
@@ -43,148 +47,252 @@ FIXED = {  # keys that no sweep varies, and what to type instead
 
 @dataclass(frozen=True)
 class Dimension:
-    """A key that varies: over a list, or over all numbers of a range, both ends included."""
+    """Key that varies over a list or a range.
+
+    Attributes:
+        key: Name of the key.
+        values: Values as in an override; for a range, its ends.
+        ends: Both ends of a range, which are included; None for a list.
+        whole: Whether the range has whole numbers only, because the key accepts no others.
+    """
 
     key: str
-    values: tuple[str, ...]  # as they are typed for one run; of a range its ends
-    ends: tuple[float, float] | None = None  # None: it is a list
-    whole: bool = False  # a range of whole numbers, for the key takes no others
+    values: tuple[str, ...]
+    ends: tuple[float, float] | None = None
+    whole: bool = False
 
     @property
     def log(self) -> bool:
-        """Of a range: whether every factor counts alike, rather than every difference."""
-        return self.ends is not None and self.ends[0] > 0 and self.ends[1] >= FACTOR * self.ends[0]
+        """Whether a range is sampled on a logarithmic scale."""
+        if self.ends is None:
+            return False
+        low, high = self.ends
+        return low > 0 and high >= FACTOR * low
 
     def typed(self, value: Any) -> str:
-        """A value as one types it; a number of a range with four figures."""
+        """Return a value as in an override; a number of a range has four significant digits."""
         if self.ends is None or self.whole:
             return str(value)
-        return f"{min(max(float(f'{value:.4g}'), self.ends[0]), self.ends[1]):.12g}"
+        low, high = self.ends
+        # Rounding may leave the range.
+        rounded = min(max(float(f"{value:.4g}"), low), high)
+        return f"{rounded:.12g}"
 
     def distribution(self) -> Any:
         from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
         if self.ends is None:
             return CategoricalDistribution(self.values)
-        return (IntDistribution if self.whole else FloatDistribution)(*self.ends, self.log)
+        kind = IntDistribution if self.whole else FloatDistribution
+        return kind(*self.ends, self.log)
 
     def __str__(self) -> str:
         if self.ends is None:
             return f"{self.key}={' or '.join(self.values)}"
-        return f"{self.key} from {' to '.join(self.values)}" + " on a log scale" * self.log
+        scale = " on a log scale" if self.log else ""
+        return f"{self.key} from {' to '.join(self.values)}{scale}"
 
 
-def dimension(key: str, text: str) -> Dimension | None:
-    """The values that `key=text` means; None where it is one value, or no key of a recipe.
+def parse_dimension(key: str, text: str) -> Dimension | None:
+    """Parse `key=text` into a dimension; return None for a single value or an unknown key.
 
-    The schema tells a list of values from a list that is one value: `data.mean=[0.5]` is one, `data.mean=[[0.5],[0.4]]`
-    are two. Of a size, `data.image_size=[96,128]` are two squares, `data.image_size=[[96,128]]` is one.
+    The schema distinguishes a list of values from a list that is one value: `data.mean=[0.5]` is
+    one value, and `data.mean=[[0.5],[0.4]]` are two. For a size, `data.image_size=[96,128]` are two
+    squares, and `data.image_size=[[96,128]]` is one size.
 
     Raises:
-        RecipeError: a list or a range that means nothing, with what to type.
+        RecipeError: The list or the range is wrong.
     """
-    taken = kinds().get(key, ())
+    accepted = list_key_types().get(key, ())
     if text.startswith("["):
-        alone = list in taken and (int not in taken or str in taken)  # of a size a list is several
-        return _listed(key, text, alone) if taken else None
-    if not {int, float} & {*taken} or str in taken or ".." not in text:
+        if not accepted:
+            return None
+        # A size accepts a whole number, so a list of them is several values.
+        is_list_valued = list in accepted and (int not in accepted or str in accepted)
+        return _parse_list(key, text, is_list_valued)
+    if not {int, float} & {*accepted} or str in accepted or ".." not in text:
         return None
-    match, whole = re.fullmatch(rf"({NUMBER})\.\.({NUMBER})", text.lower()), float not in taken
-    low, high = (float(match[1]), float(match[2])) if match else (math.nan, math.nan)
-    if not -math.inf < low < high < math.inf or (whole and not (low.is_integer() and high.is_integer())):
-        numbers, example = ("whole numbers", "16..256") if whole else ("numbers", "0.001..0.1")
-        line = f"{key}={shown(text)} is not a range: write two {numbers}, the smaller first, as in {key}={example}"
-        raise RecipeError(line)
+    whole = float not in accepted
+    match = re.fullmatch(rf"({NUMBER})\.\.({NUMBER})", text.lower())
+    low = high = math.nan
+    if match:
+        low = float(match[1])
+        high = float(match[2])
+    is_range = -math.inf < low < high < math.inf
+    if not is_range or (whole and not (low.is_integer() and high.is_integer())):
+        rule = "two numbers"
+        example = "0.001..0.1"
+        if whole:
+            rule = "two whole numbers"
+            example = "16..256"
+        raise RecipeError(
+            f"{key}={format_value(text)} is not a range: write {rule}, the smaller first, as in "
+            f"{key}={example}"
+        )
     part = Dimension(key, (), (low, high), whole)
-    return Dimension(key, tuple(part.typed(int(end) if whole else end) for end in (low, high)), (low, high), whole)
+    ends = (int(low), int(high)) if whole else (low, high)
+    return replace(part, values=tuple(map(part.typed, ends)))
 
 
-def _listed(key: str, text: str, alone: bool) -> Dimension | None:
+def _parse_list(key: str, text: str, is_list_valued: bool) -> Dimension | None:
+    """Return the dimension of a list; None if the list is one value of a key with list values."""
     try:
         values = yaml.load(text, yaml.BaseLoader)
     except (yaml.YAMLError, RecursionError):
         values = None
     if not isinstance(values, list) or not values:
-        raise RecipeError(f"{key}={shown(text)} lists no values: write {key}=[first,second], in quotes for the shell")
-    if alone and not any(isinstance(value, list) or value in ("auto", "null") for value in values):
+        raise RecipeError(
+            f"{key}={format_value(text)} lists no values: write {key}=[first,second], in quotes "
+            "for the shell"
+        )
+    has_whole_values = any(isinstance(value, list) or value in ("auto", "null") for value in values)
+    if is_list_valued and not has_whole_values:
         return None
 
-    def word(value: Any) -> str:
-        return f"[{','.join(map(word, value))}]" if isinstance(value, list) else str(value)
+    def render(value: Any) -> str:
+        if isinstance(value, list):
+            return f"[{','.join(map(render, value))}]"
+        return str(value)
 
-    words = tuple(map(word, values))
-    if len({repr(word_value(key, text)) for text in words}) < len(words):
-        raise RecipeError(f"{key}={shown(text)} has values that are the same: keep one of them")
-    return Dimension(key, words)
+    rendered = tuple(map(render, values))
+    distinct = {repr(parse_value(key, value)) for value in rendered}
+    if len(distinct) < len(rendered):
+        raise RecipeError(
+            f"{key}={format_value(text)} has values that are the same: keep one of them"
+        )
+    return Dimension(key, rendered)
 
 
 class SearchSpace:
-    """What a sweep was asked for, checked: from the words that no command takes.
+    """Validated values to try, and the settings that all trials share.
 
-    Args:
-        source: the recipe's name or file.
-        repeats: runs of each trial, with a seed each.
-        trials: how many are sampled; None: the default, or, of lists alone, every combination.
-        speed: images/s are looked for, rather than the task's metric.
-
-    Raises:
-        RecipeError: no trial, or one of them, could run. SetupError: Optuna is not installed.
+    Attributes:
+        words: Overrides of every trial.
+        dimensions: Keys that vary.
+        base: Recipe without the values of the dimensions.
+        trials: Number of trials to sample; None if every combination is tried.
     """
 
     def __init__(
-        self, source: str, words: Sequence[str], repeats: int = 1, trials: int | None = None, nproc: str | None = None,
-        plugin: str | None = None, speed: bool = False,
-    ) -> None:  # fmt: skip
-        self.source, self.repeats, self.nproc, self.plugin, self.speed = source, repeats, nproc, plugin, speed
-        pairs = [word.partition("=") for word in words]
-        meant = [dimension(key, text) for key, _, text in pairs]
-        self.words = [word for word, part in zip(words, meant, strict=True) if part is None]  # those for every trial
-        self.dimensions = [part for part in meant if part is not None]  # the keys that vary
+        self,
+        source: str,
+        words: Sequence[str],
+        repeats: int = 1,
+        trials: int | None = None,
+        nproc: str | None = None,
+        plugin: str | None = None,
+        speed: bool = False,
+    ) -> None:
+        """Parse and check the arguments.
+
+        Args:
+            source: Name or file of the recipe.
+            words: Overrides, lists and ranges.
+            repeats: Runs of each trial with different seeds.
+            trials: Number of trials to sample; None for the default. Lists alone have no number.
+            nproc: Value of nproc=.
+            plugin: Value of plugin=.
+            speed: Whether images/s are compared instead of the task's metric.
+
+        Raises:
+            RecipeError: A trial could not run.
+            SetupError: There is a range, but Optuna is not installed.
+        """
+        self.source = source
+        self.repeats = repeats
+        self.nproc = nproc
+        self.plugin = plugin
+        self.speed = speed
+        self.words: list[str] = []
+        self.dimensions: list[Dimension] = []
+        keys = []
+        for word in words:
+            key, _, text = word.partition("=")
+            keys.append(key)
+            part = parse_dimension(key, text)
+            if part is None:
+                self.words.append(word)
+            else:
+                self.dimensions.append(part)
         self.base = recipes.load(source, *self.words)
-        _check(self.dimensions, [key for key, *_ in pairs], repeats, trials)
+        _check_dimensions(self.dimensions, keys, repeats, trials)
         is_sampled = any(part.ends for part in self.dimensions)
         self.trials = (trials or SAMPLED) if is_sampled else None
-        is_chosen = nproc is not None or any(word.startswith("mode=") for word in words)
+        is_chosen = nproc is not None or "mode" in keys
         if self.base.traits.exchanges in ("gradients", "copies") and not is_chosen:
-            self.words.append("mode=single")  # the same maths on one device
+            # These modes compute the same on one device.
+            self.words.append("mode=single")
             self.base = recipes.load(source, *self.words)
         launching.load_plugin(plugin)
+        if not is_sampled:
+            for values in self.combinations():
+                self._check(values)
+            return
+        # Samples are drawn later, so each end is checked with the first value of every other key.
         first = {part.key: part.values[0] for part in self.dimensions}
-        ends = [{**first, part.key: value} for part in self.dimensions for value in part.values]
-        for values in ends if is_sampled else self.combinations():
-            self._check(values)
+        for part in self.dimensions:
+            for value in part.values:
+                self._check({**first, part.key: value})
 
     def combinations(self) -> list[dict[str, str]]:
-        """Of lists alone: the values of every one, the last key changing fastest."""
+        """Return the values of every combination of lists; the last key changes fastest."""
         keys = [part.key for part in self.dimensions]
         lists = itertools.product(*(part.values for part in self.dimensions))
         return [dict(zip(keys, values, strict=True)) for values in lists]
 
-    def sampled(self, ended: Sequence[tuple[Mapping[str, str], float | None]], larger: bool) -> dict[str, str]:
-        """Values of the next trial, drawn from those so far; None: it failed, or has not ended. `larger` is better."""
+    def sampled(
+        self, ended: Sequence[tuple[Mapping[str, str], float | None]], larger: bool
+    ) -> dict[str, str]:
+        """Sample the values of the next trial.
+
+        Args:
+            ended: Values and metric of each trial so far; None for one that failed or has not
+                ended.
+            larger: Whether larger metrics are better.
+        """
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        sampler = optuna.samplers.TPESampler(n_startup_trials=RANDOM, seed=(self.base.seed + len(ended)) % 2**32)
-        study = optuna.create_study(sampler=sampler, direction="maximize" if larger else "minimize")
-        over = {part.key: part.distribution() for part in self.dimensions}
+        seed = (self.base.seed + len(ended)) % 2**32
+        sampler = optuna.samplers.TPESampler(n_startup_trials=RANDOM, seed=seed)
+        direction = "maximize" if larger else "minimize"
+        study = optuna.create_study(sampler=sampler, direction=direction)
+        distributions = {part.key: part.distribution() for part in self.dimensions}
+        states = optuna.trial.TrialState
         for values, value in ended:
-            drawn = {part.key: float(values[part.key]) if part.ends else values[part.key] for part in self.dimensions}
-            state = optuna.trial.TrialState.FAIL if value is None else optuna.trial.TrialState.COMPLETE
-            study.add_trial(optuna.trial.create_trial(state=state, value=value, params=drawn, distributions=over))
-        params = study.ask(over).params
+            params: dict[str, Any] = {**values}
+            for part in self.dimensions:
+                if part.ends:
+                    params[part.key] = float(params[part.key])
+            state = states.FAIL if value is None else states.COMPLETE
+            trial = optuna.trial.create_trial(
+                state=state,
+                value=value,
+                params=params,
+                distributions=distributions,
+            )
+            study.add_trial(trial)
+        params = study.ask(distributions).params
         return {part.key: part.typed(params[part.key]) for part in self.dimensions}
 
     def typed(self, values: Mapping[str, str]) -> list[str]:
-        """What one types to train with a trial's values, on whichever devices there are."""
-        own = [f"{key}={value}" for key, value in (("plugin", self.plugin), ("nproc", self.nproc)) if value is not None]
+        """Return the arguments that train with a trial's values, on any devices."""
+        own = []
+        if self.plugin is not None:
+            own.append(f"plugin={self.plugin}")
+        if self.nproc is not None:
+            own.append(f"nproc={self.nproc}")
         if self.base.devices != "auto" and self.base.traits.single_device:
             own.append(f"devices=[{self.base.devices[0]}]")
         own += [word for word in self.words if not word.startswith(("devices=", "threads="))]
         return [f"recipe={self.source}", *own, *(f"{key}={value}" for key, value in values.items())]
 
     def _check(self, values: Mapping[str, str]) -> None:
-        """Raises RecipeError where a trial could not run with these values."""
+        """Check that a trial can run with these values.
+
+        Raises:
+            RecipeError: It cannot.
+        """
         words = [f"{key}={value}" for key, value in values.items()]
         try:
             chosen = recipes.load(self.source, *self.words, *words)
@@ -195,75 +303,119 @@ class SearchSpace:
             raise RecipeError(f"a trial with {' '.join(words)} cannot run: {error}") from None
 
     def _launch(self, recipe: Recipe) -> Launch | None:
-        """How a trial starts: `devices` are those of the sweep, and a trial gets as many as it needs."""
-        several = int(self.nproc) if self.nproc and self.nproc.isdigit() else None
-        needs = 1 if recipe.traits.single_device else several
-        if needs and recipe.devices != "auto":
-            recipe = recipe.replace(devices=recipe.devices[:needs])
+        """Return the launch of a trial, which uses as many of the sweep's devices as it needs."""
+        count = None
+        if recipe.traits.single_device:
+            count = 1
+        elif self.nproc and self.nproc.isdigit():
+            count = int(self.nproc)
+        if count and recipe.devices != "auto":
+            recipe = recipe.replace(devices=recipe.devices[:count])
         return launching.launch_to_start(recipe, self.nproc)
 
     def count(self) -> int:
-        """Trials."""
+        """Return the number of trials."""
         return self.trials or math.prod(len(part.values) for part in self.dimensions)
 
     def asked(self) -> dict[str, Any]:
-        """What a folder is bound to: all but how many trials and repeats there are to be."""
-        return {
+        """Return the settings that a resumed sweep must keep: all except trials= and repeats=."""
+        settings = self.base.replace(output=None, resume=None)
+        kept = {
             "swept": {part.key: str(part) for part in self.dimensions},
             "nproc": self.nproc,
             "plugin": self.plugin,
-            "settings": self.base.replace(output=None, resume=None).model_dump(mode="json"),
-            **({"metric": "speed"} if self.speed else {}),
+            "settings": settings.model_dump(mode="json"),
         }
+        if self.speed:
+            kept["metric"] = "speed"
+        return kept
 
     def places(self) -> list[list[str]]:
-        """Words of where trials run at the same time: a device each, or cores. Raises RecipeError.
+        """Return the arguments of each worker slot; one trial runs in each slot at a time.
 
-        Never more than there are runs. Speeds are measured one at a time.
+        A place is a group of devices, or some cores. There are no more places than runs, and speeds
+        are measured one at a time.
+
+        Raises:
+            RecipeError: The launch spans several nodes, or there are no such devices.
         """
-        recipe, runs = self.base, 1 if self.speed else self.count() * self.repeats
+        recipe = self.base
+        runs = 1 if self.speed else self.count() * self.repeats
         launch = self._launch(recipe)
         if launch is not None and launch.nnodes > 1:
-            raise RecipeError(f"sweep runs on one node, but NNODES or SLURM say {launch.nnodes}: unset them")
-        ranks, cores = launch.nproc if launch else 1, resources.cores()
-        names = named_devices(recipe, resources.cuda_wanted(recipe))
-        cards = [name for name in names if name != "cpu"]
+            raise RecipeError(
+                f"sweep runs on one node, but NNODES or SLURM say {launch.nnodes}: unset them"
+            )
+        ranks = launch.nproc if launch else 1
+        cores = resources.count_cores()
+        names = named_devices(recipe, resources.count_requested_cuda(recipe))
+        gpus = [name for name in names if name != "cpu"]
         if recipe.traits.many_devices and ranks == 1:
             groups = [names]
-        elif cards:
-            groups = [cards[n : n + ranks] for n in range(0, len(cards) - ranks + 1, ranks)][:runs]
+        elif gpus:
+            starts = range(0, len(gpus) - ranks + 1, ranks)
+            groups = [gpus[start : start + ranks] for start in starts][:runs]
         else:
-            fit = len(names) if len(names) > 1 and recipe.traits.single_device else 0
-            groups = [["cpu"]] * min(runs, fit or max(1, cores // (ranks * (recipe.threads or 1))))
-        share = max(1, cores // (len(groups) * ranks))
-        words = [f"threads={recipe.threads or share}"]
-        words += [f"nproc={ranks}"] * (recipe.traits.processes != "one")
+            if len(names) > 1 and recipe.traits.single_device:
+                count = len(names)
+            else:
+                count = max(1, cores // (ranks * (recipe.threads or 1)))
+            groups = [["cpu"]] * min(runs, count)
+        cores_per_rank = max(1, cores // (len(groups) * ranks))
+        words = [f"threads={recipe.threads or cores_per_rank}"]
+        if recipe.traits.processes != "one":
+            words.append(f"nproc={ranks}")
         if recipe.data.name in OWN_PHOTOS and recipe.data.workers is None:
-            words.append(f"data.workers={share}")
+            words.append(f"data.workers={cores_per_rank}")
         return [[f"devices=[{','.join(group)}]", *words] for group in groups]
 
 
-def _check(dimensions: Sequence[Dimension], typed: Sequence[str], repeats: int, trials: int | None) -> None:
-    """Raises RecipeError, SetupError."""
-    for key in (part.key for part in dimensions):
+def _check_dimensions(
+    dimensions: Sequence[Dimension], typed: Sequence[str], repeats: int, trials: int | None
+) -> None:
+    """Check that the dimensions form a valid sweep.
+
+    Args:
+        dimensions: Keys that vary.
+        typed: All keys of the command, with repetitions.
+        repeats: Runs of each trial.
+        trials: Value of trials=.
+
+    Raises:
+        RecipeError: They do not.
+        SetupError: There is a range, but Optuna is not installed.
+    """
+    for part in dimensions:
+        key = part.key
         if key in FIXED:
             raise RecipeError(f"{key}= is not for a sweep: {FIXED[key]}")
         if typed.count(key) > 1:
             raise RecipeError(f"{key} is given twice: keep the list or the range")
         if key == "seed" and repeats > 1:
-            raise RecipeError(f"seed=[...] and repeats={repeats} both give the seeds: keep repeats=")
+            raise RecipeError(
+                f"seed=[...] and repeats={repeats} both give the seeds: keep repeats="
+            )
     count = math.prod(len(part.values) for part in dimensions)
-    if sampled := [part for part in dimensions if part.ends]:
-        if find_spec("optuna") is None:
-            line = f"{sampled[0]} is a range, which Optuna samples, and that is not installed: pip install optuna"
-            raise SetupError(f"{line}, or type a list: {sampled[0].key}=[{','.join(sampled[0].values)}]")
+    ranges = [part for part in dimensions if part.ends]
+    if ranges:
+        try:
+            load_extra(f"{ranges[0]} is a range, which", "optuna")
+        except SetupError as error:
+            values = ",".join(ranges[0].values)
+            raise SetupError(f"{error}, or type a list: {ranges[0].key}=[{values}]") from None
     elif count == 1:
-        what = f"{dimensions[0]} is one trial" if dimensions else "every key has one value"
+        problem = "every key has one value"
+        if dimensions:
+            problem = f"{dimensions[0]} is one trial"
         raise RecipeError(
-            f"{what}: type the values to try, as in optimizer.lr=[0.01,0.03,0.1], or a range, optimizer.lr=0.001..1 "
-            "(of a key whose value is a list: data.mean=[[0.5],[0.4]])"
+            f"{problem}: type the values to try, as in optimizer.lr=[0.01,0.03,0.1], or a range, "
+            "optimizer.lr=0.001..1 (of a key whose value is a list: data.mean=[[0.5],[0.4]])"
         )
     elif trials or count > MOST:
-        line = f"lists are tried in every combination, here {count:,}"
-        more = "trials= is for ranges, leave it out" if trials else f"at most {MOST:,}, shorten the lists"
-        raise RecipeError(f"{line}: {more}, or type a range, as in optimizer.lr=0.001..1")
+        remedy = f"at most {MOST:,}, shorten the lists"
+        if trials:
+            remedy = "trials= is for ranges, leave it out"
+        raise RecipeError(
+            f"lists are tried in every combination, here {count:,}: {remedy}, or type a range, as "
+            "in optimizer.lr=0.001..1"
+        )

@@ -1,4 +1,5 @@
-"""What `compare`, `sweep`, `prove` and `plan measured=here` share: trials in fresh processes, and one way to report.
+"""Trials in fresh processes, and their reports.
 
-A command says which trials there are and what their results mean.
+Shared by `compare`, `sweep`, `prove` and `plan measured=here`. A command says which trials there
+are and what their results mean.
 """

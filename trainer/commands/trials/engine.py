@@ -1,13 +1,15 @@
-"""Trials: runs in fresh processes, each done once and kept, as many at a time as there are places.
+"""Run each trial once in a fresh process, with as many trials at a time as worker slots.
 
-A command says which trials, and what their results mean:
+A command says which trials there are and what their results mean:
 
     with claim(output, Path("runs/sweep-x"), "sweep", "sweep.json", asked) as folder:
-        TrialEngine(folder, places=[["devices=[cuda:0]"], ["devices=[cuda:1]"]]).run(trials(), told)
+        engine = TrialEngine(folder, places=[["devices=[cuda:0]"], ["devices=[cuda:1]"]])
+        engine.run(trials(), on_outcome)
 
-`trials()` is asked for the next trial whenever a place is free, so that what it yields may depend on the outcomes that
-`told` has heard. With one place they run in turn, in the order in which they are yielded (A B C A B C ...). A trial
-that was done before is not done again; one that failed or was stopped is done anew, or goes on (`TrialRun.resumes`).
+The engine asks `trials()` for the next trial whenever a slot is free, so what it yields may depend
+on the outcomes that `on_outcome` received. With one slot the trials run in the order in which they
+are yielded (A B C A B C ...). A trial that completed before is not run again. A trial that failed
+or was stopped starts from scratch, or is resumed (`TrialRun.resumes`).
 """
 
 from __future__ import annotations
@@ -25,48 +27,78 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 from trainer import recipe as recipes
-from trainer.errors import FolderInUseError, NotFiniteError, PeerError, Preempted, RecipeError, TrainerError
+from trainer.errors import (
+    FolderInUseError,
+    NotFiniteError,
+    PeerError,
+    Preempted,
+    RecipeError,
+    TrainerError,
+)
 from trainer.processes import family
-from trainer.processes.interrupts import what_is_done_is_kept
+from trainer.processes.interrupts import stop_between_runs
 from trainer.recipe.loading import load_stored
-from trainer.saving.files import read, usable_json, write_atomically, writing
-from trainer.saving.locks import folder_of
+from trainer.saving.files import Json, read, read_json_or_empty, report_write_errors, write_json
+from trainer.saving.locks import choose_folder
 from trainer.saving.steps_file import read_steps
 
-AGAIN = "the same words continue it"
-LINGER = 25.0  # seconds that a run may take to leave once it is told to
-MOMENT = 0.02  # seconds between two looks at the runs
-FEW_WINDOWS = 5  # have no median to speak of
+AGAIN = "the same command resumes it"
+# Seconds that a run has to save and exit after SIGTERM.
+LINGER = 25.0
+# Seconds between two polls of the running trials.
+MOMENT = 0.02
+# Minimum number of windows for a median speed; below it the mean is used.
+MIN_WINDOWS = 5
 
 
 @dataclass(frozen=True)
 class TrialRun:
-    """One run, as a user would type it."""
+    """One run, in the form of the arguments that a user would type.
 
-    name: str  # its folder below the engine's; what it prints goes into a .log file beside that
-    words: Sequence[str]  # all that one types, but for those of its place and output=
-    environment: Mapping[str, str] = field(default_factory=dict)  # added to this process's
-    # Makes its value of its folder and its result.json, and removes what need not be kept. TrialFailed: it is of no
-    # use. A KeyError, as of a file that is damaged: it is to be done anew.
-    read: Callable[[Path, dict[str, Any]], Any] = lambda path, result: result
-    resumes: bool = False  # whether it goes on where it was stopped; else it begins anew
-    key: Any = None  # what the command knows it by
+    Attributes:
+        name: folder of the run below the engine's folder. Its output goes to a .log file next to
+            that folder.
+        words: all arguments except output= and those of the worker slot.
+        environment: variables that are added to those of this process.
+        read: computes the value of the trial from its folder and its result.json, and deletes what
+            need not be kept. If it raises TrialFailed, the trial has failed. If it raises KeyError
+            or another error of a damaged file, the trial runs again.
+        resumes: whether a stopped run is resumed; otherwise it starts from scratch.
+        key: what the command identifies the trial by.
+    """
+
+    name: str
+    words: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    read: Callable[[Path, Json], Any] = lambda path, result: result
+    resumes: bool = False
+    key: Any = None
 
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """How a trial ended."""
+    """End of a trial: its value or its error.
 
-    value: Any = None  # what was read from its result
+    Attributes:
+        value: what `TrialRun.read` returned.
+        error: why the trial failed, if it did.
+        seconds: duration of the run; None if it had run before.
+    """
+
+    value: Any = None
     error: TrialFailed | None = None
-    seconds: float | None = None  # from its start to its end; None where it was done before
+    seconds: float | None = None
+
+
+OnOutcome = Callable[[TrialRun, TrialOutcome], object]
 
 
 class TrialFailed(TrainerError):
-    """A run ended with an exit code other than 0: the last line that it printed, and that code."""
+    """Failure of a run: its reason in one line, and an exit code that is not zero."""
 
     def __init__(self, line: str, code: int) -> None:
         super().__init__(line)
@@ -82,42 +114,46 @@ class _RunningTrial:
     begun: float
 
 
+@dataclass
 class TrialEngine:
-    """Runs trials in a folder.
+    """Runner of the trials in a folder.
 
-    Args:
-        places: words of where a trial runs, one list for each that may run at the same time.
-        grace: seconds that runs may take to leave at Ctrl-C or SIGTERM, before they are killed.
-        timeout: seconds after which a trial is killed: it hangs.
+    Attributes:
+        folder: folder of all trials.
+        places: one list of arguments per worker slot. Each slot runs one trial at a time.
+        grace: seconds that runs have to exit after Ctrl-C or SIGTERM, before they are killed.
+        timeout: seconds after which a run is considered to hang and is killed.
     """
 
-    def __init__(
-        self, folder: Path, places: Sequence[Sequence[str]] = ((),), grace: float = LINGER, timeout: float = math.inf
-    ) -> None:
-        self.folder, self.places, self.grace, self.timeout = folder, places, grace, timeout
-        self._running: list[_RunningTrial] = []
+    folder: Path
+    places: Sequence[Sequence[str]] = ((),)
+    grace: float = LINGER
+    timeout: float = math.inf
+    _running: list[_RunningTrial] = field(default_factory=list, init=False)
 
     def path(self, trial: TrialRun) -> Path:
         return self.folder / trial.name
 
-    def run(self, trials: Iterable[TrialRun], told: Callable[[TrialRun, TrialOutcome], object]) -> None:
-        """Run all; `told` hears of each as it ends.
+    def run(self, trials: Iterable[TrialRun], on_outcome: OnOutcome) -> None:
+        """Run all trials and call `on_outcome` for each as it ends.
 
         Raises:
-            KeyboardInterrupt, Preempted: the runs under way have been stopped.
+            KeyboardInterrupt, Preempted: the unfinished runs have been stopped.
         """
         waiting = iter(trials)
         try:
             while True:
-                self._begin(waiting, told)
+                self._fill_slots(waiting, on_outcome)
                 if not self._running:
                     return
                 time.sleep(MOMENT)
                 for running in list(self._running):
-                    if (outcome := self._outcome(running)) is not None:
+                    outcome = self._poll(running)
+                    if outcome is not None:
                         self._running.remove(running)
+                        # Leaving the stack kills a run that exceeded the timeout.
                         running.stack.close()
-                        told(running.trial, outcome)
+                        on_outcome(running.trial, outcome)
         except (KeyboardInterrupt, Preempted):
             self._stop()
             raise
@@ -126,7 +162,11 @@ class TrialEngine:
                 self._running.pop().stack.close()
 
     def value(self, trial: TrialRun) -> Any:
-        """What is read from one trial. Raises TrialFailed."""
+        """Run one trial and return its value.
+
+        Raises:
+            TrialFailed: the run failed.
+        """
         outcomes: list[TrialOutcome] = []
         self.run([trial], lambda _, outcome: outcomes.append(outcome))
         [outcome] = outcomes
@@ -134,65 +174,92 @@ class TrialEngine:
             raise outcome.error
         return outcome.value
 
-    def _kept(self, trial: TrialRun) -> TrialOutcome | None:
-        """How a trial ended before that need not run again; None where it is to run."""
+    def _load_outcome(self, trial: TrialRun) -> TrialOutcome | None:
+        """Return the outcome of an earlier run, or None if the trial must run."""
         path = self.path(trial)
-        result = usable_json(path / "result.json")
-        if trial.resumes and result.get("status") == "failed" and result.get("exit_code") == NotFiniteError.code:
+        result = read_json_or_empty(path / "result.json")
+        # A resumed run would meet the same non-finite loss again.
+        if (
+            trial.resumes
+            and result.get("status") == "failed"
+            and result.get("exit_code") == NotFiniteError.code
+        ):
             return TrialOutcome(error=TrialFailed(str(result.get("error")), NotFiniteError.code))
         if result.get("status") != "completed":
             return None
         try:
-            is_same = trial.resumes or json.loads(read(path / "words.json")) == list(trial.words)
-            if not is_same or (not trial.resumes and read_steps(path / "steps.csv")[1]):
-                return None
+            if not trial.resumes:
+                stored_words = json.loads(read(path / "words.json"))
+                # The second value of read_steps is the number of damaged lines.
+                if stored_words != list(trial.words) or read_steps(path / "steps.csv")[1]:
+                    return None
             return TrialOutcome(trial.read(path, result))
         except TrialFailed as error:
             return TrialOutcome(error=error)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return None
 
-    def _begin(self, waiting: Iterator[TrialRun], told: Callable[[TrialRun, TrialOutcome], object]) -> None:
-        """Start trials wherever a place is free; those that are done already only count."""
-        while free := {*range(len(self.places))} - {running.place for running in self._running}:
+    def _fill_slots(self, waiting: Iterator[TrialRun], on_outcome: OnOutcome) -> None:
+        """Start a trial in every free slot. Report trials that are already done on the way."""
+        slots = {*range(len(self.places))}
+        while free := slots - {running.place for running in self._running}:
             trial = next(waiting, None)
             if trial is None:
                 return
-            if (outcome := self._kept(trial)) is not None:
-                told(trial, outcome)
+            outcome = self._load_outcome(trial)
+            if outcome is not None:
+                on_outcome(trial, outcome)
             else:
-                self._running.append(self._started(trial, min(free)))
+                self._running.append(self._start(trial, min(free)))
 
-    def _started(self, trial: TrialRun, place: int) -> _RunningTrial:
+    def _start(self, trial: TrialRun, place: int) -> _RunningTrial:
         path = self.path(trial)
-        words = merged(trial.words, [*self.places[place], "logging.progress=false"])
-        command = [sys.executable, "-m", "trainer", *words, f"output={path}", *["resume=auto"] * trial.resumes]
-        with writing(self.folder, AGAIN):
+        words = merge_arguments(trial.words, [*self.places[place], "logging.progress=false"])
+        command = [sys.executable, "-m", "trainer", *words, f"output={path}"]
+        if trial.resumes:
+            command.append("resume=auto")
+        with report_write_errors(self.folder, AGAIN):
             if not trial.resumes:
                 shutil.rmtree(path, ignore_errors=True)
                 path.mkdir(parents=True)
-                write_atomically(path / "words.json", json.dumps(list(trial.words)) + "\n")
-            output = log_of(path).open("w", encoding="utf-8")
+                write_json(path / "words.json", list(trial.words))
+            output = log_path(path).open("w", encoding="utf-8")
             print(shlex.join(command), file=output, flush=True)
         stack = ExitStack()
         with output:
             variables = {**os.environ, **trial.environment}
-            started = family.started(command, None, variables, subprocess.DEVNULL, output, subprocess.STDOUT)
-            return _RunningTrial(trial, place, stack.enter_context(started), stack, time.perf_counter())
+            started = family.run_command(
+                command,
+                variables,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            child = stack.enter_context(started)
+            return _RunningTrial(trial, place, child, stack, time.perf_counter())
 
-    def _outcome(self, running: _RunningTrial) -> TrialOutcome | None:
-        """How a run has ended; None as long as it goes on."""
-        code, seconds = running.child.poll(), time.perf_counter() - running.begun
+    def _poll(self, running: _RunningTrial) -> TrialOutcome | None:
+        """Return the outcome of a run that has ended or hangs, otherwise None."""
+        code = running.child.poll()
+        seconds = time.perf_counter() - running.begun
         if code is None:
-            hangs = TrialFailed(f"it did not end within {self.timeout:.0f} s", PeerError.code)
-            return TrialOutcome(None, hangs, seconds) if seconds > self.timeout else None
-        if code == 0 and (done := self._kept(running.trial)) is not None:
-            return replace(done, seconds=seconds)
-        line = failure_line(log_of(self.path(running.trial)), code)
-        return TrialOutcome(None, TrialFailed(line, code if code > 0 else 128 - code if code else 1), seconds)
+            if seconds > self.timeout:
+                line = f"it did not end within {self.timeout:.0f} s"
+                return TrialOutcome(None, TrialFailed(line, PeerError.code), seconds)
+            return None
+        if code == 0:
+            outcome = self._load_outcome(running.trial)
+            if outcome is not None:
+                return replace(outcome, seconds=seconds)
+        line = find_failure(log_path(self.path(running.trial)), code)
+        if code < 0:
+            # A shell reports a process that a signal killed as 128 + signal.
+            code = 128 - code
+        # Exit code 0 without a usable result is a failure as well.
+        return TrialOutcome(None, TrialFailed(line, code or 1), seconds)
 
     def _stop(self) -> None:
-        """Have all runs save and leave; those that do not within their time are killed behind this."""
+        """Ask all runs to save and exit, and wait. The caller kills those that do not exit."""
         for running in self._running:
             running.child.send_signal(signal.SIGTERM)
         end = time.monotonic() + self.grace
@@ -202,113 +269,164 @@ class TrialEngine:
 
 
 @contextmanager
-def claim(
-    output: str | None, default: Path, kind: str, file: str, asked: Mapping[str, Any], command: str = "",
-    free: Collection[str] = (), resume: bool | None = None,
-) -> Iterator[Path]:  # fmt: skip
-    """The folder of a command of this kind, held under a lock: `output`, else `default` or that with a number.
+def claim_folder(
+    output: str | None,
+    default: Path,
+    kind: str,
+    file: str,
+    asked: Json,
+    command: str = "",
+    free: Collection[str] = (),
+    resume: bool | None = None,
+) -> Iterator[Path]:
+    """Lock the folder of a command within this block: `output`, or a new or matching default.
 
     Args:
-        file: its file that says what was asked for.
-        asked: what the folder is bound to; `settings` are a recipe's.
-        command: what one types to go on, where that is all.
-        free: of `asked` and of the settings, keys and sections that may change.
-        resume: whether the user wants to go on; None: the same words go on by themselves.
+        output: folder that the user chose.
+        default: folder to use otherwise; a number is appended if it holds something else.
+        kind: what the folder holds, for messages, as in "sweep".
+        file: name of the file in it that stores `asked`.
+        asked: what the folder is bound to; the value of `settings` is a recipe.
+        command: command line that resumes the work, if there is only one.
+        free: keys of `asked` and of the settings, and sections of them, that may change.
+        resume: whether the user wants to resume. None: the same command resumes by itself.
 
     Raises:
-        FolderInUseError: it holds something else, or is in use. RecipeError: something else is to go on.
-        SetupError: it cannot be written.
-        Interrupted, Preempted: in place of KeyboardInterrupt within the block, with what to type.
+        FolderInUseError: the folder holds something else, or is in use.
+        RecipeError: the user wants to resume something else.
+        SetupError: the folder cannot be written.
+        Interrupted, Preempted: replaces KeyboardInterrupt within the block, and says what to type.
     """
 
-    def refusal(path: Path) -> TrainerError | None:
-        previous = usable_json(path / file)
-        before = previous.get("asked")
-        if not isinstance(before, dict):
-            other = FolderInUseError(f"{path} holds something other than a {kind}; choose another output=")
-            return other if path.is_dir() and {*os.listdir(path)} - {".lock"} else None
+    def find_refusal(path: Path) -> TrainerError | None:
+        previous = read_json_or_empty(path / file)
+        previously_asked = previous.get("asked")
+        if not isinstance(previously_asked, dict):
+            if path.is_dir() and {*os.listdir(path)} - {".lock"}:
+                return FolderInUseError(
+                    f"{path} holds something other than a {kind}: choose another output="
+                )
+            return None
         if resume is False:
-            return FolderInUseError(f"{path} is used already: continue with resume=auto, or choose another output=")
-        changed = _changed(before, asked, free)
+            return FolderInUseError(
+                f"{path} is used already: resume it with resume=auto, or choose another output="
+            )
+        changed = _find_changed_keys(previously_asked, asked, free)
         if not changed:
             return None
-        on = f": to go on with that one type {previous['command']}; or" if command and "command" in previous else ";"
-        line = f"{path} holds a {kind} with other {', '.join(changed[:3])}{on} choose another output="
-        return FolderInUseError(line) if resume is None else RecipeError(f"resume=auto: {line}")
+        remedy = ";"
+        if command and "command" in previous:
+            remedy = f": to resume that one type {previous['command']}; or"
+        line = (
+            f"{path} holds a {kind} with other {', '.join(changed[:3])}{remedy} choose another "
+            "output="
+        )
+        if resume is None:
+            return FolderInUseError(line)
+        return RecipeError(f"resume=auto: {line}")
 
-    with folder_of(output, default, kind, refusal) as path:
-        if (error := refusal(path)) is not None:
+    with choose_folder(output, default, kind, find_refusal) as path:
+        # Another process may have written files before this process locked the folder.
+        error = find_refusal(path)
+        if error is not None:
             raise error
-        begun = {**usable_json(path / file), "asked": asked, **({"command": command} if command else {})}
-        write_atomically(path / file, json.dumps(begun, indent=2) + "\n")
-        again = AGAIN if resume is None else f"output={path} resume=auto continues it"
-        with what_is_done_is_kept(f"what was done is kept; {again}"):
+        content = {**read_json_or_empty(path / file), "asked": asked}
+        if command:
+            content["command"] = command
+        write_json(path / file, content)
+        again = AGAIN
+        if resume is not None:
+            again = f"output={path} resume=auto resumes it"
+        with stop_between_runs(f"what was done is kept; {again}"):
             yield path
 
 
-def _changed(before: Mapping[str, Any], asked: Mapping[str, Any], free: Collection[str]) -> list[str]:
-    """Keys that differ; of the settings of an older version, what it did not know has the default."""
-    plain = [key for key in {**asked, **before} if key not in {"settings", *free}]
-    changed = [key for key in plain if before.get(key) != asked.get(key)]
+def _find_changed_keys(previous: Json, asked: Json, free: Collection[str]) -> list[str]:
+    """Return the keys whose values differ.
+
+    A key that an older version did not store in the settings has its default value.
+    """
+    changed = []
+    for key in {**asked, **previous}:
+        is_compared = key != "settings" and key not in free
+        if is_compared and previous.get(key) != asked.get(key):
+            changed.append(key)
     if "settings" in asked:
         try:
-            old, new = (load_stored(part["settings"], "settings") for part in (before, asked))
+            old_recipe = load_stored(previous["settings"], "settings")
+            new_recipe = load_stored(asked["settings"], "settings")
         except (RecipeError, KeyError):
             return [*changed, "settings"]
-        changed += [key for key in recipes.differing(old, new) if not {key, key.partition(".")[0]} & {*free}]
+        for key in recipes.compare_recipes(old_recipe, new_recipe):
+            section = key.partition(".")[0]
+            if key not in free and section not in free:
+                changed.append(key)
     return changed
 
 
-def log_of(path: Path) -> Path:
-    """Where what is printed goes, of a process with this folder."""
+def log_path(path: Path) -> Path:
+    """Return the file that receives the output of the process with the folder `path`."""
     return path.with_name(f"{path.name}.log")
 
 
-def merged(words: Sequence[str], more: Iterable[str]) -> list[str]:
-    """The words, with `more` in place of those of the same key."""
-    return list({word.partition("=")[0]: word for word in (*words, *more)}.values())
+def merge_arguments(words: Sequence[str], more: Iterable[str]) -> list[str]:
+    """Return the arguments `words`, where those in `more` replace arguments with the same key."""
+    by_key = {}
+    for word in (*words, *more):
+        by_key[word.partition("=")[0]] = word
+    return list(by_key.values())
 
 
 def drop_weights(path: Path) -> None:
-    """Remove what a run saved of its model."""
+    """Delete the weights and checkpoints of a run."""
     shutil.rmtree(path / "checkpoints", ignore_errors=True)
     for weights in path.glob("*.safetensors"):
         weights.unlink()
 
 
-def failure_line(log: Path, code: int) -> str:
-    """Why a run failed: its error, of several processes the first one's, or the last line; line 1 is its command."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()[1:] if line.strip()]
-    errors = [line for line in lines if line.startswith("trainer: error: ")]
-    if errors:
-        return errors[0].removeprefix("trainer: error: ")
+def find_failure(log: Path, code: int) -> str:
+    """Return the reason of a failure: the first error in the log, the signal, or the last line."""
+    # The first line is the command.
+    lines = log.read_text(errors="replace").splitlines()[1:]
+    lines = [line.strip() for line in lines if line.strip()]
+    for line in lines:
+        # If several processes failed, the first error is the cause of the others.
+        if line.startswith("trainer: error: "):
+            return line.removeprefix("trainer: error: ")
     if code < 0:
         with suppress(ValueError):
             return f"killed by {signal.Signals(-code).name}"
-    return lines[-1] if lines else f"ended with exit code {code} and no output"
+    if lines:
+        return lines[-1]
+    return f"ended with exit code {code} and no output"
 
 
-def steps_of(path: Path) -> list[dict[str, str]]:
-    """steps.csv of a run."""
+def read_steps_file(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a run's steps.csv."""
     return read_steps(path / "steps.csv")[0]
 
 
-def speed(rows: Sequence[Mapping[str, str]], mean: float) -> float:
-    """Images/s of a run: the median over the windows between its logged rows, each step of a window counting once.
+def compute_speed(rows: Sequence[Mapping[str, str]], mean: float) -> float:
+    """Return the speed of a run in images/s: the median over the windows between logged rows.
 
-    Other programs disturb a run in bursts, which the mean over the run keeps and the median leaves out: measured on two
-    busy cores, repeats of 4 s scatter by 2.7 % instead of 4.0 %. What a mode does now and then (averaging, an epoch's
-    start) stays in, as long as it falls into most windows. Short runs have the mean.
+    Each step of a window counts once. Other programs disturb a run in bursts, which affect the mean
+    but not the median: on two busy cores, repeats of 4 s scatter by 2.7 % instead of 4.0 %. Work
+    that a mode does now and then (averaging, start of an epoch) still counts if it falls into most
+    windows.
+
+    Args:
+        rows: rows of steps.csv.
+        mean: mean speed of the run, which is returned if there are too few windows.
     """
-    ends = [0, *(int(row["step"]) for row in rows)]
-    windows = sorted(
-        (float(row["samples_per_sec"]), end - begin)
-        for row, begin, end in zip(rows, ends, ends[1:], strict=False)
-        if row["samples_per_sec"]
-    )
-    half, seen = sum(steps for _, steps in windows) / 2, 0
-    for rate, steps in windows:
-        seen += steps
-        if seen >= half and len(windows) >= FEW_WINDOWS:
-            return rate
-    return mean
+    step_rates: list[float] = []
+    windows = 0
+    begin = 0
+    for row in rows:
+        end = int(row["step"])
+        if row["samples_per_sec"]:
+            windows += 1
+            step_rates += [float(row["samples_per_sec"])] * (end - begin)
+        begin = end
+    if windows < MIN_WINDOWS:
+        return mean
+    return median_low(step_rates)

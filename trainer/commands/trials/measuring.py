@@ -1,6 +1,7 @@
-"""Processes that measure at once, one on each device: each calls one function, and leaves the answer in a folder.
+"""Measurements by several processes at the same time, one on each device.
 
-`python -m trainer.commands.trials.measuring FOLDER RANK` is one of them.
+Each process calls the same function and leaves its answer in a folder. This module is also the
+program of such a process: `python -m trainer.commands.trials.measuring FOLDER RANK`.
 """
 
 from __future__ import annotations
@@ -21,21 +22,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.commands.trials.engine import failure_line, log_of
+from trainer.commands.trials.engine import find_failure, log_path
 from trainer.devices.precision import set_precision
-from trainer.errors import PeerError, in_one_line
+from trainer.distributed.peers import translate_peer_errors
+from trainer.errors import PeerError, explain_in_one_line
 from trainer.processes import family
 from trainer.processes.interrupts import exit_now
-from trainer.processes.peers import lost_peers
-from trainer.saving.files import writing
+from trainer.saving.files import report_write_errors
 from trainer.telemetry.clocks import synchronise
+
+
+def _read_seconds_per_thread() -> float:
+    """Return the CPU time of this process, summed over its threads."""
+    return time.process_time() / torch.get_num_threads()
 
 
 @dataclass(frozen=True)
 class Measurer:
-    """This process among those that measure at once, one on each of the devices."""
+    """One of the processes that measure at the same time.
 
-    folder: Path
+    Attributes:
+        devices: the device of each process.
+        rank: number of this process.
+        device: device of this process.
+    """
+
     devices: Sequence[str]
     rank: int
     device: torch.device
@@ -47,12 +58,15 @@ class Measurer:
     def barrier(self) -> None:
         synchronise([self.device])
         if self.count > 1:
-            dist.all_reduce(torch.zeros(1))  # over gloo, on the CPU
+            # A CPU tensor goes through gloo, also if the devices are GPUs.
+            dist.all_reduce(torch.zeros(1))
 
     def seconds(self, work: Callable[[], Any], times: int = 1) -> float:
-        """What `work` takes so many times; on the CPU without what other programs take meanwhile."""
-        cuda = self.device.type == "cuda"
-        clock = time.perf_counter if cuda else lambda: time.process_time() / torch.get_num_threads()
+        """Return the seconds that `times` calls of `work` take.
+
+        On the CPU this is CPU time, so that time taken by other programs does not count.
+        """
+        clock = time.perf_counter if self.device.type == "cuda" else _read_seconds_per_thread
         synchronise([self.device])
         begun = clock()
         for _ in range(times):
@@ -61,56 +75,81 @@ class Measurer:
         return max(clock() - begun, 1e-9)
 
 
-def answers(
-    function: Callable[..., Any], devices: Sequence[str], threads: int | None, folder: Path,
-    timeout: float = math.inf, **task: Any,
-) -> list[Any]:  # fmt: skip
-    """What processes answer that call `function(Measurer, **task)` at the same time, one on each of the devices.
+def measure_on_all(
+    function: Callable[..., Any],
+    devices: Sequence[str],
+    threads: int | None,
+    folder: Path,
+    timeout: float = math.inf,
+    **task: Any,
+) -> list[Any]:
+    """Call `function(Measurer, **task)` in one process per device, and return what each returns.
 
     Args:
-        threads: of each process; None: as many as torch takes.
-        folder: is emptied first; what they print goes into a .log file beside it.
+        function: a function of a module, which the processes import.
+        devices: one device per process.
+        threads: threads of each process. None: torch's default.
+        folder: is emptied first. Output of the processes goes to a .log file next to it.
+        timeout: seconds after which all processes are killed.
+        task: keyword arguments of `function`.
 
     Raises:
-        PeerError: one of them failed, with its line, or they did not end within `timeout` seconds.
+        PeerError: a process failed, with the line that it printed, or the timeout passed.
     """
-    with writing(folder.parent):
+    with report_write_errors(folder.parent):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        (folder / "task").write_bytes(pickle.dumps((function, devices, threads, timeout, task)))
-        log = log_of(folder).open("w", encoding="utf-8")
+        content = (function, devices, threads, timeout, task)
+        (folder / "task").write_bytes(pickle.dumps(content))
+        log = log_path(folder).open("w", encoding="utf-8")
     with log:
         command = [sys.executable, "-m", __name__, str(folder)]
         print(shlex.join(command), file=log, flush=True)
-        environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-        commands = [[*command, str(rank)] for rank in range(len(devices))]
-        codes = family.at_once(commands, environment, log, timeout)
-    if failed := next(filter(None, codes), None):
-        raise PeerError(failure_line(log_of(folder), failed))
-    return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(len(devices))]
+        # These variables would make the processes part of another job.
+        environment = dict(os.environ)
+        environment.pop("RANK", None)
+        environment.pop("WORLD_SIZE", None)
+        ranks = range(len(devices))
+        commands = [[*command, str(rank)] for rank in ranks]
+        codes = family.run_together(commands, environment, log, timeout)
+    for code in codes:
+        if code:
+            raise PeerError(find_failure(log_path(folder), code))
+    return [pickle.loads((folder / str(rank)).read_bytes()) for rank in ranks]
 
 
 def main(folder: Path, rank: int) -> None:
+    """Run the task in `folder` as process `rank`, write its answer there, and exit."""
     family.die_with_parent()
     code = 0
     try:
         function, devices, threads, timeout, task = pickle.loads((folder / "task").read_bytes())
-        here = Measurer(folder, devices, rank, torch.device(devices[rank]))
-        if cuda := here.device.type == "cuda":
-            torch.cuda.set_device(here.device)
+        measurer = Measurer(devices, rank, torch.device(devices[rank]))
+        is_cuda = measurer.device.type == "cuda"
+        if is_cuda:
+            torch.cuda.set_device(measurer.device)
         if threads:
             torch.set_num_threads(threads)
         set_precision("fp32")
-        if here.count > 1:
-            backend, store = "cpu:gloo,cuda:nccl" if cuda else "gloo", f"file://{folder.absolute()}/store"
-            patience = None if math.isinf(timeout) else datetime.timedelta(seconds=timeout / 2)
-            with lost_peers():
-                dist.init_process_group(backend, store, patience, rank=rank, world_size=here.count)
-        (folder / str(rank)).write_bytes(pickle.dumps(function(here, **task)))
+        if measurer.count > 1:
+            dist_timeout = None
+            if not math.isinf(timeout):
+                # Shorter than the timeout, so that a hanging process fails with a message.
+                dist_timeout = datetime.timedelta(seconds=timeout / 2)
+            with translate_peer_errors():
+                dist.init_process_group(
+                    backend="cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+                    init_method=f"file://{folder.absolute()}/store",
+                    timeout=dist_timeout,
+                    rank=rank,
+                    world_size=measurer.count,
+                )
+        (folder / str(rank)).write_bytes(pickle.dumps(function(measurer, **task)))
     except Exception as error:
-        line, code = in_one_line(error)
+        line, code = explain_in_one_line(error)
         print(f"trainer: error: {line}", flush=True)
-    exit_now(code)  # gloo's threads may outlive the interpreter
+    # Threads of gloo may outlive the interpreter.
+    exit_now(code)
 
 
 if __name__ == "__main__":

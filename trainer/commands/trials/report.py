@@ -1,8 +1,7 @@
-"""What a command on trials tells: one table for a terminal, as CSV, JSON and Markdown; and the machine it ran on."""
+"""Output of the commands that run trials: tables, files, progress lines, and the machine."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shlex
@@ -16,127 +15,197 @@ from tqdm import tqdm
 from trainer.commands.trials.engine import TrialOutcome
 from trainer.devices import cards, host
 from trainer.processes import resources
-from trainer.processes.terminal import as_typed, say, styled
-from trainer.saving.files import csv_text, without_nan, write_atomically
+from trainer.processes.terminal import add_style, localize_commands, say
+from trainer.saving.files import Json, format_csv, without_nan, write_atomically, write_json
 from trainer.telemetry import readable
 
-NOTE = 12  # characters of a note within the table of a terminal
-SHOWN = 20  # rows of it, where there is a file with all
-BUSY = 0.2  # cores: what others may use before it is worth a word
+# Longest note, in characters, that stays within the table of a terminal.
+NOTE = 12
+# Rows of that table, if a file holds all of them.
+SHOWN = 20
+# A measurement is unreliable if other processes use this number of cores, or this share of the
+# cores of a large machine. The services of an idle machine use less.
+BUSY = 0.2
+BUSY_FRACTION = 0.05
 
 
 def write_tables(
-    folder: Path, name: str, report: Mapping[str, Any], page: str, rows: Sequence[Sequence[Any]] = ()
+    folder: Path,
+    name: str,
+    report: Json,
+    page: str,
+    rows: Sequence[Sequence[Any]] = (),
 ) -> None:
-    """NAME.json, NAME.md and, of its rows with their head, NAME.csv, each replaced at once."""
-    write_atomically(folder / f"{name}.json", json.dumps(without_nan(report), indent=2, allow_nan=False) + "\n")
+    """Write NAME.json, NAME.md and, if there are `rows`, NAME.csv. Each is replaced atomically."""
+    write_json(folder / f"{name}.json", report)
     if rows:
-        write_atomically(folder / f"{name}.csv", csv_text(without_nan(rows)))
+        write_atomically(folder / f"{name}.csv", format_csv(without_nan(rows)))
     write_atomically(folder / f"{name}.md", page)
 
 
 def as_text(
-    table: Sequence[Sequence[str]], right: Container[int], marked: Mapping[int, str], sentences: Sequence[str],
+    table: Sequence[Sequence[str]],
+    right: Container[int],
+    marked: Mapping[int, str],
+    sentences: Sequence[str],
     shown: int | None = None,
-) -> str:  # fmt: skip
-    """The table for a terminal, its head first; notes in the last column that are long stand below it.
+) -> str:
+    """Return the table for a terminal. Long notes of the last column are moved below the table.
 
     Args:
-        right: columns to the right.
-        marked: a style of rows, numbered from 0 below the head.
-        shown: rows at most.
+        table: the head, then the rows.
+        right: numbers of the right-aligned columns.
+        marked: style of a row by its number; the first row below the head is 0.
+        sentences: lines below the table.
+        shown: maximum number of rows.
     """
-    head, *rows = [list(row) for row in table[: None if shown is None else shown + 1]]
-    below = []
+    if shown is None:
+        shown = len(table)
+    head, *rows = [list(row) for row in table[: shown + 1]]
+    long_notes = []
     for cells in rows:
         if len(cells[-1]) > NOTE:
-            below.append(f"{head[0]} {cells[0]}: {cells[-1]}")
+            long_notes.append(f"{head[0]} {cells[0]}: {cells[-1]}")
             cells[-1] = cells[-1].partition(":")[0]
-    lines = [as_typed(line) for line in readable.table([head, *rows], right)]
-    lines = [styled(line, marked[n]) if n in marked else line for n, line in enumerate(lines, -1)]
-    if len(rows) < len(table) - 1:
-        lines.append(f"and {len(table) - 1 - len(rows)} more in the files")
-    return "\n".join([*lines, "", *map(as_typed, (*below, *sentences))])
+    lines = []
+    for number, line in enumerate(readable.format_table([head, *rows], right), start=-1):
+        line = localize_commands(line)
+        if number in marked:
+            line = add_style(line, marked[number])
+        lines.append(line)
+    hidden_rows = len(table) - 1 - len(rows)
+    if hidden_rows > 0:
+        lines.append(f"and {hidden_rows} more in the files")
+    notes = [readable.wrap("", localize_commands(note)) for note in (*long_notes, *sentences)]
+    return "\n".join([*lines, "", *notes])
 
 
 def as_markdown(
-    title: str, command: str, table: Sequence[Sequence[str]], bold: Container[int], sentences: Sequence[str],
+    title: str,
+    command: str,
+    table: Sequence[Sequence[str]],
+    bold: Container[int],
+    sentences: Sequence[str],
     *more: str,
-) -> str:  # fmt: skip
-    """To paste into an issue: command, table, what it says, and paragraphs."""
-    lines = [f"### {title}", "", f"    {command}", "", *readable.markdown_table(table, bold), ""]
-    lines += [*(f"- {sentence}" for sentence in sentences), ""]
-    return "\n".join([*lines, *(line for text in more for line in (text, ""))])
+) -> str:
+    """Return a page for an issue: title, command, table, `sentences` as a list, and paragraphs."""
+    table_lines = readable.format_markdown_table(table, bold)
+    lines = [f"### {title}", "", f"    {command}", "", *table_lines, ""]
+    lines += [f"- {sentence}" for sentence in sentences]
+    lines.append("")
+    for paragraph in more:
+        lines += [paragraph, ""]
+    return "\n".join(lines)
 
 
-def versions_line(versions: Mapping[str, str | None]) -> str:
-    listed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    return f"Versions: {listed}."
+def describe_versions(versions: Mapping[str, str | None]) -> str:
+    known_versions = [f"{name} {versions[name]}" for name in versions if versions[name]]
+    return f"Versions: {', '.join(known_versions)}."
 
 
 class TrialsProgress:
-    """Lines of trials that end: how many of them did, what came of each, what it took, and the time that is left.
+    """Progress lines: number of finished trials, result and duration of each, and time left.
 
-    Those to come take as long as the others did, in the mean.
+    The estimate of the time left assumes that the remaining trials take the mean duration of those
+    that ran.
+
+    Args:
+        total: number of trials; a command may change it when trials are added or left out.
     """
 
     def __init__(self, total: int) -> None:
-        self.total, self.done, self.ran, self.begun = total, 0, 0, time.monotonic()
+        self.total = total
+        self.done = 0
+        self.ran = 0
+        self.begun = time.monotonic()
 
     def tell(self, what: str, outcome: TrialOutcome, news: str) -> None:
-        """`news` of a trial that did not fail."""
+        """Print the line of a trial: `news` if it succeeded, otherwise its error."""
         self.done += 1
-        self.ran += outcome.seconds is not None
-        left = (self.total - self.done) * (time.monotonic() - self.begun) / max(1, self.ran)
-        took = "" if outcome.seconds is None else f", {outcome.seconds:.0f} s; {tqdm.format_interval(left)} left"
+        duration = ""
+        if outcome.seconds is not None:
+            self.ran += 1
+            elapsed = time.monotonic() - self.begun
+            left = (self.total - self.done) * elapsed / self.ran
+            duration = f", {outcome.seconds:.0f} s; {tqdm.format_interval(left)} left"
         if outcome.error is not None:
             news = f"exit {outcome.error.code}: {outcome.error}"
-        say(f"[{self.done}/{self.total}] {what}: {news}{took}")
+        say(f"[{self.done}/{self.total}] {what}: {news}{duration}")
 
 
-def tell_files(folder: Path, name: str, curves: Path, draw: Callable[[], Sequence[Path]]) -> None:
-    """Draw, and say which files there are. A picture must not hide what came before it."""
+def report_files(folder: Path, name: str, curves: Path, draw: Callable[[], Sequence[Path]]) -> None:
+    """Draw the pictures and print the names of the files.
+
+    An error while drawing is printed and not raised, because it must not hide the results.
+    """
+    pictures = []
     try:
         pictures = [path.name for path in draw()]
     except Exception as error:
         say(f"  no pictures: {type(error).__name__}: {' '.join(str(error).split())}")
-        pictures = []
-    say(f"  tables   {', '.join([f'{folder}/{name}.md', '.csv', '.json', *pictures])}")
+    files = [f"{folder}/{name}.md", ".csv", ".json", *pictures]
+    say(f"  tables   {', '.join(files)}")
     say(f"  watch    python -m tensorboard.main --logdir {shlex.quote(str(curves))}")
 
 
-def this_machine() -> dict[str, Any]:
-    """Processor, cores, memory, GPUs and system."""
+def read_machine() -> Json:
+    """Return processor, number of cores, memory, GPUs and operating system."""
     import torch
 
     gpus = [torch.cuda.get_device_name(n) for n in range(cards.detect().count)]
-    about = {"cpu": host.processor(), "cores": resources.cores(), "memory_bytes": host.total_memory()}
-    return {**about, "gpus": gpus, "system": platform.platform()}
+    return {
+        "cpu": host.read_processor_name(),
+        "cores": resources.count_cores(),
+        "memory_bytes": host.total_memory(),
+        "gpus": gpus,
+        "system": platform.platform(),
+    }
 
 
-def machine_line(machine: Mapping[str, Any]) -> str:
-    sizes = [f"{machine['cores']} cores", f"{machine['memory_bytes'] / 2**30:.0f} GiB"]
-    return f"Machine: {', '.join([machine['cpu'], *sizes, *machine['gpus'], machine['system']])}."
+def describe_machine(machine: Json) -> str:
+    parts = [
+        machine["cpu"],
+        f"{machine['cores']} cores",
+        f"{machine['memory_bytes'] / 2**30:.0f} GiB",
+        *machine["gpus"],
+        machine["system"],
+    ]
+    return f"Machine: {', '.join(parts)}."
 
 
-class Others:
-    """How many cores other programs kept busy since this was made."""
+class OtherProcesses:
+    """Meter of the CPU time that other processes use after its creation."""
 
     def __init__(self) -> None:
-        self.begun, self.busy, self.ours = time.perf_counter(), host.core_seconds()[0], sum(os.times()[:4])
+        self.begun = time.perf_counter()
+        self.busy = host.read_core_seconds()[0]
+        self.ours = _own_core_seconds()
 
     def cores(self) -> float | None:
-        """None where the kernel does not tell, or this process may use only a part of the cores.
-
-        Ours are this process and the ended ones that it started.
-        """
-        now = host.core_seconds()[0]
-        if not now or not self.busy or resources.cores() != os.cpu_count():
+        """Return the number of cores that other processes used; None if it is unknown."""
+        busy = host.read_core_seconds()[0]
+        if not busy or not self.busy:
             return None
-        return max(0.0, (now - self.busy - sum(os.times()[:4]) + self.ours) / (time.perf_counter() - self.begun))
+        ours = _own_core_seconds() - self.ours
+        elapsed = time.perf_counter() - self.begun
+        return max(0.0, (busy - self.busy - ours) / elapsed)
 
 
-def busy_line(cores: float | None) -> list[str]:
-    """A warning, where one is due: of so many cores that other programs kept busy."""
-    line = f"other programs kept {cores or 0.0:.1f} of {os.cpu_count()} cores busy meanwhile: try again without them"
-    return [line] * ((cores or 0.0) >= BUSY)
+def _own_core_seconds() -> float:
+    """Return the CPU time of this process and of the processes it started that have ended."""
+    return sum(os.times()[:4])
+
+
+def is_busy(cores: float | None) -> bool:
+    """Return whether the use of `cores` cores by other processes makes speeds meaningless."""
+    return cores is not None and cores >= max(BUSY, BUSY_FRACTION * resources.count_cores())
+
+
+def busy_warnings(cores: float | None) -> list[str]:
+    """Return a warning if other processes used too many `cores`, otherwise an empty list."""
+    if not is_busy(cores):
+        return []
+    return [
+        f"other processes used {cores:.1f} of {resources.count_cores()} cores meanwhile: stop them "
+        "and run it again"
+    ]

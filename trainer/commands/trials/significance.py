@@ -1,8 +1,9 @@
-"""Which of several things is faster, from paired repeats: pure functions on numbers, with the error under control.
+"""Decide from paired repeats which of several entries is faster, with a controlled error.
 
-Speeds compare as ratios, so everything here works on logarithms. Repeats are interleaved (A B C A B C ...), and repeat
-i of one entry is paired with repeat i of the other: what slows the machine for a minute slows both. A difference is
-*shown* when its confidence interval lies wholly beyond a margin that nobody would switch modes for.
+All functions are pure and work on numbers. Speeds compare as ratios, so everything here uses
+logarithms. Repeats are interleaved (A B C A B C ...), and repeat i of one entry is paired with
+repeat i of the other: what slows the machine for a minute slows both. A difference is *shown* if
+its confidence interval lies wholly beyond a margin that nobody would switch modes for.
 """
 
 from __future__ import annotations
@@ -13,87 +14,148 @@ from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean, stdev
 
-from scipy.special import stdtr, stdtrit  # Student's t: its distribution and quantiles
+# Distribution function and quantiles of Student's t.
+from scipy.special import stdtr, stdtrit
 
-ERROR = 0.05  # probability that a comparison shows any difference where there is none
-MARGIN = 0.02  # relative; smaller differences are not shown
-LOOKS = (5, 10, 15)  # repeats after which to look whether they suffice, where their number is left open
-HIDDEN = 0.1  # relative; a difference that must not go unnoticed then
+# Maximum probability of claiming a difference between entries that are equally fast.
+ERROR = 0.05
+# Relative difference of speeds; smaller differences are not shown.
+MARGIN = 0.02
+# Numbers of repeats after which to test whether they suffice, if the user has set no number.
+LOOKS = (5, 10, 15)
+# Relative difference that must be detected in that case.
+HIDDEN = 0.1
 
-Runs = Mapping[int, float]  # a speed for each repeat that ended well
+# Speed of each finished repeat, by its number.
+Runs = Mapping[int, float]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What repeats say of the speed of `first` relative to `second`."""
+    """Speed of the entry `first` relative to the entry `second`.
+
+    Attributes:
+        first: name of an entry.
+        second: name of another entry.
+        pairs: number of repeats that both have.
+        ratio: geometric mean of the paired ratios, without the extreme ones if the trimmed test is
+            the clearer one.
+        low: lower end of the ratio's confidence interval, at the level that this pair was tested
+            at; None for fewer than two pairs.
+        high: upper end of that interval.
+        p: probability of such repeats if the true ratio were within the margin, for this pair
+            alone.
+        verdict: "faster" or "slower" if the difference is shown, else None.
+    """
 
     first: str
     second: str
     pairs: int
-    ratio: float  # geometric mean of the paired ratios, without the extreme ones where the trimmed test is the clearer
-    # its confidence interval at the level that this pair was held against, null for fewer than two pairs
+    ratio: float
     low: float | None
     high: float | None
-    p: float  # probability of such repeats were the true ratio within the margin, for this pair alone
-    verdict: str | None  # "faster" or "slower" where it is shown, else null
+    p: float
+    verdict: str | None
 
 
-def differences(
+def find_differences(
     speeds: Mapping[str, Runs],
     error: float = ERROR,
     margin: float = MARGIN,
     among: Sequence[tuple[str, str]] = (),
     least: float = 0.0,
 ) -> list[Difference]:
-    """Compare all pairs of entries, or those `among`, so that the chance of any false claim is at most `error`.
+    """Compare pairs of entries, so that the probability of any false claim is at most `error`.
 
-    Paired t-tests on log-ratios against the hypothesis that the ratio lies within 1 +- `margin` (a minimum-effect
-    test: Murphy and Myors, J. Applied Psychology 84 (1999), p. 234; here on both sides with half of `error` each). From
-    five pairs on, each is tested twice, with all of them and with the extreme fifths cut off (Tukey and McLaughlin,
-    Sankhya A 25 (1963), p. 331), because another program may spoil a whole run; the clearer one counts, at twice its p.
-    The step-down procedure of Holm, "A Simple Sequentially Rejective Multiple Test Procedure", Scand. J. Statistics 6
-    (1979), p. 65, divides the error over the pairs, however they depend on each other.
+    Paired t-tests on log-ratios test the hypothesis that the ratio lies within 1 +- `margin` (a
+    minimum-effect test: Murphy and Myors, J. Applied Psychology 84 (1999), p. 234; here on both
+    sides with half of `error` each). From five pairs on, each is tested twice, with all of them and
+    with the extreme fifths cut off (Tukey and McLaughlin, Sankhya A 25 (1963), p. 331), because
+    another program may spoil a whole run; the clearer one counts, at twice its p. The step-down
+    procedure of Holm, "A Simple Sequentially Rejective Multiple Test Procedure", Scand. J.
+    Statistics 6 (1979), p. 65, divides the error over the pairs, however they depend on each other.
 
     Args:
-        least: standard deviation of the log-ratios at least, of figures so coarse that repeats may agree by chance.
+        speeds: speeds of each entry by its name.
+        error: probability of any false claim, in (0, 1).
+        margin: relative difference that is too small to matter.
+        among: pairs of names to compare. Empty: all pairs.
+        least: lower bound of the standard deviation of the log-ratios, for figures so coarse that
+            repeats may agree by chance.
+
+    Returns:
+        One difference per pair of entries with a common repeat.
     """
-    tested = [(a, b, [*map(math.log, ratios(speeds[a], speeds[b]))]) for a, b in among or combinations(speeds, 2)]
-    tested = [(a, b, logs) for a, b, logs in tested if logs]
     beyond = math.log1p(margin)
-    clearest = [min(_estimates(logs, least), key=lambda estimate: estimate.p(beyond)) for _, _, logs in tested]
-    chances = [estimate.p(beyond) for estimate in clearest]
-    levels = dict(_holm(chances, error))
+    tested = []
+    chances = []
+    for first, second in among or combinations(speeds, 2):
+        logs = list(map(math.log, compute_ratios(speeds[first], speeds[second])))
+        if logs:
+            estimates = _estimate(logs, least)
+            clearest = min(estimates, key=lambda estimate: estimate.p(beyond))
+            tested.append((first, second, len(logs), clearest))
+            chances.append(clearest.p(beyond))
+    levels = dict(_apply_holm(chances, error))
     pairs = []
-    for number, ((first, second, logs), estimate) in enumerate(zip(tested, clearest, strict=True)):
-        low, high = estimate.interval(levels[number]) if len(logs) > 1 else (None, None)
-        verdict = ("faster" if estimate.centre > 0 else "slower") if chances[number] <= levels[number] else None
+    for number, (first, second, count, estimate) in enumerate(tested):
+        low = None
+        high = None
+        if count > 1:
+            low, high = estimate.interval(levels[number])
+        verdict = None
+        if chances[number] <= levels[number]:
+            verdict = "faster" if estimate.centre > 0 else "slower"
         ratio = math.exp(estimate.centre)
-        pairs.append(Difference(first, second, len(logs), ratio, low, high, chances[number], verdict))
+        pairs.append(Difference(first, second, count, ratio, low, high, chances[number], verdict))
     return pairs
 
 
 def unclear(pairs: Iterable[Difference]) -> list[Difference]:
-    """Those not shown to differ that may well differ by HIDDEN: more repeats would tell."""
-    reach = 1 + HIDDEN
-    return [
-        d for d in pairs if not d.verdict and (d.low is None or d.high is None or d.low * reach < 1 or d.high > reach)
-    ]
+    """Return the pairs that may differ by HIDDEN although no difference is shown.
+
+    More repeats would decide about them.
+    """
+    hidden_ratio = 1 + HIDDEN
+    unclear_pairs = []
+    for pair in pairs:
+        if pair.verdict:
+            continue
+        if (
+            pair.low is None
+            or pair.high is None
+            or pair.low * hidden_ratio < 1
+            or pair.high > hidden_ratio
+        ):
+            unclear_pairs.append(pair)
+    return unclear_pairs
 
 
-def fastest(names: Sequence[str], pairs: Sequence[Difference]) -> list[str]:
-    """Those that no other is shown to be faster than: one is the fastest, of several no difference is shown."""
-    beaten = {d.second if d.verdict == "faster" else d.first for d in pairs if d.verdict}
+def find_fastest(names: Sequence[str], pairs: Sequence[Difference]) -> list[str]:
+    """Return the names of the entries for which no faster entry is shown."""
+    beaten = set()
+    for pair in pairs:
+        if pair.verdict:
+            beaten.add(pair.second if pair.verdict == "faster" else pair.first)
     return [name for name in names if name not in beaten]
 
 
-def ratios(runs: Runs, reference: Runs) -> list[float]:
-    """Repeat by repeat, how many times as fast as the reference."""
-    return [runs[repeat] / reference[repeat] for repeat in sorted(runs.keys() & reference.keys())]
+def compute_ratios(runs: Runs, reference: Runs) -> list[float]:
+    """Return the speed relative to the reference for each repeat that both have."""
+    common = sorted(runs.keys() & reference.keys())
+    return [runs[repeat] / reference[repeat] for repeat in common]
 
 
 @dataclass(frozen=True)
 class _Estimate:
-    """A centre of log-ratios with its standard error, one of `tests` that are made of them."""
+    """Centre of log-ratios with its standard error.
+
+    Attributes:
+        centre: mean of the log-ratios.
+        error: standard error of the mean.
+        freedom: degrees of freedom.
+        tests: number of tests on the same log-ratios, including this one.
+    """
 
     centre: float
     error: float
@@ -101,39 +163,54 @@ class _Estimate:
     tests: int
 
     def p(self, margin: float) -> float:
-        """Chance of a centre so far beyond the margin, over all the tests."""
+        """Return the probability, over all tests, of a centre at least as far beyond the margin."""
         beyond = abs(self.centre) - margin
         if beyond <= 0 or not self.freedom:
             return 1.0
-        return min(1.0, self.tests * 2 * float(stdtr(self.freedom, -beyond / self.error))) if self.error else 0.0
+        if self.error:
+            one_sided = float(stdtr(self.freedom, -beyond / self.error))
+            return min(1.0, self.tests * 2 * one_sided)
+        return 0.0
 
     def interval(self, error: float) -> tuple[float, float]:
-        """The ratio's confidence interval, that all tests' hold at once with probability 1 - `error`."""
-        reach = -float(stdtrit(self.freedom, error / self.tests / 2)) * self.error
+        """Return the confidence interval of the ratio.
+
+        The intervals of all tests hold at the same time with probability 1 - `error`.
+        """
+        quantile = float(stdtrit(self.freedom, error / self.tests / 2))
+        reach = -quantile * self.error
         return math.exp(self.centre - reach), math.exp(self.centre + reach)
 
 
-def _estimates(logs: Sequence[float], least: float) -> list[_Estimate]:
-    """Of all pairs, and where there are enough of those without the least and the greatest fifth."""
-    count, cut = len(logs), len(logs) // 5
+def _estimate(logs: Sequence[float], least: float) -> list[_Estimate]:
+    """Estimate the centre from all pairs and, from five on, without the extreme fifths."""
+    count = len(logs)
+    cut = count // 5
     std = stdev(logs) if count > 1 else 0.0
-    estimates = [_Estimate(fmean(logs), max(std, least) / math.sqrt(count), count - 1, 2 if cut else 1)]
+    error = max(std, least) / math.sqrt(count)
+    estimates = [_Estimate(fmean(logs), error, count - 1, tests=2 if cut else 1)]
     if cut:
-        kept = sorted(logs)[cut : count - cut]
-        std = stdev([*kept[:1] * cut, *kept, *kept[-1:] * cut])  # winsorised
-        error = max(std, least) * math.sqrt((count - 1) / (len(kept) * (len(kept) - 1)))
-        estimates.append(_Estimate(fmean(kept), error, len(kept) - 1, 2))
+        middle = sorted(logs)[cut : count - cut]
+        # The standard error of a trimmed mean is that of the winsorised sample.
+        winsorised = [middle[0]] * cut + middle + [middle[-1]] * cut
+        freedom = len(middle) - 1
+        scale = (count - 1) / (len(middle) * freedom)
+        error = max(stdev(winsorised), least) * math.sqrt(scale)
+        estimates.append(_Estimate(fmean(middle), error, freedom, tests=2))
     return estimates
 
 
-def _holm(chances: Sequence[float], error: float) -> Iterator[tuple[int, float]]:
-    """(number, level) of each test: the smallest p is held against error / n, the next against error / (n - 1), ...
+def _apply_holm(chances: Sequence[float], error: float) -> Iterator[tuple[int, float]]:
+    """Yield number and level of each test.
 
-    From the first that fails on the level stays, so that all others fail too.
+    The smallest p is compared with error / n, the next with error / (n - 1), and so on. After the
+    first test that fails, the level stays the same, so that all later tests fail too.
     """
-    level, failed = error / max(1, len(chances)), False
-    for done, number in enumerate(sorted(range(len(chances)), key=chances.__getitem__)):
-        if not failed:
-            level = error / (len(chances) - done)
-        failed = failed or chances[number] > level
+    level = error / max(1, len(chances))
+    has_failed = False
+    order = sorted(range(len(chances)), key=chances.__getitem__)
+    for rank, number in enumerate(order):
+        if not has_failed:
+            level = error / (len(chances) - rank)
+        has_failed = has_failed or chances[number] > level
         yield number, level

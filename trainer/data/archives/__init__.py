@@ -1,4 +1,5 @@
-"""Shards: files of many encoded images each, tar or Parquet, read in place and in any order.
+"""Shards: tar or Parquet files that contain many encoded images each.
 
-Decoding and augmentation are the same as for images in a file each.
+Images are read from the shards in any order, without unpacking. Decoding and augmentation are the
+same as for images in separate files.
 """

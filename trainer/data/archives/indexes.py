@@ -1,9 +1,14 @@
-"""A shard as it was when it was indexed, and its index: its samples without their images, kept in the data folder.
+"""Shards as files that must not change, and their indexes.
 
-Reading a shard later gives the same bytes, or raises. A process keeps the last `OPEN` that it reads from open.
+An index lists the samples of a shard: names, classes, and the positions of the images. Indexes are
+stored in the data folder, because reading all headers of a shard takes long. The name of an index
+file is a hash of the shard's path, and the file records the size and modification time that the
+shard had. If the shard has changed, or the index file is damaged, the index is made again. A
+process that is killed while it writes an index leaves a temporary file, which the next process
+overwrites.
 
-The index's file is named by the shard's path and says which size and time that had: where the shard has changed, or the
-file is damaged, it is made anew. A process that is killed while writing leaves a draft, which the next one overwrites.
+A process that reads a shard checks that the file is still the one that was indexed. Each process
+keeps the `MAX_OPEN_SHARDS` most recently read shards open.
 """
 
 from __future__ import annotations
@@ -19,111 +24,175 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
-from trainer.data.downloads import data_folder
+from trainer.data.downloads import get_data_folder
+from trainer.data.photos.decoding import Bytes
 from trainer.data.sampling import Array
 from trainer.recipe import DataRecipe
 from trainer.saving import files, locks
 
-Bytes = npt.NDArray[np.uint8]
-OPEN = 64  # shards that a process holds open
-VERSION = 4  # counts up when the contents change
+# Maximum number of shards that a process keeps open.
+MAX_OPEN_SHARDS = 64
+# Must increase whenever the contents of index files change.
+VERSION = 4
 FOLDER = "shards"
-ARRAYS = ("names", "places", "labels", "folders")  # of an index
+# Attributes of an index that are stored as arrays.
+ARRAYS = ("names", "places", "labels", "folders")
 
 
 class Archive(NamedTuple):
-    """A file that holds many images."""
+    """A shard: a file that contains many images, in the state in which it was first seen.
+
+    Attributes:
+        path: absolute path.
+        size: size in bytes.
+        time: time of the last modification, in nanoseconds since 1970.
+    """
 
     path: bytes
-    size: int  # bytes
-    time: int  # of its last change, in nanoseconds since 1970
+    size: int
+    time: int
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> Archive:
-        """Raises OSError."""
-        facts = os.stat(path)
-        return cls(os.path.abspath(os.fsencode(path)), facts.st_size, facts.st_mtime_ns)
+        """Return the present state of a file. Raises OSError."""
+        status = os.stat(path)
+        return cls(os.path.abspath(os.fsencode(path)), status.st_size, status.st_mtime_ns)
 
     def __str__(self) -> str:
         return os.fsdecode(self.path)
 
     def read(self, start: int, size: int) -> Bytes:
-        """Raises OSError."""
-        file, data = opened(self), np.empty(size, np.uint8)
+        """Read `size` bytes at offset `start`.
+
+        Raises:
+            OSError: the shard cannot be read, or has changed.
+        """
+        file = open_shard(self)
+        data = np.empty(size, np.uint8)
         if os.preadv(file.fileno(), [data.data], start) < size:
-            raise OSError(f"{self} was cut since this run began")
+            raise OSError(f"{self} was truncated after this run began")
         return data
 
 
-@lru_cache(maxsize=OPEN)
-def opened(shard: Archive) -> BufferedReader:
-    """Its file, closed with its last reference: threads may still read one that left the cache. Raises OSError."""
-    file = files.opened(shard.path)
-    facts = os.fstat(file.fileno())
-    if (facts.st_size, facts.st_mtime_ns) != (shard.size, shard.time):
-        raise OSError(f"{shard} was changed since this run began")
+@lru_cache(maxsize=MAX_OPEN_SHARDS)
+def open_shard(shard: Archive) -> BufferedReader:
+    """Open a shard's file.
+
+    The file is closed with the last reference to it, because a thread may still read a file that
+    was evicted from the cache.
+
+    Raises:
+        OSError: the shard cannot be opened, or has changed.
+    """
+    file = files.open_regular(shard.path)
+    status = os.fstat(file.fileno())
+    if (status.st_size, status.st_mtime_ns) != (shard.size, shard.time):
+        raise OSError(f"{shard} was changed after this run began")
     return file
 
 
 @dataclass(frozen=True)
 class ArchiveIndex:
-    """The samples of a shard, and what it holds beside their images."""
+    """The samples of a shard, without their images. The attributes are stored under their names.
 
-    names: Array  # of all samples, each with a zero byte behind it
-    places: Array  # (samples, 2) int64, where a sample's image is, as its kind of shard counts
-    labels: Array  # (samples,) int32, a sample's class as a place in `texts`; -1 for none
-    folders: Array  # (samples,) int32, places in `below`
-    texts: list[str]  # its classes as it writes them
-    classes: list[str] | None  # the names of all classes, where it has them; `texts` are then their numbers
-    below: list[str]  # folders within it that hold images
-    left: dict[str, int]  # how many files are not read, by what they are
+    Attributes:
+        names: names of all samples as bytes, each followed by a zero byte.
+        places: (samples, 2) int64, two numbers per image that say where the image is. Their
+            meaning depends on the kind of shard.
+        labels: (samples,) int32, indices into `texts`; -1 for a sample without a class.
+        folders: (samples,) int32, indices into `below`.
+        texts: the classes as written in the shard.
+        classes: names of all classes if the shard contains such a list, in which case `texts` are
+            indices into it.
+        below: directories in the shard that contain images.
+        left: number of files that are not read, by a description of the files.
+    """
+
+    names: Array
+    places: Array
+    labels: Array
+    folders: Array
+    texts: list[str]
+    classes: list[str] | None
+    below: list[str]
+    left: dict[str, int]
 
     def __len__(self) -> int:
         return len(self.labels)
 
     @classmethod
     def of(cls, rows: Mapping[bytes, tuple[int, int, int, int]], *contents: Any) -> ArchiveIndex:
-        """`rows` are the places, label and folder of each sample, by name; `contents` all else."""
-        table = np.array([*rows.values()], np.int64).reshape(-1, 4)
-        joined = np.frombuffer(b"".join(name + b"\0" for name in rows), np.uint8)
-        return cls(joined, table[:, :2].copy(), *table[:, 2:].T.astype(np.int32), *contents)
+        """Create an index.
 
-    def listed(self) -> list[str]:
-        """The names of all samples."""
+        Args:
+            rows: position of the image (two numbers), label and folder, by the sample's name.
+            contents: `texts`, `classes`, `below` and `left`.
+        """
+        table = np.array([*rows.values()], np.int64).reshape(-1, 4)
+        places = table[:, :2].copy()
+        labels, folders = table[:, 2:].T.astype(np.int32)
+        names = np.frombuffer(b"".join(name + b"\0" for name in rows), np.uint8)
+        return cls(names, places, labels, folders, *contents)
+
+    def list_names(self) -> list[str]:
+        """Return the names of all samples."""
         return [os.fsdecode(name) for name in self.names.tobytes().split(b"\0")[:-1]]
 
 
-def kept(shard: Archive, how: str, make: Callable[[Archive], ArchiveIndex]) -> ArchiveIndex:
-    """A shard's index, from its file, else made anew and written where that is possible.
+def load_or_make(
+    shard: Archive,
+    how: str,
+    make: Callable[[Archive], ArchiveIndex],
+) -> ArchiveIndex:
+    """Load the index of a shard from its file, or make it and try to write the file.
 
-    `how` is what `make` depends on beside the shard. Raises whatever `make` raises.
+    Args:
+        shard: the shard.
+        how: text that changes whenever `make` would return another index for the same shard.
+        make: reads the shard and returns its index; its exceptions are raised here.
     """
-    path, real = path_of(shard), os.fsdecode(os.path.realpath(shard.path))
-    about = {"version": VERSION, "how": how, "path": real, "size": shard.size, "time": shard.time}
-    # Reading a damaged one raises anything at all; it is a zip, with checksums.
+    path = index_path(shard)
+    about = {
+        "version": VERSION,
+        "how": how,
+        "path": os.fsdecode(os.path.realpath(shard.path)),
+        "size": shard.size,
+        "time": shard.time,
+    }
+    status = os.stat(shard.path)
+    # Size and modification time do not reveal every replacement of a shard.
+    about |= {"inode": status.st_ino, "changed": status.st_ctime_ns}
+    # The file is a zip with checksums; reading a damaged one can raise any exception.
     with suppress(Exception), open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
-        facts = json.loads(stored["about"].tobytes())
-        contents = facts.pop("contents")
-        if facts == about:
-            return ArchiveIndex(**{key: stored[key] for key in ARRAYS}, **contents)
+        stored_about = json.loads(stored["about"].tobytes())
+        contents = stored_about.pop("contents")
+        if stored_about == about:
+            arrays = {key: stored[key] for key in ARRAYS}
+            return ArchiveIndex(**arrays, **contents)
     index = make(shard)
-    contents = {key: value for key, value in vars(index).items() if key not in ARRAYS}
+    arrays = {}
+    contents = {}
+    for key, value in vars(index).items():
+        if key in ARRAYS:
+            arrays[key] = value
+        else:
+            contents[key] = value
     text = json.dumps({**about, "contents": contents}).encode()
-    with suppress(OSError):  # the disk is full, or not ours
+    # The disk may be full, or the data folder may belong to another user.
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(".part")
-        with locks.claimed(draft) as written:
-            if written is not None:
-                np.savez(written, about=np.frombuffer(text, np.uint8), **{key: getattr(index, key) for key in ARRAYS})
-                written.flush()
+        with locks.claim_file(draft) as draft_file:
+            if draft_file is not None:
+                np.savez(draft_file, about=np.frombuffer(text, np.uint8), **arrays)
+                draft_file.flush()
                 os.replace(draft, path)
     return index
 
 
-def path_of(shard: Archive) -> Path:
-    """The file of a shard's index."""
+def index_path(shard: Archive) -> Path:
+    """Return the path of a shard's index file."""
     key = xxhash.xxh3_64_hexdigest(os.path.realpath(shard.path))
-    return data_folder(DataRecipe()) / FOLDER / f"{key}.npz"
+    return get_data_folder(DataRecipe()) / FOLDER / f"{key}.npz"

@@ -1,4 +1,4 @@
-"""data.name=shards: which samples train, which are held out, and what their classes are called."""
+"""Data sets of shards (data.name=shards): opening, division into splits, and names of classes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import glob
 import os
 import random
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, Self
@@ -15,40 +15,60 @@ import numpy as np
 
 from trainer.data.archives import parquet, tars
 from trainer.data.archives.indexes import Archive, ArchiveIndex
-from trainer.data.encoded import EncodedPhotos, in_archive
+from trainer.data.encoded import EncodedPhotos, archive_prefix
 from trainer.data.folders.layout import Before, class_names, held_out_of, part_named
-from trainer.data.folders.photo_folders import divided, photos
+from trainer.data.folders.photo_folders import photos
 from trainer.data.folders.scanning import LeftOut, few, is_junk
 from trainer.data.folders.targets import sparse
 from trainer.data.sampling import Array
 from trainer.data.sets import Datasets
 from trainer.errors import SetupError
-from trainer.processes.rank import place
+from trainer.processes.rank import read_place
 from trainer.recipe import Recipe
 from trainer.saving import files
-from trainer.saving.files import portable
+from trainer.saving.files import escape_non_utf8
 from trainer.tasks.classification import class_name
 from trainer.telemetry.tracking import Progress
 
 SUFFIXES = (".tar", ".parquet")
 ARCHIVES = (".zip", ".7z", ".rar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst", ".tar.lz4")
-EXAMPLE = "a folder, file or pattern of .tar or .parquet shards, as in data.root='/data/train-*.tar'"
-LIST = "classes.txt"  # beside the shards: the names of classes 0, 1, ..., one a line
-THREADS = 16  # that make indexes: they wait for the disk
+EXAMPLE = (
+    "a folder, file or pattern of .tar or .parquet shards, as in data.root='/data/train-*.tar'"
+)
+# File next to the shards with the names of classes 0, 1, ..., one per line.
+LIST = "classes.txt"
+# Number of threads that make indexes. More threads than cores help, because they wait for the disk.
+THREADS = 16
 
-Found = tuple[Archive, ArchiveIndex]
+IndexedShard = tuple[Archive, ArchiveIndex]
 
 
 class ArchivedPhotos(EncodedPhotos):
-    """The images of one split, each by its shard and its place there."""
+    """The images of one split, each in a shard."""
 
     def __init__(
-        self, root: Path, names: Iterable[str], labels: Array, begins: Sequence[bytes], shards: Array, places: Array
+        self,
+        root: Path,
+        names: Iterable[str],
+        labels: Array,
+        begins: Sequence[bytes],
+        shards: Array,
+        places: Array,
     ) -> None:
-        """`names` are paths below `root`, as if a shard were a folder. `shards` (names,) are places in `begins`, the
-        first bytes of the addresses of each shard's images, `places` (names, 2) where an image is in its shard."""
+        """Create the set.
+
+        Args:
+            root: directory that contains all shards.
+            names: path of each image below `root`, as if a shard were a directory.
+            labels: (names, ...) targets.
+            begins: first bytes of the addresses of each shard's images.
+            shards: (names,) index of each image's shard in `begins`.
+            places: (names, 2) position of each image in its shard.
+        """
         super().__init__(root, names, labels)
-        self._begins, self._shards, self._places = tuple(begins), shards, places
+        self._begins = tuple(begins)
+        self._shards = shards
+        self._places = places
 
     def address(self, index: int) -> bytes:
         first, second = self._places[index].tolist()
@@ -56,226 +76,370 @@ class ArchivedPhotos(EncodedPhotos):
 
     def part(self, rows: Array) -> Self:
         part = super().part(rows)
-        part._shards, part._places = self._shards[rows].astype(np.int32), self._places[rows]
+        part._shards = self._shards[rows].astype(np.int32)
+        part._places = self._places[rows]
         return part
 
 
 def open_archives(recipe: Recipe, before: Before) -> Datasets:
-    """The images of the shards that `data.root` names. Raises SetupError."""
+    """Open the shards of `data.root` as a data set.
+
+    Args:
+        recipe: the recipe.
+        before: the split of an earlier run, if any.
+
+    Raises:
+        SetupError: there are no shards, or their samples are not a classification data set.
+    """
     if recipe.data.root is None:
         raise SetupError(f"data.name=shards needs shards: type data.root={EXAMPLE}")
     paths = [os.path.abspath(path) for path in shards_of(recipe.data.root)]
-    root = Path(os.path.commonpath([os.path.dirname(path) for path in paths]))
+    root = Path(os.path.commonpath([*map(os.path.dirname, paths)]))
     parts = {path: part_of(os.path.relpath(path, root)) for path in paths}
-    held_out, told = held_out_of(parts.values(), before.test, recipe.data.root)
-    wanted: set[str | None] = {"train", held_out or "train"}
+    held_out, split_notes = held_out_of(parts.values(), before.test, recipe.data.root)
+    used_parts: set[str | None] = {"train", held_out or "train"}
     if "train" not in parts.values():
-        wanted, held_out, told = {*parts.values()}, None, {}
-        if len(named := sorted(filter(None, wanted), reverse=True)) > 1:
+        used_parts = {*parts.values()}
+        held_out = None
+        split_notes = {}
+        part_names = sorted(filter(None, used_parts), reverse=True)
+        if len(part_names) > 1:
             raise SetupError(
-                f"data.root={recipe.data.root} holds {' and '.join(named)} and no train: name one, or what trains too"
+                f"data.root={recipe.data.root} contains {' and '.join(part_names)} but no train: "
+                "name one of these in data.root, or add the shards to train on"
             )
-    show = recipe.logging.progress and place().local_rank == 0
-    found = indexed([path for path in paths if parts[path] in wanted], show)
-    held = [held_out is not None and parts[str(shard)] == held_out for shard, _ in found]
-    tested = np.repeat(np.array(held, bool), [len(index) for _, index in found])
-    classes, labels, notes = classes_of(root, [index for _, index in found], tested)
-    names = [os.path.relpath(str(shard), root) for shard, _ in found]
+    show = recipe.logging.progress and read_place().local_rank == 0
+    indexed_shards = load_indexes([path for path in paths if parts[path] in used_parts], show)
+    shards = [shard for shard, _ in indexed_shards]
+    indexes = [index for _, index in indexed_shards]
+    counts = [len(index) for index in indexes]
+    is_test_shard = [held_out is not None and parts[str(shard)] == held_out for shard in shards]
+    is_test = np.repeat(np.array(is_test_shard, bool), counts)
+    classes, labels, notes = classes_of(root, indexes, is_test)
     whole = ArchivedPhotos(
         root,
-        (f"{name}/{each}" for name, (_, index) in zip(names, found, strict=True) for each in index.listed()),
+        _list_paths(root, indexed_shards),
         labels,
-        [in_archive(shard, _kind(str(shard)).KIND) for shard, _ in found],
-        np.repeat(np.arange(len(found), dtype=np.int32), [len(index) for _, index in found]),
-        np.concatenate([np.empty((0, 2), np.int64), *(index.places for _, index in found)]),
+        begins=[archive_prefix(shard, _reader(str(shard)).KIND) for shard in shards],
+        shards=np.repeat(np.arange(len(shards), dtype=np.int32), counts),
+        places=np.concatenate([np.empty((0, 2), np.int64), *(index.places for index in indexes)]),
     )
-    known = labels >= 0
-    notes |= _notes(recipe, root, whole, len(classes) > 1 and bool((~tested & known).any()), found) | told
-    if beside := [os.path.relpath(path, root) for path in paths if parts[path] not in wanted]:
-        notes["beside"] = f"not looked at in {root}: {few(beside)}"
-    train, val, words = whole.part(np.flatnonzero(~tested & known)), whole.part(np.flatnonzero(tested & known)), ""
-    if held_out is None:
-        train, val, words = divided(train, recipe, before)
-    elif not len(val):
-        raise SetupError(f"{root}: no image of {held_out} has a class: give {EXAMPLE}, without those")
-    words = words or f"what is called {held_out} in {root}"
-    return photos(recipe, train, val, classes, words, notes, drawn=held_out is None)
+    has_class = labels >= 0
+    left = LeftOut()
+    for index in indexes:
+        left.update(index.left)
+    if len(classes) < 2 or not (~is_test & has_class).any():
+        raise SetupError(
+            f"data.root={root} has no images of two classes to train on{left.in_brackets()}: put a "
+            ".cls file next to each image (0001.jpg, 0001.cls), or make shards of class folders, "
+            "as tar -C photos -cf photos.tar . does"
+        )
+    notes |= left.notes() | split_notes
+    unlabelled = np.flatnonzero(~has_class)
+    if len(unlabelled):
+        first = whole.where(int(unlabelled[0]))
+        notes["left out"] = f"samples with no class: {len(unlabelled):,} ({first})"
+        if recipe.data.on_error == "stop":
+            raise SetupError(
+                f"{notes['left out']}; data.on_error=skip leaves them out, and counts them"
+            )
+    unused = [os.path.relpath(path, root) for path in paths if parts[path] not in used_parts]
+    if unused:
+        notes["beside"] = f"not looked at in {root}: {few(unused)}"
+    train = whole.part(np.flatnonzero(~is_test & has_class))
+    val = whole.part(np.flatnonzero(is_test & has_class))
+    if held_out is not None and not len(val):
+        raise SetupError(
+            f"{root}: no image of {held_out} has a class: type {EXAMPLE}, without those shards"
+        )
+    holdout = f"what is called {held_out} in {root}"
+    return photos(recipe, before, train, val if held_out else None, classes, holdout, notes)
 
 
-def indexed(paths: Sequence[str], show: bool) -> list[Found]:
-    """The shards and their indexes, which are made where there are none. Raises SetupError."""
-    order = random.sample(range(len(paths)), len(paths))  # each rank begins with other shards
-    pool, progress = ThreadPoolExecutor(min(THREADS, len(paths))), Progress(len(paths), show, "index", "shard")
+def _list_paths(root: Path, indexed_shards: Sequence[IndexedShard]) -> Iterator[str]:
+    """Yield the path below `root` of each image, as if a shard were a directory."""
+    for shard, index in indexed_shards:
+        shard_name = os.path.relpath(str(shard), root)
+        for name in index.list_names():
+            yield f"{shard_name}/{name}"
+
+
+def load_indexes(paths: Sequence[str], show: bool) -> list[IndexedShard]:
+    """Load the indexes of shards in parallel, and make the missing ones.
+
+    Args:
+        paths: the shards.
+        show: whether to show a progress bar.
+
+    Raises:
+        SetupError: a shard cannot be read.
+    """
+    # Ranks start with different shards, so that each makes some of the indexes.
+    order = random.sample(range(len(paths)), len(paths))
+    pool = ThreadPoolExecutor(min(THREADS, len(paths)))
+    progress = Progress(len(paths), show, "index", "shard")
     try:
-        waiting = {row: pool.submit(_index, paths[row]) for row in order}
-        for _ in as_completed(waiting.values()):
+        futures = {row: pool.submit(_load_index, paths[row]) for row in order}
+        for _ in as_completed(futures.values()):
             progress.more()
-        return [waiting[row].result() for row in range(len(paths))]
+        return [futures[row].result() for row in range(len(paths))]
     finally:
         pool.shutdown(cancel_futures=True)
         progress.close()
 
 
-def _kind(path: str) -> Any:
+def _reader(path: str) -> Any:
+    """Return the module that reads this kind of shard."""
     return parquet if path.endswith(".parquet") else tars
 
 
-def _index(path: str) -> Found:
+def _load_index(path: str) -> IndexedShard:
     try:
         shard = Archive.of(path)
-        return shard, _kind(path).index(shard)
-    except SetupError:  # a kind of OSError
+        return shard, _reader(path).index(shard)
+    except SetupError:
+        # SetupError is a subclass of OSError.
         raise
     except OSError as error:
         raise SetupError(f"{path} cannot be read ({error.strerror or error})") from None
 
 
-def classes_of(root: Path, indexes: Sequence[ArchiveIndex], held_out: Array) -> tuple[list[str], Array, dict[str, str]]:
-    """The names of all classes, (samples,) int64 places in these, -1 for no class, and notes for a run's banner, of
-    all samples of the shards, one shard behind the other. Raises SetupError.
+def classes_of(
+    root: Path,
+    indexes: Sequence[ArchiveIndex],
+    held_out: Array,
+) -> tuple[list[str], Array, dict[str, str]]:
+    """Return the classes of all samples of the shards.
 
-    Where none tells its class, folders are classes: the outermost ones below all that the images of a part share.
+    If no sample has a label, directories are classes: the outermost directories below the path that
+    all images of a split share.
+
+    Args:
+        root: directory that contains all shards, for error messages.
+        indexes: indexes of the shards.
+        held_out: (samples,) bool, whether each sample belongs to the validation split.
+
+    Returns:
+        The names of all classes; (samples,) int64 indices into these names, -1 for no class; and
+        notes for a run's banner.
+
+    Raises:
+        SetupError: the classes of the shards or of the splits do not match.
     """
-    texts, codes = _joined([index.texts for index in indexes], [index.labels for index in indexes])
-    below, inside = _joined([index.below for index in indexes], [index.folders for index in indexes])
-    paths = [tuple(filter(None, path.split("/"))) for path in below]
-    parts, told = (~held_out, held_out), bool((codes >= 0).any())
-    folders = [_outermost(root, paths, np.unique(inside[part]), told) for part in parts]
-    if not told:
-        texts, codes = [*folders[0], *folders[1]], inside + len(paths) * held_out
+    texts, codes = _join_tables(
+        [index.texts for index in indexes], [index.labels for index in indexes]
+    )
+    folder_paths, folder_codes = _join_tables(
+        [index.below for index in indexes], [index.folders for index in indexes]
+    )
+    paths = [tuple(filter(None, path.split("/"))) for path in folder_paths]
+    has_labels = bool((codes >= 0).any())
+    # Look at the directories in any case, to refuse shards that contain several splits.
+    train_folders = _outermost(root, paths, np.unique(folder_codes[~held_out]), has_labels)
+    val_folders = _outermost(root, paths, np.unique(folder_codes[held_out]), has_labels)
+    if not has_labels:
+        texts = train_folders + val_folders
+        codes = folder_codes + len(paths) * held_out
     elif all(re.fullmatch(r"-?\d+", text) for text in texts):
-        labels = _of([_number(text) for text in texts], codes)
-        return [portable(class_name(name)) for name in _names(root, indexes, labels)], labels, {}
-    here, there = ({texts[code] for code in np.unique(codes[part]) if code >= 0} - {""} for part in parts)
-    named = class_names(here, there)
-    if here and (odd := sorted(there - {*named.places})):
-        raise SetupError(f"{root}: no training image has the class '{odd[0]}' of a held-out one")
-    return named.names, _of([named.places.get(text, -1) for text in texts], codes), named.notes
+        labels = _look_up([*map(_parse_number, texts)], codes)
+        names = [escape_non_utf8(class_name(name)) for name in _name_numbers(root, indexes, labels)]
+        return names, labels, {}
+    train_texts = _used_texts(texts, codes[~held_out])
+    val_texts = _used_texts(texts, codes[held_out])
+    named = class_names(train_texts, val_texts)
+    unknown = sorted(val_texts - {*named.places})
+    if train_texts and unknown:
+        raise SetupError(
+            f"{root}: a validation image has the class '{unknown[0]}', but no training image has it"
+        )
+    places = [named.places.get(text, -1) for text in texts]
+    return named.names, _look_up(places, codes), named.notes
 
 
-def _outermost(root: Path, paths: Sequence[tuple[str, ...]], used: Array, told: bool) -> list[str]:
-    """For each path the outermost folder below what those that are used share; empty where there is none.
+def _used_texts(texts: Sequence[str], codes: Array) -> set[str]:
+    """Return the texts at these indices, without the empty text."""
+    return {texts[code] for code in np.unique(codes) if code >= 0} - {""}
 
-    Refuses folders that are parts such as train, and no classes; `told` says that classes are known otherwise.
+
+def _outermost(
+    root: Path,
+    paths: Sequence[tuple[str, ...]],
+    used: Array,
+    has_labels: bool,
+) -> list[str]:
+    """Return for each path the outermost directory below the path that all used paths share.
+
+    The result is an empty text for a path that has no such directory.
+
+    Args:
+        root: directory that contains all shards, for error messages.
+        paths: directories in shards, as tuples of names.
+        used: indices of the paths that contain images of the split.
+        has_labels: whether samples have labels, so that directories are not classes.
+
+    Raises:
+        SetupError: the directories are splits such as train and val, not classes.
     """
-    some = [paths[code] for code in used]
-    depth = max(0, min([_shared_depth(some), *(len(path) - 1 for path in some)]))
+    used_paths = [paths[code] for code in used]
+    # This function of os.path compares the items of tuples; for text it would compare letters.
+    shared = os.path.commonprefix(used_paths)  # noqa: RUF071
+    depth = max(0, min([len(shared), *(len(path) - 1 for path in used_paths)]))
     names = ["/".join(path[depth : depth + 1]) for path in paths]
     outer = {names[code] for code in used}
     parts = {name for name in outer if part_named(name)}
-    deeper = told or any(len(path) > depth + 1 and path[depth] in parts for path in some)
-    if parts and len(outer) > 1 and (deeper or parts == outer):
-        raise SetupError(
-            f"{root}: shards there hold the folder{'s' * (len(parts) > 1)} {few(sorted(parts))}: make shards of each "
-            "part, as tar -C photos/train -cf train.tar . and tar -C photos/val -cf val.tar ."
-        )
+    if parts and len(outer) > 1:
+        contain_folders = any(len(path) > depth + 1 and path[depth] in parts for path in used_paths)
+        if has_labels or contain_folders or parts == outer:
+            folders = "folders" if len(parts) > 1 else "folder"
+            raise SetupError(
+                f"{root}: shards there hold the {folders} {few(sorted(parts))}: make shards of "
+                "each part, as tar -C photos/train -cf train.tar . and tar -C photos/val -cf "
+                "val.tar ."
+            )
     return names
 
 
-def _shared_depth(paths: Collection[tuple[str, ...]]) -> int:
-    """How many folders all paths begin with alike."""
-    first, last = min(paths, default=()), max(paths, default=())
-    return next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+def _join_tables(
+    tables: Sequence[Sequence[str]],
+    codes: Sequence[Array],
+) -> tuple[list[str], Array]:
+    """Join tables of texts into one table, and convert the indices into them; -1 is kept."""
+    joined: dict[str, int] = {}
+    joined_codes = [np.empty(0, np.int64)]
+    for table, table_codes in zip(tables, codes, strict=True):
+        places = [joined.setdefault(text, len(joined)) for text in table]
+        joined_codes.append(_look_up(places, table_codes))
+    return [*joined], np.concatenate(joined_codes)
 
 
-def _joined(tables: Sequence[Sequence[str]], codes: Sequence[Array]) -> tuple[list[str], Array]:
-    """One table of texts, and all codes as places in it; -1 stays."""
-    whole: dict[str, int] = {}
-    places = [[whole.setdefault(text, len(whole)) for text in table] for table in tables]
-    joined = [_of(*each) for each in zip(places, codes, strict=True)]
-    return [*whole], np.concatenate([np.empty(0, np.int64), *joined])
-
-
-def _of(values: Sequence[int], codes: Array) -> Array:
-    """The value at each code; -1 at -1."""
+def _look_up(values: Sequence[int], codes: Array) -> Array:
+    """Return the value at each index of `codes`; -1 for the index -1."""
     return np.array([*values, -1], np.int64)[codes]
 
 
-def _number(text: str) -> int:
-    """A class's number; -1 where it is none. One that no set has so many classes for is refused by its size."""
-    return int(text.lstrip("0")[:10] or 0) if text.isdecimal() else -1
+def _parse_number(text: str) -> int:
+    """Return a class's number, or -1 if it is negative.
+
+    Long numbers are cut to ten digits, which no data set has as many classes for: they are refused
+    later because of their size.
+    """
+    if text.isdecimal():
+        return int(text.lstrip("0")[:10] or 0)
+    return -1
 
 
-def _names(root: Path, indexes: Sequence[ArchiveIndex], numbers: Array) -> list[str]:
-    """The names of classes that are numbers: from the shards, else from a list beside them, else the numbers."""
-    count, where = int(numbers.max(initial=-1)) + 1, root
+def _name_numbers(root: Path, indexes: Sequence[ArchiveIndex], numbers: Array) -> list[str]:
+    """Return the names of classes that are numbers.
+
+    Names come from the shards, or from the file `LIST` next to the shards. If neither exists, the
+    numbers are the names.
+    """
+    count = int(numbers.max(initial=-1)) + 1
+    source = root
     lists = sorted({tuple(index.classes) for index in indexes if index.classes})
     if len(lists) > 1:
-        raise SetupError(f"{root}: its shards name different classes, {few(lists[0])} and {few(lists[1])}")
+        raise SetupError(
+            f"{root}: the shards name different classes, {few(lists[0])} and {few(lists[1])}"
+        )
     names = [*lists[0]] if lists else []
     if not names and (root / LIST).is_file():
-        where = root / LIST
+        source = root / LIST
         try:
-            names = [line.strip() for line in files.read(where).decode().splitlines() if line.strip()]
+            lines = map(str.strip, files.read(source).decode("utf-8-sig").splitlines())
+            names = [*filter(None, lines)]
         except (OSError, UnicodeError) as error:
-            raise SetupError(f"{where} cannot be read ({error}): write one name a line, as UTF-8") from None
+            raise SetupError(
+                f"{source} cannot be read ({error}): write one name per line, as UTF-8"
+            ) from None
+        if len({*names}) < len(names):
+            raise SetupError(
+                f"{source} contains a name twice: write the name of each class once, one per line"
+            )
     elif not names:
-        if strange := sparse(numbers):
-            raise SetupError(f"{root}: {strange}; correct it, or name all classes in {LIST}, one a line")
+        warning = sparse(numbers)
+        if warning:
+            raise SetupError(
+                f"{root}: {warning}; correct it, or name all classes in {LIST}, one per line"
+            )
         return [str(number) for number in range(count)]
     if len(names) < count:
-        raise SetupError(f"{where} names {len(names)} classes ({few(names)}), and a sample has the class {count - 1}")
+        raise SetupError(
+            f"{source} names {len(names)} classes ({few(names)}), and a sample has the class "
+            f"{count - 1}"
+        )
     return names
 
 
-def _notes(recipe: Recipe, root: Path, whole: ArchivedPhotos, trains: bool, found: Sequence[Found]) -> dict[str, str]:
-    """For a run's banner: what is left out. Raises SetupError where it may not be, or there are no classes to train."""
-    left = LeftOut()
-    for _, index in found:
-        left.update(index.left)
-    if not trains:
-        raise SetupError(
-            f"data.root={root} holds no images of two classes to train on{left.in_brackets()}: put a .cls beside each "
-            "image (0001.jpg, 0001.cls), or make shards of class folders, as tar -C photos -cf photos.tar . does"
-        )
-    nameless = np.flatnonzero(whole.labels < 0)
-    told = f"samples with no class: {len(nameless):,} ({whole.where(int(nameless[0]))})" if len(nameless) else ""
-    if told and recipe.data.on_error == "stop":
-        raise SetupError(f"{told}; data.on_error=skip leaves them out, and counts them")
-    return left.notes() | ({"left out": told} if told else {})
-
-
 def shards_of(root: str) -> list[Path]:
-    """The shards, by name. Raises SetupError."""
+    """Return the shards that `data.root` names: a file, a directory or a pattern, sorted by name.
+
+    Raises:
+        SetupError: there are no shards, or other files than shards.
+    """
     pattern = os.path.expanduser(root)
-    there = [pattern] if os.path.lexists(pattern) else sorted(glob.glob(pattern, recursive=True))
-    shards = [shard for path in there for shard in (below(path) if os.path.isdir(path) else [path])]
+    if os.path.lexists(pattern):
+        paths = [pattern]
+    else:
+        paths = sorted(glob.glob(pattern, recursive=True))
+    shards = list[str]()
+    for path in paths:
+        shards += list_shards(path) if os.path.isdir(path) else [path]
     if not shards:
-        why = packed_or_remote(root)
-        raise SetupError(f"data.root={root} {f'is {why}' if why else f'names no shards: type {EXAMPLE}'}")
-    if odd := next((path for path in shards if not path.endswith(SUFFIXES)), None):
-        why = packed_or_remote(odd) or f"no shard: type {EXAMPLE}; photos in folders are data.name=imagefolder"
-        raise SetupError(f"{odd} is {why}")
-    if os.path.isdir(pattern) and len({os.path.splitext(path)[1] for path in shards}) > 1:
-        raise SetupError(f"{root} holds .tar and .parquet: 'data.root={root}/**/*.tar' chooses")
-    return [Path(path) for path in dict.fromkeys(shards)]
+        problem = packed_or_remote(root)
+        if problem:
+            raise SetupError(f"data.root={root} is {problem}")
+        raise SetupError(f"data.root={root} names no shards: type {EXAMPLE}")
+    for path in shards:
+        if not path.endswith(SUFFIXES):
+            problem = (
+                packed_or_remote(path)
+                or f"no shard: type {EXAMPLE}; photos in folders are data.name=imagefolder"
+            )
+            raise SetupError(f"{path} is {problem}")
+    suffixes = {os.path.splitext(path)[1] for path in shards}
+    if os.path.isdir(pattern) and len(suffixes) > 1:
+        raise SetupError(
+            f"{root} contains .tar and .parquet: choose one, as in 'data.root={root}/**/*.tar'"
+        )
+    return [*map(Path, dict.fromkeys(shards))]
 
 
-def below(folder: str) -> Iterator[str]:
-    """The shards in a folder and its subfolders, by name."""
+def list_shards(folder: str) -> Iterator[str]:
+    """Yield the shards in a directory and its subdirectories, sorted by name."""
     for path, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not is_junk(name))
-        yield from (os.path.join(path, name) for name in sorted(names) if name.endswith(SUFFIXES) and not is_junk(name))
+        for name in sorted(names):
+            if name.endswith(SUFFIXES) and not is_junk(name):
+                yield os.path.join(path, name)
 
 
 def packed_or_remote(root: str) -> str | None:
-    """The error for an archive or a URL in place of a folder."""
+    """Return what is wrong if `root` is a packed archive or a URL, or None if it is neither."""
     if re.match(r"\w+://", root):
-        return "an address, and images are read from this machine: download it first, and type data.root=FOLDER"
+        return (
+            "an address, and images are read from this machine: download it first, and type "
+            "data.root=FOLDER"
+        )
     if root.lower().endswith(ARCHIVES) and not os.path.isdir(os.path.expanduser(root)):
-        return "an archive: unpack it first, and type data.root=FOLDER with the folder of its images"
+        return (
+            "an archive: unpack it first, and type data.root=FOLDER with the folder of its images"
+        )
     return None
 
 
 def part_of(path: str) -> str | None:
-    """The part in a shard's name, or in the name of one of its folders: train, val or test."""
+    """Return the part (train, val or test) that a shard's name, or one of its directories, names.
+
+    The name of the shard counts more than its directories, and the innermost directory more than
+    the others.
+    """
     *folders, name = path.split("/")
     words = (*re.split(r"[^a-z]+", name.lower()), *reversed(folders))
     return next(filter(None, map(part_named, words)), None)
 
 
 def exist(root: str) -> bool:
-    """Whether data.root names shards on this machine."""
+    """Return whether `data.root` names shards on this machine."""
     try:
         return bool(shards_of(root))
     except SetupError:

@@ -1,8 +1,9 @@
-"""Parquet files of encoded images, as published with a column of images and one of labels. Read through pyarrow.
+"""Parquet shards: files with a column of encoded images and a column of labels, read with pyarrow.
 
-Parquet compresses the rows of a group together: reading one image means reading its group. A process keeps the groups
-that it read last, so what is read in the order of the file is read once: small images that are decoded at the start,
-evaluation, building a cache. Training without a cache reads a group for each image.
+Parquet compresses the rows of a row group together, so reading one image means reading its group. A
+process keeps the groups that it read most recently. Reading in the order of the file, as at the
+start for small images, in evaluation and in the build of a cache, therefore reads each group once.
+Training without a cache reads a group for each image.
 """
 
 from __future__ import annotations
@@ -16,107 +17,169 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.archives.indexes import OPEN, Archive, ArchiveIndex, Bytes, kept
+from trainer.data.archives.indexes import (
+    MAX_OPEN_SHARDS,
+    Archive,
+    ArchiveIndex,
+    load_or_make,
+)
 from trainer.data.items import INPUTS, TARGETS
-from trainer.data.photos.decoding import reason
-from trainer.errors import SetupError
+from trainer.data.photos.decoding import Bytes, describe_failure
+from trainer.errors import SetupError, load_extra
 
 KIND = b"parquet"
-KEPT = 2**28  # bytes of row groups that a process keeps
-BYTES, TEXT = ((kind, f"large_{kind}", f"{kind}_view") for kind in ("binary", "string"))
+# Maximum number of bytes of row groups that a process keeps.
+CACHE_BYTES = 2**28
+# Names of pyarrow's types of bytes and of text.
+BYTES_TYPES = ("binary", "large_binary", "binary_view")
+TEXT_TYPES = ("string", "large_string", "string_view")
 
 
 def index(shard: Archive) -> ArchiveIndex:
-    """The index of its rows. Raises SetupError, OSError."""
+    """Return the index of a shard's rows. Raises SetupError, OSError."""
     pyarrow()
-    return kept(shard, "parquet", look)
+    return load_or_make(shard, "parquet", read_index)
 
 
 def encoded(shard: Archive, group: int, row: int) -> Bytes:
-    """An image's bytes, of a row of a row group. Raises OSError, ValueError."""
+    """Return the bytes of an image.
+
+    Args:
+        shard: the shard.
+        group: index of the row group.
+        row: index of the row in the group.
+
+    Raises:
+        OSError, ValueError: the image cannot be read.
+    """
     value = images_of(shard, group)[row].as_buffer()
     if value is None:
-        raise ValueError("the row holds no image's bytes, perhaps a path")
-    return np.frombuffer(value, np.uint8).copy()  # the group need not stay for it
+        raise ValueError("the row does not contain the bytes of an image, perhaps only a path")
+    # A copy, so that the image does not keep the whole group in memory.
+    return np.frombuffer(value, np.uint8).copy()
 
 
 def pyarrow() -> Any:
-    """The package. Raises SetupError."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise SetupError("data.name=shards reads .parquet files with pyarrow: pip install pyarrow") from None
-    return pyarrow
+    """Import pyarrow. Raises SetupError if it is not installed."""
+    return load_extra("data.name=shards of .parquet files", "pyarrow", "pyarrow.parquet")
 
 
-def look(shard: Archive) -> ArchiveIndex:
-    """Read the metadata and the labels."""
+def read_index(shard: Archive) -> ArchiveIndex:
+    """Make the index of a shard from its metadata and its column of labels.
+
+    Raises:
+        SetupError: the shard is damaged, or lacks a column of images or labels.
+    """
     try:
-        table = opened(shard)
+        table = open_table(shard)
         schema = table.schema_arrow
-        image, label = image_column(schema), label_column(schema)
-        groups = [table.metadata.row_group(n).num_rows for n in range(table.num_row_groups)]
-        labels = table.read([label], use_threads=False).column(0).to_pylist() if label else []
-    except Exception as error:  # pyarrow raises anything at all for a damaged file
-        raise SetupError(f"{shard}: it cannot be read as Parquet ({reason(error)})") from None
+        image = image_column(schema)
+        label = label_column(schema)
+        group_sizes = [table.metadata.row_group(n).num_rows for n in range(table.num_row_groups)]
+        labels = []
+        if label:
+            labels = table.read([label], use_threads=False).column(0).to_pylist()
+    except Exception as error:
+        # pyarrow can raise any exception for a damaged file.
+        raise SetupError(
+            f"{shard}: it cannot be read as Parquet ({describe_failure(error)})"
+        ) from None
     if label is None or image is None:
         columns = ", ".join(f"{field.name} ({field.type})" for field in schema)[:200]
         raise SetupError(
-            f"{shard} needs a column of encoded images ({', '.join(INPUTS[:3])}; binary) and one of classes "
-            f"({', '.join(TARGETS[:2])}; whole numbers or text); its columns are {columns}"
+            f"{shard} needs a column of encoded images ({', '.join(INPUTS[:3])}; binary) and a "
+            f"column of classes ({', '.join(TARGETS[:2])}; whole numbers or text), but its columns "
+            f"are {columns}"
+        )
+    if len(labels) != sum(group_sizes):
+        raise SetupError(
+            f"{shard}: it has {len(labels):,} labels for {sum(group_sizes):,} rows: write the "
+            "shard again"
         )
     texts: dict[str, int] = {}
-    codes = [-1 if each is None else texts.setdefault(str(each).strip(), len(texts)) for each in labels]
-    places = ((n, row) for n, count in enumerate(groups) for row in range(count))
-    rows = {b"%d" % n: (*place, code, 0) for n, (place, code) in enumerate(zip(places, codes, strict=True))}
+    codes = []
+    for value in labels:
+        if value is None:
+            codes.append(-1)
+        else:
+            codes.append(texts.setdefault(str(value).strip(), len(texts)))
+    rows: dict[bytes, tuple[int, int, int, int]] = {}
+    for group, size in enumerate(group_sizes):
+        for row in range(size):
+            number = len(rows)
+            rows[b"%d" % number] = (group, row, codes[number], 0)
     names = None
-    with suppress(KeyError, ValueError, TypeError):  # as the library `datasets` writes them
+    # The library `datasets` writes the names of classes into the metadata.
+    with suppress(KeyError, ValueError, TypeError):
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         names = [str(name) for name in features[label]["names"]] or None
     return ArchiveIndex.of(rows, [*texts], names, [""], {})
 
 
-@lru_cache(maxsize=OPEN)
-def opened(shard: Archive) -> Any:
-    """A Parquet file of pyarrow's. Raises whatever opening raises."""
+@lru_cache(maxsize=MAX_OPEN_SHARDS)
+def open_table(shard: Archive) -> Any:
+    """Open a shard as pyarrow's ParquetFile.
+
+    Raises:
+        OSError: the shard has changed.
+        Exception: pyarrow can raise any exception.
+    """
     if Archive.of(str(shard)) != shard:
-        raise OSError(f"{shard} was changed since this run began")
+        raise OSError(f"{shard} was changed after this run began")
     return pyarrow().parquet.ParquetFile(str(shard))
 
 
 def image_column(schema: Any) -> str | None:
-    """The path of the column with the images' bytes."""
-    for name in (name for name in INPUTS if name in schema.names):
+    """Return the path of the column that contains the bytes of images, if any."""
+    for name in INPUTS:
+        if name not in schema.names:
+            continue
         kind = schema.field(name).type
-        if str(kind) in BYTES:
+        if str(kind) in BYTES_TYPES:
             return name
-        if pyarrow().types.is_struct(kind) and any(part.name == "bytes" and str(part.type) in BYTES for part in kind):
+        if pyarrow().types.is_struct(kind) and any(
+            part.name == "bytes" and str(part.type) in BYTES_TYPES for part in kind
+        ):
             return f"{name}.bytes"
     return None
 
 
 def label_column(schema: Any) -> str | None:
-    """The column with a class for each image: a whole number, or its name."""
-    kinds = {name: schema.field(name).type for name in TARGETS if name in schema.names}
-    return next((name for name, kind in kinds.items() if pyarrow().types.is_integer(kind) or str(kind) in TEXT), None)
+    """Return the name of the column that contains each image's class, if any.
+
+    Classes are whole numbers or text.
+    """
+    for name in TARGETS:
+        if name in schema.names:
+            kind = schema.field(name).type
+            if pyarrow().types.is_integer(kind) or str(kind) in TEXT_TYPES:
+                return name
+    return None
 
 
 _LOCK = threading.Lock()
-_GROUPS: OrderedDict[tuple[Archive, int], Any] = OrderedDict()  # arrays of pyarrow's, of those that were read last
+# The most recently read images: arrays of pyarrow, by shard and row group, the oldest first.
+_GROUPS: OrderedDict[tuple[Archive, int], Any] = OrderedDict()
 
 
 def images_of(shard: Archive, group: int) -> Any:
-    """The images of a row group, an array of bytes. Raises whatever reading raises."""
+    """Return the images of a row group as pyarrow's array of bytes.
+
+    Raises any exception that reading the group raises.
+    """
     key = shard, group
     with _LOCK:
         if key not in _GROUPS:
-            table = opened(shard)
+            table = open_table(shard)
             image = str(image_column(table.schema_arrow))
-            column = table.read_row_group(group, [image], use_threads=False).column(0).combine_chunks()
-            column = column.chunk(0) if hasattr(column, "chunk") else column
-            _GROUPS[key] = column.flatten()[0] if image.endswith(".bytes") else column
+            rows = table.read_row_group(group, [image], use_threads=False)
+            column = rows.column(0).combine_chunks()
+            if hasattr(column, "chunk"):
+                column = column.chunk(0)
+            if image.endswith(".bytes"):
+                column = column.flatten()[0]
+            _GROUPS[key] = column
         _GROUPS.move_to_end(key)
-        while len(_GROUPS) > 1 and sum(column.nbytes for column in _GROUPS.values()) > KEPT:
+        while len(_GROUPS) > 1 and sum(column.nbytes for column in _GROUPS.values()) > CACHE_BYTES:
             _GROUPS.popitem(last=False)
         return _GROUPS[key]

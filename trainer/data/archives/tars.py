@@ -1,8 +1,9 @@
-"""Tar files of encoded images: their samples, by WebDataset's conventions, and where their bytes are.
+"""Tar shards: samples by WebDataset's conventions, and the positions of their images.
 
-A sample is consecutive files with the same name up to the first dot: 0001.jpg and 0001.cls. Its class is the text in
-.cls, or `label`, `cls` or `class` in .json; of a sample with another label none is guessed. Where there are none, every
-image is a sample, and its class is its folder.
+A sample consists of consecutive files whose names are equal up to the first dot, such as 0001.jpg
+and 0001.cls. Its class is the text of the .cls file, or `cls`, `label` or `class` in the .json
+file. A sample with any other kind of label is refused: its class is never guessed. In a shard
+without .cls and .json files, every image is a sample and its class is its directory.
 """
 
 from __future__ import annotations
@@ -16,78 +17,129 @@ from contextlib import suppress
 from itertools import groupby
 from typing import BinaryIO, NamedTuple
 
-from trainer.data.archives.indexes import Archive, ArchiveIndex, Bytes, kept, opened
+from trainer.data.archives.indexes import Archive, ArchiveIndex, load_or_make, open_shard
 from trainer.data.folders.scanning import ARRAY, HIDDEN, LINKS, LeftOut, is_junk, readable_suffixes
+from trainer.data.photos.decoding import Bytes
 from trainer.data.photos.stacks import LARGEST
 from trainer.errors import SetupError
 
 KIND = b"tar"
-IMAGE, CLASS, JSON = ".img", ".cls", ".json"
-CLASS_KEYS = ("cls", "label", "class")  # in JSON
-LONGEST = 2**20  # bytes of a file that may hold a class
-SEVERAL = "{} is of a sample of several images and one class"
-WINDOW, ZEROS = 2**14, 2**20  # bytes that are read at once: a header and small files after it; behind the last file
+IMAGE = ".img"
+CLASS = ".cls"
+JSON = ".json"
+# Keys of a .json file that may contain the class; the first one that exists is used.
+CLASS_KEYS = ("cls", "label", "class")
+# Maximum number of bytes to read of a file that may contain a class.
+MAX_LABEL_BYTES = 2**20
+SEVERAL = "{} belongs to a sample of several images and one class"
+# Number of bytes to read at once: a header and the small files that follow it, and the zeros after
+# the last file.
+HEADER_BYTES = 2**14
+ZEROS_BYTES = 2**20
 
 
 class Member(NamedTuple):
-    """A file of a sample."""
+    """A file of a sample.
 
-    key: str  # of its sample: its path up to the first dot of its name
-    suffix: str  # from there on, in small letters
-    last: str  # of several suffixes
+    Attributes:
+        key: name of the sample: the file's path up to the first dot of its name.
+        suffix: the rest of the path in lower case, such as ".seg.png".
+        last: the last suffix, such as ".png".
+        name: path of the file.
+        start: offset of the first byte in the shard.
+        size: size in bytes.
+        text: contents of a file that may contain a class; otherwise empty.
+    """
+
+    key: str
+    suffix: str
+    last: str
     name: str
     start: int
     size: int
-    text: bytes  # what it holds, where that may be a class
+    text: bytes
 
 
 def index(shard: Archive) -> ArchiveIndex:
-    """The index of its samples. Raises SetupError, OSError."""
-    return kept(shard, "tar " + " ".join(sorted({ARRAY, *readable_suffixes()})), look)
+    """Return the index of a shard's samples. Raises SetupError, OSError."""
+    # Which files are images depends on the libraries of this environment.
+    suffixes = " ".join(sorted({ARRAY, *readable_suffixes()}))
+    return load_or_make(shard, f"tar {suffixes}", read_index)
 
 
 def encoded(shard: Archive, start: int, size: int) -> Bytes:
-    """An image's bytes. Raises OSError, ValueError."""
+    """Return the bytes of an image. Raises OSError, ValueError."""
     if size > LARGEST:
         raise ValueError(f"the file is larger than {LARGEST:,} bytes")
     return shard.read(start, size)
 
 
-def look(shard: Archive) -> ArchiveIndex:
-    """Read all headers, and the classes; no image. Raises SetupError, OSError."""
-    opened(shard)  # it is a file, and the one that it was
-    rows: dict[bytes, tuple[int, int, int, int]] = {}  # start, size, class, folder
-    left, texts, below, several = LeftOut(), dict[str, int](), dict[str, int](), list[str]()
-    with open(shard.path, "rb", WINDOW) as file:
+def read_index(shard: Archive) -> ArchiveIndex:
+    """Make the index of a shard from its headers and classes, without reading images.
+
+    Raises:
+        SetupError: the shard is damaged, or its samples are not understood.
+        OSError: the shard cannot be read.
+    """
+    # Check that the path is a regular file, and that the file has not changed.
+    open_shard(shard)
+    # Start, size, class and directory of each image.
+    rows: dict[bytes, tuple[int, int, int, int]] = {}
+    left = LeftOut()
+    texts = dict[str, int]()
+    below = dict[str, int]()
+    additional_images = list[str]()
+    with open(shard.path, "rb", HEADER_BYTES) as file:
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # read-ahead would read images
+            # Without this, the system reads ahead and so reads the images, too.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         try:
-            for _, sample in groupby(files_in(file, shard.size, left), lambda each: each.key):
-                text, images = understood([*sample], left)
-                several += [each.name for each in images[1:] if text is not None]  # of photos it is refused at once
-                label = -1 if text is None else texts.setdefault(text, len(texts))
+            for _, sample in groupby(list_files(file, shard.size, left), lambda member: member.key):
+                text, images = parse_sample([*sample], left)
+                label = -1
+                if text is not None:
+                    label = texts.setdefault(text, len(texts))
+                    # `parse_sample` refuses several photos with one class. Several arrays are
+                    # refused below, because arrays next to photos are not images.
+                    additional_images += [image.name for image in images[1:]]
                 for image in images:
-                    if (name := os.fsencode(image.name)) in rows:
-                        raise ValueError(f"{image.name} is in it twice")
+                    name = os.fsencode(image.name)
+                    if name in rows:
+                        raise ValueError(f"the shard contains {image.name} twice")
                     folder = below.setdefault(image.name.rpartition("/")[0], len(below))
                     rows[name] = (image.start, image.size, label, folder)
             arrays = [name for name in rows if name.lower().endswith(ARRAY.encode())]
-            if several and len(arrays) == len(rows):
-                raise ValueError(SEVERAL.format(several[0]))
+            if additional_images and len(arrays) == len(rows):
+                raise ValueError(SEVERAL.format(additional_images[0]))
         except ValueError as error:
-            advice = "mend it, or leave it out by a pattern, as in data.root='/data/train-*.tar'"
-            raise SetupError(f"{shard}: {error}: {advice}") from None
-    for name in arrays if len(arrays) < len(rows) else ():  # beside photos they are something else
-        del rows[name]
-        left.other(os.fsdecode(name))
+            raise SetupError(
+                f"{shard}: {error}: repair the shard, or exclude it with a pattern such as "
+                "data.root='/data/train-*.tar'"
+            ) from None
+    # Arrays next to photos are not images: they may be masks or features.
+    if len(arrays) < len(rows):
+        for name in arrays:
+            del rows[name]
+            left.other(os.fsdecode(name))
     return ArchiveIndex.of(rows, [*texts], None, [*below] or [""], dict(left))
 
 
-def files_in(file: BinaryIO, size: int, left: LeftOut) -> Iterator[Member]:
-    """The files of an archive that samples are made of; `left` counts others. Raises ValueError, OSError."""
-    for member in members(file, size):
+def list_files(file: BinaryIO, size: int, left: LeftOut) -> Iterator[Member]:
+    """Yield the files of a shard that may belong to samples.
+
+    Args:
+        file: the shard.
+        size: size of the shard in bytes.
+        left: counts all other files.
+
+    Raises:
+        ValueError: the shard is damaged.
+        OSError: the shard cannot be read.
+    """
+    for member in list_members(file, size):
         name = member.name
-        if name.startswith((".", "/")) or "/." in name or "//" in name:  # ./cat/1.jpg is cat/1.jpg
+        # Write ./cat/1.jpg as cat/1.jpg.
+        if name.startswith((".", "/")) or "/." in name or "//" in name:
             name = posixpath.normpath(name).lstrip("/")
         folder, _, base = name.rpartition("/")
         stem, dot, suffix = base.partition(".")
@@ -96,65 +148,120 @@ def files_in(file: BinaryIO, size: int, left: LeftOut) -> Iterator[Member]:
         elif is_junk(base):
             left[HIDDEN] += 1
         else:
-            suffix, text = dot + suffix.lower(), b""
-            last = posixpath.splitext(suffix)[1] if suffix.count(".") > 1 else suffix
-            if last in (CLASS, JSON):  # now, while it is in the file's buffer
-                file.seek(member.offset_data)
-                text = file.read(min(member.size, LONGEST))
-            yield Member(f"{folder}/{stem}", suffix, last, name, member.offset_data, member.size, text)
+            suffix = dot + suffix.lower()
+            last = suffix
+            if suffix.count(".") > 1:
+                last = posixpath.splitext(suffix)[1]
+            text = b""
+            start = member.offset_data
+            # Read the class now, because it is probably still in the file's buffer.
+            if last in (CLASS, JSON):
+                file.seek(start)
+                text = file.read(min(member.size, MAX_LABEL_BYTES))
+            yield Member(f"{folder}/{stem}", suffix, last, name, start, member.size, text)
 
 
-def members(file: BinaryIO, size: int) -> Iterator[tarfile.TarInfo]:
-    """All of an archive, in order. Raises ValueError, OSError.
+def list_members(file: BinaryIO, size: int) -> Iterator[tarfile.TarInfo]:
+    """Yield all members of a tar file in order.
 
-    tarfile takes a damaged header for the end: behind the last file there have to be zeros, and nothing else.
+    tarfile treats a damaged header as the end of the file. This function therefore checks that only
+    zeros follow the last member.
+
+    Raises:
+        ValueError: the tar file is damaged or incomplete, or uses an unsupported format.
+        OSError: the file cannot be read.
     """
-    place = 0
+    offset = 0
     try:
         archive = tarfile.TarFile(fileobj=file)
         while (member := archive.next()) is not None:
             if member.issparse():
-                raise ValueError(f"{member.name} is stored with holes, as by --sparse")
-            if "\0" in member.name or not 0 <= member.size <= size - member.offset_data * member.isreg():
-                raise ValueError(f"it is cut or damaged at {member.name}")
+                raise ValueError(f"{member.name} is stored with holes, as tar --sparse does")
+            available = size
+            if member.isreg():
+                available -= member.offset_data
+            if "\0" in member.name or not 0 <= member.size <= available:
+                raise ValueError(f"the shard is cut off or damaged at {member.name}")
             yield member
-            place = archive.offset
-            archive.members.clear()  # type: ignore[attr-defined]  # it would keep them all
+            offset = archive.offset
+            # tarfile would keep all members in memory.
+            archive.members.clear()  # type: ignore[attr-defined]
     except (tarfile.TarError, OverflowError, RecursionError) as error:
-        raise ValueError(f"it is damaged at byte {place:,}, compressed, or not a tar file ({error})") from None
-    file.seek(place)
-    if {rest.count(0) == len(rest) for rest in iter(lambda: file.read(ZEROS), b"")} != {True}:
-        raise ValueError(f"it is cut or damaged at byte {place:,}, or two are joined by cat, as tar -A would")
+        raise ValueError(
+            f"the file is damaged at byte {offset:,}, compressed, or not a tar file ({error})"
+        ) from None
+    file.seek(offset)
+    has_zeros = False
+    while block := file.read(ZEROS_BYTES):
+        has_zeros = block.count(0) == len(block)
+        if not has_zeros:
+            break
+    if not has_zeros:
+        raise ValueError(
+            f"the file is cut off or damaged at byte {offset:,}, or cat joined two tar files (join "
+            "them with tar -A)"
+        )
 
 
-def understood(sample: list[Member], left: LeftOut) -> tuple[str | None, list[Member]]:
-    """A sample's class, None where it has no label, and its images; other files are counted in `left`. Raises
-    ValueError."""
+def parse_sample(sample: list[Member], left: LeftOut) -> tuple[str | None, list[Member]]:
+    """Return the class and the images of a sample.
+
+    Args:
+        sample: all files of the sample.
+        left: counts the files that are neither images nor labels.
+
+    Returns:
+        The class, or None if the sample has no label, and the images.
+
+    Raises:
+        ValueError: the label is not understood, or one class belongs to several images.
+    """
     label = None
-    for each in sorted(each for each in sample if each.last in (CLASS, JSON)):  # .cls first
-        if label is None and (label := class_in(each)) is not None and each.suffix != each.last:
-            raise ValueError(f"{each.name} has a class, and is neither NAME{CLASS} nor NAME{JSON} with a dotless NAME")
-    images = [each for each in sample if each.suffix == IMAGE or each.last in readable_suffixes()]
-    images = images or [each for each in sample if each.last == ARRAY]
-    for each in sample:
-        if each not in images and not (images and each.suffix in (CLASS, JSON)):
-            left.other(each.name)
-    if label is not None and len(images) > 1:  # 1.jpg beside 1.mask.png
-        whole = [each for each in images if each.suffix == each.last]
-        if len(whole) != 1 and images[0].last != ARRAY:
+    # Sorting puts .cls before .json.
+    for file in sorted(file for file in sample if file.last in (CLASS, JSON)):
+        if label is None:
+            label = read_class(file)
+            if label is not None and file.suffix != file.last:
+                raise ValueError(
+                    f"{file.name} has a class, but its name is neither NAME{CLASS} nor NAME{JSON} "
+                    "with a NAME without dots"
+                )
+    suffixes = readable_suffixes()
+    images = [file for file in sample if file.suffix == IMAGE or file.last in suffixes]
+    if not images:
+        images = [file for file in sample if file.last == ARRAY]
+    for file in sample:
+        is_label = bool(images) and file.suffix in (CLASS, JSON)
+        if file not in images and not is_label:
+            left.other(file.name)
+    # In a sample such as 1.jpg and 1.mask.png, only the file without a second suffix is the image.
+    if label is not None and len(images) > 1:
+        main_images = [file for file in images if file.suffix == file.last]
+        if len(main_images) == 1:
+            images = main_images
+        elif images[0].last != ARRAY:
             raise ValueError(SEVERAL.format(sample[0].name))
-        images = whole if len(whole) == 1 else images
     return label, images
 
 
-def class_in(file: Member) -> str | None:
-    """The class in a .cls or .json; None of a .json without one. Raises ValueError."""
+def read_class(file: Member) -> str | None:
+    """Return the class in a .cls or .json file, or None if a .json file has none.
+
+    Raises:
+        ValueError: the class is neither a whole number nor one line of text.
+    """
     with suppress(ValueError, RecursionError):
-        facts = json.loads(file.text) if file.last == JSON else {CLASS_KEYS[0]: file.text.decode()}
-        if isinstance(facts, dict):
-            if not (keys := [key for key in CLASS_KEYS if key in facts]):
+        if file.last == JSON:
+            contents = json.loads(file.text)
+        else:
+            contents = {CLASS_KEYS[0]: file.text.decode()}
+        if isinstance(contents, dict):
+            keys = [key for key in CLASS_KEYS if key in contents]
+            if not keys:
                 return None
-            label, text = facts[keys[0]], str(facts[keys[0]]).strip()
-            if isinstance(label, str | int) and not isinstance(label, bool) and len(text.splitlines()) == 1:
+            label = contents[keys[0]]
+            text = str(label).strip()
+            is_text = isinstance(label, str | int) and not isinstance(label, bool)
+            if is_text and len(text.splitlines()) == 1:
                 return text
     raise ValueError(f"the class in {file.name} is neither a whole number nor one line of text")

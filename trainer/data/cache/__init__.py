@@ -1,6 +1,7 @@
-"""The cache of photos: a packed copy of a set, decoded and resized, that all ranks and later runs read in its place.
+"""Cache of photos: a packed copy of a data set, decoded and resized.
 
-The order of samples and their augmentation are the same with the cache as without it.
+All ranks and later runs read the cache instead of the original photos. The order of samples and
+their augmentation are the same with and without the cache.
 """
 
 from trainer.data.cache.cached_set import as_stored, cached

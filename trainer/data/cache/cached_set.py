@@ -1,8 +1,9 @@
-"""A data set with its photos in the cache, whose missing blocks are built, on all cores, by all ranks of a machine and
-all jobs that need them.
+"""Data sets that read their photos from the cache, and the build of missing cache blocks.
 
-There is no leader. The process that locks a block's draft first writes it, and renames it once it is complete and on
-the disk; the lock of a process that dies is released. A build that was killed continues with the missing blocks.
+All ranks of a machine, and all jobs that need the same cache, build missing blocks together on all
+cores. No process leads. The process that locks the draft of a block first writes the block, syncs
+it to the disk and renames it. The kernel releases the lock of a process that dies, so another
+process can build the block. A build that was killed resumes with the missing blocks.
 """
 
 from __future__ import annotations
@@ -23,146 +24,252 @@ import torch
 from trainer.data import Datasets, ImageSet, TensorSet
 from trainer.data.cache import cache_blocks, homes
 from trainer.data.cache.cache_blocks import Prepared
-from trainer.data.cache.stored import CachedFolder, Format, Packing, block_path, key_of, pack, prepared
+from trainer.data.cache.stored import (
+    CachedFolder,
+    Format,
+    Packing,
+    block_path,
+    format_of,
+    key_of,
+    origins_of,
+    pack,
+    prepared,
+    remove_changed,
+)
 from trainer.data.encoded import EncodedPhotos
-from trainer.data.photos.photo_reader import shorter_side
-from trainer.data.photos.pixel_range import wanted_of
+from trainer.distributed.world import World
 from trainer.errors import DiskFullError, PeerError, RecipeError, SetupError, is_disk_full
 from trainer.processes import fork_server
 from trainer.processes.rank import Place
-from trainer.processes.resources import PHOTOS, cores, keep_freed_memory
+from trainer.processes.resources import MAX_KEPT_BLOCK, count_cores, keep_freed_memory
 from trainer.processes.silence import AwakeClock
-from trainer.processes.world import DATA_PATIENCE, World
 from trainer.recipe import Recipe
-from trainer.recipe.image_sizes import typed_size
 from trainer.saving import locks
-from trainer.telemetry.readable import as_size
+from trainer.telemetry.readable import format_size
 from trainer.telemetry.tracking import Progress
 
-SPARE = 2**28  # bytes that stay free on the disk
-LOOKED_AT, SECONDS = 24, 2.0  # photos that are prepared to estimate the size, and seconds after which fewer do
-POLL = 0.5  # seconds between two checks of others' blocks
+# Number of bytes of the disk that stay free.
+RESERVED_BYTES = 2**28
+# Maximum number of photos to prepare for an estimate of the cache's size, and the time in seconds
+# after which the estimate uses the photos prepared so far.
+SAMPLED_PHOTOS = 24
+SAMPLING_SECONDS = 2.0
+# Time in seconds between two checks for blocks that other processes built.
+POLL_SECONDS = 0.5
 
-Folders = tuple[EncodedPhotos, EncodedPhotos]  # for training, and held out
+# Photos for training and for validation.
+Folders = tuple[EncodedPhotos, EncodedPhotos]
 
 
 def cached(
     data: Datasets, recipe: Recipe, world: World, say: Callable[[str], None], closing: ExitStack
 ) -> tuple[Datasets, Recipe]:
-    """The same set, its photos read from the cache until `closing` is closed; the cache is built where it is missing.
+    """Return the data set with its photos read from the cache, and build the cache if necessary.
 
-    Sets in memory stay as they are. The recipe that is returned has the format and size of the cache. Collective. `say`
-    prints a line, on one rank. Raises RecipeError: the photos are not files of this machine; SetupError, DiskFullError,
-    PeerError: it cannot be built.
+    Data sets in memory are returned unchanged. All ranks call this function together.
+
+    Args:
+        data: the data set.
+        recipe: the recipe, whose `data.cache` says whether to use a cache.
+        world: the ranks.
+        say: prints one line, on one rank.
+        closing: releases the lock on the cache when it is closed.
+
+    Returns:
+        The data set, and the recipe with the format and size of the cache.
+
+    Raises:
+        RecipeError: the photos are not files of this machine, or the format cannot store them.
+        SetupError, DiskFullError, PeerError: the cache cannot be built.
     """
     options = recipe.data
     if options.cache == "off" or isinstance(data.train, ImageSet | TensorSet):
         if options.cache != "off" and not data.synthetic:
-            say(f"data.cache={options.cache} does nothing here: data.name={data.name} is in memory as a whole")
-        return as_stored(data, recipe), recipe  # a run that had a cache goes on with its pixels
+            say(
+                f"data.cache={options.cache} does nothing here: data.name={data.name} is in memory "
+                "as a whole"
+            )
+        # A run that started with a cache must keep the pixels of that cache when it is resumed.
+        return as_stored(data, recipe), recipe
     if not isinstance(data.train, EncodedPhotos) or not isinstance(data.val, EncodedPhotos):
         raise RecipeError(
-            f"data.cache={options.cache} is for photos in files or shards, and data.name={options.name} has none: "
-            "set data.cache=off"
+            f"data.cache={options.cache} is for photos in files or shards, and "
+            f"data.name={options.name} has none: set data.cache=off"
         )
     if options.cache_format == "jpeg" and data.channels not in (1, 3):
-        raise RecipeError(f"data.cache_format=jpeg holds 1 or 3 channels, not {data.channels}: set it to raw")
+        raise RecipeError(
+            f"data.cache_format=jpeg holds 1 or 3 channels, not {data.channels}: set it to raw"
+        )
     folders = data.train, data.val
-    how = _how(recipe, data, options.cache_format or "raw")
-    home, packing = world.all_or_none(lambda: _filled(folders, how, recipe, world.place, say, closing), DATA_PATIENCE)
-    train, val = (CachedFolder(part, how, number, home, packing) for number, part in enumerate(folders))
-    recipe = recipe.replace(data__cache_format=how.layout, data__cache_size=how.size)
-    return replace(data, train=train, val=val), recipe
+    photo_format = format_of(recipe, data.image_size, data.channels)
+    home, packing = world.all_or_none(
+        lambda: _open_complete(folders, photo_format, recipe, world.place, say, closing)
+    )
+    recipe = recipe.replace(
+        data__cache_format=photo_format.layout,
+        data__cache_size=photo_format.size,
+    )
+    data = replace(
+        data,
+        train=CachedFolder(data.train, photo_format, 0, home, packing),
+        val=CachedFolder(data.val, photo_format, 1, home, packing),
+    )
+    return data, recipe
 
 
 def as_stored(data: Datasets, recipe: Recipe) -> Datasets:
-    """The same set with the pixels of a run's cache, whether it still exists or not; nothing is built."""
-    options, folders = recipe.data, (data.train, data.val)
+    """Return the data set with the pixels that the run's cache has or had.
+
+    Nothing is built: photos are prepared as the cache would store them. The data set is returned
+    unchanged if the run had no cache.
+    """
+    options = recipe.data
     if options.cache_size is None or options.cache_format is None:
         return data
-    how = _how(recipe, data, options.cache_format)
-    train, val = (CachedFolder(part, how) if isinstance(part, EncodedPhotos) else part for part in folders)
+    photo_format = format_of(recipe, data.image_size, data.channels)
+    train = data.train
+    val = data.val
+    if isinstance(train, EncodedPhotos):
+        train = CachedFolder(train, photo_format)
+    if isinstance(val, EncodedPhotos):
+        val = CachedFolder(val, photo_format)
     return replace(data, train=train, val=val)
 
 
-def _how(recipe: Recipe, data: Datasets, layout: str) -> Format:
-    size = typed_size(recipe.data.cache_size) or shorter_side(data.image_size)
-    return Format(layout, size, data.channels, wanted_of(recipe.data))
-
-
-def _filled(
-    folders: Folders, how: Format, recipe: Recipe, place: Place, say: Callable[[str], None], closing: ExitStack
+def _open_complete(
+    folders: Folders,
+    photo_format: Format,
+    recipe: Recipe,
+    place: Place,
+    say: Callable[[str], None],
+    closing: ExitStack,
 ) -> tuple[Path, Packing]:
-    """A complete cache."""
-    packing = pack(folders, how)
-    home, lock = homes.opened(recipe.data, how, packing)
+    """Open the cache of the photos, build its missing blocks, and return its directory."""
+    packing = pack(folders, photo_format)
+    home, lock = homes.opened(recipe.data, photo_format, packing)
     closing.callback(os.close, lock)
-    absent = [path for block in missing(packing, home) for path in packing.paths[block]]
-    if not absent:
-        say(f"  cache: {home}, whole")
+    missing_photos: list[bytes] = []
+    try:
+        check_photos(packing, home)
+        for block in list_missing(packing, home):
+            missing_photos += packing.paths[block]
+        free = shutil.disk_usage(home).free
+    except OSError as error:
+        raise homes.unwritable(home, error) from error
+    if not missing_photos:
+        say(f"  cache: {home}, complete")
         return home, packing
-    needed, free = bytes_of(absent, how), shutil.disk_usage(home).free
-    if needed + SPARE > free:
+    needed = estimate_bytes(missing_photos, photo_format)
+    if needed + RESERVED_BYTES > free:
         raise DiskFullError(
-            f"the cache of {len(absent):,} photos takes about {as_size(needed)}, and {home} has {as_size(free)} free: "
-            "data.cache_format=jpeg takes a tenth of raw, data.cache_dir=FOLDER another disk, or data.cache=off"
+            f"the cache of {len(missing_photos):,} photos needs about {format_size(needed)}, but "
+            f"{home} has {format_size(free)} free: type data.cache_format=jpeg (a tenth of raw), "
+            "data.cache_dir=FOLDER on another disk, or data.cache=off"
         )
-    say(f"  cache: {len(absent):,} photos to {home}, about {as_size(needed)}")
-    workers = recipe.data.workers or max(1, cores() // place.local_size)
-    build(packing, how, home, workers, recipe.logging.progress and place.local_rank == 0, recipe.timeout)
+    say(f"  cache: {len(missing_photos):,} photos to {home}, about {format_size(needed)}")
+    build(
+        packing,
+        photo_format,
+        home,
+        workers=recipe.data.workers or max(1, count_cores() // place.local_size),
+        show=recipe.logging.progress and place.local_rank == 0,
+        patience=recipe.timeout,
+    )
     return home, packing
 
 
-def missing(packing: Packing, home: Path) -> list[int]:
-    """The blocks that have to be built."""
+def list_missing(packing: Packing, home: Path) -> list[int]:
+    """Return the indices of the blocks that have to be built."""
     names = set(os.listdir(home))
-    return [block for block, key in enumerate(packing.keys) if block_path("", key.tobytes()) not in names]
+    return [block for block, key in enumerate(packing.keys) if block_path("", key) not in names]
 
 
-def bytes_of(paths: Sequence[bytes], how: Format) -> int:
-    """About how large photos are in the cache, by the size of some."""
-    start, sizes = time.perf_counter(), []
-    for path in random.Random(0).sample(paths, min(LOOKED_AT, len(paths))):
-        with suppress(Exception):  # decoders raise anything at all; what cannot be read takes no room
-            sizes.append(prepared(path, how).data.nbytes)
-        if time.perf_counter() - start > SECONDS and sizes:
+def check_photos(packing: Packing, home: Path) -> None:
+    """Remove the blocks whose photos were replaced.
+
+    Raises:
+        OSError: a block cannot be removed.
+    """
+    for key, paths in zip(packing.keys, packing.paths, strict=True):
+        # The block is not built yet, or another process removed it.
+        with suppress(FileNotFoundError):
+            remove_changed(block_path(str(home), key), paths)
+
+
+def estimate_bytes(paths: Sequence[bytes], photo_format: Format) -> int:
+    """Estimate the size in bytes of photos in the cache from the size of a few of them."""
+    start = time.perf_counter()
+    sizes = []
+    for path in random.Random(0).sample(paths, min(SAMPLED_PHOTOS, len(paths))):
+        # Decoders can raise any exception. A photo that cannot be read needs no space.
+        with suppress(Exception):
+            sizes.append(prepared(path, photo_format).data.nbytes)
+        if time.perf_counter() - start > SAMPLING_SECONDS and sizes:
             break
     return int(len(paths) * sum(sizes) / max(1, len(sizes)))
 
 
-def build(packing: Packing, how: Format, home: Path, workers: int, show: bool, patience: float) -> None:
-    """Build the missing blocks with `workers` processes; returns when none is missing, whoever built them.
+def build(
+    packing: Packing,
+    photo_format: Format,
+    home: Path,
+    workers: int,
+    show: bool,
+    patience: float,
+) -> None:
+    """Build the missing blocks of a cache, and return once no block is missing.
 
-    `show` a progress bar, or lines. Raises PeerError: a process died, or none built a block for `patience` seconds;
-    DiskFullError, SetupError: `home` cannot be written, or photos change meanwhile.
+    Other processes may build blocks of the same cache at the same time.
+
+    Args:
+        packing: the blocks.
+        photo_format: the form in which photos are stored.
+        home: directory of the cache.
+        workers: number of processes.
+        show: whether to show a progress bar instead of lines.
+        patience: seconds without a new block after which waiting for another process fails.
+
+    Raises:
+        PeerError: a worker process died, or another process builds no block for `patience` seconds.
+        DiskFullError, SetupError: `home` cannot be written, or photos change during the build.
     """
-    absent = missing(packing, home)
-    since_moved, sizes = AwakeClock(), [len(paths) for paths in packing.paths]
-    context = fork_server.context("torchvision", __name__)
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin)
-    progress = Progress(sum(sizes[n] for n in absent), show, "cache", "photo", first=0.0)
+    missing = list_missing(packing, home)
+    since_progress = AwakeClock()
+    sizes = [len(paths) for paths in packing.paths]
+    context = fork_server.start_server("torchvision", __name__)
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker)
+    progress = Progress(sum(sizes[n] for n in missing), show, "cache", "photo", first=0.0)
     try:
-        while absent:
-            random.shuffle(absent)  # so that ranks and jobs take different ones
-            asked = [pool.submit(make, str(home), packing.keys[n].tobytes(), packing.paths[n], how) for n in absent]
-            for done in as_completed(asked):
-                done.result()
+        while missing:
+            # Ranks and jobs that build the same cache should start with different blocks.
+            random.shuffle(missing)
+            futures = []
+            for block in missing:
+                paths = packing.paths[block]
+                key = packing.keys[block]
+                futures.append(pool.submit(build_block, str(home), key, paths, photo_format))
+            for future in as_completed(futures):
+                future.result()
                 if progress.due():
-                    progress.left(sum(sizes[n] for n in missing(packing, home)))  # others build, too
-            before, absent = len(absent), missing(packing, home)
-            if len(absent) < before:
-                since_moved = AwakeClock()
-            elif since_moved.seconds() > patience:
+                    # Blocks that other processes built count as progress, too.
+                    progress.left(sum(sizes[n] for n in list_missing(packing, home)))
+            missing_before = len(missing)
+            missing = list_missing(packing, home)
+            if len(missing) < missing_before:
+                since_progress = AwakeClock()
+            elif since_progress.seconds() > patience:
                 raise PeerError(
-                    f"{home}: another process began {len(absent)} blocks of the cache {patience:g} seconds "
-                    "ago and finished none: end it, or set data.cache=off"
+                    f"{home}: another process started {len(missing)} blocks of the cache "
+                    f"{patience:g} seconds ago and did not finish any: stop that process, or set "
+                    "data.cache=off"
                 )
             else:
-                time.sleep(POLL)
+                time.sleep(POLL_SECONDS)
     except BrokenProcessPool:
         raise PeerError(
-            "a process that built the cache died (killed, or out of memory): type the same again, it goes on; "
-            "data.workers=1 takes less memory. Where its error is above, it imports the script that trains, which "
+            "a process that built the cache died (killed, or out of memory): type the same command "
+            "again to resume the build; data.workers=1 needs less memory. If an error of that "
+            "process is printed above, the process could not import the training script, which "
             'needs if __name__ == "__main__": around train(...)'
         ) from None
     except SetupError:
@@ -170,8 +277,9 @@ def build(packing: Packing, how: Format, home: Path, workers: int, show: bool, p
     except OSError as error:
         if is_disk_full(error):
             raise DiskFullError(
-                f"{home}: the disk is full: what is built stays: free some space and type the same again, or take "
-                "data.cache_format=jpeg, data.cache_dir=FOLDER or data.cache=off"
+                f"{home}: the disk is full. Finished blocks are kept: free some space and type the "
+                "same command again, or set data.cache_format=jpeg, data.cache_dir=FOLDER or "
+                "data.cache=off"
             ) from error
         raise homes.unwritable(home, error) from error
     finally:
@@ -179,36 +287,54 @@ def build(packing: Packing, how: Format, home: Path, workers: int, show: bool, p
         progress.close()
 
 
-def make(home: str, key: bytes, paths: Sequence[bytes], how: Format) -> None:
-    """Build one block, unless another process does. Raises OSError, SetupError."""
+def build_block(home: str, key: bytes, paths: Sequence[bytes], photo_format: Format) -> None:
+    """Build one block, unless it exists or another process is building it.
+
+    Args:
+        home: directory of the cache.
+        key: name of the block.
+        paths: addresses of the block's photos.
+        photo_format: the form in which photos are stored.
+
+    Raises:
+        OSError: the block cannot be written.
+        SetupError: photos changed during the build.
+    """
     torch.set_num_threads(1)
     path = Path(block_path(home, key))
     draft = path.with_suffix(cache_blocks.DRAFT)
-    with locks.claimed(draft) as file:
-        if file is None:
+    with locks.claim_file(draft) as file:
+        if file is None or path.exists():
             return
         try:
-            if not path.exists():
-                cache_blocks.write(file, key, (_or_none(name, how) for name in paths), len(paths))
-                if key_of(paths, how) != key:
-                    where = os.fsdecode(os.path.dirname(paths[0].partition(b"\0")[0]))
-                    raise SetupError(f"{where}: photos were changed while the cache was built: type the same again")
-                os.replace(draft, path)
-        except FileNotFoundError:  # another machine was faster, on a disk whose locks it does not see
+            origins = cache_blocks.marked(origins_of(paths))
+            photos = (_prepare_or_none(name, photo_format) for name in paths)
+            cache_blocks.write(file, key, photos, len(paths), origins)
+            if key_of(paths, photo_format) != key:
+                folder = os.fsdecode(os.path.dirname(paths[0].partition(b"\0")[0]))
+                raise SetupError(
+                    f"{folder}: photos changed while the cache was built: type the same command "
+                    "again"
+                )
+            os.replace(draft, path)
+        except FileNotFoundError:
+            # Locks of a network disk may not be visible to other machines: one of them may have
+            # renamed this draft first.
             if not path.exists():
                 raise
-        finally:
-            with suppress(FileNotFoundError):
-                os.unlink(draft)  # still locked: nobody else writes to it
 
 
-def _begin() -> None:
+def _begin_worker() -> None:
     fork_server.begin_worker()
-    keep_freed_memory(PHOTOS)
+    keep_freed_memory(MAX_KEPT_BLOCK)
 
 
-def _or_none(path: bytes, how: Format) -> Prepared | None:
-    """A photo to be stored; None where it cannot be read or decoded: training reads the photo itself, and reports."""
-    with suppress(Exception):  # decoders raise anything at all
-        return prepared(path, how)
+def _prepare_or_none(path: bytes, photo_format: Format) -> Prepared | None:
+    """Return the photo to store, or None if it cannot be read or decoded.
+
+    Training reads a photo that the cache lacks from its original file, and reports the failure.
+    """
+    # Decoders can raise any exception.
+    with suppress(Exception):
+        return prepared(path, photo_format)
     return None

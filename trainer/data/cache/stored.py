@@ -1,234 +1,374 @@
-"""Photos as the cache stores them, which is in which block, and a folder of photos that reads from it.
+"""Photos in the cache: their format, their division into blocks, and reading them.
 
-A block's name is a hash of all that its pixels depend on: the photos' paths, sizes and times, and the format. So a
-block that exists is right, and one whose photos have changed has another name.
+The name of a block is a hash of the format and of the paths, sizes and modification times of its
+photos, so a block with changed photos gets a new name. A photo that was replaced by one of the same
+size and time is detected from the origins that the block contains (`cache_blocks.ORIGIN`).
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import xxhash
 from torch import Tensor
 
 from trainer.data.cache import cache_blocks
 from trainer.data.cache.cache_blocks import DamagedError, Prepared
-from trainer.data.encoded import EncodedPhotos, encoded, identity
+from trainer.data.encoded import (
+    WHOLE,
+    EncodedPhotos,
+    compute_identity,
+    hash_content,
+    hash_location,
+    read_encoded,
+)
 from trainer.data.photos.decoding import open_encoded
-from trainer.data.photos.jpeg import jpeg_bytes, jpeg_pixels
+from trainer.data.photos.jpeg import decode_jpeg, encode_jpeg
 from trainer.data.photos.lazy_images import Picture
-from trainer.data.photos.photo_reader import PhotoDraws, covering, private_draws, resized, shorter_side
-from trainer.data.photos.pixel_range import Range
+from trainer.data.photos.photo_reader import (
+    PhotoDraws,
+    compute_shorter_side,
+    covering_size,
+    private_draws,
+    resize,
+)
+from trainer.data.photos.pixel_range import Range, recipe_pixel_range
+from trainer.data.sampling import Array
 from trainer.recipe import Recipe
 from trainer.recipe.image_sizes import ImageSize, typed_size
 from trainer.telemetry.verdict import Reading
 
-TOGETHER = 256  # photos of a block, on average
-MOST = 4 * TOGETHER
-KEY = 16  # bytes
-PHOTOS, SECONDS = 32, 1.0  # that are measured, and seconds after which fewer do
-QUALITY = 90  # of the JPEGs
+# Mean and maximum number of photos per block.
+PHOTOS_PER_BLOCK = 256
+MAX_PHOTOS_PER_BLOCK = 4 * PHOTOS_PER_BLOCK
+# Number of photos whose reading is measured, and the time in seconds after which fewer are enough.
+MEASURED_PHOTOS = 32
+SECONDS = 1.0
+JPEG_QUALITY = 90
+# Number of attempts to remove a block, and the seconds between two of them. Other processes that
+# check the same block hold its draft for microseconds only.
+MAX_ATTEMPTS = 500
+RETRY_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
 class Format:
-    """How photos are stored."""
+    """The form in which photos are stored.
 
-    layout: str  # "raw" pixels, or "jpeg"
-    size: ImageSize  # what a photo covers, of a square its shorter side; one that is smaller stays as it is
-    channels: int  # 1 or 3
-    pixel_range: Range | None = None  # the recipe's data.pixel_range
+    Attributes:
+        layout: "raw" for pixels, or "jpeg".
+        size: size that a stored photo just covers; an int is the length of the shorter side.
+            Smaller photos are stored in their own size.
+        channels: number of channels; 1 or 3 for "jpeg".
+        pixel_range: the recipe's data.pixel_range.
+    """
 
-    VERSION = 3  # counts up when the pixels of the same photo change
+    layout: str
+    size: ImageSize
+    channels: int
+    pixel_range: Range | None = None
+
+    # Must increase whenever the stored pixels of an unchanged photo change.
+    VERSION = 3
 
     def __str__(self) -> str:
         return f"{self.VERSION}-{self.layout}-{self.size}-{self.channels}-{self.pixel_range}"
 
 
+def format_of(recipe: Recipe, image_size: ImageSize, channels: int) -> Format:
+    """Return the form in which the recipe stores photos that become images of `image_size`."""
+    size = typed_size(recipe.data.cache_size) or compute_shorter_side(image_size)
+    return Format(
+        recipe.data.cache_format or "raw", size, channels, recipe_pixel_range(recipe.data)
+    )
+
+
 @dataclass(frozen=True)
 class Packing:
-    """Where the photos of some folders are in the cache."""
+    """The assignment of photos to blocks.
 
-    keys: npt.NDArray[np.uint8]  # (blocks, KEY) uint8, their names
-    paths: Sequence[Sequence[bytes]]  # of each block, the addresses of its photos
-    places: Sequence[npt.NDArray[np.int32]]  # of each folder, (photos, 2) int32: block, and row in it
+    Attributes:
+        keys: name of each block.
+        paths: addresses of the photos of each block.
+        places: one array (photos, 2) int32 per folder: block of each photo, and row in that block.
+    """
+
+    keys: Sequence[bytes]
+    paths: Sequence[Sequence[bytes]]
+    places: Sequence[Array]
 
 
-def pack(folders: Sequence[EncodedPhotos], how: Format) -> Packing:
+def pack(folders: Sequence[EncodedPhotos], photo_format: Format) -> Packing:
     """Divide the photos of all folders together into blocks.
 
-    The hash of a photo's path decides whether a block ends there (content-defined chunking: Muthitacharoen, Chen and
-    Mazieres 2001, page 4): one photo more or less changes only its block.
+    A block ends after a photo if the hash of the photo's path says so. Adding or removing a photo
+    therefore changes only the block of that photo. Source: content-defined chunking in
+    Muthitacharoen, Chen and Mazieres, "A low-bandwidth network file system", 2001, page 4.
     """
     paths = [[folder.address(index) for index in range(len(folder))] for folder in folders]
     blocks: list[list[bytes]] = [[]]
     for path in sorted(set().union(*paths)):
         blocks[-1].append(path)
-        if len(blocks[-1]) >= MOST or not xxhash.xxh3_64_intdigest(path) % TOGETHER:
+        is_full = len(blocks[-1]) >= MAX_PHOTOS_PER_BLOCK
+        if is_full or not xxhash.xxh3_64_intdigest(path) % PHOTOS_PER_BLOCK:
             blocks.append([])
     if not blocks[-1]:
         blocks.pop()
-    place_of = {path: (block, row) for block, names in enumerate(blocks) for row, path in enumerate(names)}
-    places = [np.array([place_of[path] for path in part], np.int32).reshape(-1, 2) for part in paths]
-    keys = np.frombuffer(b"".join(key_of(names, how) for names in blocks), np.uint8).reshape(-1, KEY)
+    place_of = {}
+    for block, names in enumerate(blocks):
+        for row, path in enumerate(names):
+            place_of[path] = (block, row)
+    places = []
+    for addresses in paths:
+        rows = [place_of[path] for path in addresses]
+        places.append(np.array(rows, np.int32).reshape(-1, 2))
+    keys = [key_of(names, photo_format) for names in blocks]
     return Packing(keys, blocks, places)
 
 
-def key_of(paths: Sequence[bytes], how: Format) -> bytes:
-    """The name of a block of the photos at these addresses, as they are now."""
-    whole = xxhash.xxh3_128(str(how).encode())
+def key_of(paths: Sequence[bytes], photo_format: Format) -> bytes:
+    """Return the name of a block from the current state of its photos' files."""
+    digest = xxhash.xxh3_128(str(photo_format).encode())
     for path in paths:
-        whole.update(identity(path) + b"\0")
-    return whole.digest()
+        digest.update(compute_identity(path) + b"\0")
+    return digest.digest()
 
 
-def prepared(address: bytes, how: Format) -> Prepared:
-    """A photo as it is stored: resized until it just covers `how.size`, unless it is smaller.
+def origins_of(paths: Sequence[bytes]) -> Array:
+    """Return the `ORIGIN` of each photo from the current state of its file."""
+    origins = np.zeros(len(paths), cache_blocks.ORIGIN)
+    origins["placing"] = [hash_location(path) for path in paths]
+    origins["content"] = [hash_content(path, WHOLE) for path in paths]
+    return origins
 
-    Raises whatever reading it raises.
+
+def remove_changed(path: str, paths: Sequence[bytes]) -> None:
+    """Remove a block if one of its photos was replaced by one of the same size and time.
+
+    The inode and change time of a file say whether the file may have been replaced. Its bytes then
+    say whether the photo is a different one, or an exact copy, such as after copying a whole data
+    set. Another process may remove or rebuild the block meanwhile, so only the file that was read
+    here is removed or changed.
+
+    Args:
+        path: the block's file.
+        paths: addresses of the block's photos.
+
+    Raises:
+        OSError: the block does not exist, or cannot be read or removed.
     """
-    picture = open_encoded(encoded(address), how.channels, how.pixel_range)
-    image = picture.whole(how.size)
-    wanted = covering(image.shape[1], image.shape[2], how.size)
-    if sum(wanted) < sum(image.shape[1:]):
-        image = resized(image, [*wanted])
+    with open(path, "rb") as file:
+        origins = cache_blocks.read_origins(file, len(paths))
+        if origins is None:
+            return
+        locations = np.array([hash_location(address) for address in paths], np.uint64)
+        moved = np.flatnonzero(origins["placing"] != locations)
+        if any(
+            hash_content(paths[row], WHOLE) != origins["content"][row] for row in moved.tolist()
+        ):
+            for _ in range(MAX_ATTEMPTS):
+                if cache_blocks.remove(path, file.fileno()):
+                    return
+                time.sleep(RETRY_SECONDS)
+            raise BlockingIOError(
+                errno.EAGAIN, "another process has claimed a block that is out of date", path
+            )
+        if len(moved):
+            updated = origins.copy()
+            updated["placing"] = locations
+            # The cache may belong to another user and be read-only.
+            with suppress(OSError), open(path, "r+b") as current:
+                if os.path.sameopenfile(file.fileno(), current.fileno()):
+                    current.seek(len(paths) * cache_blocks.ENTRY.itemsize)
+                    current.write(cache_blocks.marked(updated))
+
+
+def prepared(address: bytes, photo_format: Format) -> Prepared:
+    """Prepare a photo for the cache: resize it until it just covers `photo_format.size`.
+
+    Smaller photos are not resized. Raises whatever reading and decoding raise.
+    """
+    picture = open_encoded(read_encoded(address), photo_format.channels, photo_format.pixel_range)
+    image = picture.whole(photo_format.size)
+    new_size = covering_size(image.shape[1], image.shape[2], photo_format.size)
+    if sum(new_size) < sum(image.shape[1:]):
+        image = resize(image, [*new_size])
     rows, columns = image.shape[-2:]
-    data = jpeg_bytes(image, QUALITY) if how.layout == "jpeg" else image.permute(1, 2, 0).contiguous().flatten()
+    if photo_format.layout == "jpeg":
+        data = encode_jpeg(image, JPEG_QUALITY)
+    else:
+        data = image.permute(1, 2, 0).contiguous().flatten()
     return Prepared(picture.height, picture.width, rows, columns, data.numpy())
 
 
-def picture_of(stored: Prepared, how: Format) -> Picture:
-    """A stored photo as a picture of its original size."""
-    return Picture(stored.height, stored.width, partial(_decoded, stored, how))
+def picture_of(stored: Prepared, photo_format: Format) -> Picture:
+    """Return a stored photo as a picture that reports the size of the original."""
 
+    def decode(factor: int) -> Tensor:
+        data = torch.from_numpy(stored.data)
+        if photo_format.layout == "jpeg":
+            return decode_jpeg(data, photo_format.channels)
+        pixels = data.view(stored.rows, stored.columns, photo_format.channels)
+        return pixels.permute(2, 0, 1)
 
-def _decoded(stored: Prepared, how: Format, factor: int) -> Tensor:
-    data = torch.from_numpy(stored.data)
-    if how.layout == "jpeg":
-        return jpeg_pixels(data, how.channels)
-    return data.view(stored.rows, stored.columns, how.channels).permute(2, 0, 1)
+    return Picture(stored.height, stored.width, decode)
 
 
 class CachedFolder(EncodedPhotos):
-    """The photos of a folder or of shards, in the cache.
+    """Photos of a folder or of shards, read from the cache.
 
-    What the cache lacks, or holds damaged, is prepared from the photo: the same pixels, but slower.
+    A photo that is missing or damaged in the cache is prepared from its original file, which is
+    slower and results in the same pixels.
 
     Attributes:
-        uncached: how often that happened in this process.
+        folder: the original photos.
+        photo_format: the form in which photos are stored.
+        home: directory of the cache.
+        uncached: number of photos that this process prepared because the cache lacked them.
     """
 
     def __init__(
         self,
         folder: EncodedPhotos,
-        how: Format,
+        photo_format: Format,
         part: int = 0,
         home: Path | None = None,
         packing: Packing | None = None,
     ) -> None:
-        """`part` is the folder's index in `packing`; without a packing every photo is prepared anew."""
+        """Read the photos of `folder` from the cache in `home`.
+
+        Args:
+            folder: the original photos.
+            photo_format: the form in which photos are stored.
+            part: index of `folder` among the folders of `packing`.
+            home: directory of the cache.
+            packing: the blocks; if None, every photo is prepared from its original file.
+        """
         self.__dict__.update(vars(folder))
         self.folder = folder
-        self.how, self.home = how, str(home)
+        self.photo_format = photo_format
+        self.home = str(home)
         self.uncached = 0
-        self._keys = packing.keys if packing else None
-        self._rows = packing.places[part] if packing else None
+        self._keys: Sequence[bytes] = ()
+        self._rows: Array | None = None
+        if packing:
+            self._keys = packing.keys
+            self._rows = packing.places[part]
 
     def address(self, index: int) -> bytes:
         return self.folder.address(index)
 
-    def part(self, rows: npt.NDArray[Any]) -> Self:
+    def part(self, rows: Array) -> Self:
         part = super().part(rows)
         part.folder = self.folder.part(rows)
-        part._rows = None if self._rows is None else self._rows[rows]
+        if self._rows is not None:
+            part._rows = self._rows[rows]
         return part
 
     def open(self, index: int, channels: int) -> tuple[Picture, Tensor]:
-        stored = self._stored(index)
+        stored = self._read_stored(index)
         if stored is None:
-            stored = prepared(self.address(index), self.how)
-            self.uncached += self._keys is not None
-        return picture_of(stored, self.how), torch.as_tensor(self.labels[index])
+            stored = prepared(self.address(index), self.photo_format)
+            self.uncached += self._rows is not None
+        return picture_of(stored, self.photo_format), torch.as_tensor(self.labels[index])
 
-    def _stored(self, index: int) -> Prepared | None:
-        if self._keys is None or self._rows is None:
-            return None
-        block, row = self._rows[index].tolist()
-        key = self._keys[block].tobytes()
-        path = block_path(self.home, key)
-        with suppress(OSError):
-            try:
-                return cache_blocks.read(path, key, row)
-            except DamagedError:
-                os.unlink(path)  # the next run builds it again
+    def _read_stored(self, index: int) -> Prepared | None:
+        if self._rows is not None:
+            block, row = self._rows[index].tolist()
+            key = self._keys[block]
+            with suppress(OSError, DamagedError):
+                return cache_blocks.read(block_path(self.home, key), key, row)
         return None
 
 
 def block_path(home: str, key: bytes) -> str:
+    """Return the path of a block's file."""
     return os.path.join(home, key.hex() + cache_blocks.SUFFIX)
 
 
 def measure_reading(
     folder: EncodedPhotos, recipe: Recipe, size: ImageSize, channels: int, seconds: float = SECONDS
 ) -> Reading | None:
-    """Of some photos, in this process as in a loader worker, within about so many seconds; None: none can be read.
+    """Measure how long one loader worker needs per photo, in this process.
 
-    A photo that was read before may come from the page cache, as it does in training.
+    Photos that were read before may come from the page cache, as they do in training.
+
+    Args:
+        folder: the photos.
+        recipe: the recipe, for its augmentation and its cache format.
+        size: size of the model's images.
+        channels: number of channels of the model's images.
+        seconds: approximate time limit of the measurement.
+
+    Returns:
+        The mean time of each step over some photos, or None if no photo can be read.
     """
-    index = np.random.default_rng(0).permutation(len(folder))[:PHOTOS]
-    rows: list[tuple[float, float, float, float]] = []
-    threads, ends = torch.get_num_threads(), time.perf_counter() + seconds
-    torch.set_num_threads(1)  # as in a loader worker
+    indices = np.random.default_rng(0).permutation(len(folder))[:MEASURED_PHOTOS]
+    draws = PhotoDraws(recipe.augment, recipe.seed, 0, indices)
+    photo_format = format_of(recipe, size, channels)
+
+    def measure(row: int, index: int) -> tuple[float, float, float, float]:
+        """Return seconds to read, decode and transform a photo, and for all from the cache."""
+        start = time.perf_counter()
+        open_seconds = 0.0
+        decode_seconds = list[float]()
+        if isinstance(folder, CachedFolder):
+            picture = folder.open(index, channels)[0]
+            read_seconds = time.perf_counter() - start
+        else:
+            data = read_encoded(folder.address(index))
+            read_seconds = time.perf_counter() - start
+            picture = open_encoded(data, channels, folder.pixel_range)
+            # Opening decodes every kind of image except JPEG, which `decode` does later.
+            open_seconds = time.perf_counter() - start - read_seconds
+
+        def decode(factor: int) -> Tensor:
+            start = time.perf_counter()
+            image = picture.decode(factor)
+            decode_seconds.append(time.perf_counter() - start)
+            return image
+
+        start = time.perf_counter()
+        draws.apply(row, replace(picture, decode=decode), size)
+        total_seconds = time.perf_counter() - start
+        stored = prepared(folder.address(index), photo_format)
+        start = time.perf_counter()
+        # Reading from the cache copies and hashes the bytes, too.
+        xxhash.xxh3_64_intdigest(stored.data.copy().data)
+        draws.apply(row, picture_of(stored, photo_format), size)
+        return (
+            read_seconds,
+            open_seconds + decode_seconds[0],
+            total_seconds - decode_seconds[0],
+            time.perf_counter() - start,
+        )
+
+    timings = []
+    threads = torch.get_num_threads()
+    end = time.perf_counter() + seconds
+    # Loader workers use one thread.
+    torch.set_num_threads(1)
     try:
         with private_draws():
-            draws = PhotoDraws(recipe.augment, recipe.seed, 0, index)
-            for row, place in enumerate(index.tolist()):
-                if row < 2 or time.perf_counter() < ends:
-                    with suppress(Exception):  # decoders raise anything at all; training reports it
-                        rows.append(_of(folder, place, row, draws, recipe, size, channels))
+            for row, index in enumerate(indices.tolist()):
+                if row < 2 or time.perf_counter() < end:
+                    # Decoders can raise any exception. Training reports it.
+                    with suppress(Exception):
+                        timings.append(measure(row, index))
     finally:
         torch.set_num_threads(threads)
-    known = rows[1 if len(rows) > 1 else 0 :]  # the first one warms up
-    return Reading(*(sum(part) / len(known) for part in zip(*known, strict=True))) if known else None
-
-
-def _of(
-    folder: EncodedPhotos, place: int, row: int, draws: PhotoDraws, recipe: Recipe, size: ImageSize, channels: int
-) -> tuple[float, float, float, float]:
-    """Seconds of reading, decoding and transforming a photo, and of all of it from the cache."""
-    began, opened, spent = time.perf_counter(), 0.0, list[float]()
-    if isinstance(folder, CachedFolder):
-        picture = folder.open(place, channels)[0]
-        read = time.perf_counter() - began
-    else:
-        data = encoded(folder.address(place))
-        read = time.perf_counter() - began
-        picture = open_encoded(data, channels, folder.pixel_range)
-        opened = time.perf_counter() - began - read  # includes decoding, but of JPEGs
-
-    def timed(factor: int) -> Tensor:
-        began = time.perf_counter()
-        image = picture.decode(factor)
-        spent.append(time.perf_counter() - began)
-        return image
-
-    began = time.perf_counter()
-    draws.apply(row, replace(picture, decode=timed), size)
-    whole = time.perf_counter() - began
-    kept = typed_size(recipe.data.cache_size) or shorter_side(size)
-    how = Format(recipe.data.cache_format or "raw", kept, channels, folder.pixel_range)
-    stored = prepared(folder.address(place), how)
-    began = time.perf_counter()
-    xxhash.xxh3_64_intdigest(stored.data.copy().data)  # as reading from the cache does
-    draws.apply(row, picture_of(stored, how), size)
-    return read, opened + spent[0], whole - spent[0], time.perf_counter() - began
+    # The first photo warms up; leave its time out if there are others.
+    if len(timings) > 1:
+        timings = timings[1:]
+    if timings:
+        return Reading(*np.mean(timings, axis=0).tolist())
+    return None

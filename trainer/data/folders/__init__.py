@@ -1,4 +1,4 @@
-"""Folders of photos: their layout, the images in them, and tables of their labels.
+"""Folders of photos: their layout, the images in them, and tables of labels.
 
-From a path to names of files and their targets; no image is decoded here.
+The modules convert the path of a directory to names of files and their targets.
 """

@@ -1,4 +1,4 @@
-"""Labels of a folder's images in a table: data.labels=FILE.csv."""
+"""Tables with the labels of a folder's images: data.labels=FILE.csv."""
 
 from __future__ import annotations
 
@@ -6,64 +6,107 @@ import csv
 import io
 import math
 import os
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from trainer import tasks
 from trainer.data.folders.layout import Before, class_names, held_out_of, part_named
-from trainer.data.folders.photo_folders import PhotoFolder, divided, photos
+from trainer.data.folders.photo_folders import PhotoFolder, photos
 from trainer.data.folders.scanning import few
+from trainer.data.sampling import Array
 from trainer.data.sets import Datasets
 from trainer.errors import SetupError
 from trainer.recipe import DataRecipe, Recipe
+from trainer.tasks.classification import class_name
 from trainer.tasks.task import Reads
 
-SPLIT = "split"  # the column that says which set an image is in
-SEPARATOR = ";"  # between the classes of an image
-DIGITS = 10  # up to so many classes may have whole numbers as names, however few images there are
-BINARY = {"true": "1", "false": "0", "1": "1", "0": "0", "1.0": "1", "0.0": "0"}  # as pandas and R write them
+# Name of the column with the part (train, val or test) of each image.
+SPLIT = "split"
+# Separator between the classes of an image.
+SEPARATOR = ";"
+# Maximum number of classes whose names may be whole numbers in a table of any length. More of them
+# are probably measurements, not classes.
+MAX_DIGIT_CLASSES = 10
+# Spellings of 0 and 1 that pandas and R write.
+BINARY = {
+    "true": "1",
+    "false": "0",
+    "1": "1",
+    "0": "0",
+    "1.0": "1",
+    "0.0": "0",
+}
+# Spellings of a missing value that programs write.
+MISSING = (
+    "nan",
+    "-nan",
+    "<na>",
+    "#na",
+    "#n/a",
+    "n/a",
+    "null",
+)
 
-Line = tuple[int, list[str]]  # its number and its cells
+# Number and cells of a line.
+Line = tuple[int, list[str]]
 
-WANTED = {
+# Columns that a task needs.
+NEEDED_COLUMNS = {
     "class": "a column with each image's class",
-    "classes": "a column with each image's classes, as cat;dog, or a column of 0 and 1 for each class",
+    "classes": "a column with each image's classes, as cat;dog, or a column of 0 and 1 for each "
+    "class",
     "values": "a column of numbers for each value",
 }
 
 
 class Row(NamedTuple):
-    """A line of the table."""
+    """A line of the table.
+
+    Attributes:
+        number: number of the line in the file, from 1.
+        file: path of the image below data.root.
+        part: train, val or test, if the line says so.
+        cells: the image's labels.
+    """
 
     number: int
     file: str
-    part: str | None  # train, val or test
-    cells: tuple[str, ...]  # its labels
+    part: str | None
+    cells: tuple[str, ...]
 
 
 def open_table(recipe: Recipe, before: Before) -> Datasets:
-    """The images of `data.root` that the table `data.labels` names, with their targets. Raises SetupError.
+    """Open the images that the table `data.labels` lists as a data set.
 
-    The table is a CSV with a header: a column with an image's path below data.root, the first unless the recipe says
-    another; `split` may say which set it is in; the others are its labels.
+    The table is a CSV file with a header. One column contains the path of an image below data.root;
+    it is the first column unless the recipe names another one. A column `split` may contain train,
+    val or test. All other columns are labels.
+
+    Raises:
+        SetupError: the table cannot be read, or does not match the images or the task.
     """
     if recipe.data.root is None:
-        raise SetupError(f"data.labels={recipe.data.labels} needs the images' folder: type data.root=FOLDER")
+        raise SetupError(
+            f"data.labels={recipe.data.labels} needs the images' folder: type data.root=FOLDER"
+        )
     root = Path(recipe.data.root).expanduser()
-    wanted = Path(str(recipe.data.labels)).expanduser()
-    path = wanted if wanted.is_absolute() or not (root / wanted).is_file() else root / wanted
-    reads = tasks.kind(recipe).reads
+    path = Path(str(recipe.data.labels)).expanduser()
+    if not path.is_absolute() and (root / path).is_file():
+        path = root / path
+    reads = tasks.find_task_class(recipe).reads
     columns, rows, divides = read_rows(path, root, reads, recipe.data)
     parts: dict[str, list[Row]] = {}
     for row in rows:
         if row.part is None and divides:
             raise SetupError(
-                f"{path}, line {row.number}: nothing says whether {row.file} is for training: put it below "
-                "train/ or val/, or add a column `split` with train or val"
+                f"{path}, line {row.number}: nothing says whether {row.file} is for training: put "
+                "it below train/ or val/, or add a column `split` with train or val"
             )
         parts.setdefault(row.part or "train", []).append(row)
     held_out, notes = held_out_of(parts, before.test, path)
@@ -73,41 +116,82 @@ def open_table(recipe: Recipe, before: Before) -> Datasets:
     for some, name in ((train, "train"), (val, "val")):
         if not some and divides:
             raise SetupError(f"{path} has no row of {SPLIT} {name}; both sets need images")
-    names, targets, told = targets_of(path, columns, (train, val, others), reads)
+    names, targets, name_notes = targets_of(path, columns, (train, val, others), reads)
     trains, holds = (
         PhotoFolder(root, [row.file for row in some], labels)
         for some, labels in zip((train, val), targets, strict=True)
     )
     holdout = f"the held-out rows of {path}"
-    if not divides:
-        trains, holds, holdout = divided(trains, recipe, before)
-    return photos(recipe, trains, holds, names, holdout, notes | told, drawn=not divides)
+    return photos(
+        recipe, before, trains, holds if divides else None, names, holdout, notes | name_notes
+    )
 
 
-def read_rows(path: Path, root: Path, reads: Reads, data: DataRecipe) -> tuple[tuple[str, ...], list[Row], bool]:
-    """The columns with labels, all rows, and whether these say which set they are in. Raises SetupError."""
+def read_rows(
+    path: Path, root: Path, reads: Reads, data: DataRecipe
+) -> tuple[tuple[str, ...], list[Row], bool]:
+    """Read the rows of a table.
+
+    Args:
+        path: the table.
+        root: directory of the images.
+        reads: the kind of labels that the task needs.
+        data: names of columns.
+
+    Returns:
+        Names of the columns with labels, all rows, and whether rows say to which part they belong.
+
+    Raises:
+        SetupError: the table is not valid, or an image does not exist.
+    """
     header, lines = read_lines(path)
-    wanted = [data.label_column] if isinstance(data.label_column, str) else data.label_column or []
-    for key, name in [("image_column", data.image_column or header[0]), *(("label_column", name) for name in wanted)]:
+    label_columns = data.label_column or []
+    if isinstance(label_columns, str):
+        label_columns = [label_columns]
+    label_columns = [*map(class_name, label_columns)]
+    image_column = class_name(data.image_column or header[0])
+    keys = ["image_column", *["label_column"] * len(label_columns)]
+    for key, name in zip(keys, [image_column, *label_columns], strict=True):
         if name not in header:
-            raise SetupError(f"data.{key}={name} is no column of {path}; its columns are {few(header, 6)}")
-    image, labels = header.index(data.image_column or header[0]), [*map(header.index, wanted)]
-    split = next((n for n, name in enumerate(header) if name.lower() == SPLIT and n not in (image, *labels)), None)
+            raise SetupError(
+                f"data.{key}={name} is no column of {path}; its columns are {few(header, 6)}"
+            )
+    image = header.index(image_column)
+    labels = [*map(header.index, label_columns)]
+    split = next(
+        (n for n, name in enumerate(header) if name.lower() == SPLIT and n not in (image, *labels)),
+        None,
+    )
     labels = labels or [n for n in range(len(header)) if n not in (split, image)]
     if (root / plain(header[image])).is_file():
-        raise SetupError(f"{path}, line 1 names an image: put a header above it, such as file,label")
+        raise SetupError(
+            f"{path}, line 1 names an image: put a header above it, such as file,label"
+        )
     rows: dict[str, Row] = {}
     for number, cells in lines:
         file = plain(cells[image])
+        if os.path.isabs(file):
+            # An image that is listed under two names must be recognized.
+            file = os.path.relpath(file, root.absolute())
         if not (root / file).is_file():
             raise SetupError(
-                f"{path}, line {number}: {root / file} is not there: column {header[image]} has paths below "
-                f"data.root={root}, such as train/cat-1.jpg: correct or remove the line, or type "
-                "data.image_column= of another column"
+                f"{path}, line {number}: {root / file} is not there: column {header[image]} has "
+                f"paths below data.root={root}, such as train/cat-1.jpg: correct or remove the "
+                "line, or type data.image_column= of another column"
             )
-        if file in rows:  # it might be held out under one label, and trained on under another
-            advice = "write its classes in one line, as cat;dog" if reads == "classes" else "keep one of them"
-            raise SetupError(f"{path}, line {number}: {file} is in line {rows[file].number} too: {advice}")
+        for column, cell in enumerate(cells):
+            if column != image:
+                _check_cell(
+                    f"{path}, line {number}", cell, root, reads != "values" and column in labels
+                )
+        # An image with two labels could be in both the training and the validation split.
+        if file in rows:
+            advice = "keep one of them"
+            if reads == "classes":
+                advice = "write its classes in one line, as cat;dog"
+            raise SetupError(
+                f"{path}, line {number}: {file} is in line {rows[file].number} too: {advice}"
+            )
         part = part_named(cells[split] if split is not None else file.partition("/")[0])
         rows[file] = Row(number, file, part, tuple(cells[n] for n in labels))
     divides = split is not None or any(row.part for row in rows.values())
@@ -116,88 +200,188 @@ def read_rows(path: Path, root: Path, reads: Reads, data: DataRecipe) -> tuple[t
 
 def targets_of(
     path: Path, columns: tuple[str, ...], parts: Sequence[Sequence[Row]], reads: Reads
-) -> tuple[tuple[str, ...], list[npt.NDArray[Any]], dict[str, str]]:
-    """Names of classes or values, the targets of the training and the held-out rows, and notes. Raises SetupError."""
+) -> tuple[tuple[str, ...], list[Array], dict[str, str]]:
+    """Convert labels to targets.
+
+    Args:
+        path: the table, for error messages.
+        columns: names of the columns with labels.
+        parts: the rows for training, for validation, and all others.
+        reads: the kind of labels that the task needs.
+
+    Returns:
+        Names of classes or values, targets of the training and of the validation rows, and notes
+        for a run's banner.
+
+    Raises:
+        SetupError: the labels do not match the task.
+    """
     train, val, _ = parts
-    cells = [row.cells[0] for some in parts for row in some if row.cells]  # those of all, whichever part is held out
+    # Use the labels of all rows, so that the classes do not depend on the validation split.
+    cells = [row.cells[0] for some in parts for row in some if row.cells]
     if reads == "class" and len(columns) == 1:
         named = class_names((row.cells[0] for row in train), (row.cells[0] for row in val))
         if several := next((name for name in named.names if SEPARATOR in name), None):
-            raise SetupError(f"{path}: '{several}' looks like several classes: add task.name=multilabel")
-        measures = all(map(_is_number, named.names)) and (
-            len(named.names) > DIGITS or not all(map(str.isdigit, named.names))
-        )
-        if measures and len(named.names) > len(train) / 2:  # hardly any comes twice
             raise SetupError(
-                f"{path}: {columns[0]} holds {len(named.names)} different numbers for {len(train)} images, such as "
-                f"{named.names[-1]}: where they are measures and no classes, add task.name=regression; where they are "
-                f"classes, write them as words, such as class-{named.names[-1]}"
+                f"{path}: '{several}' looks like several classes: add task.name=multilabel"
             )
-        for row in (row for row in (*train, *val) if not row.cells[0] or row.cells[0] not in named.places):
-            what = f"no training image has the class '{row.cells[0]}'" if row.cells[0] else f"{row.file} has no class"
-            raise SetupError(f"{path}, line {row.number}: {what}")
-        places = [np.array([named.places[row.cells[0]] for row in some], np.int64) for some in (train, val)]
+        measures = all(map(_is_number, named.names)) and (
+            len(named.names) > MAX_DIGIT_CLASSES or not all(map(str.isdigit, named.names))
+        )
+        # Measurements rarely occur twice, while most classes have several images.
+        if measures and len(named.names) > len(train) / 2:
+            raise SetupError(
+                f"{path}: {columns[0]} holds {len(named.names)} different numbers for {len(train)} "
+                f"images, such as {named.names[-1]}: where they are measures and no classes, add "
+                "task.name=regression; where they are classes, write them as words, such as "
+                f"class-{named.names[-1]}"
+            )
+        for row in (*train, *val):
+            if not row.cells[0]:
+                raise SetupError(f"{path}, line {row.number}: {row.file} has no class")
+            if row.cells[0] not in named.places:
+                raise SetupError(
+                    f"{path}, line {row.number}: no training image has the class '{row.cells[0]}'"
+                )
+        places = [
+            np.array([named.places[row.cells[0]] for row in some], np.int64)
+            for some in (train, val)
+        ]
         return tuple(named.names), places, named.notes
     if reads == "classes" and len(columns) == 1 and not {*BINARY} >= {*map(str.lower, cells)}:
         if other := next((cell for cell in cells if "|" in cell), None):
-            raise SetupError(f"{path}: '{other}': write {SEPARATOR} between classes, or a column of 0 and 1 each")
-        named = class_names(name for cell in cells for name in _several(cell))
-        matrices = [np.zeros((len(some), len(named.names)), np.float32) for some in (train, val)]
-        for some, targets in zip((train, val), matrices, strict=True):
-            for n, row in enumerate(some):
-                targets[n, [named.places[name] for name in _several(row.cells[0])]] = 1
+            raise SetupError(
+                f"{path}: '{other}': write {SEPARATOR} between classes, or a column of 0 and 1 each"
+            )
+        named = class_names(chain.from_iterable(map(_several, cells)))
+        matrices = []
+        for rows in (train, val):
+            targets = np.zeros((len(rows), len(named.names)), np.float32)
+            for n, row in enumerate(rows):
+                for name in _several(row.cells[0]):
+                    targets[n, named.places[name]] = 1
+            matrices.append(targets)
         return tuple(named.names), matrices, named.notes
     if reads in ("classes", "values") and columns:
-        numbers = ([_numbers(path, row) for row in some] for some in (train, val))
-        return columns, [np.array(some, np.float32).reshape(-1, len(columns)) for some in numbers], {}
+        matrices = []
+        for rows in (train, val):
+            numbers = [_numbers(path, row) for row in rows]
+            matrices.append(np.array(numbers, np.float32).reshape(-1, len(columns)))
+        return columns, matrices, class_names(columns).notes
     others = f"its other columns are {few(columns, 6)}: data.label_column=NAME takes one"
-    raise SetupError(f"{path} needs {WANTED[reads]}; {others}")
+    raise SetupError(f"{path} needs {NEEDED_COLUMNS[reads]}; {others}")
+
+
+def _check_cell(where: str, cell: str, root: Path, is_label: bool) -> None:
+    """Check a cell.
+
+    Raises:
+        SetupError: a label is missing, or a quote is closed too late, so that the cell contains the
+            following rows.
+    """
+    if is_label and any(name.lower() in MISSING for name in _several(cell)):
+        raise SetupError(
+            f"{where}: '{cell}' is how programs write a missing value: remove the line, or write "
+            "another"
+        )
+    if "\n" in cell or "\r" in cell:
+        for part in re.split("[\n\r\t,]", cell):
+            if (root / plain(part.strip(' "'))).is_file():
+                raise SetupError(
+                    f"{where}: a cell between quotes holds {part}, which is an image: close its "
+                    "quote"
+                )
 
 
 def _numbers(path: Path, row: Row) -> list[float]:
     cells = [BINARY.get(cell.lower(), cell) for cell in row.cells]
     if not all(map(_is_number, cells)):
         raise SetupError(
-            f"{path}, line {row.number}: {few(row.cells)} are not all numbers: write a dot before decimals "
-            "and nothing between thousands, or choose columns, data.label_column=[A,B]"
+            f"{path}, line {row.number}: {few(row.cells)} are not all numbers: write a dot before "
+            "decimals and nothing between thousands, or choose columns, data.label_column=[A,B]"
         )
     return [*map(float, cells)]
 
 
 def read_lines(path: Path) -> tuple[list[str], list[Line]]:
-    """A table's header, and its lines that are not empty with their numbers. Raises SetupError."""
+    """Return the header of a table, and its other lines except empty ones. Raises SetupError."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
-        if "\0" in text[:1000]:
-            raise ValueError("it holds zero bytes")
-        mark = "\t" if "\t" in text.lstrip("\r\n").partition("\n")[0] else ","
-        reader = csv.reader(io.StringIO(text, newline=""), delimiter=mark, skipinitialspace=True)
-        lines = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if any(row)]
+        if "\0" in text:
+            raise ValueError(
+                f"line {text.count(chr(10), 0, text.index(chr(0))) + 1} holds a zero byte"
+            )
     except OSError as error:
         raise SetupError(f"data.labels={path} cannot be read ({error.strerror})") from None
-    except (ValueError, csv.Error) as error:
+    except ValueError as error:
         advice = "save it as UTF-8 (Excel: Save As, CSV UTF-8)"
         raise SetupError(f"data.labels={path} cannot be read ({error}): {advice}") from None
+    lines = [*_records(path, text)]
     if len(lines) < 2 or len(lines[0][1]) < 2:
         raise SetupError(
-            f"data.labels={path} needs a header and rows with commas or tabs between their cells, such as file,label "
-            "and train/cat-1.jpg,cat below it"
+            f"data.labels={path} needs a header and rows with commas or tabs between their cells, "
+            "such as file,label and train/cat-1.jpg,cat below it"
         )
-    header = lines[0][1]
+    header = [class_name(name) for name in lines[0][1]]
+    if twice := [name for name, count in Counter(header).items() if name and count > 1]:
+        raise SetupError(
+            f"{path}, line {lines[0][0]}: several columns are called {few(twice)}: rename all but "
+            "one"
+        )
     for number, cells in lines[1:]:
         if len(cells) != len(header):
-            raise SetupError(f"{path}, line {number}: {len(cells)} cells, and the header has {len(header)}")
+            raise SetupError(
+                f"{path}, line {number}: {len(cells)} cells, and the header has {len(header)}"
+            )
     return header, lines[1:]
 
 
+def _records(path: Path, text: str) -> Iterator[Line]:
+    """Yield each row that is not empty, with the number of its first line.
+
+    Raises:
+        SetupError: a quote is not closed, so that its cell would contain the following rows.
+    """
+    mark = ","
+    if "\t" in text.lstrip("\r\n").partition("\n")[0]:
+        mark = "\t"
+    lines = []
+    if '"' in text:
+        lines = io.StringIO(text, newline="").readlines()
+    # Blanks after a closing quote do not belong to the cell, but csv refuses them in strict mode.
+    tidy = (
+        re.sub(r'(?<=") +(?=[,\t\r\n]|$)', "", line) if '" ' in line else line for line in lines
+    )
+    reader = csv.reader(
+        tidy if lines else io.StringIO(text, newline=""),
+        delimiter=mark,
+        skipinitialspace=True,
+        strict=True,
+    )
+    read = 0
+    try:
+        for row in reader:
+            if lines and "".join(lines[read : reader.line_num]).count('"') % 2:
+                raise csv.Error("a quote without its counterpart")
+            if any(row):
+                yield read + 1, [cell.strip() for cell in row]
+            read = reader.line_num
+    except csv.Error as error:
+        raise SetupError(
+            f'{path}, line {read + 1}: {error}: write a cell with quotes as "5"" nail", between '
+            "quotes and each twice"
+        ) from None
+
+
 def plain(cell: str) -> str:
-    """The path that a cell holds, also as Windows and `find .` write it."""
+    """Return the path in a cell, which Windows or `find .` may have written."""
     return os.path.normpath(cell.replace("\\", "/"))
 
 
 def _is_number(cell: str) -> bool:
     try:
-        return math.isfinite(float(cell))
+        # float() accepts 1_000, which other programs do not read as a number.
+        return "_" not in cell and math.isfinite(float(cell))
     except ValueError:
         return False
 

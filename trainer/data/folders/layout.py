@@ -1,5 +1,7 @@
-"""The layout of a folder of photos: which part trains and which is held out; where none is, a fraction of each class,
-the same images every time. And what classes are called, and in which order, wherever images have theirs."""
+"""Layout of a folder of photos: training and validation parts, and names and order of classes.
+
+If a folder has no validation part, a fraction of each class is drawn, the same images every time.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,10 @@ import csv
 import hashlib
 import io
 import os
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from shlex import quote
 from typing import NamedTuple
@@ -19,76 +23,141 @@ from trainer.data.folders.scanning import LOOSE, LeftOut, few, images_below, lis
 from trainer.data.sampling import Array
 from trainer.errors import SetupError
 from trainer.processes.rank import is_restart
-from trainer.saving.files import opened, portable
+from trainer.saving.files import escape_non_utf8, open_regular
 from trainer.saving.run_folder import RunFolder
-from trainer.saving.run_names import run_folder
+from trainer.saving.run_names import find_run_folder
 from trainer.tasks.classification import class_name
 
 # Names of folders, in upper or lower case; the first that exists is used.
-PARTS = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
-TRAIN, TEST, HELD_OUT = PARTS["train"], PARTS["test"], PARTS["val"] + PARTS["test"]
-HOLDOUT_FILE = "split.csv"  # of a run folder: the split that was drawn for it; data.labels= takes it too
+PARTS = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation"),
+    "test": ("test", "testing"),
+}
+TRAIN = PARTS["train"]
+TEST = PARTS["test"]
+HELD_OUT = PARTS["val"] + PARTS["test"]
+# File of a run folder with the split that the run drew. data.labels= accepts this file, too.
+HOLDOUT_FILE = "split.csv"
 
 
 class ClassFolders(NamedTuple):
-    """Where class folders are."""
+    """Paths of the directories that contain the class directories.
+
+    Attributes:
+        train: directory of the training images.
+        held_out: directory of the validation images; None if these are drawn from `train`.
+        beside: names of directories that belong to neither.
+    """
 
     train: Path
-    held_out: Path | None  # None where a part of the training images is to be held out
-    beside: tuple[str, ...] = ()  # folders that belong to neither
+    held_out: Path | None
+    beside: tuple[str, ...] = ()
 
 
 class ClassNames(NamedTuple):
-    """Classes as they are called."""
+    """Names of classes.
+
+    Attributes:
+        names: sorted names.
+        places: index in `names` of each text that stands for a class.
+        notes: notes for a run's banner.
+    """
 
     names: list[str]
-    places: dict[str, int]  # in `names`, of each text that was given
-    notes: dict[str, str]  # for a run's banner
+    places: dict[str, int]
+    notes: dict[str, str]
 
 
 def class_names(texts: Iterable[str], others: Iterable[str] = ()) -> ClassNames:
-    """The classes that `texts` name, sorted; `others` have places where they name one of these too."""
+    """Return the classes that `texts` name.
+
+    Args:
+        texts: names as written in a folder or table.
+        others: further names, which may stand for one of these classes but add none.
+    """
     forms = {text: class_name(text) for text in texts}
     order = {form: place for place, form in enumerate(sorted({*forms.values()}))}
     forms |= {text: class_name(text) for text in others}
     places = {text: order[form] for text, form in forms.items() if form in order}
-    twice = [portable(form) for form, count in Counter(forms.values()).items() if count > 1]
-    shown = ", ".join(twice[:4]) + ", ..." * (len(twice) > 4)
-    notes = {"names": f"{shown}: written in two Unicode forms, each one class"} if twice else {}
-    return ClassNames([*map(portable, order)], places, notes)
+    twice = [escape_non_utf8(form) for form, count in Counter(forms.values()).items() if count > 1]
+    notes = (
+        {"names": f"{few(twice)}: written in two Unicode forms, each one class"} if twice else {}
+    )
+    looks = Counter(map(_look, order))
+    if alike := [escape_non_utf8(form) for form in order if looks[_look(form)] > 1]:
+        notes["alike"] = (
+            f"{few(alike, 8)}: classes of their own, though their names differ in case or blanks "
+            "alone"
+        )
+    return ClassNames([*map(escape_non_utf8, order)], places, notes)
+
+
+def _look(name: str) -> str:
+    """Return a key that is equal for names that look alike, such as 1.0 and 01, or cat and Cat."""
+    with suppress(ValueError):
+        return str(float(name))
+    letters = unicodedata.normalize("NFKC", name).casefold()
+    return "".join(letter for letter in letters if letter.isprintable() and not letter.isspace())
 
 
 def part_named(name: str) -> str | None:
-    """The part that a folder, or a cell of a table, is called: train, val or test."""
+    """Return the part (train, val or test) that a folder's name or a table's cell stands for."""
     return next((part for part, names in PARTS.items() if name.lower() in names), None)
 
 
-def held_out_of(parts: Collection[str | None], test: bool, where: object) -> tuple[str | None, dict[str, str]]:
-    """Which of the parts there is held out: val, or else test; where `test` is asked for, that. Raises SetupError.
+def held_out_of(
+    parts: Collection[str | None], test: bool, where: object
+) -> tuple[str | None, dict[str, str]]:
+    """Choose the part that is the validation split: val if it exists, or else test.
 
-    With a note for a run's banner.
+    Args:
+        parts: the parts that exist.
+        test: whether the user requires the test part.
+        where: path of the data, for the error message.
+
+    Returns:
+        The part, if any, and notes for a run's banner.
+
+    Raises:
+        SetupError: there is no test part, but the user requires it.
     """
     if test and not {"train", "test"} <= {*parts}:
-        raise SetupError(f"split=test: {where} has no test part with classes beside a training part: leave split= out")
+        raise SetupError(
+            f"split=test: {where} has no test part with classes beside a training part: leave "
+            "split= out"
+        )
     part = "test" if test else next((part for part in ("val", "test") if part in parts), None)
     alone = part == "test" and not test
-    return part, {"test": "held out for want of val: it chooses the best epoch, and is no test of it"} if alone else {}
+    return part, {
+        "test": "held out for want of val: it chooses the best epoch, and is no test of it"
+    } if alone else {}
 
 
 def layout_of(root: Path, left: LeftOut, test: bool = False) -> ClassFolders:
-    """Where `root` has its training and its held-out images; the latter are those of `test` where it is asked for.
-    Raises SetupError."""
+    """Find the directories of training and validation images in `root`.
+
+    Args:
+        root: the user's data.root.
+        left: counts ignored files.
+        test: whether the validation images must be those of the test part.
+
+    Raises:
+        SetupError: there are validation images but no training images.
+    """
     folders, _ = listed(root, LeftOut())
-    train, held_out = _named(folders, TRAIN), _held_out(root, folders, test)
+    train = _named(folders, TRAIN)
+    held_out = _held_out(root, folders, test)
     if train is not None:
-        left[LOOSE] += len(listed(root, left)[1])  # else `classes_of` counts the images beside the classes
+        # Without a train folder, `classes_of` counts the images next to the class folders.
+        left[LOOSE] += len(listed(root, left)[1])
         others = tuple(name for name in folders if root / name not in (root / train, held_out))
         return ClassFolders(root / train, held_out, others)
     if held_out is not None:
         alone = quote(f"data.root={held_out}")
         raise SetupError(
-            f"{root} holds {held_out.name} and no train: move the classes to be trained to {root / 'train'}, or type "
-            f"{alone}, which trains on that and holds out a part"
+            f"{root} holds {held_out.name} and no train: move the classes to be trained to "
+            f"{root / 'train'}, or type {alone}, which trains on that and holds out a part"
         )
     above = root.absolute().parent
     if folders and root.absolute().name.lower() in TRAIN and os.access(above, os.R_OK):
@@ -97,34 +166,46 @@ def layout_of(root: Path, left: LeftOut, test: bool = False) -> ClassFolders:
 
 
 def _held_out(root: Path, folders: Sequence[str], test: bool) -> Path | None:
-    """The held-out part among a folder's folders; not a test part without classes, as competitions have one."""
+    """Return the directory of validation images among the folders of `root`, if any.
+
+    A test part without class folders, as competitions publish it, does not count.
+    """
     name = _named(folders, TEST if test else HELD_OUT)
     alone = name is None or (part_named(name) == "test" and not listed(root / name, LeftOut())[0])
     return None if name is None or alone else root / name
 
 
 def _named(folders: Sequence[str], names: Sequence[str]) -> str | None:
-    """The folder that has one of these names, in upper or lower case; of several the first."""
-    return next((folder for wanted in names for folder in folders if folder.lower() == wanted), None)
+    """Return the first folder that has one of the names, in upper or lower case, if any."""
+    return next(
+        (folder for wanted in names for folder in folders if folder.lower() == wanted), None
+    )
 
 
 def classes_of(folder: Path, left: LeftOut) -> dict[str, list[str]]:
-    """Classes with their images, as paths below `folder`, all in alphabetical order. Raises SetupError."""
+    """Return the sorted classes, each with the sorted paths of its images below `folder`.
+
+    Raises:
+        SetupError: there are no class folders, or a class has no images.
+    """
     folders, images = listed(folder, left)
     if not folders:
-        found = f"{len(images)} images and" if images else f"no images that can be read here{left.in_brackets()} and"
+        contents = f"no images that can be read here{left.in_brackets()}"
+        if images:
+            contents = f"{len(images)} images"
         raise SetupError(
-            f"{folder} holds {found} no class folders: put each class's images in a folder of its own, "
-            f"{folder}/<class>/*.jpg, or name their labels in a table: data.labels=FILE.csv"
+            f"{folder} holds {contents} and no class folders: put each class's images in a folder "
+            f"of its own, {folder}/<class>/*.jpg, or label them in a table: data.labels=FILE.csv"
         )
     left[LOOSE] += len(images)
-    named, classes = class_names(folders), defaultdict[int, list[str]](list)
+    named = class_names(folders)
+    classes = defaultdict[int, list[str]](list)
     for name in folders:
         paths = [*images_below(os.path.join(folder, name), left, name)]
         if not paths:
             raise SetupError(
-                f"{folder / name} holds no images that can be read here{left.in_brackets()}: remove the folder or put "
-                "images there (JPEG, PNG, WebP, ...)"
+                f"{folder / name} holds no images that can be read here{left.in_brackets()}: "
+                "remove the folder or put images there (JPEG, PNG, WebP, ...)"
             )
         classes[named.places[name]] += paths
     left.named |= named.notes
@@ -132,38 +213,69 @@ def classes_of(folder: Path, left: LeftOut) -> dict[str, list[str]]:
 
 
 def check_several(train: Path, classes: dict[str, list[str]]) -> None:
-    """Refuse a single class, and a split within each class. Raises SetupError."""
-    # The folders within each class folder that hold its images.
-    inside = [{path.split("/")[1] for path in paths if path.count("/") > 1} for paths in classes.values()]
+    """Refuse data with a single class, or with a split inside each class.
+
+    Raises:
+        SetupError: the class folders are probably not the classes that the user means.
+    """
+    # Names of the folders inside each class folder that contain its images.
+    inside = [
+        {path.split("/")[1] for path in paths if path.count("/") > 1} for paths in classes.values()
+    ]
     if len(classes) == 1:
-        (only,), root = classes, quote(f"data.root={train / next(iter(classes))}")
-        deeper = f"; if what it holds ({few(sorted(inside[0]))}) is the data set, type {root}" * bool(inside[0])
+        (only,) = classes
+        deeper = ""
+        if inside[0]:
+            root = quote(f"data.root={train / only}")
+            deeper = f"; if what it holds ({few(sorted(inside[0]))}) is the data set, type {root}"
         raise SetupError(
-            f"{train} holds one class, '{only}': put the images of each in a folder of its own, {train}/<class>{deeper}"
+            f"{train} holds one class, '{only}': put the images of each in a folder of its own, "
+            f"{train}/<class>{deeper}"
         )
     if len(splits := sorted(filter(part_named, set.intersection(*inside)))) > 1:
-        raise SetupError(f"{train}: each class holds {' and '.join(splits)}: put the classes into these")
+        raise SetupError(
+            f"{train}: each class holds {' and '.join(splits)}: put the classes into these"
+        )
 
 
 class Before(NamedTuple):
-    """The split of an earlier run, for images that are opened again."""
+    """The split of an earlier run, for a data set that is opened again.
 
-    # the names of the images that were held out; None: those that the recipe's seed draws
+    Attributes:
+        held_out: names of the validation images; None if the recipe's seed draws them.
+        elsewhere: whether the data set may consist of different images. If it does, all of them are
+            validation images.
+        test: whether the test part is the validation split.
+    """
+
     held_out: frozenset[str] | None = None
-    elsewhere: bool = False  # whether these may be other images, of which then all are held out
-    test: bool = False  # whether the test part is to be held out
+    elsewhere: bool = False
+    test: bool = False
 
 
 NOTHING_BEFORE = Before()
 
 
 def draw(names: Sequence[str], labels: Array, fraction: float, seed: int) -> Array:
-    """Which of the images to hold out: (images,) bool.
+    """Draw the validation images of a data set.
 
-    Of each class the fraction, rounded, at least one and never all; of a class with one image none. Depends on an
-    image's name and the seed alone: neither the order of files nor other classes change anything.
+    The choice depends only on the names of images and the seed, not on the order of files or on
+    other classes. A class with one image has no validation image; any other class has at least one,
+    and never loses all its images.
+
+    Args:
+        names: names of the images.
+        labels: (images,) classes.
+        fraction: fraction of each class to draw, between 0 and 1.
+        seed: seed of the draw.
+
+    Returns:
+        (images,) bool, whether each image is a validation image.
     """
-    keys = [hashlib.blake2b(f"{seed}/".encode() + os.fsencode(name), digest_size=8).digest() for name in names]
+    keys = [
+        hashlib.blake2b(f"{seed}/".encode() + os.fsencode(name), digest_size=8).digest()
+        for name in names
+    ]
     drawn = np.frombuffer(b"".join(keys), ">u8")
     chosen = np.zeros(len(names), bool)
     for label in np.unique(labels):
@@ -176,41 +288,66 @@ def draw(names: Sequence[str], labels: Array, fraction: float, seed: int) -> Arr
 def hold_out(
     names: Sequence[str], labels: Array, fraction: float, seed: int, before: Before, where: str
 ) -> tuple[Array, str]:
-    """Which of the images are held out, (images,) bool, and that in words. Raises SetupError."""
+    """Choose the validation images: those of an earlier run, or a new draw.
+
+    Returns:
+        (images,) bool, whether each image is a validation image, and a description for the user.
+
+    Raises:
+        SetupError: validation images of the earlier run are missing, or no image can be drawn.
+    """
     if before.held_out is not None:
-        known = np.array([portable(name) in before.held_out for name in names], bool)
+        known = np.array([escape_non_utf8(name) in before.held_out for name in names], bool)
         if known.any() and not known.all():
             return known, f"{int(known.sum())} of {where}, as when the run began ({HOLDOUT_FILE})"
         if not before.elsewhere:
             raise SetupError(
                 f"{where}: of the images that this run holds out ({HOLDOUT_FILE} in its folder) "
-                f"{'only those are' if known.any() else 'none is'} there: put them back, or choose another output="
+                f"{'only those are' if known.any() else 'none is'} there: put them back, or choose "
+                "another output="
             )
     if before.elsewhere:
         return np.ones(len(names), bool), f"all of {where}"
     chosen = draw(names, labels, fraction, seed)
     if not chosen.any():
-        raise SetupError(f"{where}: every class has one image, so none can be held out: give each two or more")
-    return chosen, f"{fraction:.3g} of each class of {where}, drawn by file name and seed={seed} (data.val_fraction)"
+        raise SetupError(
+            f"{where}: every class has one image, so none can be held out: give each two or more"
+        )
+    return (
+        chosen,
+        f"{fraction:.3g} of each class of {where}, drawn by file name and seed={seed} "
+        "(data.val_fraction)",
+    )
 
 
 def continued(folder: RunFolder) -> Before:
-    """The split of the run that is continued in a folder, or of an earlier start of the same job."""
-    return Before(part_of(folder.path, "val")) if folder.resuming or is_restart() else NOTHING_BEFORE
+    """Return the split of the run that is resumed, or of an earlier attempt of the same job."""
+    if folder.resuming or is_restart():
+        return Before(part_of(folder.path, "val"))
+    return NOTHING_BEFORE
 
 
 def part_of(path: Path, part: str) -> frozenset[str] | None:
-    """The images of a part, `train` or `val`, of a run, by its folder, a checkpoint in it or its weights.
+    """Return the names of a run's training or validation images, or None if it drew no split.
 
-    None: it drew no split. Raises SetupError.
+    Args:
+        path: the run folder, a checkpoint in it, or the run's weights.
+        part: "train" or "val".
+
+    Raises:
+        SetupError: the file with the split cannot be read.
     """
-    file = (run_folder(path) or path) / HOLDOUT_FILE
+    file = (find_run_folder(path) or path) / HOLDOUT_FILE
     if not os.path.lexists(file):
         return None
     try:
-        with opened(file) as binary, io.TextIOWrapper(binary, encoding="utf-8", newline="") as text:
+        with (
+            open_regular(file) as binary,
+            io.TextIOWrapper(binary, encoding="utf-8", newline="") as text,
+        ):
             return frozenset(row["file"] for row in csv.DictReader(text) if row["split"] == part)
     except (OSError, UnicodeError, csv.Error, KeyError) as error:
         raise SetupError(
-            f"{file} cannot be read ({type(error).__name__}): remove it, and the seed draws the split again"
+            f"{file} cannot be read ({type(error).__name__}): remove it, and the seed draws the "
+            "split again"
         ) from None

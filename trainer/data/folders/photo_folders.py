@@ -1,4 +1,7 @@
-"""Photo folders: root/train/<class>/... and root/val/<class>/..., and the other layouts of `layout`."""
+"""Data sets of photos: folders such as root/train/<class>/..., size of images, and statistics.
+
+`layout` describes all layouts of a folder.
+"""
 
 from __future__ import annotations
 
@@ -10,46 +13,62 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 
 from trainer import tasks
-from trainer.data.encoded import EncodedPhotos, encoded, header_file
-from trainer.data.folders.layout import Before, check_several, classes_of, held_out_of, hold_out, layout_of, part_named
+from trainer.data.encoded import EncodedPhotos, open_header, read_encoded
+from trainer.data.folders.layout import (
+    Before,
+    check_several,
+    classes_of,
+    held_out_of,
+    hold_out,
+    layout_of,
+    part_named,
+)
 from trainer.data.folders.scanning import LeftOut, few
-from trainer.data.photos.decoding import formats, reason
-from trainer.data.photos.photo_reader import NEIGHBOURS, TINY, held_out
-from trainer.data.photos.pixel_range import PixelValues, wanted_of
-from trainer.data.photos.stacks import is_stack, read_stack
+from trainer.data.photos.decoding import describe_failure, list_formats
+from trainer.data.photos.photo_reader import NEIGHBOURS, TINY, prepare_for_evaluation
+from trainer.data.photos.pixel_range import PixelValues, recipe_pixel_range
+from trainer.data.photos.stacks import choose_page, is_stack, read_stack
 from trainer.data.sampling import Array
 from trainer.data.sets import Datasets, ImageSet
 from trainer.errors import SetupError
 from trainer.recipe import Recipe
 from trainer.recipe.image_sizes import ImageSize, in_pixels, sides, typed_size
 from trainer.recipe.known_names import torchvision_classifiers
-from trainer.saving.files import csv_text, portable
+from trainer.saving.files import escape_non_utf8, format_csv
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 LUMA = (0.299, 0.587, 0.114)
+# Maximum size in bytes of a data set that is decoded at the start and kept in memory.
 IN_MEMORY_BYTES = 2**30
-PHOTO = 224  # pixels along a side to which photos are resized
-LOOKED_AT = 100  # headers of images, to choose a size
-MEASURED = 256  # images, for the mean and standard deviation of channels that nobody knows
-GRAY = ("1", "L", "LA", "I", "I;16", "I;16B", "F")  # Pillow's modes
-LISTED = 12  # classes whose counts are listed
-NAMED = 3  # of several images that cannot be read, besides the first
-UNBALANCED = 5  # times as many images as the smallest class
+# Default side in pixels of the images that photos become.
+PHOTO_SIDE = 224
+# Maximum number of images whose headers are read to choose a size.
+MAX_HEADERS = 100
+# Maximum number of images that are decoded to measure the mean and standard deviation of channels.
+MAX_MEASURED_IMAGES = 256
+# Pillow's modes of gray images.
+GRAY = ("1", "L", "LA", "I", "I;16", "I;16B", "F")
+# Maximum number of classes whose counts are listed.
+MAX_LISTED_CLASSES = 12
+# Maximum number of unreadable images that a message names in addition to the first one.
+MAX_LISTED_FAILURES = 3
+# Ratio of the largest class to the smallest one from which on data.balance is suggested.
+UNBALANCED_RATIO = 5
 
-Shape = tuple[int, int, int]  # channels, height, width
+# Channels, height and width.
+Shape = tuple[int, int, int]
+# One number per channel.
 Numbers = tuple[float, ...]
-Photos = TypeVar("Photos", bound=EncodedPhotos)
 
 
 class PhotoFolder(EncodedPhotos):
-    """The images of one split, in a file each."""
+    """The images of one split, each in a separate file."""
 
     @cached_property
     def _real(self) -> str:
@@ -60,102 +79,157 @@ class PhotoFolder(EncodedPhotos):
 
 
 def open_folder(recipe: Recipe, before: Before) -> Datasets:
-    """Scan `data.root`. Folders of tiny images are decoded at once and kept in memory. Raises SetupError."""
+    """Open the folder `data.root` as a data set.
+
+    Tiny images are decoded immediately and kept in memory.
+
+    Raises:
+        SetupError: the folder cannot be read, or its layout is not understood.
+    """
     if recipe.data.root is None:
         raise SetupError(
             "data.name=imagefolder needs images: type data.root=FOLDER, "
             "a folder with train/<class>/*.jpg and val/<class>/*.jpg, or with <class>/*.jpg alone"
         )
-    root, left = Path(recipe.data.root).expanduser(), LeftOut()
+    root = Path(recipe.data.root).expanduser()
+    left = LeftOut()
     layout = layout_of(root, left, before.test)
-    parts = {"train", part_named(layout.held_out.name)} if layout.held_out else set()
-    told = held_out_of(parts, before.test, layout.train)[1]
+    if layout.held_out:
+        parts = {"train", part_named(layout.held_out.name)}
+    else:
+        parts = set()
+    _, split_notes = held_out_of(parts, before.test, layout.train)
     classes = classes_of(layout.train, left)
     check_several(layout.train, classes)
     train = PhotoFolder(layout.train, *_targets(classes))
-    if layout.held_out is None:
-        train, val, holdout = divided(train, recipe, before)
-    else:
+    val = None
+    if layout.held_out is not None:
         others = classes_of(layout.held_out, left)
-        for name in sorted(set(others) - set(classes) if before.test else set(classes) ^ set(others)):
+        for name in sorted(
+            set(others) - set(classes) if before.test else set(classes) ^ set(others)
+        ):
             here, there = (layout.train.name, layout.held_out.name)[:: 1 if name in classes else -1]
             raise SetupError(
-                f"{root}: class folder '{name}' is in {here} and not in {there}; both need the same classes"
+                f"{root}: class folder '{name}' is in {here} and not in {there}; both need the "
+                "same classes"
             )
-        val = PhotoFolder(layout.held_out, *_targets({name: others.get(name, []) for name in classes}))
-        holdout = str(layout.held_out)
-    notes = left.notes() | told
+        val = PhotoFolder(
+            layout.held_out, *_targets({name: others.get(name, []) for name in classes})
+        )
+    notes = left.notes() | split_notes
     if layout.beside:
         notes["beside"] = f"not looked at in {root}: {few(layout.beside)}"
-    return photos(recipe, train, val, [*classes], holdout, notes, drawn=layout.held_out is None)
+    return photos(recipe, before, train, val, [*classes], str(layout.held_out), notes)
 
 
 def _targets(classes: Mapping[str, list[str]]) -> tuple[Iterator[str], Array]:
-    """The images of all classes, and their classes."""
-    labels = np.repeat(np.arange(len(classes)), [len(images) for images in classes.values()])
+    """Return the images of all classes, and the class of each image."""
+    counts = [*map(len, classes.values())]
+    labels = np.repeat(np.arange(len(classes)), counts)
     return itertools.chain.from_iterable(classes.values()), labels
 
 
-def divided(whole: Photos, recipe: Recipe, before: Before) -> tuple[Photos, Photos, str]:
-    """The training and the held-out images of a set without a split, and the split in words. Raises SetupError."""
-    names = [whole.name(index) for index in range(len(whole))]
-    labels = whole.labels if whole.labels.ndim == 1 else np.zeros(len(whole), np.int64)
-    chosen, holdout = hold_out(names, labels, recipe.data.val_fraction, recipe.seed, before, whole.root)
-    if chosen.all():
-        return whole, whole, holdout
-    return whole.part(np.flatnonzero(~chosen)), whole.part(np.flatnonzero(chosen)), holdout
-
-
 def holdout_table(train: EncodedPhotos, val: EncodedPhotos, names: Sequence[str]) -> str:
-    """The text of a run's split.csv: which images train and which are held out."""
+    """Return the text of a run's split.csv, which lists the images of both splits."""
     rows = [("file", "label", "split")]
     for part, split in ((train, "train"), (val, "val")):
-        labels = [names[label] for label in part.labels] if part.labels.ndim == 1 else [""] * len(part)
-        rows += [(portable(part.name(index)), label, split) for index, label in enumerate(labels)]
-    return csv_text(rows)
+        if part.labels.ndim == 1:
+            labels = [names[label] for label in part.labels]
+        else:
+            labels = [""] * len(part)
+        for index, label in enumerate(labels):
+            rows.append((escape_non_utf8(part.name(index)), label, split))
+    return format_csv(rows)
 
 
-def class_counts(train: EncodedPhotos, val: EncodedPhotos, names: Sequence[str], balanced: bool) -> dict[str, str]:
-    """How many images each class has, for a run's banner, and what to do where some have far fewer."""
-    several = train.labels.ndim > 1  # rows of 0 and 1
+def class_counts(
+    train: EncodedPhotos, val: EncodedPhotos, names: Sequence[str], balanced: bool
+) -> dict[str, str]:
+    """Count the images of each class for the banner, with a suggestion if some have far fewer."""
+    # If an image can have several classes, its label is a row of 0 and 1.
+    several = train.labels.ndim > 1
     here, there = (
-        part.labels.sum(0).astype(int) if several else np.bincount(part.labels, minlength=len(names))
+        part.labels.sum(0).astype(int)
+        if several
+        else np.bincount(part.labels, minlength=len(names))
         for part in (train, val)
     )
     order = np.argsort(here, kind="stable")
-    fewest, most = next((row for row in order if here[row]), 0), order[-1]  # of classes that there are
-    listed = range(len(names)) if len(names) <= LISTED else order  # of many classes those with the fewest
-    each = few([f"{names[row]} {here[row]} + {there[row]}" for row in listed], LISTED)
+    # Ignore classes without training images.
+    fewest = next((row for row in order if here[row]), 0)
+    most = order[-1]
+    # If there are many classes, list the smallest ones.
+    listed = range(len(names)) if len(names) <= MAX_LISTED_CLASSES else order
+    each = few([f"{names[row]} {here[row]} + {there[row]}" for row in listed], MAX_LISTED_CLASSES)
     notes = {"classes": f"{each} (training + held out)"}
-    if here[most] >= UNBALANCED * here[fewest] and not balanced and not several:
+    if here[most] >= UNBALANCED_RATIO * here[fewest] and not balanced and not several:
         notes["balance"] = (
-            f"{names[most]} has {here[most] / here[fewest]:.0f} times as many images as {names[fewest]}: "
-            "data.balance=true draws all classes equally often"
+            f"{names[most]} has {here[most] / here[fewest]:.0f} times as many images as "
+            f"{names[fewest]}: data.balance=true draws all classes equally often"
         )
     return notes
 
 
 def photos(
     recipe: Recipe,
+    before: Before,
     train: EncodedPhotos,
-    val: EncodedPhotos,
+    val: EncodedPhotos | None,
     names: Sequence[str],
     holdout: str,
     notes: Mapping[str, str],
-    drawn: bool,
 ) -> Datasets:
-    """A data set of photos; tiny ones are decoded at once. `drawn` says that the split was drawn here."""
-    train.pixel_range = val.pixel_range = wanted_of(recipe.data)
+    """Create a data set of photos. Tiny images are decoded immediately.
+
+    Args:
+        recipe: the recipe.
+        before: the split of an earlier run, if any.
+        train: training images; all images if `val` is None.
+        val: validation images; if None, they are drawn from `train`.
+        names: names of the classes or values.
+        holdout: description of `val` for the user.
+        notes: notes for a run's banner.
+
+    Raises:
+        SetupError: the images cannot be read or divided.
+    """
+    table = None
+    if val is None:
+        whole = train
+        files = [whole.name(index) for index in range(len(whole))]
+        if whole.labels.ndim == 1:
+            labels = whole.labels
+        else:
+            labels = np.zeros(len(whole), np.int64)
+        chosen, holdout = hold_out(
+            files, labels, recipe.data.val_fraction, recipe.seed, before, whole.root
+        )
+        val = whole
+        if not chosen.all():
+            train = whole.part(np.flatnonzero(~chosen))
+            val = whole.part(np.flatnonzero(chosen))
+            table = partial(holdout_table, train, val, names)
+    train.pixel_range = val.pixel_range = recipe_pixel_range(recipe.data)
     values = PixelValues(train.pixel_range)
     channels, size, shape = image_shape(recipe, header_shapes(train, values, recipe.data.channels))
     values.check(channels)
-    counts = {} if tasks.kind(recipe).reads == "values" else class_counts(train, val, names, recipe.data.balance)
+    if tasks.find_task_class(recipe).reads == "values":
+        counts = {}
+    else:
+        counts = class_counts(train, val, names, recipe.data.balance)
     bytes_needed = (len(train) + len(val)) * math.prod((*sides(size), channels))
-    tiny = max(sides(size)) <= TINY and bytes_needed <= IN_MEMORY_BYTES and recipe.augment.crop != "resized"
-    (mean, std), told = statistics(*IMAGENET, channels), {}
+    tiny = (
+        max(sides(size)) <= TINY
+        and bytes_needed <= IN_MEMORY_BYTES
+        and recipe.augment.crop != "resized"
+    )
+    mean, std = (statistics(known, channels) for known in IMAGENET)
+    measured = {}
     if channels not in (1, 3) and (recipe.data.mean is None or recipe.data.std is None):
         mean, std, looked = measured_photos(train, size, channels)
-        told = {"measured": f"data.mean and data.std, over {looked:,} of {len(train):,} training images"}
+        measured = {
+            "measured": f"data.mean and data.std, over {looked:,} of {len(train):,} training images"
+        }
     return Datasets(
         name=recipe.data.name,
         train=decoded(train, size, channels, recipe, evaluated=False) if tiny else train,
@@ -167,30 +241,35 @@ def photos(
         std=std,
         synthetic=False,
         holdout=holdout,
-        notes={**shape, **values.notes(), **told, **counts, **notes},
+        notes={**shape, **values.notes(), **measured, **counts, **notes},
         sources=(train, val),
-        holdout_table=partial(holdout_table, train, val, names) if drawn and train is not val else None,
+        holdout_table=table,
     )
 
 
 def header_shapes(folder: EncodedPhotos, values: PixelValues, channels: int | None) -> list[Shape]:
-    """(channels, height, width) of some of the images, by their headers; `values` looks at pixels that are not bytes,
-    for which alone images are decoded."""
+    """(channels, height, width) of some of the images, by their headers; `values` looks at pixels
+    that are not bytes, for which alone images are decoded."""
     shapes = []
-    for index in np.linspace(0, len(folder) - 1, min(LOOKED_AT, len(folder))).astype(int):
-        with suppress(Exception), warnings.catch_warnings():  # training reports what cannot be read
+    indices = np.linspace(0, len(folder) - 1, min(MAX_HEADERS, len(folder)))
+    for index in indices.astype(int):
+        # Training reports images that cannot be read.
+        with suppress(Exception), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            address, where = folder.address(index), folder.where(int(index))
-            with header_file(address) as file:
+            address = folder.address(index)
+            where = folder.where(int(index))
+            with open_header(address) as file:
                 stack = is_stack(file.read(6), channels)
                 file.seek(0)
                 with suppress(UnidentifiedImageError):
                     if not stack:
-                        with Image.open(file, formats=formats()) as image:
+                        with Image.open(file, formats=list_formats()) as image:
+                            if image.format == "TIFF":
+                                choose_page(image)
                             values.add(image, where)
                             shapes.append(shape_of(image))
                             continue
-            pixels, kind, _ = read_stack(encoded(address), None)
+            pixels, kind, _ = read_stack(read_encoded(address), None)
             shapes.append((pixels.shape[2], *pixels.shape[:2]))
             values.channels[pixels.shape[2]].append(where)
             values.seen(kind, partial(np.asarray, pixels), where)
@@ -202,23 +281,38 @@ def shape_of(image: Image.Image) -> Shape:
 
 
 def image_shape(recipe: Recipe, shapes: list[Shape]) -> tuple[int, ImageSize, dict[str, str]]:
-    """Channels and size of the model's images, and a note about them.
+    """Return channels and size of the model's images, and a note about the choice.
 
-    What the recipe says; else small square images of one size stay as they are, gray ones gray, and all others become
-    3 x 224 x 224, as do all images where the starting weights or torchvision's models want that.
+    The recipe's values are used if they are set. Without them, small square images of equal size
+    keep their size, and gray images stay gray. All other images become 3 x 224 x 224, and so do
+    images for pretrained weights or torchvision's models, which were made for that shape.
+
+    Args:
+        recipe: the recipe.
+        shapes: shapes of some of the images.
     """
-    data, model, sizes = recipe.data, recipe.model, {shape[1:] for shape in shapes}
-    height, width = next(iter(sizes)) if len(sizes) == 1 else (PHOTO, PHOTO)
-    torchvisions, started = model.name in torchvision_classifiers(), model.init_from is not None
-    small = height == width < PHOTO and model.weights is None and not (started and torchvisions)
+    data = recipe.data
+    model = recipe.model
+    sizes = {shape[1:] for shape in shapes}
+    height = width = PHOTO_SIDE
+    if len(sizes) == 1:
+        ((height, width),) = sizes
+    torchvisions = model.name in torchvision_classifiers()
+    started = model.init_from is not None
+    small = (
+        height == width < PHOTO_SIDE and model.weights is None and not (started and torchvisions)
+    )
     gray = bool(shapes) and all(shape[0] == 1 for shape in shapes)
     coloured = torchvisions or started or model.weights is not None
     channels = data.channels or (1 if gray and not coloured else 3)
-    size = typed_size(data.image_size) or (height if small else PHOTO)
+    size = typed_size(data.image_size) or (height if small else PHOTO_SIDE)
     if (data.image_size and data.channels) or not shapes:
         return channels, size, {}
     several = {shape[0] for shape in shapes} - {1, 3}
-    kind = f"of {'/'.join(map(str, sorted(several)))} channels" if several else "gray" if gray else "in colour"
+    if several:
+        kind = f"of {'/'.join(map(str, sorted(several)))} channels"
+    else:
+        kind = "gray" if gray else "in colour"
     seen = f"{len(shapes)} looked at are {kind}, "
     seen += f"{height} x {width}" if len(sizes) == 1 else "of several sizes"
     keys = [f"data.{key}=" for key in ("channels", "image_size") if getattr(data, key) is None]
@@ -226,74 +320,114 @@ def image_shape(recipe: Recipe, shapes: list[Shape]) -> tuple[int, ImageSize, di
     return channels, size, {"images": f"become {channels} x {in_pixels(size)} ({seen}); {advice}"}
 
 
-def measured_photos(folder: EncodedPhotos, size: ImageSize, channels: int) -> tuple[Numbers, Numbers, int]:
-    """Mean and standard deviation of each channel, over some images as they are for evaluation, and how many these are.
-    Pixels are counted by value, so that every rank gets the same bits. Raises SetupError: none can be read."""
-    counts, looked, failed = np.zeros((channels, 256), np.int64), 0, ("", "")
-    for index in np.linspace(0, len(folder) - 1, min(MEASURED, len(folder))).astype(int).tolist():
+def measured_photos(
+    folder: EncodedPhotos, size: ImageSize, channels: int
+) -> tuple[Numbers, Numbers, int]:
+    """Measure mean and standard deviation of each channel over images prepared for evaluation.
+
+    Pixels are counted by value, so that every rank computes exactly the same result.
+
+    Returns:
+        Mean and standard deviation of each channel, and the number of measured images.
+
+    Raises:
+        SetupError: no image can be read.
+    """
+    counts = np.zeros((channels, 256), np.int64)
+    looked = 0
+    failed = ("", "")
+    for index in (
+        np.linspace(0, len(folder) - 1, min(MAX_MEASURED_IMAGES, len(folder))).astype(int).tolist()
+    ):
         try:
-            image = held_out(folder.open(index, channels)[0], size).numpy()
+            image = prepare_for_evaluation(folder.open(index, channels)[0], size).numpy()
             counts += np.stack([np.bincount(channel.ravel(), minlength=256) for channel in image])
             looked += 1
         except Exception as error:  # decoders raise anything at all
-            failed = folder.where(index), reason(error)
+            failed = folder.where(index), describe_failure(error)
     if not looked:
         raise unreadable([failed], len(folder))
-    values, shares = np.arange(256) / 255, counts / counts.sum(1, keepdims=True)
+    values = np.arange(256) / 255
+    shares = counts / counts.sum(1, keepdims=True)
     mean = shares @ values
     std = np.sqrt((shares * (values - mean[:, None]) ** 2).sum(1)).clip(1e-3)
     return tuple(mean.tolist()), tuple(std.tolist()), looked
 
 
-def statistics(
-    mean: tuple[float, ...], std: tuple[float, ...], channels: int
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of pixels after a change of channels."""
-    if len(mean) == channels or channels not in (1, 3):
-        return mean, std
+def statistics(known: Sequence[float], channels: int) -> Numbers:
+    """Convert the mean or standard deviation of pixels to another number of channels.
+
+    Args:
+        known: the statistic of each original channel.
+        channels: number of channels after the conversion.
+    """
+    if len(known) == channels or channels not in (1, 3):
+        return tuple(known)
     if channels == 3:
-        return mean * 3, std * 3
-    luma = [sum(part * weight for part, weight in zip(each, LUMA, strict=True)) for each in (mean, std)]
-    return (luma[0],), (luma[1],)
+        return tuple(known) * 3
+    return (sum(part * weight for part, weight in zip(known, LUMA, strict=True)),)
 
 
-def decoded(folder: EncodedPhotos, size: ImageSize, channels: int, recipe: Recipe, evaluated: bool) -> ImageSet:
-    """Every image of a folder of tiny ones, in memory.
+def decoded(
+    folder: EncodedPhotos, size: ImageSize, channels: int, recipe: Recipe, evaluated: bool
+) -> ImageSet:
+    """Decode all images of a folder into memory.
 
-    With data.on_error=skip, an unreadable image is left out when held out and replaced by the next readable one in
-    training, as loader workers do it.
+    With data.on_error=skip, an unreadable validation image is left out, and an unreadable training
+    image is replaced by the next readable one, as in loader workers.
+
+    Args:
+        folder: the images.
+        size: size of the result in pixels.
+        channels: number of channels of the result.
+        recipe: the recipe.
+        evaluated: whether these are validation images.
+
+    Raises:
+        SetupError: images cannot be read.
     """
     images = torch.empty(len(folder), *sides(size), channels, dtype=torch.uint8)
     failures: dict[int, str] = {}
-    # In one thread: images are so small that several contend for the interpreter lock and take longer.
+    # Several threads would be slower: for small images they compete for the interpreter lock.
     for index in range(len(folder)):
         try:
-            images[index] = held_out(folder.open(index, channels)[0], size).permute(1, 2, 0)
+            images[index] = prepare_for_evaluation(folder.open(index, channels)[0], size).permute(
+                1, 2, 0
+            )
         except Exception as error:  # decoders raise anything at all
-            failures[index] = reason(error)
-    named = tuple((folder.where(index), failures[index]) for index in sorted(failures))
+            failures[index] = describe_failure(error)
+    named = tuple((folder.where(index), why) for index, why in failures.items())
     if named and recipe.data.on_error == "stop":
         raise unreadable(named, len(folder))
     rows = np.arange(len(folder))
     if evaluated:
         rows = np.delete(rows, list(failures))
-    elif failures:
-        for index in sorted(failures):
+    else:
+        for index in failures:
             near = ((index + step) % len(folder) for step in range(1, NEIGHBOURS))
             rows[index] = next((other for other in near if other not in failures), -1)
     if not len(rows) or rows.min() < 0:
-        raise SetupError(f"{folder.root}: hardly any image can be read, the first is {named[0][0]} ({named[0][1]})")
-    pixels, labels = (images[rows] if failures else images), torch.as_tensor(folder.labels)[rows]
+        raise SetupError(
+            f"{folder.root}: hardly any image can be read, the first is {named[0][0]} "
+            f"({named[0][1]})"
+        )
+    pixels = images[rows] if failures else images
+    labels = torch.as_tensor(folder.labels)[rows]
     where = lambda index: folder.where(int(rows[index]))  # noqa: E731
     return ImageSet(pixels.permute(0, 3, 1, 2), labels, failures=named, where=where)
 
 
 def unreadable(failures: Sequence[tuple[str, str]], count: int) -> SetupError:
-    """The error for images that cannot be read, (path, reason), of so many, while data.on_error=stop."""
+    """Create the error about unreadable images for data.on_error=stop.
+
+    Args:
+        failures: path of each unreadable image, and the reason.
+        count: number of all images.
+    """
     (where, why), *others = failures
     advice = "remove it or set data.on_error=skip"
     if others:
-        shown = ", ".join(f"{path} ({reason})" for path, reason in others[:NAMED]) + ", ..." * (len(others) > NAMED)
+        shown = few([f"{path} ({reason})" for path, reason in others], MAX_LISTED_FAILURES)
         more = f", nor can {len(others):,} more of {count:,}: {shown}"
         advice = "remove them or set data.on_error=skip, which lists them in skipped.csv"
     return SetupError(f"{where} cannot be read ({why}){more if others else ''}; {advice}")

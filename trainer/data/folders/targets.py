@@ -1,4 +1,4 @@
-"""Targets of samples that are read one by one, checked against the task."""
+"""Targets of samples that are read separately, and their check by the task."""
 
 from __future__ import annotations
 
@@ -15,41 +15,70 @@ from trainer.data.sets import TensorSpec
 from trainer.data.tensors import as_targets
 from trainer.tasks import Classification, Task
 
-MANY, SPARSE = 1000, 20  # numbers below the first are right; so many for each one in use are too many
+# Class numbers below this one never cause a warning.
+MIN_SUSPICIOUS_NUMBER = 1000
+# Ratio of the highest class number to the number of used classes above which to warn.
+MAX_NUMBERS_PER_CLASS = 20
 
 
 def sparse(numbers: npt.NDArray[Any]) -> str:
-    """A warning where hardly any of the class numbers (samples,) up to the highest is in use; empty where many are."""
+    """Return a warning if hardly any class number up to the highest one is used.
+
+    Args:
+        numbers: (samples,) class numbers; negative for no class.
+
+    Returns:
+        The warning, or an empty string.
+    """
     used, counts = np.unique(numbers[numbers >= 0], return_counts=True)
-    if not len(used) or used[-1] < MANY or len(used) * SPARSE > used[-1]:
+    if not len(used) or used[-1] < MIN_SUSPICIOUS_NUMBER:
+        return ""
+    if len(used) * MAX_NUMBERS_PER_CLASS > used[-1]:
         return ""
     samples = f"{counts[-1]:,} sample{'s' if counts[-1] > 1 else ''}"
-    return f"{len(used):,} classes are in use, and the number {used[-1]:,} ({samples}) makes them {used[-1] + 1:,}"
+    return (
+        f"{len(used):,} classes are in use, and the number {used[-1]:,} ({samples}) makes them "
+        f"{used[-1] + 1:,}"
+    )
 
 
 def target_of(target: Any, kind: type[Task], names: Sequence[str]) -> Tensor:
-    """A sample's target as the task wants it. Raises ValueError."""
+    """Convert a sample's target to the form that the task needs. Raises ValueError."""
     try:
         return kind.checked(as_targets(target)[None], names)[0]
     except (TypeError, ValueError, RuntimeError) as error:
-        label = f"its label is {target}, and " if isinstance(target, int) else ""
+        label = ""
+        if isinstance(target, int):
+            label = f"its label is {target}, and "
         raise ValueError(f"{label}{error}") from None
 
 
 @dataclass(frozen=True)
 class Targets:
-    """Task, names and shape of a data set's targets."""
+    """Task, names and shape of a data set's targets.
+
+    Attributes:
+        kind: class of the task.
+        names: names of the classes or values.
+        spec: shape and type of a target.
+    """
 
     kind: type[Task]
     names: tuple[str, ...]
     spec: TensorSpec
 
     def checked(self, target: Any) -> Tensor | int:
-        """A sample's target. Raises ValueError."""
-        plain = self.kind.checked.__func__ is Classification.checked.__func__  # type: ignore[attr-defined]
-        if plain and type(target) is int and 0 <= target < len(self.names):
-            return target  # checking a tensor takes longer than reading a small image
+        """Check a sample's target and return it. Raises ValueError."""
+        is_plain = self.kind.checked.__func__ is Classification.checked.__func__  # type: ignore[attr-defined]
+        if is_plain and type(target) is int and 0 <= target < len(self.names):
+            # Checking a tensor takes longer than reading a small image.
+            return target
         tensor = target_of(target, self.kind, self.names)
-        if tensor.shape != self.spec.shape or torch.promote_types(tensor.dtype, self.spec.dtype) != self.spec.dtype:
-            raise ValueError(f"its target is {TensorSpec.of(tensor[None])}, and that of others {self.spec}")
+        if (
+            tensor.shape != self.spec.shape
+            or torch.promote_types(tensor.dtype, self.spec.dtype) != self.spec.dtype
+        ):
+            raise ValueError(
+                f"its target is {TensorSpec.of(tensor[None])}, but other samples have {self.spec}"
+            )
         return tensor

@@ -1,47 +1,42 @@
-"""Copies from host memory to a device, overlapped with its computing."""
+"""Copies from host memory to a device that overlap with its computation."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-
-def on_device(values: Tensor, device: torch.device) -> Tensor:
-    """An asynchronous copy."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+# Returns the tensor for use on the current stream, which waits for the copy.
+Copy = Callable[[], Tensor]
 
 
-class Copy:
-    """An asynchronous copy to a device, on a stream of its own."""
-
-    def __init__(self, values: Tensor, event: Any) -> None:
-        self._values, self._event = values, event
-
-    def arrived(self) -> Tensor:
-        """The tensor, for use on the current stream, which waits for this copy."""
-        if self._event is not None:
-            current = torch.cuda.current_stream(self._values.device)
-            current.wait_event(self._event)
-            self._values.record_stream(current)  # it was allocated on the other stream
-        return self._values
+def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copy `values` to `device` asynchronously."""
+    if device.type == "cuda":
+        return values.pin_memory().to(device, non_blocking=True)
+    return values.to(device)
 
 
 class Copies:
-    """Copies on a stream of their own, which do not queue behind the device's kernels."""
+    """Copies to a GPU on a separate stream, so that they do not queue behind its kernels."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def begin(self, values: Tensor) -> Copy:
         """Start a copy; `values` may change as soon as this returns."""
-        if self._stream is None:
-            return Copy(on_device(values, self._device), None)
         with torch.cuda.stream(self._stream):
-            copied = on_device(values, self._device)
+            copied = copy_to_device(values, self._device)
         event = self._stream.record_event()
-        return Copy(copied, event)
+
+        def arrive() -> Tensor:
+            current = torch.cuda.current_stream(copied.device)
+            current.wait_event(event)
+            # The memory was allocated on the copy stream: without this, the allocator could reuse
+            # it while the current stream still reads it.
+            copied.record_stream(current)
+            return copied
+
+        return arrive

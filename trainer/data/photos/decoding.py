@@ -1,4 +1,4 @@
-"""Decoding: from a file, a Pillow image or a user's item to a uint8 tensor."""
+"""Image decoding: from a file, a Pillow image or a user's item to a uint8 tensor."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import contextlib
 import io
 import os
 import warnings
+import zlib
 from collections.abc import Iterator
 from functools import lru_cache, partial
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -18,204 +18,351 @@ from PIL.JpegImagePlugin import JpegImageFile
 from torch import Tensor
 from torchvision.transforms.v2 import functional as vision
 
-from trainer.data.photos.jpeg import jpeg_pixels
+from trainer.data.photos.jpeg import decode_jpeg
 from trainer.data.photos.lazy_images import Picture
-from trainer.data.photos.pixel_range import WHOLE, Range, as_bytes, kind_of
-from trainer.data.photos.stacks import LARGEST, is_stack, read_stack
-from trainer.errors import RecipeError, text_of
+from trainer.data.photos.pixel_range import WHOLE, Range, as_bytes, find_pixel_kind
+from trainer.data.photos.stacks import LARGEST, choose_page, is_stack, read_stack
+from trainer.errors import RecipeError, SetupError, load_extra, read_text
 from trainer.saving import files
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-# What Pillow may open, whatever a file's suffix is: its readers of other formats start programs (EPS: Ghostscript), or
-# are rarely used and maintained. HEIF needs pillow-heif.
+# Formats that Pillow may open, whatever the suffix of a file: Pillow's readers of other formats
+# start programs (EPS: Ghostscript), or are rarely used and maintained. HEIF needs pillow-heif.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "HEIF", "JPEG2000")
-XMP = b"http://ns.adobe.com/xap/1.0/\0"  # the beginning of a JPEG's segment of it
-ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")  # Pillow's modes with transparency
+# First bytes of a PNG file.
+PNG = b"\x89PNG\r\n\x1a\n"
+# Markers of a JPEG: start of the pixels, end of the image.
+SCAN, END = b"\xff\xda", b"\xff\xd9"
+# Number of consecutive zero bytes that compressed pixels never have.
+PADDING = 64
+# First bytes of a JPEG's XMP segment.
+XMP = b"http://ns.adobe.com/xap/1.0/\0"
+# Pillow's modes with transparency.
+ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
+# Dimensions to flip for each EXIF orientation; from 5 on, height and width are exchanged before
+# (Exif 2.32, page 36).
+FLIPS: dict[int, tuple[int, ...]] = {
+    2: (2,),
+    3: (1, 2),
+    4: (1,),
+    6: (2,),
+    7: (1, 2),
+    8: (1,),
+}
 
 
-def open_image(path: str, channels: int, pixel_range: Range | None = None) -> Picture:
-    """A file's image, upright: turned as its EXIF orientation says.
+def open_image(
+    path: str,
+    channels: int,
+    pixel_range: Range | None = None,
+) -> Picture:
+    """Open an image file, upright as its EXIF orientation says.
 
-    `pixel_range` is the recipe's data.pixel_range. torchcodec decodes JPEG, which is twice as fast; Pillow decodes
-    other kinds, JPEGs that torchcodec refuses, and JPEGs that are decoded at a smaller size.
+    torchcodec decodes JPEG, twice as fast as Pillow. Pillow decodes other formats, JPEGs that
+    torchcodec refuses, and JPEGs that are decoded at a smaller size.
+
+    Args:
+        path: the file.
+        channels: the number of channels to return.
+        pixel_range: the recipe's data.pixel_range.
 
     Raises:
-        OSError, ValueError, RuntimeError: it cannot be read; so does decoding.
+        OSError, ValueError, RuntimeError: the file cannot be read. Decoding raises them too.
     """
     return open_encoded(read_file(path), channels, pixel_range)
 
 
 def read_file(path: str | bytes) -> Bytes:
-    """An image file's bytes. Raises OSError, ValueError."""
-    with files.opened(path) as file:
+    """Return the bytes of an image file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file is too large.
+    """
+    with files.open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > LARGEST:
             raise ValueError(f"the file is larger than {LARGEST:,} bytes")
         return np.fromfile(file, np.uint8)
 
 
-def open_encoded(data: Bytes, channels: int, pixel_range: Range | None = None) -> Picture:
-    """An image by the bytes of its file, as `open_image`."""
+def open_encoded(
+    data: Bytes,
+    channels: int,
+    pixel_range: Range | None = None,
+) -> Picture:
+    """Open an image from the bytes of its file, as `open_image` does."""
     if not data.size:
         raise ValueError("it is empty")
     stack = is_stack(data[:6].tobytes(), channels)
+    if data[:8].tobytes() == PNG:
+        check_png(data)
     if data[:2].tobytes() == b"\xff\xd8" and not stack:
-        height, width, orientation, tags = jpeg_header(data)
+        # Decoders turn missing pixels that were replaced by zeros into gray without an error.
+        if not data[-PADDING:].any():
+            raw = data.tobytes()
+            if raw.rfind(SCAN) > raw.rfind(END):
+                raise ValueError("it was cut, and its end consists of zeros: copy it again")
+        height, width, orientation, tags = parse_jpeg_header(data)
         if height * width * channels > LARGEST:
-            raise ValueError(f"{width} x {height} pixels are more than an image has")
+            raise ValueError(f"its {width} x {height} pixels are more than {LARGEST:,} bytes")
         if height and width:
             size = (width, height) if orientation >= 5 else (height, width)
-            return Picture(*size, partial(_jpeg, untagged(data, tags), channels, orientation))
-    with without_warnings(), contextlib.suppress(UnidentifiedImageError):  # of TIFF files Pillow knows some kinds
+            if tags:
+                # Some decoders would turn the image by these segments. Change their type to one
+                # that no decoder reads.
+                data = data.copy()
+                data[[start + 1 for start in tags]] = 0xEC
+            return Picture(*size, partial(_decode_jpeg, data, channels, orientation))
+    # Pillow reads only some kinds of TIFF files: `read_stack` tries the others.
+    with without_warnings(), contextlib.suppress(UnidentifiedImageError):
         if not stack:
-            with Image.open(io.BytesIO(data.data), formats=formats()) as opened:
-                return Picture.of(upright(opened, channels, pixel_range))
+            with Image.open(io.BytesIO(data.data), formats=list_formats()) as opened:
+                if opened.format == "TIFF":
+                    choose_page(opened)
+                return Picture.of(from_pillow_upright(opened, channels, pixel_range))
     values, kind, orientation = read_stack(data, channels)
-    pixels = np.ascontiguousarray(values if kind is None else as_bytes(values, kind, pixel_range))
-    return Picture.of(_turned(torch.from_numpy(pixels).permute(2, 0, 1), orientation))
+    if kind is not None:
+        values = as_bytes(values, kind, pixel_range)
+    pixels = torch.from_numpy(np.ascontiguousarray(values))
+    return Picture.of(_turn(pixels.permute(2, 0, 1), orientation))
 
 
-def _jpeg(data: Bytes, channels: int, orientation: int, factor: int) -> Tensor:
-    """Upright. Each library reads what the other refuses, whatever the factor."""
+def check_png(data: Bytes) -> None:
+    """Compare the pixels of a PNG file with their checksums, which Pillow does not check.
 
-    def whole() -> Tensor:
-        return _turned(jpeg_pixels(torch.from_numpy(data), channels), orientation)
+    Raises:
+        ValueError: a checksum differs.
+    """
+    raw = data.tobytes()
+    start = len(PNG)
+    while (kind := raw[start + 4 : start + 8]).isalpha() and kind != b"IEND":
+        end = start + 8 + int.from_bytes(raw[start : start + 4])
+        stored = raw[end : end + 4]
+        # A file that is cut within the checksum is refused by the decoder.
+        if kind == b"IDAT" and len(stored) == 4:
+            checksum = zlib.crc32(raw[start + 4 : end])
+            if checksum != int.from_bytes(stored):
+                raise ValueError("the checksum of its pixels is wrong: the file is damaged")
+        start = end + 4
+
+
+def _decode_jpeg(
+    data: Bytes,
+    channels: int,
+    orientation: int,
+    factor: int,
+) -> Tensor:
+    """Decode a JPEG, upright, at 1 / `factor` of its size.
+
+    Each library reads what the other one refuses, whatever the factor.
+    """
+
+    def decode_whole() -> Tensor:
+        return _turn(decode_jpeg(torch.from_numpy(data), channels), orientation)
 
     if factor == 1:
         with contextlib.suppress(RuntimeError):
-            return whole()
+            return decode_whole()
     try:
-        return _turned(_smaller(data, channels, factor), orientation)
+        # JpegImageFile does not check the size again, as Image.open would.
+        with without_warnings(), JpegImageFile(io.BytesIO(data.data)) as opened:
+            if factor > 1:
+                mode = "RGB" if channels == 3 else "L"
+                opened.draft(mode, (opened.width // factor, opened.height // factor))
+            return _turn(from_pillow(opened, channels), orientation)
     except (OSError, SyntaxError, ValueError):
         if factor > 1:
             with contextlib.suppress(RuntimeError):
-                return whole()
+                return decode_whole()
         raise
 
 
-def _smaller(data: Bytes, channels: int, factor: int) -> Tensor:
-    with without_warnings(), JpegImageFile(io.BytesIO(data.data)) as opened:  # its size was checked
-        if factor > 1:
-            opened.draft("RGB" if channels == 3 else "L", (opened.width // factor, opened.height // factor))
-        return from_pillow(opened, channels)
-
-
-def untagged(data: Bytes, tags: list[int]) -> Bytes:
-    """A JPEG whose segments at these places are of a kind that no decoder reads: some would turn the image by them."""
-    if tags:
-        data = data.copy()
-        data[[place + 1 for place in tags]] = 0xEC
-    return data
-
-
-def _turned(image: Tensor, orientation: int) -> Tensor:
-    """An image (C, H, W) upright, by its EXIF orientation (Exif 2.32, page 36)."""
-    image = image.transpose(1, 2) if orientation >= 5 else image
-    flipped = {2: (2,), 3: (1, 2), 4: (1,), 6: (2,), 7: (1, 2), 8: (1,)}.get(orientation, ())
-    return image.flip(flipped) if flipped else image
+def _turn(image: Tensor, orientation: int) -> Tensor:
+    """Turn an image (C, H, W) upright by its EXIF orientation."""
+    if orientation >= 5:
+        image = image.transpose(1, 2)
+    dimensions = FLIPS.get(orientation)
+    return image.flip(dimensions) if dimensions else image
 
 
 @contextlib.contextmanager
 def without_warnings() -> Iterator[None]:
-    """Without Pillow's, about odd metadata in images that are fine."""
+    """Suppress Pillow's warnings about odd metadata in images that are fine."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 @lru_cache(maxsize=1)
-def formats() -> tuple[str, ...]:
-    """Those of `FORMATS` that Pillow can open here."""
+def register_heif() -> str:
+    """Let Pillow open HEIC photos; return why it cannot and what to type, or an empty string."""
+    try:
+        load_extra("HEIC", "pillow_heif").register_heif_opener()
+    except SetupError as error:
+        return str(error)
+    return ""
+
+
+@lru_cache(maxsize=1)
+def list_formats() -> tuple[str, ...]:
+    """Return the members of `FORMATS` that Pillow can open here."""
     Image.init()
-    with contextlib.suppress(ImportError):
-        import_module("pillow_heif").register_heif_opener()
+    register_heif()
     return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
-def jpeg_header(data: Bytes) -> tuple[int, int, int, list[int]]:
-    """Height and width in a JPEG's frame header, (0, 0) without one; its orientation, as Pillow finds it in EXIF or
-    else in XMP: 1 to 8, by default 1; and where the segments of such metadata begin."""
-    place, end, told, size, tags = 2, len(data) - 8, Image.Image(), (0, 0), []
-    while place < end and data[place] == 0xFF:
-        kind = data[place + 1]
-        if kind == 0xDA:  # the pixels
+def parse_jpeg_header(data: Bytes) -> tuple[int, int, int, list[int]]:
+    """Read the segments of a JPEG up to its pixels.
+
+    Returns:
+        Height and width in the frame header, (0, 0) without one; the orientation, 1 to 8, as Pillow
+        finds it in EXIF or else in XMP, by default 1; and the positions of the segments with such
+        metadata.
+    """
+    start = 2
+    end = len(data) - 8
+    # Pillow reads the orientation from the `info` of an image.
+    metadata = Image.Image()
+    size = (0, 0)
+    tags = []
+    while start < end and data[start] == 0xFF:
+        kind = data[start + 1]
+        # The compressed pixels begin at this segment.
+        if kind == 0xDA:
             break
         if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
-            high, low, wide, narrow = data[place + 5 : place + 9].tolist()
-            size = 256 * high + low, 256 * wide + narrow
-        # Fill bytes have one byte and markers without a payload two; the others have a length field.
+            high, low, wide, narrow = data[start + 5 : start + 9].tolist()
+            size = (256 * high + low, 256 * wide + narrow)
+        # Fill bytes are one byte, and markers without a payload two; the others have a length.
         step = 1 if kind == 0xFF else 2
         if kind != 0xFF and kind != 0x01 and not 0xD0 <= kind <= 0xD8:
-            step += 256 * int(data[place + 2]) + int(data[place + 3])
+            step += 256 * int(data[start + 2]) + int(data[start + 3])
         if kind == 0xE1:
-            tags.append(place)
-            segment = data[place + 4 : place + step].tobytes()
-            if segment.startswith(b"Exif"):  # a long one continues in others
-                told.info["exif"] = told.info["exif"] + segment[6:] if "exif" in told.info else segment
+            tags.append(start)
+            segment = data[start + 4 : start + step].tobytes()
+            # Long EXIF data continue in further segments.
+            if segment.startswith(b"Exif"):
+                if "exif" in metadata.info:
+                    metadata.info["exif"] = metadata.info["exif"] + segment[6:]
+                else:
+                    metadata.info["exif"] = segment
             elif segment.startswith(XMP):
-                told.info["xmp"] = segment[len(XMP) :]
-        place += step
-    return *size, orientation_of(told) if told.info else 1, tags
+                metadata.info["xmp"] = segment[len(XMP) :]
+        start += step
+    height, width = size
+    orientation = read_orientation(metadata) if metadata.info else 1
+    return height, width, orientation, tags
 
 
-def orientation_of(image: Image.Image) -> int:
-    """Of an image that is loaded: 1 to 8; 1 where it is invalid."""
-    with contextlib.suppress(Exception):  # EXIF may hold anything at all
+def read_orientation(image: Image.Image) -> int:
+    """Return the EXIF orientation of a loaded image, 1 to 8; 1 if it is invalid or missing."""
+    # EXIF data may contain anything, and Pillow raises anything.
+    with contextlib.suppress(Exception):
         orientation: int = image.getexif().get(ExifTags.Base.Orientation, 1)
         return orientation if orientation in range(2, 9) else 1
     return 1
 
 
-def from_pillow(image: Image.Image, channels: int, pixel_range: Range | None = None) -> Tensor:
-    """A Pillow image as (channels, height, width) uint8, on white where it is transparent. Raises ValueError."""
-    kind, clear = kind_of(image), image.info.get("transparency")
+def from_pillow(
+    image: Image.Image,
+    channels: int,
+    pixel_range: Range | None = None,
+) -> Tensor:
+    """Convert a Pillow image to (channels, height, width) uint8, on white if it is transparent.
+
+    Raises:
+        ValueError: its pixels cannot be converted to bytes.
+    """
+    kind = find_pixel_kind(image)
+    transparent = image.info.get("transparency")
     if kind is not None and kind.colour and pixel_range not in (None, WHOLE):
-        raise ValueError("of 16-bit colour 65,535 is white, whatever data.pixel_range says: save it with 8 bits")
+        raise ValueError(
+            "in 16-bit colour 65,535 is white, whatever data.pixel_range says: save it with 8 bits"
+        )
+    has_alpha = image.mode in ALPHA or getattr(image.palette, "mode", "").endswith("A")
     if kind is not None and not kind.colour:
         values = as_bytes(np.asarray(image), kind, pixel_range)
-        if isinstance(clear, int):  # the value that is transparent
-            values[np.asarray(image) == clear] = 255
+        # In a gray image, one value can stand for transparent pixels.
+        if isinstance(transparent, int):
+            values[np.asarray(image) == transparent] = 255
         image = Image.fromarray(values)
-    elif clear is not None or image.mode in ALPHA or getattr(image.palette, "mode", "").endswith("A"):
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+    elif transparent is not None or has_alpha:
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image.convert("RGBA"))
     pixels = np.array(image.convert("RGB" if channels == 3 else "L"))
-    return torch.from_numpy(pixels.reshape(image.height, image.width, channels)).permute(2, 0, 1)
+    pixels = pixels.reshape(image.height, image.width, channels)
+    return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
-def upright(image: Image.Image, channels: int, pixel_range: Range | None = None) -> Tensor:
-    """As `from_pillow`, turned as its EXIF data, or else XMP's, say."""
+def from_pillow_upright(
+    image: Image.Image, channels: int, pixel_range: Range | None = None
+) -> Tensor:
+    """Convert as `from_pillow`, and turn the image as its EXIF data, or else its XMP data, say."""
     if channels not in (1, 3):
-        raise ValueError(f"a Pillow image has 1 or 3 channels, and data.channels={channels}: give a uint8 tensor")
-    return _turned(from_pillow(image, channels, pixel_range), orientation_of(image))
+        raise ValueError(
+            f"a Pillow image has 1 or 3 channels, not data.channels={channels}: return a uint8 "
+            "tensor instead"
+        )
+    return _turn(from_pillow(image, channels, pixel_range), read_orientation(image))
 
 
-def with_channels(images: Tensor, channels: int) -> Tensor:
-    """Images (..., C, H, W) of 1 or 3 channels with 1 (their luma) or 3 (repeated). Raises RecipeError of others."""
-    if (have := images.shape[-3]) == channels:
+def convert_channels(images: Tensor, channels: int) -> Tensor:
+    """Convert images (..., C, H, W) of 1 or 3 channels to 1 (their luma) or 3 (repeated).
+
+    Raises:
+        RecipeError: the images have another number of channels.
+    """
+    actual = images.shape[-3]
+    if actual == channels:
         return images
-    if {have, channels} - {1, 3}:
-        raise RecipeError(f"images have {have} channels, and data.channels={channels}")
+    if {actual, channels} - {1, 3}:
+        raise RecipeError(f"images have {actual} channels, not data.channels={channels}")
     if channels == 3:
         return images.expand(*images.shape[:-3], 3, *images.shape[-2:])
     luma: Tensor = vision.rgb_to_grayscale(images)
     return luma
 
 
-def reason(error: BaseException) -> str:
-    """Why something could not be read, in a few words."""
-    if isinstance(error, UnidentifiedImageError):  # its text names a Python object
+def describe_failure(error: BaseException) -> str:
+    """Say in a few words why something could not be read."""
+    # The text of Pillow's error contains the address of a Python object.
+    if isinstance(error, UnidentifiedImageError):
         return "cannot identify image file"
-    text = error.strerror if isinstance(error, OSError) and error.strerror else text_of(error).partition("\n")[0]
+    if isinstance(error, OSError) and error.strerror:
+        text = error.strerror
+    else:
+        text = read_text(error).partition("\n")[0]
     return text[:200] or type(error).__name__
 
 
-def from_item(image: Any, channels: int, pixel_range: Range | None = None) -> Tensor:
-    """The image of a user's item, a uint8 (C, H, W) tensor or Pillow image, as `PhotoSource.read` returns it."""
+def decode_item(
+    image: Any,
+    channels: int,
+    pixel_range: Range | None = None,
+) -> Tensor:
+    """Convert the image of a user's item to what `PhotoSource.read` returns.
+
+    Args:
+        image: a uint8 tensor (C, H, W) or a Pillow image.
+        channels: the number of channels to return.
+        pixel_range: the recipe's data.pixel_range.
+
+    Raises:
+        TypeError: the image is something else.
+    """
     if isinstance(image, Image.Image):
-        return upright(image, channels, pixel_range)
-    fits = isinstance(image, Tensor) and image.dim() == 3 and image.shape[0] in (1, 3, channels)
-    if not fits or image.dtype != torch.uint8:
-        kind = f"{image.dtype} {tuple(image.shape)}" if isinstance(image, Tensor) else type(image).__name__
-        wanted = "1 or 3" if channels in (1, 3) else channels
-        raise TypeError(f"an item must be (uint8 tensor of {wanted} x H x W or Pillow image, label), found {kind}")
-    return with_channels(image, channels)
+        return from_pillow_upright(image, channels, pixel_range)
+    is_image = isinstance(image, Tensor) and image.dim() == 3
+    has_channels = is_image and image.shape[0] in (1, 3, channels)
+    if not has_channels or image.dtype != torch.uint8:
+        if isinstance(image, Tensor):
+            kind = f"{image.dtype} {tuple(image.shape)}"
+        else:
+            kind = type(image).__name__
+        allowed = "1 or 3" if channels in (1, 3) else channels
+        raise TypeError(
+            f"an item must be (uint8 tensor of {allowed} x H x W or Pillow image, label), but it "
+            f"is {kind}"
+        )
+    return convert_channels(image, channels)

@@ -1,4 +1,7 @@
-"""Photos: from a sample index to a uint8 image of the right size, in a loader worker; samples as pictures."""
+"""Reading of photos in a loader worker: from a sample index to a uint8 image of the right size.
+
+`as_pictures` converts samples back to pictures for people.
+"""
 
 from __future__ import annotations
 
@@ -17,95 +20,148 @@ from torchvision.transforms.v2 import functional as vision
 from trainer.data import sampling
 from trainer.data.augment import Auto, private_random_state
 from trainer.data.generators import Generators
-from trainer.data.photos.decoding import reason
+from trainer.data.photos.decoding import describe_failure
 from trainer.data.photos.lazy_images import Picture
 from trainer.data.sampling import Array
 from trainer.data.sets import Datasets, ImageSet, LabelledSource, PhotoSource, PictureSource
 from trainer.recipe import AugmentRecipe, Recipe
 from trainer.recipe.image_sizes import ImageSize, sides
 
-TINY = 64  # images of this size and less are not cropped for evaluation
-VECTORISED = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")  # torch resizes uint8 directly
-NEIGHBOURS = 100  # further samples that are tried in place of one that cannot be read
+# Images whose longer side has at most this many pixels are not cropped for evaluation.
+TINY = 64
+# On these CPUs torch resizes uint8 without a conversion to float.
+VECTORISED = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+# Number of following samples to try instead of one that cannot be read.
+NEIGHBOURS = 100
 
-# Which of the readers; epoch, or None for evaluation; sample indices, in training modulo the samples
-# (`sampling.balanced`).
+# Number of the reader; epoch, or None for evaluation; sample indices, in training modulo the number
+# of samples (`sampling.draw_balanced_permutation`).
 Key = tuple[int, int | None, Array]
-Unreadable = tuple[str, str]  # what could not be read, and why
+# What could not be read, and why.
+Unreadable = tuple[str, str]
 
 
 class Report(NamedTuple):
-    """The result of filling a slot."""
+    """The result of filling a slot.
 
-    rows: int  # that are not padding
-    failures: list[Unreadable]  # what could not be read
-    end: bool = False  # whether the first of them ends training
-    uncached: int = 0  # photos that the cache lacked
-
-
-def held_out(picture: Picture, size: ImageSize, shorter: ImageSize | None = None) -> Tensor:
-    """A photo for evaluation: resized until it covers `shorter`, and `size` cut out of the centre.
-
-    Evaluation and prediction both use it, and so have the same pixels. The image is decoded no larger than needed.
-    `shorter` is by default `shorter_side(size)`.
+    Attributes:
+        rows: rows that are not padding.
+        failures: what could not be read.
+        end: whether the first failure ends training.
+        uncached: photos that the cache lacked.
     """
-    shorter = shorter or shorter_side(size)
-    return centre_cut(picture.whole(shorter), size, shorter)
+
+    rows: int
+    failures: list[Unreadable]
+    end: bool = False
+    uncached: int = 0
 
 
-def centre_cut(images: Tensor, size: ImageSize, shorter: ImageSize) -> Tensor:
-    """Images (..., C, H, W) resized until they cover `shorter`, and `size` cut out of the centre."""
+def prepare_for_evaluation(
+    picture: Picture,
+    size: ImageSize,
+    shorter: ImageSize | None = None,
+) -> Tensor:
+    """Prepare a photo for evaluation: resize it until it covers `shorter`, and crop the centre.
+
+    Evaluation and prediction both use this function, so their pixels are the same. The image is
+    decoded no larger than needed.
+
+    Args:
+        picture: the photo.
+        size: size of the crop in pixels.
+        shorter: the size to cover; by default `shorter_side(size)`.
+    """
+    shorter = shorter or compute_shorter_side(size)
+    return resize_and_center_crop(picture.whole(shorter), size, shorter)
+
+
+def resize_and_center_crop(
+    images: Tensor,
+    size: ImageSize,
+    shorter: ImageSize,
+) -> Tensor:
+    """Resize images (..., C, H, W) until they cover `shorter`, and crop `size` from the centre."""
     height, width = images.shape[-2:]
-    if (wanted := covering(height, width, shorter)) != (height, width):
-        images = resized(images, [*wanted])
+    new_size = covering_size(height, width, shorter)
+    if new_size != (height, width):
+        images = resize(images, [*new_size])
     centre: Tensor = vision.center_crop(images, [*sides(size)])
     return centre
 
 
-def covering(height: int, width: int, box: ImageSize) -> tuple[int, int]:
-    """The height and width that an image is resized to, in proportion, until it just covers a box. Of a square box it
-    has the shorter side, as of torchvision's Resize(side)."""
-    high, wide = sides(box)
-    if high * width >= wide * height:
-        return high, int(high * width / height)
-    return int(wide * height / width), wide
+def covering_size(
+    height: int,
+    width: int,
+    box: ImageSize,
+) -> tuple[int, int]:
+    """Return the smallest size that has the proportions of height x width and covers `box`.
+
+    If the box is a square, its side is the shorter side, as in torchvision's Resize(side).
+    """
+    box_height, box_width = sides(box)
+    if box_height * width >= box_width * height:
+        return box_height, int(box_height * width / height)
+    return int(box_width * height / width), box_width
 
 
-def shorter_side(size: ImageSize) -> ImageSize:
-    """What a photo covers before `size` is cut out for evaluation, of a square its shorter side: size / 0.875; tiny
-    ones are not cut."""
+def compute_shorter_side(size: ImageSize) -> ImageSize:
+    """Return the size that a photo covers before `size` is cropped for evaluation: size / 0.875.
+
+    Tiny images are not cropped. For a square, the result is the length of the shorter side.
+    """
     if max(sides(size)) <= TINY:
         return size
-    return round(size / 0.875) if isinstance(size, int) else (round(size[0] / 0.875), round(size[1] / 0.875))
+    if isinstance(size, int):
+        return round(size / 0.875)
+    height, width = size
+    return (round(height / 0.875), round(width / 0.875))
 
 
-def shorter_side_of(data: Datasets) -> ImageSize:
-    """The same for a data set's held-out images: of those in memory, or with a target for each pixel, the shorter side
-    becomes the image's."""
+def evaluation_shorter_side(data: Datasets) -> ImageSize:
+    """Return `compute_shorter_side` for the validation images of a data set.
+
+    Images in memory, and images with a target for each pixel, are not cropped.
+    """
     whole = isinstance(data.val, ImageSet) or len(data.targets.shape) > 1
-    return data.image_size if whole else shorter_side(data.image_size)
+    if whole:
+        return data.image_size
+    return compute_shorter_side(data.image_size)
 
 
-def resized(image: Tensor, size: list[int]) -> Tensor:
-    """Resize an image (C, H, W), or several, to [height, width], or their shorter side to [length]."""
+def resize(image: Tensor, size: list[int]) -> Tensor:
+    """Resize images (..., C, H, W) as torchvision does, with antialiasing.
+
+    `size` is [height, width], or [length] of the shorter side.
+    """
     if image.dim() > 3:
         several: Tensor = vision.resize(image, size, antialias=True)
         return several
-    # channels_last is how JPEG is decoded and batches are kept: faster to resize and to copy.
+    # JPEG is decoded as channels_last, and batches are kept so: resizing and copying are faster.
     whole = image[None].contiguous(memory_format=torch.channels_last)
-    if len(size) == 1 or not VECTORISED or image.dtype != torch.uint8 or image.shape[1:] == (*size,):
+    is_fast = len(size) == 2 and VECTORISED and image.dtype == torch.uint8
+    if not is_fast or image.shape[1:] == (*size,):
         small: Tensor = vision.resize(whole, size, antialias=True)
         return small[0]
-    # What torchvision calls, without its checks of each argument: a quarter of the time of a small image. The stride of
-    # the first dimension is set, or torch returns another layout (pytorch/pytorch#68430).
-    whole = whole.as_strided(whole.shape, (whole.numel(), *whole.stride()[1:]))
+    # torchvision calls the same function, but its checks of each argument take a quarter of the
+    # time of a small image. The stride of the first dimension is set, or torch returns another
+    # layout (pytorch/pytorch#68430).
+    strides = (whole.numel(), *whole.stride()[1:])
+    whole = whole.as_strided(whole.shape, strides)
     return F.interpolate(whole, size, mode="bilinear", antialias=True)[0]
 
 
-def seed_draws(seed: int, epoch: int, sample: int) -> int:
-    """Seed torch, NumPy and random, for what a user's data set draws for this sample in this epoch; returns a seed for
-    its own generators."""
-    key = int(sampling.hashed(seed, epoch, sample, sampling.ITEM)[0])
+def seed_draws(
+    seed: int,
+    epoch: int,
+    sample: int,
+) -> int:
+    """Seed torch, NumPy and random for what a user's data set draws for a sample in an epoch.
+
+    Returns:
+        A seed for generators that belong to the data set.
+    """
+    key = int(sampling.draw_bits(seed, epoch, sample, sampling.ITEM)[0])
     torch.default_generator.manual_seed(key >> 1)
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
@@ -115,7 +171,8 @@ def seed_draws(seed: int, epoch: int, sample: int) -> int:
 @contextmanager
 def private_draws() -> Iterator[None]:
     """Restore the states of random, NumPy and torch afterwards."""
-    before, state = random.getstate(), np.random.get_state()
+    before = random.getstate()
+    state = np.random.get_state()
     try:
         with private_random_state():
             yield
@@ -127,79 +184,134 @@ def private_draws() -> Iterator[None]:
 class PhotoDraws:
     """The random augmentation of some photos, in a worker."""
 
-    def __init__(self, recipe: AugmentRecipe, seed: int, epoch: int, index: Array) -> None:
+    def __init__(
+        self,
+        recipe: AugmentRecipe,
+        seed: int,
+        epoch: int,
+        index: Array,
+    ) -> None:
         self.recipe = recipe
         self.crop: sampling.CropBoxes | None = None
         if recipe.crop == "resized":
-            low, high = recipe.crop_scale
-            self.crop = sampling.CropBoxes(sampling.box_draws(seed, epoch, index, sampling.CROP), (low, high))
-        self.shift = sampling.shifts(seed, epoch, index, recipe.crop_padding)
-        self.flip = sampling.flips(seed, epoch, index, recipe.hflip, recipe.alternate)
+            draws = sampling.draw_boxes(seed, epoch, index, sampling.CROP)
+            self.crop = sampling.CropBoxes(draws, recipe.crop_scale)
+        self.shift = sampling.draw_shifts(seed, epoch, index, recipe.crop_padding)
+        self.flip = sampling.draw_flips(
+            seed,
+            epoch,
+            index,
+            recipe.hflip,
+            recipe.alternate,
+        )
         self.auto = Auto(recipe, seed, epoch, index)
 
-    def apply(self, row: int, picture: Picture, size: ImageSize) -> Tensor:
-        """An image as (C, *size) uint8."""
+    def apply(
+        self,
+        row: int,
+        picture: Picture,
+        size: ImageSize,
+    ) -> Tensor:
+        """Augment the photo of row `row` to (C, *size) uint8."""
         height, width = sides(size)
         if self.crop is not None:
             box = self.crop.box(row, picture.height, picture.width)
-            image = resized(picture.pixels(box, size), [height, width])
+            image = resize(picture.pixels(box, size), [height, width])
         else:
-            image = held_out(picture, size)
+            image = prepare_for_evaluation(picture, size)
             if self.recipe.crop == "pad":
                 top, left = self.shift[row].tolist()
-                image = F.pad(image, (self.recipe.crop_padding,) * 4)[:, top : top + height, left : left + width]
+                padded = F.pad(image, (self.recipe.crop_padding,) * 4)
+                image = padded[:, top : top + height, left : left + width]
         if self.flip[row]:
             image = image.flip(-1)
         return self.auto(row, image)
 
 
 class Reader:
-    """Fills slots of batch buffers with samples, in loader workers.
+    """Fills slots of batch buffers with samples, in a loader worker.
 
-    It never raises for a sample: a worker's traceback is no message for a user.
+    A sample that cannot be read is reported, not raised: a worker's traceback would not help a
+    user.
     """
 
     def __init__(
-        self, source: PhotoSource, images: Tensor, labels: Tensor, recipe: Recipe, plain: bool = False
+        self,
+        source: PhotoSource,
+        images: Tensor,
+        labels: Tensor,
+        recipe: Recipe,
+        plain: bool = False,
     ) -> None:
-        """`images` (slots, rows, H, W, C) uint8 and `labels` (slots, rows, ...) are the buffers; `plain` inputs, which
-        are no images, are buffered as the data set returns them."""
-        self.source, self.images, self.labels, self.plain = source, images, labels, plain
-        self.augment, self.seed, self.skip = recipe.augment, recipe.seed, recipe.data.on_error == "skip"
+        """Read from `source` into two buffers.
+
+        Args:
+            source: the samples.
+            images: (slots, rows, H, W, C) uint8.
+            labels: (slots, rows, ...).
+            recipe: the recipe.
+            plain: True for inputs that are not images; they are buffered as the data set returns
+                them.
+        """
+        self.source = source
+        self.images = images
+        self.labels = labels
+        self.plain = plain
+        self.augment = recipe.augment
+        self.seed = recipe.seed
+        self.skip = recipe.data.on_error == "skip"
         self.channels = images.shape[-1]
-        self.size: Any = images.shape[2:4]  # of images
-        self.draws = not isinstance(source, LabelledSource)  # a user's own, which may draw at random
+        self.size: Any = images.shape[2:4]
+        # Only a user's own data set can draw at random while it is read.
+        self.draws = not isinstance(source, LabelledSource)
         self.pictures = source if isinstance(source, PictureSource) else None
 
-    def fill(self, slot: int, epoch: int | None, index: Array) -> Report:
-        """Read the samples of a `Key`."""
-        images, labels = self.images[slot], self.labels[slot]
+    def fill(
+        self,
+        slot: int,
+        epoch: int | None,
+        index: Array,
+    ) -> Report:
+        """Read the samples of a `Key` into a slot."""
+        images = self.images[slot]
+        labels = self.labels[slot]
         before = self._uncached
         with private_draws(), self._generators.restored():
-            report = (
-                self._evaluation(images, labels, index)
-                if epoch is None
-                else self._training(images, labels, epoch, index)
-            )
+            if epoch is None:
+                report = self._fill_evaluation(images, labels, index)
+            else:
+                report = self._fill_training(images, labels, epoch, index)
         return report._replace(uncached=self._uncached - before)
 
     @cached_property
     def _generators(self) -> Generators:
-        """The data set's own. First asked for in the process that reads, which has its own copy of them."""
+        """The random generators of the data set.
+
+        They are searched for in the process that reads, which has its own copy of them.
+        """
         return Generators(getattr(self.source, "items", self.source) if self.draws else None)
 
     @property
     def _uncached(self) -> int:
         return int(getattr(self.source, "uncached", 0))
 
-    def _training(self, images: Tensor, labels: Tensor, epoch: int, index: Array) -> Report:
+    def _fill_training(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        epoch: int,
+        index: Array,
+    ) -> Report:
         draws = PhotoDraws(self.augment, self.seed, epoch, index)
         failures: list[Unreadable] = []
+        attempts = NEIGHBOURS if self.skip else 1
         for row, place in enumerate(index.tolist()):
-            # Where skipping is allowed, the next one that can be read takes the place of one that cannot.
-            for step in range(NEIGHBOURS if self.skip else 1):
-                image, label, failed = self._try(place + step, epoch, partial(draws.apply, row, size=self.size))
-                failures += failed if step == 0 else []
+            prepare = partial(draws.apply, row, size=self.size)
+            # With data.on_error=skip, the next readable sample replaces an unreadable one.
+            for step in range(attempts):
+                image, label, failed = self._read(place + step, epoch, prepare)
+                if step == 0:
+                    failures += failed
                 if image is not None:
                     break
             else:
@@ -208,11 +320,17 @@ class Reader:
             labels[row] = label
         return Report(len(index), failures)
 
-    def _evaluation(self, images: Tensor, labels: Tensor, index: Array) -> Report:
+    def _fill_evaluation(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        index: Array,
+    ) -> Report:
         failures: list[Unreadable] = []
+        prepare = partial(prepare_for_evaluation, size=self.size)
         row = 0
         for sample in index.tolist():
-            image, label, failed = self._try(sample, 0, partial(held_out, size=self.size))
+            image, label, failed = self._read(sample, 0, prepare)
             failures += failed
             if image is None:
                 if not self.skip:
@@ -225,10 +343,17 @@ class Reader:
         labels[row:] = labels[row - 1] if row else 0
         return Report(row, failures)
 
-    def _try(
-        self, place: int, epoch: int, prepare: Callable[[Picture], Tensor]
+    def _read(
+        self,
+        place: int,
+        epoch: int,
+        prepare: Callable[[Picture], Tensor],
     ) -> tuple[Tensor | None, Tensor | int, list[Unreadable]]:
-        """The sample at a place of the epoch's order, modulo the samples (`sampling.balanced`), as it is buffered."""
+        """Return the image and label at `place` of the epoch's order, and the failure, if any.
+
+        The sample is `place` modulo the number of samples (`sampling.draw_balanced_permutation`).
+        The image has the layout of the buffer; None if the sample cannot be read.
+        """
         sample = place % len(self.source)
         try:
             if self.pictures is not None:
@@ -237,17 +362,25 @@ class Reader:
             if self.draws:
                 self._generators.seed(seed_draws(self.seed, epoch, place))
             image, label = self.source.read(sample, self.channels)
-            return image if self.plain else prepare(Picture.of(image)).permute(1, 2, 0), label, []
-        except Exception as error:  # decoders and users' data sets raise anything at all
-            return None, 0, [(self.source.where(sample), reason(error))]
+            if not self.plain:
+                image = prepare(Picture.of(image)).permute(1, 2, 0)
+            return image, label, []
+        except Exception as error:
+            # Decoders and users' data sets can raise anything.
+            return None, 0, [(self.source.where(sample), describe_failure(error))]
 
 
 def as_pictures(datasets: Datasets, inputs: Tensor) -> Tensor | None:
-    """A batch's inputs (n, C, H, W) as uint8 (n, H, W, 1 or 3), not normalised; None where they are not images."""
+    """Convert inputs (n, C, H, W) back to uint8 (n, H, W, 1 or 3) without normalisation.
+
+    Return None if the inputs are not images.
+    """
     if datasets.plain or inputs.dim() != 4:
         return None
-    mean, std = (torch.tensor(part)[:, None, None] for part in (datasets.mean, datasets.std))
+    mean = torch.tensor(datasets.mean)[:, None, None]
+    std = torch.tensor(datasets.std)[:, None, None]
     pixels = inputs.detach().float().cpu() * std + mean
     images = (255 * pixels).round().clamp(0, 255).to(torch.uint8)
-    # The first three channels, or one of two.
-    return images[:, : 3 if images.shape[1] >= 3 else 1].permute(0, 2, 3, 1).contiguous()
+    # Show the first three channels, or the first one of two.
+    channels = 3 if images.shape[1] >= 3 else 1
+    return images[:, :channels].permute(0, 2, 3, 1).contiguous()

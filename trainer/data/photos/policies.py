@@ -1,11 +1,13 @@
-"""Automatic augmentation of whole batches: torchvision's policies and draws, its operations once for many images.
+"""Automatic augmentation of whole batches.
 
-An operation here takes (n, C, H, W) uint8 images and a magnitude each, and gives what torchvision gives for each image
-alone, to the last bit on the CPU (from 8 x 8 pixels on): a test holds them against each other.
+Policies and draws are torchvision's; an operation runs once for many images. Each operation here
+accepts (n, C, H, W) uint8 images and one magnitude per image. On the CPU, from 8 x 8 pixels on, its
+results equal torchvision's for single images to the last bit; a test compares them.
 
-On one CPU thread, torchvision image by image takes 2.7 to 3.0 times as long for 256 images of 32 x 32, 1.5 to 1.8 times
-for 64 x 64, and 0.6 times for 224 x 224: `BATCHED` says up to which size a batch goes through here. On a GPU, image by
-image means some ten kernels for each image.
+On one CPU thread, torchvision's image-by-image processing takes 2.7 to 3.0 times as long for 256
+images of 32 x 32, 1.5 to 1.8 times for 64 x 64, and 0.6 times for 224 x 224. `BATCHED` is the
+largest size for which this module is used on a CPU. On a GPU, image-by-image processing launches
+about ten kernels per image.
 """
 
 from __future__ import annotations
@@ -20,20 +22,28 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchvision.transforms.v2 import functional as vision
 
-from trainer.data.photos.copies import on_device
+from trainer.data.photos.copies import copy_to_device
 
-BATCHED = 96 * 96  # pixels of an image: on a CPU torchvision's own operations are faster for larger ones
-Step = tuple[str, float]  # an operation's name in torchvision, and its magnitude
+# Pixels of an image: on a CPU, torchvision's own operations are faster for larger ones.
+BATCHED = 96 * 96
+# One number per image.
+Magnitudes = Sequence[float]
+# Name of an operation in torchvision, and its magnitude.
+Step = tuple[str, float]
 
 
-def recorded(policy: Any) -> Callable[[Tensor], list[Step]]:
-    """A function that draws a policy's steps for an image, of which only the size matters."""
+def record_steps(policy: Any) -> Callable[[Tensor], list[Step]]:
+    """Return a function that draws the steps of `policy` for an image without applying them.
+
+    Only the size of the image matters.
+    """
     steps: list[Step] = []
 
     def record(image: Tensor, operation: str, magnitude: float, **_: Any) -> Tensor:
         steps.append((operation, magnitude))
         return image
 
+    # torchvision's policies apply every step through this method.
     policy._apply_image_or_video_transform = record
 
     def draw(image: Tensor) -> list[Step]:
@@ -45,117 +55,193 @@ def recorded(policy: Any) -> Callable[[Tensor], list[Step]]:
 
 
 def apply(images: Tensor, plans: Sequence[Sequence[Step]]) -> Tensor:
-    """Apply each plan to its image of (n, H, W, C) uint8, in place, one operation to many images at a time."""
-    for depth in range(max(map(len, plans), default=0)):
-        listed = sorted((plan[depth][0], row, plan[depth][1]) for row, plan in enumerate(plans) if len(plan) > depth)
-        rows = on_device(torch.tensor([row for _, row, _ in listed]), images.device)
+    """Apply to each image its plan, in place.
+
+    The n-th steps of all plans run together, one operation at a time on many images.
+
+    Args:
+        images: (n, H, W, C) uint8.
+        plans: the steps of each image.
+    """
+    depth = max(map(len, plans), default=0)
+    for number in range(depth):
+        listed = []
+        for row, plan in enumerate(plans):
+            if len(plan) > number:
+                operation, magnitude = plan[number]
+                listed.append((operation, row, magnitude))
+        listed.sort()
+        rows = copy_to_device(torch.tensor([row for _, row, _ in listed]), images.device)
         chosen = images.index_select(0, rows).permute(0, 3, 1, 2)
-        done, stop = [], 0
+        results = []
+        stop = 0
         for operation, group in groupby(listed, key=lambda step: step[0]):
             magnitudes = [magnitude for _, _, magnitude in group]
-            start, stop = stop, stop + len(magnitudes)
-            done.append(OPERATIONS[operation](chosen[start:stop], magnitudes).permute(0, 2, 3, 1))
-        images.index_copy_(0, rows, torch.cat(done))
+            start = stop
+            stop += len(magnitudes)
+            result = OPERATIONS[operation](chosen[start:stop], magnitudes)
+            results.append(result.permute(0, 2, 3, 1))
+        images.index_copy_(0, rows, torch.cat(results))
     return images
 
 
-def _column(values: Sequence[float], images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A number for each image, (n, 1, 1, 1)."""
-    return on_device(torch.tensor(values, dtype=dtype), images.device)[:, None, None, None]
+def _make_column(
+    values: Magnitudes,
+    images: Tensor,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return one number per image on the device of `images`, (n, 1, 1, 1)."""
+    column = copy_to_device(torch.tensor(values, dtype=dtype), images.device)
+    return column[:, None, None, None]
 
 
-def _add(base: Tensor, other: Tensor, magnitudes: Sequence[float]) -> Tensor:
-    """base - magnitude x other as uint8, rounded once, as torch's `add` with an alpha rounds."""
-    alpha = _column([1.0 - (1.0 + m) for m in magnitudes], base).double()
-    return (base.double() + alpha * other.double()).float().clamp_(0, 255).to(torch.uint8)
+def _add(
+    base: Tensor,
+    other: Tensor,
+    magnitudes: Magnitudes,
+) -> Tensor:
+    """Return base - magnitude * other as uint8.
+
+    The sum is rounded once, as in torch.add with an alpha.
+    """
+    # The order of operations is torchvision's, and so is the rounding of alpha.
+    alpha = _make_column([1.0 - (1.0 + m) for m in magnitudes], base).double()
+    total = base.double() + alpha * other.double()
+    return total.float().clamp_(0, 255).to(torch.uint8)
 
 
-def _scale(images: Tensor, magnitudes: Sequence[float]) -> Tensor:
-    return images.mul(_column([1.0 + m for m in magnitudes], images))
+def _scale(images: Tensor, magnitudes: Magnitudes) -> Tensor:
+    return images.mul(_make_column([1.0 + m for m in magnitudes], images))
 
 
-def _colour(images: Tensor, magnitudes: Sequence[float]) -> Tensor:
+def _colour(images: Tensor, magnitudes: Magnitudes) -> Tensor:
     if images.shape[1] == 1:
         return images
     return _add(_scale(images, magnitudes), vision.rgb_to_grayscale(images), magnitudes)
 
 
-def _contrast(images: Tensor, magnitudes: Sequence[float]) -> Tensor:
+def _contrast(images: Tensor, magnitudes: Magnitudes) -> Tensor:
     grey = vision.rgb_to_grayscale(images) if images.shape[1] == 3 else images
-    return _add(_scale(images, magnitudes), grey.float().mean(dim=(1, 2, 3), keepdim=True), magnitudes)
+    scaled = _scale(images, magnitudes)
+    mean = grey.float().mean(dim=(1, 2, 3), keepdim=True)
+    return _add(scaled, mean, magnitudes)
 
 
-def _sharpness(images: Tensor, magnitudes: Sequence[float]) -> Tensor:
+def _sharpness(images: Tensor, magnitudes: Magnitudes) -> Tensor:
     if min(images.shape[-2:]) <= 2:
         return images
-    whole = images.float()  # sums of whole numbers: exact, where a convolution on a GPU may round to TF32
-    lines = whole[..., :-2, :] + whole[..., 1:-1, :] + whole[..., 2:, :]
-    inner = whole[..., 1:-1, 1:-1]
-    blurred = (lines[..., :-2] + lines[..., 1:-1] + lines[..., 2:] + 4 * inner).div_(13).round_()
+    # Sums of whole numbers are exact, while a convolution on a GPU may round to TF32.
+    whole = images.float()
+    middle = whole[..., 1:-1, :]
+    lines = whole[..., :-2, :] + middle + whole[..., 2:, :]
+    inner = middle[..., 1:-1]
+    boxes = lines[..., :-2] + lines[..., 1:-1] + lines[..., 2:]
+    blurred = (boxes + 4 * inner).div_(13).round_()
     sharp = images.clone()
     sharp[..., 1:-1, 1:-1] = _add(inner, blurred - inner, magnitudes)
     return sharp
 
 
-def _posterize(images: Tensor, magnitudes: Sequence[float]) -> Tensor:
-    bits = [int(m) for m in magnitudes]
-    return images & _column([((1 << b) - 1) << (8 - b) for b in bits], images, torch.uint8)
+def _posterize(images: Tensor, magnitudes: Magnitudes) -> Tensor:
+    masks = []
+    for magnitude in magnitudes:
+        bits = int(magnitude)
+        masks.append(((1 << bits) - 1) << (8 - bits))
+    return images & _make_column(masks, images, torch.uint8)
 
 
-def _solarize(images: Tensor, magnitudes: Sequence[float]) -> Tensor:
-    return torch.where(images >= _column([255.0 * m for m in magnitudes], images), images.bitwise_not(), images)
+def _solarize(images: Tensor, magnitudes: Magnitudes) -> Tensor:
+    threshold = _make_column([255.0 * m for m in magnitudes], images)
+    return torch.where(images >= threshold, images.bitwise_not(), images)
 
 
 def _affine(images: Tensor, matrices: Sequence[Sequence[float]]) -> Tensor:
-    """Sample each image bilinearly, black outside, at its inverse 2 x 3 matrix, of which the origin is the centre."""
+    """Sample each image bilinearly at its inverse 2 x 3 matrix.
+
+    The origin is the centre of the image, and pixels outside are black.
+    """
     count, _, height, width = images.shape
-    # On a GPU in float64, since a product in float32 may round to TF32 and be half a pixel off.
-    kind = torch.float64 if images.device.type == "cuda" else torch.float32
-    theta = torch.tensor(matrices, dtype=torch.float32).reshape(count, 2, 3).transpose(1, 2)
-    theta = on_device((theta / torch.tensor([0.5 * width, 0.5 * height])).to(kind), images.device)
-    at = torch.ones(1, height, width, 3, device=images.device)
-    at[..., 0] = torch.linspace((1.0 - width) * 0.5, (width - 1.0) * 0.5, steps=width, device=images.device)
-    at[..., 1] = torch.linspace((1.0 - height) * 0.5, (height - 1.0) * 0.5, steps=height, device=images.device)[:, None]
-    grid = at.to(kind).view(1, -1, 3).expand(count, -1, -1).bmm(theta).float().view(count, height, width, 2)
-    sampled = F.grid_sample(images.float(), grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+    device = images.device
+    # On a GPU, a product in float32 may round to TF32 and be half a pixel off.
+    kind = torch.float64 if device.type == "cuda" else torch.float32
+    half_size = torch.tensor([0.5 * width, 0.5 * height])
+    theta = torch.tensor(matrices, dtype=torch.float32).reshape(count, 2, 3)
+    theta = theta.transpose(1, 2) / half_size
+    theta = copy_to_device(theta.to(kind), device)
+    right = (width - 1.0) * 0.5
+    bottom = (height - 1.0) * 0.5
+    points = torch.ones(1, height, width, 3, device=device)
+    points[..., 0] = torch.linspace(-right, right, steps=width, device=device)
+    rows = torch.linspace(-bottom, bottom, steps=height, device=device)
+    points[..., 1] = rows[:, None]
+    points = points.to(kind).view(1, -1, 3)
+    grid = points.expand(count, -1, -1).bmm(theta).float()
+    grid = grid.view(count, height, width, 2)
+    sampled = F.grid_sample(
+        images.float(),
+        grid,
+        mode="bilinear",
+        padding_mode="zeros",
+        align_corners=False,
+    )
     return sampled.round_().to(torch.uint8)
 
 
-def _shear_x(images: Tensor, magnitudes: Sequence[float]) -> Tensor:
-    """About the upper left corner, as AutoAugment's authors do."""
-    y, slopes = 0.5 * images.shape[-2], [math.tan(angle) for angle in _angles(magnitudes)]
+def _shear_x(images: Tensor, magnitudes: Magnitudes) -> Tensor:
+    """Shear about the upper left corner, as AutoAugment's authors do."""
+    y = 0.5 * images.shape[-2]
+    slopes = [math.tan(angle) for angle in _compute_angles(magnitudes)]
     return _affine(images, [[1.0, slope, slope * y, 0.0, 1.0, 0.0] for slope in slopes])
 
 
-def _shear_y(images: Tensor, magnitudes: Sequence[float]) -> Tensor:
-    x, y = 0.5 * images.shape[-1], 0.5 * images.shape[-2]
-    slopes = [math.sin(angle) / math.cos(angle) for angle in _angles(magnitudes)]
+def _shear_y(images: Tensor, magnitudes: Magnitudes) -> Tensor:
+    x = 0.5 * images.shape[-1]
+    y = 0.5 * images.shape[-2]
+    slopes = [math.sin(angle) / math.cos(angle) for angle in _compute_angles(magnitudes)]
     return _affine(images, [[1.0, 0.0, 0.0, slope, 1.0, slope * x - y + y] for slope in slopes])
 
 
-def _angles(magnitudes: Sequence[float]) -> list[float]:
-    """In radians, rounded in torchvision's order of operations, as are the sums in which they are used."""
+def _compute_angles(magnitudes: Magnitudes) -> list[float]:
+    """Return the angles of shears in radians.
+
+    The order of operations is torchvision's here and in the sums that use the angles, so that all
+    numbers are rounded alike.
+    """
     return [math.radians(math.degrees(math.atan(m))) for m in magnitudes]
 
 
-def _rotate(images: Tensor, magnitudes: Sequence[float]) -> Tensor:
+def _rotate(images: Tensor, magnitudes: Magnitudes) -> Tensor:
     angles = [m % 360 for m in magnitudes]
-    turns = [(math.cos(turn), math.sin(turn)) for turn in map(math.radians, angles)]
-    rotated = _affine(images, [[cos, -sin, 0.0, sin, cos, 0.0] for cos, sin in turns])
-    for angle in sorted({angle for angle in angles if angle % 90 == 0}):  # torchvision moves whole pixels, where it can
-        rows = on_device(torch.tensor([row for row, other in enumerate(angles) if other == angle]), images.device)
-        whole = vision.rotate(images[rows], angle, interpolation=vision.InterpolationMode.BILINEAR)
+    matrices = []
+    for angle in angles:
+        turn = math.radians(angle)
+        cos = math.cos(turn)
+        sin = math.sin(turn)
+        matrices.append([cos, -sin, 0.0, sin, cos, 0.0])
+    rotated = _affine(images, matrices)
+    # torchvision moves whole pixels for multiples of 90 degrees.
+    for right_angle in sorted({angle for angle in angles if angle % 90 == 0}):
+        chosen = [row for row, angle in enumerate(angles) if angle == right_angle]
+        rows = copy_to_device(torch.tensor(chosen), images.device)
+        bilinear = vision.InterpolationMode.BILINEAR
+        whole = vision.rotate(images[rows], right_angle, interpolation=bilinear)
         rotated.index_copy_(0, rows, whole)
     return rotated
 
 
-OPERATIONS: dict[str, Callable[[Tensor, Sequence[float]], Tensor]] = {
+OPERATIONS: dict[str, Callable[[Tensor, Magnitudes], Tensor]] = {
     "ShearX": _shear_x,
     "ShearY": _shear_y,
-    "TranslateX": lambda images, shifts: _affine(images, [[1.0, 0.0, -int(x), 0.0, 1.0, 0.0] for x in shifts]),
-    "TranslateY": lambda images, shifts: _affine(images, [[1.0, 0.0, 0.0, 0.0, 1.0, -int(y)] for y in shifts]),
+    "TranslateX": lambda images, shifts: _affine(
+        images, [[1.0, 0.0, -int(x), 0.0, 1.0, 0.0] for x in shifts]
+    ),
+    "TranslateY": lambda images, shifts: _affine(
+        images, [[1.0, 0.0, 0.0, 0.0, 1.0, -int(y)] for y in shifts]
+    ),
     "Rotate": _rotate,
-    "Brightness": lambda images, magnitudes: _scale(images, magnitudes).clamp_(0, 255).to(torch.uint8),
+    "Brightness": lambda images, magnitudes: (
+        _scale(images, magnitudes).clamp_(0, 255).to(torch.uint8)
+    ),
     "Color": _colour,
     "Contrast": _contrast,
     "Sharpness": _sharpness,

@@ -1,77 +1,154 @@
-"""Images of any number of channels: NumPy's arrays (.npy), and TIFF files of several bands or pages."""
+"""Images of any number of channels: NumPy arrays, and TIFF files of several bands or pages."""
 
 from __future__ import annotations
 
 import io
 import math
+from contextlib import suppress
 
 import numpy as np
+from PIL import Image, UnidentifiedImageError
 
-from trainer.data.photos.pixel_range import PixelKind, Values, kind_of_values
+from trainer.data.photos.pixel_range import PixelKind, Values, find_value_kind
+from trainer.errors import load_extra
 from trainer.recipe.field_types import MOST_CHANNELS
 
-LARGEST = 2**30  # bytes of an image file, and of its pixels
-NPY, TIFF = b"\x93NUMPY", (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # what files begin with
-ORIENTATION = 274  # a TIFF's tag
+# Bytes of an image file, and of its pixels.
+LARGEST = 2**30
+# First bytes of the files.
+NPY = b"\x93NUMPY"
+TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+# Tags of a TIFF file.
+ORIENTATION, SUBFILE = 274, 254
+# Bits of SUBFILE: a page is a smaller copy of another page, or a mask.
+SMALLER = 1 | 4
 
 
 def is_stack(start: bytes, channels: int | None) -> bool:
-    """Whether the file that begins so is read here: all arrays, and all files for other channels than 1 and 3."""
+    """Return whether this module reads the file with the first bytes `start`.
+
+    It reads all arrays, and all files for other `channels` than 1 and 3.
+    """
     return start.startswith(NPY) or channels not in (None, 1, 3)
 
 
 def read_stack(data: Values, channels: int | None) -> tuple[Values, PixelKind | None, int]:
-    """The image (H, W, C) in the bytes of a file, the kind of its values, None for bytes, and its EXIF orientation.
+    """Decode the bytes of an array or a TIFF file.
 
-    Arrays are (H, W) or (H, W, C); of a TIFF file the axis that is not height and width has the channels. `channels`
-    is how many there must be. Raises ValueError.
+    Arrays are (H, W) or (H, W, C). The channels of a TIFF file are the axis that is neither height
+    nor width.
+
+    Args:
+        data: the bytes of the file.
+        channels: the expected number of channels; None accepts any number.
+
+    Returns:
+        (H, W, C) values, their kind (None for bytes), and the EXIF orientation.
+
+    Raises:
+        ValueError: the file cannot be read, or has other channels.
     """
-    start, turned = data[:6].tobytes(), 1
+    start = data[:6].tobytes()
+    orientation = 1
     if start.startswith(NPY):
         values = np.lib.format.read_array(io.BytesIO(data.data), allow_pickle=False)
         if values.ndim == 3 and 1 < len(values) == channels:
             raise ValueError(
-                f"its shape is {values.shape}, and an array is height, width, channels: if its first axis has the "
-                f"{channels} channels, save np.moveaxis(array, 0, -1), else save it as TIFF"
+                f"its shape is {values.shape}, but an array must be height, width, channels: if "
+                f"its first axis has the {channels} channels, save np.moveaxis(array, 0, -1), else "
+                "save it as TIFF"
             )
     elif start.startswith(TIFF):
         try:
-            values, turned = _tiff(data)
-        except LookupError:  # it is damaged
+            values, orientation = _read_tiff(data)
+        except LookupError:
+            # tifffile raises this for damaged files.
             raise ValueError("cannot identify image file") from None
     elif channels in (None, 1, 3):
         raise ValueError("cannot identify image file")
     else:
-        raise ValueError(f"images of data.channels={channels} are .npy and TIFF files, and it is neither")
-    values = values[..., None] if values.ndim == 2 else values
+        raise ValueError(
+            f"it is neither .npy nor TIFF, the files that data.channels={channels} can read"
+        )
+    if values.ndim == 2:
+        values = values[..., None]
     if values.ndim != 3 or not values.size or values.nbytes > LARGEST:
         raise ValueError(f"its shape is {values.shape}, not height, width and channels")
-    have = values.shape[2]
-    if have > MOST_CHANNELS:
-        raise ValueError(f"it has {have} channels, and {MOST_CHANNELS} are the most")
-    if channels not in (None, have):
-        raise ValueError(f"it has {have} channel{'s' * (have > 1)}: data.channels={have} reads it, {channels} does not")
-    return values, kind_of_values(values), turned
+    actual = values.shape[2]
+    if actual > MOST_CHANNELS:
+        raise ValueError(f"it has {actual} channels, but at most {MOST_CHANNELS} are allowed")
+    if channels not in (None, actual):
+        raise ValueError(
+            f"its number of channels is {actual}, but {channels} are expected: type "
+            f"data.channels={actual} to read it"
+        )
+    return values, find_value_kind(values), orientation
 
 
-def _tiff(data: Values) -> tuple[Values, int]:
-    """Height, width and channels, where there are several, whichever order the file has. Raises ValueError."""
-    try:
-        import tifffile
-    except ImportError:
-        raise ValueError("this kind of TIFF file is read by tifffile: pip install tifffile") from None
+def choose_page(image: Image.Image) -> None:
+    """Go to the only page of a TIFF file that Pillow opened, except smaller copies and masks.
+
+    Raises:
+        UnidentifiedImageError: the file has several gray pages, which are channels: use
+            `read_stack`.
+        ValueError: the file has several pages, and none says which is the image.
+    """
+    pages = {}
+    # Anything may follow the last page.
+    with suppress(Exception):
+        for number in range(getattr(image, "n_frames", 1)):
+            image.seek(number)
+            if not image.tag_v2.get(SUBFILE, 0) & SMALLER:  # type: ignore[attr-defined]
+                pages[number] = (image.mode, image.size)
+    if len(pages) > 1:
+        has_equal_pages = len({*pages.values()}) == 1
+        is_gray = image.mode != "P" and len(image.getbands()) == 1
+        if has_equal_pages and is_gray:
+            raise UnidentifiedImageError
+        raise ValueError(
+            f"it has {len(pages)} pages, in colour or of several sizes: save one page as a "
+            "separate file"
+        )
+    first = next(iter(pages), 0)
+    image.seek(first)
+
+
+def _read_tiff(data: Values) -> tuple[Values, int]:
+    """Return the pixels of a TIFF file and its EXIF orientation.
+
+    The axes are height, width and, if there are several, channels, whatever their order in the
+    file.
+
+    Raises:
+        ValueError: the file has other axes, or pages that differ.
+    """
+    tifffile = load_extra("this kind of TIFF file", "tifffile")
     with tifffile.TiffFile(io.BytesIO(data.data)) as file:
         first = file.pages.first
-        series = [part for part in file.series if not part.keyframe.subfiletype & 5]  # smaller copies, and masks
-        if len(series) != 1 or first.photometric in (0, 3):
-            raise ValueError("its pages have several sizes, or 0 is white in it, or it has a palette")
-        axes, shape = series[0].axes, series[0].shape
-        others = [place for place, axis in enumerate(axes) if axis not in "YX" and shape[place] > 1]
-        if "Y" not in axes or "X" not in axes or len(others) > 1:
+        series = [part for part in file.series if not part.keyframe.subfiletype & SMALLER]
+        if first.photometric in (0, 3):
+            raise ValueError("0 is white in it, or it has a palette: save it in another format")
+        if len({(part.axes, part.shape, part.dtype) for part in series}) != 1:
+            raise ValueError(f"it has {len(series)} pages, of several sizes or types")
+        axes = series[0].axes
+        shape = series[0].shape
+        if len(series) > 1:
+            # Pages that were written one at a time are one series each.
+            axes = f"Q{axes}"
+            shape = (len(series), *shape)
+        channel_axes = []
+        for number, axis in enumerate(axes):
+            if axis not in "YX" and shape[number] > 1:
+                channel_axes.append(number)
+        if "Y" not in axes or "X" not in axes or len(channel_axes) > 1:
             raise ValueError(f"its axes are {axes} of {shape}, not height, width and channels")
         if math.prod(shape) * series[0].dtype.itemsize > LARGEST:
-            raise ValueError(f"{shape} pixels are more than an image has")
-        order = [axes.index("Y"), axes.index("X"), *others]
-        order += [place for place in range(len(axes)) if place not in order]
-        values = series[0].asarray().transpose(order)
-        return values.reshape(values.shape[: len(others) + 2]), int(first.tags.valueof(ORIENTATION, 1))
+            raise ValueError(f"its {shape} pixels are more than {LARGEST:,} bytes")
+        order = [axes.index("Y"), axes.index("X"), *channel_axes]
+        order += [number for number in range(len(axes)) if number not in order]
+        pages = np.stack([part.asarray() for part in series])
+        values = pages.reshape(shape).transpose(order)
+        # The remaining axes have length 1.
+        values = values.reshape(values.shape[: len(channel_axes) + 2])
+        orientation = first.tags.valueof(ORIENTATION, 1)
+        return values, int(orientation)

@@ -1,4 +1,4 @@
 """Loader workers: processes that read photos into shared memory.
 
-`worker_pool` is what a loader uses.
+Loaders use the classes of `worker_pool`.
 """

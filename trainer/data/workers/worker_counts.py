@@ -1,53 +1,45 @@
-"""How many processes read photos for a rank: from cores, ranks and memory."""
+"""Number of loader workers per rank, computed from cores, open-file limit and memory."""
 
 from __future__ import annotations
 
-import os
 import resource
 
 from trainer.devices import host
-from trainer.errors import SetupError
-from trainer.processes.resources import cores
+from trainer.memory.device import free_shared_memory
+from trainer.processes.resources import count_cores
 
-PREFETCH = 2  # batches that a worker has been asked for
-SHARED_MEMORY = "/dev/shm"
-FILES = 16  # file descriptors for each worker; it opens half as many
-FRACTION = 0.5  # of the free shared memory that workers take, unless the user says how many there are
+# Maximum number of batches that one worker reads ahead.
+PREFETCH = 2
+# Number of file descriptors to reserve per worker, twice what a worker opens.
+DESCRIPTORS_PER_WORKER = 16
+# Fraction of the free shared memory that workers may use if the user does not set data.workers.
+USABLE_FRACTION = 0.5
 
 
 def slots(workers: int) -> int:
-    """Slots for batches: those asked for, and the one in use."""
+    """Return the number of batch slots: `PREFETCH` per worker, and one for the batch in use."""
     return workers * PREFETCH + 1 if workers else 1
 
 
-def free_shared_memory(folder: str = SHARED_MEMORY) -> int | None:
-    """Bytes; None where there is no such folder."""
-    if not os.path.isdir(folder):
-        return None
-    state = os.statvfs(folder)
-    return state.f_bavail * state.f_frsize
-
-
-def check_shared_memory(needed: int, folder: str = SHARED_MEMORY) -> None:
-    """Refuse to start what would end in SIGBUS later. Raises SetupError."""
-    free = free_shared_memory(folder)
-    if free is not None and free < needed:
-        raise SetupError(
-            f"loader workers need {needed / 2**20:.0f} MiB of shared memory, {folder} has {free / 2**20:.0f} free: "
-            f"use fewer data.workers (data.workers=0 needs none), "
-            f"or start the container with --shm-size={-(-needed // 2**30)}g or more"
-        )
-
-
 def allowed(readers: int, batch_bytes: int) -> int:
-    """Workers of one rank where `readers` ranks of this machine read: a core each, and files and memory for them.
+    """Return the number of workers that one rank may start.
 
-    Shared memory counts as memory: it is limited by a container's free memory, too.
+    A worker needs a core, file descriptors, and shared memory for its batches. Shared memory counts
+    as memory, because a container's memory limit includes it.
+
+    Args:
+        readers: number of ranks of this machine that read data.
+        batch_bytes: size of one batch in bytes; 0 if unknown.
     """
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    each = max(1, min(cores() // readers, files // FILES if files > 0 else cores()))  # -1 is no limit
+    descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    count = count_cores() // readers
+    # A limit of -1 means unlimited.
+    if descriptors > 0:
+        count = min(count, descriptors // DESCRIPTORS_PER_WORKER)
+    count = max(1, count)
     free = free_shared_memory()
     if free is None or not batch_bytes:
-        return each
-    room = int(min(free, host.free_memory()) * FRACTION / (readers * batch_bytes))
-    return max(1, min(each, (room - 1) // PREFETCH))
+        return count
+    usable_bytes = min(free, host.free_memory()) * USABLE_FRACTION
+    batches = int(usable_bytes / (readers * batch_bytes))
+    return max(1, min(count, (batches - 1) // PREFETCH))

@@ -1,4 +1,4 @@
-"""Loader workers, which are asked for batches ahead of their use and fill them into buffers in shared memory."""
+"""Loader workers: processes that read batches ahead of their use into buffers in shared memory."""
 
 from __future__ import annotations
 
@@ -18,21 +18,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.data.photos.decoding import reason
+from trainer.data.photos.decoding import describe_failure
 from trainer.data.photos.photo_reader import Key, Reader, Report
 from trainer.data.sets import Datasets, PhotoSource, TensorSpec
-from trainer.data.workers.worker_counts import PREFETCH, slots
+from trainer.data.workers.worker_counts import PREFETCH
 from trainer.errors import PeerError, RecipeError, SetupError
 from trainer.processes import fork_server
-from trainer.processes.resources import PHOTOS, keep_freed_memory
+from trainer.processes.resources import MAX_KEPT_BLOCK, keep_freed_memory
 from trainer.recipe.image_sizes import sides
 
-MESSAGE = struct.Struct("4q")  # part, slot, epoch or -1, samples: of one size, so that sending it never blocks
-POLL = 1.0  # seconds between two checks that the workers live
+# A request to a worker: number of the reader, slot, epoch or -1, number of samples. All requests
+# have the same small size, so that sending one never blocks.
+MESSAGE = struct.Struct("4q")
+# Seconds between two checks that the workers are alive.
+POLL_SECONDS = 1.0
 
 
 class Buffers(NamedTuple):
-    """Slots for batches: inputs (slots, rows, ...), labels (slots, rows, ...), and indices (slots, rows) to read."""
+    """Slots for batches.
+
+    Attributes:
+        inputs: (slots, rows, ...).
+        labels: (slots, rows, ...).
+        order: (slots, rows) int64, the sample indices that a worker reads into the slot.
+    """
 
     inputs: Tensor
     labels: Tensor
@@ -40,23 +49,27 @@ class Buffers(NamedTuple):
 
     @classmethod
     def allocate(cls, datasets: Datasets, rows: int, count: int, shared: bool) -> Buffers:
+        """Allocate `count` slots for batches of `rows` samples, in shared memory if `shared`."""
         specs = buffered(datasets), datasets.targets, TensorSpec((), torch.int64)
         buffers = cls(*(torch.zeros(count, rows, *spec.shape, dtype=spec.dtype) for spec in specs))
-        for tensor in buffers if shared else ():
-            tensor.share_memory_()  # type: ignore[no-untyped-call]
+        if shared:
+            for tensor in buffers:
+                tensor.share_memory_()  # type: ignore[no-untyped-call]
         return buffers
 
 
 def buffered(datasets: Datasets) -> TensorSpec:
-    """A sample's inputs in a buffer."""
-    return datasets.plain or TensorSpec((*sides(datasets.image_size), datasets.channels), torch.uint8)
+    """Return shape and type of one sample's inputs in a buffer."""
+    shape = (*sides(datasets.image_size), datasets.channels)
+    return datasets.plain or TensorSpec(shape, torch.uint8)
 
 
-Readers = Callable[[Buffers], Sequence[Reader]]  # makes a reader of each source, which fills these buffers
+# Allocates buffers with the passed number of slots, and returns them with one reader per source.
+Readers = Callable[[int], tuple[Buffers, list[Reader]]]
 
 
 class Filled(NamedTuple):
-    """A batch in a slot, which is the caller's until it asks for the next batch."""
+    """A batch in a slot, which the caller may use until it requests the next batch."""
 
     inputs: Tensor
     labels: Tensor
@@ -64,10 +77,11 @@ class Filled(NamedTuple):
 
 
 class InProcess:
-    """In place of workers: this process reads, when it is asked."""
+    """Reads batches in this process, with the interface of `Workers`, for data.workers=0."""
 
-    def __init__(self, buffers: Buffers, readers: Readers) -> None:
-        self._buffers, self._readers = buffers, readers(buffers)
+    def __init__(self, buffers: Buffers, readers: list[Reader]) -> None:
+        self._buffers = buffers
+        self._readers = readers
 
     def read(self, keys: Sequence[Key]) -> Iterator[Filled]:
         for part, epoch, index in keys:
@@ -86,180 +100,242 @@ class InProcess:
 
 @dataclass(eq=False)
 class Request:
-    """A batch that a worker has been asked for."""
+    """A batch that was requested from a worker.
+
+    Attributes:
+        key: the batch.
+        worker: the worker that reads the batch.
+        slot: index of the worker's slot that receives the batch.
+        report: result of the read; None until the worker has answered.
+        is_dropped: whether the batch is no longer needed.
+    """
 
     key: Key
     worker: Worker
     slot: int
     report: Report | None = None
-    wanted: bool = True
+    is_dropped: bool = False
 
 
 class Worker:
-    """A process, its slots, and what it has been asked for, the oldest first."""
+    """A worker process with its slots.
+
+    Attributes:
+        free: indices of unused slots.
+        requests: requests without an answer, the oldest first.
+    """
 
     def __init__(self, process: BaseProcess, connection: Connection, buffers: Buffers) -> None:
-        self.process, self.connection, self.buffers = process, connection, buffers
+        self.process = process
+        self.connection = connection
+        self.buffers = buffers
         self.free = deque(range(len(buffers.inputs)))
         self.requests: deque[Request] = deque()
 
-    def ask(self, key: Key) -> Request:
+    def request(self, key: Key) -> Request:
+        """Request a batch from the worker, which must have a free slot."""
         request = Request(key, self, self.free.popleft())
         part, epoch, index = key
-        self.buffers.order[request.slot, : len(index)] = torch.from_numpy(np.ascontiguousarray(index))
+        samples = torch.from_numpy(np.ascontiguousarray(index))
+        self.buffers.order[request.slot, : len(index)] = samples
         self.requests.append(request)
-        with suppress(OSError):  # it died, which `_listen` finds
-            self.connection.send_bytes(MESSAGE.pack(part, request.slot, -1 if epoch is None else epoch, len(index)))
+        if epoch is None:
+            epoch = -1
+        # A worker that died is detected in `_listen`.
+        with suppress(OSError):
+            self.connection.send_bytes(MESSAGE.pack(part, request.slot, epoch, len(index)))
         return request
 
 
 class Workers:
-    """Keeps processes busy with batches to be read.
+    """Worker processes that read batches in parallel and deliver them in order.
 
-    A worker fills slots of its own in shared memory, and only their numbers are sent: nothing is allocated in a step,
-    and a stopped worker cannot block this process in the middle of a tensor. Batches come in order, whoever reads them.
+    Each worker fills its own slots in shared memory, and only small messages about the slots go
+    through a pipe. A training step therefore allocates no memory for a batch, and a worker that is
+    stopped cannot block this process in the middle of a tensor.
     """
 
     def __init__(
         self,
         sources: Sequence[PhotoSource],
-        allocate: Callable[[int], Buffers],
         readers: Readers,
         count: int,
         timeout: float,
     ) -> None:
-        """`allocate` makes buffers of so many slots; `count` is the number of processes."""
-        self._sources, self._allocate, self._readers = sources, allocate, readers
-        self.count, self._timeout = count, timeout
+        """Prepare to start workers, each when it is first needed.
+
+        Args:
+            sources: the sources that the keys refer to, for error messages.
+            readers: allocates a worker's buffers and readers.
+            count: maximum number of processes.
+            timeout: seconds without an answer after which a worker counts as hung.
+        """
+        self._sources = sources
+        self._readers = readers
+        self.count = count
+        self._timeout = timeout
         self._workers: list[Worker] = []
         self._processes: list[BaseProcess] = []
-        self._asked: deque[Request] = deque()  # in the order in which they are wanted
-        self._todo: deque[Key] = deque()  # not asked for yet
-        self._turn = 0  # calls of `read`
-        # For a process that ends without close(): before multiprocessing joins the workers, which ignore SIGTERM.
+        # Requests in the order in which the caller needs the batches.
+        self._requests: deque[Request] = deque()
+        # Batches that are not yet requested from any worker.
+        self._pending: deque[Key] = deque()
+        # Number of the latest call of `read`, which invalidates the iterators of earlier calls.
+        self._generation = 0
+        # A process may end without close(). Workers ignore SIGTERM, so they must be killed before
+        # multiprocessing joins them; the priority orders this.
         util.Finalize(self, _kill, (self._processes,), exitpriority=10)
 
     def read(self, keys: Sequence[Key]) -> Iterator[Filled]:
-        """Each key's batch; starts to read at once. What is left of an earlier call is dropped.
+        """Start to read batches, and return an iterator over them in the order of `keys`.
+
+        Batches that were prefetched for these keys are used; all others that an earlier call
+        requested are dropped.
 
         Raises:
             PeerError: a worker died or hangs.
-            RecipeError, SetupError: none can be started.
+            RecipeError, SetupError: no worker can be started.
         """
-        self._turn += 1
-        known = len(self._asked) <= len(keys) and all(
+        self._generation += 1
+        is_prefetched = len(self._requests) <= len(keys) and all(
             request.key[:2] == key[:2] and np.array_equal(request.key[2], key[2])
-            for request, key in zip(self._asked, keys, strict=False)
+            for request, key in zip(self._requests, keys, strict=False)
         )
-        if not known:
+        if not is_prefetched:
             self._drop()
-        self._todo = deque(keys[len(self._asked) :])
-        self._fill()
-        return self._batches(keys, self._turn)
+        self._pending = deque(keys[len(self._requests) :])
+        self._send_requests()
+        return self._batches(keys, self._generation)
 
     def prefetch(self, keys: Sequence[Key]) -> None:
-        """Read these after that, as soon as workers have no other work."""
-        self._todo.extend(keys)
-        self._fill()
+        """Read batches for the next call of `read`, after all batches requested so far."""
+        self._pending.extend(keys)
+        self._send_requests()
 
     def ready(self) -> bool:
-        """Whether the next batch has been read."""
+        """Return whether the next batch has been read."""
         self._listen(0)
-        return bool(self._asked) and self._asked[0].report is not None
+        return bool(self._requests) and self._requests[0].report is not None
 
     def close(self) -> None:
-        """End the workers; one that does not end in time is killed."""
-        self._turn += 1
+        """End the workers, and kill those that do not end in time."""
+        self._generation += 1
         self._drop()
-        self._todo.clear()
+        self._pending.clear()
         for worker in self._workers:
             worker.connection.close()
-        deadline = time.monotonic() + 2 * POLL
+        deadline = time.monotonic() + 2 * POLL_SECONDS
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
         _kill(self._processes)
         self._workers.clear()
         self._processes.clear()
 
-    def _batches(self, keys: Sequence[Key], turn: int) -> Iterator[Filled]:
-        left = len(keys)
+    def _batches(self, keys: Sequence[Key], generation: int) -> Iterator[Filled]:
+        remaining = len(keys)
         try:
             for key in keys:
-                left -= 1
-                if turn != self._turn:
-                    raise RuntimeError("these batches were dropped when others were asked for")
+                remaining -= 1
+                if generation != self._generation:
+                    raise RuntimeError("these batches were dropped by a later call of read()")
                 request = self._await(key)
-                worker, slot = request.worker, request.slot
+                worker = request.worker
+                inputs = worker.buffers.inputs[request.slot]
+                labels = worker.buffers.labels[request.slot]
                 assert request.report is not None
                 try:
-                    yield Filled(worker.buffers.inputs[slot], worker.buffers.labels[slot], request.report)
+                    yield Filled(inputs, labels, request.report)
                 finally:
-                    worker.free.append(slot)
+                    worker.free.append(request.slot)
         except GeneratorExit:
-            if turn == self._turn and left:  # else all have been used, and what is asked for was prefetched
+            # If the caller has received the last batch, all open requests are prefetched batches,
+            # which must be kept.
+            if generation == self._generation and remaining:
                 self._drop()
-                self._todo.clear()
+                self._pending.clear()
             raise
         except PeerError:
             self.close()
             raise
 
     def _await(self, key: Key) -> Request:
-        """The next batch, within `timeout` seconds; those in which this process was stopped do not count."""
+        """Wait for the next batch, at most `timeout` seconds.
+
+        Time in which this process was stopped does not count.
+        """
         waited = 0.0
         while True:
-            self._fill()
+            self._send_requests()
             start = time.perf_counter()
-            if self._asked and self._asked[0].report is not None:
-                return self._asked.popleft()
+            if self._requests and self._requests[0].report is not None:
+                return self._requests.popleft()
             if waited >= self._timeout:
-                worker = self._asked[0].worker if self._asked else next(each for each in self._workers if each.requests)
-                late = f"{worker.process.pid} did not answer for timeout={self._timeout:g} seconds"
-                raise PeerError(self._failure(key, late))
-            self._listen(min(POLL, self._timeout - waited))
-            waited += min(time.perf_counter() - start, 2 * POLL)
+                if self._requests:
+                    worker = self._requests[0].worker
+                else:
+                    worker = next(worker for worker in self._workers if worker.requests)
+                event = f"{worker.process.pid} did not answer for timeout={self._timeout:g} seconds"
+                raise PeerError(self._describe_failure(key, event))
+            self._listen(min(POLL_SECONDS, self._timeout - waited))
+            waited += min(time.perf_counter() - start, 2 * POLL_SECONDS)
 
-    def _fill(self) -> None:
-        while self._todo and (worker := self._idlest()) is not None:
-            self._asked.append(worker.ask(self._todo.popleft()))
+    def _send_requests(self) -> None:
+        while self._pending and (worker := self._choose_worker()) is not None:
+            self._requests.append(worker.request(self._pending.popleft()))
 
-    def _idlest(self) -> Worker | None:
-        """The worker for the next request: a new one before any has two requests. None: all have enough."""
+    def _choose_worker(self) -> Worker | None:
+        """Return the worker with the fewest requests, or None if no worker can accept one.
+
+        A new worker is started before any worker has two requests.
+        """
         if len(self._workers) < self.count and all(worker.requests for worker in self._workers):
             self._workers.append(self._start())
-        able = (worker for worker in self._workers if worker.free and len(worker.requests) < PREFETCH)
-        return min(able, key=lambda worker: len(worker.requests), default=None)
+        candidates = (
+            worker for worker in self._workers if worker.free and len(worker.requests) < PREFETCH
+        )
+        return min(candidates, key=lambda worker: len(worker.requests), default=None)
 
     def _listen(self, seconds: float) -> None:
-        """Receive what workers have answered, or wait so long for it."""
-        busy: dict[Any, Worker] = {worker.connection: worker for worker in self._workers if worker.requests}
+        """Receive the answers of workers, and wait at most `seconds` for the first."""
+        busy: dict[Any, Worker] = {
+            worker.connection: worker for worker in self._workers if worker.requests
+        }
         for connection in wait(list(busy), seconds):
             worker = busy[connection]
             try:
                 report = worker.connection.recv()
             except (EOFError, OSError):
-                raise PeerError(self._died(worker)) from None
+                raise PeerError(self._describe_death(worker)) from None
             request = worker.requests.popleft()
             request.report = report
-            if not request.wanted:
+            if request.is_dropped:
                 worker.free.append(request.slot)
 
     def _drop(self) -> None:
-        """Drop the requests: their slots are free once they have been read."""
-        for request in self._asked:
-            request.wanted = False
+        """Drop all requests.
+
+        The slot of a batch that a worker still reads becomes free when the worker answers.
+        """
+        for request in self._requests:
+            request.is_dropped = True
             if request.report is not None:
                 request.worker.free.append(request.slot)
-        self._asked.clear()
+        self._requests.clear()
 
     def _start(self) -> Worker:
         number = len(self._workers)
         try:
-            context = fork_server.context("torchvision", "trainer.data.photos.photo_reader")
-            buffers = self._allocate(slots(number + 1) - slots(number) if number else slots(1))
+            context = fork_server.start_server("torchvision", "trainer.data.photos.photo_reader")
+            # The caller uses one batch while workers read others, so that one slot more is needed
+            # for all workers together.
+            buffers, readers = self._readers(PREFETCH + (number == 0))
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, self._readers(buffers), buffers.order), daemon=True)
-            fork_server.start(process)
+            process = context.Process(
+                target=serve,
+                args=(theirs, readers, buffers.order),
+                daemon=True,
+            )
+            fork_server.start_process(process)
         except (TypeError, AttributeError, ImportError, pickle.PicklingError) as error:
             by_name = [source for source in self._sources if not getattr(source, "by_value", True)]
             if not by_name:
@@ -267,43 +343,55 @@ class Workers:
                     f"the data set cannot be sent to loader workers ({error}); "
                     "define its class in a module, or set data.workers=0"
                 ) from None
-            for source in by_name:  # a lambda, or a class within a function: pickle by value
+            # A lambda, or a class that is defined in a function, must be pickled by value.
+            for source in by_name:
                 source.by_value = True  # type: ignore[attr-defined]
             return self._start()
         except (EOFError, ConnectionError):
             raise PeerError("the process that loader workers are forked from was killed") from None
-        except (OSError, RuntimeError) as error:  # RuntimeError: torch cannot share memory
+        except (OSError, RuntimeError) as error:
+            # torch raises RuntimeError if it cannot share memory.
             raise SetupError(
-                f"loader worker {number + 1} of {self.count} cannot be started ({reason(error)}); "
-                "use fewer data.workers (data.workers=0 needs none)"
+                f"loader worker {number + 1} of {self.count} cannot be started "
+                f"({describe_failure(error)}); use fewer data.workers (data.workers=0 needs none)"
             ) from None
         theirs.close()
         self._processes.append(process)
         return Worker(process, ours, buffers)
 
-    def _died(self, worker: Worker) -> str:
-        worker.process.join(POLL)
+    def _describe_death(self, worker: Worker) -> str:
+        worker.process.join(POLL_SECONDS)
         code = worker.process.exitcode or 0
-        if code > 0 and code != fork_server.GONE:  # a killed one has a negative code, or that of its fork server's end
+        # A killed worker has a negative exit code, or the code of a fork server that was killed.
+        if code > 0 and code != fork_server.SERVER_GONE_CODE:
             return (
-                "loader workers failed to start, their error is above; they import the script that trains: "
-                'it needs if __name__ == "__main__": around train(...), or data.workers=0'
+                "loader workers failed to start; their error is printed above. They import the "
+                'training script, which needs if __name__ == "__main__": around train(...), or '
+                "data.workers=0"
             )
-        time.sleep(0.1)  # what killed it may have killed others
-        dead = ", ".join(str(each.pid) for each in self._processes if each.exitcode) or worker.process.pid
-        return self._failure(worker.requests[0].key, f"{dead} died (killed, or out of memory)")
+        # Whatever killed this worker may have killed others; wait for their exit codes.
+        time.sleep(0.1)
+        dead = [str(process.pid) for process in self._processes if process.exitcode]
+        pids = ", ".join(dead) or worker.process.pid
+        key = worker.requests[0].key
+        return self._describe_failure(key, f"{pids} died (killed, or out of memory)")
 
-    def _failure(self, key: Key, what: str) -> str:
-        source, index = self._sources[key[0]], key[2]
-        first = f" from {source.where(int(index[0]) % len(source))} on" if len(index) else ""
-        reading = f"while reading {len(index)} samples{first}; data.workers=0 reads in this process"
-        return f"loader worker {what} {reading}"
+    def _describe_failure(self, key: Key, event: str) -> str:
+        source = self._sources[key[0]]
+        index = key[2]
+        first = ""
+        if len(index):
+            first = f" from {source.where(int(index[0]) % len(source))} on"
+        return (
+            f"loader worker {event} while reading {len(index)} samples{first}; data.workers=0 "
+            "reads in this process"
+        )
 
 
 def serve(connection: Connection, readers: Sequence[Reader], order: Tensor) -> None:
-    """A worker, until its pipe is closed at the other end."""
+    """Read batches in a worker process until the other end of its pipe is closed."""
     fork_server.begin_worker()
-    keep_freed_memory(PHOTOS)
+    keep_freed_memory(MAX_KEPT_BLOCK)
     torch.set_num_threads(1)
     while True:
         try:

@@ -1,5 +1,6 @@
-"""A model cut over devices: its stages, run in one process over streams or by ranks under torch's schedules.
+"""Stages of a model on several devices, in one process or in several processes.
 
-Where to cut is asked of `models`.
-Imports: what `modes` may.
+One process overlaps stages by CUDA streams, and several processes by torch's schedules. The package
+`models` finds the positions where a model can be cut.
+Imports: the same as `modes`.
 """

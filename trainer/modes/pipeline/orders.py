@@ -1,7 +1,7 @@
-"""In which order the stages of a pipeline work, and what that costs: pure functions, drawn as tables in their tests.
+"""Orders of the work in a pipeline, and their predicted duration. All functions are pure.
 
-F and B are the forward and backward pass of one micro-batch on one stage; I and W, where a schedule splits B, are the
-gradients of inputs and of weights.
+F and B are the forward and backward pass of one micro-batch on one stage. Some schedules split B
+into I, the gradients of inputs, and W, the gradients of weights.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-LIMITS = 8  # of how many micro-batches may be under way, that an order is tried with
+# Approximate number of limits on the micro-batches in flight that `as_ready` tries.
+LIMITS = 8
+# Forward and backward time of each stage in seconds.
+StageSeconds = Sequence[tuple[float, float]]
 
 
 class Action(NamedTuple):
-    """One piece of work: F, B, I or W of a micro-batch on a stage."""
+    """The forward (F) or backward (B, I, W) pass of a micro-batch on a stage."""
 
     kind: str
     stage: int
@@ -22,9 +25,10 @@ class Action(NamedTuple):
 
 
 class Span(NamedTuple):
-    """When a worker (a rank, or a device) did an action, in seconds.
+    """Begin and end of an action on a worker (a rank or a device), in seconds.
 
-    Within `launching` of them the host still issued the action's kernels, so that a GPU may have waited for the next.
+    For `launching` seconds of this time the host was still launching the action's kernels, so a GPU
+    may have waited for the next kernel.
     """
 
     worker: int
@@ -34,13 +38,24 @@ class Span(NamedTuple):
     launching: float = 0.0
 
 
-def gpipe(stage: int, stages: int, microbatches: int) -> list[Action]:
-    """All forward passes, then all backward passes (Huang et al., "GPipe", arXiv:1811.06965)."""
+def gpipe(
+    stage: int,
+    stages: int,
+    microbatches: int,
+) -> list[Action]:
+    """Order all forward passes before all backward passes (Huang et al., arXiv:1811.06965)."""
     return [Action(kind, stage, m) for kind in "FB" for m in range(microbatches)]
 
 
-def one_forward_one_backward(stage: int, stages: int, microbatches: int) -> list[Action]:
-    """1F1B: a stage holds as many micro-batches as stages follow it, and one (Narayanan et al., arXiv:2104.04473)."""
+def one_forward_one_backward(
+    stage: int,
+    stages: int,
+    microbatches: int,
+) -> list[Action]:
+    """Alternate forward and backward passes, 1F1B (Narayanan et al., arXiv:2104.04473).
+
+    The number of micro-batches in flight on a stage is one more than the number of stages after it.
+    """
     ahead = min(stages - stage, microbatches)
     actions = [Action("F", stage, m) for m in range(ahead)]
     for m in range(microbatches):
@@ -50,135 +65,232 @@ def one_forward_one_backward(stage: int, stages: int, microbatches: int) -> list
     return actions
 
 
-def as_ready(holders: Sequence[int], stages: Sequence[tuple[float, float]], microbatches: int) -> list[list[Action]]:
-    """Each worker's actions if it always does what is ready: forward passes first, those of its last stage before all.
+def as_ready(
+    holders: Sequence[int],
+    stages: StageSeconds,
+    microbatches: int,
+) -> list[list[Action]]:
+    """Order each worker's actions by list scheduling (Graham 1966): it starts what is ready.
 
-    List scheduling (Graham 1966) on the stages' seconds, forward and backward; `holders` says which worker holds each.
-    Of a few numbers of micro-batches that may be under way at once, the one with the shortest step; where others come
-    within 1 %, the least. A stage takes micro-batches in their order, so that sums do not depend on the seconds.
+    A worker prefers forward passes, and among them those of its last stage. Several limits on the
+    number of micro-batches in flight are tried, and the smallest limit within 1 % of the shortest
+    step is used. A stage processes micro-batches in ascending order, so that sums of gradients do
+    not depend on the measured times.
+
+    Args:
+        holders: the worker of each stage.
+        stages: forward and backward time of each stage in seconds.
+        microbatches: number of micro-batches of a step.
+
+    Returns:
+        The actions of each worker in order.
     """
     workers = max(holders) + 1
     least = min(microbatches, workers)
-    limits = [*range(least, microbatches, 1 + (microbatches - least) // LIMITS), microbatches]
-    listed = [_list_schedule(holders, stages, microbatches, limit) for limit in limits]
-    lengths = [max(span.end for span in spans) for spans in listed]
-    spans = next(spans for spans, length in zip(listed, lengths, strict=True) if length <= 1.01 * min(lengths))
-    return [[span.action for span in spans if span.worker == worker] for worker in range(workers)]
+    stride = 1 + (microbatches - least) // LIMITS
+    candidates = []
+    for limit in [*range(least, microbatches, stride), microbatches]:
+        spans = _list_schedule(holders, stages, microbatches, limit)
+        candidates.append((measure_length(spans), spans))
+    shortest = min(length for length, _ in candidates)
+    spans = next(spans for length, spans in candidates if length <= 1.01 * shortest)
+    actions: list[list[Action]] = [[] for _ in range(workers)]
+    for span in spans:
+        actions[span.worker].append(span.action)
+    return actions
 
 
 def _list_schedule(
-    holders: Sequence[int], stages: Sequence[tuple[float, float]], microbatches: int, limit: int
+    holders: Sequence[int],
+    stages: StageSeconds,
+    microbatches: int,
+    limit: int,
 ) -> list[Span]:
-    """What each worker does and when, in the order of begins, with at most `limit` micro-batches under way."""
+    """Simulate list scheduling with at most `limit` micro-batches in flight.
+
+    Returns:
+        The spans of all workers, sorted by begin.
+    """
     last = len(holders) - 1
-    # What is ready, since when: micro-batches become ready in their order. Forward passes of late stages come first.
-    ready = {(kind, stage): deque[tuple[int, float]]() for kind in "FB" for stage in reversed(range(len(holders)))}
-    queues = [[key for key in ready if holders[key[1]] == worker] for worker in range(max(holders) + 1)]
-    clocks = [0.0] * len(queues)
+    # Queues contain micro-batches in ascending order, with the time at which they became ready. A
+    # worker takes the next action from its first queue that is not empty: forward passes come
+    # first, and late stages first.
+    ready: dict[tuple[str, int], deque[tuple[int, float]]] = {}
+    for kind in "FB":
+        for stage in reversed(range(len(holders))):
+            ready[kind, stage] = deque()
+    clocks = [0.0] * (max(holders) + 1)
     spans: list[Span] = []
     ready["F", 0].extend((m, 0.0) for m in range(limit))
     while True:
-        begins = [
-            (max(clocks[worker], min(ready[key][0][1] for key in some)), worker)
-            for worker, keys in enumerate(queues)
-            if (some := [key for key in keys if ready[key]])
-        ]
+        begins = []
+        for (_, stage), queue in ready.items():
+            if queue:
+                worker = holders[stage]
+                begins.append((max(clocks[worker], queue[0][1]), worker))
         if not begins:
             return spans
         begin, worker = min(begins)
-        kind, stage = next(key for key in queues[worker] if ready[key] and ready[key][0][1] <= begin)
-        m, _ = ready[kind, stage].popleft()
-        end = clocks[worker] = begin + stages[stage]["FB".index(kind)]
+        for key, queue in ready.items():
+            if holders[key[1]] == worker and queue and queue[0][1] <= begin:
+                break
+        kind, stage = key
+        m, _ = queue.popleft()
+        end = begin + stages[stage]["FB".index(kind)]
+        clocks[worker] = end
         spans.append(Span(worker, Action(kind, stage, m), begin, end))
-        if kind == "F":
-            ready[("B", last) if stage == last else ("F", stage + 1)].append((m, end))
+        if kind == "F" and stage < last:
+            ready["F", stage + 1].append((m, end))
+        elif kind == "F":
+            ready["B", last].append((m, end))
         elif stage:
             ready["B", stage - 1].append((m, end))
         elif m + limit < microbatches:
             ready["F", 0].append((m + limit, end))
 
 
-def seconds_of(stages: Sequence[tuple[float, float]]) -> dict[tuple[str, int], float]:
-    """Each stage's seconds, forward and backward, as `simulate` wants them."""
-    return {(kind, stage): cost for stage, pair in enumerate(stages) for kind, cost in zip("FB", pair, strict=True)}
+def key_seconds(stages: StageSeconds) -> dict[tuple[str, int], float]:
+    """Return the forward and backward time of each stage by (kind, stage), for `simulate`."""
+    seconds = {}
+    for stage, (forward, backward) in enumerate(stages):
+        seconds["F", stage] = forward
+        seconds["B", stage] = backward
+    return seconds
 
 
 def simulate(
-    orders: Sequence[Sequence[Action]], seconds: Mapping[tuple[str, int], float], transfer: float = 0.0
+    orders: Sequence[Sequence[Action]],
+    seconds: Mapping[tuple[str, int], float],
+    transfer: float = 0.0,
 ) -> list[Span]:
-    """When each worker does its actions if every one starts as soon as it can: spans, ordered by their begin.
+    """Simulate workers that start every action as soon as possible.
 
-    `seconds` are of each (kind, stage), half of B where I and W are not given; `transfer` seconds lie between an action
-    and one that waits for it on another worker. Raises ValueError where the orders wait for each other in a circle.
+    Args:
+        orders: the actions of each worker in order.
+        seconds: duration in seconds by (kind, stage); the default of I and W is half of B.
+        transfer: seconds between the end of an action and the start of a dependent action on
+            another worker.
+
+    Returns:
+        The spans of all workers, sorted by begin.
+
+    Raises:
+        ValueError: the orders deadlock.
     """
     stages = 1 + max(action.stage for order in orders for action in order)
-    done: dict[Action, tuple[float, int]] = {}  # end, worker
-    clocks, at, spans = [0.0] * len(orders), [0] * len(orders), []
+    # End in seconds, and worker, of each finished action.
+    finished: dict[Action, tuple[float, int]] = {}
+    clocks = [0.0] * len(orders)
+    positions = [0] * len(orders)
+    spans = []
     left = sum(map(len, orders))
     while left:
-        moved = False
+        has_moved = False
         for worker, order in enumerate(orders):
-            while at[worker] < len(order):
-                action = order[at[worker]]
-                needs = _needs(action, stages, done)
-                if needs is None:
+            while positions[worker] < len(order):
+                action = order[positions[worker]]
+                dependencies = _find_dependencies(action, stages, finished)
+                if dependencies is None:
                     break
-                ready = max((end + transfer * (other != worker) for end, other in needs), default=0.0)
-                begin = max(clocks[worker], ready)
-                cost = seconds.get((action.kind, action.stage), seconds.get(("B", action.stage), 0.0) / 2)
-                clocks[worker] = begin + cost
-                done[action] = (begin + cost, worker)
-                spans.append(Span(worker, action, begin, begin + cost))
-                at[worker] += 1
+                begin = clocks[worker]
+                for end, other in dependencies:
+                    if other != worker:
+                        end += transfer
+                    begin = max(begin, end)
+                half = seconds.get(("B", action.stage), 0.0) / 2
+                end = begin + seconds.get((action.kind, action.stage), half)
+                clocks[worker] = end
+                finished[action] = (end, worker)
+                spans.append(Span(worker, action, begin, end))
+                positions[worker] += 1
                 left -= 1
-                moved = True
-        if not moved:
+                has_moved = True
+        if not has_moved:
             raise ValueError("the stages' orders wait for each other")
     return sorted(spans, key=lambda span: (span.begin, span.worker))
 
 
-def _needs(action: Action, stages: int, done: Mapping[Action, tuple[float, int]]) -> list[tuple[float, int]] | None:
-    """Ends and workers of what an action waits for, or None while one of them is not done."""
+def _find_dependencies(
+    action: Action,
+    stages: int,
+    finished: Mapping[Action, tuple[float, int]],
+) -> list[tuple[float, int]] | None:
+    """Find the actions that must end before `action` starts.
+
+    Returns:
+        End and worker of these actions, or None if one of them is unfinished.
+    """
     kind, stage, m = action
-    if kind == "F":
-        wanted = [[Action("F", stage - 1, m)]] if stage else []
-    elif kind == "W":
-        wanted = [[Action("I", stage, m)]]
-    else:
-        wanted = [[Action("F", stage, m)]]
+    # Lists of alternatives; one action of each list must be finished.
+    required = []
+    if kind == "W":
+        required.append([Action("I", stage, m)])
+    elif kind != "F":
+        required.append([Action("F", stage, m)])
         if stage + 1 < stages:
-            wanted.append([Action("B", stage + 1, m), Action("I", stage + 1, m)])
-    needs = []
-    for alternatives in wanted:
-        present = [done[each] for each in alternatives if each in done]
-        if not present:
+            required.append([Action("B", stage + 1, m), Action("I", stage + 1, m)])
+    elif stage:
+        required.append([Action("F", stage - 1, m)])
+    dependencies = []
+    for alternatives in required:
+        for alternative in alternatives:
+            if alternative in finished:
+                dependencies.append(finished[alternative])
+                break
+        else:
             return None
-        needs.append(present[0])
-    return needs
+    return dependencies
 
 
-def issue_order(stages: int, microbatches: int) -> list[Action]:
-    """In which order one process issues the work of all its devices: 1F1B on each, merged as they would begin.
+def compute_issue_order(stages: int, microbatches: int) -> list[Action]:
+    """Order the work of all devices of one process: 1F1B on each device, merged by begin.
 
-    A backward pass is taken as twice a forward pass. What is issued never waits for something issued later, so one
-    thread keeps all devices busy with asynchronous work.
+    A backward pass is assumed to last as long as two forward passes. An action never waits for one
+    that is issued later, so that one thread can issue asynchronous work for all devices.
     """
     orders = [one_forward_one_backward(stage, stages, microbatches) for stage in range(stages)]
-    return [span.action for span in simulate(orders, seconds_of([(1.0, 2.0)] * stages))]
+    seconds = key_seconds([(1.0, 2.0)] * stages)
+    return [span.action for span in simulate(orders, seconds)]
 
 
-def idle_share(spans: Sequence[Span], workers: int, launching: bool = False) -> float:
-    """The bubble: the share of the workers' time between the first begin and the last end in which they do nothing.
+def measure_length(spans: Sequence[Span]) -> float:
+    """Return the time in seconds between the first begin and the last end."""
+    begin = min(span.begin for span in spans)
+    end = max(span.end for span in spans)
+    return end - begin
 
-    With `launching` it is the most that it may be: nothing was done while the host launched work.
+
+def compute_idle_share(
+    spans: Sequence[Span],
+    workers: int,
+    launching: bool = False,
+) -> float:
+    """Compute the bubble: the fraction of the workers' time in which they are idle.
+
+    Args:
+        spans: the actions of one step.
+        workers: number of workers.
+        launching: True for the upper bound, where workers are idle while the host launches work.
     """
     if not spans:
         return 0.0
-    length = max(span.end for span in spans) - min(span.begin for span in spans)
+    length = measure_length(spans)
     busy = sum(span.end - span.begin - launching * span.launching for span in spans)
-    return max(0.0, 1 - busy / (workers * length)) if length else 0.0
+    if length:
+        return max(0.0, 1 - busy / (workers * length))
+    return 0.0
 
 
-def ideal_bubble(workers: int, microbatches: int, virtual: int = 1) -> float:
-    """(p - 1) / (v m + p - 1): of p equal workers with v stages each, of m micro-batches (arXiv:2104.04473, 2.2)."""
+def compute_ideal_bubble(
+    workers: int,
+    microbatches: int,
+    virtual: int = 1,
+) -> float:
+    """Compute (p - 1) / (v m + p - 1), the bubble of equal stages (arXiv:2104.04473, 2.2).
+
+    Args:
+        workers: number p of workers.
+        microbatches: number m of micro-batches.
+        virtual: number v of stages per worker.
+    """
     return (workers - 1) / (virtual * microbatches + workers - 1)

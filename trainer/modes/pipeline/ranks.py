@@ -1,8 +1,9 @@
-"""`pipeline` over processes: one rank a stage, or several stages a rank, by `torch.distributed.pipelining`.
+"""`pipeline` in several processes, by `torch.distributed.pipelining`.
 
-A world of P x R ranks holds R replicas of a model in P ranks' stages: rank r x P + p works for replica r. Schedules are
-torch's (docs.pytorch.org/docs/stable/distributed.pipelining.html); evaluation is a chain of forward passes of our own,
-because not all of them can evaluate.
+A world of P x R ranks has R replicas of a model, each in the stages of P ranks. Rank r x P + p
+belongs to replica r and has one or more of its stages. Schedules are torch's
+(docs.pytorch.org/docs/stable/distributed.pipelining.html). Evaluation is a chain of forward passes
+of our own, because some of torch's schedules cannot evaluate.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,25 +21,41 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import grad
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.nn.utils import get_total_norm
 
 from trainer.data import Batch, DataShare
+from trainer.distributed.world import World, translate_peer_errors
 from trainer.errors import RecipeError
+from trainer.models.equivalence import TOLERANCE
 from trainer.models.partition import Traced
-from trainer.models.undisturbed import undisturbed
-from trainer.modes.base import Communication, Context, by_type, in_a_row, put_back
+from trainer.models.undisturbed import restore_after
+from trainer.modes.context import Context
+from trainer.modes.ddp import read_in_training
+from trainer.modes.flattening import apply_collective
 from trainer.modes.pipeline.orders import Action
 from trainer.modes.pipeline.stages import Staged
-from trainer.modes.pipeline.torch_schedules import SCHEDULES, as_raised, holders, ranks_of_stages
+from trainer.modes.pipeline.torch_schedules import (
+    SCHEDULES,
+    assign_ranks,
+    assign_recipe_ranks,
+    unwrap_stage_errors,
+)
 from trainer.modes.pipeline.tuning import Pipe, Plan
-from trainer.processes.world import World, lost_peers
 from trainer.recipe import MEASURED, Recipe
-from trainer.recipe.checks import microbatch_counts, ranks_per_pipeline, schedule_of
-from trainer.recipe.versions import torch_has
-from trainer.telemetry.clocks import Stopwatch
+from trainer.recipe.checks import (
+    SPLIT_BACKWARD,
+    microbatch_counts,
+    ranks_per_pipeline,
+    resolve_schedule,
+)
+from trainer.versions import torch_has
 
 
-class _Received(torch.autograd.Function):
-    """The identity; its gradient, which goes back to the rank before, is contiguous. That of `cat` would not be."""
+class _ContiguousGradient(torch.autograd.Function):
+    """The identity, whose gradient is made contiguous so that it can be sent to the previous rank.
+
+    The gradient of `torch.cat`, for example, is not contiguous.
+    """
 
     @staticmethod
     def forward(ctx: Any, received: Tensor) -> Tensor:
@@ -48,93 +67,151 @@ class _Received(torch.autograd.Function):
 
 
 class Wire(nn.Module):
-    """A stage as neighbours see it: what goes between ranks is contiguous, channels_last images as (N, H, W, C)."""
+    """A stage whose inputs and outputs have the layout of messages between ranks.
 
-    def __init__(self, stage: nn.Module, run: Callable[[nn.Module, Tensor], Tensor], first: bool, last: bool) -> None:
+    Messages are contiguous, and channels_last images are sent as (N, H, W, C).
+    """
+
+    def __init__(
+        self,
+        stage: nn.Module,
+        run: Callable[[nn.Module, Tensor], Tensor],
+        first: bool,
+        last: bool,
+    ) -> None:
         super().__init__()
-        self.stage, self._run, self._first, self._last = stage, run, first, last
+        self.stage = stage
+        self._run = run
+        self._is_first = first
+        self._is_last = last
 
     def forward(self, received: Tensor) -> Tensor:
-        if not self._first:
-            received = _Received.apply(received)
+        if not self._is_first:
+            received = _ContiguousGradient.apply(received)
             if received.dim() == 4:
                 received = received.permute(0, 3, 1, 2)
         out = self._run(self.stage, received)
-        if not self._last and out.dim() == 4:
+        if not self._is_last and out.dim() == 4:
             out = out.permute(0, 2, 3, 1)
         out = out.contiguous()
-        # Schedules with a backward pass in two parts detach what was sent in place, which a view does not allow.
-        return out.clone() if out._is_view() else out
+        # Schedules that split the backward pass detach the sent tensor in place, which torch
+        # refuses for a view.
+        if out._is_view():
+            return out.clone()
+        return out
 
 
 class ProcessPipeline(Staged):
-    """This rank's stages of one replica."""
+    """The stages on this rank, of one replica of the model."""
+
+    divided_along = "stages"
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        recipe, size = self.recipe, self.world.size
-        self.ranks = ranks_per_pipeline(recipe, size)
-        self.replicas = size // self.ranks
+        self.ranks = ranks_per_pipeline(self.recipe, self.world.size)
         self.pipe_rank = self.world.rank % self.ranks
-        self.averaging = Stopwatch(self.device)
         self._weight = 1.0
         self._losses: list[Tensor] = []
 
     @classmethod
-    def data_share(cls, recipe: Recipe, world: World) -> DataShare:
-        ranks, stages = ranks_per_pipeline(recipe, world.size), holders(recipe, world.size)
-        replica, place = divmod(world.rank, ranks)
-        first, last = stages[0] == place, stages[-1] == place
-        reads = first or (last and recipe.distill.teacher is not None)  # whose outputs the last stage's loss takes
-        return DataShare(replica, world.size // ranks, inputs=reads, targets=last, counted=first)
+    def data_share(
+        cls,
+        recipe: Recipe,
+        world: World,
+    ) -> DataShare:
+        ranks = ranks_per_pipeline(recipe, world.size)
+        rank_of_stage = assign_recipe_ranks(recipe, world.size)
+        replica, pipe_rank = divmod(world.rank, ranks)
+        has_first = rank_of_stage[0] == pipe_rank
+        has_last = rank_of_stage[-1] == pipe_rank
+        # The rank of the last stage computes the loss, which needs the teacher's outputs.
+        needs_inputs = has_first or (has_last and recipe.distill.teacher is not None)
+        return DataShare(
+            replica,
+            world.size // ranks,
+            inputs=needs_inputs,
+            targets=has_last,
+            counted=has_first,
+        )
 
     def to_device(self, model: nn.Module) -> None:
-        # Torch warns, on each rank, that messages of one group wait for each other: here they are meant to.
+        # Torch would warn on each rank that the messages of a group are serialized, which is
+        # intended.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-        ways = 1 + torch_has("gradients through a group of their own")
-        self.world.arrange({"replicas": self.replicas, "stages": self.ranks}, groups={"stages": ways})
-        self.pipe_group, self.back_group = self.world.group("stages"), self.world.group("stages", ways - 1)
+        groups = 1 + torch_has("gradients through a group of their own")
+        self.world.arrange(
+            {"replicas": self.share.count, "stages": self.ranks}, groups={"stages": groups}
+        )
+        self.pipe_group = self.world.group("stages")
+        self.back_group = self.world.group("stages", groups - 1)
+        self._broadcasts = read_in_training(model)
         super().to_device(model)
 
     def transform(self) -> None:
-        with lost_peers():
+        with translate_peer_errors():
             super().transform()
 
     def describe_pipe(self, rows: int) -> Pipe:
         counts = tuple(microbatch_counts(self.recipe, self.world.size))
-        schedules = [(schedule_of(self.recipe, self.world.size), len(holders(self.recipe, self.world.size)))]
+        schedule = resolve_schedule(self.recipe, self.world.size)
+        schedules = [(schedule, len(assign_recipe_ranks(self.recipe, self.world.size)))]
         if self.recipe.pipeline.schedule is None and len(counts) > 1:
-            parts = (1, 2) if self.recipe.pipeline.cuts == "auto" else (1,)
-            schedules += [(MEASURED, self.ranks * virtual) for virtual in parts]
+            schedules.append((MEASURED, self.ranks))
+            if self.recipe.pipeline.cuts == "auto":
+                schedules.append((MEASURED, 2 * self.ranks))
         return Pipe(self.ranks, tuple(schedules), rows, counts)
 
-    def probe(self, traced: Traced, rows: int) -> list[Any]:
-        """All ranks time all blocks at once, as they will work side by side; the mean counts."""
+    def probe(
+        self,
+        traced: Traced,
+        rows: int,
+    ) -> list[Any]:
+        """Measure all blocks on all ranks at the same time. Collective.
+
+        Ranks work at the same time in training too, and slow each other.
+
+        Returns:
+            Costs of the blocks, whose times are averaged over the ranks.
+        """
         costs = super().probe(traced, rows)
-        times = torch.tensor([(cost.forward, cost.backward) for cost in costs], dtype=torch.float64)
+        local_times = [(cost.forward, cost.backward) for cost in costs]
+        times = torch.tensor(local_times, dtype=torch.float64)
         times = self.world.sum_(times) / self.world.size
-        return [
-            replace(cost, forward=forward, backward=backward)
-            for cost, (forward, backward) in zip(costs, times.tolist(), strict=True)
-        ]
+        averaged = []
+        for cost, (forward, backward) in zip(costs, times.tolist(), strict=True):
+            averaged.append(replace(cost, forward=forward, backward=backward))
+        return averaged
 
     def assign_stages(self, plan: Plan) -> None:
-        """Which ranks of a replica hold which stages."""
-        self.holders = ranks_of_stages(plan.schedule, self.ranks, plan.stages // self.ranks)
-        self.mine = [stage for stage, rank in enumerate(self.holders) if rank == self.pipe_rank]
+        """Assign the stages of a plan to the ranks of a replica, and list those of this rank."""
+        self.holders = assign_ranks(plan.schedule, self.ranks, plan.stages // self.ranks)
+        self.local_stages = []
+        for stage, rank in enumerate(self.holders):
+            if rank == self.pipe_rank:
+                self.local_stages.append(stage)
         self.last = plan.stages - 1
 
-    def build(self, traced: Traced, plan: Plan) -> None:
+    def build(
+        self,
+        traced: Traced,
+        plan: Plan,
+    ) -> None:
         self.deferred.clear()
         self.stages.clear()
         self.assign_stages(plan)
-        everything = traced.stages(plan.cuts)
-        samples = self._samples(everything, self.pipe.rows // plan.microbatches)
-        for index in self.mine:
-            self.stages[index] = self.prepare_stage(everything[index], self.device)
-        parts = []
+        all_stages = traced.stages(plan.cuts)
+        samples = self._sample_messages(all_stages, self.pipe.rows // plan.microbatches)
+        for index in self.local_stages:
+            self.stages[index] = self.prepare_stage(all_stages[index], self.device)
+        pipeline_stages = []
+        unsplit = []
+
+        def find_group(source: int, target: int) -> Any:
+            """Return the group for activations, sent forward, or for gradients, sent back."""
+            return self.pipe_group if source < target else self.back_group
+
         for index, wire in self._wires(self.run_stage).items():
-            part = PipelineStage(
+            stage = PipelineStage(
                 wire,
                 index,
                 len(self.holders),
@@ -143,162 +220,284 @@ class ProcessPipeline(Staged):
                 output_args=samples[index + 1],
                 group=self.pipe_group,
             )
-            if not torch_has("stage inputs of any layout"):  # it would refuse channels_last images of one channel
-                setattr(part, "_validate_fwd_input", lambda *_: None)  # noqa: B010
-            # torch's own option makes groups without the recipe's timeout: 2.14 looks at the first, 2.15 at the second
-            part._upstream_group = self.back_group
-            setattr(part, "_get_p2p_group", self._group_between)  # noqa: B010
-            parts.append(self._timed(part, index))
+            # Older versions refuse channels_last images of one channel.
+            if not torch_has("stage inputs of any layout"):
+                setattr(stage, "_validate_fwd_input", lambda *_: None)  # noqa: B010
+            # Torch's own option would create groups without the recipe's timeout. Torch 2.14 reads
+            # the first attribute, and torch 2.15 the second.
+            stage._upstream_group = self.back_group
+            setattr(stage, "_get_p2p_group", find_group)  # noqa: B010
+            splits_backward = plan.schedule in SPLIT_BACKWARD and index > 0
+            if splits_backward and not self._can_split_backward(stage, samples[index]):
+                # If a stage has `dw_builder`, torch computes all gradients in the input pass, and
+                # calls the builder's result as the weight pass.
+                stage.dw_builder = lambda: lambda: None
+                unsplit.append(index)
+            self._record_times(stage, index)
+            pipeline_stages.append(stage)
+        if any(self.world.gather(unsplit)):
+            self.context.say(
+                f"pipeline.schedule={plan.schedule} does not split the backward pass of stages "
+                "that use a weight more than once or are recomputed (recompute=true): there it "
+                "fills no bubble"
+            )
         kind: Any = SCHEDULES[plan.schedule]
         options = {"loss_fn": self._loss_of_microbatch, "scale_grads": False}
         if plan.schedule == MEASURED:
             options["stage_seconds"] = plan.stage_seconds
-        single = issubclass(kind, schedules.PipelineScheduleSingle)
-        self.schedule = kind(parts[0] if single else parts, plan.microbatches, **options)
-        self._arriving = {index: samples[index] for index in self.mine}
+        stage_argument: Any = pipeline_stages
+        if issubclass(kind, schedules.PipelineScheduleSingle):
+            stage_argument = pipeline_stages[0]
+        self.schedule = kind(stage_argument, plan.microbatches, **options)
+        self._stage_inputs = {index: samples[index] for index in self.local_stages}
         if self.recipe.compile:
             self._compile()
 
-    def _compile(self) -> None:
-        """Run each stage once as it trains and once as it evaluates, on samples, without a trace.
+    def _can_split_backward(
+        self,
+        stage: PipelineStage,
+        stage_input: Tensor,
+    ) -> bool:
+        """Return True if the backward pass in two parts, inputs then weights, equals the whole one.
 
-        So all ranks compile at the same time. Else a rank would wait for those before it, which compile one after
-        another, and `timeout` is for a step.
+        Torch starts the second part at the operations that read a weight. If one weight is read
+        twice in a row, the path between the two operations belongs to several weights, and the
+        first of them frees it (torch 2.14).
+
+        Args:
+            stage: a stage after the first.
+            stage_input: a micro-batch of its input.
         """
-        with undisturbed(self.modules(), self.device):
+        # The second part would recompute the activations of the stage for every weight.
+        if self.recipe.recompute:
+            return False
+        is_equal = False
+        received = stage_input.detach().requires_grad_()
+        leaves = [received]
+        leaves += [weight for weight in stage.submod.parameters() if weight.requires_grad]
+        # Torch raises many types of errors for stages that it cannot split.
+        with suppress(Exception), restore_after(self.modules(), self.device):
+            self.train()
+            output = stage.submod(received)
+            # Any gradient can be used for the comparison, so the output's values are.
+            gradient = output.detach().clone()
+            whole = grad(output, leaves, gradient, retain_graph=True, materialize_grads=True)
+            for leaf in leaves:
+                leaf.grad = torch.zeros_like(leaf)
+            values = {
+                "stage_output": [output],
+                "output_grads": [gradient],
+                "input_values": [received],
+            }
+            _, groups = stage.backward_maybe_with_nosync("input", values)
+            stage.backward_maybe_with_nosync("weight", {"param_groups": groups})
+            split: Any = [leaf.grad for leaf in leaves]
+            error = get_total_norm(torch._foreach_sub(whole, split))
+            is_equal = bool(error <= TOLERANCE[self.recipe.precision] * get_total_norm(whole))
+        stage.submod.zero_grad()
+        for deferred in self.deferred.values():
+            deferred.forget()
+        return is_equal
+
+    def _compile(self) -> None:
+        """Compile this rank's stages by one pass in training and one in evaluation.
+
+        All ranks compile at the same time this way. Otherwise the ranks would compile one after
+        another while their peers wait, and `timeout` is meant for a step. State that the passes
+        change is restored.
+        """
+        with restore_after(self.modules(), self.device):
             for training in (True, False):
                 self.train(training)
-                for index, wire in self._wires(self.run_stage if training else self.in_precision).items():
-                    arriving = self._arriving[index].detach().requires_grad_(training and index > 0)
+                run = self.run_stage if training else self.context.in_precision
+                for index, wire in self._wires(run).items():
+                    stage_input = self._stage_inputs[index].detach()
+                    stage_input.requires_grad_(training and index > 0)
                     with torch.set_grad_enabled(training):
-                        out = wire(arriving)
-                    if out.requires_grad:  # not `backward`, which would leave gradients
-                        wanted = [p for p in wire.parameters() if p.requires_grad]
-                        torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
+                        out = wire(stage_input)
+                    # `backward` would write gradients into the parameters.
+                    if out.requires_grad:
+                        trained = [p for p in wire.parameters() if p.requires_grad]
+                        torch.autograd.grad(out, trained, torch.ones_like(out), allow_unused=True)
                 for deferred in self.deferred.values():
                     deferred.forget()
 
     def _wires(self, run: Callable[[nn.Module, Tensor], Tensor]) -> dict[int, Wire]:
-        """This rank's stages, each called by `run`, as their neighbours see them."""
-        return {index: Wire(stage, run, index == 0, index == self.last) for index, stage in self.stages.items()}
+        """Wrap the stages of this rank in `Wire`.
 
-    def _group_between(self, source: int, target: int) -> Any:
-        """For a message from stage to stage: of activations, or of gradients that go back."""
-        return self.pipe_group if source < target else self.back_group
+        Args:
+            run: function that calls a stage with its input.
+        """
+        wires = {}
+        for index, stage in self.stages.items():
+            wires[index] = Wire(stage, run, index == 0, index == self.last)
+        return wires
 
-    def _samples(self, everything: Sequence[nn.Module], rows: int) -> list[Tensor]:
-        """What goes into each stage and out of the last, as it travels: shapes and types are found by one pass."""
-        travelling = self.sample(rows)
-        samples = [travelling]
-        for index, stage in enumerate(everything):
-            stage.to(self.device).train(False)  # BatchNorm's statistics stay as they are
-            arriving = travelling.detach().requires_grad_(index > 0)
-            out = Wire(stage, self.in_precision, index == 0, index == self.last)(arriving)
-            if index and not (out.requires_grad and grad(out.sum(), arriving, allow_unused=True)[0] is not None):
+    def _sample_messages(
+        self,
+        all_stages: Sequence[nn.Module],
+        rows: int,
+    ) -> list[Tensor]:
+        """Run one pass to find the shape and type of each stage's input and of the last output.
+
+        Args:
+            all_stages: the stages of a replica.
+            rows: number of images of a micro-batch.
+
+        Raises:
+            RecipeError: a stage returns no gradient to the previous stage.
+        """
+        message = self.context.sample(rows)
+        samples = [message]
+        for index, stage in enumerate(all_stages):
+            # BatchNorm does not change its statistics in evaluation.
+            stage.to(self.device).train(False)
+            received = message.detach().requires_grad_(index > 0)
+            with restore_after([stage], self.device):
+                run = self.context.in_precision
+                out = Wire(stage, run, index == 0, index == self.last)(received)
+                returns_gradient = index == 0
+                if index and out.requires_grad:
+                    gradients = grad(out.sum(), received, allow_unused=True)
+                    returns_gradient = gradients[0] is not None
+            if not returns_gradient:
                 raise RecipeError(
-                    f"model.name={self.recipe.model.name} gives no gradient back over the cut after "
-                    f"{self.plan.cuts[index - 1]}, which waits for one: use mode=ddp, or detach nothing between stages"
+                    f"model.name={self.recipe.model.name} returns no gradient over the cut "
+                    f"after {self.plan.cuts[index - 1]}, where a stage waits for one: use "
+                    "mode=ddp, or detach nothing between stages"
                 )
-            travelling = out.detach().requires_grad_()
-            samples.append(travelling)
-            if index not in self.mine:
-                stage.to("cpu")  # the device may be too small for the whole model
+            message = out.detach().requires_grad_()
+            samples.append(message)
+            if index not in self.local_stages:
+                # The device may be too small for the whole model.
+                stage.to("cpu")
         return samples
 
-    def _timed(self, part: PipelineStage, index: int) -> PipelineStage:
-        """Record when the stage works: its methods are what schedules call."""
-        kinds = {"forward": "F", "backward": "B", "backward_weight": "W"}
+    def _record_times(
+        self,
+        stage: PipelineStage,
+        index: int,
+    ) -> None:
+        """Wrap the methods that schedules call, so that `recorder` times the stage's work."""
 
-        def timed(method: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        def wrap(method: Callable[..., Any], kind: str) -> Callable[..., Any]:
             def run(chunk: int, *args: Any, **kwargs: Any) -> Any:
                 letter = kind if kwargs.get("full_backward", True) else "I"
-                with self.recorder.action(self.pipe_rank, Action(letter, index, chunk)), as_raised():
+                action = Action(letter, index, chunk)
+                with self.recorder.action(self.pipe_rank, action), unwrap_stage_errors():
                     return method(chunk, *args, **kwargs)
 
             return run
 
+        kinds = {"forward": "F", "backward": "B", "backward_weight": "W"}
         for name, kind in kinds.items():
-            setattr(part, f"{name}_one_chunk", timed(getattr(part, f"{name}_one_chunk"), kind))
-        return part
+            method_name = f"{name}_one_chunk"
+            setattr(stage, method_name, wrap(getattr(stage, method_name), kind))
 
-    def _loss_of_microbatch(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def _loss_of_microbatch(
+        self,
+        outputs: Tensor,
+        targets: Tensor,
+    ) -> Tensor:
         loss = self.weighted_loss(outputs, targets, self._weight)
         self._losses.append(loss.detach())
-        scale = self.context.scale
-        return scale(loss) if scale else loss
+        if self.context.scale:
+            return self.context.scale(loss)
+        return loss
 
-    def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
+    def forward_backward(
+        self,
+        batch: Batch,
+        weight: float,
+        sync: bool = True,
+    ) -> Tensor:
         self._weight = weight
         self._losses.clear()
-        arguments = (batch.inputs,) if 0 in self.mine else ()
-        target = batch.targets if self.last in self.mine else None
-        with lost_peers(), self.recorder.step():
+        # Models whose passes change such buffers are refused with several micro-batches, so a
+        # broadcast is not needed then.
+        if self._broadcasts and self.plan.microbatches == 1:
+            self.sync_weights({})
+        arguments = (batch.inputs,) if 0 in self.local_stages else ()
+        target = batch.targets if self.last in self.local_stages else None
+        with translate_peer_errors(), self.recorder.step():
             self.schedule.step(*arguments, target=target, return_outputs=False)
         self.commit_statistics()
-        return torch.stack(self._losses).sum() if self._losses else torch.zeros((), device=self.device)
+        if self._losses:
+            return torch.stack(self._losses).sum()
+        return torch.zeros((), device=self.device)
 
     def reduce_gradients(self) -> None:
-        """Add up over the replicas what each got from its part of the batch, in one all-reduce a type of number."""
-        if self.replicas == 1:
+        """Sum the gradients over the replicas, with one all-reduce per data type.
+
+        This time counts as communication. Messages between stages count as bubble.
+        """
+        if self.share.count == 1:
             return
         with self.averaging:
-            for gradients in by_type(p.grad for p in self._parameters if p.grad is not None):
-                put_back(self.world.sum_(in_a_row(gradients), "replicas"), gradients)
-
-    def communication(self, steps: int, step_seconds: float, budget: float) -> Communication:
-        """Between replicas; between stages it is part of the bubble."""
-        return Communication(self.averaging.seconds() / max(1, steps))
-
-    def grad_norm(self) -> Tensor:
-        return self.world.sum_(super().grad_norm().float().square().to(self.device), "stages").sqrt()
-
-    def reduce_overflow(self, flag: Tensor) -> None:
-        self.world.max_(flag)
+            gradients = (p.grad for p in self._parameters if p.grad is not None)
+            apply_collective(gradients, partial(self.world.sum_, along="replicas"))
 
     def forward(self, inputs: Tensor) -> Tensor | None:
-        """Micro-batches in waves through this replica's stages; the rank of the last stage has the logits.
+        """Run micro-batches in waves through this replica's stages.
 
-        NCCL does what it is given in order, and a send may last until its receive begins. With several stages a rank a
-        wave of as many micro-batches as there are other ranks is what the ring of ranks takes in before the first comes
-        round: more would have every rank send and none receive.
+        NCCL executes operations in the order in which they are issued, and a send may not end
+        before its receive begins. With several stages per rank, the number of micro-batches in a
+        wave is the number of the other ranks. The ring of ranks can hold that many before the first
+        micro-batch returns to the first rank. With more of them, every rank would send and no rank
+        would receive.
+
+        Returns:
+            The logits on the rank of the last stage; None on other ranks.
         """
-        count, wave = self.plan.microbatches, max(1, self.ranks - 1)
-        wires = self._wires(self.in_precision)
-        pieces = inputs.chunk(count) if 0 in self.mine else ()
+        count = self.plan.microbatches
+        wave = max(1, self.ranks - 1)
+        wires = self._wires(self.context.in_precision)
+        microbatches = inputs.chunk(count) if 0 in self.local_stages else ()
         outputs: list[Tensor] = []
-        sending: deque[tuple[Any, Tensor]] = deque()  # a tensor must live until it is sent
-        with lost_peers(), torch.no_grad():
+        # Tensors are kept here until they are sent.
+        sends: deque[tuple[Any, Tensor]] = deque()
+        with translate_peer_errors(), torch.no_grad():
             for first in range(0, count, wave):
-                here = list(pieces[first : first + wave])  # for this rank's next stage
-                for index in self.mine:
-                    arriving: Iterator[Tensor] = iter(here)
+                # Outputs that are inputs of the next stage on this rank.
+                local_outputs = list(microbatches[first : first + wave])
+                for index in self.local_stages:
+                    stage_inputs: Iterator[Tensor] = iter(local_outputs)
                     if index and self.holders[index - 1] != self.pipe_rank:
-                        arriving = (self._receive(index) for _ in range(min(wave, count - first)))
-                    here = []
-                    for received in arriving:
-                        out = wires[index](received)
+                        rest = min(wave, count - first)
+                        stage_inputs = (self._receive(index) for _ in range(rest))
+                    local_outputs = []
+                    for stage_input in stage_inputs:
+                        out = wires[index](stage_input)
                         if index == self.last or self.holders[index + 1] == self.pipe_rank:
-                            here.append(out)
+                            local_outputs.append(out)
                             continue
-                        to = self._rank(self.holders[index + 1])
-                        sending.append((dist.isend(out, to, group=self.pipe_group), out))
-                        if len(sending) > 2 * wave:
-                            sending.popleft()[0].wait()
-                outputs += here if self.last in self.mine else []
-            for work, _ in sending:
+                        target = self._world_rank(self.holders[index + 1])
+                        work = dist.isend(out, target, group=self.pipe_group)
+                        sends.append((work, out))
+                        if len(sends) > 2 * wave:
+                            sends.popleft()[0].wait()
+                if self.last in self.local_stages:
+                    outputs += local_outputs
+            for work, _ in sends:
                 work.wait()
-        return torch.cat(outputs) if self.last in self.mine else None
+        if self.last not in self.local_stages:
+            return None
+        return torch.cat(outputs)
 
     def _receive(self, index: int) -> Tensor:
-        """A micro-batch of a stage, from the rank that has the one before."""
-        received = torch.empty_like(self._arriving[index])
-        dist.recv(received, self._rank(self.holders[index - 1]), group=self.pipe_group)
+        """Receive a micro-batch for stage `index` from the rank of the previous stage."""
+        received = torch.empty_like(self._stage_inputs[index])
+        source = self._world_rank(self.holders[index - 1])
+        dist.recv(received, source, group=self.pipe_group)
         return received
 
-    def _rank(self, pipe_rank: int) -> int:
-        """Of this replica, among all."""
+    def _world_rank(self, pipe_rank: int) -> int:
+        """Convert a rank within this replica to a rank in the world."""
         return self.world.rank - self.pipe_rank + pipe_rank
 
     def sync_weights(self, averages: Mapping[str, Tensor]) -> None:
-        """Each replica's BatchNorm has seen its own part of the batches: the first one's statistics are the truth."""
+        """Copy the buffers of the first replica to the other replicas.
+
+        The BatchNorm statistics of a replica are those of its own local batches.
+        """
         self.broadcast_buffers(averages, "replicas")

@@ -1,72 +1,90 @@
-"""A pipeline's pass in one process, recorded: see `training.step_graphs`.
+"""CUDA graphs of a pipeline's pass in one process, which `training.step_graphs` replays.
 
-With all stages on one device it is one graph, which forks into the stages' streams and joins them again: one launch, in
-which stages overlap as they do launched.
+If all stages are on one device, the pass is one graph, which forks into the stages' streams and
+joins them again. It is launched once, and its stages overlap as in eager steps.
 
-A graph takes memory and random numbers of one device. So with each stage on a device of its own every action, that is
-a stage's forward or backward pass of one micro-batch, is a graph of its stage's device. They are replayed in the order
-in which they are launched otherwise, and what goes between devices is copied between them as ever, by the same edges
-and events. A device's graphs follow each other, as those that share a pool of memory have to.
+A graph has memory and random numbers of one device. If each stage has a device of its own, every
+action (the forward or backward pass of one micro-batch on a stage) is a graph on its stage's
+device. The graphs are replayed in the order in which eager steps issue the actions, and the same
+edges and events copy tensors between devices. The graphs of one device run one after another,
+because they share a memory pool.
 
-What a copy reads or writes belongs to the recording and is in no other use, for graphs know nothing of copies that are
-still under way: from pass to pass `Edge.order_passes` orders them.
+Source and target of a copy belong to the capture and are not used elsewhere, because graphs do not
+wait for copies that are still running: `Edge.order_passes` orders them from pass to pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from trainer.data import Batch
-from trainer.devices.cuda_graphs import StepRecorder
+from trainer.devices.cuda_graphs import NotCapturable, StepRecorder
 from trainer.modes.pipeline.orders import Action
+from trainer.modes.pipeline.streams import StageStream, StreamPipeline
 
-if TYPE_CHECKING:
-    from trainer.modes.pipeline.streams import StageStream, StreamPipeline
+Replay = Callable[[], None]
 
 
 class RecordedActions:
-    """A graph for each action."""
+    """CUDA graphs of one pass, one graph per action."""
 
-    def __init__(self, pipeline: StreamPipeline, recorder: StepRecorder, batch: Batch, weight: float) -> None:
-        """`batch` is filled before each replay.
+    def __init__(
+        self,
+        pipeline: StreamPipeline,
+        recorder: StepRecorder,
+        batch: Batch,
+        weight: float,
+    ) -> None:
+        """Capture a pass over `batch`.
+
+        The caller writes new values into the batch's tensors before each replay.
 
         Raises:
-            NotRecorded: some action cannot be.
+            NotCapturable: some action cannot be captured.
         """
-        lanes, self.pipeline, self._targets = pipeline.lanes, pipeline, batch.targets
-        self._there = batch.targets.to(lanes[-1].device, copy=True)  # the last stage's, filled anew too
-        on = pipeline.begin(batch.inputs, self._there, weight)
-        self._unit = on.gradients[len(lanes) - 1, 0]
-        # Each action, what replays it, and for an edge what is copied and where to.
-        self._actions: list[tuple[Action, Callable[[], None], tuple[Tensor, Tensor] | None]] = []
-        for action in pipeline.order(len(on.targets)):
+        lanes = pipeline.lanes
+        self.pipeline = pipeline
+        # Targets of the batch, and their copy on the last stage's device.
+        self._targets = batch.targets
+        self._last_targets = batch.targets.to(lanes[-1].device, copy=True)
+        minibatch = pipeline.begin(batch.inputs, self._last_targets, weight)
+        self._unit = minibatch.gradients[len(lanes) - 1, 0]
+        # Action, its replay, and source and target of its copy if any.
+        self._actions: list[tuple[Action, Replay, tuple[Tensor, Tensor] | None]] = []
+        for action in pipeline.order(len(minibatch.targets)):
             kind, stage, m = action
-            if kind == "B" and (stage, m) not in on.gradients:
-                continue  # a stage that is frozen, as all before it
+            if kind == "B" and (stage, m) not in minibatch.gradients:
+                # This stage and all stages before it are frozen.
+                continue
             lane = lanes[stage]
-            replay, out = recorder.beside(lane.device).record(partial(pipeline.compute, action, on), lane.stream)
+            stage_recorder = recorder.beside(lane.device)
+            compute = partial(pipeline.compute, action, minibatch)
+            replay, out = stage_recorder.record(compute, lane.stream)
             copied = None
             if out is not None:
-                moved = torch.empty_like(out.detach(), device=pipeline.edge(action).target.device)
-                copied = out.detach(), moved.detach()
-                pipeline.deliver(action, moved, out.requires_grad, on)
+                source = out.detach()
+                moved = torch.empty_like(source, device=pipeline.edge(action).target.device)
+                copied = (source, moved.detach())
+                pipeline.deliver(action, moved, out.requires_grad, minibatch)
             self._actions.append((action, replay, copied))
-        self._ends: list[tuple[StageStream, Callable[[], None]]] = []
+        # Updates of deferred BatchNorm statistics at the end of a pass.
+        self._commits: list[tuple[StageStream, Replay]] = []
         for stage, lane in enumerate(lanes):
             deferred = pipeline.deferred.get(pipeline.stages[stage])
             if deferred is not None and deferred.layers:
-                self._ends.append((lane, recorder.beside(lane.device).record(deferred.commit, lane.stream)[0]))
-        self._losses = on.losses
+                stage_recorder = recorder.beside(lane.device)
+                replay, _ = stage_recorder.record(deferred.commit, lane.stream)
+                self._commits.append((lane, replay))
+        self._losses = minibatch.losses
         self.loss = torch.zeros((), device=pipeline.device)
 
     def replay(self) -> None:
         pipeline = self.pipeline
-        self._there.copy_(self._targets, non_blocking=True)
+        self._last_targets.copy_(self._targets, non_blocking=True)
         if pipeline.context.scale:
             self._unit.copy_(pipeline.unit())
         for edge in pipeline.edges.values():
@@ -77,7 +95,39 @@ class RecordedActions:
                     replay()
                 if copied is not None:
                     pipeline.edge(action).copy(*copied)
-            for lane, replay in self._ends:
+            for lane, replay in self._commits:
                 with lane.working():
                     replay()
         self.loss.copy_(torch.stack(self._losses).sum(), non_blocking=True)
+
+
+class CapturablePipeline(StreamPipeline):
+    """A `StreamPipeline` whose passes can be captured in CUDA graphs."""
+
+    def record_pass(
+        self,
+        recorder: StepRecorder,
+        batch: Batch,
+        weight: float,
+        sync: bool,
+    ) -> tuple[Callable[[], None], Tensor]:
+        """Capture a pass: as one graph on one device, or as a graph per action on several."""
+        devices = [lane.device for lane in self.lanes]
+        if 1 < len(set(devices)) < len(devices):
+            raise NotCapturable(
+                "two stages share one of several devices, and with it a stream of random numbers"
+            )
+        captured: tuple[Callable[[], None], Tensor]
+        try:
+            if len(set(devices)) > 1:
+                actions = RecordedActions(self, recorder, batch, weight)
+                captured = (actions.replay, actions.loss)
+            else:
+                with self.recorder.off():
+                    captured = super().record_pass(recorder, batch, weight, sync)
+        except BaseException:
+            for deferred in self.deferred.values():
+                deferred.abandon()
+            raise
+        self.forget_figures()
+        return captured

@@ -1,14 +1,14 @@
-"""`pipeline` in one process: micro-batches overlap because everything that a stage does is asynchronous CUDA work.
+"""`pipeline` in one process: micro-batches overlap because all work of the stages is asynchronous.
 
-One thread issues the actions of all stages in an order in which none waits for a later one. A stage has a stream of its
-own on its device, and copies between neighbours have streams of theirs, so that a copy delays only the stage that needs
-it. On CPU devices, stand-ins for tests, the same code does one action at a time. How all of it is recorded instead:
-`recorded`.
+One thread issues the actions of all stages, in an order in which no action waits for a later one.
+Each stage has a stream on its device. Copies between neighboring stages have streams of their own,
+so that a copy delays only the stage that needs it. CPU devices stand in for GPUs in tests, and run
+one action at a time. The module `recorded` captures a pass in CUDA graphs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,69 +17,98 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data import Batch
-from trainer.devices.cuda_graphs import NotRecorded, StepRecorder
 from trainer.models.partition import Traced
-from trainer.modes.pipeline.orders import Action, issue_order
-from trainer.modes.pipeline.recorded import RecordedActions
+from trainer.modes.pipeline.orders import Action, compute_issue_order
 from trainer.modes.pipeline.stages import Staged
 from trainer.modes.pipeline.tuning import Pipe, Plan
 from trainer.recipe.checks import microbatch_counts
 
-delay_cycles = 0  # of the GPU before each copy; tests raise it to show that who needs a copy waits for it
+# Number of GPU cycles to wait before each copy. Tests raise it to prove that the order of
+# operations does not depend on fast copies.
+delay_cycles = 0
 
 
-def _stream(device: torch.device) -> torch.cuda.Stream:
+def _make_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class StageStream:
-    """A stage's device and the stream that the stage computes on."""
+    """The device of a stage and the stream on which the stage computes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = _stream(device) if device.type == "cuda" else None
+        self.stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self.stream = _make_stream(device)
 
     def working(self) -> AbstractContextManager[object]:
-        """What is issued in here is this stage's work."""
-        return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
+        """Return a context in which operations are issued to this stage's stream."""
+        if self.stream is not None:
+            return torch.cuda.stream(self.stream)
+        return nullcontext()
 
     def follow(self) -> None:
-        """Later work of this stage waits for what the device was given so far outside of it."""
+        """Let later operations of this stage wait for the device's current stream."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def lead(self) -> None:
-        """Later work of the device outside of this stage waits for the stage."""
+        """Let later operations on the device's current stream wait for this stage."""
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
 
 class Edge:
-    """The way from one stage's device to a neighbour's."""
+    """Copies from the device of one stage to the device of a neighboring stage."""
 
-    def __init__(self, source: StageStream, target: StageStream) -> None:
-        self.source, self.target = source, target
+    def __init__(
+        self,
+        source: StageStream,
+        target: StageStream,
+    ) -> None:
+        self.source = source
+        self.target = target
         if source.stream is not None:
-            # On one device one: a recording that has forked into a stream has to join it.
-            first = _stream(source.device)
-            self.streams = (first, first if source.device == target.device else _stream(target.device))
+            # Stages of one device share a copy stream, because a capture must join each stream that
+            # it forks into.
+            first = _make_stream(source.device)
+            second = first
+            if source.device != target.device:
+                second = _make_stream(target.device)
+            self.streams = (first, second)
 
-    def copy(self, tensor: Tensor, into: Tensor | None = None) -> Tensor:
-        """A detached copy on the target, whose stage waits for it; `tensor` was computed by the source's stage.
+    def copy(
+        self,
+        tensor: Tensor,
+        into: Tensor | None = None,
+    ) -> Tensor:
+        """Copy a tensor to the target stage, whose later operations wait for the copy.
 
-        `into`: memory on the target, which nothing uses any more that came before the pass (see `order_passes`).
+        Args:
+            tensor: a result of the source stage.
+            into: memory on the target device that no operation of an earlier pass still uses (see
+                `order_passes`); by default new memory.
+
+        Returns:
+            The detached copy.
         """
         tensor = tensor.detach()
         if self.source.stream is None or self.target.stream is None:
-            return tensor.to(self.target.device) if into is None else into.copy_(tensor)
+            if into is None:
+                return tensor.to(self.target.device)
+            return into.copy_(tensor)
         ready = self.source.stream.record_event()
         for stream in self.streams:
             stream.wait_event(ready)
-        # Between devices torch copies on the source's current stream, and on one device on the innermost of these.
+        # Torch copies between devices on the source's current stream, and within a device on the
+        # innermost stream of these contexts.
         with torch.cuda.stream(self.streams[0]), torch.cuda.stream(self.streams[1]):
             if delay_cycles:
                 torch.cuda._sleep(delay_cycles)  # type: ignore[no-untyped-call]
-            moved = torch.empty_like(tensor, device=self.target.device) if into is None else into
+            if into is None:
+                moved = torch.empty_like(tensor, device=self.target.device)
+            else:
+                moved = into
             moved.copy_(tensor, non_blocking=True)
         for stream in self.streams:
             if stream.device == tensor.device:
@@ -89,8 +118,11 @@ class Edge:
         return moved
 
     def order_passes(self) -> None:
-        """Between passes that use the same memory: the next one's copies wait for those who read what they overwrite,
-        and the source for the copies of what it computes anew."""
+        """Order passes that copy from and to the same memory.
+
+        Copies of the next pass wait for operations that read their targets, and the source stage
+        waits for copies of the tensors that it overwrites.
+        """
         if self.source.stream is not None and self.target.stream is not None:
             for stream in self.streams:
                 stream.wait_stream(self.target.stream)
@@ -99,149 +131,210 @@ class Edge:
 
 @dataclass
 class UnderWay:
-    """A mini-batch on its way, by stage and micro-batch."""
+    """State of a mini-batch in flight. Keys of the dictionaries are (stage, micro-batch)."""
 
     targets: Sequence[Tensor]
     weight: float
-    received: dict[tuple[int, int], Tensor]  # what stages compute on
-    gradients: dict[tuple[int, int], Tensor]  # of what they sent
+    # Inputs of the stages.
+    received: dict[tuple[int, int], Tensor]
+    # Gradients of the stages' outputs.
+    gradients: dict[tuple[int, int], Tensor]
+    # Outputs of the stages, kept until their backward pass.
     sent: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
 
 
 class StreamPipeline(Staged):
-    """Stages on the devices of one process; 1F1B order, forward and backward."""
+    """Stages on the devices of one process, in 1F1B order."""
 
     def describe_pipe(self, rows: int) -> Pipe:
         workers = len(self.world.drives)
-        return Pipe(workers, (("streams", workers),), rows, tuple(microbatch_counts(self.recipe, 1)))
+        counts = tuple(microbatch_counts(self.recipe, 1))
+        return Pipe(workers, (("streams", workers),), rows, counts)
 
     def setup(self, model: nn.Module) -> None:
-        # Once for all plans that are tried: the allocator keeps memory for each stream there ever was.
+        # Trials share these streams, because torch's allocator keeps memory for every stream that
+        # ever existed.
         self.lanes = [StageStream(device) for device in self.world.drives]
-        pairs = [(a, b) for a in range(len(self.lanes)) for b in (a - 1, a + 1) if 0 <= b < len(self.lanes)]
-        self.edges = {(a, b): Edge(self.lanes[a], self.lanes[b]) for a, b in pairs}
-        self.order = cache(lambda microbatches: issue_order(len(self.lanes), microbatches))
+        self.edges: dict[tuple[int, int], Edge] = {}
+        for left in range(len(self.lanes) - 1):
+            right = left + 1
+            for source, target in ((left, right), (right, left)):
+                self.edges[source, target] = Edge(self.lanes[source], self.lanes[target])
+        self.order = cache(lambda microbatches: compute_issue_order(len(self.lanes), microbatches))
         super().setup(model)
 
-    def build(self, traced: Traced, plan: Plan) -> None:
+    def build(
+        self,
+        traced: Traced,
+        plan: Plan,
+    ) -> None:
         self.deferred.clear()
-        for index, (stage, lane) in enumerate(zip(traced.stages(plan.cuts), self.lanes, strict=True)):
+        stages = traced.stages(plan.cuts)
+        for index, (stage, lane) in enumerate(zip(stages, self.lanes, strict=True)):
             self.stages[index] = self.prepare_stage(stage, lane.device)
 
-    def forward_backward(self, batch: Batch, weight: float, sync: bool = True) -> Tensor:
+    def forward_backward(
+        self,
+        batch: Batch,
+        weight: float,
+        sync: bool = True,
+    ) -> Tensor:
         targets = batch.targets.to(self.lanes[-1].device, non_blocking=True)
-        on = self.begin(batch.inputs, targets, weight)
+        minibatch = self.begin(batch.inputs, targets, weight)
         with self.overlapped(), self.recorder.step():
-            for action in self.order(len(on.targets)):
+            for action in self.order(len(minibatch.targets)):
                 with self.working(action):
-                    out = self.compute(action, on)
+                    out = self.compute(action, minibatch)
                 if out is not None:
-                    self.deliver(action, self.edge(action).copy(out), out.requires_grad, on)
+                    moved = self.edge(action).copy(out)
+                    self.deliver(action, moved, out.requires_grad, minibatch)
         self.commit_statistics()
-        return torch.stack(on.losses).sum().to(self.device, non_blocking=True)
+        loss = torch.stack(minibatch.losses).sum()
+        return loss.to(self.device, non_blocking=True)
 
-    def begin(self, inputs: Tensor, targets: Tensor, weight: float) -> UnderWay:
-        """Of inputs on the first stage's device and targets on the last one's; nothing is computed yet."""
-        pieces, unit, last = self._pieces(targets), self.unit(), len(self.lanes) - 1
-        received = {(0, m): piece for m, piece in enumerate(self._pieces(inputs))}
-        return UnderWay(pieces, weight, received, {(last, m): unit for m in range(len(pieces))})
+    def begin(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        weight: float,
+    ) -> UnderWay:
+        """Cut a mini-batch into micro-batches, before any action is computed.
+
+        Args:
+            inputs: inputs on the first stage's device.
+            targets: targets on the last stage's device.
+            weight: factor of the summed loss.
+        """
+        target_chunks = self._cut(targets)
+        unit = self.unit()
+        last = len(self.lanes) - 1
+        received = {}
+        for m, chunk in enumerate(self._cut(inputs)):
+            received[0, m] = chunk
+        gradients = {(last, m): unit for m in range(len(target_chunks))}
+        return UnderWay(target_chunks, weight, received, gradients)
 
     def unit(self) -> Tensor:
-        """The gradient of a loss, with which backward passes begin: 1 or fp16's scale, on the last stage's device."""
-        one = torch.ones((), device=self.lanes[-1].device)
-        return self.context.scale(one) if self.context.scale else one
+        """Return the gradient of the loss with respect to itself, where backward passes begin.
 
-    def compute(self, action: Action, on: UnderWay) -> Tensor | None:
-        """Returns what a neighbour waits for: the next stage an activation, the one before a gradient."""
+        The value is 1, or the loss scale of fp16, on the last stage's device.
+        """
+        one = torch.ones((), device=self.lanes[-1].device)
+        if self.context.scale:
+            return self.context.scale(one)
+        return one
+
+    def compute(
+        self,
+        action: Action,
+        minibatch: UnderWay,
+    ) -> Tensor | None:
+        """Compute one action.
+
+        Returns:
+            The tensor to send to a neighboring stage: an activation for the next stage, or a
+            gradient for the previous one. None if there is nothing to send.
+        """
         kind, stage, m = action
         if kind == "F":
-            out = self.run_stage(self.stages[stage], on.received[stage, m], len(on.targets[m]))
-            last = stage + 1 == len(self.lanes)
-            if last:
-                out = self.weighted_loss(out, on.targets[m], on.weight)
-                on.losses.append(out.detach())
-            on.sent[stage, m] = out
-            return None if last else out
-        out, gradient = on.sent.pop((stage, m)), on.gradients.pop((stage, m), None)
+            rows = len(minibatch.targets[m])
+            out = self.run_stage(self.stages[stage], minibatch.received[stage, m], rows)
+            is_last = stage + 1 == len(self.lanes)
+            if is_last:
+                out = self.weighted_loss(out, minibatch.targets[m], minibatch.weight)
+                minibatch.losses.append(out.detach())
+            minibatch.sent[stage, m] = out
+            return None if is_last else out
+        out = minibatch.sent.pop((stage, m))
+        gradient = minibatch.gradients.pop((stage, m), None)
         if gradient is not None:
             torch.autograd.backward(out, gradient)
-        # None: the stages before are frozen, or their output is detached
-        return on.received.pop((stage, m)).grad if stage else None
+        if stage == 0:
+            return None
+        # The gradient is None if all earlier stages are frozen, or if their output is detached.
+        return minibatch.received.pop((stage, m)).grad
 
-    def deliver(self, action: Action, moved: Tensor, differentiable: bool, on: UnderWay) -> None:
-        """The neighbour has it."""
+    def deliver(
+        self,
+        action: Action,
+        moved: Tensor,
+        differentiable: bool,
+        minibatch: UnderWay,
+    ) -> None:
+        """Store the result of an action for the neighboring stage.
+
+        Args:
+            action: the action that computed the result.
+            moved: copy of the result on the neighbor's device.
+            differentiable: True if the result requires a gradient.
+            minibatch: the mini-batch in flight.
+        """
         kind, stage, m = action
         if kind == "F":
-            on.received[stage + 1, m] = moved.requires_grad_(differentiable)
+            minibatch.received[stage + 1, m] = moved.requires_grad_(differentiable)
         else:
-            on.gradients[stage - 1, m] = moved
+            minibatch.gradients[stage - 1, m] = moved
 
     def edge(self, action: Action) -> Edge:
-        """The way that the action's result takes."""
-        return self.edges[action.stage, action.stage + (1 if action.kind == "F" else -1)]
+        """Return the edge over which the result of `action` is sent."""
+        if action.kind == "F":
+            return self.edges[action.stage, action.stage + 1]
+        return self.edges[action.stage, action.stage - 1]
 
     @contextmanager
     def working(self, action: Action) -> Iterator[None]:
-        """What is issued in here is this action."""
+        """Return a context in which operations belong to `action`, and record their time."""
         with self.lanes[action.stage].working(), self.recorder.action(action.stage, action):
             yield
 
-    def record_pass(
-        self, recorder: StepRecorder, batch: Batch, weight: float, sync: bool
-    ) -> tuple[Callable[[], None], Tensor]:
-        """As `recorded` says: one graph on one device, else one for each action."""
-        devices = [lane.device for lane in self.lanes]
-        if 1 < len(set(devices)) < len(devices):
-            raise NotRecorded("two stages share one of several devices, and with it a stream of random numbers")
-        try:
-            if len(set(devices)) > 1:
-                actions = RecordedActions(self, recorder, batch, weight)
-                made: tuple[Callable[[], None], Tensor] = actions.replay, actions.loss
-            else:
-                with self.recorder.off():
-                    made = super().record_pass(recorder, batch, weight, sync)
-        except BaseException:
-            for deferred in self.deferred.values():
-                deferred.abandon()
-            raise
-        self.forget_figures()
-        return made
-
     def outputs(self, inputs: Tensor) -> Tensor:
-        """Forward only: micro-batch after micro-batch through all stages, which overlap on GPUs."""
+        """Run only forward passes: each micro-batch through all stages, which overlap on GPUs."""
         outputs = []
         with self.overlapped():
-            for piece in self._pieces(inputs):
+            for chunk in self._cut(inputs):
                 for stage, lane in enumerate(self.lanes):
                     if stage:
-                        piece = self.edges[stage - 1, stage].copy(piece)
+                        chunk = self.edges[stage - 1, stage].copy(chunk)
                     with lane.working():
-                        piece = self.run_stage(self.stages[stage], piece)
-                outputs.append(piece)
+                        chunk = self.run_stage(self.stages[stage], chunk)
+                outputs.append(chunk)
         return torch.cat(outputs).to(self.device, non_blocking=True)
 
     @contextmanager
     def overlapped(self) -> Iterator[None]:
+        """Return a context in which the stages work on their own streams.
+
+        They wait for the work before the context, and the work after it waits for them.
+        """
         for lane in self.lanes:
             lane.follow()
         yield
         for lane in self.lanes:
             lane.lead()
 
-    def _pieces(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Micro-batches: of `split_size` images and a smaller last one, or as equal as they can be."""
+    def _cut(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Cut a mini-batch into micro-batches.
+
+        With `pipeline.split_size` the last micro-batch may be smaller. Otherwise their sizes differ
+        by at most 1.
+        """
         size = self.recipe.pipeline.split_size
         if size is not None:
             return torch.split(tensor, size)
         return tensor.tensor_split(min(self.plan.microbatches, len(tensor)))
 
     def split_size(self) -> int:
-        wanted = self.recipe.pipeline.split_size
-        return super().split_size() if wanted is None else min(wanted, self.pipe.rows)
+        size = self.recipe.pipeline.split_size
+        if size is None:
+            return super().split_size()
+        return min(size, self.pipe.rows)
 
     def notes(self) -> dict[str, str]:
-        if self.device.type == "cuda":
-            return super().notes()
-        note = "on CPU devices one stage works at a time: for correctness, slower than unsplit; nproc=2 overlaps stages"
-        return {**super().notes(), "note": note}
+        notes = super().notes()
+        if self.device.type != "cuda":
+            notes["note"] = (
+                "on CPU devices one stage works at a time: for correctness, slower than unsplit; "
+                "nproc=2 overlaps stages"
+            )
+        return notes

@@ -1,4 +1,7 @@
-"""When stages worked, on the clock of the CPU or by events on a GPU: recorded, written for Perfetto, drawn."""
+"""Recording of the times at which stages work, as timeline.json for Perfetto and as a picture.
+
+Times come from the CPU's clock or from GPU events.
+"""
 
 from __future__ import annotations
 
@@ -12,53 +15,68 @@ from typing import Any
 
 import torch
 
-from trainer.modes.pipeline.orders import Action, Span, idle_share
+from trainer.modes.pipeline.orders import Action, Span, compute_idle_share, measure_length
 from trainer.saving.files import write_atomically
 from trainer.telemetry import plots
 from trainer.telemetry.clocks import record_event
 
-KEPT = 8  # steps between two looks
-Moment = tuple[float, Any]  # when the host was there, and the CUDA event that it recorded
+# Maximum number of steps that a recorder keeps. Older steps are deleted.
+KEPT = 8
+# Time of the host's clock, and the CUDA event that was recorded at that time.
+Moment = tuple[float, Any]
 NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 COLOURS = dict(zip(NAMES, plots.COLOURS, strict=False))
 
 
 class Recorder:
-    """Records the actions of the steps since the last look; nothing here waits for a device before `steps`."""
+    """Recorder of the actions since the last call of `steps`.
+
+    Only `steps` waits for a device.
+    """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.cuda = devices[0].type == "cuda"
-        self._devices = [device.index for device in dict.fromkeys(devices)] if self.cuda else []
+        self._devices: list[int] = []
+        if self.cuda:
+            self._devices = [device.index for device in dict.fromkeys(devices)]
         self._steps: deque[list[tuple[int, Action, int, Moment, Moment]]] = deque(maxlen=KEPT)
-        self._on = True
+        self._is_on = True
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """What is done in here is not recorded: an event in a CUDA graph tells no time."""
-        self._on = False
+        """Return a context without recording, because an event in a CUDA graph has no time."""
+        self._is_on = False
         try:
             yield
         finally:
-            self._on = True
+            self._is_on = True
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One training step, or a piece of it."""
-        if self._on:
+        """Return a context whose actions are recorded as one step, or as one of its passes."""
+        if self._is_on:
             self._steps.append([])
         yield
 
     @contextmanager
-    def action(self, worker: int, action: Action) -> Iterator[None]:
-        """An action within the step, issued to the current stream of the current device."""
-        if not self._on:
+    def action(
+        self,
+        worker: int,
+        action: Action,
+    ) -> Iterator[None]:
+        """Return a context that is recorded as `action`.
+
+        Its operations must be issued to the current stream of the current device.
+        """
+        if not self._is_on:
             yield
             return
         begin = self._mark()
         yield
         if self._steps:
             index = torch.cuda.current_device() if self.cuda else 0
-            self._steps[-1].append((worker, action, index, begin, self._mark()))
+            end = self._mark()
+            self._steps[-1].append((worker, action, index, begin, end))
 
     def _mark(self) -> Moment:
         if not self.cuda:
@@ -67,14 +85,20 @@ class Recorder:
         return time.perf_counter(), event
 
     def steps(self) -> list[list[Span]]:
-        """Each step's spans, which are forgotten: seconds on `time.perf_counter`'s clock; waits for the devices."""
+        """Return the spans of each recorded step, and delete them. Waits for the devices.
+
+        Times are in seconds of `time.perf_counter`.
+        """
         now = {index: self._now(index) for index in self._devices}
-        steps = [[self._span(now, *marks) for marks in step] for step in self._steps]
+        steps = []
+        for marks in self._steps:
+            if marks:
+                steps.append([self._span(now, *mark) for mark in marks])
         self._steps.clear()
-        return [spans for spans in steps if spans]
+        return steps
 
     def _now(self, index: int) -> Moment:
-        """One moment on the CPU's clock and, as an event, on an idle device's."""
+        """Return one moment as time of the CPU's clock and as event of an idle device."""
         torch.cuda.synchronize(index)
         with torch.cuda.device(index):
             _, event = self._mark()
@@ -83,28 +107,43 @@ class Recorder:
         return moment, event
 
     def _span(
-        self, now: dict[int, Moment], worker: int, action: Action, index: int, begin: Moment, end: Moment
+        self,
+        now: dict[int, Moment],
+        worker: int,
+        action: Action,
+        index: int,
+        begin: Moment,
+        end: Moment,
     ) -> Span:
         if not self.cuda:
             return Span(worker, action, begin[0], end[0])
         moment, event = now[index]
-        start, stop = (moment - mark.elapsed_time(event) / 1e3 for _, mark in (begin, end))
-        return Span(worker, action, start, stop, max(0.0, min(stop, end[0]) - max(start, begin[0])))
+        host_begin, begin_event = begin
+        host_end, end_event = end
+        start = moment - begin_event.elapsed_time(event) / 1e3
+        stop = moment - end_event.elapsed_time(event) / 1e3
+        # The host was still launching the action while the device worked on it.
+        launching = max(0.0, min(stop, host_end) - max(start, host_begin))
+        return Span(worker, action, start, stop, launching)
 
 
 def write(folder: Path, steps: Sequence[Sequence[Span]]) -> None:
-    """timeline.json with all steps and timeline.png with the last one."""
+    """Write timeline.json with all steps and timeline.png with the last one."""
     write_atomically(folder / "timeline.json", json.dumps(trace_events(steps)) + "\n")
-    picture(folder / "timeline.png", steps[-1])
+    draw_step(folder / "timeline.png", steps[-1])
 
 
 def trace_events(steps: Sequence[Sequence[Span]]) -> dict[str, Any]:
-    """The Trace Event Format's complete events, times in microseconds: a process a worker, a thread a stage."""
-    origin = min(span.begin for spans in steps for span in spans)
-    events: list[dict[str, Any]] = [
-        {"name": "process_name", "ph": "M", "pid": worker, "args": {"name": f"worker {worker}"}}
-        for worker in sorted({span.worker for spans in steps for span in spans})
-    ]
+    """Convert steps to complete events of the Trace Event Format, with times in microseconds.
+
+    Each worker is a process of the trace, and each stage a thread.
+    """
+    all_spans = [span for spans in steps for span in spans]
+    origin = min(span.begin for span in all_spans)
+    events: list[dict[str, Any]] = []
+    for worker in sorted({span.worker for span in all_spans}):
+        name = {"name": f"worker {worker}"}
+        events.append({"name": "process_name", "ph": "M", "pid": worker, "args": name})
     for step, spans in enumerate(steps):
         for worker, (kind, stage, microbatch), begin, end, _ in spans:
             events.append(
@@ -122,36 +161,70 @@ def trace_events(steps: Sequence[Sequence[Span]]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def title(spans: Sequence[Span], workers: int) -> str:
-    """What a step's picture says above: how much of it is empty, and how much may be."""
-    bubble, most = idle_share(spans, workers), idle_share(spans, workers, launching=True)
-    idle = f"{bubble:.0%}" + (f" (or up to {most:.0%}, if GPUs waited for launches)" if most > bubble + 0.01 else "")
-    return f"one training step; numbers are micro-batches; in this step the workers idle {idle} of the time"
+def format_title(spans: Sequence[Span], workers: int) -> str:
+    """Format the title of a step's picture, with the bubble and its upper bound."""
+    bubble = compute_idle_share(spans, workers)
+    at_most = compute_idle_share(spans, workers, launching=True)
+    idle = f"{bubble:.0%}"
+    if at_most > bubble + 0.01:
+        idle += f" (or up to {at_most:.0%}, if GPUs waited for launches)"
+    return (
+        "one training step; numbers are micro-batches; in this step the workers idle "
+        f"{idle} of the time"
+    )
 
 
-def picture(path: Path, spans: Sequence[Span]) -> None:
-    """One step: a row a stage, a bar an action with its micro-batch's number; what is empty is idle."""
+def draw_step(path: Path, spans: Sequence[Span]) -> None:
+    """Draw one step: one row per stage, and one bar per action with its micro-batch's number.
+
+    A worker is idle where all of its rows are empty.
+    """
     from matplotlib.patches import Patch
 
-    origin, length = min(span.begin for span in spans), max(span.end for span in spans)
-    length -= origin
+    origin = min(span.begin for span in spans)
+    length = measure_length(spans)
     workers = {span.action.stage: span.worker for span in spans}
     rows = sorted(workers, key=lambda stage: (workers[stage], stage))
-    figure, (axes,) = plots.canvas(12, 1.2 + 0.6 * len(rows))
+    figure, (axes,) = plots.create_figure(12, 1.2 + 0.6 * len(rows))
     axes.grid(False)
     for _, (kind, stage, microbatch), begin, end, _ in spans:
-        row, start, width = rows.index(stage), 1e3 * (begin - origin), 1e3 * (end - begin)
+        row = rows.index(stage)
+        start = 1e3 * (begin - origin)
+        width = 1e3 * (end - begin)
         axes.broken_barh(
-            [(start, width)], (row - 0.4, 0.8), facecolor=COLOURS[kind], edgecolor=plots.INK, linewidth=0.5
+            [(start, width)],
+            (row - 0.4, 0.8),
+            facecolor=COLOURS[kind],
+            edgecolor=plots.INK,
+            linewidth=0.5,
         )
+        # The number does not fit into a narrower bar.
         if end - begin > 0.015 * length:
-            axes.text(start + width / 2, row, str(microbatch), ha="center", va="center", fontsize=8, color="white")
+            axes.text(
+                start + width / 2,
+                row,
+                str(microbatch),
+                ha="center",
+                va="center",
+                fontsize=8,
+                color="white",
+            )
     axes.set_yticks(range(len(rows)), [f"worker {workers[stage]}, stage {stage}" for stage in rows])
     axes.invert_yaxis()
     axes.set_xlim(0, 1e3 * length)
     axes.set_xlabel("ms")
-    axes.set_title(title(spans, len(set(workers.values()))), color=plots.INK)
-    kinds = [kind for kind in COLOURS if any(span.action.kind == kind for span in spans)]
-    handles = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds]
-    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), frameon=False, labelcolor=plots.INK)
+    worker_count = len(set(workers.values()))
+    axes.set_title(format_title(spans, worker_count), color=plots.INK)
+    drawn_kinds = {span.action.kind for span in spans}
+    handles = []
+    for kind, colour in COLOURS.items():
+        if kind in drawn_kinds:
+            handles.append(Patch(color=colour, label=NAMES[kind]))
+    axes.legend(
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=(1, 1),
+        frameon=False,
+        labelcolor=plots.INK,
+    )
     plots.save_picture(figure, path)

@@ -1,4 +1,7 @@
-"""The schedules of pipelines, torch's and ours: which worker holds which stage, and in which order it works."""
+"""Schedules of pipelines, torch's and ours.
+
+A schedule assigns stages to workers and orders the work of each worker.
+"""
 
 from __future__ import annotations
 
@@ -11,116 +14,196 @@ from torch import nn
 from torch.distributed.pipelining import schedules
 
 from trainer.modes.pipeline import orders
-from trainer.modes.pipeline.orders import Action
+from trainer.modes.pipeline.orders import Action, StageSeconds
 from trainer.recipe import IN_TURN, MEASURED, STREAMS, Recipe
-from trainer.recipe.checks import V_SHAPED, ranks_per_pipeline, refused_schedules, schedule_of, virtual_stages
+from trainer.recipe.checks import (
+    V_SHAPED,
+    list_refused_schedules,
+    ranks_per_pipeline,
+    resolve_schedule,
+    virtual_stages,
+)
 
 
 class ScheduleMeasured(schedules._PipelineScheduleRuntime):
-    """Torch's runtime in an order made from the measured times of the stages."""
+    """Torch's runtime with an order that is computed from the measured times of the stages."""
 
     def __init__(
         self,
         stages: Sequence[Any],
         microbatches: int,
-        stage_seconds: Sequence[tuple[float, float]] = (),
+        stage_seconds: StageSeconds = (),
         **options: Any,
     ) -> None:
         super().__init__(stages, microbatches, **options)  # type: ignore[no-untyped-call]
         kinds = {"F": schedules.FORWARD, "B": schedules.FULL_BACKWARD}
-        listed = pipeline_order(MEASURED, stages[0].group_size, len(stages), microbatches, stage_seconds)
-        self.pipeline_order = {
-            rank: [schedules._Action(action.stage, kinds[action.kind], action.microbatch) for action in actions]
-            for rank, actions in enumerate(listed)
-        }
+        order = list_actions(
+            MEASURED,
+            stages[0].group_size,
+            len(stages),
+            microbatches,
+            stage_seconds,
+        )
+        self.pipeline_order = {}
+        for rank, actions in enumerate(order):
+            self.pipeline_order[rank] = [
+                schedules._Action(action.stage, kinds[action.kind], action.microbatch)
+                for action in actions
+            ]
         self._prepare_schedule_with_comms(self.pipeline_order)
 
 
 SCHEDULES = {
-    name: kind
-    for name, kind in {
-        "gpipe": schedules.ScheduleGPipe,
-        "1f1b": schedules.Schedule1F1B,
-        "interleaved1f1b": schedules.ScheduleInterleaved1F1B,
-        "loopedbfs": schedules.ScheduleLoopedBFS,
-        "interleavedzerobubble": schedules.ScheduleInterleavedZeroBubble,
-        "zbv": schedules.ScheduleZBVZeroBubble,
-        "dualpipev": schedules.ScheduleDualPipeV,
-        MEASURED: ScheduleMeasured,
-    }.items()
-    if name not in refused_schedules()
+    "gpipe": schedules.ScheduleGPipe,
+    "1f1b": schedules.Schedule1F1B,
+    "interleaved1f1b": schedules.ScheduleInterleaved1F1B,
+    "loopedbfs": schedules.ScheduleLoopedBFS,
+    "interleavedzerobubble": schedules.ScheduleInterleavedZeroBubble,
+    "zbv": schedules.ScheduleZBVZeroBubble,
+    "dualpipev": schedules.ScheduleDualPipeV,
+    MEASURED: ScheduleMeasured,
 }
-logging.getLogger(schedules.__name__).setLevel(logging.CRITICAL)  # it prints whole schedules beside what it raises
+for name in list_refused_schedules():
+    SCHEDULES.pop(name, None)
+# Torch logs whole schedules in addition to the errors that it raises.
+logging.getLogger(schedules.__name__).setLevel(logging.CRITICAL)
 LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 
 
-def ranks_of_stages(schedule: str, ranks: int, virtual: int) -> list[int]:
-    """Which rank of a replica holds each stage: round and round, or down and up again for V-shaped schedules."""
+def assign_ranks(
+    schedule: str,
+    ranks: int,
+    virtual: int,
+) -> list[int]:
+    """Return the rank, within a replica, of each stage.
+
+    Stages are assigned round-robin, `virtual` times. In V-shaped schedules the second round is in
+    reverse.
+    """
     if schedule in V_SHAPED:
         return [*range(ranks), *reversed(range(ranks))]
     return list(range(ranks)) * virtual
 
 
-def holders(recipe: Recipe, processes: int) -> list[int]:
-    """The same for a recipe in so many processes."""
-    schedule = schedule_of(recipe, processes)
-    return ranks_of_stages(schedule, ranks_per_pipeline(recipe, processes), virtual_stages(recipe, schedule))
+def assign_recipe_ranks(recipe: Recipe, processes: int) -> list[int]:
+    """Return the rank, within a replica, of each stage of a recipe.
+
+    Args:
+        recipe: a recipe with mode=pipeline.
+        processes: number of processes of the run.
+    """
+    schedule = resolve_schedule(recipe, processes)
+    return assign_ranks(
+        schedule,
+        ranks_per_pipeline(recipe, processes),
+        virtual_stages(recipe, schedule),
+    )
 
 
-def actions_of(actions: Sequence[Any]) -> Iterator[Action]:
-    """Torch's actions of one rank as actions; what is neither forward nor backward is left out."""
+def convert_actions(actions: Sequence[Any]) -> Iterator[Action]:
+    """Convert torch's actions of one rank. Only forward and backward passes are kept."""
     for action in actions:
-        if action is not None and action.sub_actions:
-            yield from actions_of(action.sub_actions)
-        elif action is not None and action.computation_type.name in LETTERS:
-            yield Action(LETTERS[action.computation_type.name], action.stage_index, action.microbatch_index)
+        if action is None:
+            continue
+        name = action.computation_type.name
+        if action.sub_actions:
+            yield from convert_actions(action.sub_actions)
+        elif name in LETTERS:
+            yield Action(LETTERS[name], action.stage_index, action.microbatch_index)
 
 
-def pipeline_order(
-    schedule: str, workers: int, virtual: int, microbatches: int, stages: Sequence[tuple[float, float]] = ()
+def list_actions(
+    schedule: str,
+    workers: int,
+    virtual: int,
+    microbatches: int,
+    stages: StageSeconds = (),
 ) -> list[list[Action]]:
-    """Each worker's actions, in torch's own order for the schedules that are torch's.
+    """Return the actions of each worker in order.
 
-    `stages`: seconds of each, forward and backward, for the schedule that follows them; else all are equal.
+    Args:
+        schedule: value of `pipeline.schedule`.
+        workers: number of ranks, or of devices in one process.
+        virtual: number of stages per worker.
+        microbatches: number of micro-batches of a step.
+        stages: forward and backward time of each stage in seconds, for the measured schedule; by
+            default all stages are equal.
 
     Raises:
-        ValueError: torch has no such order for these numbers.
+        ValueError: torch does not support these numbers for this schedule.
     """
     if schedule == IN_TURN:
         return [[Action("F", worker, 0), Action("B", worker, 0)] for worker in range(workers)]
     if schedule in ("gpipe", "1f1b", STREAMS):
-        kind = orders.gpipe if schedule == "gpipe" else orders.one_forward_one_backward
+        if schedule == "gpipe":
+            kind = orders.gpipe
+        else:
+            kind = orders.one_forward_one_backward
         return [kind(worker, workers, microbatches) for worker in range(workers)]
     if schedule == MEASURED:
         return orders.as_ready(
-            ranks_of_stages(schedule, workers, virtual), stages or [(1.0, 2.0)] * (workers * virtual), microbatches
+            assign_ranks(schedule, workers, virtual),
+            stages or [(1.0, 2.0)] * (workers * virtual),
+            microbatches,
         )
-    stands_in: Any = SimpleNamespace(  # what a schedule reads of a stage before it runs
-        num_stages=workers * virtual, group_size=workers, group_rank=0, submod=nn.Identity(), has_backward=True
+    # The constructor of a schedule reads only these attributes of a stage.
+    placeholder: Any = SimpleNamespace(
+        num_stages=workers * virtual,
+        group_size=workers,
+        group_rank=0,
+        submod=nn.Identity(),
+        has_backward=True,
     )
-    made: Any = SCHEDULES[schedule]
-    listed = made([stands_in] * virtual, microbatches, loss_fn=lambda outputs, targets: outputs).pipeline_order
-    return [list(actions_of(listed[rank])) for rank in range(workers)]
+    schedule_class: Any = SCHEDULES[schedule]
+    torch_schedule = schedule_class(
+        [placeholder] * virtual,
+        microbatches,
+        loss_fn=lambda outputs, targets: outputs,
+    )
+    order = torch_schedule.pipeline_order
+    return [list(convert_actions(order[rank])) for rank in range(workers)]
 
 
-def step_and_bubble(
-    schedule: str, workers: int, microbatches: int, stages: Sequence[tuple[float, float]], transfer: float = 0.0
+def predict_step_and_bubble(
+    schedule: str,
+    workers: int,
+    microbatches: int,
+    stages: StageSeconds,
+    transfer: float = 0.0,
 ) -> tuple[float, float]:
-    """Seconds of a step and the share of it in which workers wait, from each stage's seconds, forward and backward.
+    """Predict the duration of a step and its bubble.
 
-    `transfer`: seconds between the end of an action and the start of the one that waits for it on another worker.
+    Args:
+        schedule: value of `pipeline.schedule`.
+        workers: number of ranks, or of devices in one process.
+        microbatches: number of micro-batches of a step.
+        stages: forward and backward time of each stage in seconds.
+        transfer: seconds between the end of an action and the start of a dependent action on
+            another worker.
+
+    Returns:
+        Duration of the step in seconds, and its bubble: the fraction of time in which workers wait.
     """
-    order = pipeline_order(schedule, workers, len(stages) // workers, microbatches, stages)
-    spans = orders.simulate(order, orders.seconds_of(stages), transfer)
-    return max(span.end for span in spans), orders.idle_share(spans, workers)
+    order = list_actions(schedule, workers, len(stages) // workers, microbatches, stages)
+    spans = orders.simulate(order, orders.key_seconds(stages), transfer)
+    return orders.measure_length(spans), orders.compute_idle_share(spans, workers)
 
 
-class as_raised:
-    """Torch wraps what a stage raises into a text on its tensors: what was raised says more, as out of memory does."""
+class unwrap_stage_errors:
+    """Context that raises a stage's original error instead of torch's error about the stage.
+
+    Torch's error describes tensors. The original has the reason, for example that a device is out
+    of memory.
+    """
 
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        _: Any,
+    ) -> None:
         if isinstance(error, RuntimeError) and error.__cause__ is not None:
             raise error.__cause__ from None

@@ -1,4 +1,4 @@
-"""Choosing a pipeline's cuts and its number of micro-batches, by measuring on the devices that will run it."""
+"""Choice of a pipeline's cuts and number of micro-batches, by measurements on its own devices."""
 
 from __future__ import annotations
 
@@ -13,52 +13,72 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from trainer.errors import DeviceMemoryError
-from trainer.models import memory
-from trainer.models.balance import TIE, BlockCost, by_stage, cuts_for, stage_seconds
+from trainer.memory.device import compute_usable_bytes
+from trainer.memory.measuring import Pass
+from trainer.memory.needs import COPIES, measure_peak
+from trainer.models.balance import TIE, BlockCost, choose_cuts, group_by_stage, sum_stage_seconds
 from trainer.models.partition import Traced
-from trainer.modes.pipeline.torch_schedules import pipeline_order, ranks_of_stages, step_and_bubble
+from trainer.modes.pipeline.torch_schedules import (
+    assign_ranks,
+    list_actions,
+    predict_step_and_bubble,
+)
 from trainer.recipe import MEASURED, Recipe
 
-CANDIDATES = (2, 3, 4, 6, 8, 12)  # micro-batches for each stage's worker: fewer leave a bubble, more are too small
+# Numbers of micro-batches per worker: fewer leave a bubble, more make micro-batches too small.
+CANDIDATES = (2, 3, 4, 6, 8, 12)
+# Number of plans that are run: those with the shortest predicted steps.
 FINALISTS = 3
-CLOSE = 0.1  # plans within this share of the fastest are tried again
-ROUNDS = 4  # at most
+# Maximum relative difference to the fastest plan for plans that are run again.
+CLOSE = 0.1
+# Maximum number of rounds in which close plans are run again.
+ROUNDS = 4
 Cuts = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is split: its cuts, into how many micro-batches a batch goes, and in which order stages work."""
+    """Cuts of a model, number of micro-batches of a batch, and schedule."""
 
     cuts: Cuts
     microbatches: int
     schedule: str
-    stage_seconds: tuple[tuple[float, float], ...] = ()  # that the measured schedule is made of, forward and backward
+    # Forward and backward time of each stage in seconds, for the measured schedule.
+    stage_seconds: tuple[tuple[float, float], ...] = ()
 
     @property
     def stages(self) -> int:
-        """Over all workers."""
+        """Number of stages over all workers."""
         return len(self.cuts) + 1
 
 
 @dataclass(frozen=True)
 class Pipe:
-    """What a plan is for."""
+    """Constraints on a plan.
 
-    workers: int  # ranks, or devices of one process
-    # Their names in the recipe, and the stages of each over all workers; the first unless another is found to be
-    # faster. Streams runs as 1F1B.
+    Run folders contain the text of an instance (see `build_key`), so the names of its fields must
+    not change.
+    """
+
+    # Number of ranks, or of devices in one process.
+    workers: int
+    # Values of `pipeline.schedule`, each with the number of stages over all workers. The first is
+    # used unless a trial of another one is faster. The order of `streams` is 1F1B.
     schedules: tuple[tuple[str, int], ...]
-    rows: int  # images of a batch that is cut into micro-batches
-    counts: tuple[int, ...]  # numbers of micro-batches that can run
+    # Number of images of the batch that is cut into micro-batches.
+    rows: int
+    # Possible numbers of micro-batches.
+    counts: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What a plan took when it was run."""
+    """Measurement of a plan: times in seconds."""
 
-    seconds: float  # of one step
-    busy: tuple[float, ...]  # seconds of each stage in it
+    # Duration of a step.
+    seconds: float
+    # Working time of each stage in a step.
+    busy: tuple[float, ...]
 
     @property
     def fits(self) -> bool:
@@ -67,209 +87,353 @@ class Trial:
 
 @dataclass(frozen=True)
 class Tuner:
-    """Chooses a plan for a pipe by measuring."""
+    """Search for the fastest plan by measurements."""
 
     traced: Traced
     recipe: Recipe
     pipe: Pipe
-    probe: Callable[[int], list[BlockCost]]  # times all blocks at so many images a micro-batch; infinite without memory
-    trial: Callable[[Plan], Trial]  # runs a plan; infinite likewise
+    # Function that measures all blocks for a number of images per micro-batch. Times are infinite
+    # if memory is too small.
+    probe: Callable[[int], list[BlockCost]]
+    # Function that runs a plan. Its time is infinite if memory is too small.
+    trial: Callable[[Plan], Trial]
     say: Callable[[str], None]
-    room: float = math.inf  # free bytes of each worker
+    # Number of free bytes of each worker.
+    free_bytes: float = math.inf
 
     def find_plan(self) -> tuple[Plan, dict[str, Any]]:
-        """The recipe's cuts and micro-batches, and what is left to `auto` as it was measured to be fastest; and what
-        the run folder keeps of it: its key, its predicted bubble, the trials.
+        """Choose a plan: values of the recipe, and the fastest values where the recipe has `auto`.
 
-        Raises DeviceMemoryError where nothing of what was tried fits.
+        Returns:
+            The plan, and its entry in the run folder: key, prediction and trials.
+
+        Raises:
+            DeviceMemoryError: memory is too small for all plans that were tried.
         """
-        candidates = counts_to_try(self.pipe)
+        candidates = choose_counts(self.pipe)
         if len(candidates) > 1:
             counts = ", ".join(map(str, candidates))
             self.say(f"pipeline: measuring {len(candidates)} numbers of micro-batches ({counts})")
-        costs = self._probed(candidates)
+        costs = self._probe_blocks(candidates)
         if len(costs) < len(candidates):
-            large = ", ".join(str(m) for m in candidates if m not in costs)
+            too_large = ", ".join(str(m) for m in candidates if m not in costs)
             self.say(
-                f"pipeline: {large} micro-batches would be too large for the memory that is free, and are left out"
+                f"pipeline: {too_large} micro-batches would be too large for the free memory, "
+                "and are left out"
             )
         plans: list[Plan] = []
         for schedule, stages in self.pipe.schedules:
-            if plans and stages > len(self.traced.cuts) + 1:
+            # The recipe's schedule comes first and is tried in any case.
+            is_first = not plans
+            if not is_first and stages > len(self.traced.cuts) + 1:
                 continue
-            some = [self._planned(schedule, stages, m, costs[m]) for m in sorted(costs)]
-            plans += [plan for plan in some if self._fits(plan, costs[plan.microbatches])] if plans else some
-        best, trials = (plans[0], dict[Plan, Trial]()) if len(plans) == 1 else self._run(plans, costs)
-        seconds, bubble = self._predicted(best, costs)
+            for m in sorted(costs):
+                plan = self._make_plan(schedule, stages, m, costs[m])
+                if is_first or self._fits(plan, costs[m]):
+                    plans.append(plan)
+        best = plans[0]
+        trials: dict[Plan, Trial] = {}
+        if len(plans) > 1:
+            best, trials = self._run_trials(plans, costs)
+        seconds, bubble = self._predict(best, costs)
+        fitting = []
+        for plan, trial in trials.items():
+            if trial.fits:
+                fitting.append({**asdict(plan), **asdict(trial)})
         return best, {
-            "key": key_of(self.traced, self.recipe, self.pipe),
+            "key": build_key(self.traced, self.recipe, self.pipe),
             "plan": asdict(best),
             "predicted": {"step_seconds": seconds, "bubble": bubble},
-            "stage_seconds": stage_seconds(self.traced, best.cuts, costs[best.microbatches]),
-            "trials": [{**asdict(plan), **asdict(tried)} for plan, tried in trials.items() if tried.fits],
+            "stage_seconds": sum_stage_seconds(self.traced, best.cuts, costs[best.microbatches]),
+            "trials": fitting,
         }
 
-    def _predicted(self, plan: Plan, costs: Mapping[int, Sequence[BlockCost]]) -> tuple[float, float]:
-        """Seconds of a step and its bubble, transfers left out."""
-        seconds = stage_seconds(self.traced, plan.cuts, costs[plan.microbatches])
-        return step_and_bubble(plan.schedule, self.pipe.workers, plan.microbatches, seconds)
+    def _predict(
+        self,
+        plan: Plan,
+        costs: Mapping[int, Sequence[BlockCost]],
+    ) -> tuple[float, float]:
+        """Predict the duration in seconds of a step and its bubble, without transfers."""
+        seconds = sum_stage_seconds(self.traced, plan.cuts, costs[plan.microbatches])
+        return predict_step_and_bubble(plan.schedule, self.pipe.workers, plan.microbatches, seconds)
 
-    def _planned(self, schedule: str, stages: int, microbatches: int, costs: Sequence[BlockCost]) -> Plan:
-        """The recipe's cuts, or those with which this schedule's step is shortest.
+    def _make_plan(
+        self,
+        schedule: str,
+        stages: int,
+        microbatches: int,
+        costs: Sequence[BlockCost],
+    ) -> Plan:
+        """Make a plan with the cuts of the recipe, or with cuts that minimize the time of a step.
 
-        From stages that are equally fast on, one cut after the other, and each with its neighbour, goes where the step
-        is shortest, until none moves.
+        The search starts from stages with equal times. Then each cut, and each pair of neighboring
+        cuts, moves to the position with the shortest step, until no move shortens the step.
         """
-        traced, workers, wanted = self.traced, self.pipe.workers, self.recipe.pipeline.cuts
-        holders = ranks_of_stages(schedule, workers, stages // workers)
+        traced = self.traced
+        workers = self.pipe.workers
+        recipe_cuts = self.recipe.pipeline.cuts
+        holders = assign_ranks(schedule, workers, stages // workers)
 
         @cache
-        def step(cuts: Cuts) -> float:
-            return step_and_bubble(schedule, workers, microbatches, stage_seconds(traced, cuts, costs))[0]
+        def predict_step(cuts: Cuts) -> float:
+            seconds = sum_stage_seconds(traced, cuts, costs)
+            return predict_step_and_bubble(schedule, workers, microbatches, seconds)[0]
 
-        def least(cuts: Cuts) -> float:
-            """Of the fullest worker if it never waits: no step is shorter, and it is known at once."""
+        def bound_step(cuts: Cuts) -> float:
+            """Return a lower bound of the step: the work of the busiest worker, without waiting."""
             work = [0.0] * workers
-            for holder, passes in zip(holders, stage_seconds(traced, cuts, costs), strict=True):
+            for holder, passes in zip(holders, sum_stage_seconds(traced, cuts, costs), strict=True):
                 work[holder] += microbatches * sum(passes)
             return max(work)
 
-        cuts, before = cuts_for(traced, wanted, stages, costs), None
-        while wanted == "auto" and cuts != before:
+        cuts = choose_cuts(traced, recipe_cuts, stages, costs)
+        before = None
+        while recipe_cuts == "auto" and cuts != before:
             before = cuts
-            places = range(len(cuts))
-            for moving in [*((place,) for place in places), *pairwise(places)]:
-                hopeful = [moved for moved in _moved(cuts, moving, traced.cuts) if least(moved) * TIE < step(cuts)]
-                shortest = min(hopeful, key=step, default=cuts)
-                if step(shortest) * TIE < step(cuts):
+            positions = range(len(cuts))
+            for moving in [*((position,) for position in positions), *pairwise(positions)]:
+                shortest = cuts
+                for moved in _move_cuts(cuts, moving, traced.cuts):
+                    # Most moves are rejected without the expensive prediction.
+                    if bound_step(moved) * TIE >= predict_step(cuts):
+                        continue
+                    if shortest is cuts or predict_step(moved) < predict_step(shortest):
+                        shortest = moved
+                if predict_step(shortest) * TIE < predict_step(cuts):
                     cuts = shortest
-        measured = tuple(stage_seconds(traced, cuts, costs)) if schedule == MEASURED else ()
+        measured = tuple(sum_stage_seconds(traced, cuts, costs)) if schedule == MEASURED else ()
         return Plan(cuts, microbatches, schedule, measured)
 
-    def _probed(self, candidates: Sequence[int]) -> dict[int, list[BlockCost]]:
-        """The costs of blocks for each number of micro-batches, from the smallest micro-batches on, while they fit."""
+    def _probe_blocks(self, candidates: Sequence[int]) -> dict[int, list[BlockCost]]:
+        """Measure the blocks for each number of micro-batches, from small to large micro-batches.
+
+        The measurements stop at the first micro-batch that does not fit, or that cannot fit by the
+        memory of the previous one.
+        """
         measured: dict[int, list[BlockCost]] = {}
         for m in reversed(candidates):
             rows = -(-self.pipe.rows // m)
             if measured:
-                smaller = min(measured)
-                larger, known = rows / -(-self.pipe.rows // smaller), measured[smaller]
-                guess = [replace(c, kept=round(c.kept * larger), bytes=round(c.bytes * larger)) for c in known]
+                previous = min(measured)
+                growth = rows / -(-self.pipe.rows // previous)
+                estimates = []
+                for cost in measured[previous]:
+                    kept = round(cost.kept * growth)
+                    estimates.append(replace(cost, kept=kept, bytes=round(cost.bytes * growth)))
                 schedule, stages = self.pipe.schedules[0]
-                cuts = cuts_for(self.traced, self.recipe.pipeline.cuts, stages, guess)
-                if not self._fits(Plan(cuts, m, schedule), guess):
+                cuts = choose_cuts(self.traced, self.recipe.pipeline.cuts, stages, estimates)
+                if not self._fits(Plan(cuts, m, schedule), estimates):
                     break
             costs = self.probe(rows)
             if not all(math.isfinite(cost.forward) for cost in costs):
                 break
             measured[m] = costs
         if not measured:
-            raise too_little(self.pipe, candidates[-1])
+            raise describe_too_little_memory(self.pipe, candidates[-1])
         return measured
 
-    def _fits(self, plan: Plan, costs: Sequence[BlockCost]) -> bool:
-        """Whether the fullest worker has room for its weights with their gradients and optimizer, and for what its
-        micro-batches keep."""
-        stages = by_stage(self.traced, plan.cuts, costs)
-        received = [0, *(stage[-1].bytes for stage in stages[:-1])]
-        kept = [sum(cost.kept for cost in stage) for stage in stages]
-        saved = [0] * len(kept) if self.recipe.recompute else kept
-        passes = [memory.Pass(s, k, k, r) for s, k, r in zip(saved, kept, received, strict=True)]
-        virtual = plan.stages // self.pipe.workers
-        orders = pipeline_order(plan.schedule, self.pipe.workers, virtual, plan.microbatches, plan.stage_seconds)
-        needed = [memory.held(order, passes) for order in orders]
-        for stage, holder in zip(stages, ranks_of_stages(plan.schedule, self.pipe.workers, virtual), strict=True):
-            needed[holder] += memory.COPIES * sum(cost.weights for cost in stage)
-        return max(needed) <= memory.room_in(self.room)
+    def _fits(
+        self,
+        plan: Plan,
+        costs: Sequence[BlockCost],
+    ) -> bool:
+        """Return True if every worker has enough memory for a plan.
 
-    def _run(self, plans: Sequence[Plan], costs: Mapping[int, Sequence[BlockCost]]) -> tuple[Plan, dict[Plan, Trial]]:
-        """Try the most promising plans, one of each schedule among them, and the fastest with cuts after its own
-        seconds. What is close to the fastest is tried again until a round changes nothing.
+        A worker needs memory for its weights with their gradients and optimizer states, and for the
+        activations of its micro-batches.
+        """
+        stages = group_by_stage(self.traced, plan.cuts, costs)
+        passes = []
+        received = 0
+        for stage in stages:
+            kept = sum(cost.kept for cost in stage)
+            saved = 0 if self.recipe.recompute else kept
+            passes.append(Pass(saved, kept, kept, received))
+            received = stage[-1].bytes
+        virtual = plan.stages // self.pipe.workers
+        orders = list_actions(
+            plan.schedule,
+            self.pipe.workers,
+            virtual,
+            plan.microbatches,
+            plan.stage_seconds,
+        )
+        needed_bytes = [measure_peak(order, passes) for order in orders]
+        holders = assign_ranks(plan.schedule, self.pipe.workers, virtual)
+        for stage, holder in zip(stages, holders, strict=True):
+            needed_bytes[holder] += COPIES * sum(cost.weights for cost in stage)
+        return max(needed_bytes) <= compute_usable_bytes(self.free_bytes)
+
+    def _run_trials(
+        self,
+        plans: Sequence[Plan],
+        costs: Mapping[int, Sequence[BlockCost]],
+    ) -> tuple[Plan, dict[Plan, Trial]]:
+        """Run the plans with the best predictions, and return the fastest plan with all trials.
+
+        At least one plan of each schedule is run. The fastest is run again with cuts that follow
+        from its measured times. Plans that are close to the fastest are run again until the fastest
+        does not change.
         """
         trials: dict[Plan, Trial] = {}
 
-        def best(*more: Plan) -> Plan:
-            for plan in more:
-                again = self.trial(plan)
-                trials[plan] = min(again, trials.get(plan, again), key=lambda tried: tried.seconds)
-            return min(trials, key=lambda plan: trials[plan].seconds)
+        def step_seconds(plan: Plan) -> float:
+            return trials[plan].seconds
 
-        promising = sorted(plans, key=lambda plan: self._predicted(plan, costs)[0])
-        firsts = {(plan.schedule, plan.stages): plan for plan in reversed(promising)}
-        finalists = dict.fromkeys([*promising[:FINALISTS], *firsts.values()])
-        # From the smallest micro-batches on: should memory end, then with a plan in hand that runs.
-        chosen = best(*sorted(finalists, key=lambda plan: -plan.microbatches))
+        def run(*more: Plan) -> Plan:
+            """Run plans, keep the shorter trial of each, and return the fastest plan of all."""
+            for plan in more:
+                trial = self.trial(plan)
+                if plan not in trials or trial.seconds <= trials[plan].seconds:
+                    trials[plan] = trial
+            return min(trials, key=step_seconds)
+
+        promising = sorted(plans, key=lambda plan: self._predict(plan, costs)[0])
+        best_of_schedule = {(plan.schedule, plan.stages): plan for plan in reversed(promising)}
+        finalists = dict.fromkeys([*promising[:FINALISTS], *best_of_schedule.values()])
+        # The smallest micro-batches run first: if memory runs out later, a plan that fits is known.
+        chosen = run(*sorted(finalists, key=lambda plan: -plan.microbatches))
         if not trials[chosen].fits:
-            raise too_little(self.pipe, chosen.microbatches)
-        for _ in range(2 if self.recipe.pipeline.cuts == "auto" else 0):  # side by side, stages slow each other
-            corrected = self._corrected(chosen, trials[chosen].busy, costs[chosen.microbatches])
-            again = self._planned(chosen.schedule, chosen.stages, chosen.microbatches, corrected)
-            if again in trials or best(again) != again:
+            raise describe_too_little_memory(self.pipe, chosen.microbatches)
+        # The probe measured one block at a time, but stages that work at the same time slow each
+        # other.
+        for _ in range(2 if self.recipe.pipeline.cuts == "auto" else 0):
+            costs_in_step = self._correct(chosen, trials[chosen].busy, costs[chosen.microbatches])
+            plan = self._make_plan(
+                chosen.schedule,
+                chosen.stages,
+                chosen.microbatches,
+                costs_in_step,
+            )
+            if plan in trials or run(plan) != plan:
                 break
-            chosen = again
+            chosen = plan
         for _ in range(ROUNDS):
             limit = (1 + CLOSE) * trials[chosen].seconds
-            ranked = sorted(trials, key=lambda plan: trials[plan].seconds)
-            close = [plan for plan in ranked if trials[plan].seconds <= limit]
+            ranked = sorted(trials, key=step_seconds)
+            close = [plan for plan in ranked if step_seconds(plan) <= limit]
             before = chosen
-            if len(close) == 1 or (chosen := best(*close[:FINALISTS])) == before:
+            if len(close) == 1:
+                break
+            chosen = run(*close[:FINALISTS])
+            if chosen == before:
                 break
         return chosen, trials
 
-    def _corrected(self, plan: Plan, busy: Sequence[float], costs: Sequence[BlockCost]) -> list[BlockCost]:
-        """The costs of blocks as the plan's stages took them in a step, not one after the other."""
+    def _correct(
+        self,
+        plan: Plan,
+        busy: Sequence[float],
+        costs: Sequence[BlockCost],
+    ) -> list[BlockCost]:
+        """Scale the times of blocks so that their sums equal the measured times of the stages."""
         corrected = []
-        for seconds, blocks in zip(busy, by_stage(self.traced, plan.cuts, costs), strict=True):
+        blocks_of_stages = group_by_stage(self.traced, plan.cuts, costs)
+        for seconds, blocks in zip(busy, blocks_of_stages, strict=True):
             predicted = plan.microbatches * sum(cost.forward + cost.backward for cost in blocks)
             factor = seconds / predicted if predicted else 1.0
-            corrected += [replace(c, forward=factor * c.forward, backward=factor * c.backward) for c in blocks]
+            for cost in blocks:
+                forward = factor * cost.forward
+                corrected.append(replace(cost, forward=forward, backward=factor * cost.backward))
         return corrected
 
 
-def _moved(cuts: Cuts, moving: Sequence[int], possible: Sequence[str]) -> Iterator[Cuts]:
-    """All ways to place these neighbouring cuts between those that stay."""
-    first, last = moving[0], moving[-1]
-    low = possible.index(cuts[first - 1]) + 1 if first else 0
-    high = possible.index(cuts[last + 1]) if last + 1 < len(cuts) else len(possible)
-    for some in combinations(possible[low:high], len(moving)):
-        yield (*cuts[:first], *some, *cuts[last + 1 :])
+def _move_cuts(
+    cuts: Cuts,
+    moving: Sequence[int],
+    possible: Sequence[str],
+) -> Iterator[Cuts]:
+    """Yield `cuts` with every possible placement of the cuts at the consecutive indices
+    `moving`.
+    """
+    first = moving[0]
+    last = moving[-1]
+    low = 0
+    high = len(possible)
+    if first:
+        low = possible.index(cuts[first - 1]) + 1
+    if last + 1 < len(cuts):
+        high = possible.index(cuts[last + 1])
+    for placed in combinations(possible[low:high], len(moving)):
+        yield (*cuts[:first], *placed, *cuts[last + 1 :])
 
 
-def too_little(pipe: Pipe, tried: int, ran: int | None = None) -> DeviceMemoryError:
-    """What to type where so many micro-batches do not fit, and others of smaller ones ran or have not been tried."""
-    rows = -(-pipe.rows // tried)
-    what = f"out of memory while measuring {tried} micro-batch{'es' * (tried > 1)} of {rows} images: type "
+def describe_too_little_memory(
+    pipe: Pipe,
+    microbatches: int,
+    fitting: int | None = None,
+) -> DeviceMemoryError:
+    """Make the error that memory is too small, with arguments that reduce it.
+
+    Args:
+        pipe: constraints on the plan.
+        microbatches: number of micro-batches that ran out of memory.
+        fitting: larger number of micro-batches that did not run out of memory, if any.
+    """
+    rows = -(-pipe.rows // microbatches)
+    noun = "micro-batch" if microbatches == 1 else "micro-batches"
+    problem = f"out of memory while measuring {microbatches} {noun} of {rows} images: type "
     if len(pipe.counts) == 1:
-        return DeviceMemoryError(f"{what}a smaller batch_size, or a larger accumulate or pipeline.microbatches")
-    more = [m for m in pipe.counts if m > tried]
-    wanted = ran or next((m for m in more if m >= 2 * tried), more[-1] if more else None)
-    first = f"pipeline.microbatches={wanted}, " if wanted else ""
-    return DeviceMemoryError(f"{what}{first}recompute=true or a smaller batch_size")
+        return DeviceMemoryError(
+            f"{problem}a smaller batch_size, or a larger accumulate or pipeline.microbatches"
+        )
+    if fitting is None:
+        larger = [m for m in pipe.counts if m > microbatches]
+        if larger:
+            fitting = next((m for m in larger if m >= 2 * microbatches), larger[-1])
+    if fitting:
+        problem += f"pipeline.microbatches={fitting}, "
+    return DeviceMemoryError(f"{problem}recompute=true or a smaller batch_size")
 
 
-def recall(tuned: Mapping[str, Any], key: str, traced: Traced) -> Plan | None:
-    """The plan that an earlier part of the run found for the same pipe of the same model."""
+def recall_plan(
+    tuned: Mapping[str, Any],
+    key: str,
+    traced: Traced,
+) -> Plan | None:
+    """Return the plan in the run folder, if it was made for the same pipe and model.
+
+    Args:
+        tuned: entry of the run folder.
+        key: the result of `build_key`.
+        traced: the graph of the model.
+    """
     if tuned.get("key") != key or not {"predicted", "trials"} <= tuned.keys():
         return None
-    with suppress(ValidationError):  # of a damaged file
+    # A damaged entry is ignored.
+    with suppress(ValidationError):
         plan = TypeAdapter(Plan).validate_python(tuned.get("plan"))
-        return plan if {*plan.cuts} <= {*traced.cuts} else None
+        if {*plan.cuts} <= {*traced.cuts}:
+            return plan
     return None
 
 
-def key_of(traced: Traced, recipe: Recipe, pipe: Pipe) -> str:
-    """What a plan was found for."""
+def build_key(
+    traced: Traced,
+    recipe: Recipe,
+    pipe: Pipe,
+) -> str:
+    """Format all values that a plan depends on as the key of its entry in the run folder."""
     section = recipe.pipeline
-    wanted = f"{section.cuts} {section.microbatches} {section.split_size} {recipe.recompute}"
-    return f"{recipe.model.name} {len(traced.cuts)} {recipe.mode} {pipe} {wanted} {recipe.precision}"
+    options = f"{section.cuts} {section.microbatches} {section.split_size} {recipe.recompute}"
+    return (
+        f"{recipe.model.name} {len(traced.cuts)} {recipe.mode} {pipe} {options} {recipe.precision}"
+    )
 
 
-def counts_to_try(pipe: Pipe) -> list[int]:
-    """A handful of the possible numbers of micro-batches."""
+def choose_counts(pipe: Pipe) -> list[int]:
+    """Select a few of the possible numbers of micro-batches, in ascending order."""
     if len(pipe.counts) == 1:
         return list(pipe.counts)
-    few, many = CANDIDATES[0] * pipe.workers, CANDIDATES[-1] * pipe.workers
-    within = [m for m in pipe.counts if few <= m <= many and pipe.rows // m > 1]
-    within = within or [min(pipe.counts, key=lambda m: abs(m - few))]
-    wanted = (factor * pipe.workers for factor in CANDIDATES)
-    return sorted({min(within, key=lambda m: (abs(m - want), m)) for want in wanted})
+    few = CANDIDATES[0] * pipe.workers
+    many = CANDIDATES[-1] * pipe.workers
+    # A micro-batch should have more than one row.
+    possible = [m for m in pipe.counts if few <= m <= many and pipe.rows // m > 1]
+    if not possible:
+        possible = [min(pipe.counts, key=lambda m: abs(m - few))]
+    chosen = set()
+    for factor in CANDIDATES:
+        target = factor * pipe.workers
+        # The smaller of two equally close numbers is chosen.
+        chosen.add(min(possible, key=lambda m: (abs(m - target), m)))
+    return sorted(chosen)

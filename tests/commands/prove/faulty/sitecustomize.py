@@ -1,6 +1,8 @@
-"""A machine with faults, for every Python that finds this folder first on its path: which, is in `FAULTY_MACHINE`.
+"""A machine with the faults in `FAULTY_MACHINE`, for every Python process with this folder first on
+its path.
 
-Each fault is put in where the machine, or torch, would have it: behind the functions that training and measuring call.
+Each fault is put in where the machine, or torch, would have it: behind the functions that training
+and measuring call.
 """
 
 import importlib.abc
@@ -10,8 +12,8 @@ import sys
 import time
 
 FAULTS = os.environ.get("FAULTY_MACHINE", "").split()
-WORDS = getattr(sys, "argv", sys.orig_argv)  # of the command that this Python runs
-RANK = os.environ.get("RANK", WORDS[-1])  # of a run's process, or of a measuring one
+WORDS = getattr(sys, "argv", sys.orig_argv)  # The command line of this Python process.
+RANK = os.environ.get("RANK", WORDS[-1])  # The rank of a run's process, or of a measuring process.
 
 
 def hooked(name, patch):
@@ -42,7 +44,9 @@ def hooked(name, patch):
 
 
 def wrapped(module, name, around):
-    """Replace a function by `around(function, *its arguments)`, also where it has been imported from there."""
+    """Replace a function by `around(function, *its arguments)`, and its names in other modules,
+    too.
+    """
     function = getattr(module, name)
 
     def other(*given, **named):
@@ -65,13 +69,13 @@ def wrong_copy(dist):
 
 
 def wrong_sum(dist):
-    """One element is counted twice on rank 1."""
+    """Count one element twice on rank 1."""
 
     def all_reduce(function, tensor, *given, **named):
-        done = function(tensor, *given, **named)
+        finished = function(tensor, *given, **named)
         if RANK == "1" and tensor.numel() == 1023:
             tensor[5] *= 2
-        return done
+        return finished
 
     wrapped(dist, "all_reduce", all_reduce)
 
@@ -100,43 +104,11 @@ def repeated_step(resuming):
     resuming.restore = back
 
 
-def counted_twice(sampling):
-    """The first image of every later span is the last of the one before, which another is missed for."""
-
-    def spans(function, samples, rows, index):
-        return [
-            (start - 1, stop - 1) if start and stop - start == rows[index] else (start, stop)
-            for start, stop in function(samples, rows, index)
-        ]
-
-    wrapped(sampling, "evaluation_spans", spans)
-
-
 def wrong_kernels(torch):
-    """What is compiled computes something else."""
+    """Make compiled code compute something else."""
     if "compile=true" in WORDS:
         linear = torch.nn.functional.linear
         torch.nn.functional.linear = lambda *given: 1.01 * linear(*given)
-
-
-KEPT = []
-
-
-def leak(loop):
-    """Each run in a program keeps 48 MiB."""
-    wrapped(loop, "finish", lambda function, run: (KEPT.append(bytearray(os.urandom(48 << 20))), function(run))[1])
-
-
-def left_behind(loop):
-    """A run with several ranks leaves a block of shared memory."""
-
-    def finish(function, run):
-        if os.environ.get("RANK") == "1":  # of now: ranks may be forked
-            with open(f"/dev/shm/left-by-a-test-{os.getpid()}", "wb") as file:
-                file.write(b"\0" * 4096)
-        return function(run)
-
-    wrapped(loop, "finish", finish)
 
 
 def few_files(sys):
@@ -147,7 +119,7 @@ def few_files(sys):
 
 
 def slow_link(dist):
-    """What rank 1 sends takes its time."""
+    """Delay what rank 1 sends."""
 
     def send(function, tensor, *given, **named):
         time.sleep(0.5 * (RANK == "1"))
@@ -156,17 +128,20 @@ def slow_link(dist):
     wrapped(dist, "send", send)
 
 
+def quiet(report):
+    """No other process uses the machine, although other tests do."""
+    report.OtherProcesses.cores = lambda self: 0.0
+
+
 PLACES = {
+    "quiet": "trainer.commands.trials.report",
     "few_files": "sys",
     "wrong_copy": "torch.distributed",
     "wrong_sum": "torch.distributed",
     "slow_link": "torch.distributed",
     "other_network": "trainer.modes.ddp",
     "repeated_step": "trainer.training.resuming",
-    "counted_twice": "trainer.data.sampling",
     "wrong_kernels": "torch",
-    "leak": "trainer.training.loop",
-    "left_behind": "trainer.training.loop",
 }
 for fault in FAULTS:
     hooked(PLACES[fault], globals()[fault])

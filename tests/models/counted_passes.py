@@ -1,0 +1,3 @@
+"""A module whose only user imports it inside of a function."""
+
+passes = 0

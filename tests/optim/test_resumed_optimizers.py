@@ -1,0 +1,64 @@
+"""A run that is killed and resumed equals the run that was not killed, with every optimizer and
+every learning-rate schedule of the tables.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.command_line import QUIET, losses, ok, steps, trainer
+from tests.modes.ways import EXACT
+from tests.training.whole_runs import kill
+from trainer.recipe.mode_table import TRAITS
+from trainer.recipe.optimizer_table import OPTIMIZERS
+from trainer.recipe.schedule_table import LR_SCHEDULES
+
+# The cuts are fixed because measured ones may differ between runs.
+PIPELINE = [*EXACT["1f1b"], "pipeline.cuts=['2']"]
+MODES = {"single": ["mode=single"], "fsdp": EXACT["fsdp"], "1f1b": PIPELINE}
+WORDS = [
+    "recipe=digits",
+    "model.name=mlp",
+    "batch_size=64",
+    "optimizer.lr=0.002",
+    "epochs=2",
+    "max_steps=8",
+    "save.every_steps=3",
+    *QUIET,
+]
+SINGLE_FIRST = ["single", *(pytest.param(mode, marks=pytest.mark.slow) for mode in [*MODES][1:])]
+
+
+def checkpoint(folder: Path) -> dict[str, bytes]:
+    """The tensors of the last checkpoint: weights, and the state of the optimizer."""
+    paths = folder.glob("checkpoints/step-00000008/*.safetensors")
+    return {path.name: path.read_bytes() for path in paths if not path.name.startswith("rank-")}
+
+
+def compare(words: list[str], tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    run = tmp_path / "run"
+    ok(*words, f"output={whole}")
+    kill(5, *words, f"output={run}")
+    done = ok(*words, f"output={run}", "resume=auto")
+    assert "resuming at step 3 of 8" in done.stdout
+    assert losses(run) == losses(whole)
+    assert [row["lr"] for row in steps(run)] == [row["lr"] for row in steps(whole)]
+    assert checkpoint(whole) and checkpoint(run) == checkpoint(whole)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("mode", SINGLE_FIRST)
+def test_every_optimizer_resumes_to_the_bit(name, mode, tmp_path):
+    words = [*WORDS, *MODES[mode], f"optimizer.name={name}"]
+    if name in TRAITS.get(mode, TRAITS["single"]).refuses:
+        assert trainer(*words, f"output={tmp_path / 'run'}").returncode == 2
+        return
+    compare(words, tmp_path)
+
+
+@pytest.mark.parametrize("name", LR_SCHEDULES)
+def test_every_schedule_resumes_to_the_bit(name, tmp_path):
+    compare([*WORDS, "mode=single", f"schedule.name={name}"], tmp_path)

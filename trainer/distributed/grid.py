@@ -1,0 +1,57 @@
+"""Grids of ranks with named dimensions, as in torch's `DeviceMesh`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Coordinates of a rank on a grid.
+
+    Consecutive ranks differ in the last dimension. With sizes {"replicas": 2, "stages": 4}, rank 5
+    of 8 has the coordinates replicas=1 and stages=1.
+
+    Attributes:
+        rank: rank whose coordinates are computed.
+        sizes: number of ranks along each dimension.
+    """
+
+    rank: int
+    sizes: Mapping[str, int]
+
+    def size(self, dimension: str) -> int:
+        return self.sizes.get(dimension, 1)
+
+    def coordinate(self, dimension: str) -> int:
+        """Return the coordinate of the rank along a dimension, from 0."""
+        return self.rank // self._stride(dimension) % self.size(dimension)
+
+    def ranks(self, dimension: str) -> list[int]:
+        """Return the ranks that differ from this one in at most this coordinate, in its order."""
+        stride = self._stride(dimension)
+        first = self.rank - self.coordinate(dimension) * stride
+        return [*range(first, first + stride * self.size(dimension), stride)]
+
+    def lines(self, dimension: str) -> list[list[int]]:
+        """Return the lists of ranks along a dimension, one list per process group.
+
+        All ranks compute the same order, in which they must create the groups.
+        """
+        lines = []
+        for rank in range(math.prod(self.sizes.values())):
+            grid = Grid(rank, self.sizes)
+            if grid.coordinate(dimension) == 0:
+                lines.append(grid.ranks(dimension))
+        return lines
+
+    def _stride(self, dimension: str) -> int:
+        """Return the difference of two ranks whose coordinates along a dimension differ by 1."""
+        names = [*self.sizes]
+        if dimension in names:
+            inner = names[names.index(dimension) + 1 :]
+        else:
+            inner = names
+        return math.prod(self.sizes[name] for name in inner)

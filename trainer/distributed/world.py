@@ -1,0 +1,488 @@
+"""The world of a rank: its devices and threads, process groups, and collectives.
+
+The module does not import torch at its top, because single-process runs do not need the imports of
+collectives.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from trainer.devices import cards
+from trainer.distributed.grid import Grid
+from trainer.distributed.peers import check_devices, check_sums, explain_no_answer
+from trainer.distributed.peers import translate_peer_errors as translate_peer_errors
+from trainer.errors import PeerError, SetupError, TrainerError, explain_in_one_line
+from trainer.processes import silence
+from trainer.processes.rank import Place, check_meeting
+from trainer.processes.silence import call_within
+from trainer.processes.terminal import explain_delay
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch._C._distributed_c10d import Store
+    from torch.distributed.device_mesh import DeviceMesh
+
+Made = TypeVar("Made")
+# Timeout in seconds while other ranks search, download or cache their photos, or run code of the
+# user.
+DATA_PATIENCE = 86400.0
+# Timeout in seconds of the first exchange, after all ranks have met at their store.
+FIRST_EXCHANGE = 60.0
+# NCCL's watchdog aborts the process at its timeout. It must not do so before gloo has raised an
+# error that can be reported.
+NCCL_LATER = datetime.timedelta(seconds=120)
+MET = "all ranks are there, and wait for the first answer from each other"
+
+
+@dataclass
+class World:
+    """Devices, threads and process groups of this rank.
+
+    Attributes:
+        place: rank of this process and number of ranks.
+        device: first device of this rank.
+        threads: number of CPU threads.
+        devices: name of the device of each rank in rank order, once `connect` has returned.
+        drives: all devices of this rank.
+        shared: whether ranks of this machine share a GPU.
+        nccl: whether tensors on GPUs are exchanged by NCCL.
+        timeout: seconds for which a rank or a device may be silent, once `connect` was called.
+        grid: coordinates of this rank.
+    """
+
+    place: Place
+    device: torch.device
+    threads: int
+    devices: tuple[str, ...]
+    drives: tuple[torch.device, ...] = ()
+    shared: bool = False
+    nccl: bool = False
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        self.rank = self.place.rank
+        self.size = self.place.size
+        self.is_main = self.place.is_main
+        self.drives = self.drives or (self.device,)
+        self.grid = Grid(self.rank, {"replicas": self.size})
+        # Groups by dimension. A dimension of all ranks uses the default group, which is not listed.
+        self._groups: dict[str, list[Any]] = {}
+
+    def connect(self, timeout: float) -> None:
+        """Join the default process group if there are several ranks.
+
+        Args:
+            timeout: seconds to wait for other ranks.
+
+        Raises:
+            PeerError: a rank did not join in time.
+            SetupError: only some ranks have a GPU, the ranks cannot exchange data, or their sums
+                are wrong.
+        """
+        self.timeout = timeout
+        if self.size == 1:
+            return
+        import torch.distributed as dist
+        from torch.distributed.rendezvous import rendezvous
+
+        check_meeting(self.place)
+        limit = datetime.timedelta(seconds=timeout)
+        with translate_peer_errors():
+            with explain_delay(self._missing):
+                store = self._own_store() or next(rendezvous("env://", timeout=limit))[0]
+                store.set_timeout(limit)
+                self.agree(store)
+            # NCCL does not support several ranks on one GPU.
+            cuda = self.device.type == "cuda" and not self.shared
+            if cuda and not dist.is_nccl_available():
+                raise SetupError(cards.NO_NCCL)
+            self.nccl = cuda
+            with explain_delay(lambda: MET * self.is_main):
+                try:
+                    self.devices = call_within(FIRST_EXCHANGE, lambda: self._join(store, limit))
+                except TimeoutError:
+                    raise explain_no_answer(cuda, FIRST_EXCHANGE) from None
+
+    def _join(self, store: Store, limit: datetime.timedelta) -> tuple[str, ...]:
+        """Create the default group, and test it: gather the device names, and check sums on GPUs.
+
+        Returns:
+            The device name of each rank.
+        """
+        import torch
+        import torch.distributed as dist
+
+        if self.nccl:
+            # The current device is set per thread, and `connect` calls this in a new thread.
+            torch.cuda.set_device(self.device)
+            backend = "cpu:gloo,cuda:nccl"
+            device_id = self.device
+        else:
+            backend = "gloo"
+            device_id = None
+        dist.init_process_group(
+            backend,
+            timeout=silence.set_limit(limit.total_seconds()),
+            device_id=device_id,
+            store=store,
+            rank=self.rank,
+            world_size=self.size,
+        )
+        self._delay_nccl(dist.group.WORLD, limit)
+        names: list[Any] = [None] * self.size
+        dist.all_gather_object(names, self.name)
+        if self.nccl:
+            check_sums(self.device, self.rank, self.size)
+        return tuple(names)
+
+    def arrange(self, sizes: Mapping[str, int], groups: Mapping[str, int] | None = None) -> None:
+        """Arrange the ranks on a grid, and create process groups along its dimensions. Collective.
+
+        Args:
+            sizes: number of ranks along each dimension. Consecutive ranks differ in the last one.
+            groups: number of groups along a dimension if it needs more than one. NCCL processes the
+                calls of a group in order, so messages in both directions need two groups. By
+                default, a dimension has one group, except that a dimension of all ranks uses the
+                default group.
+        """
+        self.grid = Grid(self.rank, dict(sizes))
+        self._groups = {}
+        with translate_peer_errors() as dist:
+            for dimension, size in sizes.items():
+                if size == 1:
+                    continue
+                default_count = int(size < self.size)
+                count = (groups or {}).get(dimension, default_count)
+                for _ in range(count):
+                    for ranks in self.grid.lines(dimension):
+                        group = dist.new_group(ranks, silence.set_limit(self.timeout))
+                        if self.rank in ranks:
+                            self._delay_nccl(group, datetime.timedelta(seconds=self.timeout))
+                            self._groups.setdefault(dimension, []).append(group)
+
+    def group(self, dimension: str | None, which: int = 0) -> Any:
+        """Return a process group along a dimension of the grid. None is the default group.
+
+        Args:
+            dimension: dimension of the grid.
+            which: index of the group if the dimension has several.
+        """
+        groups = self._groups.get(dimension or "")
+        return groups[which] if groups else None
+
+    def mesh(self) -> DeviceMesh:
+        """Return the grid as a DeviceMesh that uses the existing process groups.
+
+        Groups that torch creates would not have the timeout of the recipe.
+        """
+        import torch
+        from torch.distributed import group
+        from torch.distributed.device_mesh import DeviceMesh
+
+        groups: dict[str, Any] = {}
+        shape = []
+        for name, size in self.grid.sizes.items():
+            if size > 1:
+                groups[name] = self.group(name) or group.WORLD
+                shape.append(size)
+        return DeviceMesh.from_group(
+            [*groups.values()],
+            self.device.type,
+            torch.arange(self.size).view(shape),
+            mesh_dim_names=tuple(groups),
+        )
+
+    def _delay_nccl(self, group: Any, limit: datetime.timedelta) -> None:
+        """Set NCCL's timeout of a group, after which it aborts the process: see `NCCL_LATER`."""
+        if self.nccl:
+            group._get_backend(self.device).set_timeout(limit + NCCL_LATER)
+
+    def _missing(self) -> str:
+        """Explain that other ranks have not joined. Under torchrun the result is empty."""
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            return ""
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        others = "other" if self.size == 2 else "others"
+        return (
+            f"rank {self.rank} waits for the {others} of {self.size} at {address}, as RANK and "
+            "WORLD_SIZE say; to train alone unset them"
+        )
+
+    def agree(self, store: Store) -> None:
+        """Check that all ranks use the same type of device, and set `shared` for all.
+
+        All ranks must create the group with the same backend, but machines may differ.
+
+        Raises:
+            SetupError: only some ranks have a GPU.
+        """
+        mark = "#" if self.shared else ""
+        store.set(f"device/{self.rank}", f"{self.device}{mark}")
+        devices = [store.get(f"device/{rank}").decode() for rank in range(self.size)]
+        self.shared = any(device.endswith("#") for device in devices)
+        with_gpu = ["cuda" in device for device in devices]
+        if any(with_gpu) and not all(with_gpu):
+            raise SetupError(
+                f"rank {with_gpu.index(True)} trains on a GPU and rank {with_gpu.index(False)} has "
+                "none: start on nodes that all have GPUs, or write devices=[cpu]"
+            )
+
+    def _own_store(self) -> Store | None:
+        """Return a store with separate keys for this attempt if torchrun has restarted the job.
+
+        The launcher's store still contains the addresses of ranks that died, and a rank that reads
+        them waits forever (seen with torch 2.15 in a third of the restarts).
+        """
+        if not self.place.restarts or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            return None
+        from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+        store = TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), self.size, is_master=False
+        )
+        return PrefixStore(f"restart-{self.place.restarts}", store)
+
+    @property
+    def name(self) -> str:
+        """Name of this rank's device, which no other rank has.
+
+        Examples are cpu:1 for rank 1 on a CPU, cuda:0@1 on node 1, and cuda:0#3 for rank 3 of a job
+        in which ranks share GPUs.
+        """
+        if self.size > 1 and self.device.type != "cuda":
+            return f"cpu:{self.rank}"
+        place = self.place
+        name = str(self.device)
+        if place.size > place.local_size:
+            name += f"@{place.rank // place.local_size}"
+        if self.shared:
+            name += f"#{place.rank}"
+        return name
+
+    def driven(self) -> dict[str, torch.device]:
+        """Return the devices of this rank by name. Repeated devices are included once."""
+        if len(self.drives) < 2:
+            return {self.name: self.device}
+        return {str(device): device for device in self.drives}
+
+    def sharing(self) -> int:
+        """Return the number of ranks on this rank's device. On a CPU, all local ranks share it."""
+        if self.device.type != "cuda":
+            return self.place.local_size
+        cards = [name.partition("#")[0] for name in self.devices]
+        return max(1, cards.count(self.name.partition("#")[0]))
+
+    def count(self) -> int:
+        """Return the number of devices of all ranks. A shared GPU is counted once."""
+        return len({name.partition("#")[0] for name in self.devices})
+
+    def sum_(self, values: Tensor, along: str | None = None) -> Tensor:
+        """Sum a tensor over all ranks in place, or over those along a dimension of the grid."""
+        if self._several(along):
+            with translate_peer_errors() as dist:
+                dist.all_reduce(values, group=self.group(along))
+        return values
+
+    def max_(self, values: Tensor) -> Tensor:
+        """Replace a tensor by its maximum over all ranks."""
+        if self.size > 1:
+            with translate_peer_errors() as dist:
+                dist.all_reduce(values, dist.ReduceOp.MAX)
+        return values
+
+    def broadcast_(self, values: Tensor, along: str | None = None) -> Tensor:
+        """Copy a tensor of rank 0 to all ranks in place.
+
+        With a dimension `along`, the source is the first rank along it.
+        """
+        if self._several(along):
+            first = self.grid.ranks(along)[0] if along else 0
+            with translate_peer_errors() as dist:
+                dist.broadcast(values, first, group=self.group(along))
+        return values
+
+    def _several(self, along: str | None) -> bool:
+        return (self.grid.size(along) if along else self.size) > 1
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Return the value of rank 0 on every rank.
+
+        Args:
+            value: small object that can be pickled. Use `broadcast_` for tensors.
+        """
+        if self.size == 1:
+            return value
+        box = [value if self.is_main else None]
+        with translate_peer_errors() as dist:
+            dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks in rank order on rank 0, and an empty list elsewhere.
+
+        Args:
+            value: small object that can be pickled.
+        """
+        if self.size == 1:
+            return [value]
+        boxes: list[Any] | None = [None] * self.size if self.is_main else None
+        with translate_peer_errors() as dist:
+            dist.gather_object(value, boxes)
+        return boxes or []
+
+    def gather_tensors(self, named: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """Gather named tensors on the CPU of rank 0.
+
+        The tensors are sent one by one, because pickling all of them would need twice their memory.
+
+        Args:
+            named: tensors of this rank by name.
+
+        Returns:
+            The tensors of each rank in rank order on rank 0, and an empty list elsewhere.
+        """
+        import torch
+
+        local = {}
+        specs = []
+        for name, tensor in named.items():
+            copy = tensor.detach().cpu().contiguous()
+            local[name] = copy
+            specs.append((name, tuple(copy.shape), copy.dtype))
+        specs_by_rank = self.gather(specs)
+        with translate_peer_errors() as dist:
+            if not self.is_main:
+                for tensor in local.values():
+                    dist.send(tensor, 0)
+                return []
+            gathered = [local]
+            # The receives must have the order of the sends, which is that of the specs.
+            for rank, specs in enumerate(specs_by_rank[1:], 1):
+                tensors = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in specs}
+                gathered.append(tensors)
+                for tensor in tensors.values():
+                    dist.recv(tensor, rank)
+        return gathered
+
+    def wait_for(self, value: Any) -> list[Any]:
+        """Return the values of all ranks in rank order on every rank.
+
+        The timeout is one day, for ranks that prepare their data.
+
+        Args:
+            value: small object that can be pickled.
+        """
+        if self.size == 1:
+            return [value]
+        boxes: list[Any] = [None] * self.size
+        with translate_peer_errors(DATA_PATIENCE) as dist:
+            group: Any = dist.new_group(
+                backend="gloo", timeout=datetime.timedelta(seconds=DATA_PATIENCE)
+            )
+            dist.all_gather_object(boxes, value, group=group)
+            dist.destroy_process_group(group)
+        return boxes
+
+    def all_or_none(self, make: Callable[[], Made]) -> Made:
+        """Call a function on every rank, and return its result on this rank. Collective.
+
+        Args:
+            make: function without arguments.
+
+        Raises:
+            TrainerError: the function failed on a rank. Raised on every rank.
+        """
+        own_error = None
+        try:
+            result = make()
+        except TrainerError as error:
+            own_error = error
+        # A rank that has failed must not skip this, because the other ranks would wait for it.
+        errors = [*filter(None, self.wait_for(own_error))]
+        if errors:
+            raise own_error or errors[0]
+        return result
+
+    def raise_any(self, error: Exception | None) -> None:
+        """Raise an error on every rank if a rank has one. Collective.
+
+        All ranks raise the error of the first rank that has one. A PeerError is raised only if no
+        rank has another error, because losing a peer is often a consequence.
+
+        Args:
+            error: error of this rank, if any.
+        """
+        import torch
+
+        if not self.max_(torch.tensor(float(error is not None))).item():
+            return
+        if isinstance(error, TrainerError) or error is None:
+            shown = error
+        else:
+            # Exceptions of libraries may not survive pickling, so their text is sent.
+            shown = TrainerError(explain_in_one_line(error)[0])
+        errors = []
+        for rank, rank_error in enumerate(self.gather(shown)):
+            if rank_error is not None:
+                errors.append((rank, rank_error))
+        first = min(errors, key=lambda pair: isinstance(pair[1], PeerError), default=(0, None))
+        rank, first_error = self.broadcast_object(first)
+        if error is not None and rank == self.rank:
+            raise error
+        raise first_error
+
+    def on_main(self, make: Callable[[], Made]) -> Made | None:
+        """Call a function on rank 0, and return its result there and None elsewhere. Collective.
+
+        Args:
+            make: function without arguments.
+
+        Raises:
+            TrainerError: the function failed. Raised on every rank.
+        """
+        result = None
+        own_error = None
+        try:
+            if self.is_main:
+                result = make()
+        except TrainerError as error:
+            own_error = error
+        self.raise_any(own_error)
+        return result
+
+    def heartbeat(self) -> None:
+        """Check that all ranks are alive and that the GPUs of this rank complete their work.
+
+        Call it before a wait for devices, which could take forever. Ranks on a CPU do nothing. The
+        ranks communicate on the CPU, because a GPU may wait for a lost peer. Collective.
+
+        Raises:
+            PeerError: a rank is gone, or a rank or a device was silent for `timeout` seconds.
+        """
+        if self.device.type != "cuda":
+            return
+        if self.size > 1:
+            import torch
+
+            # Gloo sums tensors on the CPU, and raises an error if a peer is gone.
+            self.sum_(torch.zeros(1))
+        check_devices(self.drives, self.rank, self.size, self.timeout)
+
+    def barrier(self) -> None:
+        """Wait until all ranks have called this. Collective."""
+        if self.size > 1:
+            with translate_peer_errors() as dist:
+                dist.barrier()
+
+    def close(self) -> None:
+        """Leave the process group after a successful run. A broken group is not closed."""
+        if self.size > 1:
+            import torch.distributed as dist
+
+            dist.destroy_process_group()

@@ -1,0 +1,209 @@
+"""Measure the memory of a forward and backward pass, with real, fake or meta tensors.
+
+The command `plan` measures passes of a model on fake tensors. A pipeline measures the passes of the
+blocks that it times.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+def count_bytes(*tensors: Tensor) -> int:
+    """Return the total size in bytes of the elements of `tensors`."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class Resident(NamedTuple):
+    """Size in bytes of the tensors of a module that stay allocated from step to step."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    ema: int
+    buffers: int
+
+
+def measure_resident(
+    module: nn.Module,
+    optimizer: int,
+    averaged: bool,
+) -> Resident:
+    """Compute the size of the resident tensors of a model or a stage.
+
+    Args:
+        module: The model or stage.
+        optimizer: Size of the optimizer's state in bytes.
+        averaged: Whether the run keeps a moving average of the weights.
+    """
+    parameters = list(module.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    weights = count_bytes(*parameters)
+    ema = 0
+    if averaged:
+        ema = weights + count_saved_buffers(module)
+    buffers = count_bytes(*module.buffers())
+    return Resident(weights, count_bytes(*trained), optimizer, ema, buffers)
+
+
+def count_saved_buffers(module: nn.Module) -> int:
+    """Return the size in bytes of the buffers that a checkpoint contains."""
+    saved = module.state_dict(keep_vars=True).keys()
+    buffers = [buffer for name, buffer in module.named_buffers() if name in saved]
+    return count_bytes(*buffers)
+
+
+class Pass(NamedTuple):
+    """Memory in bytes that the pass of a micro-batch allocates on top of the resident tensors.
+
+    Attributes:
+        saved: Size of the outputs and of the activations that the backward pass reads. The inputs
+            do not count.
+        forward: Peak during the forward pass.
+        peak: Peak during the forward and backward pass.
+        received: Size of the inputs, if another stage sent them.
+    """
+
+    saved: int
+    forward: int
+    peak: int
+    received: int = 0
+
+
+def measure_pass(
+    module: nn.Module,
+    run: Callable[[Tensor], Tensor],
+    inputs: Tensor,
+    loss: Callable[[Tensor], Tensor] = Tensor.float,
+    known: Sequence[Tensor] = (),
+    gradients: bool = True,
+    cpu: bool = False,
+) -> Pass:
+    """Measure the memory of a forward and backward pass.
+
+    Args:
+        module: The module to measure. Its parameters and buffers do not count.
+        run: Function that computes the module's outputs from `inputs`.
+        inputs: A micro-batch (N, ...). It does not count.
+        loss: Function that computes the tensor to differentiate from the outputs.
+        known: Other tensors that do not count.
+        gradients: Whether to allocate gradients before the pass, so that they do not count.
+        cpu: Whether to count the scratch memory that oneDNN allocates for convolutions.
+    """
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    existing = [*module.parameters(), *module.buffers(), inputs, *known]
+    for parameter in parameters:
+        parameter.grad = None
+        if gradients:
+            parameter.grad = torch.zeros_like(parameter)
+            existing.append(parameter.grad)
+    with Allocations(existing, cpu) as allocations:
+        out = loss(run(inputs))
+        saved = allocations.live
+        forward_peak = allocations.peak
+        gradient = torch.empty_like(out)
+        # The output of a frozen module has no gradient.
+        if out.requires_grad:
+            torch.autograd.backward(out, gradient)
+    for leaf in (*parameters, inputs):
+        leaf.grad = None
+    return Pass(saved, forward_peak, allocations.peak)
+
+
+class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Context in which the sizes of new storages are added up.
+
+    A storage is added when an operation returns a tensor with this storage, and subtracted when it
+    is freed, which a weak reference reports. Storages of `known` tensors do not count.
+
+    Attributes:
+        live: Size in bytes of the storages that exist now.
+        peak: Maximum of `live`.
+    """
+
+    def __init__(
+        self,
+        known: Sequence[Tensor],
+        cpu: bool = False,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self._cpu = cpu
+        # The references keep the storages alive, so that no new storage can get their address.
+        self._known = [tensor.untyped_storage() for tensor in known]
+        self._seen: dict[int, Any] = {storage._cdata: storage for storage in self._known}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._add(tensor.untyped_storage())
+        if self._cpu and func is torch.ops.aten.convolution_backward.default:
+            scratch = _estimate_scratch(inputs=args[1], weight=args[2], groups=args[9])
+            self.peak = max(self.peak, self.live + scratch)
+        self.peak = max(self.peak, self.live)
+        return out
+
+    def alive(self) -> list[torch.UntypedStorage]:
+        """Return the storages that operations in this context allocated and that still exist."""
+        storages = []
+        for reference in self._seen.values():
+            if isinstance(reference, weakref.ref) and (storage := reference()) is not None:
+                storages.append(storage)
+        return storages
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        size = storage.nbytes()
+        if key in self._seen:
+            return
+
+        def remove(_: Any) -> None:
+            self.live -= size
+            del self._seen[key]
+
+        self._seen[key] = weakref.ref(storage, remove)
+        self.live += size
+
+
+def _estimate_scratch(
+    inputs: Tensor,
+    weight: Tensor,
+    groups: int,
+) -> int:
+    """Return the scratch memory in bytes of a convolution's backward pass on a CPU.
+
+    oneDNN computes the weight's gradient in blocks of 16 x 16 channels per group (except 3 x 3
+    depthwise convolutions), adds 16-bit values up in fp32, and copies the gradient to the weight's
+    layout. The numbers come from the profiler's memory events (AVX-512, torch 2.15). The scratch
+    memory is a large share of the peak for depthwise convolutions of few images.
+    """
+    outs = weight.shape[0] // groups
+    ins = weight.shape[1]
+    # True for channels_last.
+    is_reordered = not (inputs.is_contiguous() and weight.is_contiguous())
+    is_depthwise_3x3 = outs == ins == 1 and tuple(weight.shape[2:]) == (3, 3)
+    copies = 1.0
+    if groups > 1 and is_reordered and not is_depthwise_3x3:
+        padded_outs = -(-outs // 16) * 16
+        padded_ins = -(-ins // 16) * 16
+        copies = padded_outs * padded_ins / (outs * ins)
+    total = copies
+    if is_reordered:
+        total += 1
+    if weight.element_size() == 2:
+        total = max(3 * copies - 1, total)
+    return int(count_bytes(weight) * total)

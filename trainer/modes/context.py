@@ -1,0 +1,75 @@
+"""The arguments of a mode's constructor, and passes that need nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.data import DataShare, Example
+from trainer.devices.precision import AUTOCAST
+from trainer.distributed.world import World
+from trainer.recipe import Recipe
+from trainer.tasks import Task
+
+
+@dataclass(frozen=True)
+class Context:
+    """Recipe, world and data of a run, passed once to the constructor of its mode."""
+
+    recipe: Recipe
+    # World of this rank.
+    world: World
+    # Task whose loss is minimized.
+    task: Task
+    # Shape and type of a micro-batch on this rank.
+    example: Example
+    # Number of samples of an epoch, summed over all ranks.
+    samples: int = 0
+    # Part of every global batch that this rank reads; None means `Strategy.data_share`.
+    share: DataShare | None = None
+    # Loss scaling of fp16, applied before the backward pass.
+    scale: Callable[[Tensor], Tensor] | None = None
+    # Earlier measurements (`Strategy.tuned`) that determine how the mode runs.
+    tuned: Mapping[str, Any] = field(default_factory=dict)
+    # Function that prints a message on rank 0.
+    say: Callable[[str], None] = lambda message: None
+    # Number of leading blocks that recompute=true recomputes; None means all of them.
+    recomputed: int | None = None
+
+    def place(
+        self,
+        model: nn.Module,
+        device: torch.device,
+    ) -> nn.Module:
+        """Move `model` to `device`, in the recipe's memory format."""
+        layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
+        placed: nn.Module = model.to(device, memory_format=layout)  # type: ignore[call-overload]
+        return placed
+
+    def sample(self, rows: int | None = None) -> Tensor:
+        """Create random inputs on this rank's device, for measurements and comparisons.
+
+        Args:
+            rows: number of inputs, by default that of a micro-batch.
+        """
+        example = self.example
+        return example.random(self.world.device, rows or example.rows, self.recipe.channels_last)
+
+    def in_precision(
+        self,
+        module: nn.Module,
+        inputs: Tensor,
+    ) -> Tensor:
+        """Run a forward pass of `module`, under autocast if the recipe's precision needs it."""
+        autocast: AbstractContextManager[object] = nullcontext()
+        autocast_type = AUTOCAST.get(self.recipe.precision)
+        if autocast_type:
+            autocast = torch.autocast(self.world.device.type, autocast_type)
+        with autocast:
+            out: Tensor = module(inputs)
+        return out

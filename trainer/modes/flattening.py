@@ -1,0 +1,47 @@
+"""Flattening of many tensors into one tensor per data type, so that ranks send few messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+
+def group_by_type(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Group tensors by device and data type."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        key = (tensor.device, tensor.dtype)
+        groups.setdefault(key, []).append(tensor)
+    return list(groups.values())
+
+
+def flatten_tensors(tensors: Iterable[Tensor]) -> Tensor:
+    """Concatenate the elements of tensors of one data type into a tensor of shape (n,)."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def unflatten_into(row: Tensor, tensors: list[Tensor]) -> None:
+    """Copy the elements of a flat tensor back into tensors.
+
+    Args:
+        row: elements of shape (n,), in the order of `flatten_tensors`.
+        tensors: targets, with n elements in total.
+    """
+    sizes = [tensor.numel() for tensor in tensors]
+    values = []
+    for flat, tensor in zip(torch.split(row, sizes), tensors, strict=True):
+        values.append(flat.view(tensor.shape))
+    torch._foreach_copy_(tensors, values)
+
+
+def apply_collective(tensors: Iterable[Tensor], collective: Callable[[Tensor], Tensor]) -> None:
+    """Apply a collective to tensors in place, with one message per data type.
+
+    Args:
+        tensors: tensors of any shapes and types.
+        collective: function that returns the reduced or received flat tensor.
+    """
+    for group in group_by_type(tensors):
+        unflatten_into(collective(flatten_tensors(group)), group)

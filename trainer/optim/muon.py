@@ -1,0 +1,235 @@
+"""Optimizer Muon for weight matrices, combined with AdamW for all other parameters."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+# Constants of the Newton-Schulz iteration, the same as in `torch.optim.Muon`.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
+MIN_NORM = 1e-7
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Muon for weight matrices and AdamW for all other parameters, at one learning rate.
+
+    The updates are those of `torch.optim.Muon` and `torch.optim.AdamW`. The weight of a convolution
+    is viewed as a matrix with a row for each output channel (Jordan et al., "Muon: An optimizer for
+    hidden layers in neural networks", https://kellerjordan.github.io/posts/muon).
+
+    Matrices of the same shape are updated together: torch's own Muon launches thirty kernels for
+    each matrix, and launching takes longer than computing. The learning rate of each matrix is
+    scaled by its shape so that steps are as long as AdamW's (torch's match_rms_adamw; Liu et al.,
+    "Muon is Scalable for LLM Training", arXiv:2502.16982). A learning rate and a weight decay that
+    suit AdamW therefore suit both.
+
+    A step changes nothing if `found_inf`, a flag on the device, is set, and the host does not wait
+    for the flag. Matrices are updated in place, as in torch, because updates by other workers must
+    not be lost under Hogwild. The learning rate may be a tensor on the device, which the replay of
+    a CUDA graph reads (see `LearningRates`).
+    """
+
+    found_inf: Tensor | None = None
+
+    def __init__(
+        self,
+        groups: Sequence[dict[str, Any]],
+        matrices: Collection[nn.Parameter],
+        lr: float,
+        momentum: float,
+        nesterov: bool,
+        **adamw_options: Any,
+    ) -> None:
+        """Split `groups`, in the format of torch's optimizers, between Muon and AdamW.
+
+        Args:
+            groups: parameter groups.
+            matrices: parameters for Muon; AdamW trains the others.
+            lr: learning rate of both.
+            momentum: momentum of Muon, 0 to 1.
+            nesterov: use Nesterov momentum in Muon.
+            **adamw_options: further arguments of AdamW.
+        """
+        muon_groups = []
+        other_groups = []
+        for group in groups:
+            other_parameters = []
+            for p in group["params"]:
+                if p in matrices:
+                    muon_groups.append({**group, "params": [p], "lr": lr})
+                else:
+                    other_parameters.append(p)
+            if other_parameters:
+                other_groups.append({**group, "params": other_parameters})
+        self.adamw: AdamW | None = None
+        adamw_groups: list[dict[str, Any]] = []
+        if other_groups:
+            self.adamw = AdamW(other_groups, lr=lr, **adamw_options)
+            adamw_groups = self.adamw.param_groups
+        super().__init__([*muon_groups, *adamw_groups] or groups, {"lr": lr})
+        # GradScaler passes `found_inf` then. It would read the flag itself, and wait, otherwise.
+        self._step_supports_amp_scaling = True
+        self.muon_groups = self.param_groups[: len(muon_groups)]
+        self.momentum = momentum
+        self.nesterov = nesterov
+        if self.adamw is not None:
+            self.adamw.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take one step with the current gradients."""
+        batches: dict[tuple[Any, ...], list[_MatrixUpdate]] = {}
+        rates: dict[tuple[Any, ...], _StepRates] = {}
+        for group in self.muon_groups:
+            (parameter,) = group["params"]
+            if parameter.grad is None:
+                continue
+            buffer = self.state[parameter]["momentum_buffer"]
+            update = _view_as_matrices(parameter, buffer, parameter.grad)
+            device = parameter.device
+            decay = group["weight_decay"]
+            # Groups with the same factor `rate` have the same learning rate. The learning rates
+            # may be tensors on the device, and comparing these would wait.
+            kind = group["rate"], decay, device
+            if kind not in rates:
+                rates[kind] = _StepRates(group["lr"], decay, self.found_inf, device)
+            batch_key = (kind, update.matrix.shape, parameter.dtype)
+            batches.setdefault(batch_key, []).append(update)
+        for (kind, *_), batch in batches.items():
+            self._update(batch, rates[kind])
+        if self.adamw is not None:
+            self.adamw.found_inf = self.found_inf  # type: ignore[attr-defined]
+            self.adamw.step()
+
+    def _update(self, batch: list[_MatrixUpdate], rates: _StepRates) -> None:
+        """Update matrices of the same shape, with one launch per operation for all of them."""
+        matrices = [update.matrix for update in batch]
+        buffers = [update.buffer for update in batch]
+        gradients = torch.stack([update.gradient for update in batch])
+        if rates.is_bad is not None:
+            # Interpolating a buffer towards itself leaves it unchanged.
+            gradients = torch.where(rates.is_bad, torch.stack(buffers), gradients)
+        torch._foreach_lerp_(buffers, gradients.unbind(), 1 - self.momentum)
+        direction = torch.stack(buffers)
+        if self.nesterov:
+            direction = gradients.lerp(direction, self.momentum)
+        direction = orthogonalize(direction)
+        torch._foreach_mul_(matrices, rates.keep)
+        updates = direction.to(matrices[0].dtype).contiguous().unbind()
+        # The factor makes steps as long as AdamW's (Liu et al., see the class).
+        longer_side = max(matrices[0].shape)
+        lr: Any = rates.times(0.2 * math.sqrt(longer_side))
+        # The fused kernel accepts the rate as a number or a tensor, and skips the update if the
+        # flag is set.
+        torch._fused_sgd_(
+            matrices,
+            updates,
+            [],
+            lr=lr,
+            weight_decay=0.0,
+            momentum=0.0,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+            found_inf=rates.flag,
+        )
+
+
+class _MatrixUpdate(NamedTuple):
+    """Weight, momentum buffer and gradient, each as a matrix with a row per output.
+
+    Weight and buffer are views, which the step updates in place.
+    """
+
+    matrix: Tensor
+    buffer: Tensor
+    gradient: Tensor
+
+
+class _StepRates:
+    """Learning rate, weight decay and overflow flag of matrices on one device in one step.
+
+    A learning rate that is a tensor is computed in float64, like a Python number, so that both have
+    the same bits.
+    """
+
+    def __init__(
+        self,
+        lr: float | Tensor,
+        decay: float,
+        flag: Tensor | None,
+        device: torch.device,
+    ) -> None:
+        if isinstance(lr, Tensor):
+            lr = lr.to(device, torch.float64, non_blocking=True)
+        self.lr = lr
+        # Factor of the weights for weight decay.
+        self.keep: Any = 1 - lr * decay
+        if isinstance(self.keep, Tensor):
+            self.keep = self.keep.float()
+        self.flag: Tensor | None = None
+        self.is_bad: Tensor | None = None
+        if flag is not None:
+            self.flag = flag.to(device, non_blocking=True)
+            self.is_bad = self.flag > 0
+            self.keep = torch.where(self.is_bad, 1.0, self.keep)
+
+    def times(self, factor: float) -> float | Tensor:
+        """Return the learning rate times `factor`, in float32."""
+        product = factor * self.lr
+        if isinstance(product, Tensor):
+            return product.float()
+        return round_to_float32(product)
+
+
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """Approximate the nearest orthogonal matrix of each matrix, in bf16 like torch's Muon.
+
+    Args:
+        matrices: N matrices, (N, rows, columns).
+
+    Returns:
+        The approximations, of the same shape.
+    """
+    x = matrices.bfloat16()
+    # The iteration multiplies by the smaller of the two Gram matrices.
+    is_tall = x.shape[1] > x.shape[2]
+    if is_tall:
+        x = x.mT
+    norms = x.norm(dim=(1, 2), keepdim=True)
+    x = x / norms.clamp(min=MIN_NORM)
+    a, b, c = COEFFICIENTS
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, gram, x, beta=a)
+    if is_tall:
+        return x.mT
+    return x
+
+
+def _view_as_matrices(weight: Tensor, buffer: Tensor, gradient: Tensor) -> _MatrixUpdate:
+    if not weight.is_contiguous():
+        # A weight in channels_last can be viewed as a matrix only with its channels at the end.
+        weight = weight.movedim(1, -1)
+        buffer = buffer.movedim(1, -1)
+        gradient = gradient.movedim(1, -1)
+    rows = len(weight)
+    return _MatrixUpdate(
+        matrix=weight.view(rows, -1),
+        buffer=buffer.view(rows, -1),
+        gradient=gradient.reshape(rows, -1),
+    )
+
+
+def round_to_float32(number: float) -> float:
+    """Round to the nearest float32 number."""
+    return ctypes.c_float(number).value

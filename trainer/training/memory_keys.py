@@ -1,0 +1,475 @@
+"""Choose `accumulate` and `recompute` by the memory of a run's devices, and recover if it runs out.
+
+With `accumulate=auto`, a batch is divided into the smallest number of micro-batches whose passes
+fit the device of every rank. Trial passes before the first step find the number. They begin with
+few images. The run folder keeps the number for the same devices. If memory runs out in training,
+the run or its next attempt resumes with at least twice as many micro-batches.
+
+With `recompute=auto`, the activations of the first blocks are recomputed on a GPU. Their number is
+the smallest with which a step fits the GPU's memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import shlex
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from trainer.data import Example, count_steps_per_epoch
+from trainer.devices.precision import AUTOCAST
+from trainer.errors import DeviceMemoryError, RecipeError, TrainerError, is_out_of_memory, read_text
+from trainer.launch.endings import SMALLER, SMALLER_AFTER
+from trainer.memory.device import (
+    compute_usable_bytes,
+    forget_memory,
+    free_memory,
+    peak_memory,
+    total_memory,
+)
+from trainer.memory.measuring import count_bytes, measure_pass
+from trainer.memory.needs import (
+    COPIES,
+    compute_unit_sizes,
+    count_gathered,
+    count_teacher_bytes,
+    find_fewest,
+    find_fewest_pieces,
+)
+from trainer.models.recompute import list_runs, recompute
+from trainer.models.shapes import build_on_meta, copy_to_meta
+from trainer.models.undisturbed import restore_after
+from trainer.modes.flattening import flatten_tensors, unflatten_into
+from trainer.modes.fsdp_units import find_units
+from trainer.recipe import Recipe
+from trainer.recipe.checks import (
+    check_processes,
+    count_largest_rows,
+    count_weight_shards,
+    divides_evenly,
+    list_micro_batch_counts,
+)
+from trainer.recipe.shares import count_rows, fixed_shares
+from trainer.saving.checkpoint import checkpoints_in
+from trainer.telemetry.readable import format_count, format_size
+from trainer.training.initial_model import build_for_dataset
+from trainer.training.parts import PARTS
+from trainer.training.randomness import read_random_states, restore_random_states
+from trainer.training.run import Run
+from trainer.training.state import Opened, Resolved, TrainState
+
+# Key of the number of micro-batches in the tuning file of the run folder, with accumulate=auto.
+KEPT = "accumulate"
+
+
+@contextmanager
+def explain_out_of_memory(resolved: Resolved, state: TrainState) -> Iterator[None]:
+    """Raise DeviceMemoryError, with keys to change, if memory runs out in this block."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, TrainerError) or not is_out_of_memory(error):
+            raise
+        raise DeviceMemoryError(
+            f"{describe_needs(resolved, state)} ({read_text(error)[:200] or type(error).__name__})"
+        ) from error
+
+
+def describe_needs(resolved: Resolved, state: TrainState) -> str:
+    """Return a message with the memory of the weights, and with keys that need less memory."""
+    recipe = resolved.recipe
+    world = resolved.world
+    traits = recipe.traits
+    tuned = state.strategy.tuned
+    tensors: list[Tensor] = []
+    for kind in PARTS:
+        if kind.trains:
+            tensors += kind(resolved, state).tensors().values()
+    # Gradients have the size of their parameters.
+    tensors += [parameter for parameter in state.parameters.values() if parameter.requires_grad]
+    # Tensors that fsdp.offload keeps on the host do not fill the device.
+    device_type = world.device.type
+    resident = count_bytes(*(tensor for tensor in tensors if tensor.device.type == device_type))
+    count = state.strategy.share.count
+    remedies = []
+    # If accumulate is auto, all numbers of micro-batches have been tried.
+    if recipe.accumulate != "auto":
+        numbers = range(recipe.pieces + 1, recipe.batch_size // count + 1)
+        more = next((n for n in numbers if divides_evenly(recipe, count, n)), None)
+        if more is not None:
+            remedies.append(
+                f"accumulate={more} or more, which computes the same batch in smaller pieces"
+            )
+            if KEPT not in tuned and "accumulate=auto" not in traits.refuses:
+                remedies.append("accumulate=auto, which finds their number")
+    may_recompute = recipe.recompute is not True and recipe.graphs is not True
+    if may_recompute and (traits.staged or list_runs(state.strategy.module)):
+        remedies.append("recompute=true, which is slower")
+    if (
+        traits.exchanges == "shards"
+        and state.strategy.home.type == "cuda"
+        and recipe.precision != "fp16"
+        and world.size > 1
+    ):
+        remedies.append("fsdp.offload=true, which is slower")
+    if fixed_shares(recipe):
+        remedies.append(f"a smaller number for rank {world.rank} in shares")
+    smaller_batch = "a smaller batch_size"
+    if recipe.accumulate == "auto" and len(list_possible_numbers(resolved)) < 3:
+        divisible = recipe.batch_size // (4 * count) * 4 * count
+        if 0 < divisible < recipe.batch_size:
+            smaller_batch = f"batch_size={divisible}, which divides into more pieces"
+    remedies.append(smaller_batch)
+    if (
+        KEPT in tuned
+        and (number := find_double(list_possible_numbers(resolved), recipe.pieces)) is not None
+    ):
+        folder = resolved.tracker.path or recipe.output
+        again = "the same arguments,"
+        if folder:
+            again = f"recipe={shlex.quote(str(folder))} output={shlex.quote(str(folder))}"
+        remedies = [f"{again} resume=auto, as {SMALLER}, {number}", smaller_batch]
+    if not traits.staged and traits.exchanges != "shards":
+        remedies.append(
+            "for a model too big for one device, mode=fsdp or mode=pipeline with nproc=2"
+        )
+    total = format_size(total_memory(world.device))
+    return (
+        f"out of memory on {world.name}, which has {total}: weights, gradients and optimizer take "
+        f"{format_size(resident)}; type {', or '.join(remedies)}"
+    )
+
+
+def list_possible_numbers(opened: Opened) -> list[int]:
+    """Return the numbers of micro-batches into which the batch can be divided, in rising order."""
+    recipe = opened.recipe
+    share = opened.share
+    numbers = []
+    for number in list_micro_batch_counts(recipe, share.count):
+        with suppress(RecipeError):
+            accumulating = recipe.replace(accumulate=number)
+            count_steps_per_epoch(len(opened.datasets.train), accumulating, share)
+            numbers.append(number)
+    return numbers
+
+
+def find_double(numbers: list[int], before: int) -> int | None:
+    """Return the first of `numbers` that is at least twice `before`."""
+    return next((number for number in numbers if number >= 2 * before), None)
+
+
+def resolve_and_build(opened: Opened, build: Callable[[Resolved], Run]) -> Run:
+    """Choose `recompute` and `accumulate` if they are auto, then build the run. Collective.
+
+    On a GPU, accumulate=auto needs a probe: a run that is built for a single micro-batch, and whose
+    passes are measured. If one micro-batch fits, and the run is not compiled, the probe is the run
+    to train. In all other cases it is deleted before the run to train is built.
+
+    Args:
+        opened: The configuration without values that depend on memory.
+        build: Builds a run. Its models start with the same weights in each call.
+
+    Raises:
+        DeviceMemoryError: Memory is too small even for the largest number of micro-batches.
+    """
+    tracker = opened.tracker
+    world = opened.world
+    recipe, recomputed = choose_recompute(opened)
+    tuned = world.broadcast_object(tracker.folder.tuned(tracker.say))
+
+    def resolve(chosen: Recipe) -> Resolved:
+        return Resolved(**{**vars(opened), "recipe": chosen}, recomputed=recomputed, tuned=tuned)
+
+    if recipe.accumulate != "auto":
+        run = build(resolve(recipe))
+        run.strategy.tuned.pop(KEPT, None)
+        return run
+    devices = [(device.type, total_memory(device)) for device in world.drives]
+
+    def describe_purpose(recompute: object) -> str:
+        return (
+            f"{recipe.mode} {recipe.precision} {recompute} {recipe.shares} {world.size} x {devices}"
+        )
+
+    purpose = describe_purpose(recipe.recompute)
+    # Earlier versions stored the typed value of `recompute`, which may be auto.
+    purposes = (purpose, describe_purpose(opened.recipe.recompute))
+
+    def build_probe() -> Run:
+        # The probe is not compiled, because torch would compile each size of a micro-batch.
+        return build(resolve(recipe.replace(compile=False)))
+
+    number = _recall_number(opened, tuned.get(KEPT), purposes, build_probe)
+    probe_run = None
+    if number is None:
+        probe_run = build_probe()
+        number = _find_smallest_that_fits(probe_run, list_possible_numbers(opened))
+    if number > 1 or recipe.compile:
+        recipe = recipe.replace(accumulate=number)
+        if probe_run is not None:
+            probe_run.loader.close()
+            probe_run = None
+            # Reference cycles keep the probe's device memory until they are collected.
+            gc.collect()
+            torch.cuda.empty_cache()
+    run = probe_run or build(resolve(recipe))
+    run.strategy.tuned[KEPT] = {"pieces": number, "for": purpose}
+    return run
+
+
+def _recall_number(
+    opened: Opened, kept: object, purposes: Sequence[str], build_probe: Callable[[], Run]
+) -> int | None:
+    """Return the number of micro-batches that an earlier attempt found. Collective.
+
+    If memory ran out in that attempt, the result is at least twice the number.
+
+    Args:
+        opened: The run.
+        kept: The value of `KEPT` in the tuning file.
+        purposes: Texts with the devices and keys that determine the number, of which one must be
+            stored with it.
+        build_probe: Builds a run for the error message if there is no larger number.
+
+    Returns:
+        None if passes must be measured. On a CPU, they are not measured, and the result is 1.
+    """
+    world = opened.world
+    numbers = list_possible_numbers(opened)
+    before = None
+    if isinstance(kept, Mapping) and kept.get("for") in purposes:
+        before = kept.get("pieces")
+    was_short = str(opened.tracker.journal.last_end).startswith("out of memory")
+    was_short, before = world.broadcast_object((was_short, before))
+    if before not in numbers:
+        return 1 if world.device.type == "cpu" else None
+    if not was_short:
+        return int(before)
+    number = find_double(numbers, before)
+    if number is None:
+        probe = build_probe()
+        raise DeviceMemoryError(describe_needs(probe.resolved, probe.state))
+    opened.tracker.say(
+        f"accumulate=auto: memory ran out with {format_count(before, 'piece')}, now there are "
+        f"{number}"
+    )
+    return number
+
+
+def _find_smallest_that_fits(run: Run, numbers: list[int]) -> int:
+    """Return the smallest of `numbers` of micro-batches whose trial passes fit. Collective."""
+    share = run.strategy.share
+    all_rows = {}
+    for number in numbers:
+        all_rows[number] = count_rows(run.recipe, share.count, number, share.numbers)
+
+    def measure_load(number: int) -> float:
+        return _measure_load(run, all_rows[number][share.index], min(2, number))
+
+    largest = {number: max(rows) for number, rows in all_rows.items()}
+    fitting = find_fewest_pieces(largest, measure_load, run.observer.model.batch_norm)
+    if fitting is None:
+        raise DeviceMemoryError(describe_needs(run.resolved, run.state))
+    return fitting
+
+
+def _measure_load(run: Run, rows: int, passes: int) -> float:
+    """Return the memory for trial passes, as a fraction of that of the fullest device. Collective.
+
+    If the result is larger than 1, the passes do not fit. The state of the run is restored.
+    """
+    strategy = run.strategy
+    world = run.world
+    devices = world.drives
+    apart = strategy.passes_apart
+    example = strategy.context.example
+    load = 0.0
+    forget_memory(devices)
+    with restore_after(strategy.modules(), *devices, weights=True):
+        strategy.train_for_probe()
+        try:
+            batch = example.batch(world.device, rows, run.recipe.channels_last)
+            # The second pass runs while the gradients of the first exist.
+            for _ in range(passes):
+                if run.teacher is not None:
+                    run.teacher.teach(batch)
+                strategy.forward_backward(batch, 1 / run.recipe.batch_size, sync=not apart)
+        except Exception as error:
+            # If passes communicate, the peers wait for this rank, so it must fail.
+            if not apart or not is_out_of_memory(error):
+                raise
+            load = math.inf
+    if not apart:
+        strategy.reduce_gradients()
+    run.state.updater.zero_grad()
+    sharing = world.sharing()
+    for device in devices:
+        # If several ranks share the device, each is assumed to have reserved as much as this rank.
+        free = free_memory(device) + sharing * torch.cuda.memory_reserved(device)
+        available = compute_usable_bytes(free, sharing)
+        load = max(load, peak_memory(device) / max(1.0, available))
+    return float(world.max_(torch.tensor(load)))
+
+
+@contextmanager
+def undo_on_out_of_memory(run: Run) -> Iterator[None]:
+    """Undo the changes of the passes in this block if memory runs out with accumulate=auto.
+
+    This is not possible with several ranks, because they wait for each other's passes.
+    """
+    if KEPT not in run.strategy.tuned or run.world.size > 1:
+        yield
+        return
+    before = [flatten_tensors(buffers) for buffers in run.buffers]
+    states = read_random_states(run.world.drives)
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            for row, buffers in zip(before, run.buffers, strict=True):
+                unflatten_into(row, buffers)
+            restore_random_states(states, run.world.drives)
+            run.repeatable = True
+        raise
+
+
+def adapt_recipe(run: Run, error: BaseException, since: float) -> Recipe | None:
+    """Save a run that ran out of memory, and return the recipe with which it resumes.
+
+    The run resumes from its last step, or from the newest checkpoint if the failed step had already
+    changed the state.
+
+    Args:
+        run: The run that has ended.
+        error: The error that ended it.
+        since: The value of `time.monotonic()` when memory ran out before.
+
+    Returns:
+        None if the run must end.
+    """
+    path = run.tracker.path
+    is_short = (
+        isinstance(error, DeviceMemoryError) and KEPT in run.strategy.tuned and run.world.size == 1
+    )
+    if not is_short or path is None or time.monotonic() - since < SMALLER_AFTER:
+        return None
+    number = find_double(list_possible_numbers(run.resolved), run.recipe.pieces)
+    if number is None:
+        return None
+    step = run.state.position.step
+    source = "its newest checkpoint"
+    run.state.updater.zero_grad()
+    with suppress(TrainerError, RuntimeError, MemoryError):
+        if run.repeatable:
+            run.snapshots.save()
+        # The previous checkpoint may not be complete yet.
+        run.snapshots.finish_saving()
+        if run.repeatable:
+            source = f"step {step}"
+    if not checkpoints_in(path / "checkpoints"):
+        return None
+    run.tracker.say(
+        f"out of memory after step {step}: resuming from {source}, in {number} pieces of a batch"
+    )
+    return run.recipe.replace(output=str(path), resume="auto", accumulate="auto")
+
+
+def choose_recompute(opened: Opened) -> tuple[Recipe, int | None]:
+    """Choose `recompute` if it is auto. A CPU recomputes no block. Collective.
+
+    Returns:
+        The recipe, and the number of first blocks that are recomputed. None means all.
+
+    Raises:
+        RecipeError: Blocks must be recomputed, but another key of the recipe does not allow it.
+    """
+    recipe = opened.recipe
+    world = opened.world
+    count = 0
+    if recipe.recompute != "auto":
+        return recipe, None
+    if world.device.type == "cuda":
+        # If the model cannot be built on one rank, all ranks raise the error.
+        model = world.all_or_none(lambda: _build_without_values(opened))
+        weights = count_bytes(*model.parameters())
+        teacher_bytes = 0
+        # A teacher that is not sharded is already on the device, so it is not free memory.
+        if opened.teacher and recipe.traits.exchanges == "shards":
+            shards = count_weight_shards(recipe, world.size)
+            teacher_bytes = count_teacher_bytes(opened.teacher.size, weights, shards)
+        available = compute_usable_bytes(free_memory(world.device), world.sharing(), teacher_bytes)
+        example = opened.datasets.example(count_largest_rows(recipe, opened.share.count))
+        count = count_blocks_to_recompute(model, recipe, example, available, world.size)
+    count = int(world.max_(torch.tensor(count)).item())
+    recipe = recipe.replace(recompute=count > 0)
+    check_processes(recipe, world.size)
+    return recipe, count
+
+
+def _build_without_values(opened: Opened) -> nn.Module:
+    """Build the model on the meta device, or with values if its code needs them."""
+    states = read_random_states()
+
+    def make() -> nn.Module:
+        return build_for_dataset(opened.recipe, opened.task, opened.datasets, starting=False)
+
+    with warnings.catch_warnings():
+        # torch warns about each tensor that a model's code loads into a parameter without values.
+        warnings.simplefilter("ignore")
+        model, _ = build_on_meta(make)
+    if model is None:
+        restore_random_states(states)
+        model = make()
+    return model
+
+
+def count_blocks_to_recompute(
+    model: nn.Module, recipe: Recipe, example: Example, memory: float, processes: int
+) -> int:
+    """Return how many first blocks must be recomputed so that a step fits `memory` bytes.
+
+    Args:
+        model: The model.
+        recipe: The recipe.
+        example: Shapes of a micro-batch.
+        memory: Available memory in bytes.
+        processes: Number of ranks.
+
+    Returns:
+        The number of all blocks if a step does not fit, and 0 if the model cannot run without
+        values, so that its memory is not known.
+    """
+    shards = count_weight_shards(recipe, processes)
+    runs = list_runs(model)
+
+    def fits(count: int) -> bool:
+        copy = copy_to_meta(model).train()
+        precision = AUTOCAST.get(recipe.precision)
+        recompute(copy, runs[:count], random=False)
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            torch.autocast("cpu", precision, enabled=bool(precision)),
+        ):
+            copy._apply(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype))  # type: ignore[no-untyped-call]
+            inputs = example.batch(torch.device("cpu"), channels_last=recipe.channels_last).inputs
+            needed: float = measure_pass(copy, copy, inputs).peak + count_bytes(inputs)
+        weights = count_bytes(*copy.parameters())
+        if shards > 1:
+            # Ranks gather the shards of a few units at a time.
+            needed += count_gathered(compute_unit_sizes(copy, find_units(copy)))
+        copies = COPIES + (recipe.ema is not None)
+        return needed + weights * copies / shards <= memory
+
+    try:
+        # The copies share closures and globals with the model, so their state must be restored.
+        with restore_after([model]):
+            return find_fewest(len(runs), fits)
+    except (RuntimeError, NotImplementedError, AssertionError, ValueError, TypeError, LookupError):
+        return 0

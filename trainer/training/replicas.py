@@ -1,0 +1,147 @@
+"""Comparison of replicas, so that a rank that drifts apart ends the run before it is saved.
+
+Replicas start from the same weights and apply the same gradients, so their weights have the same
+bits. A model that writes its weights in a forward pass, from the images of one rank, breaks that
+without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.errors import RecipeError
+from trainer.models.equivalence import Sketch, relative_error, sketch_tensors
+from trainer.models.norms import buffers_besides_statistics
+from trainer.training.observer import Observer
+from trainer.training.state import TrainState
+from trainer.training.steps import EagerSteps
+
+# Number of elements that are multiplied at a time. More would not fit the CPU's cache.
+CHUNK = 2**17
+# Minimum length of a run whose gradients are compared. In shorter runs the comparison would take
+# more than 0.5 % of the time.
+LONG_STEPS = 1000
+LONG_SECONDS = 60.0
+# Allowed difference relative to a tensor's norm. Different devices may sum the norm of the gradient
+# in another order when they clip it.
+ROUNDING = 1e-3
+
+
+def compute_digests(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return an int64 digest of each tensor's bits, on the host.
+
+    A changed sign, or two exchanged elements, change the digest.
+    """
+    # The factors are odd and far from a straight line, so that changes of several elements do not
+    # cancel each other.
+    factors = torch.arange(1, 2 * CHUNK, 2, device=device) ** 7
+    digests = [factors[:0]]
+    for tensor in tensors:
+        # Longer elements are viewed as several of 32 bits. Modulo 2**64, the topmost bit times any
+        # odd factor is the same number, so two changed signs would cancel each other.
+        integer = getattr(torch, f"int{8 * min(4, tensor.element_size())}")
+        bits = tensor.detach().reshape(-1).view(integer)
+        while len(bits) > 1:
+            chunks = torch.split(bits, CHUNK)
+            bits = torch.stack([(chunk * factors[: len(chunk)]).sum() for chunk in chunks])
+        digests.append(bits.long())
+    return torch.cat(digests).cpu()
+
+
+@dataclass
+class ReplicaComparison:
+    """Comparison of this rank's replica with the first one, at growing intervals.
+
+    Attributes:
+        state: The state of the run, which has the weights.
+        observer: Timer and warnings of the run.
+        steps: Computes the steps of the run.
+        next: Number of steps of this process after which the replicas are compared again.
+    """
+
+    state: TrainState
+    observer: Observer
+    steps: EagerSteps
+    next: int = 1
+
+    def compare_again(self) -> None:
+        """Compare the replicas, and in a long run also the gradient. Collective.
+
+        Raises:
+            RecipeError: The replicas differ. Raised on every rank.
+        """
+        strategy = self.state.strategy
+        timer = self.observer.timer
+        with self.observer.ledger.span("logging"), timer.pause():
+            self.compare()
+            if timer.seen < LONG_STEPS:
+                return
+            # CUDA graphs read gradients at fixed addresses, and a pass here would move them. The
+            # ranks decide together, because each of them captures its step, and counts seconds, by
+            # itself.
+            is_unfit = self.steps.has_captured or self.state.seconds() < LONG_SECONDS
+            if not strategy.world.max_(torch.tensor(float(is_unfit))):
+                strategy.check_gradients()
+
+    def compare(self) -> None:
+        """Compare digests of this rank's weights with those of the first replica. Collective.
+
+        Raises:
+            RecipeError: A weight of some rank differs by more than rounding. Raised on every rank.
+        """
+        # The next comparison is after 10, 100, 1000, ... steps of this process.
+        self.next = 10 ** len(str(self.observer.timer.seen))
+        strategy = self.state.strategy
+        world = strategy.world
+        if not strategy.has_equal_weights:
+            return
+        if strategy.share.count > 1:
+            self._compare_buffers()
+        if world.grid.size("replicas") == 1:
+            return
+        weights = strategy.named_parameters().items()
+        named = {name: weight.detach() for name, weight in weights if weight.numel()}
+        digests = compute_digests(named.values(), strategy.home)
+        first_digests = world.broadcast_(digests.clone(), "replicas")
+        if not world.max_((digests != first_digests).sum()):
+            return
+        error = None
+        for name, weight in named.items():
+            first_weight = world.broadcast_(weight.clone(), "replicas")
+            if relative_error(first_weight, weight) > ROUNDING:
+                error = error or RecipeError(
+                    f"model.name={strategy.recipe.model.name}: after step "
+                    f"{self.state.position.step} rank {world.rank} has another {name} than rank "
+                    f"{world.grid.ranks('replicas')[0]}. Probably the forward pass writes it from "
+                    "the rank's own images. This step was not saved: use mode=single, or write "
+                    "that weight before training"
+                )
+        world.raise_any(error)
+
+    def _compare_buffers(self) -> None:
+        """Warn of a buffer that differs between ranks because their passes see different images.
+
+        BatchNorm's statistics are left out. Rank 0's buffers replace those of the other ranks, so a
+        memory bank or a codebook learns from only a part of each batch. Collective.
+        """
+        strategy = self.state.strategy
+        announced = self.observer.noticed.announced
+        buffers: dict[str, Tensor] = {}
+        for module in strategy.modules():
+            buffers |= buffers_besides_statistics(module)
+        first: dict[str, Sketch] = {}
+        for sketches in strategy.world.gather(sketch_tensors(buffers)):
+            for name, sketch in sketches.items():
+                is_different = first.setdefault(name, sketch) != sketch
+                if is_different and "buffers" not in announced:
+                    announced.add("buffers")
+                    self.observer.tracker.say(
+                        f"WARNING: each rank changes the buffer {name} of "
+                        f"model.name={strategy.recipe.model.name} by its own images, and rank 0's "
+                        "replaces the others', so it learns from a part of each batch; use "
+                        "mode=single"
+                    )

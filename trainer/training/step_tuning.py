@@ -1,0 +1,53 @@
+"""The choice between eager steps and CUDA graph replays by measurement, for graphs=auto."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
+from typing import Any, NamedTuple
+
+from trainer.devices import cuda_graphs
+
+# Number of steps of each kind that are timed.
+TIMED_STEPS = 12
+# Replays must be faster than eager steps by this factor to be worth their memory.
+MIN_SPEEDUP = 1.03
+
+
+class StepSeconds(NamedTuple):
+    """Median seconds of an eager step and of a replayed step."""
+
+    eager: float
+    replayed: float
+
+    def are_replays_worthwhile(self) -> bool:
+        return not self.eager < MIN_SPEEDUP * self.replayed
+
+
+class StepTuner:
+    """Timer of eager steps and of replayed steps in the same run."""
+
+    def __init__(self) -> None:
+        # Moments at the ends of steps.
+        self._eager_ends: list[Any] = []
+        self._replay_ends: list[Any] = []
+
+    def add(self, end: Any, is_replay: bool) -> StepSeconds | None:
+        """Note the end of a step, a moment from `StepRecorder.now`.
+
+        Returns:
+            The seconds of both kinds of steps, once enough replays are timed. The host waits for
+            the device to read them.
+        """
+        ends = self._replay_ends if is_replay else self._eager_ends
+        ends.append(end)
+        if not is_replay or len(ends) <= TIMED_STEPS + 1:
+            return None
+        return StepSeconds(_median_seconds(self._eager_ends), _median_seconds(self._replay_ends))
+
+
+def _median_seconds(ends: Sequence[Any]) -> float:
+    """Return the median seconds of the last TIMED_STEPS steps, from the moments at their ends."""
+    recent = pairwise(ends[-TIMED_STEPS - 1 :])
+    return median(cuda_graphs.seconds_between(start, end) for start, end in recent)

@@ -85,6 +85,7 @@ def find_prose(source: str) -> Iterator[str]:
         yield " ".join(comment)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("folder", "goals"),
     [

@@ -104,7 +104,7 @@ def test_one_signal_counts_once_in_every_combination(home, mode, moment, launche
     [
         ("single", "group", "ours"),
         ("ddp", "launcher", "ours"),
-        ("ddp", "group", "torchrun"),
+        pytest.param("ddp", "group", "torchrun", marks=pytest.mark.slow),
         pytest.param("ddp", "group", "ours", marks=pytest.mark.slow),
         pytest.param("pipeline", "group", "ours", marks=pytest.mark.slow),
         pytest.param("hogwild", "group", "torchrun", marks=pytest.mark.slow),
@@ -130,6 +130,7 @@ def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path, mode, target, launcher):
     )
 
 
+@pytest.mark.slow
 def test_ctrl_backslash_ends_the_run_without_a_traceback(tmp_path):
     with held_job(
         tmp_path / "run", "training", *RUNS["ddp"], start=subprocess.Popen, ranks=2
@@ -162,7 +163,7 @@ def test_a_signal_after_the_last_file_leaves_a_completed_run_completed(tmp_path)
         assert code == 0, job.text()
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["ours", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_a_launcher_that_passes_a_signal_on_late_ends_no_rank(tmp_path, launcher):
     """On a busy machine the launcher passes the signal on seconds after the terminal has sent it to
     the ranks.
@@ -319,7 +320,7 @@ if __name__ == "__main__":
     ("mode", "nproc", "number", "raised"),
     [
         ("ddp", 2, signal.SIGINT, "Interrupted"),
-        ("ddp", 2, signal.SIGTERM, "Preempted"),
+        pytest.param("ddp", 2, signal.SIGTERM, "Preempted", marks=pytest.mark.slow),
         pytest.param("single", None, signal.SIGINT, "Interrupted", marks=pytest.mark.slow),
         pytest.param("single", None, signal.SIGTERM, "Preempted", marks=pytest.mark.slow),
     ],
@@ -340,7 +341,8 @@ def test_a_program_that_trains_saves_at_a_signal_and_its_copy(
         assert raised in job.text(), job.text()
 
 
-@pytest.mark.parametrize("presses", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("presses", [1, 2])
 def test_a_program_that_trains_counts_ctrl_c_for_its_ranks(tmp_path, presses):
     """On a busy machine srun signals every process, and the program passes the signal on seconds
     later.

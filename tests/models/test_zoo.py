@@ -53,7 +53,11 @@ def test_errors_say_what_to_type(keys, channels, size, says):
 
 @pytest.mark.parametrize(
     ("name", "size", "works"),
-    [("maxvit_t", 64, 224), ("inception_v3", 32, 96), ("vit_b_16", 28, 32)],
+    [
+        pytest.param("maxvit_t", 64, 224, marks=pytest.mark.slow),
+        ("inception_v3", 32, 96),
+        ("vit_b_16", 28, 32),
+    ],
 )
 def test_the_size_to_try_works(name, size, works):
     with torch.device("meta"), pytest.raises(RecipeError, match=rf"data\.image_size={works}$"):

@@ -70,12 +70,9 @@ WAYS = {
 }
 DIVIDED = ["data.name=synthetic", "data.samples=256", "data.val_samples=64", "data.image_size=8"]
 FAST = {
-    ("streams", "frozen"),
     ("zbv", "frozen"),
     ("ddp", "frozen in between"),
-    ("split", "layer_decay"),
     ("1f1b", "layer_decay"),
-    ("ddp", "muon's convolutions"),
     ("1f1b", "muon's convolutions"),
 }
 

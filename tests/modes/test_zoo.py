@@ -82,7 +82,13 @@ def here(monkeypatch):
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("name", ODD)
+# Every second kind, in their order: `--slow` has all of them.
+SAMPLE = [*ODD][::2]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in SAMPLE)) for name in ODD]
+)
 def test_an_odd_model_trains_in_one_process_like_single_or_is_refused(name, here, tmp_path):
     reference = alone(name, ["mode=single"], tmp_path / "single")
     assert isinstance(reference, dict), reference

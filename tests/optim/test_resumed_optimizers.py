@@ -49,7 +49,11 @@ def compare(words: list[str], tmp_path: Path) -> None:
     assert checkpoint(whole) and checkpoint(run) == checkpoint(whole)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    # The matrices of Muon make its steps the slowest.
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "muon")) for name in OPTIMIZERS],
+)
 @pytest.mark.parametrize("mode", SINGLE_FIRST)
 def test_every_optimizer_resumes_to_the_bit(name, mode, tmp_path):
     words = [*WORDS, *MODES[mode], f"optimizer.name={name}"]

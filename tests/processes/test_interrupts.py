@@ -90,7 +90,9 @@ def end(child, timeout=20):
         (signal.SIGINT, signal.SIGINT, 0.3, 40 + signal.SIGINT),  # a copy
         (signal.SIGINT, signal.SIGINT, 1.2, 130),
         (signal.SIGINT, signal.SIGTERM, 1.2, 40 + signal.SIGINT),
-        (signal.SIGTERM, signal.SIGINT, 1.2, 40 + signal.SIGTERM),
+        pytest.param(
+            signal.SIGTERM, signal.SIGINT, 1.2, 40 + signal.SIGTERM, marks=pytest.mark.slow
+        ),
         (signal.SIGTERM, signal.SIGTERM, 1.2, 40 + signal.SIGTERM),
     ],
 )

@@ -304,6 +304,7 @@ def settled(words, monkeypatch, tuned=()):
     return choosing.resolve_and_build(start, build), tried
 
 
+@pytest.mark.slow
 def test_a_number_is_kept_for_the_same_activations_and_shares(monkeypatch):
     words = ["mode=ddp", "batch_size=32", "accumulate=auto"]
     run, _ = settled([*words, "recompute=true"], monkeypatch)

@@ -97,7 +97,7 @@ def test_a_run_with_replayed_steps_is_the_one_with_launched_steps(name):
     assert played.replays > 4 and played.replayed_to_the_end
 
 
-@pytest.mark.parametrize("warm", [4, 5])
+@pytest.mark.parametrize("warm", [pytest.param(4, marks=pytest.mark.slow), 5])
 def test_a_step_is_recorded_after_a_save_or_an_evaluation(warm):
     """The fourth step is the last before a save, the fifth before an evaluation with averaged
     weights.
@@ -381,7 +381,7 @@ MUTANTS = {  # words, patches, recorder
 }
 
 
-@pytest.mark.parametrize("proven", [True, False])
+@pytest.mark.parametrize("proven", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant(name, proven):
     """The comparison before the first real replay detects it, if there is one, or the results of

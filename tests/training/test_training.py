@@ -128,7 +128,14 @@ LIGHT = {  # networks for what is no matter of size; the full counts take the re
 }
 
 
-SLOW = ("cifar10_distilled", "finetune", "resnet50", "mobilenet_v3_large", "efficientnet_b0")
+SLOW = (
+    "cifar10_distilled",
+    "cifar10_fast_gpu",
+    "finetune",
+    "resnet50",
+    "mobilenet_v3_large",
+    "efficientnet_b0",
+)
 LARGE = ("resnet18", "resnet50_v2", "resnet50_8gpu")
 
 

@@ -131,7 +131,7 @@ WORDS = {
     "computed anew in "
     "three": f"mode=split {THREE} model.name=cnn recompute=true {SGD} accumulate=2",
 }
-FAST = ("split", "one micro-batch", "two micro-batches", "fp16", "frozen", "mixed")
+FAST = ("split", "two micro-batches", "fp16")
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one device", "several"])

@@ -130,7 +130,7 @@ def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path, mode, target, launcher):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.full("torch may lose the signal on a loaded machine")
 def test_ctrl_backslash_ends_the_run_without_a_traceback(tmp_path):
     with held_job(
         tmp_path / "run", "training", *RUNS["ddp"], start=subprocess.Popen, ranks=2

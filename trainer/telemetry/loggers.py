@@ -21,8 +21,13 @@ from trainer.processes import interrupts
 from trainer.recipe import Recipe, flatten
 from trainer.saving.files import read_json_or_empty, write_atomically
 
-# By default, MLflow retries for minutes if its server is out of reach.
-MLFLOW_LIMITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
+MLFLOW_LIMITS = {
+    # By default, MLflow retries for minutes if its server is out of reach.
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    # Several threads would store the steps in any order.
+    "MLFLOW_ASYNC_LOGGING_THREADPOOL_SIZE": "1",
+}
 
 
 class WandbRun:

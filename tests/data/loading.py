@@ -40,7 +40,7 @@ class Items:
 
     def __getitem__(self, index):
         if index in self.broken:
-            raise ValueError("broken on purpose")
+            raise ValueError("damaged sample")
         if index == self.hang:
             time.sleep(1000)
         pixels = np.random.default_rng(index).integers(

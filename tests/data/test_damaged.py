@@ -5,6 +5,7 @@ They are refused, or skipped and reported once, the same on every rank.
 
 import csv
 import os
+import re
 
 import pytest
 from PIL import Image
@@ -79,7 +80,9 @@ def test_training_and_prediction_tell_of_the_same_files(tmp_path, kind):
     broken = content[:place] + bytes([content[place] ^ 255]) + content[place + 1 :]
     damaged.write_bytes(broken if kind == "png" else content[:place])
     completed = trainer(*words_for(root, "again"))
-    assert completed.returncode == 3 and f"ant/3.{kind} cannot be read" in completed.stderr
+    assert completed.returncode == 3
+    [line] = [line for line in completed.stderr.splitlines() if "data.on_error=skip" in line]
+    assert f"ant/3.{kind}" in line
     ok("predict", f"checkpoint={tmp_path / 'run'}", str(root), f"output={tmp_path / 'out'}")
     with (tmp_path / "out" / "predictions.csv").open(newline="") as file:
         assert [row["path"] for row in csv.DictReader(file) if row["error"]] == [str(damaged)]
@@ -142,11 +145,10 @@ ALL = {("train", "ant/3.jpg"), ("train", "bee/5.jpg"), ("val", "ant/1.jpg")}
 def test_damaged_photos_are_refused_before_the_first_step(photos, words):
     """The images are read from files, decoded into memory, or read by two ranks."""
     completed = trainer(*words_for(photos, "run", *words))
-    assert completed.returncode == 3 and completed.stderr.count("cannot be read") == 1, (
-        completed.stderr
-    )
-    assert "train/ant/3.jpg" in completed.stderr and "train/bee/5.jpg" in completed.stderr
-    assert "data.on_error=skip" in completed.stderr and not (photos.parent / "run").exists()
+    assert completed.returncode == 3, completed.stderr
+    [line] = [line for line in completed.stderr.splitlines() if "/ant/3.jpg" in line]
+    assert "train/ant/3.jpg" in line and "train/bee/5.jpg" in line
+    assert "data.on_error=skip" in line and not (photos.parent / "run").exists()
 
 
 def test_skipped_ones_are_listed_and_the_order_stays(photos):
@@ -161,4 +163,4 @@ def test_skipped_ones_are_listed_and_the_order_stays(photos):
     assert losses(checked) == losses(unchecked)
     assert result(checked)["val_loss"] == result(unchecked)["val_loss"]
     printed = ok("evaluate", f"checkpoint={checked}").stdout
-    assert "11 held-out images" in printed and "1 more cannot be read" in printed
+    assert re.search(r"\b11 held-out images\b.*\b1 more\b", printed)

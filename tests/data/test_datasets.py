@@ -219,9 +219,7 @@ def test_small_images_of_one_size_stay_as_they_are(tmp_path, sizes, mode, words,
     datasets = opened("data.name=imagefolder", f"data.root={tmp_path}", *words)
     assert (datasets.channels, datasets.image_size, datasets.image_size) == shape
     assert len(datasets.mean) == shape[0]
-    assert (
-        f"become {shape[0]} x {shape[1]} x {shape[2]} (6 looked at are " in datasets.notes["images"]
-    )
+    assert f" {shape[0]} x {shape[1]} x {shape[2]} (6 " in datasets.notes["images"]
     chosen = [
         key
         for key in ("channels", "image_size")

@@ -104,17 +104,11 @@ def test_the_name_that_recipes_know(source, name):
     [
         (3, "model= .*torch.nn.Module.*int"),
         (lambda depth: Net(), r"depth: write model=lambda: ...\(depth=...\)"),
-        (nn.LazyLinear(3), "call model\\(batch\\) once before"),
-        (hooked(Net()), r"hook of a parameter, head\.weight"),
-        (
-            closed(Net()),
-            "function in head that refers to the model",
-        ),
-        (nn.Flatten(), "model= has nothing to train: set requires_grad=True"),
-        (
-            Locked(),
-            r"model=Locked cannot be copied \(TypeError: .*\)",
-        ),
+        (nn.LazyLinear(3), r"\blazy layers\b.*\bmodel\(batch\)"),
+        (hooked(Net()), r"\bhook\b.*\bhead\.weight\b"),
+        (closed(Net()), r"\bfunction\b.*\bhead .*\bcopy\b"),
+        (nn.Flatten(), r"^model= .*\btrain: .*requires_grad=True"),
+        (Locked(), r"^model=Locked .*\(TypeError: .*\)"),
         (lambda: 3, "model=model must .*torch.nn.Module.* int"),
     ],
 )

@@ -101,10 +101,10 @@ def test_other_arguments_keep_their_defaults():
             r"control flow \(test_graphs.py, line \d+\); use mode=ddp",
         ),
         (lambda m, h, x: h if m.training else m.act(h), "in training .*second.* in evaluation "),
-        (lambda m, h, x: h + (h if m.training else x), "from other values"),
-        (lambda m, h, x: h if random.random() < 2 else x, "draws random numbers"),
-        (lambda m, h, x: h * torch.rand(4), "draws random numbers"),
-        (lambda m, h, x: h * torch.tensor(float(m.training)), "constants that are not the same"),
+        (lambda m, h, x: h + (h if m.training else x), r"training .*\badd\b.*\bother values\b"),
+        (lambda m, h, x: h if random.random() < 2 else x, r"\brandom numbers\b.*\bPython\)"),
+        (lambda m, h, x: h * torch.rand(4), r"\brandom numbers\b.*\btorch\)"),
+        (lambda m, h, x: h * torch.tensor(float(m.training)), "makes constants"),
     ],
 )
 def test_untraceable_models_are_refused_with_reason_and_suggestion(between, says):
@@ -126,7 +126,7 @@ def test_one_tensor_in_and_one_out():
         def forward(self, x, y):
             return super().forward(x + y)
 
-    with pytest.raises(RecipeError, match="more than one"):
+    with pytest.raises(RecipeError, match=r"^model\.name=Model .*\breturns\b"):
         trace(type("Model", (Pair,), {})(2, 2))
     with pytest.raises(RecipeError, match="'y'"):
         trace(Late(2, 2))

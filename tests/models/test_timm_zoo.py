@@ -24,10 +24,10 @@ without = pytest.mark.skipif(
 
 def test_a_missing_timm_is_answered_with_the_install_command(monkeypatch):
     monkeypatch.setattr(known_names, "timm_models", tuple)
-    with pytest.raises(RecipeError, match=r"timm:resnet10t .*pip install timm"):
+    with pytest.raises(RecipeError, match=r"timm:resnet10t .*\bpip install\b.*\btimm\b"):
         known_names.check_model_name("timm:resnet10t")
     monkeypatch.setitem(__import__("sys").modules, "timm", None)
-    with pytest.raises(RecipeError, match="pip install timm"):
+    with pytest.raises(RecipeError, match=r"timm:resnet10t .*\bpip install\b.*\btimm\b"):
         zoo.build(ModelRecipe(name="timm:resnet10t"), 3, 3, 64)
 
 
@@ -35,9 +35,9 @@ def test_a_missing_timm_is_answered_with_the_install_command(monkeypatch):
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        ("timm:resnt10t", "did you mean model.name=timm:resnet10t?"),
-        ("timm:", "timm.list_models() lists its models"),
-        ("convnext_atto", "did you mean model.name=timm:convnext_atto?"),
+        ("timm:resnt10t", "model.name=timm:resnet10t?"),
+        ("timm:", "timm.list_models()"),
+        ("convnext_atto", "model.name=timm:convnext_atto?"),
     ],
 )
 def test_a_name_that_is_none(typed, said):
@@ -60,26 +60,30 @@ def test_timms_source_lists_every_name():
         (
             "timm:resnet10t",
             "a9",
-            "model.weights=a9 is not published for timm:resnet10t; there are c3",
+            r"^model\.weights=a9 .*timm:resnet10t; .*\bc3\w*, DEFAULT$",
         ),
         (
             "timm:resnet10t.a9",
             None,
-            "model.weights=a9 is not published for timm:resnet10t; there are c3",
+            r"^model\.weights=a9 .*timm:resnet10t; .*\bc3\w*, DEFAULT$",
         ),
-        ("timm:nothing", None, "is not a model of timm"),
+        ("timm:nothing", None, r"^model\.name=timm:nothing .*\btimm\.list_models\(\)"),
         (
             "timm:cspresnet50d",
             "DEFAULT",
-            "timm publishes none for timm:cspresnet50d; type model.weights=null",
+            r"^model\.weights=DEFAULT: .*timm:cspresnet50d; .*model\.weights=null\b",
         ),
-        ("timm:xcit_nano_12_p16_224", None, "cannot read 3 x 33 x 33 images"),
+        (
+            "timm:xcit_nano_12_p16_224",
+            None,
+            r"^model\.name=timm:xcit_nano_12_p16_224 .*\b3 x 33 x 33\b",
+        ),
     ],
 )
 def test_models_that_cannot_be_built_are_answered_with_valid_ones(name, weights, said):
-    with pytest.raises(RecipeError) as error:
+    with pytest.raises(RecipeError, match=said) as error:
         zoo.build(ModelRecipe(name=name, weights=weights), 3, 3, 33)
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @without

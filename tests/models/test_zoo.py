@@ -38,10 +38,10 @@ def test_a_new_head(name):
 @pytest.mark.parametrize(
     ("keys", "channels", "size", "says"),
     [
-        ({"name": "resnet5"}, 3, 32, "did you mean"),
+        ({"name": "resnet5"}, 3, 32, r"\bresnet50\?"),
         ({"name": "inception_v3"}, 1, 299, "data.channels=3"),
         ({"name": "alexnet"}, 3, 8, "data.image_size=64"),
-        ({"name": "cnn", "weights": "DEFAULT"}, 3, 8, "no published weights"),
+        ({"name": "cnn", "weights": "DEFAULT"}, 3, 8, r"=DEFAULT: cnn .*model\.weights=null\b"),
         ({"name": "resnet18", "weights": "BEST"}, 3, 32, r"BEST.*\bIMAGENET1K_V1, DEFAULT"),
         ({"name": "cnn", "num_classes": 3}, 3, 8, "10 classes"),
     ],
@@ -211,7 +211,7 @@ def test_numbers_instead_of_names_identify_no_class(tmp_path):
         ("1 10 2", "0 1 2", [None, 0, 2]),  # The position counts: as text 10 would come before 2.
         ("5 6 7", "6 7 8", [1, 2, None]),
         ("1 2 3", "0 1 2", [None, 0, 1]),
-        ("0 1 2", "cat cow dog", None),
+        ("0 1 2", "x y z", None),
         ("0 1 2", "0 1 2", None),
         ("0 1 2", "0 1", None),
         ("cat dog", "dog cat", [1, 0]),
@@ -261,18 +261,18 @@ def test_a_last_layer_without_the_outputs_is_kept_as_it_was_learned(tmp_path):
 @pytest.mark.parametrize(
     ("told", "ends"),
     [
-        ('{"model": {"name": "cnn"}}', "weights of another model, cnn: type model.name=cnn"),
-        ('{"model": {"name": "mlp"}}', "weights of another model"),
+        ('{"model": {"name": "cnn"}}', "another model, cnn: type model.name=cnn"),
+        ('{"model": {"name": "mlp"}}', "another model"),
         (
             '{"model": {"name": "timm:resnet10t"}}',
             "another model, timm:resnet10t: type model.name=timm:resnet10t",
         ),
-        ('{"model": {"name": "MyNet"}}', "weights of another model, MyNet"),
-        ('{"model": {"name": 5}}', "weights of another model"),
-        ("[" * 100_000, "weights of another model"),
-        ("[]", "weights of another model"),
-        ("{", "weights of another model"),
-        (None, "weights of another model"),
+        ('{"model": {"name": "MyNet"}}', "another model, MyNet"),
+        ('{"model": {"name": 5}}', "another model"),
+        ("[" * 100_000, "another model"),
+        ("[]", "another model"),
+        ("{", "another model"),
+        (None, "another model"),
     ],
 )
 def test_init_from_names_the_model_that_the_weights_are_of(tmp_path, told, ends):
@@ -335,7 +335,7 @@ class Own(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("lazy", "lazy.*batch of zeros"),
+        ("lazy", r" lazy layers\b.*\bzeros\b"),
         ("complex", "turn: make torch.view_as_real"),
         ("beside", "Beside .*register_buffer"),
         ("pruned", None),

@@ -2,6 +2,7 @@
 wrong.
 """
 
+import errno
 import os
 import re
 
@@ -135,8 +136,9 @@ def test_other_splits_than_train_and_val_are_ignored_and_reported(tmp_path):
     for part in ("train", "val", "test", "extra"):
         tarred(tmp_path / f"{part}-0.tar", in_folders(PETS))
     datasets = opened(tmp_path)
-    assert datasets.holdout.startswith("what is called val")
-    assert datasets.notes["beside"] == f"not looked at in {tmp_path}: extra-0.tar, test-0.tar"
+    assert {name.partition("/")[0] for name in names_of(datasets.val)} == {"val-0.tar"}
+    assert "val" in datasets.holdout.split()
+    assert datasets.notes["beside"].endswith(f" {tmp_path}: extra-0.tar, test-0.tar")
 
 
 def test_a_test_part_without_classes_holds_nothing_out(tmp_path):
@@ -150,7 +152,7 @@ def test_a_test_part_without_classes_holds_nothing_out(tmp_path):
             ("1.cls", b"-1"),
         ],
     )
-    with pytest.raises(SetupError, match=r"no image of test has a class.*\*"):
+    with pytest.raises(SetupError, match=rf"^{re.escape(str(tmp_path))}: .*\btest\b.*data\.root='"):
         opened(tmp_path, "data.on_error=skip")
     assert len(opened(tmp_path / "train-*.tar").train) == 8
 
@@ -159,7 +161,7 @@ def test_other_data_without_a_train_split_is_all_validation(tmp_path):
     tarred(tmp_path / "val-0.tar", in_folders(PETS))
     assert len(opened(tmp_path, before=Before(None, True)).val) == 10
     tarred(tmp_path / "test-0.tar", in_folders(PETS))
-    with pytest.raises(SetupError, match=r"\bval and test\b.*\btrain\b"):
+    with pytest.raises(SetupError, match=r"^data\.root=.*\bval\b.*\btest\b.*\btrain\b"):
         opened(tmp_path)
 
 
@@ -167,7 +169,7 @@ def test_a_split_is_made_as_for_folders_and_remembered(tmp_path):
     path = tarred(tmp_path / "a.tar", in_folders({"cat": 10, "dog": 20}))
     datasets = opened(path)
     assert np.bincount(datasets.val.labels).tolist() == [2, 4]
-    assert datasets.holdout.startswith("0.2 of each class of ")
+    assert re.match(r"0\.2 .*\(data\.val_fraction\)$", datasets.holdout)
     rows = datasets.holdout_table().splitlines()
     assert rows[0] == "file,label,split" and len(rows) == 31
     kept = frozenset(row.split(",")[0] for row in rows if row.endswith(",val"))
@@ -186,9 +188,7 @@ def test_classes_that_are_numbers(tmp_path, text, wanted):
     if text:
         (tmp_path / "classes.txt").write_text(text)
     if wanted is None:
-        with pytest.raises(
-            SetupError, match=r"classes.txt names 2 classes \(a, b\), and a sample has the class 3"
-        ):
+        with pytest.raises(SetupError, match=r"classes\.txt .*\b2 .*\(a, b\).*\b3$"):
             opened(tmp_path)
         return
     datasets = opened(tmp_path)
@@ -241,13 +241,10 @@ def test_a_class_that_nothing_trains(tmp_path):
 
 def test_one_stray_number_does_not_make_a_million_classes(tmp_path):
     path = tarred(tmp_path / "a.tar", with_classes([*range(10)] * 3 + [1048000]))
-    says = (
-        r"11 classes are in use, and the number 1,048,000 \(1 sample\) makes "
-        r"them 1,048,001; correct it, or name all"
-    )
+    says = r"\b11 classes\b.*\b1,048,000 \(1 sample\).*\b1,048,001\b.*classes\.txt"
     with pytest.raises(SetupError, match=says):
         opened(path)
-    with pytest.raises(SetupError, match=r"11 classes are in use.*; correct it"):
+    with pytest.raises(SetupError, match=r"\b11 classes\b.*\b1,000,000,001\b.*classes\.txt"):
         opened(tarred(tmp_path / "c" / "a.tar", with_classes([*range(10), 10**4200])))
     (tmp_path / "classes.txt").write_text("".join(f"{n}\n" for n in range(2000)))
     tarred(path, with_classes([*range(10)] * 3 + [1999]))
@@ -274,9 +271,9 @@ def test_a_cut_shard_stops_and_leaves_no_index_behind(tmp_path):
 def test_paths_that_are_no_files_are_refused(tmp_path):
     tarred(tmp_path / "b.tar", in_folders(PETS))
     (tmp_path / "c.tar").symlink_to("gone")
-    with pytest.raises(SetupError, match=r"c\.tar.*No such file"):
+    with pytest.raises(SetupError, match=rf"c\.tar .*\({os.strerror(errno.ENOENT)}\)"):
         opened(tmp_path)
     (tmp_path / "c.tar").unlink()
     os.mkfifo(tmp_path / "c.tar")
-    with pytest.raises(SetupError, match=r"c\.tar .*not a file"):
+    with pytest.raises(SetupError, match=r"c\.tar .*\(.*\bfile\)$"):
         opened(tmp_path)

@@ -47,7 +47,7 @@ def test_arrays_next_to_photos_are_no_images(tmp_path):
     sample = [("s.mean.npy", b"1"), ("s.std.npy", b"2"), ("s.json", b'{"label": 1}')]
     _, index = looked(tmp_path, [*with_classes([0, 1]), ("000001.npy", b"x"), *sample])
     assert len(samples(index)) == 2 and index.left == {"other file(s) (.npy)": 3}
-    with pytest.raises(SetupError, match="several images and one class"):
+    with pytest.raises(SetupError, match=r"a\.tar: s\.std\.npy .*\bseveral images\b"):
         looked(tmp_path, sample)
 
 
@@ -94,7 +94,7 @@ def test_a_label_that_is_not_understood_is_named_and_no_folder_stands_for_it(
     [
         (
             [("1.jpg", jpeg()), ("1.png", jpeg()), ("1.cls", b"1")],
-            r"1\.jpg .*\bseveral images and one class",
+            r"a\.tar: 1\.jpg .*\bseveral images\b",
         ),
         ([("1.jpg", jpeg()), ("2.jpg", jpeg()), ("1.jpg", jpeg())], r"1\.jpg twice"),
         # WebDataset uses the name holiday for both.
@@ -258,7 +258,7 @@ def test_noise_ends_in_a_sentence(tmp_path):
         file.add(__file__)
     for other in (path.read_bytes(), b"<html>not found</html>" * 100, b""):
         path.write_bytes(other)
-        assert "compressed, or not a tar file" in raw(path)
+        assert "byte 0, compressed" in raw(path)
 
 
 @pytest.mark.parametrize("kind", ["gnu", "posix"])

@@ -196,7 +196,8 @@ def test_what_another_began_and_does_not_finish_is_given_up(photos, home, monkey
 @pytest.mark.slow
 def test_a_full_disk_says_what_to_do(photos, home):
     message = started(photos, home, "4000").communicate(timeout=120)[1]  # a file's bytes at most
-    assert "DiskFullError" in message and "type the same command again" in message, message
+    assert f"DiskFullError: {home}: " in message, message
+    assert "data.cache_format=jpeg" in message, message
     assert not list(home.glob("*.part"))
     build(packed(photos), HOW, home, workers=1, show=False, patience=60)
     require_right(home, photos)

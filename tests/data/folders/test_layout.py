@@ -34,7 +34,7 @@ def test_a_test_folder_next_to_val_is_ignored_and_reported(tmp_path):
         )
     )
     assert datasets.holdout == str(tmp_path / "val")
-    assert datasets.notes["beside"] == f"not looked at in {tmp_path}: raw, test"
+    assert datasets.notes["beside"].endswith(f" {tmp_path}: raw, test")
 
 
 def test_a_test_folder_of_images_without_classes_is_left_alone(tmp_path):
@@ -42,10 +42,10 @@ def test_a_test_folder_of_images_without_classes_is_left_alone(tmp_path):
     photo(tmp_path / "test" / "1.jpg")
     for root in (tmp_path, tmp_path / "train"):
         assert len(opened(root).train) == 8
-        assert opened(root).holdout.startswith("0.2 of each class of ")
-    assert opened(tmp_path).notes["beside"] == f"not looked at in {tmp_path}: test"
+        assert re.match(r"0\.2 .*\(data\.val_fraction\)$", opened(root).holdout)
+    assert opened(tmp_path).notes["beside"].endswith(f" {tmp_path}: test")
     (tmp_path / "test").rename(tmp_path / "val")
-    with pytest.raises(SetupError, match=r"\bval holds 1 images and no class folders"):
+    with pytest.raises(SetupError, match=r"/val .*\b1 images\b.*/val/<class>"):
         opened(tmp_path)
 
 
@@ -54,7 +54,7 @@ def test_a_missing_validation_split_takes_a_fifth_of_each_class(tmp_path, parts)
     datasets = opened(photo_set(tmp_path, PETS, split=bool(parts), parts=parts))
     assert (len(datasets.train), len(datasets.val)) == (8, 2)
     assert datasets.val.labels.tolist() == [0, 1]
-    assert datasets.holdout.startswith("0.2 of each class of ")
+    assert re.match(r"0\.2 .*\(data\.val_fraction\)$", datasets.holdout)
     assert datasets.notes["classes"].startswith("cat 4 + 1, dog 4 + 1 ")
 
 
@@ -119,25 +119,23 @@ def test_ambiguous_folders_are_one_sentence_with_a_suggestion(tmp_path, sentence
 
 def test_one_of_two_folders_of_a_split_is_used_and_the_other_reported(tmp_path):
     photo_set(tmp_path, PETS, split=True, parts=("train", "Train", "val"))
-    assert opened(tmp_path).notes["beside"] == f"not looked at in {tmp_path}: train"
+    assert opened(tmp_path).notes["beside"].endswith(f" {tmp_path}: train")
 
 
 @pytest.mark.parametrize("name", ["imagefolder", "shards"])
 @pytest.mark.parametrize(
     ("root", "says"),
     [
-        ("~/my pets.zip", "an archive: unpack it first, and type data.root=FOLDER"),
-        (
-            "https://example.org/pets.zip",
-            "an address, and images are read from this machine: download it first",
-        ),
+        ("~/my pets.zip", r"\barchive\b.*\bunpack\b"),
+        ("https://example.org/pets.zip", r"\baddress\b.*\bdownload\b"),
     ],
 )
 def test_archives_and_addresses(root, says, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SetupError, match=f"^data.root={re.escape(root)} is an") as error:
+    with pytest.raises(
+        SetupError, match=rf"^data\.root={re.escape(root)} .*{says}.*data\.root=FOLDER\b"
+    ):
         open_datasets(load(None, f"data.name={name}", f"data.root={root}"))
-    assert says in str(error.value)
 
 
 def test_a_class_with_one_image_trains_and_is_reported(tmp_path):

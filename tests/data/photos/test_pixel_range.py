@@ -134,7 +134,7 @@ def test_a_given_range_is_black_and_white(tmp_path, dtype, black, white, order):
 def test_numbers_of_other_kinds_are_refused(tmp_path, dtype, ends, tags):
     path = tiff(tmp_path / "a.tif", values(*ends, dtype), **tags)
     for pixel_range in (None, ends):
-        with pytest.raises(ValueError, match="save it as PNG of 8 or 16 bits"):
+        with pytest.raises(ValueError, match=r"\bsigned\b.*\bPNG\b.*\b8 or 16\b"):
             gray(path, pixel_range)
 
 
@@ -149,7 +149,7 @@ def test_in_color_with_16_bits_65535_is_white(tmp_path, channels):
     alpha = 1.0 if channels == 3 else (pixels[..., -1] >> 8) / 255
     assert np.abs(array - (alpha * high + 255 * (1 - alpha))).max() <= 0.5
     assert np.array_equal(gray(path, (0, 65535)), gray(path))
-    with pytest.raises(ValueError, match="65,535 is white, whatever"):
+    with pytest.raises(ValueError, match=r"\b65,535 .*data\.pixel_range\b"):
         gray(path, (0, 4095))
     if channels == 3:
         assert np.array_equal(read_image(tiff(tmp_path / "a.tif", pixels), 3).numpy(), array)
@@ -214,4 +214,4 @@ def test_a_range_without_effect_and_further_frames_are_reported(tmp_path):
         )
     notes = opened(tmp_path, "data.pixel_range=[0,4095]").notes
     assert "data.pixel_range" in notes["pixels"]
-    assert notes["frames"].startswith("4 of the images ")
+    assert re.match(r"4 .*\bframes\b", notes["frames"])

@@ -1,6 +1,7 @@
 """Images of any number of channels, from the file to the trained model."""
 
 import json
+import re
 from contextlib import nullcontext, suppress
 
 import numpy as np
@@ -121,13 +122,13 @@ def test_a_tiff_is_turned_and_one_of_several_sizes_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("channels", [2, 3, 5])
-@pytest.mark.parametrize("written", ["at once", "one by one"])
+@pytest.mark.parametrize("written", ["together", "singly"])
 def test_gray_pages_are_channels(tmp_path, channels, written):
     """Also three of them, as many as a photo in colour has."""
     tifffile = pytest.importorskip("tifffile", reason="pip install tifffile")
     pages = (255 * waves(0, 1)).astype(np.uint8)[..., :channels]
     with tifffile.TiffWriter(tmp_path / "a.tif") as file:
-        if written == "at once":
+        if written == "together":
             file.write(np.moveaxis(pages, -1, 0), photometric="minisblack")
         else:
             for page in np.moveaxis(pages, -1, 0):
@@ -426,7 +427,7 @@ def test_values_that_are_no_numbers_are_reported(tmp_path):
         image[3, 3, 1] = (np.nan, np.inf, 0.5, 0.5)[number // 2]
         np.save(tmp_path / "ab"[number % 2] / f"{number}.npy", image)
     data = open_datasets(recipe_of(None, *TRAIN, f"data.root={tmp_path}", "data.pixel_range=[0,1]"))
-    assert "4 images have NaN" in data.notes["pixels"]
+    assert re.search(r"\b4 .*\bNaN\b", data.notes["pixels"])
     assert read(tmp_path / "a" / "0.npy")[3, 3, 1] == 0
 
 
@@ -457,8 +458,8 @@ def test_arrays_start_from_a_run_for_colour(photos, single, tmp_path):
     words.remove("data.image_size=[24,32]")
     ok(*words)
     facts = result(run)["facts"]
-    assert "repeated in turn" in facts["filters"]
-    assert "over 20 of 20 training images" in facts["measured"]
+    assert "repeated" in facts["filters"].split()
+    assert " 20 of 20 " in facts["measured"]
     assert recipe_of(str(run)).data.image_size == [24, 32]
     assert len(recipe_of(str(run)).data.mean) == 5
     before, after = (read_weights(folder)[0] for folder in (colour, run))

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -141,14 +142,14 @@ ROW = "{},0,1.0,0.5,0.1,9.0,0\n"
 SIDE = {
     "random": lambda path: path.write_bytes(random.Random(0).randbytes(3000)),
     "not UTF-8": lambda path: path.write_bytes(path.read_bytes() + b"3,0,1,0.5,\xff\xfe,9\n"),
-    "a giant field": lambda path: path.write_text(
+    "giant field": lambda path: path.write_text(
         path.read_text() + "3,0,1,0.5,0.1," + "9" * 200_000 + "\n"
     ),
-    "an odd digit": lambda path: path.write_text(path.read_text() + ROW.format("²")),
+    "odd digit": lambda path: path.write_text(path.read_text() + ROW.format("²")),
     "a list": lambda path: path.write_text("[]\n"),
     "nested deep": lambda path: path.write_text("[" * 100_000 + "\n"),
     "a folder": lambda path: (path.unlink(), path.mkdir(), (path / "mine").touch()),
-    "a link to nothing": lambda path: (path.unlink(), path.symlink_to("nowhere")),
+    "dangling link": lambda path: (path.unlink(), path.symlink_to("nowhere")),
     "endless": lambda path: (path.unlink(), path.symlink_to("/dev/zero")),
     "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
 }
@@ -158,7 +159,7 @@ SIDE = {
 def test_a_damaged_steps_file_costs_its_damaged_rows_only(tmp_path, damage):
     path = tmp_path / "steps.csv"
     path.write_text(",".join(STEP_COLUMNS) + "\n" + ROW.format(1) + ROW.format(2))
-    appended = damage in ("not UTF-8", "a giant field", "an odd digit")
+    appended = damage in ("not UTF-8", "giant field", "odd digit")
     SIDE[damage](path)
     messages = []
     file = StepsFile(tmp_path, 10, messages.append)
@@ -176,17 +177,17 @@ def test_a_damaged_steps_file_costs_its_damaged_rows_only(tmp_path, damage):
 def test_damaged_notes_are_left_out_and_replaced(tmp_path, damage):
     folder = RunFolder(recipe(tmp_path / "run"))
     messages = []
-    for name, look in (("tuning.json", folder.tuned), ("result.json", folder.previous_result)):
+    for name, look in (("tuning.json", folder.read_tuned), ("result.json", folder.previous_result)):
         assert look(messages.append) == {} and not messages, "there is none yet"
         path = tmp_path / "run" / name
         path.write_text("{}x")
         SIDE[damage](path)
         assert look(messages.append) == {}
-        assert len(messages) == (0 if damage == "a link to nothing" else 1)
+        assert len(messages) == (0 if damage == "dangling link" else 1)
         messages.clear()
-    folder.keep_tuned({"key": 1})
+    folder.write_tuned({"key": 1})
     folder.write_result({"status": "running"})
-    assert folder.tuned(messages.append) == {"key": 1}
+    assert folder.read_tuned(messages.append) == {"key": 1}
     assert folder.previous_result(messages.append) == {"status": "running"}
     folder.close()
 
@@ -284,7 +285,7 @@ def test_a_run_whose_lock_another_one_took_ends_and_writes_nothing(tmp_path):
             assert before == changes_in(folder)
 
 
-@pytest.mark.parametrize("how", ["removed", "moved and made anew"])
+@pytest.mark.parametrize("how", ["removed", "replaced"])
 def test_a_run_whose_folder_is_gone_ends_and_makes_no_other(tmp_path, how):
     folder = tmp_path / "run"
     with at_work(folder) as run:
@@ -297,7 +298,7 @@ def test_a_run_whose_folder_is_gone_ends_and_makes_no_other(tmp_path, how):
         run.send_signal(signal.SIGCONT)
         _, errors = run.communicate(timeout=60)
     assert (run.returncode, errors.count("\n")) == (3, 1), errors
-    assert f"{folder} was removed" in errors
+    assert re.search(rf"{folder} .*\bresume=auto\b", errors)
     assert [*folder.rglob("*")] == []
 
 
@@ -326,7 +327,7 @@ def test_a_requeued_job_continues_its_own_folder(tmp_path):
             cwd=tmp_path,
             env={**job, "SLURM_RESTART_COUNT": "1"},
         ).stdout
-        assert "resuming at step 10 of 20" in again
+        assert re.search(r"resuming\D+10\D+20\b", again)
     assert len(list((tmp_path / "runs").iterdir())) == 1
     other = {**job, "SLURM_STEP_ID": "1", "SLURM_RESTART_COUNT": "1"}
     assert "resuming" not in ok(*words, cwd=tmp_path, env=other).stdout

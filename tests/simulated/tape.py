@@ -274,11 +274,11 @@ class CpuRecorder:
         self.closed = False
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def on_side_stream(self) -> Iterator[None]:
         yield
 
     @contextmanager
-    def rehearsal(self) -> Iterator[list[str]]:
+    def listing_waits(self) -> Iterator[list[str]]:
         collected: list[str] = []
         with Watch(lambda what: collected.append(f"{_caller()} ({what})")):
             yield collected
@@ -316,7 +316,7 @@ class CpuRecorder:
         self.last = recording
         recording.replay()
 
-    def now(self) -> float:
+    def record_event(self) -> float:
         return time.perf_counter()
 
     def close(self) -> None:

@@ -178,8 +178,8 @@ def without_a_copy(self, batch, weight, sync, plain=GraphSteps.forward_backward)
 
 
 MUTANTS = {
-    "aside waits for nothing": (StepRecorder, "aside", waits_for_nothing_before),
-    "nobody waits for aside": (StepRecorder, "aside", nobody_waits_for_it),
+    "side stream waits for nothing": (StepRecorder, "on_side_stream", waits_for_nothing_before),
+    "nobody waits for side stream": (StepRecorder, "on_side_stream", nobody_waits_for_it),
     "the current stream is recorded": (StepRecorder, "record", on_the_current_stream),
     "a loss is not cloned": (GraphSteps, "forward_backward", without_a_copy),
 }
@@ -269,7 +269,7 @@ def test_after_a_capture_that_failed_an_old_torch_believes_in_it(machine, monkey
     with pytest.raises(RuntimeError, match="previous error"):
         captured(hidden)
     assert machine.graphs.allocating and x.tolist() == [1.0] * 4
-    with pytest.raises(RuntimeError, match="outside graph capture"):
+    with pytest.raises(RuntimeError, match="Offset increment"):
         torch.randn(2, device="cuda:0")
 
 

@@ -3,6 +3,7 @@ maths of the CPU.
 """
 
 import math
+import re
 from unittest import mock
 
 import pytest
@@ -279,7 +280,8 @@ def test_a_device_that_never_ends_its_work_ends_the_run(words, hung, timeout, tm
     env = {"TRAINER_TEST_HUNG": hung}
     completed = trainer(*words, f"timeout={timeout}", f"output={tmp_path / 'run'}", *QUIET, env=env)
     assert completed.returncode == 7, completed.stdout + completed.stderr
-    assert f"cuda:{hung[0]} has hung" in completed.stderr and "Traceback" not in completed.stderr
+    assert re.search(rf"cuda:{hung[0]} .*\btimeout={timeout}\b", completed.stderr)
+    assert "Traceback" not in completed.stderr
     assert result(tmp_path / "run")["status"] == "failed"
 
 
@@ -295,15 +297,17 @@ def test_a_card_that_is_full_leaves_its_shards_on_the_host(tmp_path):
     words += ["mode=fsdp", "nproc=2", "channels_last=false"]
     full = trainer(*words, f"output={tmp_path / 'full'}", env={"TRAINER_FAULT": "oom@0:2"})
     assert full.returncode == 6 and "fsdp.offload=true" in suggested(full.stderr), full.stderr
-    completed = ok(*words, "fsdp.offload=true", f"output={tmp_path / 'run'}")
-    assert "kept on the host" in completed.stdout
+    ok(*words, "fsdp.offload=true", f"output={tmp_path / 'run'}")
+    sharding = result(tmp_path / "run")["facts"]["sharding"]
+    assert "host" in sharding and "fsdp.offload" not in sharding
     again = trainer(
         *words,
         "fsdp.offload=true",
         f"output={tmp_path / 'again'}",
         env={"TRAINER_FAULT": "oom@0:2"},
     )
-    assert "fsdp.offload" not in again.stderr and "optimizer take 0 B" in again.stderr, again.stderr
+    assert "fsdp.offload" not in again.stderr, again.stderr
+    assert re.search(r"\boptimizer .*\b0 B\b", again.stderr), again.stderr
 
 
 # Cards that are unlike each other, and reach each other through the host alone.

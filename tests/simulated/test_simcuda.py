@@ -42,7 +42,7 @@ def test_a_write_after_another_streams_read(machine):
     one_wrong(machine, "RACE: aten.add_.Tensor")
 
 
-@pytest.mark.parametrize("way", ["stream", "event", "host", "host by event", "host by item"])
+@pytest.mark.parametrize("way", ["stream", "event", "host", "host event", "host item"])
 def test_whoever_waits_may_read(machine, way):
     x = torch.ones(4, device="cuda:0")
     side = torch.cuda.Stream("cuda:0")
@@ -52,7 +52,7 @@ def test_whoever_waits_may_read(machine, way):
         side.wait_event(torch.cuda.current_stream().record_event())
     elif way == "host":
         torch.cuda.synchronize()
-    elif way == "host by event":
+    elif way == "host event":
         torch.cuda.current_stream().record_event().synchronize()
     else:
         x.sum().item()

@@ -2,6 +2,8 @@
 the process.
 """
 
+import re
+
 import pytest
 
 from tests.command_line import QUIET, ok, result, trainer
@@ -16,12 +18,11 @@ WORDS = [
     *QUIET,
 ]
 PLUGIN = "plugin=tests.simulated.two_communicators"
-SILENT = "rank 1 was silent for 5 s: it is stopped"
+SILENT = r"rank 1 .*\b5 s\b"
 alike = pytest.mark.full("one of several alike")
 MUTANTS = {
-    "one timeout for both": "world.NCCL_LATER = timedelta(0)",
-    "no rank asks the others on the "
-    "host": "world.World.heartbeat = lambda _: None; world.NCCL_LATER = timedelta(0)",
+    "one timeout": "world.NCCL_LATER = timedelta(0)",
+    "no heartbeat": "world.World.heartbeat = lambda _: None; world.NCCL_LATER = timedelta(0)",
 }
 
 
@@ -32,21 +33,21 @@ def test_a_run_in_which_nobody_is_lost(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("leaves", "told"),
+    ("leaves", "pattern"),
     [
         ("card stop", SILENT),
         pytest.param("host stop", SILENT, marks=alike),
-        pytest.param("card kill", "rank 1 was killed by SIGKILL", marks=alike),
-        pytest.param("card hang", "has hung, or waits for another", marks=alike),
+        pytest.param("card kill", r"rank 1 .*\bSIGKILL\b", marks=alike),
+        pytest.param("card hang", r"rank \d: cuda:\d .*\btimeout=5\b", marks=alike),
     ],
 )
-def test_a_lost_rank_is_reported_before_a_card_gives_up(leaves, told, tmp_path):
+def test_a_lost_rank_is_reported_before_a_card_gives_up(leaves, pattern, tmp_path):
     completed = trainer(
         *WORDS, PLUGIN, f"output={tmp_path / 'run'}", env={"TRAINER_TEST_LEAVES": leaves}
     )
     assert completed.returncode == 7, completed.stdout + completed.stderr
     assert (
-        told in completed.stderr
+        re.search(pattern, completed.stderr)
         and "SIGABRT" not in completed.stderr
         and "Traceback" not in completed.stderr
     ), completed.stderr
@@ -57,9 +58,9 @@ def test_a_lost_rank_is_reported_before_a_card_gives_up(leaves, told, tmp_path):
 @pytest.mark.parametrize(
     ("mutant", "leaves"),
     [
-        ("one timeout for both", "card hang"),
-        ("one timeout for both", "card stop"),
-        ("no rank asks the others on the host", "card stop"),
+        ("one timeout", "card hang"),
+        ("one timeout", "card stop"),
+        ("no heartbeat", "card stop"),
     ],
 )
 def test_a_card_that_gives_up_first_aborts(mutant, leaves, tmp_path):
@@ -68,6 +69,5 @@ def test_a_card_that_gives_up_first_aborts(mutant, leaves, tmp_path):
     (tmp_path / "mutant.py").write_text(code + "import tests.simulated.two_communicators\n")
     words = [*WORDS, "plugin=mutant", f"output={tmp_path / 'run'}"]
     completed = trainer(*words, env={"TRAINER_TEST_LEAVES": leaves}, cwd=tmp_path)
-    assert "was killed by SIGABRT" in completed.stderr and "silent for" not in completed.stderr, (
-        completed.stderr
-    )
+    assert "SIGABRT" in completed.stderr, completed.stderr
+    assert not re.search(SILENT, completed.stderr), completed.stderr

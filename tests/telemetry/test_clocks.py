@@ -168,7 +168,7 @@ def test_a_part_that_fails_waits_for_no_device(monkeypatch):
     ledger = Ledger("other", [torch.device("cpu")])
     with pytest.raises(ZeroDivisionError), ledger.span("saving"):
         raise ZeroDivisionError
-    assert len(waits) == 1 and ledger.turn("end") == "other"
+    assert len(waits) == 1 and ledger.start_part("end") == "other"
     with ledger.span("saving"):
         pass
     assert len(waits) == 3
@@ -183,7 +183,7 @@ def test_each_second_is_of_one_part(clock):
             clock.now = 106
         clock.now = 110
     clock.now = 111
-    assert ledger.by_now() == {"start-up: ranks": 3, "steps": 7, "logging": 1}
+    assert ledger.read_seconds() == {"start-up: ranks": 3, "steps": 7, "logging": 1}
 
 
 def test_waiting_a_slow_first_step_and_steps_that_did_not_end_are_no_steps(clock):
@@ -193,7 +193,7 @@ def test_waiting_a_slow_first_step_and_steps_that_did_not_end_are_no_steps(clock
     ledger.note_steps(1, 10, 1, 0)
     clock.now = 130
     ledger.note_steps(10, 20, 0, 0)  # 2 seconds each: the first took 9
-    assert ledger.by_now() == {
+    assert ledger.read_seconds() == {
         "steps": 22,
         "waiting for data": 0,
         "start-up: first batches": 1,
@@ -211,7 +211,7 @@ def test_waiting_a_slow_first_step_and_steps_that_did_not_end_are_no_steps(clock
         "start-up: first step": 7,
         "unfinished steps": 10,
     }
-    assert ledger.by_now() == spent and sum(spent.values()) == 100
+    assert ledger.read_seconds() == spent and sum(spent.values()) == 100
 
 
 def test_the_ledger_counts_the_waiting_that_the_verdict_counts(clock):
@@ -219,10 +219,10 @@ def test_the_ledger_counts_the_waiting_that_the_verdict_counts(clock):
     clock.now = 200
     ledger.note_steps(1, 10, 6, 0)  # the first batch
     ledger.note_steps(5, 20, 5, 5)  # warm-up, which counts as long as there is nothing else
-    assert ledger.by_now()["waiting for data"] == 5
+    assert ledger.read_seconds()["waiting for data"] == 5
     ledger.note_steps(10, 30, 3, 2)
     ledger.note_peers(4)
     ledger.note_steps(10, 30, 1, 3)
-    spent = ledger.by_now()
+    spent = ledger.read_seconds()
     assert (spent["waiting for data"], spent["start-up: first batches"]) == (7, 12)
     assert sum(spent.values()) == 100

@@ -146,11 +146,11 @@ class Simulated:
         )
         self.truth /= sum(self.timer.steps)
         self.ledger = Ledger("steps")
-        self.ledger.begun -= spent
+        self.ledger.start_time -= spent
         self.strategy = self
         self.average = None
         self.position = None
-        self.draws_anew = False
+        self.is_recompute_random = False
         self.context = SimpleNamespace(example=SimpleNamespace(batch=lambda *_, **__: None))
         self.updater = SimpleNamespace(step=lambda *_, **__: self.issue(2), zero_grad=lambda: None)
         self.optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}])

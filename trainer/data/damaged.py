@@ -130,7 +130,7 @@ def _search_share(
                 lengths[task] = len(indices)
             for task in as_completed(lengths):
                 damaged += task.result()
-                progress.more(lengths[task])
+                progress.advance(lengths[task])
     finally:
         pool.shutdown(cancel_futures=True)
         progress.close()

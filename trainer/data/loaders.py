@@ -173,9 +173,9 @@ class Loader:
         self.readers = readers
         # The feed of training and the feed of evaluation.
         self._feeds: list[MemoryFeed | PhotoFeed] = []
-        self.divide(share.numbers)
+        self.set_shares(share.numbers)
 
-    def divide(self, numbers: tuple[float, ...]) -> None:
+    def set_shares(self, numbers: tuple[float, ...]) -> None:
         """Divide batches among the shares in proportion to `numbers`, from the next batch on."""
         recipe = self._recipe
         datasets = self._datasets

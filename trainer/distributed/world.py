@@ -49,7 +49,7 @@ class World:
         device: first device of this rank.
         threads: number of CPU threads.
         devices: name of the device of each rank in rank order, once `connect` has returned.
-        drives: all devices of this rank.
+        local_devices: all devices of this rank.
         shared: whether ranks of this machine share a GPU.
         nccl: whether tensors on GPUs are exchanged by NCCL.
         timeout: seconds for which a rank or a device may be silent, once `connect` was called.
@@ -60,7 +60,7 @@ class World:
     device: torch.device
     threads: int
     devices: tuple[str, ...]
-    drives: tuple[torch.device, ...] = ()
+    local_devices: tuple[torch.device, ...] = ()
     shared: bool = False
     nccl: bool = False
     timeout: float = 600.0
@@ -69,7 +69,7 @@ class World:
         self.rank = self.place.rank
         self.size = self.place.size
         self.is_main = self.place.is_main
-        self.drives = self.drives or (self.device,)
+        self.local_devices = self.local_devices or (self.device,)
         self.grid = Grid(self.rank, {"replicas": self.size})
         # Groups by dimension. A dimension of all ranks uses the default group, which is not listed.
         self._groups: dict[str, list[Any]] = {}
@@ -267,9 +267,9 @@ class World:
 
     def driven(self) -> dict[str, torch.device]:
         """Return the devices of this rank by name. Repeated devices are included once."""
-        if len(self.drives) < 2:
+        if len(self.local_devices) < 2:
             return {self.name: self.device}
-        return {str(device): device for device in self.drives}
+        return {str(device): device for device in self.local_devices}
 
     def sharing(self) -> int:
         """Return the number of ranks on this rank's device. On a CPU, all local ranks share it."""
@@ -472,7 +472,7 @@ class World:
 
             # Gloo sums tensors on the CPU, and raises an error if a peer is gone.
             self.sum_(torch.zeros(1))
-        check_devices(self.drives, self.rank, self.size, self.timeout)
+        check_devices(self.local_devices, self.rank, self.size, self.timeout)
 
     def barrier(self) -> None:
         """Wait until all ranks have called this. Collective."""

@@ -66,7 +66,7 @@ class Strategy(ModelState, Measures):
         Measures.__init__(self, context)
         self.task = context.task
         share = context.share or self.data_share(self.recipe, self.world)
-        self.divide(share)
+        self.set_shares(share)
         # Results of measurements go into the run folder, so that a resumed run uses the same plan.
         self.tuned = dict(context.tuned)
         # A captured pass contains no collective, so `reduce_gradients` sums the gradients after it.
@@ -76,11 +76,11 @@ class Strategy(ModelState, Measures):
             and cuda_graphs.has_cuda_graphs(self.device)
         )
         # True if a pass with sync=False contains no collective.
-        self.passes_apart = True
+        self.has_local_passes = True
         # Runs of blocks whose activations are recomputed.
         self.recomputed: Sequence[Run] = ()
         # True if the recomputed blocks draw random numbers.
-        self.draws_anew = False
+        self.is_recompute_random = False
 
     # The methods that a new mode overrides (and three in `state.py`).
 
@@ -148,7 +148,7 @@ class Strategy(ModelState, Measures):
             numbers=fixed_shares(recipe),
         )
 
-    def divide(self, share: DataShare) -> None:
+    def set_shares(self, share: DataShare) -> None:
         """Set the part of every global batch that this rank computes, from the next pass on."""
         self.share = share
         self.divisor: float = 1
@@ -180,7 +180,7 @@ class Strategy(ModelState, Measures):
                 f"recompute: use {ALTERNATIVE}"
             )
         self.recomputed = runs[: self.context.recomputed]
-        self.recomputes = f"{len(self.recomputed)} of {len(runs)} blocks"
+        self.recompute_description = f"{len(self.recomputed)} of {len(runs)} blocks"
         others = runs[len(self.recomputed) :]
         self.note_draws(recompute_proven(self.context, model, self.recomputed, others))
 
@@ -190,7 +190,7 @@ class Strategy(ModelState, Measures):
         Raises:
             RecipeError: the blocks draw random numbers, and `graphs=true` would capture them.
         """
-        self.draws_anew = draws
+        self.is_recompute_random = draws
         if draws and self.recipe.graphs is True and cuda_graphs.has_cuda_graphs(self.device):
             raise RecipeError(
                 f"graphs=true is not possible here: model.name={self.recipe.model.name} draws "
@@ -305,7 +305,7 @@ class Strategy(ModelState, Measures):
         norm = torch.nn.utils.get_total_norm(gradients)
         if self.divided_along is None:
             return norm
-        squared = norm.float().square().to(self.home)
+        squared = norm.float().square().to(self.gradient_device)
         return self.world.sum_(squared, self.divided_along).sqrt()
 
     def reduce_overflow(self, flag: Tensor) -> None:

@@ -174,7 +174,7 @@ class DistributedDataParallel(Strategy):
             self.wrapped.register_comm_hook(
                 self.world.size, lambda ranks, bucket: average_in_bf16(bucket, ranks)
             )
-        self.passes_apart = not (
+        self.has_local_passes = not (
             self._broadcasts or self.recipe.sync_bn or self.wrapped.static_graph
         )
         # DDP rebuilds its buckets after its first backward pass, and with three ranks or more the

@@ -50,7 +50,7 @@ class DataParallel(Strategy):
         self.wrapped: nn.Module = Replica(self.module, self.context.in_precision, self.recomputed)
         # Torch would use GPUs even if `devices` in the recipe is the CPU.
         if not self.passes_through:
-            device_ids = [device.index for device in self.world.drives]
+            device_ids = [device.index for device in self.world.local_devices]
             self.wrapped = nn.DataParallel(self.wrapped, device_ids)
         self.shapes = self._describe_shapes()
 
@@ -90,7 +90,7 @@ class DataParallel(Strategy):
         )
 
     def notes(self) -> dict[str, str]:
-        devices = len(self.world.drives)
+        devices = len(self.world.local_devices)
         if self.passes_through:
             cards = max(2, devices)
             rows = "+".join(map(str, split_rows(self.context.example.rows, cards)))
@@ -108,5 +108,5 @@ class DataParallel(Strategy):
         return {"note": note, "shapes": self.shapes}
 
     def result_fields(self) -> dict[str, Any]:
-        devices = 1 if self.passes_through else len(self.world.drives)
+        devices = 1 if self.passes_through else len(self.world.local_devices)
         return {"data_parallel": {"devices": devices, "pass_through": self.passes_through}}

@@ -100,7 +100,7 @@ class FullyShardedDataParallel(Strategy):
         policy = OffloadPolicy()
         if self.recipe.fsdp.offload and self.device.type == "cuda":
             policy = CPUOffloadPolicy()
-            self.home = torch.device("cpu")
+            self.gradient_device = torch.device("cpu")
             self.readers = [self.device]
         self.mesh = self.world.mesh()
         whole_storages: list[tuple[str, Storage]] = []
@@ -142,7 +142,7 @@ class FullyShardedDataParallel(Strategy):
             raise self._refuse(reason)
 
     def connect(self) -> None:
-        self.passes_apart = False
+        self.has_local_passes = False
         # Torch's DTensors by name, and this rank's rows of them.
         self.sharded = dict(self.module.named_parameters())
         self._local: dict[str, nn.Parameter] = {}

@@ -51,13 +51,13 @@ class Measures:
         self.averaging = Stopwatch(context.world.device)
         # `step_graphs` sets this to True if it measures whole passes itself. Those of steps that
         # may be replayed contain no collective either.
-        self.times_passes = False
+        self.is_timed_by_graphs = False
         # Description of the blocks whose activations are recomputed, for reports.
-        self.recomputes: str | None = None
+        self.recompute_description: str | None = None
 
     def watched_forward(self) -> AbstractContextManager[None]:
         """Return a context that measures the time of a forward pass in training."""
-        if self.times_passes:
+        if self.is_timed_by_graphs:
             return nullcontext()
         return self.forward_watch or nullcontext()
 

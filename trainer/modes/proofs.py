@@ -267,5 +267,5 @@ def _own_rows(state: ModelState, gradients: Tensors) -> tuple[Tensors, float]:
             gradient = torch.empty(piece.shape, dtype=dtype, device=state.device)
         whole = world.broadcast_(gradient.contiguous())
         rows = whole.narrow(0, piece.start, len(piece.local))
-        expected[name] = rows.to(state.home) * world.size
+        expected[name] = rows.to(state.gradient_device) * world.size
     return expected, norm * world.size

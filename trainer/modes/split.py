@@ -21,11 +21,11 @@ class Split(CapturablePipeline):
     """
 
     def describe_pipe(self, rows: int) -> Pipe:
-        workers = len(self.world.drives)
+        workers = len(self.world.local_devices)
         return Pipe(workers, ((IN_TURN, workers),), rows, (1,))
 
     def outputs(self, inputs: Tensor) -> Tensor:
-        for stage, device in zip(self.stages.values(), self.world.drives, strict=True):
+        for stage, device in zip(self.stages.values(), self.world.local_devices, strict=True):
             inputs = self.run_stage(stage, inputs.to(device, non_blocking=True))
         return inputs.to(self.device, non_blocking=True)
 

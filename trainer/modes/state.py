@@ -33,7 +33,7 @@ class ModelState:
         self.world = context.world
         self.device = self.world.device
         # Device of parameters, gradients and optimizer states between passes.
-        self.home = self.device
+        self.gradient_device = self.device
         # True if the replicas' weights are equal to the bit after the latest step.
         self.has_equal_weights = self.recipe.traits.same_maths
 

@@ -78,9 +78,9 @@ class NullFolder:
         self.resolved_keys: dict[str, Any] = {}
 
     def check(self) -> None: ...
-    def keep_tuned(self, tuned: Mapping[str, Any]) -> None: ...
+    def write_tuned(self, tuned: Mapping[str, Any]) -> None: ...
 
-    def tuned(self, warn: Callable[[str], None]) -> dict[str, Any]:
+    def read_tuned(self, warn: Callable[[str], None]) -> dict[str, Any]:
         return {}
 
     def previous_result(self, warn: Callable[[str], None]) -> dict[str, Any]:
@@ -298,14 +298,14 @@ class RunFolder(NullFolder):
         """Read the result.json of the previous attempt. Returns {} if it is missing or damaged."""
         return read_json_or_empty(self.path / "result.json", warn)
 
-    def tuned(self, warn: Callable[[str], None]) -> dict[str, Any]:
+    def read_tuned(self, warn: Callable[[str], None]) -> dict[str, Any]:
         """Read the settings that a previous attempt has tuned, such as the number of micro-batches.
 
         Returns {} if there are none or their file is damaged.
         """
         return read_json_or_empty(self.path / "tuning.json", warn)
 
-    def keep_tuned(self, tuned: Mapping[str, Any]) -> None:
+    def write_tuned(self, tuned: Mapping[str, Any]) -> None:
         """Save tuned settings for later attempts."""
         if tuned:
             write_atomically(self.path / "tuning.json", json.dumps(tuned, indent=2) + "\n")

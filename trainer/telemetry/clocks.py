@@ -400,8 +400,8 @@ class Ledger:
         """Start the clock with the activity `part`."""
         self.devices = devices
         self.seconds: dict[str, float] = {}
-        self.begun = time.perf_counter()
-        self._since = self.begun
+        self.start_time = time.perf_counter()
+        self._since = self.start_time
         self._part = part
         # Seconds of the first step, until those of the next ones are known.
         self._first: float | None = None
@@ -410,7 +410,7 @@ class Ledger:
         # Seconds of waiting for peers that waited for data.
         self._peers = 0.0
 
-    def turn(self, part: str, at: float | None = None) -> str:
+    def start_part(self, part: str, at: float | None = None) -> str:
         """Start the activity `part` and return the previous one.
 
         Args:
@@ -424,9 +424,9 @@ class Ledger:
         self._part = part
         return before
 
-    def by_now(self) -> dict[str, float]:
+    def read_seconds(self) -> dict[str, float]:
         """Return the seconds of each part so far."""
-        self.turn(self._part)
+        self.start_part(self._part)
         return dict(self.seconds)
 
     @contextmanager
@@ -437,12 +437,12 @@ class Ledger:
         has exited.
         """
         synchronise(self.devices)
-        before = self.turn(part, time.perf_counter())
+        before = self.start_part(part, time.perf_counter())
         try:
             yield
             synchronise(self.devices)
         finally:
-            self.turn(before, time.perf_counter())
+            self.start_part(before, time.perf_counter())
 
     def note_steps(self, steps: int, seconds: float, waited: float, counted: float) -> None:
         """Note that a window of steps has ended.
@@ -466,7 +466,7 @@ class Ledger:
         self._first = None
         if self._ended == 0.0:
             self._first = mean
-        self._ended = self.by_now()[STEPS]
+        self._ended = self.read_seconds()[STEPS]
 
     def note_peers(self, seconds: float) -> None:
         """Note `seconds` of waiting for peers that themselves waited for data."""
@@ -475,7 +475,7 @@ class Ledger:
 
     def note_failure(self) -> None:
         """Note that the steps since the last window will not end."""
-        unfinished = max(0.0, self.by_now().get(STEPS, 0.0) - self._ended)
+        unfinished = max(0.0, self.read_seconds().get(STEPS, 0.0) - self._ended)
         self._move(unfinished, STEPS, UNFINISHED)
 
     def _move(self, seconds: float, source: str | None, target: str) -> None:

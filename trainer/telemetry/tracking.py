@@ -95,7 +95,7 @@ class Tracker(NullTracker):
         self.folder = folder
         self.path = folder.path
         ledger = ledger or Ledger(OTHER)
-        self.journal = Journal(folder.path, folder.check, ledger.by_now, ours)
+        self.journal = Journal(folder.path, folder.check, ledger.read_seconds, ours)
         self._bar: Any = None
         self._steps: StepsFile | None = None
         self._events: Any = None
@@ -362,15 +362,15 @@ class Progress:
         self._start = time.monotonic()
         self._next = self._start + first
 
-    def more(self, count: int = 1) -> None:
+    def advance(self, count: int = 1) -> None:
         """Count `count` more items as done."""
-        self.left(self._total - self._done - count)
+        self.set_remaining(self._total - self._done - count)
 
-    def due(self) -> bool:
-        """Return whether calling `left` now would change the display."""
+    def is_due(self) -> bool:
+        """Return whether calling `set_remaining` now would change the display."""
         return self._show and time.monotonic() >= self._next
 
-    def left(self, count: int) -> None:
+    def set_remaining(self, count: int) -> None:
         """Set the number of items that are not done yet."""
         new = self._total - count - self._done
         self._done = self._total - count

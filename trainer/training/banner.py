@@ -123,8 +123,8 @@ def build_banner(
     shape = " x ".join(map(str, data.inputs.shape))
     options = [precision.resolve_precision(recipe.precision, world.device)]
     options += [key for key in ("channels_last", "compile", "sync_bn") if getattr(recipe, key)]
-    if strategy.recomputes:
-        options.append(f"recompute {strategy.recomputes}")
+    if strategy.recompute_description:
+        options.append(f"recompute {strategy.recompute_description}")
     if recipe.ema is not None:
         options.append(f"ema {recipe.ema}")
     lines = {
@@ -232,7 +232,7 @@ def warn_of_small_batch_norm(strategy: Strategy, has_batch_norm: bool) -> str | 
     elif share_count > 1 and "sync_bn" not in recipe.traits.refuses:
         remedies.insert(0, "sync_bn=true")
     elif recipe.traits.exchanges == "copies" and strategy.world.device.type == "cuda":
-        rows = -(-rows // len(strategy.world.drives))
+        rows = -(-rows // len(strategy.world.local_devices))
         remedies.insert(0, "mode=ddp sync_bn=true")
     elif recipe.traits.micro_batches:
         whole = rows

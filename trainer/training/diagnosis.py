@@ -57,7 +57,7 @@ def diagnose(
     strategy = state.strategy
     timer = observer.timer
     ledger = observer.ledger
-    spent = time.perf_counter() - ledger.begun
+    spent = time.perf_counter() - ledger.start_time
     speed = timer.summary(loader.samples_per_step)
     seconds = list_seconds(ledger)
     if world.broadcast_object(speed.step_time_s is None):
@@ -133,7 +133,7 @@ def diagnose(
         max(1, count_cores() // loader.readers),
         loader.workers,
         world.device.type == "cuda",
-        graphs_might_help and not strategy.draws_anew,
+        graphs_might_help and not strategy.is_recompute_random,
         len(datasets.train),
         reading,
     )
@@ -187,7 +187,7 @@ def _measure_device_seconds(
         # The first round warms up and is not held. The second round is measured.
         for hold_seconds in (0.0, seconds):
             world.barrier()
-            for device in dict.fromkeys(world.drives):
+            for device in dict.fromkeys(world.local_devices):
                 with torch.cuda.device(device):
                     cycles = int(CYCLES * hold_seconds)
                     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
@@ -200,5 +200,5 @@ def _measure_device_seconds(
             if state.average is not None:
                 state.average.update(state.position.step)
             end = record_event()
-            synchronise(world.drives)
+            synchronise(world.local_devices)
     return pieces * begin.elapsed_time(middle) / 1e3, middle.elapsed_time(end) / 1e3

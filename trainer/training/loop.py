@@ -238,10 +238,10 @@ def update_shares(run: Run, epoch_begins: bool) -> bool:
         return False
     strategy = run.strategy
     share = replace(strategy.share, numbers=tuple(rows))
-    strategy.divide(share)
+    strategy.set_shares(share)
     example = replace(strategy.context.example, rows=rows[share.index])
     strategy.context = replace(strategy.context, example=example)
-    run.loader.divide(strategy.share.numbers)
+    run.loader.set_shares(strategy.share.numbers)
     # Captured steps, timers and observations are for the old shapes.
     run.steps.forget()
     run.forward.close()

@@ -114,7 +114,7 @@ def describe_needs(resolved: Resolved, state: TrainState) -> str:
         remedies.append("recompute=true, which is slower")
     if (
         traits.exchanges == "shards"
-        and state.strategy.home.type == "cuda"
+        and state.strategy.gradient_device.type == "cuda"
         and recipe.precision != "fp16"
         and world.size > 1
     ):
@@ -182,7 +182,7 @@ def resolve_and_build(opened: Opened, build: Callable[[Resolved], Run]) -> Run:
     tracker = opened.tracker
     world = opened.world
     recipe, recomputed = choose_recompute(opened)
-    tuned = world.broadcast_object(tracker.folder.tuned(tracker.say))
+    tuned = world.broadcast_object(tracker.folder.read_tuned(tracker.say))
 
     def resolve(chosen: Recipe) -> Resolved:
         return Resolved(**{**vars(opened), "recipe": chosen}, recomputed=recomputed, tuned=tuned)
@@ -191,7 +191,7 @@ def resolve_and_build(opened: Opened, build: Callable[[Resolved], Run]) -> Run:
         run = build(resolve(recipe))
         run.strategy.tuned.pop(KEPT, None)
         return run
-    devices = [(device.type, total_memory(device)) for device in world.drives]
+    devices = [(device.type, total_memory(device)) for device in world.local_devices]
 
     def describe_purpose(recompute: object) -> str:
         return (
@@ -287,8 +287,8 @@ def _measure_load(run: Run, rows: int, passes: int) -> float:
     """
     strategy = run.strategy
     world = run.world
-    devices = world.drives
-    apart = strategy.passes_apart
+    devices = world.local_devices
+    apart = strategy.has_local_passes
     example = strategy.context.example
     load = 0.0
     forget_memory(devices)
@@ -328,14 +328,14 @@ def undo_on_out_of_memory(run: Run) -> Iterator[None]:
         yield
         return
     before = [flatten_tensors(buffers) for buffers in run.buffers]
-    states = read_random_states(run.world.drives)
+    states = read_random_states(run.world.local_devices)
     try:
         yield
     except Exception as error:
         if is_out_of_memory(error):
             for row, buffers in zip(before, run.buffers, strict=True):
                 unflatten_into(row, buffers)
-            restore_random_states(states, run.world.drives)
+            restore_random_states(states, run.world.local_devices)
             run.repeatable = True
         raise
 

@@ -197,7 +197,7 @@ def compare_epochs(resolved: Resolved, strategy: Strategy) -> None:
     if not any(_overrides_train(part) for module in modules for part in module.modules()):
         return
     states = []
-    with restore_after(modules, *resolved.world.drives, weights=True):
+    with restore_after(modules, *resolved.world.local_devices, weights=True):
         for _ in range(2):
             for module in modules:
                 module.eval()

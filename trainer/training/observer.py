@@ -76,8 +76,8 @@ class Observer:
         self.tracker = tracker
         self.ledger = ledger
         self.model = model
-        self.ledger.devices = world.drives
-        self.timer = StepTimer(world.drives, recipe.logging.warmup_steps)
+        self.ledger.devices = world.local_devices
+        self.timer = StepTimer(world.local_devices, recipe.logging.warmup_steps)
         self.noticed = Noticed(StrainMeter(world.place.local_size))
         # Peak bytes by device name.
         self.memory: dict[str, int] = {}

@@ -307,7 +307,7 @@ class RankState(Part):
         else:
             unlogged = torch.zeros(0)
         return {
-            **read_random_states(self.world.drives),
+            **read_random_states(self.world.local_devices),
             "unlogged": unlogged,
             **self._mode_tensors(),
         }
@@ -343,7 +343,7 @@ class RankState(Part):
             self._restore_losses(total if self.world.is_main else total * 0)
             return
         stored = _rank_tensors(saved, self.world.rank)
-        if fresh := restore_random_states(stored, self.world.drives):
+        if fresh := restore_random_states(stored, self.world.local_devices):
             self.say(
                 f"  the checkpoint has no random states of {', '.join(map(str, fresh))}: random "
                 "numbers there (dropout) continue from this run's seed"

@@ -105,7 +105,7 @@ class ReplicaComparison:
             return
         weights = strategy.named_parameters().items()
         named = {name: weight.detach() for name, weight in weights if weight.numel()}
-        digests = compute_digests(named.values(), strategy.home)
+        digests = compute_digests(named.values(), strategy.gradient_device)
         first_digests = world.broadcast_(digests.clone(), "replicas")
         if not world.max_((digests != first_digests).sum()):
             return

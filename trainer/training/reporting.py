@@ -150,7 +150,7 @@ def compute_idle_share(strategy: Strategy, measured: float) -> float:
         # The stages of one process on a CPU work in turn, so none of them idles.
         return 0.0
     if strategy.recipe.traits.one_stage_at_a_time:
-        return 1 - 1 / len(set(world.drives))
+        return 1 - 1 / len(set(world.local_devices))
     return measured
 
 
@@ -261,8 +261,8 @@ def _describe_best(task: Task, history: History) -> str:
 
 def list_seconds(ledger: Ledger) -> dict[str, float]:
     """Return the seconds of this attempt by activity. "steps" is the rest."""
-    spent = ledger.by_now()
-    total = time.perf_counter() - ledger.begun
+    spent = ledger.read_seconds()
+    total = time.perf_counter() - ledger.start_time
     start_up = sum(seconds for name, seconds in spent.items() if name.startswith(START))
     others = {
         "start-up": start_up,
@@ -361,7 +361,7 @@ def build_result(
             "best_epoch": None if history.best_epoch is None else history.best_epoch + 1,
             **figures,
             "graphs": graphs,
-            "recompute": strategy.recomputes,
+            "recompute": strategy.recompute_description,
             "peak_memory_bytes": observer.memory,
             "mfu": mfu,
             "pipeline": None,

@@ -93,7 +93,7 @@ def prepare(
         run = memory_keys.resolve_and_build(opened, build_from_states)
     with claimed.part("logging"):
         begin(run)
-    ledger.turn(OTHER)
+    ledger.start_part(OTHER)
     return run
 
 
@@ -329,7 +329,7 @@ def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, ledg
     reading_ranks = int(world.sum_(reads).item())
     readers = max(1, world.place.local_size * reading_ranks // world.size)
     loader = Loader(data, recipe, resolved.task, share, world.device, readers)
-    state = TrainState(resolved, strategy, updater, ledger.begun)
+    state = TrainState(resolved, strategy, updater, ledger.start_time)
     observer = Observer(recipe, world, resolved.tracker, ledger, facts)
     return Run(resolved, state, observer, loader, interrupts, callbacks)
 
@@ -359,7 +359,7 @@ def begin(run: Run) -> None:
     tracker = run.tracker
     # The first call reads the user's source files. It is made here, before the user edits them.
     hash_user_code()
-    tracker.folder.keep_tuned(run.strategy.tuned)
+    tracker.folder.write_tuned(run.strategy.tuned)
     seed_ranks(recipe.seed, run.world.rank)
     if data.holdout_table is not None:
         tracker.keep(HOLDOUT_FILE, data.holdout_table)
@@ -422,7 +422,7 @@ def place_model(context: Context, model: nn.Module) -> tuple[Strategy, Updater]:
     strategy.setup(model)
     parameters = strategy.named_parameters()
     optimizer = build_optimizer(parameters, recipe.optimizer, roles)
-    updater = Updater(optimizer, recipe, strategy.home, scaler, roles)
+    updater = Updater(optimizer, recipe, strategy.gradient_device, scaler, roles)
     updater.frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
     return strategy, updater
 

@@ -158,7 +158,7 @@ class Snapshots:
                 parts[part.name] = {}
                 for name, tensor in part.tensors().items():
                     parts[part.name][name] = Shard(tensor, tensor.shape)
-        return on_host(self.saver, parts, world.drives)
+        return on_host(self.saver, parts, world.local_devices)
 
     def _begin(self, sealed: bool) -> tuple[Path, Path | None, bool]:
         """Start a checkpoint on rank 0.

@@ -119,11 +119,11 @@ class GraphSteps(EagerSteps):
         # None after captures were given up for good.
         self.recorder: StepRecorder | None = cuda_graphs.StepRecorder(strategy.device)
         # A graph belongs to one device, so for a model on several the optimizer's part is eager.
-        self._one_device = len(set(strategy.world.drives)) == 1
+        self._one_device = len(set(strategy.world.local_devices)) == 1
         super().__init__(strategy, updater)
         self.recipe = recipe
         self._say = say
-        strategy.times_passes = True
+        strategy.is_timed_by_graphs = True
         # Why steps are eager although they could have been captured.
         self._reason: str | None = None
         # Value of `cuda_graphs.recoveries` when the step was captured.
@@ -148,7 +148,7 @@ class GraphSteps(EagerSteps):
     def _set_rates(self) -> None:
         on_device = self.recorder is not None and self._one_device
         self.rates = LearningRates(
-            self.updater.optimizer, self.strategy.home if on_device else None
+            self.updater.optimizer, self.strategy.gradient_device if on_device else None
         )
 
     def check(self) -> None:
@@ -232,7 +232,7 @@ class GraphSteps(EagerSteps):
                 self.updater.zero_grad()
             if self._evidence is not None:
                 return self._observed_pass(self._evidence, batch, weight, sync)
-            with self.recorder.aside():
+            with self.recorder.on_side_stream():
                 return self.strategy.forward_backward(batch, weight, sync)
 
     def update(self, loss: Tensor, want_norm: bool) -> Tensor | None:
@@ -273,13 +273,13 @@ class GraphSteps(EagerSteps):
         """Begin to collect evidence of this eager step."""
         if (hook := find_own_hook(self.strategy.modules())) is not None:
             raise NotCapturable(f"a {hook} would not be called by a replay")
-        if self.strategy.draws_anew:
+        if self.strategy.is_recompute_random:
             raise NotCapturable(
                 "recompute=true restores random states for its blocks, which a capture forbids"
             )
         state = collect_live_state(self.strategy, self.updater)
         needed = MAX_COPIES * count_bytes(*self.updater.parameters, *state.values())
-        free = min(map(_free_memory, self.strategy.world.drives))
+        free = min(map(_free_memory, self.strategy.world.local_devices))
         if needed > free:
             raise NotCapturable(
                 f"the comparison with a replay needs {needed / 2**30:.2f} GiB, and "
@@ -296,10 +296,10 @@ class GraphSteps(EagerSteps):
     ) -> Tensor:
         """Compute an eager pass, and give up captures if a replay could not compute it."""
         assert self.recorder is not None
-        devices = self.strategy.world.drives
+        devices = self.strategy.world.local_devices
         before = self._host_state()
         random_before = read_random_states(devices)
-        with self.recorder.aside(), self.recorder.rehearsal() as waits:
+        with self.recorder.on_side_stream(), self.recorder.listing_waits() as waits:
             loss = self.strategy.forward_backward(batch, weight, sync)
         random = (random_before, read_random_states(devices))
         evidence.passes.append(EagerPass(batch, weight, sync, random, loss))
@@ -314,7 +314,7 @@ class GraphSteps(EagerSteps):
         return loss
 
     def _host_state(self) -> dict[str, object]:
-        device_types = {device.type for device in self.strategy.world.drives}
+        device_types = {device.type for device in self.strategy.world.local_devices}
         return read_host_state(self.strategy.modules(), device_types)
 
     def _eager_update(self, loss: Tensor, want_norm: bool) -> Tensor | None:
@@ -322,12 +322,12 @@ class GraphSteps(EagerSteps):
         recorder = self.recorder
         assert recorder is not None
         if evidence is None:
-            with recorder.aside():
+            with recorder.on_side_stream():
                 return self.updater.step(loss, self.strategy, want_norm)
         evidence.reduced = evidence.gradients
         if self.strategy.exchanges_after_passes:
             evidence.reduced = copy_list([p.grad for p in self.updater.parameters])
-        with recorder.aside(), recorder.rehearsal() as waits:
+        with recorder.on_side_stream(), recorder.listing_waits() as waits:
             norm = self.updater.step(loss, self.strategy, want_norm)
         evidence.after = copy_named(collect_live_state(self.strategy, self.updater))
         if waits and self._one_device:
@@ -342,7 +342,7 @@ class GraphSteps(EagerSteps):
         During the capture, the learning rate and the images differ from those of the evidence. So
         the comparison also finds a graph that has captured these values as constants.
         """
-        devices = self.strategy.world.drives
+        devices = self.strategy.world.local_devices
         states = read_random_states(devices)
         try:
             self._capture_step(evidence)
@@ -413,7 +413,7 @@ class GraphSteps(EagerSteps):
     def _replay_evidence(self, evidence: Evidence) -> StepResult:
         """Replay the step of the evidence with its micro-batches and random numbers."""
         captured = self.captured
-        devices = self.strategy.world.drives
+        devices = self.strategy.world.local_devices
         losses = list[Tensor]()
         assert captured is not None
         self.rates.set(evidence.lr)
@@ -444,7 +444,7 @@ class GraphSteps(EagerSteps):
         # The optimizer's part may have given up captures.
         if self.recorder is None:
             return
-        seconds = tuner.add(self.recorder.now(), self._replays)
+        seconds = tuner.add(self.recorder.record_event(), self._replays)
         if seconds is None:
             return
         self._tuner = None

@@ -34,7 +34,7 @@ class StepTuner:
         self._replay_ends: list[Any] = []
 
     def add(self, end: Any, is_replay: bool) -> StepSeconds | None:
-        """Note the end of a step, a moment from `StepRecorder.now`.
+        """Note the end of a step, a moment from `StepRecorder.record_event`.
 
         Returns:
             The seconds of both kinds of steps, once enough replays are timed. The host waits for

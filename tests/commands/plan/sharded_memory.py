@@ -68,7 +68,7 @@ def main(folder, *words):
     strategy, batch = real(recipe, world)
     parameters = strategy.named_parameters()
     optimizer = build_optimizer(parameters, recipe.optimizer)
-    updater = Updater(optimizer, recipe, strategy.home, None)
+    updater = Updater(optimizer, recipe, strategy.gradient_device, None)
     state = [*name_optimizer_state(optimizer, parameters).values()]
     known_names = [
         *parameters.values(),

@@ -79,7 +79,7 @@ class Child:
             if isinstance(fault, BaseException):
                 raise fault
             with self.path.with_name(f"{self.path.name}.log").open("a") as log:
-                log.write(f"hello\ntrainer: error: it broke in {self.words['mode']}\n")
+                log.write(f"hello\ntrainer: error: broken {self.words['mode']}\n")
             self.code = self._end("failed", fault)
         elif self.code is None:
             self.code = self._end("preempted", 143) if self.stopped else self._end("completed", 0)

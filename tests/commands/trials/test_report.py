@@ -24,7 +24,8 @@ def test_other_programs_are_noticed():
         seen = others.cores()
         spinning.kill()
     assert seen > 0.3
-    assert "other processes used" in busy_warnings(seen)[0]
+    (warning,) = busy_warnings(seen)
+    assert f" {seen:.1f} of {resources.count_cores()} cores" in warning
     assert busy_warnings(0.1) == busy_warnings(None) == []
 
 

@@ -45,7 +45,7 @@ class Several(CpuRecorder):
         super().__init__(device)
         self.others = {}
 
-    def beside(self, device):
+    def for_device(self, device):
         if device == self.device:
             return self
         if device not in self.others:
@@ -63,7 +63,7 @@ def setup(self, model):
     _setup(self, model)
     for number, lane in enumerate(self.lanes):
         lane.device = torch.device("cpu", number) if number else self.device
-    self.world.drives = tuple(lane.device for lane in self.lanes)
+    self.world.local_devices = tuple(lane.device for lane in self.lanes)
 
 
 def probe(self, traced, rows):

@@ -353,7 +353,7 @@ def steps_of_shards(offload, home):
     parameters = strategy.named_parameters()
     optimizer = build_optimizer(parameters, recipe.optimizer)
     norms = []
-    updater = Updater(optimizer, recipe, home or strategy.home, None)
+    updater = Updater(optimizer, recipe, home or strategy.gradient_device, None)
     for _ in range(2):
         strategy.train()
         loss = strategy.forward_backward(
@@ -419,12 +419,12 @@ def recorded(machine):
     recorder = StepRecorder(CARD)
     x = torch.zeros(3, device=CARD)
     x.add_(1)
-    with recorder.aside():
+    with recorder.on_side_stream():
         y = x * 2
     y.add_(1)
     replay, total = recorder.record(lambda: x.mul_(2).sum())
-    begun = recorder.now()
+    begun = recorder.record_event()
     replay()
-    expect(seconds_between(begun, recorder.now()) >= 0 and total.item() == 6)
+    expect(seconds_between(begun, recorder.record_event()) >= 0 and total.item() == 6)
     replay()
     recorder.close()

@@ -95,7 +95,7 @@ class Comparison:
         stored_length = read_json_or_empty(self.folder / FILE).get("length")
         if stored_length:
             self.length = Length(**stored_length)
-        self.begun = time.perf_counter()
+        self.start_time = time.perf_counter()
         self.others = OtherProcesses()
         self.progress = TrialsProgress(len(self._runnable()) * (self.repeats + 1))
 
@@ -303,7 +303,7 @@ class Comparison:
             "other_programs_cores": busy_cores,
             "machine": read_machine(),
             "versions": results[0]["versions"] if results else {},
-            "seconds": time.perf_counter() - self.begun,
+            "seconds": time.perf_counter() - self.start_time,
         }
         page = comparison_table.as_markdown(report)
         csv_rows = comparison_table.build_csv_rows(report["entries"])

@@ -124,7 +124,7 @@ class Proving:
     def __init__(self, folder: Path, devices: Devices, minutes: float) -> None:
         self.folder = folder
         self.minutes = minutes
-        self.begun = time.monotonic()
+        self.start_time = time.monotonic()
         # A wrong outcome counts until the check runs again.
         outcomes = load_outcomes(folder)
         self.runner = CheckRunner(folder, devices, outcomes)
@@ -191,7 +191,7 @@ class Proving:
 
         Checks are chosen by priority. One that does not fit may leave time for a shorter one.
         """
-        left = 60 * self.minutes - (time.monotonic() - self.begun)
+        left = 60 * self.minutes - (time.monotonic() - self.start_time)
         chosen = set()
         for check in sorted(self.waiting, key=lambda check: check.priority):
             seconds = self._estimate([check])

@@ -119,7 +119,7 @@ class Sweeping:
     command: str
 
     def __post_init__(self) -> None:
-        self.begun = time.monotonic()
+        self.start_time = time.monotonic()
         space = self.space
         self.metric = choose_metric(space)
         seconds_to_stop = space.base.grace + SAVE_SECONDS
@@ -259,7 +259,7 @@ class Sweeping:
             "trials": [asdict(row) for row in rows],
             "conclusion": results.draw_conclusion(rows, space.repeats, self.metric),
             "best": None,
-            "seconds": time.monotonic() - self.begun,
+            "seconds": time.monotonic() - self.start_time,
             "versions": list_versions(),
         }
         if rows and rows[0].status == "done":

@@ -111,7 +111,7 @@ class _RunningTrial:
     place: int
     child: subprocess.Popen[str]
     stack: ExitStack
-    begun: float
+    start_time: float
 
 
 @dataclass
@@ -241,7 +241,7 @@ class TrialEngine:
     def _poll(self, running: _RunningTrial) -> TrialOutcome | None:
         """Return the outcome of a run that has ended or hangs, otherwise None."""
         code = running.child.poll()
-        seconds = time.perf_counter() - running.begun
+        seconds = time.perf_counter() - running.start_time
         if code is None:
             if seconds > self.timeout:
                 line = f"it did not end within {self.timeout:.0f} s"

@@ -117,7 +117,7 @@ class TrialsProgress:
         self.total = total
         self.done = 0
         self.ran = 0
-        self.begun = time.monotonic()
+        self.start_time = time.monotonic()
 
     def tell(self, what: str, outcome: TrialOutcome, news: str) -> None:
         """Print the line of a trial: `news` if it succeeded, otherwise its error."""
@@ -125,7 +125,7 @@ class TrialsProgress:
         duration = ""
         if outcome.seconds is not None:
             self.ran += 1
-            elapsed = time.monotonic() - self.begun
+            elapsed = time.monotonic() - self.start_time
             left = (self.total - self.done) * elapsed / self.ran
             duration = f", {outcome.seconds:.0f} s; {tqdm.format_interval(left)} left"
         if outcome.error is not None:
@@ -177,7 +177,7 @@ class OtherProcesses:
     """Meter of the CPU time that other processes use after its creation."""
 
     def __init__(self) -> None:
-        self.begun = time.perf_counter()
+        self.start_time = time.perf_counter()
         self.busy = host.read_core_seconds()[0]
         self.ours = _own_core_seconds()
 
@@ -187,7 +187,7 @@ class OtherProcesses:
         if not busy or not self.busy:
             return None
         ours = _own_core_seconds() - self.ours
-        elapsed = time.perf_counter() - self.begun
+        elapsed = time.perf_counter() - self.start_time
         return max(0.0, (busy - self.busy - ours) / elapsed)
 
 

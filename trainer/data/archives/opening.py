@@ -181,7 +181,7 @@ def load_indexes(paths: Sequence[str], show: bool) -> list[IndexedShard]:
     try:
         futures = {row: pool.submit(_load_index, paths[row]) for row in order}
         for _ in as_completed(futures.values()):
-            progress.more()
+            progress.advance()
         return [futures[row].result() for row in range(len(paths))]
     finally:
         pool.shutdown(cancel_futures=True)

@@ -250,9 +250,9 @@ def build(
                 futures.append(pool.submit(build_block, str(home), key, paths, photo_format))
             for future in as_completed(futures):
                 future.result()
-                if progress.due():
+                if progress.is_due():
                     # Blocks that other processes built count as progress, too.
-                    progress.left(sum(sizes[n] for n in list_missing(packing, home)))
+                    progress.set_remaining(sum(sizes[n] for n in list_missing(packing, home)))
             missing_before = len(missing)
             missing = list_missing(packing, home)
             if len(missing) < missing_before:

@@ -49,7 +49,7 @@ class LocalStages(Strategy):
 
         Only the input of a stage is kept between the forward and backward pass of a micro-batch.
         """
-        self.recomputes = "each stage"
+        self.recompute_description = "each stage"
 
     def defers(self, microbatches: int) -> bool:
         """Return True if the BatchNorm statistics of several micro-batches are combined."""
@@ -158,7 +158,7 @@ class LocalStages(Strategy):
 
     def forget_figures(self) -> None:
         """Delete all measurements, for example those of eager steps when CUDA graphs begin."""
-        self.recorder = Recorder(self.world.drives)
+        self.recorder = Recorder(self.world.local_devices)
         # Bubble of each measured step, and the fraction of its time in which work was launched.
         self._bubbles: list[float] = []
         self._launching: list[float] = []

@@ -86,7 +86,7 @@ class Staged(LocalStages):
         self.build(traced, plan)
 
     def connect(self) -> None:
-        forget_memory(self.world.drives)
+        forget_memory(self.world.local_devices)
         # This reference would keep the stages of other ranks in memory.
         del self.model
         super().connect()
@@ -129,8 +129,8 @@ class Staged(LocalStages):
 
     def find_free_bytes(self) -> float:
         """Return the minimum number of free bytes of a worker, over all workers. Collective."""
-        devices = set(self.world.drives)
-        workers_per_device = len(self.world.drives) // len(devices) * self.world.sharing()
+        devices = set(self.world.local_devices)
+        workers_per_device = len(self.world.local_devices) // len(devices) * self.world.sharing()
         free = min(free_memory(device) for device in devices) / workers_per_device
         # The minimum over ranks is the maximum of the negative values.
         negative = torch.tensor(-free, dtype=torch.float64)
@@ -206,5 +206,5 @@ class Staged(LocalStages):
 
     def synchronise(self) -> None:
         """Wait for all devices and ranks. Collective."""
-        synchronise(self.world.drives)
+        synchronise(self.world.local_devices)
         self.world.barrier()

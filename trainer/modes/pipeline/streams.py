@@ -148,14 +148,14 @@ class StreamPipeline(Staged):
     """Stages on the devices of one process, in 1F1B order."""
 
     def describe_pipe(self, rows: int) -> Pipe:
-        workers = len(self.world.drives)
+        workers = len(self.world.local_devices)
         counts = tuple(microbatch_counts(self.recipe, 1))
         return Pipe(workers, (("streams", workers),), rows, counts)
 
     def setup(self, model: nn.Module) -> None:
         # Trials share these streams, because torch's allocator keeps memory for every stream that
         # ever existed.
-        self.lanes = [StageStream(device) for device in self.world.drives]
+        self.lanes = [StageStream(device) for device in self.world.local_devices]
         self.edges: dict[tuple[int, int], Edge] = {}
         for left in range(len(self.lanes) - 1):
             right = left + 1

@@ -192,7 +192,7 @@ def test_a_rank_that_woke_another_has_failed_before_it(tmp_path, monkeypatch, ca
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["recipe=digts"], "recipe=digts: no such recipe or file; did you mean recipe=digits?"),
+        (["recipe=digts"], r"recipe=digts: .*recipe=digits\?"),
         (["recipe=digits", "data.name=imagefolder", "data.root=/nowhere"], "data.root=/nowhere"),
     ],
 )
@@ -211,8 +211,8 @@ def test_torchrun_shows_our_line(tmp_path: Path, words: list[str], line: str) ->
         command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60
     )
     assert answer.returncode == 1  # torchrun's own, whatever the rank's
-    assert answer.stderr.count(f"trainer: error: {line}") == 1
-    assert f"traceback : {line}" in answer.stderr
+    assert len(re.findall(f"trainer: error: {line}", answer.stderr)) == 1
+    assert re.search(f"traceback : {line}", answer.stderr)
 
 
 class OutOfMemoryError(RuntimeError):
@@ -226,51 +226,54 @@ class OutOfMemoryError(RuntimeError):
         (CheckpointError("none"), 4, "none"),
         (PeerError("gone"), 7, "gone"),
         (DeviceMemoryError("too big"), 6, "too big"),
-        (KeyboardInterrupt(), 130, "stopped by Ctrl-C"),
+        (KeyboardInterrupt(), 130, ".*Ctrl-C$"),
         (
             OutOfMemoryError("CUDA: tried to allocate 3 GiB"),
             6,
-            "out of memory: lower batch_size, or raise accumulate",
+            r".*\bbatch_size\b.*\baccumulate\b.*\(CUDA: tried",
         ),
         (
             RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
             6,
-            "out of memory: ",
+            r".*\bbatch_size\b.*\baccumulate\b.*\(DefaultCPUAllocator",
         ),
-        (RuntimeError("CUDA driver error: out of memory"), 6, "out of memory: "),
-        (RuntimeError("NCCL error: Cuda failure 2 'out of memory'"), 6, "out of memory: "),
-        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), 6, "out of memory: "),
-        (OSError(errno.ENOMEM, "Cannot allocate memory"), 6, "out of memory: "),
+        (RuntimeError("CUDA driver error: out of memory"), 6, r".*\baccumulate\b.*\(CUDA driver"),
+        (
+            RuntimeError("NCCL error: Cuda failure 2 'out of memory'"),
+            6,
+            r".*\baccumulate\b.*\(NCCL",
+        ),
+        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), 6, r".*\baccumulate\b.*\(CUBLAS"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), 6, r".*\baccumulate\b.*\(\[Errno"),
         (
             OSError(errno.ENOSPC, "No space left on device", "/data/x"),
             28,
-            "the disk is full at /data/x: ",
+            r".* /data/x: .*output=",
         ),
         (
             FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
             28,
-            "the disk is full ([Errno 2] No usable temporary directory found in ['/tmp']): free "
-            "some space, or choose",
+            r".*\(\[Errno 2\] .*\['/tmp'\]\): .*output=",
         ),
         (
             RuntimeError("operator torchvision::nms does not exist"),
             3,
-            "torch cannot be loaded (operator",
+            r"torch .*\(operator torchvision::nms .*--force-reinstall",
         ),
         (
             ModuleNotFoundError("No module named 'torch'", name="torch"),
             3,
-            "not installed: torch; type pip install torch",
+            r".*\btorch; .*install torch$",
         ),
         (
             ModuleNotFoundError("No module named 'mine'", name="mine"),
             1,
-            "ModuleNotFoundError: No module named 'mine'",
+            "ModuleNotFoundError: .*'mine'",
         ),
         (
             ImportError("/home/me/lib/mine.so: file too short"),
             1,
-            "ImportError: /home/me/lib/mine.so: file too short",
+            r"ImportError: /home/me/lib/mine\.so: ",
         ),
         (
             RuntimeError(
@@ -278,8 +281,7 @@ class OutOfMemoryError(RuntimeError):
                 "but you set"
             ),
             2,
-            "adaptive_avg_pool2d_backward_cuda does not have a deterministic implementation, but "
-            "you set: use deterministic=false",
+            "adaptive_avg_pool2d_backward_cuda .*: use deterministic=false",
         ),
         (ZeroDivisionError("a bug"), 1, "ZeroDivisionError: a bug"),
     ],
@@ -287,7 +289,7 @@ class OutOfMemoryError(RuntimeError):
 def test_explain(error: BaseException, code: int, expected: str) -> None:
     line, actual = cli.explain(error)
     assert actual == code
-    assert line.startswith(expected)
+    assert re.match(expected, line)
     assert code == 1 or "\n" not in line
 
 
@@ -427,14 +429,14 @@ def test_a_library_that_fails_on_a_full_card_is_out_of_memory(monkeypatch, text)
 def test_files_called_like_libraries_are_not_run(tmp_path):
     """Neither by a launcher nor by its ranks; and what does lie there is found."""
     for name in ("yaml", "random", "json", "numpy", "omegaconf", "tempfile"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong one')\n")
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('SHADOW')\n")
     words = ["recipe=digits", "max_steps=2", *QUIET]
     completed = ok(*words, "mode=ddp", "nproc=2", cwd=tmp_path, python=["-u"])
-    assert "the wrong one" not in completed.stdout + completed.stderr
+    assert "SHADOW" not in completed.stdout + completed.stderr
     for name in ("yaml", "random", "json", "numpy", "omegaconf", "tempfile"):
         (tmp_path / f"{name}.py").unlink()
-    (tmp_path / "mine.py").write_text("print('the plugin is found', flush=True)\n")
-    assert "the plugin is found" in ok(*words, "mode=single", "plugin=mine", cwd=tmp_path).stdout
+    (tmp_path / "mine.py").write_text("print('PLUGIN FOUND', flush=True)\n")
+    assert "PLUGIN FOUND" in ok(*words, "mode=single", "plugin=mine", cwd=tmp_path).stdout
 
 
 @pytest.mark.slow

@@ -12,10 +12,11 @@ import pytest
 import yaml
 from safetensors import safe_open
 
-from tests.command_line import PROJECT, QUIET, ok, trainer
+from tests.command_line import PROJECT, QUIET, ok, result, trainer
 from tests.data.photo_folders import coloured
 from trainer.errors import RecipeError, remove_secrets
 from trainer.recipe import load, reflection
+from trainer.saving.journal import JOURNAL, read_journal
 
 MARK = "hunter2marker"
 ADDRESS = f"https://bob:{MARK}@tracker.example/x"
@@ -146,5 +147,7 @@ def test_a_run_that_has_stored_a_password_goes_on_without_it(tmp_path: Path) -> 
     tree = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
     tree["logging"]["mlflow"] = ADDRESS
     (tmp_path / "run" / "recipe.yaml").write_text(yaml.safe_dump(tree))
-    assert "resuming at step" in ok(*words, "resume=auto").stdout
+    ok(*words, "resume=auto")
+    attempts, _ = read_journal(tmp_path / "run" / JOURNAL)
+    assert attempts[-1].resumed == result(tmp_path / "run")["steps"]
     assert MARK not in ok("runs", "show", tmp_path / "run").stdout

@@ -97,9 +97,7 @@ def test_words_of_other_commands() -> None:
 def test_names_of_other_programs_are_answered_with_a_valid_argument(name: str) -> None:
     assert OTHER_NAMES[name] in (*defaults(), *OWN_WORDS)
     assert name not in defaults()
-    with pytest.raises(
-        RecipeError, match=f"{name} is not a key; did you mean {OTHER_NAMES[name]}[?]"
-    ):
+    with pytest.raises(RecipeError, match=rf": {name} .* {re.escape(OTHER_NAMES[name])}\?$"):
         load("digits", f"{name}=1")
 
 
@@ -113,7 +111,7 @@ def test_names_of_other_programs_are_answered_with_a_valid_argument(name: str) -
     ],
 )
 def test_the_nearest_name(name: str, key: str) -> None:
-    with pytest.raises(RecipeError, match=f"did you mean {key}[?]"):
+    with pytest.raises(RecipeError, match=rf": {re.escape(name)} .* {re.escape(key)}\?$"):
         load("digits", f"{name}=1")
 
 
@@ -121,7 +119,7 @@ def test_the_nearest_name(name: str, key: str) -> None:
 def test_no_neighbour_is_better_than_a_wrong_one(name: str) -> None:
     with pytest.raises(RecipeError, match="recipes keys") as raised:
         load("digits", f"{name}=1")
-    assert "did you mean" not in str(raised.value)
+    assert "?" not in str(raised.value)
 
 
 # Meaning of these programs' options, by their documentation. None: no key of ours means the same.
@@ -276,7 +274,7 @@ def test_a_hint_names_a_key_that_means_the_same_or_none(program: str) -> None:
     for name, key in ELSEWHERE[program].items():
         with pytest.raises(RecipeError) as raised:
             load("digits", f"{name}=1")
-        named = re.search(r"did you mean (\S+)[?]", str(raised.value))
+        named = re.search(r" (\S+)\?$", str(raised.value))
         assert (named and named[1]) == key, name
 
 

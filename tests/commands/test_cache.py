@@ -49,7 +49,7 @@ def test_no_caches(tmp_path, capsys):
 def test_deleted_once_one_agrees_and_nobody_uses_it(built, where, capsys):
     with pytest.raises(RecipeError, match="add yes=true"):
         command(["delete", built.name, where])
-    with pytest.raises(RecipeError, match=rf"'photos' is no cache .*{built.name}"):
+    with pytest.raises(RecipeError, match=rf"'photos' .*\bno cache .*{built.name}"):
         command(["delete", built.name, "photos", where, "yes=true"])
     lock = locks.open_lock(built / homes.USED)
     locks.lock_shared(lock)

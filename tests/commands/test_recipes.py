@@ -38,7 +38,7 @@ def test_help_leads_to_the_keys() -> None:
     assert len(ok("recipes", "keys").stdout.splitlines()) == len(keys()) + len(sections())
     told = trainer("recipes", "keys", "lrr")
     assert (told.returncode, told.stdout) == (2, "")
-    assert re.fullmatch(r"trainer: error: .*recipes keys lrr\b.*\boptimizer\.lr\?\n", told.stderr)
+    assert re.fullmatch(r"trainer: error: .*\bkeys lrr\b.*\boptimizer\.lr\?\n", told.stderr)
     with pytest.raises(RecipeError, match=r"learning-rate: .*\boptimizer\.lr\?"):
         shown_keys("learning-rate")
 

@@ -80,8 +80,7 @@ def test_cards_that_cuda_cannot_use_stop_with_what_to_type(machine, monkeypatch,
         code, line, ran = typed(monkeypatch, capsys, "recipe=digits", *words)
         assert (code, ran, line.count("\n")) == (3, [], 1)
         assert all(
-            part in line
-            for part in ("this machine has 2 NVIDIA cards", "devices=[cpu]", "nvidia-smi", reason)
+            part in line for part in ("2 NVIDIA cards", "devices=[cpu]", "nvidia-smi", reason)
         )
     for words in (["recipe=digits", "devices=[cpu]"], ["recipe=digits_hogwild"]):
         assert typed(monkeypatch, capsys, *words)[:2] == (0, "")
@@ -102,12 +101,12 @@ def test_builds_for_other_machines(machine, monkeypatch, capsys):
     machine(1, cuda=None)
     code, line, _ = typed(monkeypatch, capsys, "recipe=digits", "mode=single")
     assert code == 3
-    assert "built without CUDA" in line
+    assert "without CUDA" in line
     assert cards.REINSTALL in line
     assert "devices=[cpu]" in line
     machine(0, reason="No HIP GPUs are available", cuda=None, hip="7.2", perhaps=["/dev/kfd"])
     code, line, _ = typed(monkeypatch, capsys, "recipe=digits", "mode=single")
-    assert code == 3 and "No HIP GPUs" in line
+    assert code == 3 and "HIP GPUs" in line
 
 
 @pytest.mark.parametrize(
@@ -224,7 +223,7 @@ def test_a_pool_reports_problems_of_the_cards(machine):
     with pytest.raises(SetupError, match="too old"):
         check_devices(["cuda:0"])
     machine(0)
-    with pytest.raises(RecipeError, match="no CUDA device"):
+    with pytest.raises(RecipeError, match=r"cuda:0\b.*devices=\[cpu\]"):
         check_devices(["cuda:0"])
 
 

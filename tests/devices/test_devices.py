@@ -56,7 +56,12 @@ def test_one_process_on_each_node_has_one_device(cuda, drives):
             0,
             r"cpu,cpu,cpu\] or pipeline.stages=2",
         ),
-        (["mode=pipeline", "devices=[cuda:0]"], 2, 1, "needs one for each"),
+        (
+            ["mode=pipeline", "devices=[cuda:0]"],
+            2,
+            1,
+            r"2 processes .*\(cuda:0\).*nproc=1 .*mode=pipeline ",
+        ),
         (["mode=hogwild", "devices=[cuda:0]"], 2, 1, r"mode=local_sgd devices=\[cuda:0\]"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 from types import SimpleNamespace
@@ -77,8 +78,10 @@ def outcome(error):
 def test_a_lost_peer(error, tells, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     code, line, actual = outcome(error)
-    assert code == 7 and line.startswith("rank 3: lost another rank ")
-    assert line.endswith(tells) and actual.__cause__ is error
+    assert code == 7
+    assert re.match("rank 3: .*`timeout`", line)
+    assert line.endswith(tells)
+    assert actual.__cause__ is error
 
 
 @pytest.mark.parametrize(
@@ -129,21 +132,21 @@ NO_WAY = (
             dist.DistBackendError(
                 f"{NCCL}ncclSystemError: System call failed.\nLast error:\n{NO_ROOM} (28)"
             ),
-            ["/dev/shm is too small for NCCL (", "MiB", "--shm-size=8g", "NCCL_SHM_DISABLE=1"],
+            ["/dev/shm ", " NCCL (", "MiB", "--shm-size=8g", "NCCL_SHM_DISABLE=1"],
         ),
         (
             dist.DistBackendError(
                 f"{NCCL}ncclInvalidUsage\nLast error:\nBootstrap : no socket interface found"
             ),
-            ["NCCL_SOCKET_IFNAME=eth7 names no usable interface; this machine has lo", "unset it"],
+            ["NCCL_SOCKET_IFNAME=eth7 ", " lo:"],
         ),
         (
             dist.DistBackendError(
                 f"{NCCL}ncclInvalidUsage\nLast error:\nDuplicate GPU detected : rank 0 and rank 1"
             ),
-            ["two ranks use one card"],
+            ["NCCL", "mode=local_sgd"],
         ),
-        (RuntimeError(NO_WAY), ["GLOO_SOCKET_IFNAME=eth7 names no usable interface"]),
+        (RuntimeError(NO_WAY), ["GLOO_SOCKET_IFNAME=eth7 ", " lo:"]),
     ],
 )
 def test_a_setting_of_this_machine(error, says, monkeypatch):

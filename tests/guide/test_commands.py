@@ -135,7 +135,7 @@ def test_commands_mean_something(
     ("text", "why"),
     [
         ("./launch.sh recipe=digits epoch=3", "epoch"),
-        ("./launch.sh recipe=digits mode=local_sgd nproc=5", "does not divide"),
+        ("./launch.sh recipe=digits mode=local_sgd nproc=5", "batch_size="),
         ("./launch.sh plan recipe=digits memory=24", "memory"),
         ("./launch.sh compare recipe=digits 'modes=[singel]'", "singel"),
         ("cd trainer && ./launch.sh recipe=digits seed=x", "seed"),

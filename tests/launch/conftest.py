@@ -21,7 +21,7 @@ def run(recipe, own_process=False):
         flush=True)
     if case in ("nan", "kill"):
         if me.rank == 1 and case == "nan":
-            raise errors.NotFiniteError("the loss is nan at step 3")
+            raise errors.NotFiniteError("nan 3")
         if me.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(1)
@@ -29,7 +29,7 @@ def run(recipe, own_process=False):
     if case == "early":
         with Interrupts():
             time.sleep(1 if me.rank else 60)
-        raise errors.RecipeError("rank 1 refuses the recipe")
+        raise errors.RecipeError("rank 1 refuses")
     if case == "bug":
         raise ZeroDivisionError("a bug")
     if case == "save":

@@ -30,7 +30,7 @@ if [ "$1" = venv ]; then
     printf '#!/bin/bash\\necho "$PWD: $*"\\nexit ${CODE:-0}\\n' > "$last/bin/python"
     chmod +x "$last/bin/python"
 elif [ -n "${BREAK:-}" ]; then
-    echo "no such package" >&2
+    echo "unknown package" >&2
     exit 2
 fi
 """
@@ -171,13 +171,13 @@ def test_two_first_uses_at_once(checkout: Checkout) -> None:
         f"{checkout.home.parent}: -P -m trainer recipes\n"
     ] * 2
     assert checkout.installs() == 1
-    assert sum("waiting for another installation" in errors for _, errors in answers) == 1
+    assert sum("launch.sh: waiting" in errors for _, errors in answers) == 1
 
 
 def test_a_failed_installation_is_shown_and_done_again(checkout: Checkout) -> None:
     code, output, errors = checkout.run("recipes", BREAK="1")
     assert (code, output) == (2, "")
-    assert "no such package" in errors
+    assert "unknown package" in errors
     assert checkout.run("recipes")[0] == 0
     assert checkout.installs() == 2
 
@@ -237,7 +237,8 @@ def test_other_versions_are_tested_in_environments_of_their_own(checkout: Checko
     assert len(asked) == 2 and not (checkout.home / ".venv").exists()
     assert ".venv-lowest" in asked[0]
     assert asked[0].endswith(" ".join(f"{name}=={version}" for name, version in least))
-    assert ".venv-newest" in asked[1] and asked[1].endswith("--upgrade torch torchvision")
+    assert ".venv-newest" in asked[1]
+    assert asked[1].split()[-3:] == ["--upgrade", "torch", "torchvision"]
     assert checkout.run("test", "--versions=lowest", CODE="1")[0] == 1
     assert checkout.run("test", "--versions=2.0")[0] == 2
     assert out.count(f"-m pytest --numprocesses={WORKERS} --all tests/test_smoke.py") == 2

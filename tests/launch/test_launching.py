@@ -199,8 +199,8 @@ def test_the_first_of_several_tasks_on_a_node_starts_all_ranks(
             ["evaluate", "checkpoint=x"],
             "torchrun --standalone --nproc_per_node=2 -m trainer evaluate",
         ),
-        (["predict", "checkpoint=x", "data.root=x"], "start it once"),
-        (["prove", "minutes=1", "output=x"], "start it once"),
+        (["predict", "checkpoint=x", "data.root=x"], r"predict .*\b1 process\b"),
+        (["prove", "minutes=1", "output=x"], r"prove .*\b1 process\b"),
     ],
 )
 def test_commands_of_one_process_do_not_run_once_per_task(
@@ -218,30 +218,32 @@ def test_commands_of_one_process_do_not_run_once_per_task(
     )
     assert (completed.returncode, completed.stdout) == (2, "")
     assert len(completed.stderr.splitlines()) == 1
-    assert instead in completed.stderr and "started 2" in completed.stderr
+    assert re.search(instead, completed.stderr)
+    assert "started 2" in completed.stderr
     assert not (work / "x").exists()
 
 
 @pytest.mark.parametrize(
     ("case", "code", "expected"),
     [
-        ("nan", 5, "trainer: error: the loss is nan at step 3\n"),
+        ("nan", 5, "trainer: error: nan 3\n"),
         (
             "early",
             2,
-            "trainer: error: rank 1 refuses the recipe\n",
+            "trainer: error: rank 1 refuses\n",
         ),  # rank 0 is stopped by torchrun's SIGTERM
         (
             "kill",
             7,
-            "trainer: error: rank 1 was killed by SIGKILL (the system may be short of memory)\n",
+            r"trainer: error: rank 1 .*SIGKILL \(.*memory\)\n",
         ),
     ],
 )
 def test_the_failing_rank_is_named_once_and_its_code_returned(
     work: Path, case: str, code: int, expected: str
 ) -> None:
-    assert finished(start("nproc=2", case=case), code)[1] == expected
+    _, errors = finished(start("nproc=2", case=case), code)
+    assert re.fullmatch(expected, errors)
     assert list((work / "tmp").iterdir()) == []
 
 

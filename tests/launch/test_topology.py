@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.checks import refusal
@@ -171,39 +173,39 @@ def test_gpus_are_counted_only_where_they_decide() -> None:
 @pytest.mark.parametrize(
     ("environment", "nproc", "expected"),
     [
-        ({}, "two", "nproc=two must be a whole number from 1 to 4096"),
-        ({}, "0", "nproc=0 must be"),
-        ({}, "-1", "nproc=-1 must be"),
-        ({"NPROC": "1.5"}, None, "NPROC=1.5 must be"),
-        ({"NNODES": "many"}, None, "NNODES=many must be"),
+        ({}, "two", r"^nproc=two .*\b1 to 4096$"),
+        ({}, "0", r"^nproc=0 .*\b1 to 4096$"),
+        ({}, "-1", r"^nproc=-1 .*\b1 to 4096$"),
+        ({"NPROC": "1.5"}, None, r"^NPROC=1\.5 .*\b1 to 4096$"),
+        ({"NNODES": "many"}, None, r"^NNODES=many .*\b1 to 65536$"),
         (
             {"PET_NNODES": "1:3"},
             None,
             "set NNODES=3",
         ),
-        ({"PET_NPROC_PER_NODE": "x"}, None, "PET_NPROC_PER_NODE=x must be"),
+        ({"PET_NPROC_PER_NODE": "x"}, None, r"^PET_NPROC_PER_NODE=x .*\b1 to 4096$"),
         (
             {"PET_NNODES": "2", "PET_NODE_RANK": "5", "PET_MASTER_ADDR": "a"},
             None,
-            "PET_NODE_RANK=5 must be",
+            r"^PET_NODE_RANK=5 .*\b0 to 1$",
         ),
-        ({"NNODES": "0"}, None, "NNODES=0 must be"),
+        ({"NNODES": "0"}, None, r"^NNODES=0 .*\b1 to 65536$"),
         (
             {"NNODES": "2"},
             None,
-            "NNODES=2 needs NODE_RANK and MASTER_ADDR: on every node set NODE_RANK=0 to 1",
+            r"^NNODES=2 .*NODE_RANK and MASTER_ADDR: .*NODE_RANK=0 to 1,",
         ),
         ({"NNODES": "2", "NODE_RANK": "0"}, None, "NNODES=2 needs MASTER_ADDR: "),
-        ({**NODES, "NODE_RANK": "3"}, None, "NODE_RANK=3 must be a whole number from 0 to 2"),
-        ({**NODES, "MASTER_PORT": "http"}, None, "MASTER_PORT=http must be"),
-        ({**NODES, "MASTER_PORT": "70000"}, None, "MASTER_PORT=70000 must be"),
-        ({**STEP, "SLURM_STEP_NODELIST": "gpu[a-b]"}, None, "set MASTER_ADDR yourself"),
+        ({**NODES, "NODE_RANK": "3"}, None, r"^NODE_RANK=3 .*\b0 to 2$"),
+        ({**NODES, "MASTER_PORT": "http"}, None, r"^MASTER_PORT=http .*\b1 to 65535$"),
+        ({**NODES, "MASTER_PORT": "70000"}, None, r"^MASTER_PORT=70000 .*\b1 to 65535$"),
+        ({**STEP, "SLURM_STEP_NODELIST": "gpu[a-b]"}, None, r"gpu\[a-b\].*\bMASTER_ADDR\b"),
         (
             FLUX,
             None,
-            "6 tasks were started",
+            r"^6 tasks .*NNODES, NODE_RANK and MASTER_ADDR",
         ),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, None, "2 tasks were started"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, None, r"^2 tasks .*NNODES, NODE_RANK and MASTER_ADDR"),
         (ompi(0, 1, 1, 2), None, "NNODES=2 needs MASTER_ADDR: "),
         (
             ompi(0, 2, 1, 4),
@@ -215,7 +217,8 @@ def test_gpus_are_counted_only_where_they_decide() -> None:
 def test_an_inconsistent_launch_is_one_line(
     environment: dict[str, str], nproc: str | None, expected: str
 ) -> None:
-    assert expected in refusal(choose_launch, environment, nproc, load(None), lambda: 0, 2)
+    message = refusal(choose_launch, environment, nproc, load(None), lambda: 0, 2)
+    assert re.search(expected, message), message
 
 
 STREAMS = ("mode=pipeline", "pipeline.schedule=streams")

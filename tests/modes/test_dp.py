@@ -41,15 +41,15 @@ def test_rows_of_devices(rows, devices, expected):
 @pytest.mark.parametrize(
     ("drives", "rows", "says"),
     [
-        (1, 10, "2 GPUs would get 5+5"),
-        (2, 30, "2 GPUs would get 15+15"),
-        (3, 2, "3 GPUs would get 1+1"),
+        (1, 10, r"\b2 GPUs .*\b5\+5\b"),
+        (2, 30, r"\b2 GPUs .*\b15\+15\b"),
+        (3, 2, r"\b3 GPUs .*\b1\+1\b"),
     ],
 )
 def test_dp_without_cuda_reports_pass_through(drives, rows, says):
     strategy = parallel((CPU,) * drives, rows)
     note = strategy.notes()["note"]
-    assert says in note and "mode=ddp" in note
+    assert re.search(says, note) and "mode=ddp" in note
     assert strategy.result_fields() == {"data_parallel": {"devices": 1, "pass_through": True}}
     assert strategy.notes()["shapes"] == (
         f"in ({rows}, 1, 2, 2) outside, ({rows}, 1, 2, 2) inside; out ({rows}, 3) inside, ({rows}, "

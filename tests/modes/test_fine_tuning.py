@@ -179,20 +179,18 @@ def test_frozen_batch_norm_does_not_mind_small_batches(wanted, looks):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("model.freeze=conv1 mode=ddp nproc=2", "nothing in cnn that trains is called 'conv1'"),
+        ("model.freeze=conv1 mode=ddp nproc=2", r"model\.freeze: .*\bcnn\b.*'conv1'"),
         (
             "optimizer.name=muon model.freeze=-1 mode=pipeline devices=[cpu,cpu]",
-            "cnn has none that train",
+            r"optimizer\.name=muon .*\bcnn\b.*optimizer\.name=sgd\b",
         ),
     ],
 )
 def test_invalid_fine_tuning_is_refused(words, says):
     completed = trainer("recipe=digits", *words.split())
-    assert (
-        completed.returncode == 2
-        and says in completed.stderr
-        and "Traceback" not in completed.stderr
-    )
+    assert completed.returncode == 2
+    assert re.search(says, completed.stderr), completed.stderr
+    assert "Traceback" not in completed.stderr
 
 
 # A layer that trains from its second epoch on, and one that trains until then: they count passes,

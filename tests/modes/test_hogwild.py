@@ -29,6 +29,7 @@ from trainer.modes.hogwild import create_memory, map_memory
 from trainer.processes.family import RANK_NAME
 from trainer.processes.memory_file import ALIGNMENT
 from trainer.recipe import load
+from trainer.saving.journal import JOURNAL, read_journal
 
 # --- the memory
 # --------------------------------------------------------------------------------------------------
@@ -150,7 +151,9 @@ def test_a_whole_run(tmp_path):
     killed = trainer(*words, cwd=tmp_path, env={"TRAINER_FAULT": "kill@1:27"})
     assert killed.returncode == 7 and "Traceback" not in killed.stderr, killed.stderr
     completed = ok(*words, "resume=auto", cwd=tmp_path)
-    assert "resuming at step 20" in completed.stdout and "worker update" in completed.stdout
+    attempts, _ = read_journal(run / JOURNAL)
+    assert attempts[-1].resumed == 20
+    assert "worker update" in completed.stdout
 
     seen = [
         [line.split() for line in (tmp_path / f"rank{rank}.txt").read_text().splitlines()]

@@ -16,6 +16,7 @@ from tests.command_line import PROJECT, QUIET, environment, losses, ok, result
 from trainer.modes import STRATEGIES
 from trainer.modes.base import Strategy
 from trainer.recipe import MODES
+from trainer.saving.journal import JOURNAL, read_journal
 
 PAGE = (PROJECT / ".github" / "CONTRIBUTING.md").read_text()
 MODULE, ROW, RECIPE = re.findall(r"```(?:python|yaml)\n(.*?)```", PAGE, re.DOTALL)[:3]
@@ -96,7 +97,9 @@ def test_the_example_trains_as_single_and_is_resumed_to_the_bit(project, tmp_pat
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     resumed = train(project, *words)
     assert resumed.returncode == 0, resumed.stderr
-    assert "resuming at step 5 of 12" in resumed.stdout
+    attempts, _ = read_journal(tmp_path / "killed" / JOURNAL)
+    assert attempts[-1].resumed == 5
+    assert result(tmp_path / "killed")["steps"] == 12
     expected, resumed_weights = (
         load_file(tmp_path / name / "last.safetensors") for name in ("whole", "killed")
     )

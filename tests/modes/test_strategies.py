@@ -135,7 +135,7 @@ KINDS = {
     "without momentum": (lambda: nn.BatchNorm2d(3, momentum=None, eps=0.1), (8, 3, 4, 4)),
     "tracking nothing": (lambda: nn.BatchNorm2d(3, track_running_stats=False), (8, 3, 4, 4)),
     "a subclass": (lambda: Squashed(3), (8, 3, 4, 4)),
-    "one row a rank": (lambda: nn.BatchNorm1d(3), (2, 3)),
+    "single rows": (lambda: nn.BatchNorm1d(3), (2, 3)),
     "one dimension": (lambda: nn.BatchNorm1d(3), (8, 3, 5)),
     "three dimensions": (lambda: nn.BatchNorm3d(3), (4, 3, 2, 2, 2)),
 }
@@ -156,7 +156,7 @@ def test_sync_batch_norm_over_two_ranks_is_batch_norm_of_the_whole_batch(ranks, 
     ours, reference = layer_over_ranks(ranks, whole, data, torch.randn(shape))
     assert ours["out"].stride() == reference["out"].stride()
     torch.testing.assert_close(
-        ours, reference, rtol=1e-4, atol=1e-4 if kind == "one row a rank" else 2e-6
+        ours, reference, rtol=1e-4, atol=1e-4 if kind == "single rows" else 2e-6
     )
 
 

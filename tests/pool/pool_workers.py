@@ -203,7 +203,7 @@ class OutOfMemory:
 
 class BrokenSetup:
     def setup(self, device):
-        raise FileNotFoundError("no weights here")
+        raise FileNotFoundError("no weights")
 
     def __call__(self, item):
         return item

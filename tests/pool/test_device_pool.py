@@ -313,7 +313,7 @@ def test_jobs(pools):
 
 def test_jobs_that_cannot_travel(pools):
     pool = pools(workers.square)
-    with pytest.raises(RecipeError, match="in a DevicePool's workers"):
+    with pytest.raises(RecipeError, match=r"^current_device\(\) .*\bDevicePool\b"):
         current_device()
     with pytest.raises(RecipeError, match=r"lambda.*\bmodule\b"):
         pool.submit(lambda: 1)
@@ -335,17 +335,20 @@ def test_jobs_that_cannot_travel(pools):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"devices": []}, "pass a list"),
-        ({"devices": ["cpu", "cuda:9"]}, "cuda:9 is not here"),
-        ({"devices": ["tpu:0:1"]}, "tpu:0:1 is not a device; write cpu"),
-        ({"start_method": "fork"}, "'forkserver' or 'spawn'"),
-        ({"assign": "any"}, "'free' or 'round_robin'"),
-        ({"batch_size": 0}, "must be positive"),
-        ({"item_timeout": 0}, "must be positive"),
-        ({"worker": workers.Picky}, "cannot be called"),
-        ({"arguments": (1,)}, "functools.partial"),
-        ({"worker": lambda item: item}, "at the top of a module"),
-        ({"worker": workers.Classifier, "arguments": (lambda: 1,)}, "at the top of a module"),
+        ({"devices": []}, r"^devices=\[\] .*'cuda:0', 'cpu'"),
+        ({"devices": ["cpu", "cuda:9"]}, r"\bcuda:9 .*\bdevices=\["),
+        ({"devices": ["tpu:0:1"]}, r"\btpu:0:1 .*\bcpu, cuda:0\b"),
+        ({"start_method": "fork"}, r"^start_method='fork' .*'forkserver'.*'spawn'"),
+        ({"assign": "any"}, r"^assign='any' .*'free'.*'round_robin'"),
+        ({"batch_size": 0}, r"^batch_size, .*\bDevicePool\b"),
+        ({"item_timeout": 0}, r"\bitem_timeout .*\bDevicePool\b"),
+        ({"worker": workers.Picky}, r"\bPicky .*__call__\(self, item\)"),
+        ({"arguments": (1,)}, r"\bsquare .*functools\.partial"),
+        ({"worker": lambda item: item}, r"<lambda> .*\bmodule\b"),
+        (
+            {"worker": workers.Classifier, "arguments": (lambda: 1,)},
+            r"^Classifier .*<lambda>.*\bmodule\b",
+        ),
     ],
 )
 def test_refused_before_anything_starts(options, message, monkeypatch):

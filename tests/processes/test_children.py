@@ -1,5 +1,6 @@
 """Commands that are started: they end with their block, and with the process that began it."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -55,7 +56,7 @@ def test_a_child_has_its_own_session_and_its_parents_id():
 
 def test_a_missing_program_is_one_line():
     with (
-        pytest.raises(SetupError, match=r"^/not/here .*No such file"),
+        pytest.raises(SetupError, match=f"^/not/here .*{os.strerror(errno.ENOENT)}"),
         family.run_command(["/not/here"], os.environ),
     ):
         pass

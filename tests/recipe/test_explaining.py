@@ -41,21 +41,25 @@ def test_messages_do_not_show_how_values_are_checked(key):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "line"),
+    ("key", "value", "expected"),
     [
-        ("data.workers", 1000, "data.workers=1000 must be 256 or less, or null"),
-        ("loss.class_weights", "auto", "loss.class_weights=auto must be balanced, a list, or null"),
+        ("data.workers", 1000, r"data\.workers=1000 .*\b256\b.*\bnull"),
+        (
+            "loss.class_weights",
+            "auto",
+            r"loss\.class_weights=auto .*\bbalanced, .*\blist, .*\bnull",
+        ),
         (
             "loss.class_weights",
             "balance",
-            "loss.class_weights=balance must be balanced, a list, or null",
+            r"loss\.class_weights=balance .*\bbalanced, .*\blist, .*\bnull",
         ),
-        ("loss.class_weights", [1, -1], "loss.class_weights[1]=-1 must be 0 or more"),
-        ("loss.class_weights", [1, "x"], "loss.class_weights[1]=x must be a number"),
-        ("pipeline.microbatches", 0, "pipeline.microbatches=0 must be auto or a number, as in 8"),
-        ("optimizer.betas", [0.9, 2], "optimizer.betas[1]=2 must be below 1"),
-        ("data", [1], "data=[1] must be a section, as in data.name=..."),
+        ("loss.class_weights", [1, -1], r"loss\.class_weights\[1\]=-1 [^,]*\b0\b[^,]*"),
+        ("loss.class_weights", [1, "x"], r"loss\.class_weights\[1\]=x [^,]*\bnumber"),
+        ("pipeline.microbatches", 0, r"pipeline\.microbatches=0 .*\bauto\b.*\bnumber\b.*\b8"),
+        ("optimizer.betas", [0.9, 2], r"optimizer\.betas\[1\]=2 [^,]*\b1"),
+        ("data", [1], r"data=\[1\] .*\bdata\.name=\.\.\."),
     ],
 )
-def test_a_key_with_several_kinds_of_values(key, value, line):
-    assert refusal(load, DIGITS, **{key: value}) == f"digits: {line}"
+def test_a_key_with_several_kinds_of_values(key, value, expected):
+    assert re.fullmatch(f"digits: {expected}", refusal(load, DIGITS, **{key: value}))

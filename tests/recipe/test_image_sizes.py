@@ -4,6 +4,7 @@ they did.
 
 import math
 import os
+import re
 from fractions import Fraction
 
 import numpy as np
@@ -221,11 +222,8 @@ def test_invalid_sizes_are_refused_typed_and_from_a_file(tmp_path, key):
     for value in WRONG:
         (tmp_path / "mine.yaml").write_text(f"data: {{{key.partition('.')[2]}: {value}}}\n")
         for words in ((None, f"{key}={value}"), (str(tmp_path / "mine.yaml"),)):
-            with pytest.raises(
-                RecipeError, match=r"height and width, as in \[224,320\]"
-            ) as refused:
+            with pytest.raises(RecipeError, match=rf"{re.escape(key)}=.*\b16384\b.*\[224,320\]$"):
                 recipes.load(*words)
-            assert key in str(refused.value)
     assert parse_dimension(key, "[96,128]").values == ("96", "128"), "two squares, as ever"
     assert parse_dimension(key, "[[96,128],64]").values == ("[96,128]", "64")
 

@@ -1,6 +1,7 @@
 """Arguments without effect are refused, but only those that the user typed."""
 
 import copy
+import re
 from functools import cache
 
 import pytest
@@ -33,14 +34,14 @@ from trainer.recipe.schema import TABLES, ScheduleRecipe, readers
         ("optimizer.name=adam optimizer.momentum=0.8", "optimizer.name=sgd or muon"),
         (
             "optimizer.betas=[0.9,0.99]",
-            "optimizer.betas=[0.9, 0.99] does nothing with optimizer.name=sgd",
+            r"optimizer\.betas=\[0\.9, 0\.99\] .*\boptimizer\.name=sgd: ",
         ),
-        ("schedule.gamma=0.5", "schedule.gamma=0.5 does nothing with schedule.name=cosine"),
+        ("schedule.gamma=0.5", r"schedule\.gamma=0\.5 .*\bschedule\.name=cosine: "),
         ("schedule.name=step schedule.min_lr=0.001", "schedule.name=cosine"),
     ],
 )
 def test_keys_without_effect_are_refused(words, says):
-    assert says in refusal(load, "digits", *words.split())
+    assert re.search(says, refusal(load, "digits", *words.split()))
 
 
 @pytest.mark.parametrize(
@@ -288,9 +289,8 @@ def test_idle_keys_of_the_users_file_are_reported_unless_typed_arguments_cause_i
     assert notes_on_idle(file, "mode=pipeline", "data.name=imagefolder") == []
     file.write_text("extends: digits\nmode: pipeline\npipeline: {microbatches: 8}\n")
     assert notes_on_idle(file) == notes_on_idle(file, "mode=single") == [], "the word chose it"
-    assert notes_on_idle(file, "mode=single", "pipeline.stages=2") == [
-        "pipeline.stages=2 does nothing with mode=single"
-    ]
+    (note,) = notes_on_idle(file, "mode=single", "pipeline.stages=2")
+    assert re.fullmatch(r"pipeline\.stages=2 .*\bmode=single", note)
 
 
 def test_a_data_set_of_a_plugin_may_read_any_key() -> None:

@@ -40,48 +40,45 @@ def test_values_of_a_program():
     assert (again.name, again.output, again.epochs) == ("digits", "runs/x", 4)
 
 
-NO_VALUE = "is not a value for a recipe"
-
-
 @pytest.mark.parametrize(
-    ("words", "keywords", "line"),
+    ("words", "keywords", "expected"),
     [
-        ([], {"epoch": 2}, "digits: epoch is not a key; did you mean epochs?"),
+        ([], {"epoch": 2}, r"digits: epoch .* epochs\?$"),
         (
             [],
             {"optimizer__lrr": 2},
-            "digits: optimizer.lrr is not a key; did you mean optimizer.lr?",
+            r"digits: optimizer\.lrr .* optimizer\.lr\?$",
         ),
-        ([], {"lr": 2}, "digits: lr is not a key; did you mean optimizer.lr?"),
-        (["lr=2"], {}, "digits: lr is not a key; did you mean optimizer.lr?"),
-        ([], {"modle": object()}, "modle=object is not a key: what is no recipe's is model="),
-        ([], {"epochs": 2.5}, "digits: epochs=2.5 must be an integer"),
+        ([], {"lr": 2}, r"digits: lr .* optimizer\.lr\?$"),
+        (["lr=2"], {}, r"digits: lr .* optimizer\.lr\?$"),
+        ([], {"modle": object()}, r"modle=object .*\bmodel="),
+        ([], {"epochs": 2.5}, r"digits: epochs=2\.5 .*\binteger$"),
         (
             ["epochs=2"],
             {"epochs": 3},
-            "epochs is given twice, as a word and as a keyword: keep one",
+            r"epochs .*\btwice\b.*\bkeyword\b",
         ),
-        ([], {"optimizer__lr": 1.0, "optimizer.lr": 2.0}, "optimizer.lr is given twice: keep one"),
+        ([], {"optimizer__lr": 1.0, "optimizer.lr": 2.0}, r"optimizer\.lr .*\btwice\b"),
         (
             [],
             {"optimizer": {"lr": 1.0}, "optimizer.lr": 2.0},
-            "optimizer.lr is given twice: keep one",
+            r"optimizer\.lr .*\btwice\b",
         ),
         (
             [],
             {"optimizer": object()},
-            f"optimizer=object {NO_VALUE}: set optimizer.name= and the like, or ",
+            r"optimizer=object .*\boptimizer\.name=.*\boptimizer=\{\.\.\.\}",
         ),
         (
             [],
             {"optimizer__lr": torch.ones(2)},
-            f"optimizer.lr=Tensor {NO_VALUE}: write numbers, text",
+            r"optimizer\.lr=Tensor .*\bnumbers, text\b",
         ),
-        ([], {"precision": torch.bfloat16}, f"precision=dtype {NO_VALUE}: write numbers"),
+        ([], {"precision": torch.bfloat16}, r"precision=dtype .*\bnumbers, text\b"),
     ],
 )
-def test_wrong_keywords_are_answered_as_words_are(words, keywords, line):
-    assert refusal(load, "digits", *words, **keywords).startswith(line)
+def test_wrong_keywords_are_answered_as_words_are(words, keywords, expected):
+    assert re.match(expected, refusal(load, "digits", *words, **keywords))
 
 
 def test_objects_that_are_no_recipes_are_refused():

@@ -288,27 +288,27 @@ BOMB = "".join(f'k{n}: "${{k{n + 1}}}${{k{n + 1}}}"\n' for n in range(60)) + "k6
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"", "the file is empty"),
-        (b"\x89PNG\r\n\x1a\n\x00\xff", "my_recipe.yaml: line 1: not UTF-8"),
-        (b"\x00\x01\x02", "my_recipe.yaml: "),
-        (b"- a\n- b\n", "a recipe is a list of 'key: value' lines"),
-        (b"optimizer.lr: 0.1\n", "optimizer.lr is not a key; write optimizer: {lr: 0.1}"),
-        ("epochs: 3\n".encode("utf-16"), "line 1: not UTF-8: save the file as UTF-8 text"),
+        (b"", r"my_recipe\.yaml: .*\bempty; .*\brecipes digits\b"),
+        (b"\x89PNG\r\n\x1a\n\x00\xff", r"my_recipe\.yaml: line 1: .*\bUTF-8\b"),
+        (b"\x00\x01\x02", r"my_recipe\.yaml: "),
+        (b"- a\n- b\n", r"my_recipe\.yaml: .*'key: value'"),
+        (b"optimizer.lr: 0.1\n", r"optimizer\.lr .*\boptimizer: \{lr: 0\.1\}$"),
+        ("epochs: 3\n".encode("utf-16"), r"my_recipe\.yaml: line 1: .*\bUTF-8\b"),
         (
             b"epochs: !!python/object/apply:os.getcwd []\n",
-            "line 1: could not determine a constructor",
+            r"my_recipe\.yaml: line 1: .*'tag:yaml\.org,2002:python/object/apply:os\.getcwd'",
         ),
-        (b"optimizer: &o\n  lr: *o\n", "my_recipe.yaml: "),
-        (LAUGHS.encode(), "more than 20 aliases"),
-        (BOMB.encode(), "is not expanded"),
-        (b"[" * 100, "nested deeper than 20"),
-        (b"a: " * 5000, "my_recipe.yaml: "),
-        (b"# " + b"x" * 300_000, "300002 bytes is too large for a recipe"),
+        (b"optimizer: &o\n  lr: *o\n", r"my_recipe\.yaml: "),
+        (LAUGHS.encode(), r"my_recipe\.yaml: .*\b20 aliases\b"),
+        (BOMB.encode(), r"my_recipe\.yaml: .*\$\{\.\.\.\}"),
+        (b"[" * 100, r"my_recipe\.yaml: nested .*\b20\b"),
+        (b"a: " * 5000, r"my_recipe\.yaml: "),
+        (b"# " + b"x" * 300_000, r"my_recipe\.yaml: 300002 bytes .*\b262144\b"),
     ],
 )
 def test_a_wrong_file_is_one_line(tmp_path: Path, content: bytes, expected: str) -> None:
     (tmp_path / "my_recipe.yaml").write_bytes(content)
-    assert expected in refusal(load, tmp_path / "my_recipe.yaml")
+    assert re.search(expected, refusal(load, tmp_path / "my_recipe.yaml"))
 
 
 def test_recipes_are_found(tmp_path: Path) -> None:

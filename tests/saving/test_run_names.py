@@ -44,14 +44,13 @@ def test_a_folder_of_the_runs_name_is_not_in_the_way(runs: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "told"),
+    ("typed", "pattern"),
     [
-        ("tumed", "'tumed' is not there, nor runs/tumed: did you mean runs/tuned?"),
-        ("runs/tund", "did you mean runs/tuned?"),
-        ("/nowhere/else", "'/nowhere/else' is not there: "),
+        ("tumed", r"'tumed' .*\bruns/tumed: .*\bruns/tuned\b"),
+        ("runs/tund", r"'runs/tund' .*\bruns/tuned\b"),
+        ("/nowhere/else", r"'/nowhere/else' [^,]*: .*python -m trainer runs\b"),
     ],
 )
-def test_missing_files_are_refused(runs: Path, typed: str, told: str) -> None:
-    with pytest.raises(CheckpointError) as error:
+def test_missing_files_are_refused(runs: Path, typed: str, pattern: str) -> None:
+    with pytest.raises(CheckpointError, match=pattern):
         find_run(typed)
-    assert told in str(error.value)

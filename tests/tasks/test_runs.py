@@ -2,6 +2,7 @@
 `single`.
 """
 
+import re
 from functools import cache
 
 import pytest
@@ -231,37 +232,43 @@ def test_a_task_is_resumed_and_evaluated(kind, single, home, tmp_path):
         (
             "segmentation",
             ["augment.hflip=0.5"],
-            "augment.hflip=0.5 moves pixels, and the targets of data.name=bright",
+            r"augment\.hflip=0\.5 .*data\.name=bright, .*\b8 x 8\b",
         ),
-        ("segmentation", ["data.image_size=16"], "its images of 8 x 8 would be resized to 16 x 16"),
+        (
+            "segmentation",
+            ["data.image_size=16"],
+            r"\b8 x 8 .*\b16 x 16\b.*data\.image_size=\[8,8\]",
+        ),
         (
             "segmentation",
             ["task.name=classification"],
-            r"labels must be whole numbers, one for each sample",
+            r"data\.name=bright, task\.name=classification: .*int64 \(96, 8, 8\)",
         ),
         (
             "measurements",
             ["augment.hflip=0.5"],
-            "is for images, and the inputs of data.name=measured",
+            r"augment\.hflip=0\.5 .*data\.name=measured ",
         ),
-        ("measurements", ["model.name=cnn"], "model.name=cnn cannot read inputs of (5,)"),
+        ("measurements", ["model.name=cnn"], r"model\.name=cnn .*\(5,\)"),
         (
             "weighted",
             ["task.name=regression", "loss.class_weights=null", "augment.cutmix=0"],
-            "must be numbers",
+            r"task\.name=regression: .*data\.labels=FILE\.csv",
         ),
-        ("focal", ["task.name=promising"], "its metrics are loss, top1, top5, without iou"),
+        (
+            "focal",
+            ["task.name=promising"],
+            r"task\.name=promising: .*\bloss, top1, top5, .*\biou\b",
+        ),
     ],
 )
 def test_an_impossible_combination_is_one_line(kind, more, says, home, tmp_path):
     completed = trainer(
         *latest(*words(kind), *more), "mode=single", f"output={tmp_path / 'run'}", cwd=home
     )
-    assert (
-        completed.returncode == 2
-        and says in completed.stderr
-        and "Traceback" not in completed.stderr
-    ), completed.stderr
+    assert completed.returncode == 2, completed.stderr
+    assert re.search(says, completed.stderr), completed.stderr
+    assert "Traceback" not in completed.stderr
 
 
 def test_predictions_of_each_task(single, home, tmp_path):

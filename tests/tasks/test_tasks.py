@@ -52,9 +52,9 @@ def test_validation_metrics_are_neither_smoothed_nor_weighted():
     [
         (
             ["loss.class_weights=[1,2]"],
-            r"class_weights has 2 numbers, and the data 3 classes \(a, b, c\)",
+            r"loss\.class_weights .*\b2 numbers.*\b3 classes \(a, b, c\)",
         ),
-        (["loss.class_weights=balanced"], "known only with its items: give the weights"),
+        (["loss.class_weights=balanced"], r"class_weights=balanced .*class_weights=\[1,2,\.\.\.\]"),
         (
             ["task.name=multilabel", "loss.label_smoothing=0.1"],
             "task.name=multilabel: set loss.label_smoothing=0",
@@ -63,12 +63,15 @@ def test_validation_metrics_are_neither_smoothed_nor_weighted():
             ["task.name=regression", "loss.class_weights=[1,2,3]"],
             "task.name=regression: set loss.class_weights=null",
         ),
-        (["task.name=regression", "augment.mixup=0.2"], "do not mix: set augment.mixup=0"),
+        (
+            ["task.name=regression", "augment.mixup=0.2"],
+            r"mixup=0\.2 .*task\.name=regression .*mixup=0$",
+        ),
         (
             ["task.name=regression", "model.num_classes=5"],
-            "there are 3 values to predict: leave it out",
+            r"model\.num_classes=5\b.*\b3 values\b",
         ),
-        (["task.name=clasification"], "is not a task; known: classification, "),
+        (["task.name=clasification"], r"task\.name=clasification .*: classification, "),
     ],
 )
 def test_missing_features_of_a_task_are_refused(words, says):
@@ -102,21 +105,21 @@ def test_the_names_that_are_known_without_torch():
         (
             Classification,
             torch.tensor([0, 3]),
-            "must be 0 to 2, one for each of the 3 class names, found 0 to 3",
+            r"\b0 to 2, .*\b3 class names, .*\b0 to 3$",
         ),
         (
             Classification,
             torch.tensor([0.5]),
-            r"whole numbers, one for each sample, found float32 \(1,\)",
+            r"whole numbers, .*float32 \(1,\)",
         ),
-        (Multilabel, torch.zeros(2, 4), r"each of the 3 class names, found float32 \(2, 4\)"),
-        (Multilabel, torch.full((2, 3), 0.5), "labels must be 0 or 1, found 0.5 to 0.5"),
+        (Multilabel, torch.zeros(2, 4), r"\b3 class names, .*float32 \(2, 4\)"),
+        (Multilabel, torch.full((2, 3), 0.5), r"\b0 or 1, .*\b0\.5 to 0\.5$"),
         (
             Regression,
             torch.arange(4),
-            r"data.labels=FILE.csv, .*each of the 3 names of values, found int64 \(4, 1\)",
+            r"data\.labels=FILE\.csv, .*\b3 names .*int64 \(4, 1\)",
         ),
-        (Regression, torch.zeros(4, 2), r"3 names of values, found float32 \(4, 2\)"),
+        (Regression, torch.zeros(4, 2), r"data\.labels=FILE\.csv, .*\b3 names .*float32 \(4, 2\)"),
         (Regression, torch.tensor([[1.0, 2.0, torch.nan]]), "finite"),
     ],
 )

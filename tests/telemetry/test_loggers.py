@@ -74,7 +74,7 @@ def test_all_values_arrive_in_order_and_how_it_ended(track, words):
 @pytest.mark.parametrize("where", ["__init__", "scalars", "finish"])
 def test_one_that_fails_is_one_warning_and_the_run_goes_on(track, where, capsys):
     def fail(*_):
-        raise SystemExit("the server\nsaid no")
+        raise SystemExit("server\ngone")
 
     tracker = track(type("Broken", (StandIn,), {where: fail}))
     for step in range(1, 4):
@@ -83,7 +83,7 @@ def test_one_that_fails_is_one_warning_and_the_run_goes_on(track, where, capsys)
     tracker.close()
     out = capsys.readouterr().out
     assert out.count("warning: logging.wandb lacks") == 1
-    assert "(SystemExit: the server said no)\n" in out
+    assert "(SystemExit: server gone)\n" in out
     assert loggers.interrupts.skips_shutdown.is_set(), (
         "the library would wait at the end of the process"
     )
@@ -139,7 +139,7 @@ def test_one_that_is_not_installed_is_one_line(monkeypatch):
     monkeypatch.setattr(
         "trainer.recipe.checks.find_spec", lambda name: SimpleNamespace(origin=None)
     )
-    with pytest.raises(SetupError, match="pip install mlflow"):
+    with pytest.raises(SetupError, match="install mlflow"):
         check_loggers(load("digits", "logging.mlflow=http://127.0.0.1:5000"))
     check_loggers(load("digits", "logging.mlflow=false"))
 

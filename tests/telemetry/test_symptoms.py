@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -49,8 +50,8 @@ def test_a_run_that_is_well():
 @pytest.mark.parametrize(
     ("losses", "kind"),
     [
-        ([7, 9, 10, 12], "worse than guessing (2.30)"),
-        ([7, 30, 12, 11], "worse than guessing (2.30)"),  # falls again, and not below where it was
+        ([7, 9, 10, 12], "guessing (2.30)"),
+        ([7, 30, 12, 11], "guessing (2.30)"),  # falls again, and not below where it was
         ([7, 5, 4, 3], ""),  # falls
         ([2.5, 2.48, 2.5], ""),  # fresh weights that learn slowly
         ([9], ""),
@@ -66,7 +67,7 @@ def test_the_loss(losses, kind):
 def test_the_loss_in_the_warm_up():
     assert "loss" not in told(losses=[7, 9, 8], warmup=200)
     assert "loss" in told(losses=[7, 9, 10], warmup=100)
-    assert "worse than guessing" in told(losses=[7, 0.7, 9, 3], warmup=900)["loss"]
+    assert "guessing (2.30)" in told(losses=[7, 0.7, 9, 3], warmup=900)["loss"]
 
 
 def test_a_loss_of_another_kind():
@@ -80,7 +81,7 @@ def test_a_loss_of_another_kind():
     }
     assert told(**plain, losses=[70, 90, 100]) == {}
     assert told(**plain, losses=[70, 40, 50, 61]) == {}
-    assert "worse than at the beginning" in told(**plain, losses=[70, 40, 60, 90])["loss"]
+    assert re.search(r"\(70\).*\b90\b", told(**plain, losses=[70, 40, 60, 90])["loss"])
     assert told(**plain, losses=[-1, -4, -3, -0.5]) == {}
 
 
@@ -116,11 +117,13 @@ def test_training_is_perfect_and_validation_is_not():
 
 def test_a_class_that_is_never_predicted():
     actual = told(**GUESSED)["never predicted"]
-    assert "predicted as a," in actual
-    assert "40 of it" in actual
+    assert re.search(r"\ba, .*\b40\b", actual)
     assert "data.balance=true" in suggested(actual)
-    assert "labels are right" in told("data.balance=true", **GUESSED)["never predicted"]
-    assert "labels are right" in told(**GUESSED, labelled=False)["never predicted"]
+    balanced = told("data.balance=true", **GUESSED)["never predicted"]
+    unlabelled = told(**GUESSED, labelled=False)["never predicted"]
+    for text in (balanced, unlabelled):
+        assert suggested(text) == []
+        assert "labels" in text
 
 
 SLOWLY = [{"loss": loss, "top1": 0.1} for loss in (2.3, 2.25, 2.2)]
@@ -185,8 +188,8 @@ def test_one_cause_gets_one_word():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ((), "0.6 times as fast: shares=auto gives up to 1.33 times the images/s"),
-        (("shares=auto",), "from the next epoch on"),
+        ((), r"\b0\.6 times .*shares=auto .*\b1\.33 times "),
+        (("shares=auto",), "next epoch"),
         (("shares=[3,1]",), "try shares=auto"),
     ],
 )
@@ -198,7 +201,8 @@ def test_the_line_about_a_slow_rank_has_the_gain_of_shares(words, says):
     for _ in range(WINDOWS * FEW):
         watch.add(WINDOW, [[1.0, 0.0, 0.2], [1.0, 0.0, 0.2 / 0.6]])
     lag = watch.named()
-    assert says in describe_slow_rank(lag, "here, cuda:1", load("digits", *words))
+    message = describe_slow_rank(lag, "here, cuda:1", load("digits", *words))
+    assert re.search(says, message)
     assert "shares" not in describe_slow_rank(
         replace(lag, data=True), "here, cuda:1", load("digits")
     ), "images come late"

@@ -231,7 +231,7 @@ def test_a_gpu_that_waits_for_python_is_reported(mode):
     assert actual.bound == "launches"
     assert actual.step["launches"] == 0.67
     assert actual.step["compute"] == pytest.approx(0.28)
-    assert re.search(r"^the GPU waits at least 67% .*Python", actual.sentence)
+    assert re.search(r"^the GPU .*\b67% .*Python", actual.sentence)
     assert actual.unmeasured is None
     may = explain_eager_steps(recipe.replace(graphs=True), setting.processes) is None
     assert actual.overrides == ["graphs=true"] * may + ["batch_size=256"]
@@ -330,9 +330,7 @@ def test_one_line_says_if_most_of_the_computing_may_be_communication(mode, cure)
         recipe,
         Setting(2),
     )
-    assert re.fullmatch(rf"94% .*computing and communication\b.*{cure}.*", actual.sentence), (
-        actual.sentence
-    )
+    assert re.fullmatch(rf"94% .*\bcommunication\b.*{cure}.*", actual.sentence), actual.sentence
     assert "up to" not in actual.sentence
     assert actual.bound == "compute"
     assert actual.step["communication"] == 0
@@ -355,7 +353,8 @@ def test_one_line_says_if_most_of_the_computing_may_be_communication(mode, cure)
             setting,
         )
         advised = any(word.startswith("batch_size=") for word in message.overrides)
-        assert ("images of a batch" in message.sentence) == advised, message
+        local_batch = recipe.batch_size // 2
+        assert (f"{local_batch} images" in message.sentence) == advised, message
 
 
 MANY = {
@@ -380,7 +379,7 @@ def test_each_advice_is_a_line_and_what_matters_most_is_the_first():
     brief = {"steps": 1.0, "start-up": 4.0}
     first, *machine, step, short = said(run=brief, **MANY)
     assert first == MANY["learning rate"] and machine == [MANY["rank 1"], MANY["cores"]]
-    assert "100% of the step" in step and "try" not in step
+    assert step.startswith("100% ") and "try" not in step
     assert "too short" in short and all(word in short for word in ("30%", "start-up", "80%"))
     assert len(said()) == 2 and len(said("mode=single")) == 2, (
         "the step, and what the run is too short for"

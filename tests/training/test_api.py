@@ -66,62 +66,62 @@ def test_a_recipe_by_its_name_with_words_and_keywords(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "keywords", "line"),
+    ("recipe", "keywords", "pattern"),
     [
-        ("digitz", {}, "recipe=digitz: no such recipe or file; did you mean recipe=digits?"),
-        ("digits", {"epoch": 2}, "digits: epoch is not a key; did you mean epochs?"),
+        ("digitz", {}, r"recipe=digitz: .*\brecipe=digits\b"),
+        ("digits", {"epoch": 2}, r"digits: epoch .*\bepochs\b"),
         (
             "digits",
             {"model": "mlpp", "mode": "single"},
-            "model.name=mlpp is not a model; did you mean mlp?",
+            r"model\.name=mlpp .*\bmlp\b",
         ),
-        ("digits", {"nproc": "two"}, "nproc=two must be a whole number"),
-        ("digits", {"on_epoch": 1}, "on_epoch= is a function of one report, not int"),
-        (None, {"model": 3}, "model= must be a torch.nn.Module"),
+        ("digits", {"nproc": "two"}, r"nproc=two .*\b1\b"),
+        ("digits", {"on_epoch": 1}, r"on_epoch= .*\bint$"),
+        (None, {"model": 3}, r"model= .*\btorch\.nn\.Module\b.*\bint$"),
         (
             None,
             {"data": DATA},
-            "data= is TensorDataset: it is (training set, held-out set), and may have class nam",
+            r"data= .*\bTensorDataset: .*\brandom_split\b",
         ),
         (
             None,
             {"data": {"train": DATA, "unsupervised": DATA}},
-            "data= has train, unsupervised, where it needs ",
+            r"data= .*\btrain, unsupervised\b.*\bvalidation\b",
         ),
         (
             None,
             {"data": (DATA, DATA), "optimizer": torch.optim.SGD},
-            "optimizer=SGD is not a value for a recipe: set",
+            r"optimizer=SGD .*\boptimizer\.name=",
         ),
         (
             None,
             {"data": (DATA, DATA), "batch_size": 64, "mode": "single"},
-            "40 training images are fewer than one glo",
+            r"40 .*\bbatch_size=64\b.*\bbatch_size=40\b",
         ),
-        (None, {"data": DATA.tensors}, "data= has tensors side by side, where each set is a pair"),
-        ("digits", {"plugin": 5}, "plugin= is a module's name, as in plugin='my_module', not int"),
+        (None, {"data": DATA.tensors}, r"data= .*\bdata=\(\(inputs, targets\), "),
+        ("digits", {"plugin": 5}, r"plugin= .*\bplugin='my_module'.*\bint$"),
         (
             None,
             {"net": net()},
-            "net=Sequential is not a key: what is no recipe's is model=net, data=",
+            r"net=Sequential .*\bmodel=net, data=",
         ),
         (
             None,
             {"train_set": DATA},
-            "train_set=TensorDataset is not a key: what is no recipe's is model=net, data=",
+            r"train_set=TensorDataset .*\bmodel=net, data=",
         ),
         (
             None,
             {"callbacks": [print]},
-            "callbacks=print is not a key: what is no recipe's is model=net, data=",
+            r"callbacks=print .*\bmodel=net, data=",
         ),
     ],
 )
-def test_an_invalid_call_is_one_line(tmp_path, monkeypatch, recipe, keywords, line):
+def test_an_invalid_call_is_one_line(tmp_path, monkeypatch, recipe, keywords, pattern):
     monkeypatch.chdir(tmp_path)
     with pytest.raises((RecipeError, SetupError)) as error:
         train(recipe, **{"devices": ["cpu"], **keywords})
-    assert str(error.value).startswith(line)
+    assert re.match(pattern, str(error.value))
 
 
 @pytest.mark.parametrize("kind", [str, Path])

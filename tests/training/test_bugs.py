@@ -12,7 +12,7 @@ class Net(nn.Linear):
     def forward(self, inputs):
         # ddp begins with passes on nothing
         if self.training and (steps := getattr(self, "steps", 0)) == 8:
-            raise KeyError("no such head")
+            raise KeyError("headless")
         self.steps = getattr(self, "steps", 0) + self.training
         return super().forward(inputs.flatten(1))
 
@@ -36,11 +36,10 @@ def test_a_sentence_on_the_screen_and_the_stack_in_the_run_folder(words, tmp_pat
     ]
     completed = trainer(*own, *words, f"output={tmp_path / 'run'}", cwd=tmp_path)
     assert completed.returncode == 1 and completed.stderr.count("\n") == 1, completed.stderr
-    message = f"KeyError: 'no such head' ({tmp_path / 'own.py'}:9, in forward)"
-    assert completed.stderr.startswith(
-        f"trainer: error: {message}; the stack is in {tmp_path / 'run'}/stacks-rank"
-    )
+    message = f"KeyError: 'headless' ({tmp_path / 'own.py'}:9, in forward)"
+    assert completed.stderr.startswith(f"trainer: error: {message}")
+    assert f"{tmp_path / 'run'}/stacks-rank" in completed.stderr
     file = tmp_path / "run" / completed.stderr.strip().rpartition("/")[2]
     assert file.read_text().count("Traceback") == 1
-    assert file.read_text().rstrip().endswith("KeyError: 'no such head'")
-    assert result(tmp_path / "run")["error"].startswith("KeyError: 'no such head' (")
+    assert file.read_text().rstrip().endswith("KeyError: 'headless'")
+    assert result(tmp_path / "run")["error"].startswith("KeyError: 'headless' (")

@@ -168,7 +168,8 @@ def test_a_restarted_cosine_is_the_same_however_often_the_run_is_killed_and_leng
     assert held(run)[0].step == 10 and result(run)["status"] == "running"
     completed = ok(*longer)  # the plain words: its recipe has changed
     text = " ".join(completed.stdout.split())
-    assert "resuming at step 10 of 15" in text and "new cosine from lr 0.02 after epoch 2" in text
+    assert re.search(r"resuming\D+10\D+15\b", text)
+    assert re.search(r"cosine .*\blr 0\.02 .*\bepoch 2\b", text)
     fault([*longer, "epochs=6", ALLOWED], 23)
     ok(*longer, "epochs=6", ALLOWED)  # A script types the command again.
     same(run, whole)
@@ -285,19 +286,19 @@ def done(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "patterns"),
     [
-        (["epochs=12", "max_steps=null"], ["schedule.restart=true", "lr 1e-12"]),
-        (["epochs=12", "max_steps=null", "schedule.restart=false"], ["schedule.restart=true"]),
+        (["epochs=12", "max_steps=null"], [r"schedule\.restart=true", r"lr 1e-12\b"]),
+        (["epochs=12", "max_steps=null", "schedule.restart=false"], [r"schedule\.restart=true"]),
         # The limit still ends the run.
         (["epochs=12", ALLOWED], ["max_steps=15", "max_steps=null"]),
-        (["epochs=8"], ["epochs: 9 there, 8 now", "put it back"]),
-        (["max_steps=14", "epochs=12"], ["max_steps: 15 there, 14 now"]),
-        (["max_steps=20", ALLOWED], ["stop.patience=1", "add stop.patience=2"]),
-        (["max_steps=20", "schedule.restart=[1]"], ["schedule.restart"]),
+        (["epochs=8"], [r"\bepochs: 9 .*\b8\b", r"\brecipe=\S+/run\b"]),
+        (["max_steps=14", "epochs=12"], [r"\bmax_steps: 15 .*\b14\b"]),
+        (["max_steps=20", ALLOWED], [r"stop\.patience=1\b", r"stop\.patience=2\b"]),
+        (["max_steps=20", "schedule.restart=[1]"], [r"schedule\.restart\b"]),
     ],
 )
-def test_runs_that_cannot_continue_are_refused_with_a_suggestion(words, told, done, tmp_path):
+def test_runs_that_cannot_continue_are_refused_with_a_suggestion(words, patterns, done, tmp_path):
     run = shutil.copytree(done, tmp_path / "run")
     before = {
         path: digest(path)
@@ -305,9 +306,10 @@ def test_runs_that_cannot_continue_are_refused_with_a_suggestion(words, told, do
         if path.is_file() and path.suffix in (".yaml", ".json")
     }
     asked = trainer(f"recipe={run}", f"output={run}", "resume=auto", *words)
-    assert asked.returncode == 2 and all(text in asked.stderr for text in told), asked.stderr
+    assert asked.returncode == 2, asked.stderr
+    assert all(re.search(pattern, asked.stderr) for pattern in patterns), asked.stderr
     assert {path: digest(path) for path in before} == before
-    with pytest.raises(RecipeError, match=re.escape(told[0])):
+    with pytest.raises(RecipeError, match=patterns[0]):
         api.train(str(run), *words, output=str(run), resume="auto")
 
 
@@ -397,7 +399,5 @@ def test_no_list_of_epochs(value, typed, tmp_path):
 
 
 def test_a_rate_that_needs_no_new_cosine_takes_no_word_for_it():
-    with pytest.raises(
-        RecipeError, match=r"schedule\.restart=true does nothing with schedule\.name=step"
-    ):
+    with pytest.raises(RecipeError, match=r"schedule\.restart=true .*schedule\.name=step\b"):
         load("digits", "schedule.name=step", ALLOWED)

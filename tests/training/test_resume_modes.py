@@ -5,6 +5,7 @@ end.
 from __future__ import annotations
 
 import math
+import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -37,7 +38,7 @@ def test_a_run_goes_round_all_modes(whole, tmp_path):
         kill(4 * turn + 2, *words, *MODES[mode])
         assert newest(run) == 4 * turn
     completed = ok(*words, *MODES[ring[-1]])
-    assert "resuming at step 16 of 22" in completed.stdout
+    assert re.search(r"resuming\D+16\D+22\b", completed.stdout)
     assert_ends_like(run, whole)
 
 
@@ -51,7 +52,7 @@ def test_every_mode_continues_every_other(was, whole, tmp_path):
         run = tmp_path / now
         shutil.copytree(tmp_path / "killed", run)
         completed = ok(*words, *MODES[now], f"output={run}", "resume=auto")
-        assert "resuming at step 10 of " in completed.stdout
+        assert re.search(r"resuming\D+10\D+2\d\b", completed.stdout)
         if was in APART or now in APART:
             run_result = result(run)
             assert run_result["status"] == "completed" and run_result["data"]["val_samples"] == 360

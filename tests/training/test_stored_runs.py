@@ -2,6 +2,7 @@
 version: of ddp with one rank, and of fsdp, whose checkpoint has the shards of two.
 """
 
+import re
 import shutil
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def test_a_stored_run_is_resumed_to_the_end_that_its_own_version_had(words, stor
     said = ok(
         f"recipe={name}", f"output={name}", "resume=auto", "plugin=tiny", *changes, cwd=stored
     ).stdout
-    assert "resuming at step 8 of 22" in said
+    assert re.search(r"resuming\D+8\D+22\b", said)
     assert [int(row["step"]) for row in steps(run)] == [2, 4, 6, 8, 10, 11, 12, 14, 16, 18, 20, 22]
     ended = result(run)
     assert ended["losses"] == pytest.approx(LOSSES, rel=1e-4)

@@ -408,40 +408,44 @@ def test_exported_files_do_not_mention_the_teacher(teacher, single, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "says"),
+    ("words", "code", "pattern"),
     [
         (
             "distill.teacher=nowhere",
             4,
-            "distill.teacher=nowhere: 'nowhere' is not there, nor runs/nowhere",
+            r"distill\.teacher=nowhere: 'nowhere' .*\bruns/nowhere\b",
         ),
-        ("distill.teacher=empty", 4, "distill.teacher=empty: "),
-        ("distill.teacher=alien.safetensors", 4, "distill.teacher=alien.safetensors: "),
-        ("distill.weight=0.5", 2, "type distill.teacher=RUN, or distill.weight=null"),
-        ("recipe=mine.yaml", 2, "type distill.teacher=RUN, or distill.weight=null"),
+        ("distill.teacher=empty", 4, r"distill\.teacher=empty: "),
+        ("distill.teacher=alien.safetensors", 4, r"distill\.teacher=alien\.safetensors: "),
+        ("distill.weight=0.5", 2, r"distill\.teacher=RUN, .*distill\.weight=null\b"),
+        ("recipe=mine.yaml", 2, r"distill\.teacher=RUN, .*distill\.weight=null\b"),
         (
             "distill.teacher={teacher} data.image_size=16",
             2,
-            "type data.image_size=8 data.channels=1",
+            r"type data\.image_size=8 data\.channels=1\b",
         ),
-        ("distill.teacher={teacher} data.channels=3", 2, "type data.image_size=8 data.channels=1"),
-        ("distill.teacher={teacher} model.num_classes=12", 2, "knows 10 "),
+        (
+            "distill.teacher={teacher} data.channels=3",
+            2,
+            r"type data\.image_size=8 data\.channels=1\b",
+        ),
+        ("distill.teacher={teacher} model.num_classes=12", 2, r"\b10 .*\b12\b"),
         (
             "distill.teacher={teacher} data.name=imagefolder data.root=photos data.image_size=8",
             2,
-            "(ant, bee)",
+            r"\(ant, bee\)",
         ),
-        ("distill.teacher=resnet18", 2, "it knows 1,000 classes, and this run has 10"),
-        ("distill.teacher={teacher} task.name=multilabel", 2, "set distill.teacher=null"),
-        ("distill.teacher={teacher} output={teacher}", 8, "choose another output="),
+        ("distill.teacher=resnet18", 2, r"=resnet18: .*\b1,000 .*\b10\b"),
+        ("distill.teacher={teacher} task.name=multilabel", 2, r"set distill\.teacher=null\b"),
+        ("distill.teacher={teacher} output={teacher}", 8, r"\boutput="),
         (
             "distill.teacher={teacher} output={teacher} resume=auto",
             2,
-            "distill.teacher: None there",
+            r"distill\.teacher: None ",
         ),
     ],
 )
-def test_an_invalid_call_is_one_line(words, code, says, teacher, tmp_path):
+def test_an_invalid_call_is_one_line(words, code, pattern, teacher, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "mine.yaml").write_text("distill:\n  temperature: 2.0\nextends: digits\n")
     (tmp_path / "alien.safetensors").write_bytes(b"nothing")
@@ -452,7 +456,7 @@ def test_an_invalid_call_is_one_line(words, code, says, teacher, tmp_path):
     assert (
         completed.returncode == code
         and completed.stderr.count("\n") == 1
-        and says in completed.stderr
+        and re.search(pattern, completed.stderr)
     ), completed.stderr
 
 
@@ -484,7 +488,7 @@ def test_published_weights_teach(tmp_path, monkeypatch):
 
     with pytest.raises(RecipeError, match=r"knows 1000 \(tench, "):
         of(folders[::-1])
-    assert "by their order" in of(tuple(map(str, range(1000)))).note
+    assert "order" in of(tuple(map(str, range(1000)))).note
     own_value = of(folders)
     pixels = torch.rand(2, 3, 32, 32)
     parts = (
@@ -502,7 +506,7 @@ def test_published_weights_teach(tmp_path, monkeypatch):
     with torch.no_grad():
         expected = reference.eval()((pixels - own) / spread)
     taught = own_value.teach(batch).targets
-    assert "by their order" not in own_value.note
+    assert "order" not in own_value.note
     torch.testing.assert_close(taught[:, 1:], expected, rtol=1e-4, atol=1e-4)
     assert taught[:, 0].tolist() == [3, 999]
     named = weights.meta["categories"]
@@ -516,7 +520,7 @@ def test_published_weights_teach(tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("known", ["in order", "sorted as text"])
+@pytest.mark.parametrize("known", ["in order", "sorted"])
 def test_numbered_classes_are_matched_by_name(known, tmp_path):
     """Folders 0 to 10 sort 0, 1, 10, 2: a teacher of tensors has its outputs in another order."""
     numbers = [str(number) for number in range(11)]
@@ -553,7 +557,7 @@ def test_numbered_classes_are_matched_by_name(known, tmp_path):
         std=(0.5,) * 3,
     )
     own = Teacher(tasks.create_task(recipe, other), data, torch.device("cpu"), True)
-    assert "by their order" not in own.note
+    assert "order" not in own.note
     batch = Batch(
         torch.randn(4, 3, 8, 8),
         torch.zeros(4, dtype=torch.int64),
@@ -595,7 +599,7 @@ def test_a_teacher_that_timm_lacks_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", timm)
     spec = TensorSpec((3, 64, 64), torch.float32)
     with pytest.raises(
-        RecipeError, match=r"^distill.teacher=timm:resnt10t: .* is not a model of timm"
+        RecipeError, match=r"^distill\.teacher=timm:resnt10t: .*\btimm\.list_models\b"
     ):
         load_teacher(load(None, "distill.teacher=timm:resnt10t"), spec, 1000)
 

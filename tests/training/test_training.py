@@ -226,7 +226,8 @@ def test_a_failure_before_the_first_step_leaves_no_folder_below_runs(photos, tmp
         *QUIET,
     ]
     completed = trainer("recipe=finetune", *words, cwd=tmp_path)
-    assert completed.returncode != 0 and "'/nowhere' is not there" in completed.stderr
+    assert completed.returncode == 4
+    assert re.search(r"'/nowhere' .*python -m trainer runs\b", completed.stderr), completed.stderr
     assert list((tmp_path / "runs").iterdir()) == []
 
 
@@ -376,7 +377,11 @@ def test_a_long_step_behind_a_checkpoint_is_not_waited_for(tmp_path):
         wait_for((tmp_path / "run" / "checkpoints" / "step-00000005").exists, process, 90)
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=50)  # sooner than `grace`
-    assert process.returncode == 143 and "nothing new to save" in output, output
+    assert process.returncode == 143 and "SIGTERM" in output, output
+    # Nothing new was saved, and no step was given up, which would have written the stacks.
+    checkpoints = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert checkpoints == ["step-00000005"]
+    assert [*(tmp_path / "run").glob("stacks-*")] == []
 
 
 @pytest.mark.parametrize(
@@ -449,7 +454,9 @@ def test_a_node_without_the_run_folder_gets_the_checkpoint(mode, reference, tmp_
     assert all(code for code, _ in turned), turned
     assert any(re.search(r"rank 1 .*\bruns/mine .*rank 0 ", out) for _, out in turned), turned
     ended = two_nodes(*words, "resume=auto", folders=folders)
-    assert [code for code, _ in ended] == [0, 0] and "resuming at step" in ended[0][1], ended
+    assert [code for code, _ in ended] == [0, 0] and re.search(
+        r"resuming\D+\d+\D+\d+", ended[0][1]
+    ), ended
     assert losses(folders[0] / "runs/mine") == pytest.approx(losses(reference), rel=1e-4)
 
 
@@ -475,4 +482,5 @@ def test_restarts_resume_by_themselves(tmp_path):
         f"\n{path}: {path.read_text()}" for path in sorted((tmp_path / "logs").rglob("error.json"))
     )
     assert process.returncode == 0, out
-    assert "resuming at step 8" in out and len(steps(tmp_path / "run")) == 14, out
+    assert re.search(r"resuming\D+8\D+14\b", out), out
+    assert len(steps(tmp_path / "run")) == 14, out

@@ -5,6 +5,7 @@ Most with a stand-in for the runs' processes, some through the real command line
 
 import csv
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from tests.checks import odd
 from tests.command_line import ok
 from tests.commands.trials.stand_in import SMALL
 from trainer.commands import compare
-from trainer.commands.compare.ranking import STAND_IN, EntryFigures
+from trainer.commands.compare.ranking import NO_DIFFERENCE, STAND_IN, EntryFigures
 from trainer.commands.trials.significance import Difference
 from trainer.errors import FolderInUseError, Interrupted, RecipeError
 from trainer.recipe import MODES, load
@@ -105,14 +106,14 @@ def test_more_repeats_where_a_difference_could_hide(machine, capsys, tmp_path):
     report, _ = compared("single", "split", "ddp", repeats=None)
     assert report["repeats"] == 5
     assert not any("ddp" in sentence for sentence in report["conclusion"])
-    assert "over looks after 5, 10, 15 repeats" in Path("out/compare.md").read_text()
+    assert re.search(r"\b5, 10, 15 repeats\b", Path("out/compare.md").read_text())
     assert "repeats=" not in report["command"]
     shutil.rmtree("out")
     machine.noise = 0.04
     report, table = compared("single", "pipeline", repeats=None)
     assert report["repeats"] == 15 and machine.ran[-1] == "pipeline/15"
-    assert table["pipeline"]["compared"]["verdict"] == "no difference shown"
-    assert "single and pipeline" in report["conclusion"][0]
+    assert table["pipeline"]["compared"]["verdict"] == NO_DIFFERENCE
+    assert re.search(r"\bsingle\b.*\bpipeline\b", report["conclusion"][0])
     assert "difference of 10%" in capsys.readouterr().out
     machine.ran.clear()
     (tmp_path / "out/compare.json").write_text(json.dumps({**report, "status": "interrupted"}))
@@ -131,7 +132,7 @@ def test_the_table_and_the_files(machine, tmp_path):
     assert table["dp"]["ratio"] is table["dp"]["compared"] is None
     assert table["dp"]["samples_per_sec"]["mean"] > 0
     assert not any("dp" in (pair["first"], pair["second"]) for pair in report["pairs"])
-    assert table["local_sgd"]["exactness"]["text"] == "not same maths"
+    assert table["local_sgd"]["exactness"]["verdict"] == "other maths"
     assert table["ddp"]["peak_memory_bytes"] == {"cpu:0": 2**30}
     assert table["ddp"]["ranks"] == 2
     assert report["conclusion"][0] == "fastest: local_sgd"
@@ -145,7 +146,7 @@ def test_the_table_and_the_files(machine, tmp_path):
     assert float(lines[1]["samples_per_sec"]) == table["ddp"]["samples_per_sec"]["mean"]
     assert lines[1]["compared"] == "faster" and lines[1]["exactness"] == "exact"
     markdown = (out / "compare.md").read_text()
-    assert "| entry | ranks x threads | images/s |" in markdown and "Machine: " in markdown
+    assert re.search(r"^\| entry \|.*\| images/s \|", markdown, re.M) and "Machine: " in markdown
     assert "python -m trainer compare recipe=digits 'modes=[single,ddp,dp,local_sgd]'" in markdown
     assert (out / "compare.png").stat().st_size > 5000
     [bars] = (out / "tensorboard/single").glob("events*")
@@ -164,7 +165,7 @@ def test_a_mode_that_computes_something_else_is_red_and_never_the_fastest(
     report, table = compared("single", "ddp", "split", repeats=5)
     assert table["ddp"]["exactness"]["verdict"] == "disagrees"
     assert table["split"]["exactness"]["verdict"] == "exact"
-    assert "ddp DISAGREES with single" in report["conclusion"][0]
+    assert re.search(r"\bddp DISAGREES .*\bsingle\b", report["conclusion"][0])
     assert report["conclusion"][1] == "fastest: single"
     (red,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("\033[31m")]
     assert "DISAGREES by 1.0%" in red
@@ -178,7 +179,9 @@ def test_shares_of_a_batch_are_printed_and_compared_with_single(machine):
     assert [row["shares"] for row in report["entries"]] == [None, [24, 8], [24, 8], None]
     assert Path("out/compare.md").read_text().count("(24 + 8 images)") == 2
     refused = table["split shares=auto"]
-    assert refused["exit_code"] == 2 and "is not for mode=split" in refused["error"]
+    assert refused["exit_code"] == 2 and re.search(
+        r"\bshares=auto .*\bmode=split\b", refused["error"]
+    )
     report = compare.compare(
         "digits", ["single", "ddp"], words=[*SMALL, "shares=auto"], repeats=1, steps=40
     )
@@ -277,11 +280,11 @@ def test_a_mode_that_failed_has_no_bar(machine, monkeypatch):
 def test_a_crash_is_a_row_and_the_others_go_on(repeat, machine):
     machine.faults[f"ddp/{repeat}"] = 5
     report, table = compared("single", "ddp", repeats=3)
-    assert (table["ddp"]["error"], table["ddp"]["exit_code"]) == ("it broke in ddp", 5)
+    assert (table["ddp"]["error"], table["ddp"]["exit_code"]) == ("broken ddp", 5)
     assert table["ddp"]["repeats"] == max(0, repeat - 1)
     assert table["single"]["repeats"] == 3
     assert f"ddp/{repeat + 1}" not in machine.ran
-    assert "it broke in ddp" in Path("out/compare.md").read_text()
+    assert "broken ddp" in Path("out/compare.md").read_text()
     assert report["status"] == "completed"
 
 
@@ -356,5 +359,6 @@ def test_through_the_command_line(full, tmp_path):
     assert curves == {*modes}, "the curves of all in one chart"
     assert refused["exit_code"] == 2 and "sync_bn=true " in refused["error"]
     assert {path.name for path in (tmp_path / "out").glob("*.png")} == {"compare.png"}
-    assert "no difference shown" in completed.stdout or "other processes" in completed.stdout
+    # One repeat shows no difference; runs that other processes disturbed are not compared.
+    assert re.search(r"\brepeats=2\b|\bresume=auto\b", completed.stdout)
     assert not completed.stderr

@@ -79,13 +79,13 @@ def test_suggestions_start_with_launch_sh_if_it_started_the_command(monkeypatch,
     [
         (
             "torchvision",
-            RuntimeError("operator torchvision::nms does not exist"),
-            "torchvision::nms does not exist",
+            RuntimeError("no torchvision::nms"),
+            "no torchvision::nms",
         ),
         (
             "torch",
             ModuleNotFoundError("no torch", name="torch"),
-            "not installed: torch; type pip install",
+            r": torch; .*\bpip install\b",
         ),
         ("torch", ValueError("something\nelse"), "something else"),
     ],
@@ -102,7 +102,7 @@ def test_a_torch_that_cannot_be_loaded_is_one_finding_and_the_rest_goes_on(
 
     monkeypatch.setattr(doctor.importlib, "import_module", load)
     actual = doctor.examine()
-    assert len(actual.problems) == 1 and says in actual.problems[0]
+    assert len(actual.problems) == 1 and re.search(says, actual.problems[0])
     assert "machine" in actual.sections and "between processes" not in actual.sections
     assert "Traceback" not in actual.text()
 
@@ -139,8 +139,8 @@ def test_cards_that_fail_and_those_that_do_not(quick, monkeypatch):
     shown = rows(actual)
     a100 = "NVIDIA A100-SXM4-80GB, 70.0 of 80.0 GiB free, computes correctly"
     assert shown["cards", "cuda:0"] == shown["cards", "cuda:1"] == a100
-    assert shown["cards", "copies"] == "right in all 2 ways" and actual.problems == []
-    assert shown["cards", "speed"].startswith("all as fast")
+    assert re.match(r"right .*\b2\b", shown["cards", "copies"]) and actual.problems == []
+    assert shown["cards", "speed"] == doctor.compare_speeds(["cuda:0", "cuda:1"], [7000.0, 6999.0])
     assert shown["between processes", "NCCL, 2 cards"] == "nccl of 2 works"
 
     monkeypatch.setattr(
@@ -152,12 +152,12 @@ def test_cards_that_fail_and_those_that_do_not(quick, monkeypatch):
 
     def check(device, count):
         if device.index == 1:
-            raise SetupError("cuda:1 does not compute")
+            raise SetupError("cuda:1 fails")
 
     monkeypatch.setattr(health, "check_card", check)
     actual = doctor.examine()
-    assert rows(actual)["cards", "cuda:1"].endswith("CANNOT BE USED")
-    assert actual.problems == ["cuda:1 does not compute"]
+    assert "CANNOT" in rows(actual)["cards", "cuda:1"]
+    assert actual.problems == ["cuda:1 fails"]
     monkeypatch.setattr(cards, "detect", lambda: cards.Cards(0, SetupError("no driver")))
     assert doctor.examine().problems == ["no driver"]
 
@@ -172,10 +172,10 @@ def test_processes_that_cannot_talk():
 @pytest.mark.parametrize(
     ("speeds", "says"),
     [
-        ([100.0, 98.0], "all as fast"),
-        ([100.0, 60.0], "cuda:1 is 0.6 times as fast as cuda:0"),
-        ([60.0, 100.0, 100.0], "cuda:0 is 0.6 times as fast as cuda:1"),
-        ([100.0, 0.0], "not measured"),
+        ([100.0, 98.0], r"all [^:=]*$"),
+        ([100.0, 60.0], r"cuda:1 .*\b0\.6 times .*\bcuda:0\b.*\bshares=auto\b"),
+        ([60.0, 100.0, 100.0], r"cuda:0 .*\b0\.6 times .*\bcuda:1\b.*\bshares=auto\b"),
+        ([100.0, 0.0], "not measured$"),
     ],
 )
 def test_unequal_cards_get_the_gain_of_unequal_shares(speeds, says):
@@ -184,6 +184,6 @@ def test_unequal_cards_get_the_gain_of_unequal_shares(speeds, says):
     Proportional ones keep all cards busy.
     """
     line = doctor.compare_speeds([f"cuda:{n}" for n in range(len(speeds))], speeds)
-    assert line.startswith(says)
+    assert re.match(says, line)
     if "shares=auto" in line:
         assert f"{sum(speeds) / (len(speeds) * min(speeds)):.2f} times" in line

@@ -76,9 +76,7 @@ def test_every_format_through_the_command_line(here, kind):
     target = here / "runs" / "images" / f"model{exporting.SUFFIXES[kind]}"
     assert f"  file    runs/images/{target.name}, 0." in completed.stdout and target.is_file()
     assert "  input   float32 (batch, 1, 8, 8): " in completed.stdout
-    match = re.search(
-        r"batches of 1, 2, 5: outputs of up to (\S+) differ by at most (\S+)\n", completed.stdout
-    )
+    match = re.search(r" 1, 2, 5: \D+(\S+)\D+(\S+)\n", completed.stdout)
     assert float(match[2]) <= 1e-4 * float(match[1])
     assert [path.name for path in target.parent.iterdir() if path.name.startswith(".model")] == []
 
@@ -134,7 +132,7 @@ def test_from_all_that_holds_weights(here, source):
 @pytest.mark.parametrize("kind", FORMATS)
 def test_inputs_that_are_no_images_and_models_of_a_plugin(here, kind):
     text = exporting.command(["words", f"format={kind}", "plugin=mine_to_export"])
-    assert "  input   int64 (batch, 6): as the data set gives them" in text
+    assert re.search(r"^  input   int64 \(batch, 6\): .*\bdata set\b", text, re.M)
     _, facts = facts_of(here / "runs" / "words" / f"model{exporting.SUFFIXES[kind]}", kind)
     assert facts["classes"] == ["even", "odd"] and "resize" not in facts
 
@@ -150,7 +148,7 @@ def test_weights_that_do_not_say_what_inputs_are(here):
     assert "float32 (batch, 1, 8, 8)" in exporting.command(
         ["images-old", "format=exported_program"]
     )
-    with pytest.raises(CheckpointError, match="what its inputs are"):
+    with pytest.raises(CheckpointError, match=r"words-old\b.*\binputs\b"):
         exporting.command(["words-old", "format=exported_program", "plugin=mine_to_export"])
 
 
@@ -163,7 +161,7 @@ def test_a_file_with_wrong_outputs_is_not_kept(here, monkeypatch):
 
     monkeypatch.setitem(export.WRITERS, "exported_program", wrong)
     with pytest.raises(
-        RecipeError, match=r"cannot .*\b1 samples? .*outputs differ by \d.*try format=onnx"
+        RecipeError, match=r"format=exported_program .*\b1 samples? .*\bdiffer by \d.*\bformat=onnx"
     ) as error:
         exporting.command(["images", "format=exported_program"])
     assert "\n" not in str(error.value)
@@ -200,7 +198,7 @@ def test_a_disk_that_is_full_is_one_line(here, kind):
     )
     assert completed.returncode == 28, completed.stderr[-2000:]
     assert re.fullmatch(
-        r"trainer: error: runs/images: .*disk is full \(.*\).*\n", completed.stderr
+        r"trainer: error: runs/images: .*\bdisk\b.* \(.*\).*\n", completed.stderr
     ), completed.stderr
     assert sorted(run.rglob("*")) == before
 
@@ -219,41 +217,53 @@ def test_an_export_removes_files_of_a_killed_one(here):
 @pytest.mark.parametrize(
     ("words", "error", "expected"),
     [
-        ([], RecipeError, "export needs one run, as in export runs/x format=onnx, not 0"),
-        (["images", "words", "format=onnx"], RecipeError, "export needs one run"),
-        (["images"], RecipeError, "format=: export needs one of onnx, exported_program, as in"),
+        ([], RecipeError, r"^export .*\bexport runs/x format=onnx, .*\b0\b"),
+        (
+            ["images", "words", "format=onnx"],
+            RecipeError,
+            r"^export .*\bruns/x format=onnx, .*\b2\b",
+        ),
+        (
+            ["images"],
+            RecipeError,
+            r"^format=: .*\bonnx, exported_program, .*\bexport runs/x format=onnx$",
+        ),
         (
             ["images", "format=onx"],
             RecipeError,
-            "format=onx: export needs one of onnx, exported_program",
+            r"^format=onx: .*\bonnx, exported_program, .*\bexport runs/x format=onnx$",
         ),
-        (["images", PT2, "output=x.onnx"], RecipeError, "format=exported_program end with .pt2"),
+        (
+            ["images", PT2, "output=x.onnx"],
+            RecipeError,
+            r"^output=x\.onnx: .*\bformat=exported_program .*\.pt2$",
+        ),
         (
             ["images", PT2, "output=no/x.pt2"],
             SetupError,
-            "there is no folder no; make it, or choose another output=",
+            r"^output=no/x\.pt2: .*\bfolder no; .*\boutput=$",
         ),
         (
             ["images", PT2, "output=runs/images/model-there.pt2"],
             RecipeError,
-            "is there already: remove it",
+            r"^runs/images/model-there\.pt2 .*\balready: .*\boutput=$",
         ),
         (
             ["nowhere", *TO_X],
             CheckpointError,
-            "'nowhere' is not there, nor runs/nowhere: give a run",
+            r"^'nowhere' .*\bruns/nowhere: .*\btrainer runs\b",
         ),
         (
             ["runs/images/steps.csv", *TO_X],
             CheckpointError,
-            "steps.csv is not a kind of file that is read",
+            r"^runs/images/steps\.csv .*\.safetensors, \.pt or \.pth\b",
         ),
-        (["images", *TO_X, "epohcs=3"], RecipeError, "epohcs is not a key; did you mean epochs?"),
-        (["words", *TO_X], RecipeError, "model.name=bag is not a model"),
+        (["images", *TO_X, "epohcs=3"], RecipeError, r": epohcs .* epochs\?$"),
+        (["words", *TO_X], RecipeError, r"^model\.name=bag .*\bplugin=my_module\b"),
         (
             ["images", *TO_X, "plugin=absent_one"],
             RecipeError,
-            "plugin=absent_one: no module of that name",
+            r"^plugin=absent_one: no module\b",
         ),
     ],
 )
@@ -265,7 +275,7 @@ def test_meaningless_arguments_are_answered_with_a_valid_command(
     monkeypatch.delitem(zoo.builders, "bag", raising=False)
     with pytest.raises(error) as caught:
         exporting.command(words)
-    assert re.search(expected.replace("?", r"\?"), str(caught.value))
+    assert re.search(expected, str(caught.value))
     assert "\n" not in str(caught.value)
 
 

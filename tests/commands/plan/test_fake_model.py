@@ -162,5 +162,7 @@ def test_a_model_that_looks_at_values(monkeypatch):
         return nn.Sequential(Looks(), nn.Linear(10, classes))
 
     monkeypatch.setitem(zoo.builders, "looks_at_values", looks)
-    with pytest.raises(RecipeError, match="needs more than shapes"):
+    with pytest.raises(
+        RecipeError, match=r"model\.name=looks_at_values .*\baten\._local_scalar_dense\b"
+    ):
         plan(load_recipe("digits", "model.name=looks_at_values"))

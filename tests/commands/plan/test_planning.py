@@ -1,6 +1,7 @@
 """The command `plan` as a whole: its predictions, the suggested arguments, and refusals."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -101,9 +102,9 @@ def test_plan_accepts_the_arguments_of_train():
 @pytest.mark.parametrize(
     ("recipe", "options", "says"),
     [
-        (None, {}, r"plan\(\) needs a recipe, as in plan\('digits'\)"),
-        ("digits", {"memory": [24]}, "memory= is a number, or text as in '24GiB', not list"),
-        ("digits", {"measured": 5}, "measured=here"),
+        (None, {}, r"^plan\(\) .*\bplan\('digits'\)$"),
+        ("digits", {"memory": [24]}, r"^memory= .*'24GiB', .*\blist$"),
+        ("digits", {"measured": 5}, r"^measured=5 .*\bmeasured=here\b"),
     ],
 )
 def test_arguments_that_a_program_may_not_use(recipe, options, says):
@@ -141,24 +142,32 @@ def test_every_mode_has_a_line():
 @pytest.mark.parametrize(
     ("words", "code", "text"),
     [
-        (["memory=24"], 2, "write memory=24GiB"),
-        (["memory=0GiB"], 2, "above 0"),
-        (["bandwidth=10GB"], 2, "write bandwidth=10GB/s"),
-        (["nproc=0"], 2, "nproc=0 must be a whole number"),
-        (["mode=local_sgd", "nproc=7"], 2, "batch_size=96 does not divide"),
-        (["mode=pipeline", "nproc=2", "pipeline.cuts=[nothing]"], 2, "not a usable cut"),
-        (["mode=pipeline", "nproc=64"], 2, "usable cuts"),
-        (["model.num_classes=3"], 2, "the data has 10 classes"),
-        (["model.name=inception_v3"], 2, "set data.channels=3"),
-        (["model.name=resnet18", "data.channels=3", "model.weights=NOSUCH"], 2, "is not published"),
-        (["batch_size=9600", "nproc=2"], 2, "fewer than one global batch"),
-        (["model.init_from=nowhere"], 4, "nowhere"),
+        (["memory=24"], 2, r"memory=24 .*\bmemory=24GiB\b"),
+        (["memory=0GiB"], 2, r"memory=0GiB .*\b0: .*\bmemory=24GiB\b"),
+        (["bandwidth=10GB"], 2, r"bandwidth=10GB .*\bbandwidth=10GB/s"),
+        (["nproc=0"], 2, r"nproc=0 .*\b1 to 4096\b"),
+        (["mode=local_sgd", "nproc=7"], 2, r"batch_size=96 .*\b7 processes\b"),
+        (
+            ["mode=pipeline", "nproc=2", "pipeline.cuts=[nothing]"],
+            2,
+            r"pipeline\.cuts=\[nothing\]: nothing .*\b0, 3, 4, 7\b",
+        ),
+        (["mode=pipeline", "nproc=64"], 2, r"64 stages .*\b63 cuts\b.*\bpipeline\.stages\b"),
+        (["model.num_classes=3"], 2, r"model\.num_classes=3, .*\b10 classes\b"),
+        (["model.name=inception_v3"], 2, r"model\.name=inception_v3 .*\bdata\.channels=3\n"),
+        (
+            ["model.name=resnet18", "data.channels=3", "model.weights=NOSUCH"],
+            2,
+            r"model\.weights=NOSUCH .*\bresnet18\b.*\bIMAGENET1K_V1, DEFAULT\b",
+        ),
+        (["batch_size=9600", "nproc=2"], 2, r"1437 .*\(batch_size=9600\); .*batch_size=1436\b"),
+        (["model.init_from=nowhere"], 4, r"'nowhere' .*\bruns/nowhere: "),
     ],
 )
 def test_an_error_is_one_line(words, code, text, capsys):
     assert answer(["plan", "recipe=digits", *words]) == code
     captured = capsys.readouterr()
-    assert text in captured.err
+    assert re.search(text, captured.err)
     assert captured.err.count("\n") == 1 and not captured.out
 
 

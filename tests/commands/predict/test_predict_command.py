@@ -120,7 +120,9 @@ def test_large_photos_of_a_folder_are_labelled_as_they_were_evaluated(crop, tmp_
     assert {path: other[path] for path in one} == pytest.approx(one, abs=3e-6)
     assert "24 images labelled\n" in completed.stdout and "top-1" not in completed.stdout
     alone = label(run, tmp_path / "one", CPU, f"data.root={next(iter(one))}").stdout
-    assert "predicting 1 image on cpu" in alone and "\n1 image labelled\n" in alone
+    assert (
+        re.search(r"^predicting 1 image .*\bcpu", alone, re.M) and "\n1 image labelled\n" in alone
+    )
 
 
 def test_the_training_part(digits, tmp_path):
@@ -150,7 +152,7 @@ def test_bad_images_are_rows_with_reasons(photos, labelled):
     assert names == [*good, *(f"odd/{name}" for name in odd)]
     bad = {os.path.basename(row["path"]): row["error"] for row in rows if row["error"]}
     assert set(bad) == {"empty.png", "text.jpg", "truncated.jpg"}
-    assert bad["empty.png"] == "it is empty"
+    assert bad["empty.png"].endswith("empty")
     assert all(bool(row["class"]) != bool(row["error"]) for row in rows)
     assert re.search(r"\n  unread   3\b", printed) and {row["label"] for row in rows} == {""}
 
@@ -186,7 +188,7 @@ def test_paths_from_stdin(digits, photos, tmp_path):
     rows = read(tmp_path / "stdin")
     assert [row["path"] for row in rows] == list(map(str, chosen))
     assert [bool(row["error"]) for row in rows] == [False, True, False]
-    assert "No such file" in rows[1]["error"]
+    assert os.strerror(errno.ENOENT) in rows[1]["error"]
 
 
 def test_an_empty_input_and_an_output_folder_within_it_are_refused(digits, photos, tmp_path):
@@ -311,7 +313,7 @@ def test_a_stopped_command_starts_from_scratch(digits, photos, tmp_path, number,
     child.send_signal(number)
     _, errors = child.communicate(timeout=20)
     assert child.returncode == code and part.exists() == (code == -9)
-    assert code == -9 or (errors.count("\n") == 1 and "labels all images again" in errors), errors
+    assert code == -9 or (errors.count("\n") == 1 and "images again" in errors), errors
     again = label(digits, folder, *words[2:])
     assert bool(re.search(r"stopped.*\bagain\b", again.stdout)) == (code == -9)
     first, second = (
@@ -346,16 +348,20 @@ def test_a_folder_that_holds_something_is_refused(digits, photos, labelled):
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (["checkpoint=nowhere"], 4, "'nowhere' is not there, nor runs/nowhere: "),
-        (["model.weights=DEFAULT", "data.root=."], 2, "recipe=finetune"),
-        (["checkpoint=RUN", "compile=true"], 2, "leave it out"),
-        (["checkpoint=RUN", "predict.split=val", "x/y.png"], 2, "leave it out, or x/y.png"),
-        (["checkpoint=RUN", "data.root=nowhere"], 3, "No such file"),
-        (["checkpoint=RUN", "data.root=EMPTY"], 3, "holds no images"),
-        (["checkpoint=RUN", "devices=[cuda:0]"], 2, "devices=[cpu]"),
-        (["checkpoint=RUN", "devices=[gpu]"], 2, "cuda:0"),
-        (["checkpoint=RUN", "recipe=digits"], 2, "has its own"),
-        (["checkpoint=RUN", "nproc=2"], 2, "devices=["),
+        (["checkpoint=nowhere"], 4, r"'nowhere' .*\bruns/nowhere: "),
+        (["model.weights=DEFAULT", "data.root=."], 2, r"model\.weights= .*\brecipe=finetune\b"),
+        (["checkpoint=RUN", "compile=true"], 2, r"compile= .*\bCUDA graphs\b"),
+        (
+            ["checkpoint=RUN", "predict.split=val", "x/y.png"],
+            2,
+            r"predict\.split=val .*\bor x/y\.png",
+        ),
+        (["checkpoint=RUN", "data.root=nowhere"], 3, rf"=nowhere .*{os.strerror(errno.ENOENT)}"),
+        (["checkpoint=RUN", "data.root=EMPTY"], 3, r"data\.root=.*/empty .*\bno images\b"),
+        (["checkpoint=RUN", "devices=[cuda:0]"], 2, r"cuda:0 .*\bdevices=\[cpu\]"),
+        (["checkpoint=RUN", "devices=[gpu]"], 2, r"devices: 'gpu' .*\bcuda:0\b"),
+        (["checkpoint=RUN", "recipe=digits"], 2, r"recipe= .*\bcheckpoint=RUN\b"),
+        (["checkpoint=RUN", "nproc=2"], 2, r"nproc= .*\bdevices=\["),
     ],
 )
 def test_bad_words(digits, tmp_path, words, code, says, monkeypatch):
@@ -371,7 +377,7 @@ def test_bad_words(digits, tmp_path, words, code, says, monkeypatch):
         "predict", *(places.get(word, word) for word in words), f"output={tmp_path / 'out'}"
     )
     assert (completed.returncode, completed.stderr.count("\n")) == (code, 1), completed.stderr
-    assert says in completed.stderr
+    assert re.search(says, completed.stderr)
 
 
 def test_several_ranks_are_refused(digits, tmp_path):

@@ -59,13 +59,13 @@ def test_a_model_over_devices_gives_what_one_gives():
     ("given", "says"),
     [
         ({"model": "runs/x"}, r"trainer\.load\('runs/x'\)\.predict"),
-        ({"model": {"a": 1}}, "a torch.nn.Module, not dict"),
-        ({"inputs": "photos"}, "a tensor, or an iterable of single inputs, not str"),
-        ({"inputs": None}, "a tensor, or an iterable of single inputs, not NoneType"),
-        ({"inputs": DataLoader(PAIRS)}, "an iterable of single inputs, not DataLoader"),
-        ({"devices": "gpu"}, "devices: gpu is not a device"),
-        ({"devices": []}, "names none"),
-        ({"devices": ["cuda:7"]}, "is not here"),
+        ({"model": {"a": 1}}, r"torch\.nn\.Module, .*\bdict;"),
+        ({"inputs": "photos"}, r"^predict\(\) .*\btensor, .*\bstr$"),
+        ({"inputs": None}, r"^predict\(\) .*\btensor, .*\bNoneType$"),
+        ({"inputs": DataLoader(PAIRS)}, r"^predict\(\) .*\btensor, .*\bDataLoader$"),
+        ({"devices": "gpu"}, r"^devices: gpu .*\bcuda:0\b"),
+        ({"devices": []}, r"^devices=\[\] .*\bdevices=auto\b"),
+        ({"devices": ["cuda:7"]}, r"^devices: cuda:7 .*\bnot here\b"),
     ],
 )
 def test_inputs_of_another_kind_are_refused_at_once(given, says):
@@ -83,7 +83,7 @@ def test_inputs_of_another_kind_are_refused_at_once(given, says):
 
 @pytest.mark.parametrize(
     ("inputs", "says"),
-    [(PAIRS, "input 0 is a tuple"), ([torch.rand(2), "cat"], "input 1 is a str")],
+    [(PAIRS, r"\binput 0 .*\btuple: "), ([torch.rand(2), "cat"], r"\binput 1 .*\bstr$")],
 )
 def test_items_that_are_no_tensors(inputs, says):
     with pytest.raises(RecipeError, match=says):

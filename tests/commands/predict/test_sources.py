@@ -1,5 +1,6 @@
 """Folders and lists of images, as they may be found."""
 
+import errno
 import os
 import re
 
@@ -29,9 +30,9 @@ def test_files_folders_and_lists_in_the_order_given(photos, tmp_path, monkeypatc
     [
         ("list.csv", b"file,label\na.png,cat\n", "file,label"),
         ("a.mp4", b"\x1cftyp\0", "ftyp"),
-        ("empty", None, "holds no images"),
-        ("nowhere", b"", "No such file"),
-        ("/dev/zero", b"", "not a file"),
+        ("empty", None, "no images"),
+        ("nowhere", b"", os.strerror(errno.ENOENT)),
+        ("/dev/zero", b"", r"\(.*\bfile\)"),
     ],
 )
 def test_inputs_that_are_no_list_of_images_are_refused_at_once(
@@ -43,7 +44,7 @@ def test_inputs_that_are_no_list_of_images_are_refused_at_once(
         (tmp_path / name).mkdir()
     elif content:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(SetupError, match=rf"{name}.*{says}.*\ba file with a path on each line\b"):
+    with pytest.raises(SetupError, match=rf"^data\.root={name} .*{says}.*\bJPEG, PNG, WebP\b"):
         sources.find_images([name])
 
 

@@ -30,18 +30,18 @@ def rate(product):
         ([[100, 101, 99], [98, 100, 97], [100, 99, 98], [97, 100, 100]], []),
         (
             [[100, 101, 99], [80, 81, 82], [100] * 3, [100] * 3],
-            ["cuda:1 is slow: its products reach 81%"],
+            [r"cuda:1 .*\bslow: .*\bproducts .*\b81%"],
         ),
         (
             [[100] * 3, [100] * 3, [100] * 3, [100, 70, 60]],
-            ["cuda:3 is throttled: its products fall to 60%"],
+            [r"cuda:3 .*\bthrottled: .*\bproducts .*\b60%"],
         ),
         ([[100, 60, 100], [100] * 3, [100] * 3, [100] * 3], []),  # another program's moment
     ],
 )
 def test_a_slow_or_throttled_card_is_named(rates, says):
     actual = list(find_slow_devices(CARDS, rates, "products"))
-    assert [line[: len(say)] for line, say in zip(actual, says, strict=True)] == says
+    assert all(re.match(say, line) for line, say in zip(actual, says, strict=True))
     mixed = Devices(CARDS.names, "cuda", (CARD, "Tesla T4", CARD, "L4"))
     kinds = [[v / 4 if rank % 2 else v for v in values] for rank, values in enumerate(rates)]
     assert not any("cuda:1" in line for line in find_slow_devices(mixed, kinds, "products")), (
@@ -141,15 +141,18 @@ def speed_of(tmp_path, name, ours, single=1000.0, verdict=None):
     return next(check for check in list_checks(CPUS) if check.name == name).run(one), words
 
 
+def numbers_of(line):
+    """Return the words of a line that contain a digit, without units."""
+    return [word for word in line.split() if word[-1] != "/" and re.search(r"\d", word)]
+
+
 def test_images_per_second_are_compared_with_a_bare_loop_and_one_device(tmp_path):
     verdict = {"step": {"optimizer": 0.02}}
     actual, words = speed_of(
         tmp_path, "speed resnet20 x2", [1800.0, 1900.0, 2000.0], verdict=verdict
     )
     figures = ["1,900", "(1,800", "2,000);", "0.95", "(0.90", "1.00)", "1.90", "9%"]
-    assert [
-        word for word in actual.line.split() if word[-1] != "/" and re.search(r"\d", word)
-    ] == figures
+    assert numbers_of(actual.line) == figures
     assert actual.figures["exposed_communication"] == pytest.approx(1 - 1000 / 1100)
     assert actual.figures["batch"] == 128 and actual.figures["step"] == {"optimizer": 0.02}
     assert len(words) == 3 and {"batch_size=128", "nproc=2", "max_steps=44"} <= {*words[0]}
@@ -158,4 +161,5 @@ def test_images_per_second_are_compared_with_a_bare_loop_and_one_device(tmp_path
 def test_values_that_were_not_measured_are_not_printed(tmp_path):
     actual, _ = speed_of(tmp_path, "speed resnet20 x1", [1000.0] * 3)
     assert actual.figures["times_one"] is None and actual.figures["exposed_communication"] is None
-    assert actual.figures["step"] == {} and "times as fast as one" not in actual.line
+    assert actual.figures["step"] == {}
+    assert numbers_of(actual.line) == ["1,000", "(1,000", "1,000);", "1.00", "(1.00", "1.00)"]

@@ -167,7 +167,7 @@ def test_the_most_important_checks_are_chosen_first_and_run_in_order(tmp_path, m
 
 def test_a_check_that_raises_is_wrong_and_the_next_is_done(tmp_path, monkeypatch, capsys):
     def broken(runner):
-        raise ValueError("not a number")
+        raise ValueError("odd")
 
     checks = [
         Check("one", "right", "one", 1, broken),
@@ -182,7 +182,7 @@ def test_a_check_that_raises_is_wrong_and_the_next_is_done(tmp_path, monkeypatch
         "not here",
     ]
     output = capsys.readouterr().out
-    assert "[ 1/3] one ... WRONG: ValueError: not a number" in output
+    assert "[ 1/3] one ... WRONG: ValueError: odd" in output
     assert "two ... 3 images/s (0 s)" in output
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / proving.KEPT).write_text('{"checks": {"one": {"status": "right"}}}')
@@ -279,7 +279,7 @@ def made(tmp_path, devices=GPUS, **changes):
 def test_all_right(tmp_path):
     proof = made(tmp_path)
     assert re.search(
-        r"correctly on 4 GPUs; 3\.7 times as fast as one; .*communication \(6% ", proof["sentence"]
+        r"correctly .*\b4 GPUs; 3\.7 times .*; .*communication \(6% ", proof["sentence"]
     )
     assert (proof["status"], proof["times_one"], proof["format"]) == ("right", 3.7, 1)
 
@@ -287,17 +287,15 @@ def test_all_right(tmp_path):
 def test_one_wrong_is_the_sentence(tmp_path):
     proof = made(
         tmp_path,
-        sums=wrong("3 of 24 came out wrong", "set NCCL_P2P_DISABLE=1"),
+        sums=wrong("3 of 24", "set NCCL_P2P_DISABLE=1"),
         copies=wrong("odd", "see"),
     )
     assert proof["status"] == "wrong"
-    title = "copies between all pairs of 4 GPUs, by pattern"
+    title = next(row["title"] for row in proof["checks"] if row["name"] == "copies")
     assert "WRONG on 4 GPUs" in proof["sentence"]
     assert f"{title}: odd (and 1 more)" in proof["sentence"]
     page = render_markdown(proof)
-    assert re.search(
-        r"- \*\*sums .*\*\*: 3 of 24 came out wrong\. .*: set NCCL_P2P_DISABLE=1", page
-    )
+    assert re.search(r"- \*\*sums .*\*\*: 3 of 24\. .*: set NCCL_P2P_DISABLE=1", page)
 
 
 def test_skipped_checks_never_count_as_passed(tmp_path):
@@ -309,7 +307,8 @@ def test_skipped_checks_never_count_as_passed(tmp_path):
         MACHINE,
         {},
     )
-    assert nothing["sentence"].startswith("nothing is proven") and nothing["status"] == "incomplete"
+    assert re.match(r"nothing .*\b2 CPU processes\b", nothing["sentence"])
+    assert nothing["status"] == "incomplete"
     proof = made(tmp_path, CPUS, **{"mode ddp": None, "compile": None})
     total = sum(row["part"] == "right" for row in proof["checks"])
     assert proof["status"] == "incomplete" and proof["counts"]["left out"] == 2
@@ -317,39 +316,39 @@ def test_skipped_checks_never_count_as_passed(tmp_path):
         rf"{total - 2} of {total} checks .*\b2 CPU processes\b.*skipped", proof["sentence"]
     )
     # The page lists the same number.
-    assert f"({len(proof['checks'])} checks in all)" in proof["sentence"]
+    assert f"({len(proof['checks'])} checks " in proof["sentence"]
     left = [row for row in proof["checks"] if row["status"] == "left out"]
     assert [row["name"] for row in left] == ["mode ddp", "compile"]
     assert all(row["line"] for row in left)
+    titles = {row["name"]: row["title"] for row in proof["checks"]}
     page = render_markdown(proof)
     assert re.search("Skipped in 10 minutes: .*ddp.*; compile", page)
-    assert "| 20 steps of ddp" not in page
+    assert f"| {titles['mode split']} |" in page
+    assert f"| {titles['mode ddp']} |" not in page
 
 
 def test_missing_features_of_a_machine_are_no_fault(tmp_path):
     proof = made(tmp_path, compile=Outcome("not here", "no compiler"))
-    assert proof["status"] == "right" and "trains correctly on 4 GPUs" in proof["sentence"]
+    assert proof["status"] == "right" and "correctly on 4 GPUs" in proof["sentence"]
     assert re.search(r"\| compile=true .*\| not here \| no compiler \|", render_markdown(proof))
 
 
 @pytest.mark.parametrize(
     ("figures", "says"),
     [
-        ({}, "communication (6% of a step)"),
-        ({"ratio": {"median": 0.7}}, "this software's own loop (0.70 times a bare one)"),
-        ({"step": {"optimizer": 0.3}}, "the optimizer (30% of a step)"),
+        ({}, r"communication \(6% .*\)"),
+        ({"ratio": {"median": 0.7}}, r".*\bloop \(0\.70 times .*\)"),
+        ({"step": {"optimizer": 0.3}}, r".*\boptimizer \(30% .*\)"),
         (
             {"exposed_communication": None, "times_one": 2.0},
-            "what the devices share (50% is lost between them)",
+            r".*\bdevices .*\(50% .*\)",
         ),
-        ({"exposed_communication": 0.01, "times_one": 3.9}, "computing ResNet-50 itself"),
+        ({"exposed_communication": 0.01, "times_one": 3.9}, r"[^(]*\bResNet-50\b[^(]*"),
     ],
 )
 def test_the_slow_part_is_what_costs_most(figures, says, tmp_path):
-    assert (
-        made(tmp_path, **{"speed resnet50 x4": measured("", **{**SPEED, **figures})})["slow_part"]
-        == says
-    )
+    proof = made(tmp_path, **{"speed resnet50 x4": measured("", **{**SPEED, **figures})})
+    assert re.fullmatch(says, proof["slow_part"])
 
 
 def test_the_keys_are_those_of_the_guide(tmp_path):
@@ -365,10 +364,7 @@ def test_the_keys_are_those_of_the_guide(tmp_path):
 def test_the_page_names_nobody_and_no_path(tmp_path, monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "node17.cluster.example")
     monkeypatch.setattr(getpass, "getuser", lambda: "ada")
-    line = (
-        "nothing goes into /home/ada/a-secret-project: cd; node17: "
-        "/data/x/y.jpg of ada failed at 3 images/s"
-    )
+    line = "in /home/ada/a-secret-project: cd; node17: /data/x/y.jpg (ada), 3 images/s"
     page = render_markdown(made(tmp_path, repeat=wrong(line, "cd ~/elsewhere/x")))
     assert not re.search("ada|node17|secret|/home|/data|elsewhere", page), page
     text = (
@@ -377,4 +373,4 @@ def test_the_page_names_nobody_and_no_path(tmp_path, monkeypatch):
     )
     assert anonymize(text) == text
     assert anonymize("(/opt/x.py:12, '~/photos/cat')") == "(PATH:12, 'PATH')"
-    assert "goes into PATH: cd; NAME: PATH of NAME failed at 3 images/s" in page
+    assert "in PATH: cd; NAME: PATH (NAME), 3 images/s" in page

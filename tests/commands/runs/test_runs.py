@@ -222,28 +222,25 @@ def test_names_do_not_move_the_cursor(home):
 def test_no_runs_yet(home):
     assert "python -m trainer recipe=digits" in runs.command([])
     home.mkdir()
-    assert runs.command([]).startswith("no runs below runs: ")
+    assert re.match(r"no runs\b.* runs: .*\brecipe=digits\b", runs.command([]))
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["zzz"], "'zzz' is not there, nor runs/zzz: python -m trainer runs lists"),
-        (["show", "digts-1"], "did you mean digits-1?"),
-        (["show"], "runs show needs the name of a run, as in runs show NAME; runs lists them"),
-        (["show", "\0"], "is not there"),
-        (["show", "x" * 5000], "is not there"),
-        (["show", "runs"], "runs is no run's folder"),
-        (["show", "digits-1/recipe.yaml"], "is no run's folder"),
-        (
-            ["show", "digits-1", "yes=true"],
-            "'yes=' is not an argument of runs show: type runs, runs show RUN",
-        ),
-        (["recipe=digits"], "'recipe=digits' is not an argument of runs: type runs, runs show RUN"),
-        (["--json"], "'--json' is not an argument of runs: type runs, runs show RUN"),
-        (["digits-1", "digits-1"], "'digits-1 digits-1' is not understood"),
-        (["delete"], "runs delete needs the name of a run"),
-        (["delete", "digits-1", "-f"], "'-f' is not an argument of runs delete"),
+        (["zzz"], r"'zzz' .*\bruns/zzz: python -m trainer runs\b"),
+        (["show", "digts-1"], r"'digts-1' .* digits-1\?$"),
+        (["show"], r"runs show .* NAME; runs\b"),
+        (["show", "\0"], "'\0' .*\\bruns/\0: python -m trainer runs\\b"),
+        (["show", "x" * 5000], r"'x+' .*\bruns/x+: python -m trainer runs\b"),
+        (["show", "runs"], r"runs .*\bfolder\b.*: python -m trainer runs\b"),
+        (["show", "digits-1/recipe.yaml"], r"runs/digits-1/recipe\.yaml .*\bfolder\b"),
+        (["show", "digits-1", "yes=true"], r"'yes=' .*\bruns show: .* RUN .* RUN$"),
+        (["recipe=digits"], r"'recipe=digits' .*\bruns: .* RUN .* RUN$"),
+        (["--json"], r"'--json' .*\bruns: .* RUN .* RUN$"),
+        (["digits-1", "digits-1"], r"'digits-1 digits-1' .*: .* RUN .* RUN$"),
+        (["delete"], r"runs delete .* NAME; runs\b"),
+        (["delete", "digits-1", "-f"], r"'-f' .*\bruns delete: .* RUN .* RUN$"),
     ],
 )
 def test_meaningless_arguments_are_answered_with_a_valid_command(home, words, expected):
@@ -251,7 +248,7 @@ def test_meaningless_arguments_are_answered_with_a_valid_command(home, words, ex
     make(home / "other", curve=False)
     with pytest.raises(RecipeError) as error:
         runs.command(words)
-    assert expected in str(error.value) and "\n" not in str(error.value)
+    assert re.match(expected, str(error.value)) and "\n" not in str(error.value)
 
 
 def test_a_run_may_have_the_name_of_a_word(home):
@@ -333,7 +330,7 @@ def test_nobody_to_ask(home, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(RecipeError, match="yes=true"):
         runs.command(["delete", "a"])
-    assert runs.command(["delete", "a", "yes=false"]) == "nothing was deleted\n"
+    assert re.fullmatch(r"nothing .*\bdeleted\n", runs.command(["delete", "a", "yes=false"]))
     with pytest.raises(RecipeError, match=r"yes=ja .*true"):
         runs.command(["delete", "a", "yes=ja"])
     assert (home / "a" / "last.safetensors").exists()

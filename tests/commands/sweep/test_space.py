@@ -60,9 +60,7 @@ def test_a_range_without_optuna_says_what_to_install_and_what_to_type_instead(
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(
-        SetupError, match=r"pip install optuna, or type a list: optimizer.lr=\[0.001,1\]"
-    ):
+    with pytest.raises(SetupError, match=r"install optuna, .*: optimizer\.lr=\[0\.001,1\]$"):
         sweep.command(["recipe=digits", "optimizer.lr=0.001..1"])
 
 

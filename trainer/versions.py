@@ -41,7 +41,7 @@ SINCE = {
         (2, 12), "after one that fails the generator gets another state"
     ),
     "an end of captures that fail": Since(
-        (2, 14), "the allocator is told, and the pool given back"
+        (2, 14), "the allocator is notified here, and the memory pool released"
     ),
     "backward passes in two parts": Since(
         (2, 14), "use pipeline.schedule=interleaved1f1b, 1f1b, gpipe or loopedbfs"

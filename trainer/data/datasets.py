@@ -201,8 +201,9 @@ def load_digits(data: DataRecipe) -> Datasets:
     with gzip.open(path, "rt") as lines:
         table = np.loadtxt(lines, delimiter=",", dtype=np.int64)
     # Pixels are whole numbers from 0 to 16.
-    pixels = np.rint(table[:, :64] * (255 / 16)).astype(np.uint8)
-    images = torch.from_numpy(pixels.reshape(-1, 1, 8, 8))
+    scaled = np.rint(table[:, :64] * (255 / 16))
+    pixels = scaled.astype(np.uint8).reshape(-1, 1, 8, 8)
+    images = torch.from_numpy(pixels)
     labels = torch.from_numpy(table[:, 64].copy())
     in_val = torch.arange(len(labels)) % 5 == 0
     train = (images[~in_val], labels[~in_val])

@@ -21,7 +21,6 @@ from trainer.data.folders.photo_folders import (
     shape_of,
     statistics,
 )
-from trainer.data.folders.scanning import few
 from trainer.data.folders.targets import Targets, target_of
 from trainer.data.items import (
     Names,
@@ -42,6 +41,7 @@ from trainer.processes import pickling
 from trainer.recipe import DataRecipe, Recipe
 from trainer.recipe.image_sizes import in_pixels, sides, typed_size
 from trainer.recipe.known_names import DATASETS, Registry
+from trainer.recipe.text import list_some
 from trainer.saving.files import escape_non_utf8
 from trainer.tasks import Task
 from trainer.tasks.classification import class_name
@@ -171,7 +171,7 @@ def _choose_names(
         if user_names and sorted(user_names) == sorted(own_names):
             distinct.add(user_names)
         if len(distinct) > 1:
-            examples = " and ".join(f"({few(each)})" for each in sorted(distinct)[:2])
+            examples = " and ".join(f"({list_some(each)})" for each in sorted(distinct)[:2])
             raise RecipeError(
                 f"{where}: its data sets number different classes, {examples}: renumber one by its "
                 "target_transform, and give it the other's `classes` and `class_to_idx`"

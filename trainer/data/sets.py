@@ -110,7 +110,8 @@ class Example:
             device=device,
         )
         if inputs.is_floating_point():
-            inputs.copy_(torch.rand(inputs.shape, generator=torch.Generator().manual_seed(0)))
+            generator = torch.Generator().manual_seed(0)
+            inputs.copy_(torch.rand(inputs.shape, generator=generator))
         targets = torch.zeros(
             count,
             *self.targets.shape,

@@ -12,6 +12,7 @@ from itertools import pairwise, repeat
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import DeviceMemoryError, SetupError, is_out_of_memory
+from trainer.recipe.text import list_some
 
 if TYPE_CHECKING:
     import torch
@@ -146,8 +147,7 @@ def check_copies(ways: Sequence[tuple[torch.device, torch.device]]) -> None:
         if not copies_correctly(source, target, number):
             wrong.append(f"{source} to {target}")
     if wrong:
-        more = " ..." if len(wrong) > 4 else ""
         raise SetupError(
-            f"copies from card to card are wrong ({', '.join(wrong[:4])}{more}): switch the IOMMU "
+            f"copies from card to card are wrong ({list_some(wrong)}): switch the IOMMU "
             "or PCIe ACS off; until then train with NCCL_P2P_DISABLE=1 and mode=ddp, or on one card"
         )

@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from trainer.errors import RecipeError
 from trainer.recipe import find_nearest
+from trainer.recipe.text import list_some
 
 LISTS = (nn.Sequential, nn.ModuleList)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -121,7 +122,7 @@ def freeze(
         rows = list_blocks(model)
         count = wanted if wanted > 0 else len(rows) + wanted
         if not 0 < count < len(rows):
-            names = _abbreviate([block.name for block in rows])
+            names = list_some([block.name for block in rows], 8)
             raise RecipeError(
                 f"model.freeze={wanted}: {name} has {len(rows)} blocks of layers ({names}), and "
                 f"the last has to train: model.freeze={len(rows) - 1} is the most"
@@ -165,7 +166,7 @@ def _match(
         for name in names:
             paths += _list_paths(name)
         children = dict.fromkeys(name.partition(".")[0] for name in names)
-        hint = f"it has {_abbreviate(list(children))}"
+        hint = f"it has {list_some(list(children), 8)}"
         if guess := find_nearest(pattern, dict.fromkeys(paths)):
             hint = f"did you mean {guess}?"
         raise RecipeError(
@@ -265,9 +266,3 @@ def _is_surrounding_frozen(
         if flags:
             return is_frozen_before
     return is_frozen_before
-
-
-def _abbreviate(names: Sequence[str]) -> str:
-    if len(names) <= 8:
-        return ", ".join(names)
-    return f"{', '.join(names[:4])}, ... {', '.join(names[-2:])}"

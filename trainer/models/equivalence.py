@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from trainer.errors import RecipeError, is_out_of_memory
 from trainer.models.reachable import Reachable
 from trainer.models.undisturbed import is_plain, read_generator_states, restore_after
+from trainer.recipe.text import list_some
 
 # Maximum relative error of equal tensors. Model and replacement run the same operations on one
 # device, so different computations lead to larger errors.
@@ -224,10 +225,9 @@ def check_equivalent(
         RecipeError: The two differ.
     """
     if differences := [*_iterate_differences(whole, replaced, tolerance, floor)]:
-        more = f" and {len(differences) - 1} more" if len(differences) > 1 else ""
         raise RecipeError(
             f"{what} would train another model: in two passes of both what differs is the "
-            f"{differences[0]}{more}; use {instead}"
+            f"{list_some(differences, 1)}; use {instead}"
         )
 
 

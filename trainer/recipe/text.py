@@ -13,7 +13,7 @@ import yaml
 from trainer.errors import remove_secrets
 
 # Maximum number of characters of a value in a message.
-MAX_SHOWN = 60
+MAX_SHOWN = 100
 # Minimum similarity of a typo and the name that it stands for, 0 to 1.
 MIN_SIMILARITY = 0.75
 
@@ -79,6 +79,14 @@ def format_value(value: Any) -> str:
     text = " ".join(text.split())
     if len(text) > MAX_SHOWN:
         text = text[: MAX_SHOWN - 3] + "..."
+    return text
+
+
+def list_some(names: Sequence[str], most: int = 4) -> str:
+    """Join the first `most` names with commas, followed by the number of all others."""
+    text = ", ".join(names[:most])
+    if len(names) > most:
+        text += f" and {len(names) - most:,} more"
     return text
 
 

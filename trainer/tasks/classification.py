@@ -18,14 +18,13 @@ from torch.nn.functional import (
 
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
+from trainer.recipe.text import list_some
 from trainer.tasks.task import Task, register_task
 
 # Number of classes in a prediction.
 TOP_CLASSES = 5
 # Minimum number of classes to show top-5, which says little about fewer classes.
 MIN_CLASSES_FOR_TOP5 = 10
-# Maximum number of class names in a message.
-MAX_LISTED_NAMES = 6
 
 
 def class_name(text: str) -> str:
@@ -61,12 +60,9 @@ class ClassTask(Task):
         elif len(class_weights) == len(names):
             weights = torch.tensor(class_weights, dtype=torch.float32)
         else:
-            listed_names = ", ".join(names[:MAX_LISTED_NAMES])
-            if len(names) > MAX_LISTED_NAMES:
-                listed_names += ", ..."
             raise RecipeError(
                 f"loss.class_weights has {len(class_weights)} numbers, and the data {len(names)} "
-                f"classes ({listed_names}): give one for each"
+                f"classes ({list_some(names)}): give one for each"
             )
         # The model has more outputs than names if model.num_classes is larger.
         missing = self.outputs() - len(weights)

@@ -15,6 +15,7 @@ from trainer.devices.host import Strain
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
 from trainer.recipe.recipe_files import parse_value
+from trainer.recipe.text import list_some
 from trainer.telemetry.rank_watch import Lag
 
 # Minimum number of steps for a warning about learning: shorter runs only test whether training
@@ -207,14 +208,12 @@ def _check_never_predicted(facts: RunState, recipe: Recipe) -> str | None:
         return None
     unnamed = range(len(facts.names), len(facts.actual))
     class_names = [*facts.names, *map(str, unnamed)]
-    names = [class_names[n] for n in missing[:5]]
-    if len(missing) > 5:
-        names.append(f"{len(missing) - 5} more")
+    names = [class_names[n] for n in missing]
     count = sum(facts.actual[n] for n in missing)
     pronoun = "them"
     if len(missing) == 1:
         pronoun = "it"
-    text = f"no image is predicted as {', '.join(names)}, although the held-out images include "
+    text = f"no image is predicted as {list_some(names, 5)}, although the held-out images include "
     text += f"{count} of {pronoun}"
     balance = ""
     if facts.labelled:

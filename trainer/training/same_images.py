@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from trainer.data.encoded import FEW, EncodedPhotos, encoded_size, hash_content
-from trainer.data.folders.scanning import few
 from trainer.data.items import find_stored_targets
 from trainer.data.registered import UserItems
 from trainer.data.sets import Datasets, ImageSet, TensorSet
 from trainer.distributed.world import World
 from trainer.errors import SetupError
+from trainer.recipe.text import list_some
 from trainer.saving.checkpoint import State
 from trainer.tasks.classification import class_name
 from trainer.training.state import Resolved
@@ -130,7 +130,7 @@ def check_same_images(world: World, data: Datasets) -> None:
     facts = {
         "training images": f"{len(data.train):,}",
         "held-out images": f"{len(data.val):,}",
-        "classes": f"{len(data.classes)} ({few(data.classes)})",
+        "classes": f"{len(data.classes)} ({list_some(data.classes)})",
         "shape": " x ".join(map(str, data.inputs.shape)),
         "names of files": " ".join(digests),
     }
@@ -178,7 +178,7 @@ def identify_images(world: World, data: Datasets, state: State | None) -> dict[s
                 changes.append(f"{new_name} was {old_name}")
         raise SetupError(
             f"the classes of data.name={data.name} are others, or in another order, than this run "
-            f"was trained on ({few(changes)}): put the old names back, {REMEDY}"
+            f"was trained on ({list_some(changes)}): put the old names back, {REMEDY}"
         )
     before = state.tensors.get("samples", {})
     changed_classes = set[str]()
@@ -203,8 +203,8 @@ def identify_images(world: World, data: Datasets, state: State | None) -> dict[s
                 changed_classes.add(data.classes[label])
     if names := world.broadcast_object(sorted(changed_classes)):
         raise SetupError(
-            f"most photos of {few(names)} have other sizes or contents than when this run began, "
-            "under the same names: class folders changed places, or all were rewritten: put "
+            f"most photos of {list_some(names)} have other sizes or contents than when this run "
+            "began, under the same names: class folders changed places, or all were rewritten: put "
             f"them back, {REMEDY}"
         )
     return samples

@@ -18,7 +18,6 @@ from torch import Tensor
 from trainer import tasks
 from trainer.data import Batch, Datasets, TensorSpec
 from trainer.data.folders.photo_folders import IMAGENET, statistics
-from trainer.data.folders.scanning import few
 from trainer.devices.precision import AUTOCAST, set_precision
 from trainer.errors import RecipeError, TrainerError
 from trainer.memory.measuring import count_bytes
@@ -29,6 +28,7 @@ from trainer.modes import Strategy
 from trainer.recipe import Recipe
 from trainer.recipe.image_sizes import ImageSize
 from trainer.recipe.known_names import TIMM, torchvision_classifiers
+from trainer.recipe.text import list_some
 from trainer.saving.run_names import find_run
 from trainer.tasks import Task
 from trainer.training.randomness import read_random_states, restore_random_states
@@ -214,8 +214,9 @@ class Teacher(Task):
             or (own.model.num_classes or len(classes)) != self._outputs
         ):
             raise RecipeError(
-                f"{option} knows {len(classes)} ({few(classes, 8)}) classes, and this run has "
-                f"{len(data.classes)} ({few(data.classes, 8)}): choose a teacher with the same"
+                f"{option} knows {len(classes)} ({list_some(classes, 8)}) classes, and this run "
+                f"has {len(data.classes)} ({list_some(data.classes, 8)}): choose a teacher with "
+                "the same"
             )
         if spec != data.inputs:
             remedy = ""

@@ -18,7 +18,6 @@ from trainer import tasks
 from trainer.data import Datasets, TensorSpec, open_datasets
 from trainer.data.cache import as_stored
 from trainer.data.folders.layout import Before, part_of
-from trainer.data.folders.scanning import few
 from trainer.data.photos.photo_reader import compute_shorter_side, evaluation_shorter_side
 from trainer.errors import CheckpointError, RecipeError
 from trainer.models.zoo import load_weights
@@ -27,6 +26,7 @@ from trainer.recipe.field_types import LARGEST_SIDE, MOST_CHANNELS
 from trainer.recipe.image_sizes import ImageSize, sides, typed_size
 from trainer.recipe.known_names import WITHOUT_FOLDER
 from trainer.recipe.loading import load_stored
+from trainer.recipe.text import list_some
 from trainer.saving.run_names import find_run_folder
 from trainer.saving.weights import read_metadata, read_weights
 from trainer.tasks import Task
@@ -261,7 +261,7 @@ class Trained:
 
 
 def _describe_classes(names: Sequence[str]) -> str:
-    return f"{len(names)} classes ({few(names, 8)})"
+    return f"{len(names)} classes ({list_some(names, 8)})"
 
 
 def create_task_without_loss(recipe: Recipe, names: Sequence[str]) -> Task:

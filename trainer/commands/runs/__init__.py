@@ -16,6 +16,7 @@ from trainer.commands.runs.run_status import HOME, RunSummary, find_run, read_ru
 from trainer.errors import FolderInUseError, RecipeError, SetupError
 from trainer.processes.terminal import ask_permission
 from trainer.recipe.recipe_files import split_arguments
+from trainer.recipe.text import list_some
 from trainer.saving import locks, run_folder
 from trainer.saving.files import describe_error, remove
 from trainer.saving.journal import JOURNAL
@@ -238,9 +239,7 @@ def _delete(run: RunSummary) -> str:
     shown_path = readable.escape_control_characters(str(path))
     if not kept:
         return f"deleted {shown_path} ({readable.format_size(run.size)})"
-    names = readable.escape_control_characters(", ".join(kept[:3]))
-    if len(kept) > 3:
-        names += f" and {len(kept) - 3} more"
+    names = readable.escape_control_characters(list_some(kept, 3))
     return f"deleted the run in {shown_path}; kept, because no run wrote it: {names}"
 
 

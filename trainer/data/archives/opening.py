@@ -18,13 +18,14 @@ from trainer.data.archives.indexes import Archive, ArchiveIndex
 from trainer.data.encoded import EncodedPhotos, archive_prefix
 from trainer.data.folders.layout import Before, class_names, held_out_of, part_named
 from trainer.data.folders.photo_folders import photos
-from trainer.data.folders.scanning import LeftOut, few, is_junk
+from trainer.data.folders.scanning import LeftOut, is_junk
 from trainer.data.folders.targets import sparse
 from trainer.data.sampling import Array
 from trainer.data.sets import Datasets
 from trainer.errors import SetupError
 from trainer.processes.rank import read_place
 from trainer.recipe import Recipe
+from trainer.recipe.text import list_some
 from trainer.saving import files
 from trainer.saving.files import escape_non_utf8
 from trainer.tasks.classification import class_name
@@ -116,13 +117,16 @@ def open_archives(recipe: Recipe, before: Before) -> Datasets:
     is_test_shard = [held_out is not None and parts[str(shard)] == held_out for shard in shards]
     is_test = np.repeat(np.array(is_test_shard, bool), counts)
     classes, labels, notes = classes_of(root, indexes, is_test)
+    places = [np.empty((0, 2), np.int64)]
+    for index in indexes:
+        places.append(index.places)
     whole = ArchivedPhotos(
         root,
         _list_paths(root, indexed_shards),
         labels,
         begins=[archive_prefix(shard, _reader(str(shard)).KIND) for shard in shards],
         shards=np.repeat(np.arange(len(shards), dtype=np.int32), counts),
-        places=np.concatenate([np.empty((0, 2), np.int64), *(index.places for index in indexes)]),
+        places=np.concatenate(places),
     )
     has_class = labels >= 0
     left = LeftOut()
@@ -145,7 +149,7 @@ def open_archives(recipe: Recipe, before: Before) -> Datasets:
             )
     unused = [os.path.relpath(path, root) for path in paths if parts[path] not in used_parts]
     if unused:
-        notes["beside"] = f"not looked at in {root}: {few(unused)}"
+        notes["beside"] = f"not looked at in {root}: {list_some(unused)}"
     train = whole.part(np.flatnonzero(~is_test & has_class))
     val = whole.part(np.flatnonzero(is_test & has_class))
     if held_out is not None and not len(val):
@@ -283,7 +287,8 @@ def _outermost(
     used_paths = [paths[code] for code in used]
     # This function of os.path compares the items of tuples; for text it would compare letters.
     shared = os.path.commonprefix(used_paths)  # noqa: RUF071
-    depth = max(0, min([len(shared), *(len(path) - 1 for path in used_paths)]))
+    depths = [len(path) - 1 for path in used_paths]
+    depth = max(0, min([len(shared), *depths]))
     names = ["/".join(path[depth : depth + 1]) for path in paths]
     outer = {names[code] for code in used}
     parts = {name for name in outer if part_named(name)}
@@ -292,8 +297,8 @@ def _outermost(
         if has_labels or contain_folders or parts == outer:
             folders = "folders" if len(parts) > 1 else "folder"
             raise SetupError(
-                f"{root}: shards there hold the {folders} {few(sorted(parts))}: make shards of "
-                "each part, as tar -C photos/train -cf train.tar . and tar -C photos/val -cf "
+                f"{root}: shards there hold the {folders} {list_some(sorted(parts))}: make shards "
+                "of each part, as tar -C photos/train -cf train.tar . and tar -C photos/val -cf "
                 "val.tar ."
             )
     return names
@@ -339,7 +344,8 @@ def _name_numbers(root: Path, indexes: Sequence[ArchiveIndex], numbers: Array) -
     lists = sorted({tuple(index.classes) for index in indexes if index.classes})
     if len(lists) > 1:
         raise SetupError(
-            f"{root}: the shards name different classes, {few(lists[0])} and {few(lists[1])}"
+            f"{root}: the shards name different classes, {list_some(lists[0])} and "
+            f"{list_some(lists[1])}"
         )
     names = [*lists[0]] if lists else []
     if not names and (root / LIST).is_file():
@@ -364,7 +370,7 @@ def _name_numbers(root: Path, indexes: Sequence[ArchiveIndex], numbers: Array) -
         return [str(number) for number in range(count)]
     if len(names) < count:
         raise SetupError(
-            f"{source} names {len(names)} classes ({few(names)}), and a sample has the class "
+            f"{source} names {len(names)} classes ({list_some(names)}), and a sample has the class "
             f"{count - 1}"
         )
     return names

@@ -18,11 +18,11 @@ import numpy as np
 from trainer import tasks
 from trainer.data.folders.layout import Before, class_names, held_out_of, part_named
 from trainer.data.folders.photo_folders import PhotoFolder, photos
-from trainer.data.folders.scanning import few
 from trainer.data.sampling import Array
 from trainer.data.sets import Datasets
 from trainer.errors import SetupError
 from trainer.recipe import DataRecipe, Recipe
+from trainer.recipe.text import list_some
 from trainer.tasks.classification import class_name
 from trainer.tasks.task import Reads
 
@@ -154,14 +154,15 @@ def read_rows(
     for key, name in zip(keys, [image_column, *label_columns], strict=True):
         if name not in header:
             raise SetupError(
-                f"data.{key}={name} is no column of {path}; its columns are {few(header, 6)}"
+                f"data.{key}={name} is no column of {path}; its columns are {list_some(header, 6)}"
             )
     image = header.index(image_column)
     labels = [*map(header.index, label_columns)]
-    split = next(
-        (n for n, name in enumerate(header) if name.lower() == SPLIT and n not in (image, *labels)),
-        None,
-    )
+    split = None
+    for column, name in enumerate(header):
+        if name.lower() == SPLIT and column not in (image, *labels):
+            split = column
+            break
     labels = labels or [n for n in range(len(header)) if n not in (split, image)]
     if (root / plain(header[image])).is_file():
         raise SetupError(
@@ -225,9 +226,9 @@ def targets_of(
             raise SetupError(
                 f"{path}: '{several}' looks like several classes: add task.name=multilabel"
             )
-        measures = all(map(_is_number, named.names)) and (
-            len(named.names) > MAX_DIGIT_CLASSES or not all(map(str.isdigit, named.names))
-        )
+        are_numbers = all(map(_is_number, named.names))
+        are_digits = all(map(str.isdigit, named.names))
+        measures = are_numbers and (len(named.names) > MAX_DIGIT_CLASSES or not are_digits)
         # Measurements rarely occur twice, while most classes have several images.
         if measures and len(named.names) > len(train) / 2:
             raise SetupError(
@@ -243,10 +244,10 @@ def targets_of(
                 raise SetupError(
                     f"{path}, line {row.number}: no training image has the class '{row.cells[0]}'"
                 )
-        places = [
-            np.array([named.places[row.cells[0]] for row in some], np.int64)
-            for some in (train, val)
-        ]
+        places = []
+        for some in (train, val):
+            indices = [named.places[row.cells[0]] for row in some]
+            places.append(np.array(indices, np.int64))
         return tuple(named.names), places, named.notes
     if reads == "classes" and len(columns) == 1 and not {*BINARY} >= {*map(str.lower, cells)}:
         if other := next((cell for cell in cells if "|" in cell), None):
@@ -268,7 +269,7 @@ def targets_of(
             numbers = [_numbers(path, row) for row in rows]
             matrices.append(np.array(numbers, np.float32).reshape(-1, len(columns)))
         return columns, matrices, class_names(columns).notes
-    others = f"its other columns are {few(columns, 6)}: data.label_column=NAME takes one"
+    others = f"its other columns are {list_some(columns, 6)}: data.label_column=NAME takes one"
     raise SetupError(f"{path} needs {NEEDED_COLUMNS[reads]}; {others}")
 
 
@@ -297,8 +298,9 @@ def _numbers(path: Path, row: Row) -> list[float]:
     cells = [BINARY.get(cell.lower(), cell) for cell in row.cells]
     if not all(map(_is_number, cells)):
         raise SetupError(
-            f"{path}, line {row.number}: {few(row.cells)} are not all numbers: write a dot before "
-            "decimals and nothing between thousands, or choose columns, data.label_column=[A,B]"
+            f"{path}, line {row.number}: {list_some(row.cells)} are not all numbers: write a dot "
+            "before decimals and nothing between thousands, or choose columns, "
+            "data.label_column=[A,B]"
         )
     return [*map(float, cells)]
 
@@ -325,8 +327,8 @@ def read_lines(path: Path) -> tuple[list[str], list[Line]]:
     header = [class_name(name) for name in lines[0][1]]
     if twice := [name for name, count in Counter(header).items() if name and count > 1]:
         raise SetupError(
-            f"{path}, line {lines[0][0]}: several columns are called {few(twice)}: rename all but "
-            "one"
+            f"{path}, line {lines[0][0]}: several columns are called {list_some(twice)}: rename "
+            "all but one"
         )
     for number, cells in lines[1:]:
         if len(cells) != len(header):

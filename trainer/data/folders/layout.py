@@ -19,10 +19,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trainer.data.folders.scanning import LOOSE, LeftOut, few, images_below, listed
+from trainer.data.folders.scanning import LOOSE, LeftOut, images_below, listed
 from trainer.data.sampling import Array
 from trainer.errors import SetupError
 from trainer.processes.rank import is_restart
+from trainer.recipe.text import list_some
 from trainer.saving.files import escape_non_utf8, open_regular
 from trainer.saving.run_folder import RunFolder
 from trainer.saving.run_names import find_run_folder
@@ -81,14 +82,14 @@ def class_names(texts: Iterable[str], others: Iterable[str] = ()) -> ClassNames:
     forms |= {text: class_name(text) for text in others}
     places = {text: order[form] for text, form in forms.items() if form in order}
     twice = [escape_non_utf8(form) for form, count in Counter(forms.values()).items() if count > 1]
-    notes = (
-        {"names": f"{few(twice)}: written in two Unicode forms, each one class"} if twice else {}
-    )
+    notes = dict[str, str]()
+    if twice:
+        notes["names"] = f"{list_some(twice)}: written in two Unicode forms, each one class"
     looks = Counter(map(_look, order))
     if alike := [escape_non_utf8(form) for form in order if looks[_look(form)] > 1]:
         notes["alike"] = (
-            f"{few(alike, 8)}: classes of their own, though their names differ in case or blanks "
-            "alone"
+            f"{list_some(alike, 8)}: classes of their own, though their names differ in case or "
+            "blanks alone"
         )
     return ClassNames([*map(escape_non_utf8, order)], places, notes)
 
@@ -171,8 +172,11 @@ def _held_out(root: Path, folders: Sequence[str], test: bool) -> Path | None:
     A test part without class folders, as competitions publish it, does not count.
     """
     name = _named(folders, TEST if test else HELD_OUT)
-    alone = name is None or (part_named(name) == "test" and not listed(root / name, LeftOut())[0])
-    return None if name is None or alone else root / name
+    if name is None:
+        return None
+    if part_named(name) == "test" and not listed(root / name, LeftOut())[0]:
+        return None
+    return root / name
 
 
 def _named(folders: Sequence[str], names: Sequence[str]) -> str | None:
@@ -219,15 +223,17 @@ def check_several(train: Path, classes: dict[str, list[str]]) -> None:
         SetupError: the class folders are probably not the classes that the user means.
     """
     # Names of the folders inside each class folder that contain its images.
-    inside = [
-        {path.split("/")[1] for path in paths if path.count("/") > 1} for paths in classes.values()
-    ]
+    inside = list[set[str]]()
+    for paths in classes.values():
+        inside.append({path.split("/")[1] for path in paths if path.count("/") > 1})
     if len(classes) == 1:
         (only,) = classes
         deeper = ""
         if inside[0]:
             root = quote(f"data.root={train / only}")
-            deeper = f"; if what it holds ({few(sorted(inside[0]))}) is the data set, type {root}"
+            deeper = (
+                f"; if what it holds ({list_some(sorted(inside[0]))}) is the data set, type {root}"
+            )
         raise SetupError(
             f"{train} holds one class, '{only}': put the images of each in a folder of its own, "
             f"{train}/<class>{deeper}"

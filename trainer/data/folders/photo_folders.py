@@ -29,7 +29,7 @@ from trainer.data.folders.layout import (
     layout_of,
     part_named,
 )
-from trainer.data.folders.scanning import LeftOut, few
+from trainer.data.folders.scanning import LeftOut
 from trainer.data.photos.decoding import describe_failure, list_formats
 from trainer.data.photos.photo_reader import NEIGHBOURS, TINY, prepare_for_evaluation
 from trainer.data.photos.pixel_range import PixelValues, recipe_pixel_range
@@ -40,6 +40,7 @@ from trainer.errors import SetupError
 from trainer.recipe import Recipe
 from trainer.recipe.image_sizes import ImageSize, in_pixels, sides, typed_size
 from trainer.recipe.known_names import torchvision_classifiers
+from trainer.recipe.text import list_some
 from trainer.saving.files import escape_non_utf8, format_csv
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -105,10 +106,15 @@ def open_folder(recipe: Recipe, before: Before) -> Datasets:
     val = None
     if layout.held_out is not None:
         others = classes_of(layout.held_out, left)
-        for name in sorted(
-            set(others) - set(classes) if before.test else set(classes) ^ set(others)
-        ):
-            here, there = (layout.train.name, layout.held_out.name)[:: 1 if name in classes else -1]
+        only_in_one = set(classes) ^ set(others)
+        if before.test:
+            # A test part need not contain every class.
+            only_in_one = set(others) - set(classes)
+        for name in sorted(only_in_one):
+            here = layout.train.name
+            there = layout.held_out.name
+            if name not in classes:
+                here, there = there, here
             raise SetupError(
                 f"{root}: class folder '{name}' is in {here} and not in {there}; both need the "
                 "same classes"
@@ -118,7 +124,7 @@ def open_folder(recipe: Recipe, before: Before) -> Datasets:
         )
     notes = left.notes() | split_notes
     if layout.beside:
-        notes["beside"] = f"not looked at in {root}: {few(layout.beside)}"
+        notes["beside"] = f"not looked at in {root}: {list_some(layout.beside)}"
     return photos(recipe, before, train, val, [*classes], str(layout.held_out), notes)
 
 
@@ -160,7 +166,9 @@ def class_counts(
     most = order[-1]
     # If there are many classes, list the smallest ones.
     listed = range(len(names)) if len(names) <= MAX_LISTED_CLASSES else order
-    each = few([f"{names[row]} {here[row]} + {there[row]}" for row in listed], MAX_LISTED_CLASSES)
+    each = list_some(
+        [f"{names[row]} {here[row]} + {there[row]}" for row in listed], MAX_LISTED_CLASSES
+    )
     notes = {"classes": f"{each} (training + held out)"}
     if here[most] >= UNBALANCED_RATIO * here[fewest] and not balanced and not several:
         notes["balance"] = (
@@ -336,12 +344,12 @@ def measured_photos(
     counts = np.zeros((channels, 256), np.int64)
     looked = 0
     failed = ("", "")
-    for index in (
-        np.linspace(0, len(folder) - 1, min(MAX_MEASURED_IMAGES, len(folder))).astype(int).tolist()
-    ):
+    count = min(MAX_MEASURED_IMAGES, len(folder))
+    for index in np.linspace(0, len(folder) - 1, count).astype(int).tolist():
         try:
             image = prepare_for_evaluation(folder.open(index, channels)[0], size).numpy()
-            counts += np.stack([np.bincount(channel.ravel(), minlength=256) for channel in image])
+            for channel, pixels in enumerate(image):
+                counts[channel] += np.bincount(pixels.ravel(), minlength=256)
             looked += 1
         except Exception as error:  # decoders raise anything at all
             failed = folder.where(index), describe_failure(error)
@@ -427,7 +435,7 @@ def unreadable(failures: Sequence[tuple[str, str]], count: int) -> SetupError:
     (where, why), *others = failures
     advice = "remove it or set data.on_error=skip"
     if others:
-        shown = few([f"{path} ({reason})" for path, reason in others], MAX_LISTED_FAILURES)
+        shown = list_some([f"{path} ({reason})" for path, reason in others], MAX_LISTED_FAILURES)
         more = f", nor can {len(others):,} more of {count:,}: {shown}"
         advice = "remove them or set data.on_error=skip, which lists them in skipped.csv"
     return SetupError(f"{where} cannot be read ({why}){more if others else ''}; {advice}")

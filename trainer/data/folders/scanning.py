@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -171,11 +171,3 @@ def images_below(folder: str, left: LeftOut, below: str = "") -> Iterator[str]:
             yield from images_below(os.path.join(folder, name), left, start + name)
         else:
             yield start + name
-
-
-def few(names: Sequence[str], most: int = 4) -> str:
-    """Join the first `most` names with commas; an ellipsis stands for the rest."""
-    text = ", ".join(names[:most])
-    if len(names) > most:
-        text += ", ..."
-    return text

@@ -190,15 +190,21 @@ def _affine(images: Tensor, matrices: Sequence[Sequence[float]]) -> Tensor:
 def _shear_x(images: Tensor, magnitudes: Magnitudes) -> Tensor:
     """Shear about the upper left corner, as AutoAugment's authors do."""
     y = 0.5 * images.shape[-2]
-    slopes = [math.tan(angle) for angle in _compute_angles(magnitudes)]
-    return _affine(images, [[1.0, slope, slope * y, 0.0, 1.0, 0.0] for slope in slopes])
+    matrices = []
+    for angle in _compute_angles(magnitudes):
+        slope = math.tan(angle)
+        matrices.append([1.0, slope, slope * y, 0.0, 1.0, 0.0])
+    return _affine(images, matrices)
 
 
 def _shear_y(images: Tensor, magnitudes: Magnitudes) -> Tensor:
     x = 0.5 * images.shape[-1]
     y = 0.5 * images.shape[-2]
-    slopes = [math.sin(angle) / math.cos(angle) for angle in _compute_angles(magnitudes)]
-    return _affine(images, [[1.0, 0.0, 0.0, slope, 1.0, slope * x - y + y] for slope in slopes])
+    matrices = []
+    for angle in _compute_angles(magnitudes):
+        slope = math.sin(angle) / math.cos(angle)
+        matrices.append([1.0, 0.0, 0.0, slope, 1.0, slope * x - y + y])
+    return _affine(images, matrices)
 
 
 def _compute_angles(magnitudes: Magnitudes) -> list[float]:

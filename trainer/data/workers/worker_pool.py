@@ -51,7 +51,8 @@ class Buffers(NamedTuple):
     def allocate(cls, datasets: Datasets, rows: int, count: int, shared: bool) -> Buffers:
         """Allocate `count` slots for batches of `rows` samples, in shared memory if `shared`."""
         specs = buffered(datasets), datasets.targets, TensorSpec((), torch.int64)
-        buffers = cls(*(torch.zeros(count, rows, *spec.shape, dtype=spec.dtype) for spec in specs))
+        zeros = [torch.zeros(count, rows, *spec.shape, dtype=spec.dtype) for spec in specs]
+        buffers = cls(*zeros)
         if shared:
             for tensor in buffers:
                 tensor.share_memory_()  # type: ignore[no-untyped-call]

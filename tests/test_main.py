@@ -474,7 +474,7 @@ def test_a_run_of_one_process_does_not_load_what_it_does_not_use(tmp_path):
 @pytest.mark.parametrize(
     ("env", "shown"),
     [
-        ({}, "10000"),
+        pytest.param({}, "10000", marks=pytest.mark.slow),
         pytest.param({"GOMP_SPINCOUNT": "7"}, "7", marks=pytest.mark.slow),
         pytest.param({"OMP_WAIT_POLICY": "passive"}, "0", marks=pytest.mark.slow),
     ],

@@ -116,6 +116,7 @@ def test_readability_is_measured(tmp_path):
     assert round(measured.dialect) == round(10_000 / 8)
 
 
+@pytest.mark.slow
 def test_the_package_keeps_its_token_budget():
     """The budget is the number in CONTRIBUTING."""
     (most,) = re.findall(

@@ -81,7 +81,9 @@ ALL = ["accumulate", "recompute", "precision"]
 @pytest.mark.parametrize(
     ("mode", "memory", "keys"),
     [
-        (["mode=ddp", "devices=[cpu]"], "12MiB", ["accumulate"]),
+        pytest.param(
+            ["mode=ddp", "devices=[cpu]"], "12MiB", ["accumulate"], marks=pytest.mark.slow
+        ),
         pytest.param(["mode=pipeline", "devices=[cpu]"], "8MiB", ALL, marks=pytest.mark.slow),
         (["mode=fsdp", "devices=[cuda:0,cuda:1]"], "1020MiB", ALL),
     ],
@@ -106,6 +108,7 @@ def test_advice_fits(mode, memory, keys):
         assert again["fits"] and again["peak"] == one["peak"] and not again["advice"]
 
 
+@pytest.mark.slow
 def test_workers_that_share_a_card_add_up():
     words = ["mode=local_sgd", "model.name=cnn", "data.name=synthetic", "devices=[cuda:0]"]
     planned = plan(load_recipe(None, *words), nproc=4, memory="1GiB")

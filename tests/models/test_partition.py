@@ -95,7 +95,13 @@ def check_names(model: nn.Module, stages: list[nn.Module]) -> None:
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("name", [*SMALL, *FAMILIES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("swin_v2", "shufflenet_v2")))
+        for name in (*SMALL, *FAMILIES)
+    ],
+)
 def test_stages_equal_the_whole_model(name, training, full):
     if name in FAMILIES and name not in QUICK and not full:
         pytest.skip("--all runs it; its shapes and in-place operations are tested below")

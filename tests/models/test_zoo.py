@@ -55,7 +55,7 @@ def test_errors_say_what_to_type(keys, channels, size, says):
     ("name", "size", "works"),
     [
         pytest.param("maxvit_t", 64, 224, marks=pytest.mark.slow),
-        ("inception_v3", 32, 96),
+        pytest.param("inception_v3", 32, 96, marks=pytest.mark.slow),
         ("vit_b_16", 28, 32),
     ],
 )
@@ -66,6 +66,7 @@ def test_the_size_to_try_works(name, size, works):
         zoo.build(ModelRecipe(name=name), 10, 3, works)
 
 
+@pytest.mark.slow
 def test_metadata_of_published_weights_stays_when_others_are_loaded():
     with torch.device("meta"):
         for name in torchvision_zoo.AUXILIARY:

@@ -72,7 +72,6 @@ DIVIDED = ["data.name=synthetic", "data.samples=256", "data.val_samples=64", "da
 FAST = {
     ("zbv", "frozen"),
     ("ddp", "frozen in between"),
-    ("1f1b", "layer_decay"),
     ("1f1b", "muon's convolutions"),
 }
 

@@ -263,7 +263,7 @@ def test_models_take_them(name):
     [
         ("vit_b_16", (224, 320), "224"),
         ("vit_tiny", (40, 72), "64"),
-        ("maxvit_t", (224, 320), "224"),
+        pytest.param("maxvit_t", (224, 320), "224", marks=pytest.mark.slow),
         ("alexnet", (32, 96), "64"),
         ("mine", (64, 96), "64"),
     ],

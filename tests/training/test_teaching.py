@@ -54,7 +54,7 @@ TAUGHT += [
     "epochs=2",
     *SHALLOW,
 ]
-FAST = ("ddp", "streams", "1f1b", "split")
+FAST = ("ddp", "1f1b", "split")
 LONG = [f"fsdp {ranks}" for ranks in ("4", "2x2")]
 # The last stage is on the first rank.
 LONG += [schedule for schedule in SCHEDULES if schedule not in (*FAST, "zbv")]
@@ -629,6 +629,7 @@ def test_a_published_teacher_reads_the_images_of_the_run():
         Teacher._check(own_value, reference, data.classes, data)
 
 
+@pytest.mark.slow
 def test_a_plan_has_shards_of_a_large_one(large, teacher):
     """Training shards a teacher from the same size on."""
     size = sum(t.nbytes for t in load_file(large / "last.safetensors").values())

@@ -28,7 +28,9 @@ def test_stages_add_up_and_share_the_work():
     assert actual["communication"]["crossing_bytes"] == 2 * 8 * pipe["stages"][0]["sent_bytes"]
 
 
-@pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16", 2)])
+@pytest.mark.parametrize(
+    ("precision", "width"), [pytest.param("fp32", 4, marks=pytest.mark.slow), ("bf16", 2)]
+)
 def test_tensors_that_cross_a_cut_are_counted(precision, width):
     actual = resnet("pipeline.cuts=[layer2.1]", f"precision={precision}")
     assert actual["pipeline"]["stages"][0]["sent_bytes"] == 8 * 128 * 8 * 8 * width

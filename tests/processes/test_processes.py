@@ -3,16 +3,19 @@ afterwards; and processes die together.
 """
 
 import ast
+import errno
 import os
 import signal
 import subprocess
 import sys
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
 
 import trainer
 from tests.command_line import PROJECT, environment, within
+from trainer.processes import fork_server
 
 # --- the syntax trees
 # ---------------------------------------------------------------------------------------------
@@ -157,3 +160,19 @@ def test_a_fork_server_that_still_imports_dies_with_its_process(tmp_path):
     finally:
         for pid in members(main.pid):
             os.kill(pid, signal.SIGKILL)
+
+
+def test_a_server_that_cannot_start_leaves_no_signal_blocked(monkeypatch):
+    """Otherwise every process that is started later would ignore them as well."""
+
+    def fail():
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(resource_tracker, "ensure_running", fail)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        with pytest.raises(BlockingIOError):
+            fork_server.start_server()
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

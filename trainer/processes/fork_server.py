@@ -59,19 +59,20 @@ def start_server(*preload: str) -> Any:
     # Python's resource tracker must survive Ctrl-\ (SIGQUIT), because a second tracker would print
     # a stack for each semaphore of the first one.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*SIGNALS, signal.SIGQUIT})
-    # Starting the tracker unblocks SIGINT and SIGTERM, so the mask is set again afterwards.
-    resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_SETMASK, {*mask, *SIGNALS})
-    # If another thread starts the server, the kernel would kill the server when that thread ends.
-    is_main_thread = threading.current_thread() is threading.main_thread()
-    os.environ[SERVED_PID] = str(os.getpid() if is_main_thread else 0)
-    _choose_folder()
     before = os.environ.get(SAFE)
-    # A file such as random.py in the working directory would hide the module of the standard
-    # library.
-    if Path.cwd() != Path(__file__).parents[2]:
-        os.environ[SAFE] = "1"
     try:
+        # Starting the tracker unblocks SIGINT and SIGTERM, so the mask is set again afterwards.
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_SETMASK, {*mask, *SIGNALS})
+        # If another thread starts the server, the kernel would kill the server when that thread
+        # ends.
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        os.environ[SERVED_PID] = str(os.getpid() if is_main_thread else 0)
+        _choose_folder()
+        # A file such as random.py in the working directory would hide the module of the standard
+        # library.
+        if Path.cwd() != Path(__file__).parents[2]:
+            os.environ[SAFE] = "1"
         forkserver.ensure_running()
     finally:
         os.environ.pop(SERVED_PID, None)

@@ -63,7 +63,7 @@ def test_a_damaged_recipe_is_no_matter_where_its_paths_are_none(trained, tmp_pat
 def test_other_classes_are_not_those_it_was_trained_on(trained):
     for path in (trained, trained / "checkpoints" / "step-00000002"):
         with pytest.raises(
-            CheckpointError, match=r"\b10 classes \(0, 1, .*, \.\.\.\).*\b7 classes"
+            CheckpointError, match=r"\b10 classes \(0, 1, .* and 2 more\).*\b7 classes"
         ):
             evaluate_run(str(path), "model.num_classes=7")
 

@@ -471,13 +471,10 @@ def test_a_run_of_one_process_does_not_load_what_it_does_not_use(tmp_path):
     assert loaded & {*others.split(), *ours.split(), *torchs.split()} == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("env", "shown"),
-    [
-        pytest.param({}, "10000", marks=pytest.mark.slow),
-        pytest.param({"GOMP_SPINCOUNT": "7"}, "7", marks=pytest.mark.slow),
-        pytest.param({"OMP_WAIT_POLICY": "passive"}, "0", marks=pytest.mark.slow),
-    ],
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "0")],
 )
 def test_idle_threads_do_not_keep_the_cores_for_long(
     env: dict[str, str], shown: str, tmp_path: Path

@@ -67,8 +67,10 @@ def folder(tmp_path):
         (3, CNN),
         (2, ["model.name=Unused", "precision=fp16", "optimizer.lr=0.1"]),
         (2, [*CNN, "accumulate=2", "clip_grad_norm=0.5", "model.freeze=1", "ema=0.9"]),
-        pytest.param(2, [*SYNC, "compile=true"], marks=pytest.mark.full("slow compiler")),
-        pytest.param(2, [*CNN, "compile=true"], marks=pytest.mark.full("slow compiler")),
+        pytest.param(
+            2, [*SYNC, "compile=true"], marks=pytest.mark.full("compiling takes a minute")
+        ),
+        pytest.param(2, [*CNN, "compile=true"], marks=pytest.mark.full("compiling takes a minute")),
         pytest.param(2, SYNC, marks=pytest.mark.full),
     ],
 )

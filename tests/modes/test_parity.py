@@ -77,7 +77,7 @@ def single(tmp_path_factory):
     "pair",
     [
         pytest.param(
-            pair, marks=pytest.mark.full("more ranks") if pair in LONG else pytest.mark.slow
+            pair, marks=pytest.mark.full("on more ranks") if pair in LONG else pytest.mark.slow
         )
         if pair not in FAST
         else pair

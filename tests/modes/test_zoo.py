@@ -111,7 +111,7 @@ def test_an_odd_model_trains_in_one_process_like_single_or_is_refused(name, here
     "way",
     [
         pytest.param(
-            way, marks=pytest.mark.full("half minutes") if way in LONG else pytest.mark.slow
+            way, marks=pytest.mark.full("half a minute each") if way in LONG else pytest.mark.slow
         )
         for way in WAYS
         if way not in ONE_PROCESS

@@ -163,7 +163,7 @@ def test_a_fork_server_that_still_imports_dies_with_its_process(tmp_path):
 
 
 def test_a_server_that_cannot_start_leaves_no_signal_blocked(monkeypatch):
-    """Otherwise every process that is started later would ignore them as well."""
+    """Processes that are started later would inherit the blocked signals."""
 
     def fail():
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))

@@ -274,11 +274,11 @@ class CpuRecorder:
         self.closed = False
 
     @contextmanager
-    def on_side_stream(self) -> Iterator[None]:
+    def use_side_stream(self) -> Iterator[None]:
         yield
 
     @contextmanager
-    def listing_waits(self) -> Iterator[list[str]]:
+    def collect_waits(self) -> Iterator[list[str]]:
         collected: list[str] = []
         with Watch(lambda what: collected.append(f"{_caller()} ({what})")):
             yield collected

@@ -178,8 +178,8 @@ def without_a_copy(self, batch, weight, sync, plain=GraphSteps.forward_backward)
 
 
 MUTANTS = {
-    "side stream waits for nothing": (StepRecorder, "on_side_stream", waits_for_nothing_before),
-    "nobody waits for side stream": (StepRecorder, "on_side_stream", nobody_waits_for_it),
+    "side stream waits for nothing": (StepRecorder, "use_side_stream", waits_for_nothing_before),
+    "nobody waits for side stream": (StepRecorder, "use_side_stream", nobody_waits_for_it),
     "the current stream is recorded": (StepRecorder, "record", on_the_current_stream),
     "a loss is not cloned": (GraphSteps, "forward_backward", without_a_copy),
 }

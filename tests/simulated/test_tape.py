@@ -124,10 +124,10 @@ WAITS = [
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_wait_is_refused_and_rehearsed(wait, recorder):
     one = torch.ones(1, device=recorder.device)
-    with recorder.listing_waits() as waits:
+    with recorder.collect_waits() as waits:
         one + 1
     assert waits == []
-    with recorder.listing_waits() as waits:
+    with recorder.collect_waits() as waits:
         wait(one)
     assert len(waits) >= 1 and __file__ in waits[0]
     with pytest.raises(NotCapturable, match="capturing"):

@@ -69,7 +69,7 @@ class StepRecorder:
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._by_device: dict[torch.device, StepRecorder] = {device: self}
 
-    def for_device(self, device: torch.device) -> StepRecorder:
+    def get_recorder(self, device: torch.device) -> StepRecorder:
         """Return the recorder for `device` in the same step. It is closed with this recorder.
 
         For its own device, a recorder returns itself.
@@ -79,7 +79,7 @@ class StepRecorder:
         return self._by_device[device]
 
     @contextmanager
-    def on_side_stream(self) -> Iterator[None]:
+    def use_side_stream(self) -> Iterator[None]:
         """Run the block on the side stream, so that libraries are initialised before a capture."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
@@ -88,7 +88,7 @@ class StepRecorder:
         current.wait_stream(self.stream)
 
     @contextmanager
-    def listing_waits(self) -> Iterator[list[str]]:
+    def collect_waits(self) -> Iterator[list[str]]:
         """List the places in the code where the host waits for the device in this context.
 
         Work with waits cannot be captured. The list is filled when the context ends. torch reports

@@ -94,7 +94,7 @@ class ReplayedForward:
         if self._passes <= self._warm:
             if self._recorder is None:
                 self._recorder = cuda_graphs.StepRecorder(self._device)
-            with self._recorder.on_side_stream():
+            with self._recorder.use_side_stream():
                 return self._forward(inputs)
         try:
             self._capture(inputs)
@@ -153,8 +153,8 @@ class ReplayedForward:
         assert recorder is not None
         if (hook := find_own_hook(self._modules)) is not None:
             raise NotCapturable(f"a {hook} would not be called by a replay")
-        with recorder.on_side_stream():
-            expected = self._run_trial(lambda: self._forward(inputs), recorder.listing_waits())
+        with recorder.use_side_stream():
+            expected = self._run_trial(lambda: self._forward(inputs), recorder.collect_waits())
         # The clone has the strides of the inputs.
         own_inputs = inputs.clone()
         # The capture runs the model's Python code, which may change host state.

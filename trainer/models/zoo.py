@@ -22,6 +22,7 @@ from trainer.models.undisturbed import restore_after
 from trainer.recipe import ModelRecipe
 from trainer.recipe.image_sizes import ImageSize, in_pixels, sides
 from trainer.recipe.known_names import AUXILIARY, TIMM, Registry
+from trainer.recipe.text import list_some
 from trainer.saving.run_names import find_run
 from trainer.saving.tensor_files import StoredTensor
 from trainer.saving.weights import read_metadata, read_weights
@@ -509,9 +510,7 @@ def select_fitting_weights(
             stored[name] = saved[id(tensor)]
     absent = [name for name in tensors if name not in stored]
     if absent:
-        raise CheckpointError(
-            f"{source}: has no {absent[0]} (and {len(absent) - 1} more): weights of another model"
-        )
+        raise CheckpointError(f"{source}: has no {list_some(absent, 1)}: weights of another model")
     mismatched = [name for name in tensors if tensors[name].shape != stored[name].shape]
     last_layer = find_head(model)
     foreign = [name for name in mismatched if whole or name.rpartition(".")[0] != last_layer]

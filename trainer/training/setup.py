@@ -45,6 +45,7 @@ from trainer.processes.resources import keep_freed_memory
 from trainer.recipe import Recipe
 from trainer.recipe.image_sizes import in_pixels
 from trainer.recipe.shares import count_rows, count_units, divide_within_limits
+from trainer.recipe.text import list_some
 from trainer.saving.checkpoint import State
 from trainer.saving.journal import OTHER, START
 from trainer.saving.run_folder import RunFolder
@@ -345,8 +346,9 @@ def collect_model_facts(model: nn.Module, resolved: Resolved) -> ModelFacts:
     lines |= describe_training(model, recipe)
     emulating = [name for name, (_, emulates) in cards.items() if emulates]
     if emulating:
-        names = ", ".join(emulating[:8])
-        lines["bf16"] = f"emulated, slowly, by {names}: use precision=fp16 or fp32"
+        lines["bf16"] = (
+            f"emulated, slowly, by {list_some(emulating, 8)}: use precision=fp16 or fp32"
+        )
     peak, flops = compute_utilisation_base(model, data, cards)
     size = sum(parameter.numel() for parameter in model.parameters())
     return ModelFacts(size, uses_batch_statistics(model), lines, flops, peak)

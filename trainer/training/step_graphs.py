@@ -232,7 +232,7 @@ class GraphSteps(EagerSteps):
                 self.updater.zero_grad()
             if self._evidence is not None:
                 return self._observed_pass(self._evidence, batch, weight, sync)
-            with self.recorder.on_side_stream():
+            with self.recorder.use_side_stream():
                 return self.strategy.forward_backward(batch, weight, sync)
 
     def update(self, loss: Tensor, want_norm: bool) -> Tensor | None:
@@ -299,7 +299,7 @@ class GraphSteps(EagerSteps):
         devices = self.strategy.world.local_devices
         before = self._host_state()
         random_before = read_random_states(devices)
-        with self.recorder.on_side_stream(), self.recorder.listing_waits() as waits:
+        with self.recorder.use_side_stream(), self.recorder.collect_waits() as waits:
             loss = self.strategy.forward_backward(batch, weight, sync)
         random = (random_before, read_random_states(devices))
         evidence.passes.append(EagerPass(batch, weight, sync, random, loss))
@@ -322,12 +322,12 @@ class GraphSteps(EagerSteps):
         recorder = self.recorder
         assert recorder is not None
         if evidence is None:
-            with recorder.on_side_stream():
+            with recorder.use_side_stream():
                 return self.updater.step(loss, self.strategy, want_norm)
         evidence.reduced = evidence.gradients
         if self.strategy.exchanges_after_passes:
             evidence.reduced = copy_list([p.grad for p in self.updater.parameters])
-        with recorder.on_side_stream(), recorder.listing_waits() as waits:
+        with recorder.use_side_stream(), recorder.collect_waits() as waits:
             norm = self.updater.step(loss, self.strategy, want_norm)
         evidence.after = copy_named(collect_live_state(self.strategy, self.updater))
         if waits and self._one_device:

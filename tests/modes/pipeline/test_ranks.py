@@ -56,7 +56,7 @@ def dropping(classes, channels, size):
                 "precision=bf16",
                 "recompute=true",
             ],
-            marks=pytest.mark.full("several alike"),
+            marks=pytest.mark.full("one of several alike"),
         ),
         pytest.param(
             [
@@ -65,7 +65,7 @@ def dropping(classes, channels, size):
                 "precision=bf16",
                 "recompute=true",
             ],
-            marks=pytest.mark.full("several alike"),
+            marks=pytest.mark.full("one of several alike"),
         ),
         pytest.param(
             [
@@ -75,7 +75,7 @@ def dropping(classes, channels, size):
                 "data.name=synthetic",
                 "data.channels=3",
             ],
-            marks=pytest.mark.full("several alike"),
+            marks=pytest.mark.full("one of several alike"),
         ),
     ],
     ids=lambda words: " ".join(words[:2]),

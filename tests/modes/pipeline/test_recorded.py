@@ -45,7 +45,7 @@ class Several(CpuRecorder):
         super().__init__(device)
         self.others = {}
 
-    def for_device(self, device):
+    def get_recorder(self, device):
         if device == self.device:
             return self
         if device not in self.others:

@@ -419,7 +419,7 @@ def recorded(machine):
     recorder = StepRecorder(CARD)
     x = torch.zeros(3, device=CARD)
     x.add_(1)
-    with recorder.on_side_stream():
+    with recorder.use_side_stream():
         y = x * 2
     y.add_(1)
     replay, total = recorder.record(lambda: x.mul_(2).sum())

@@ -86,7 +86,7 @@ def _orders(call: ast.Call) -> bool:
     if isinstance(call.func, ast.Attribute):
         # Records no event.
         of_steps = re.search(
-            r"(recorder(\.for_device\(.*\))?|steps)$", ast.unparse(call.func.value)
+            r"(recorder(\.get_recorder\(.*\))?|steps)$", ast.unparse(call.func.value)
         )
         return call.func.attr in ORDERING and not of_steps
     return isinstance(call.func, ast.Name) and call.func.id in ORDERING

@@ -42,6 +42,7 @@ from trainer.errors import (
 from trainer.processes import family
 from trainer.processes.interrupts import stop_between_runs
 from trainer.recipe.loading import load_stored
+from trainer.recipe.text import list_some
 from trainer.saving.files import Json, read, read_json_or_empty, report_write_errors, write_json
 from trainer.saving.locks import choose_folder
 from trainer.saving.steps_file import read_steps
@@ -318,7 +319,7 @@ def claim_folder(
         if command and "command" in previous:
             remedy = f": to resume that one type {previous['command']}; or"
         line = (
-            f"{path} holds a {kind} with other {', '.join(changed[:3])}{remedy} choose another "
+            f"{path} holds a {kind} with other {list_some(changed, 3)}{remedy} choose another "
             "output="
         )
         if resume is None:

@@ -61,7 +61,7 @@ class RecordedActions:
                 # This stage and all stages before it are frozen.
                 continue
             lane = lanes[stage]
-            stage_recorder = recorder.for_device(lane.device)
+            stage_recorder = recorder.get_recorder(lane.device)
             compute = partial(pipeline.compute, action, minibatch)
             replay, out = stage_recorder.record(compute, lane.stream)
             copied = None
@@ -76,7 +76,7 @@ class RecordedActions:
         for stage, lane in enumerate(lanes):
             deferred = pipeline.deferred.get(pipeline.stages[stage])
             if deferred is not None and deferred.layers:
-                stage_recorder = recorder.for_device(lane.device)
+                stage_recorder = recorder.get_recorder(lane.device)
                 replay, _ = stage_recorder.record(deferred.commit, lane.stream)
                 self._commits.append((lane, replay))
         self._losses = minibatch.losses

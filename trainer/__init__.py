@@ -1,4 +1,4 @@
-"""Train an image model under any way of using several devices, and measure each honestly.
+"""Train an image model on one or several devices in any parallel mode, and measure each mode.
 
     from trainer import train
     result = train("digits", epochs=2)
@@ -80,7 +80,7 @@ _HOME = {
     "ItemError": "trainer.pool",
     "current_device": "trainer.pool",
 }
-# Names that their modules call otherwise.
+# Public names that differ from the names in their modules.
 _ALIASES = {"__version__": "VERSION", "load_recipe": "load", "evaluate": "evaluate_run"}
 
 

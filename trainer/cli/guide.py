@@ -43,7 +43,7 @@ def command(words: Sequence[str]) -> str:
         similar = difflib.get_close_matches(topic, list_topics(), n=3, cutoff=0.7)
         mentions = {}
         for name, question in list_topics().items():
-            # A mention in the question counts for more than any number on the page.
+            # A mention in the question outweighs any number of mentions on the page.
             text = 1000 * question + read_page(name)
             mentions[name] = text.lower().count(topic)
         mentioning = sorted(filter(mentions.get, mentions), key=mentions.__getitem__, reverse=True)
@@ -159,7 +159,7 @@ def format_overview(recipes: str) -> str:
 
 
 def _wrap(start: str, text: str) -> str:
-    """Wrap a text that follows `start` to the width of the terminal, or to 120 columns."""
+    """Wrap `start` and `text` to the width of the terminal, but at most to 120 columns."""
     return textwrap.fill(
         text,
         min(120, shutil.get_terminal_size((120, 24)).columns),

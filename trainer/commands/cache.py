@@ -94,7 +94,7 @@ def format_table(caches: Sequence[Path]) -> str:
 
 
 def delete(caches: Sequence[Path], yes: str | None) -> None:
-    """Delete caches after the user agrees, or `yes` is "true". If one is in use, delete none."""
+    """Delete caches if `yes` is "true" or the user agrees. If any cache is in use, delete none."""
     with ExitStack() as closing:
         for cache in caches:
             # Another process may have deleted the cache.

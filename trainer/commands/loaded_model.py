@@ -28,7 +28,7 @@ from trainer.pool import DevicePool, ItemError
 from trainer.processes.torch_context import plain_context
 from trainer.saving.run_names import find_run, newest_run
 
-# Images that this process labels at once.
+# Batch size if this process labels the images itself.
 AT_ONCE = 64
 FORMS = "paths, Pillow images, uint8 arrays (H, W, C) and tensors (C, H, W), or a list of them"
 # A path, a Pillow image, an array, a tensor, or a sequence of these.
@@ -37,7 +37,7 @@ Images = Any
 
 @dataclass(frozen=True)
 class Prediction:
-    """Answer of a model for one image.
+    """Prediction of a model for one image.
 
     Attributes:
         labels: At most five classes, the most probable one first; names of the values for a
@@ -60,12 +60,12 @@ class Prediction:
 
 
 class LoadedModel:
-    """Trained model that labels images prepared as in the evaluation of its run.
+    """Trained model that labels images, which are prepared as in the evaluation of its run.
 
     Attributes:
         path: Path of the run or the weights.
         model: Model in evaluation mode, on the CPU until `predict` moves it to a GPU. Its input is
-            normalised float32 of shape (N, channels, height, width).
+            normalized float32 of shape (N, channels, height, width).
         classes: Name of each output.
     """
 
@@ -91,7 +91,7 @@ class LoadedModel:
         Args:
             images: Path of an image or a directory, Pillow image, array of shape (H, W, C) or
                 (H, W), tensor of shape (C, H, W) or (N, C, H, W), or a sequence of these. Arrays
-                and tensors are uint8, not normalised.
+                and tensors are uint8, not normalized.
             devices: None uses the first GPU, or the CPU without one, in this process. A list, as in
                 ["cuda:0", "cuda:1"], or "auto" starts a worker for each device, which pays off for
                 many images.

@@ -34,12 +34,13 @@ EXAMPLES = {
     "cpus": "cpus=32, the CPU cores of each node: the cluster would give one or none",
 }
 NAME = (r"[\w.,:/@-]*", "a name of letters, digits, dots and dashes")
-# Pattern and description of the values that go to SLURM as they are.
+# Pattern and description of the values that are passed to SLURM unchanged.
 RULES = {
     "memory": (r"(\d+(MiB|GiB|TiB))?", "a whole number of MiB, GiB or TiB, as in memory=64GiB"),
     "partition": NAME,
     "account": NAME,
 }
+# Default limit for restarts: a run that fails every time must not requeue its job forever.
 REQUEUES = 20
 # Exit codes after which the job is queued again.
 LOST = PeerError.code
@@ -112,7 +113,7 @@ def build_script(words: Sequence[str], program: str) -> str:
     cpus = parse_positive_integer("cpus", options["cpus"])
     output = options.get("output") or f"runs/{base.name}"
     requeues = parse_positive_integer("requeues", options.get("requeues")) or REQUEUES
-    # Every cluster accepts lowercase letters, digits and dashes in a name.
+    # All clusters accept lowercase letters, digits and dashes in the name of a job.
     name = re.sub(r"[^a-z0-9]+", "-", Path(output).name.lower())
     name = name.strip("-")[:40].strip("-")
     directives = {

@@ -71,7 +71,7 @@ class Comparison:
     """A comparison in progress.
 
     Attributes:
-        folder: of the comparison.
+        folder: folder of the comparison.
         base: the recipe that all entries share.
         rows: the entries, in the order in which they run.
         asked: the arguments of `compare`.
@@ -89,7 +89,7 @@ class Comparison:
         if self.asked["plugin"]:
             self.first.append(f"plugin={self.asked['plugin']}")
         self.engine = TrialEngine(self.folder)
-        # The number of repeats grows while a difference could hide, unless the user has set it.
+        # Unless the user has set it, the number of repeats grows while a difference could hide.
         self.repeats: int = self.asked["repeats"] or significance.LOOKS[0]
         self.length: Length | None = None
         stored_length = read_json_or_empty(self.folder / FILE).get("length")
@@ -169,7 +169,8 @@ class Comparison:
     def _check(self, row: Entry, repeat: int, more: Sequence[str]) -> TrialRun:
         """Build a run of the first steps that logs every loss.
 
-        Its losses decide about exactness, and its speed is a first estimate.
+        Its losses show whether the entry is exact, and its speed determines the
+        length of timed runs.
         """
         recipe = row.recipe
         words = [
@@ -330,9 +331,9 @@ def choose_length(
     Args:
         recipe: the recipe that all entries share.
         checked: result.json of every check that completed.
-        steps: measured steps that the user wants. None: about as many as take the median entry
+        steps: measured steps that the user wants. None: about as many as the median entry runs in
             4 s.
-        fixed: whether the user has set the length of the recipe, which then applies.
+        fixed: whether the user has set epochs= or max_steps=, which then apply.
     """
     epoch_steps = [result["data"]["train_samples"] // result["batch_size"] for result in checked]
     epoch = max(1, min(epoch_steps))
@@ -362,7 +363,7 @@ def choose_length(
 def compute_step_fraction(result: Json) -> float:
     """Return the fraction of training time that a run spends in its steps.
 
-    Local SGD averages once per epoch, between steps: the time for this counts against its speed.
+    Local SGD may average weights once per epoch, between steps. That time must lower its speed.
     """
     seconds = result["seconds_in"]
     averaging = seconds.get("averaging", 0.0)

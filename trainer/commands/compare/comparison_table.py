@@ -1,7 +1,7 @@
 """Tables of a comparison, from the content of compare.json.
 
-`as_text` prints to a terminal, `build_csv_rows` and `as_markdown` fill files, and `draw` makes a
-picture.
+`as_text` returns the table for a terminal, `build_csv_rows` and `as_markdown` return the content of
+files, and `draw` makes a picture.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ def build_cells(entries: Sequence[Json]) -> list[list[str]]:
 def as_text(report: Json) -> str:
     """Return the table for a terminal. Rows that disagree with the reference are red."""
     head, *rows = build_cells(report["entries"])
-    # A column without any text is left out, so "compared" takes no space if nothing was compared.
+    # A column without any text is left out. Without its head, "compared" is left out if nothing was
+    # compared.
     head[4] = ""
     red_rows = dict.fromkeys(find_disagreeing(report), RED)
     return reports.as_text([head, *rows], {2, 5, 6, 7}, red_rows, report["conclusion"])
@@ -184,7 +185,7 @@ def draw(folder: Path, report: Json, first: Path) -> list[Path]:
     """Draw compare.png and add the picture to TensorBoard.
 
     Args:
-        folder: of the comparison.
+        folder: folder of the comparison.
         report: the content of compare.json.
         first: TensorBoard folder of the first entry. The picture joins its curves, because a
             run with nothing but a picture makes Custom Scalars warn.

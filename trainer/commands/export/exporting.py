@@ -29,7 +29,7 @@ from trainer.recipe.known_names import TASKS
 from trainer.saving.weights import write_whole
 from trainer.training.trained import Trained, create_task_without_loss
 
-# Batch sizes of the check: sizes other than the traced one must work, too.
+# Batch sizes of the check: a file must work for sizes other than the traced one.
 BATCHES = (1, 2, 5)
 # Allowed difference, relative to the largest output.
 TOLERANCE = 1e-4
@@ -196,7 +196,7 @@ def _compare(source: ExportSource, run: Runner) -> str:
     """Compare the outputs of a file with those of the model on random batches.
 
     Raises:
-        ValueError: They differ too much.
+        ValueError: The outputs differ too much.
     """
     worst = 0.0
     largest = 0.0

@@ -17,8 +17,8 @@ from trainer.recipe.checks import count_weight_shards
 from trainer.recipe.layout import Layout
 from trainer.telemetry.readable import format_duration, format_size
 
-# Fraction of a pass that is backward, if the two were not measured apart. An all-reduce can overlap
-# with it on a GPU.
+# Assumed fraction of the backward pass, because forward and backward pass are measured together. On
+# a GPU, the backward pass can hide an all-reduce.
 BACKWARD = 2 / 3
 
 
@@ -69,7 +69,8 @@ def compute_traffic(fake: FakeModel, layout: Layout, cut: Cut | None) -> Traffic
             return Traffic(count_ring_sends(count) * resident.gradients / compression)
         case "shards":
             parts = count_weight_shards(recipe, count)
-            # Weights are gathered forward and, if they were freed, backward; gradients are reduced.
+            # Weights are gathered for the forward pass and, if they were freed, for the backward
+            # pass; gradients are reduced.
             passes = (2 + recipe.fsdp.reshard) * recipe.pieces
             own_teacher = count_teacher_bytes(fake.teacher, resident.parameters, parts)
             teacher = (fake.teacher - own_teacher) * recipe.pieces
@@ -94,7 +95,7 @@ class Timings:
         image: seconds of the forward and backward pass per image.
         rows: images of the pass in which that was measured.
         optimizer: seconds of the optimizer in a step, for the whole model.
-        blocks: seconds of each block between neighbouring cuts, by the images of a micro-batch.
+        blocks: seconds of each block between two possible cuts, by the images of a micro-batch.
         bandwidth: bytes per second between two devices; None if it was not measured.
         latency: seconds before the first byte arrives.
         assumptions: sentences for people.
@@ -118,7 +119,7 @@ class Forecast:
         communication: seconds of communication that does not overlap with it.
         optimizer: seconds of the optimizer.
         bubble: fraction of a step in which stages wait.
-        cut: the cut of a model in stages.
+        cut: the stages of the model; None if the mode has none.
         assumptions: sentences for people.
     """
 

@@ -30,12 +30,12 @@ PARTS = (
     "peak",
 )
 
-# The content of a plan, as `summary.summarise` builds it.
+# The content of a plan, as `summary.summarize` builds it.
 Plan = dict[str, Any]
 
 
 def render_page(plan: Plan) -> str:
-    """Return the page."""
+    """Return the page of `plan` as text for a terminal."""
     lines = [f"trainer {VERSION}: plan of {plan['recipe']}"]
     model = plan["model"]
     disk = plan["disk"]
@@ -154,7 +154,7 @@ def _list_memory(plan: Plan) -> list[str]:
     for device in plan["memory_per_device"]:
         sizes = tuple(device[part] for part in PARTS)
         groups.setdefault(sizes, []).append(device["device"])
-    # A part that no device has would be a column of zeros.
+    # A part that no device has is left out, because its column would contain zeros only.
     shown = [n for n in range(len(PARTS)) if any(sizes[n] for sizes in groups)]
     rows = [["memory", *(PARTS[n] for n in shown)]]
     for sizes, names in groups.items():

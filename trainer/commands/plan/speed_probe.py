@@ -36,6 +36,7 @@ from trainer.training.setup import place_model, start_process
 
 # Approximate maximum number of seconds of one forward and backward pass.
 PASS = 2.0
+# Sizes of the messages that show latency and bandwidth.
 LATENCY_BYTES = 2**10
 BANDWIDTH_BYTES = 2**24
 
@@ -49,7 +50,7 @@ def measure_here(layout: Layout, images: DatasetFacts, plugin: str | None = None
         plugin: the user's own module.
 
     Raises:
-        SetupError: no GPU is here.
+        SetupError: the plan is for GPUs, but this machine has no usable GPU.
         PeerError: a process failed.
     """
     recipe = layout.recipe
@@ -128,13 +129,13 @@ def measure(
     microbatches: Sequence[int],
     plugin: str | None,
 ) -> Timings:
-    """Measure in one of the processes.
+    """Measure passes, optimizer, blocks and communication in one of the processes.
 
     Args:
         process: this process.
         recipe: recipe to measure.
         images: size and shape of the data set.
-        most: images of a pass.
+        most: maximum number of images of a pass.
         microbatches: images of the micro-batches to measure; empty for a model without stages.
         plugin: the user's own module.
     """
@@ -228,7 +229,7 @@ def _measure_whole(
 
 
 def _exchange(peers: World, device: torch.device, reduce: bool) -> tuple[float | None, float]:
-    """Measure bytes per second, and seconds before the first byte.
+    """Measure bandwidth in bytes per second, and latency in seconds, between the processes.
 
     Args:
         peers: the processes.
@@ -237,7 +238,7 @@ def _exchange(peers: World, device: torch.device, reduce: bool) -> tuple[float |
             tensor to each other.
 
     Returns:
-        Bandwidth, None for a single process, and latency.
+        Bandwidth and latency; None and 0 for a single process.
     """
     if peers.size == 1:
         return None, 0.0

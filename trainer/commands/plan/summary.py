@@ -33,22 +33,22 @@ Plan = dict[str, Any]
 
 
 @plain_context()
-def summarise(
+def summarize(
     layout: Layout,
     nproc: int | str | None,
-    room: int | None,
+    memory: int | None,
     measured: str | None,
     bandwidth: float | None,
     plugin: str | None,
     every: bool,
     words: Sequence[str],
 ) -> Plan:
-    """Compute everything that is known about the layout before it runs.
+    """Compute all figures of a plan.
 
     Args:
         layout: processes and devices.
         nproc: number of processes that the user asks for.
-        room: bytes of each device, if stated.
+        memory: memory of each device in bytes, if stated.
         measured: "here" to measure on this machine.
         bandwidth: bytes per second between devices, if stated.
         plugin: the user's own module.
@@ -60,8 +60,8 @@ def summarise(
     """
     is_auto = layout.recipe.accumulate == "auto"
     images = read_dataset_facts(layout.recipe)
-    fake, layout = memory_keys.choose_recompute(FakeModel(layout, images), layout, room)
-    layout = memory_keys.choose_accumulate(fake, layout, room)
+    fake, layout = memory_keys.choose_recompute(FakeModel(layout, images), layout, memory)
+    layout = memory_keys.choose_accumulate(fake, layout, memory)
     recipe = layout.recipe
     steps = None
     total = None
@@ -84,13 +84,13 @@ def summarise(
     # A forecast has chosen the cut already, by measured seconds.
     if layout.staged and cut is None:
         cut = fake.cut(layout)
-    devices, limit, fits = assess(fake, layout, room, cut)
+    devices, limit, fits = assess(fake, layout, memory, cut)
     modes: list[Plan] | None = None
     if every:
         # accumulate=auto is resolved for each mode separately.
         typed = recipe.replace(accumulate="auto") if is_auto else recipe
         layouts = lay_out_modes(typed, nproc, layout.kind == "cuda")
-        modes = [_plan_mode(fake, mode, planned, room) for mode, planned in layouts.items()]
+        modes = [_plan_mode(fake, mode, planned, memory) for mode, planned in layouts.items()]
     batch: Plan = {
         "global": recipe.batch_size,
         "shards": layout.data_shares,
@@ -135,8 +135,8 @@ def summarise(
         "peak_without_recompute": peak_without_recompute,
         "fits": fits,
         "advice": advice,
-        "pipeline": cut and _summarise_stages(fake, layout, cut),
-        "communication": _summarise_traffic(fake, layout, cut, bandwidth),
+        "pipeline": cut and _summarize_stages(fake, layout, cut),
+        "communication": _summarize_traffic(fake, layout, cut, bandwidth),
         "disk": disk(fake, layout),
         "prediction": prediction,
         "predicted_samples_per_sec": predicted_speed,
@@ -154,7 +154,7 @@ def _count_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _summarise_stages(fake: FakeModel, layout: Layout, cut: Cut) -> Plan:
+def _summarize_stages(fake: FakeModel, layout: Layout, cut: Cut) -> Plan:
     total_flops = sum(stage.flops for stage in cut.stages)
     stages: list[Plan] = []
     modules = fake.traced.stages(cut.names)
@@ -180,7 +180,7 @@ def _summarise_stages(fake: FakeModel, layout: Layout, cut: Cut) -> Plan:
     }
 
 
-def _summarise_traffic(
+def _summarize_traffic(
     fake: FakeModel,
     layout: Layout,
     cut: Cut | None,
@@ -204,7 +204,7 @@ def _summarise_traffic(
 def needs_folder(recipe: Recipe) -> bool:
     """Return whether training needs images that the arguments do not name yet.
 
-    Without them, a run measures its speed on made-up images.
+    Without them, a run only measures its speed on synthetic images.
     """
     return recipe.data.name in OWN_PHOTOS and recipe.data.root is None
 
@@ -284,7 +284,7 @@ def _plan_mode(
     fake: FakeModel,
     mode: str,
     layout: Layout | RecipeError,
-    room: int | None,
+    memory: int | None,
 ) -> Plan:
     """Return the row of one mode on the same number of devices, or why it cannot run there.
 
@@ -300,9 +300,9 @@ def _plan_mode(
         # Stages are traced without the wrapped blocks that other modes recompute.
         if layout.recipe.recompute:
             fake = FakeModel(layout, fake.images)
-        layout = memory_keys.choose_accumulate(fake, layout, room)
+        layout = memory_keys.choose_accumulate(fake, layout, memory)
         cut = fake.cut(layout) if layout.staged else None
-        devices, _, fits = assess(fake, layout, room, cut)
+        devices, _, fits = assess(fake, layout, memory, cut)
     except RecipeError as error:
         return {**row, "error": str(error)}
     traffic = forecast.compute_traffic(fake, layout, cut)

@@ -19,7 +19,7 @@ from trainer.errors import RecipeError, SetupError
 from trainer.recipe.text import format_value
 from trainer.saving import files
 
-# At least one of this many first lines of a list must be the path of a file.
+# At least one of the first FIRST lines of a list must be the path of an existing file.
 FIRST = 20
 # Maximum size of a list of paths in bytes.
 LONGEST = 2**30
@@ -39,8 +39,8 @@ class Inputs:
 
     Attributes:
         items: The images.
-        count: Their number; None if unknown in advance.
-        source: Data set of the payloads that are indices.
+        count: Number of images; None if unknown in advance.
+        source: Data set that the payloads index, if they are indices.
         ignored: Descriptions of the other files next to the images.
     """
 

@@ -25,12 +25,13 @@ from trainer.telemetry.flops import look_up_peak_bandwidth
 from trainer.telemetry.readable import format_number
 
 # A device is slow below this fraction of the best of its kind, and throttled below this fraction
-# of its own best. Other programs take CPU time that no clock leaves out completely.
+# of its own best. The limits for CPUs are lower, because no clock excludes the effect of other
+# programs completely.
 SLOW = {"cuda": 0.9, "cpu": 0.6}
 THROTTLED = {"cuda": 0.85, "cpu": 0.5}
 # A link is slow below this fraction of the fastest one.
 SLOW_LINK = {"cuda": 0.5, "cpu": 0.25}
-# Warm-up steps of a timed run, and the approximate seconds after them.
+# Warm-up steps of a timed run, and its approximate duration in seconds after them.
 WARM = 5
 SECONDS = 2.5
 # Number of times that a bare loop and a run alternate, and the seconds of one such pair.
@@ -146,7 +147,7 @@ def find_slow_devices(
     Args:
         devices: devices that were measured.
         rates: successive rates of each device.
-        what: what the rates are of, in the plural.
+        what: name of the measured work in the plural, as in "matrix products".
     """
     best = dict.fromkeys(devices.models, 0.0)
     for model, values in zip(devices.models, rates, strict=True):
@@ -167,7 +168,7 @@ def find_slow_devices(
 
 
 def measure_links(runner: CheckRunner) -> Outcome:
-    """Measure the bandwidth from each device to each other one, and of an all-reduce."""
+    """Measure the bandwidth between all pairs of devices, and of an all-reduce."""
     devices = runner.devices
     answers = runner.measure("links", devices.count)
     ways: dict[str, list[float]] = {}
@@ -209,7 +210,7 @@ def summarize(values: Sequence[float]) -> dict[str, float]:
 
 
 def _measure_speed(network: Network, count: int, runner: CheckRunner) -> Outcome:
-    """Compare runs on `count` devices with an alternating bare loop, and with one device."""
+    """Compare runs on `count` devices with a bare loop in alternation, and with one device."""
     options = choose_settings(runner.devices)
     batch = options["batch"]
     steps = 0
@@ -235,7 +236,7 @@ def _measure_speed(network: Network, count: int, runner: CheckRunner) -> Outcome
         if count > 1:
             alone = count * min(median(answer["alone"]) for answer in answers)
             exposed.append(1 - bare[-1] / alone)
-        # Every round has the same number of steps, from the speed of the first one.
+        # The bare loop of the first round determines the number of steps of all rounds.
         steps = steps or max(10, min(400, round(SECONDS * bare[0] / count / batch)))
         name = f"speed/{network.name}-x{count}-{turn}"
         words = build_arguments(where, network, count, options, steps)

@@ -1,9 +1,9 @@
 """Run one proof: choose the checks that fit into the time, run them, and report the outcomes.
 
 The folder of a proof is locked and bound to one machine. Each outcome is stored there as soon as
-the check ends. `proof.json` is made of the outcomes, and `proof.md` of `proof.json`. The page is
-meant for an issue, so it contains no path and no name of a user or a host. The keys of `proof.json`
-are listed in the guide's page `prove`; scripts read them.
+the check ends. `proof.json` is built from the outcomes, and `proof.md` from `proof.json`. The page
+is meant for an issue, so it contains no path and no name of a user or a host. The guide's page
+`prove` lists the keys of `proof.json`, which scripts read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KEPT = "kept.json"
 DONE = ("right", "measured")
 OUTCOME = TypeAdapter(Outcome)
 FORMAT = 1
-# Fraction of the speed that a part must cost to be called the slow part.
+# Minimum fraction of the speed that a part must cost to be called the slow part.
 LEAST_COST = 0.05
 # Matches absolute paths and paths below ~, but not URLs, "ViT-B/16", "images/s" or /dev/shm.
 PATH = re.compile(r"(?<![\w:/.~-])~?(?:/(?!dev/|proc/|sys/)[\w.@+~-]+)(?:/[\w.@+~-]+)+/?")
@@ -80,7 +80,7 @@ def _hash_value(value: object) -> str:
 
 
 def load_outcomes(folder: Path) -> dict[str, Outcome]:
-    """Load the stored outcomes by the names of their checks. Damaged ones are left out."""
+    """Load the stored outcomes by the names of their checks. Damaged outcomes are skipped."""
     outcomes = {}
     rows = read_json_or_empty(folder / KEPT).get("checks")
     if isinstance(rows, dict):
@@ -215,7 +215,7 @@ class Proving:
             line = explain_in_one_line(error)[0]
             outcome = wrong(line, "see the .log files in runs and measured next to proof.md")
         if check.part == "fast":
-            # On a busy machine, speeds are meaningless, and so are slow devices.
+            # On a busy machine speeds are meaningless, and any device can look slow.
             for warning in reports.busy_warnings(others.cores()):
                 outcome = Outcome("left out", warning)
         seconds = time.monotonic() - begun
@@ -299,13 +299,13 @@ def summarize(
     times: float | None,
     slow: str | None,
 ) -> str:
-    """Return the last line: whether training is correct, the speedup, and the worst loss of speed.
+    """Return the last line: whether training is correct, the speedup, and what costs most speed.
 
     Args:
         devices: devices that were checked.
         rows: the checks of proof.json.
         times: speed of all devices relative to one.
-        slow: the slow part.
+        slow: what `find_slow_part` returned.
     """
     where = devices.called(devices.count)
     wrong_rows = [row for row in rows if row["status"] == "wrong"]
@@ -334,7 +334,7 @@ def summarize(
 
 
 def find_slow_part(devices: Devices, speed: Json) -> str | None:
-    """Return the largest loss of the speed that the devices could have.
+    """Return the name of what costs the most speed, or None if the speed was not measured.
 
     Args:
         devices: devices that were checked.

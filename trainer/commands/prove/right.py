@@ -1,7 +1,7 @@
 """Checks of correctness: does this machine train correctly?
 
-Whole runs are started through the command line, and compared with `single` or with
-themselves.
+Whole runs are started through the command line, and compared with a run of `mode=single` or with
+an equal run.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ from trainer.recipe.checks import SPLIT_BACKWARD
 from trainer.recipe.schema import STREAMS, Schedule
 from trainer.saving.files import Json
 
+# Steps of a run, the step at which the killed run gets SIGKILL, and the steps between its
+# checkpoints.
 STEPS = 20
 KILLED = 12
 SAVED = 5
 # Approximate seconds of a run of twenty small steps.
 START = {"cpu": 7.0, "cuda": 12.0}
 # Allowed relative differences: of a step's loss, of the norm of its gradient, of a tensor of the
-# optimizer's state, and of a weight. An optimizer's state consists of gradients alone, so it shows
-# best whether gradients are right. Correct CPU runs differ by 1e-7 in all four.
+# optimizer's state, and of a weight. An optimizer's state depends on gradients alone, so it shows
+# best whether gradients are right. Correct CPU runs differ by 1e-7 in all four figures.
 TOLERANCE = {
     "cpu": {"losses": 1e-4, "norms": 1e-3, "optimizer": 1e-3, "weights": 1e-4},
     "cuda": {"losses": 1e-3, "norms": 1e-2, "optimizer": 1e-2, "weights": 1e-3},
 }
-# The same for precisions: about four times what rounding to 8 or 11 bits changes in the twenty
-# steps.
+# Allowed differences from fp32: about four times the changes that rounding to 8 or 11 bits causes
+# within twenty steps.
 ROUNDED = {
     "bf16": {"losses": 5e-3, "norms": 3e-2, "optimizer": 0.12, "weights": 1e-2},
     "fp16": {"losses": 2e-3, "norms": 2e-2, "optimizer": 0.08, "weights": 5e-3},
@@ -51,11 +53,11 @@ class Mode:
     """A mode or schedule to check.
 
     Attributes:
-        name: of the mode or schedule.
+        name: name of the mode or schedule.
         words: arguments that select it.
         same: whether it must compute what `single` computes.
         newer: whether an older torch may refuse it.
-        priority: of its check.
+        priority: priority of its check.
     """
 
     name: str
@@ -68,7 +70,7 @@ class Mode:
 def list_arguments(devices: Devices, model: str = "cnn_gn") -> list[str]:
     """Return the arguments that all runs of twenty steps have in common.
 
-    No layer of `cnn_gn` looks across a batch, so all modes can agree.
+    The layers of `cnn_gn` treat each image on its own, so all modes can compute the same.
     """
     batch = 64 if 64 % devices.count == 0 else 24 * devices.count
     return [
@@ -252,9 +254,9 @@ def list_modes(devices: Devices) -> Iterator[Mode]:
 
 
 def list_pipeline_arguments(devices: Devices) -> list[str]:
-    """Return the arguments of pipelines of two stages, as many as the devices allow.
+    """Return the arguments of a run with as many two-stage pipelines as the devices allow.
 
-    The pipelines divide a batch among them.
+    The pipelines divide each batch among themselves.
     """
     return ["mode=pipeline", *devices.in_ranks(devices.count // 2 * 2), "pipeline.stages=2"]
 

@@ -1,6 +1,7 @@
 """`python -m trainer runs`: list runs, show one of them, or delete them.
 
-Run folders are read whoever wrote them and however their run ended. torch is not imported.
+All run folders are read, no matter which user wrote them or how the run ended. torch is not
+imported.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from trainer.telemetry import readable
 USAGE = "type runs, runs show RUN or runs delete RUN"
 HEAD = ("run", "mode", "model", "status", "best", "images/s", "age", "size")
 OF_RUN = (*run_folder.WRITTEN, JOURNAL)
-# Patterns of the files that training, with its temporary files, and commands on a run write.
+# Patterns of the files that training and the commands for a run write, with temporary files.
 WRITTEN = (
     *OF_RUN,
     *(f".{name}.*" for name in OF_RUN),

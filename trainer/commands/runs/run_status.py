@@ -1,7 +1,8 @@
 """State of the run in a folder, and the page that shows it.
 
-The files of a folder are read with limits and never trusted, and none leads to a traceback. The
-page says what ran, its results, where its time went and what to type next.
+Files of a run are not trusted: their size is limited, and damage is described instead of causing a
+traceback. The page shows the arguments of the run, its results, where its time went, and commands
+to type next.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ ADVICE = {
         "began"
     ),
 }
-# Number of last attempts to show.
+# Maximum number of attempts to show, the last ones.
 ENDS = 10
-# Minimum share of the run's time for a part to be shown.
+# Minimum fraction of the run's time for a part to be shown.
 LEAST = 5e-4
 
 
@@ -225,7 +226,7 @@ def _describe(run: RunSummary) -> Lines:
     yield "status", f"{run.status}: {error}" if error else run.status
     yield "", ADVICE.get(run.status, "")
     yield "note", run.note
-    # The note describes a damaged recipe.
+    # A damaged recipe is described by the note.
     with suppress(RecipeError, TypeError, ValueError):
         stored = load_stored(run.recipe, str(run.path / "recipe.yaml"))
         recipe = validated(stored.to_dict(), str(run.result.get("recipe")))

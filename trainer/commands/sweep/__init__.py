@@ -2,7 +2,7 @@
 
 Every trial is an ordinary run. Lists are tried in every combination, and Optuna samples ranges. The
 metric is computed on the validation split, or is images/s. Finished runs are kept, and the same
-command continues a stopped sweep.
+command resumes a stopped sweep.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from trainer.telemetry import readable
 from trainer.training.reporting import list_versions
 
 FILE = "sweep.json"
-# Keys and sections that may change when a sweep continues, because they change no trial's result.
+# Keys and sections that may change when a sweep is resumed, because no result depends on them.
 FREE = (
     "devices",
     "threads",
@@ -111,7 +111,7 @@ class Sweeping:
     Attributes:
         folder: Directory of the results.
         space: Values to try.
-        command: Command that continues the sweep.
+        command: Command that resumes the sweep.
     """
 
     folder: Path
@@ -127,7 +127,7 @@ class Sweeping:
         if space.trials is None:
             choices = space.combinations()
         else:
-            # The sampled values of a sweep that continues are those of its earlier trials.
+            # A resumed sweep keeps the sampled values of its earlier trials.
             stored = read_json_or_empty(self.folder / FILE).get("trials", [])
             rows = sorted(stored, key=lambda row: row["trial"])
             choices = [row["values"] for row in rows]
@@ -186,9 +186,9 @@ class Sweeping:
     def _in_order(self) -> Iterator[tuple[TrialFigures, int]]:
         """Yield each trial with the index of each seed.
 
-        Combinations all run with the first seed, then with the next one, so that a sweep that is
-        stopped early has compared as many as possible. A sampled trial runs with all seeds at once,
-        because the next sample depends on it.
+        All combinations run with the first seed, then all with the next one, so that a sweep that
+        is stopped early has compared as many of them as possible. A sampled trial runs with all its
+        seeds in a row, because the next sample depends on its result.
         """
         space = self.space
         if space.trials is None:
@@ -198,12 +198,12 @@ class Sweeping:
             if position == len(self.trials):
                 ended = []
                 for row in self.trials:
-                    # A mean over a part of the seeds is not a result.
+                    # The sampler must not use a mean over only some of the seeds.
                     value = row.value if row.status == "done" else None
                     ended.append((row.values, value))
                 values = space.sampled(ended, self.metric.larger_is_better)
                 self.trials.append(TrialFigures(position + 1, values))
-                # The sample is stored before it runs, so that a stopped sweep continues with it.
+                # The sample is stored before it runs, so that a resumed sweep runs it again.
                 self._write("running")
             yield from ((self.trials[position], repeat) for repeat in range(space.repeats))
 

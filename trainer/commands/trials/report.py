@@ -21,10 +21,10 @@ from trainer.telemetry import readable
 
 # Longest note, in characters, that stays within the table of a terminal.
 NOTE = 12
-# Rows of that table, if a file holds all of them.
+# Maximum number of rows of a table in a terminal, if a file holds all rows.
 SHOWN = 20
-# A measurement is unreliable if other processes use this number of cores, or this share of the
-# cores of a large machine. The services of an idle machine use less.
+# A measurement is unreliable if other processes use this number of cores or, on a large machine,
+# this fraction of its cores. The services of an idle machine use less.
 BUSY = 0.2
 BUSY_FRACTION = 0.05
 

@@ -132,7 +132,7 @@ def run(words: Sequence[str]) -> int:
     module = import_module(COMMANDS[command].home)
     if command != "doctor":
         interrupts.raise_at_ctrl_c()
-    result: int | str = module.command(rest)
+    result = module.command(rest)
     if isinstance(result, int):
         return result
     if command not in NAME_THE_PROGRAM:

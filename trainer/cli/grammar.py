@@ -83,7 +83,7 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
     if command == "predict":
         arguments = classify_paths(arguments)
     # An override that is repeated with the same value is no conflict; a repeated photo is kept.
-    distinct = list[str]()
+    distinct = []
     for argument in arguments:
         if "=" not in argument or argument not in distinct:
             distinct.append(argument)
@@ -92,7 +92,7 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
 
 def normalize_options(words: Sequence[str]) -> list[str]:
     """Write options as `key=value`: `--key value`, `--key=value`, and keys with dashes."""
-    arguments = list[str]()
+    arguments = []
     rest = list(words)
     while rest:
         word = rest.pop(0)

@@ -107,7 +107,7 @@ def build_entries(
         raise RecipeError(
             "modes=[] compares nothing: write modes=[single,ddp], or leave it out for all modes"
         )
-    rows = list[Entry]()
+    rows = []
     slug_counts = Counter[str]()
     for text in modes:
         mode, mode_arguments = _parse_mode(text)
@@ -211,7 +211,7 @@ def find_batch_dependent(recipe: Recipe) -> list[str]:
 
     from trainer.commands.plan.dataset_facts import DatasetFacts, read_dataset_facts
 
-    kinds: set[str] = set()
+    kinds = set()
     with suppress(TrainerError, RuntimeError, NotImplementedError):
         # A known data set may be missing on this machine, and the number of its images is not
         # needed here.

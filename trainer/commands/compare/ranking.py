@@ -170,7 +170,7 @@ def _compute_figures(
         verdict = pair.verdict or NO_DIFFERENCE
         compared = {"verdict": verdict, "low": pair.low, "high": pair.high}
     repeats = 0
-    last: Json = {}
+    last = {}
     peaks: dict[str, int] = {}
     shares = None
     for repeat, result in row.results.items():

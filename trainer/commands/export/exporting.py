@@ -260,7 +260,7 @@ def to_exported_program(source: ExportSource) -> tuple[bytes, Runner]:
     with quietly():
         torch.export.save(_export_program(source), buffer, extra_files=metadata)
         buffer.seek(0)
-        runner: Runner = torch.export.load(buffer).module()
+        runner = torch.export.load(buffer).module()
     return buffer.getvalue(), runner
 
 

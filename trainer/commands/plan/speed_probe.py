@@ -198,7 +198,7 @@ def _measure_whole(
         batch = example.batch(device, images, context.recipe.channels_last)
         losses: list[torch.Tensor] = []
         computes: list[float] = []
-        updates: list[float] = []
+        updates = []
         spent = 0.0
 
         def compute_losses() -> None:

@@ -85,13 +85,13 @@ def summarize(
     if layout.staged and cut is None:
         cut = fake.cut(layout)
     devices, limit, fits = assess(fake, layout, memory, cut)
-    modes: list[Plan] | None = None
+    modes = None
     if every:
         # accumulate=auto is resolved for each mode separately.
         typed = recipe.replace(accumulate="auto") if is_auto else recipe
         layouts = lay_out_modes(typed, nproc, layout.kind == "cuda")
         modes = [_plan_mode(fake, mode, planned, memory) for mode, planned in layouts.items()]
-    batch: Plan = {
+    batch = {
         "global": recipe.batch_size,
         "shards": layout.data_shares,
         "per_shard": count_largest_rows(recipe, layout.data_shares, 1),
@@ -103,7 +103,7 @@ def summarize(
     }
     # BatchNorm may refuse a single value, so two images are counted.
     flops = fake.forward_flops(2) // 2
-    advice: list[Plan] = []
+    advice = []
     peak_without_recompute = memory_keys.predict_peak_without_recompute(fake, layout, cut)
     if limit is not None and not fits:
         advice = memory_keys.suggest_arguments(fake, layout, limit.bytes)
@@ -156,7 +156,7 @@ def _count_parameters(module: nn.Module) -> int:
 
 def _summarize_stages(fake: FakeModel, layout: Layout, cut: Cut) -> Plan:
     total_flops = sum(stage.flops for stage in cut.stages)
-    stages: list[Plan] = []
+    stages = []
     modules = fake.traced.stages(cut.names)
     for module, stage, holder in zip(modules, cut.stages, cut.holders, strict=True):
         figures = {
@@ -293,7 +293,7 @@ def _plan_mode(
     fraction of a step in which stages wait.
     """
     keys = ("world_size", "devices", "peak", "activations", "fits", "traffic", "bubble", "error")
-    row: Plan = {"mode": mode, **dict.fromkeys(keys)}
+    row = {"mode": mode, **dict.fromkeys(keys)}
     try:
         if isinstance(layout, RecipeError):
             raise layout

@@ -235,7 +235,7 @@ class Rows:
 
     def write(self, item: Item, labels: Labels | ItemError) -> None:
         """Write the next row; an `ItemError` belongs to an image that was given up."""
-        row: Json = dict.fromkeys(COLUMNS)
+        row = dict.fromkeys(COLUMNS)
         row["path"] = item.path
         if item.label is not None:
             row["label"] = self.classes[item.label]
@@ -269,7 +269,7 @@ class Rows:
             self.counts["labelled"] += 1
             self.counts["right"] += row["label"] == row["class"]
         if len(self.first) < FEW:
-            answers: list[str] = []
+            answers = []
             for name, number in row["top5"] or ():
                 if not self._probabilities:
                     answers.append(f"{name} {number:.4g}")

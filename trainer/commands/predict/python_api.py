@@ -68,8 +68,8 @@ def predict(
     names = choose_devices(devices)
     if not isinstance(inputs, Tensor):
         return _stream(model, _yield_tensors(inputs), names, batch_size)
-    outputs: Any = None
-    structures: list[Any] = []
+    outputs = None
+    structures = []
     rows = inputs
     # Run one sample to get the output shape for an empty input.
     if len(inputs) == 0:

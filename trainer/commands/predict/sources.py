@@ -76,7 +76,7 @@ def find_images(roots: Sequence[str]) -> Inputs:
                 "RUN -"
             )
         return Inputs((Item(path, path, None) for path in chain([first], lines)), None)
-    paths: list[str] = []
+    paths = []
     ignored = []
     for root in roots:
         found_paths, others = _list_paths(root)
@@ -135,7 +135,7 @@ def open_split(data: Datasets, name: str) -> Inputs:
     if data.plain or isinstance(split, TensorSet):
         raise RecipeError(f"data.name={data.name} holds no images, but predict labels images")
     labels = getattr(split, "labels", None)
-    classes: list[int | None] = [None] * len(split)
+    classes = [None] * len(split)
     if labels is not None:
         labels = torch.as_tensor(labels)
         # Labels of any other shape are targets of a regression or several classes per image.

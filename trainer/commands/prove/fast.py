@@ -219,7 +219,7 @@ def _measure_speed(network: Network, count: int, runner: CheckRunner) -> Outcome
         where = ["mode=ddp", *runner.devices.in_ranks(count)]
     bare = []
     ours = []
-    exposed = list[float]()
+    exposed = []
     result = Json()
     for turn in range(ROUNDS[runner.devices.kind]):
         answers = runner.measure(

@@ -138,7 +138,7 @@ def rates(measurer: Measurer) -> Json:
     source = torch.zeros(block, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     # An amount is a number of floating-point operations, or of bytes read and written.
-    works: dict[str, tuple[Callable[[], Any], float]] = {
+    works = {
         "product": (lambda: torch.mm(matrix, matrix, out=out), 2.0 * side**3),
         "memory": (lambda: target.copy_(source), 2.0 * block),
     }
@@ -170,7 +170,7 @@ def links(measurer: Measurer) -> Json:
     size = 2**27 if measurer.device.type == "cuda" else 2**23
     block = torch.zeros(size // 4, device=measurer.device)
     ways: dict[str, list[float]] = {}
-    all_reduce: list[float] = []
+    all_reduce = []
     for turn in range(2 * ROUNDS):
         for source, target in permutations(range(measurer.count), 2):
             measurer.barrier()
@@ -213,7 +213,7 @@ def step_of(
     torch.manual_seed(0)
     layout = torch.channels_last
     built = build(ModelRecipe(name=model), classes, 3, size)
-    net: nn.Module = built.to(measurer.device, memory_format=layout)  # type: ignore[call-overload]
+    net = built.to(measurer.device, memory_format=layout)  # type: ignore[call-overload]
     if measurer.count > 1:
         device_ids = None
         if measurer.device.type == "cuda":

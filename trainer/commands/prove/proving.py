@@ -257,7 +257,7 @@ def build_proof(
     versions: Mapping[str, str | None],
 ) -> Json:
     """Build the content of proof.json. A check without an outcome has the status "left out"."""
-    rows: list[Json] = []
+    rows = []
     counts: dict[str, int] = {}
     for check in checks:
         outcome = runner.outcomes.get(check.name, Outcome("left out", "no time for it"))

@@ -23,7 +23,6 @@ from trainer.launch import launching
 from trainer.recipe import TRAITS
 from trainer.recipe.checks import SPLIT_BACKWARD
 from trainer.recipe.schema import STREAMS, Schedule
-from trainer.saving.files import Json
 
 # Steps of a run, the step at which the killed run gets SIGKILL, and the steps between its
 # checkpoints.
@@ -129,7 +128,7 @@ def doctor(runner: CheckRunner) -> Outcome:
 
 def _check_patterns(what: str, todo: str, runner: CheckRunner) -> Outcome:
     count = 0
-    errors: list[str] = []
+    errors = []
     for answer in runner.measure(what, runner.devices.count):
         count += answer["done"]
         errors += answer["wrong"]
@@ -411,7 +410,7 @@ def compare_traces(
     todo: str,
 ) -> Outcome:
     """Return whether the traces of two runs are within `bounds` of each other."""
-    deviations: dict[str, float | None] = {}
+    deviations = {}
     exceeded = []
     shown = []
     for name, value in compute_differences(actual, expected).items():
@@ -420,7 +419,7 @@ def compare_traces(
         if not value <= bounds[name]:
             exceeded.append(f"{name} by {value:.2g} (at most {bounds[name]:g})")
         shown.append(f"{name} {value:.0e}" if value else f"{name} 0")
-    figures: Json = {"deviations": deviations, "bounds": dict(bounds)}
+    figures = {"deviations": deviations, "bounds": dict(bounds)}
     if exceeded:
         return wrong(f"differs: {', '.join(exceeded)}", todo, **figures)
     if not any(deviations.values()):

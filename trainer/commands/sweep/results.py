@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
 
 from trainer.commands.compare.ranking import NO_DIFFERENCE
 from trainer.commands.sweep.space import Dimension
@@ -193,7 +192,7 @@ def write_tables(folder: Path, report: Json, metric: Metric) -> None:
     """Write sweep.json, sweep.csv and sweep.md, with a row for each trial, the best one first."""
     keys = report["keys"]
     figures = ("status", "value", "std", "seconds", "compared", "error", "exit_code")
-    rows: list[list[Any]] = [["trial", *keys, *figures, "folder"]]
+    rows = [["trial", *keys, *figures, "folder"]]
     for row in report["trials"]:
         cells = {**row["values"], **row}
         values = [cells[key] for key in (*keys, *figures)]

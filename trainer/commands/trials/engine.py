@@ -168,7 +168,7 @@ class TrialEngine:
         Raises:
             TrialFailed: the run failed.
         """
-        outcomes: list[TrialOutcome] = []
+        outcomes = []
         self.run([trial], lambda _, outcome: outcomes.append(outcome))
         [outcome] = outcomes
         if outcome.error is not None:
@@ -420,7 +420,7 @@ def compute_speed(rows: Sequence[Mapping[str, str]], mean: float) -> float:
         rows: rows of steps.csv.
         mean: mean speed of the run, which is returned if there are too few windows.
     """
-    step_rates: list[float] = []
+    step_rates = []
     windows = 0
     begin = 0
     for row in rows:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trainer.commands.evaluate import evaluate_run as evaluate
     from trainer.commands.loaded_model import LoadedModel, Prediction, load
     from trainer.commands.plan import plan
-    from trainer.commands.predict import predict
+    from trainer.commands.predict.python_api import predict
     from trainer.data import register_dataset
     from trainer.models.zoo import register_model
     from trainer.pool import DevicePool, ItemError, current_device
@@ -67,7 +67,7 @@ _HOME = {
     "plan": "trainer.commands.plan",
     "compare": "trainer.commands.compare",
     "evaluate": "trainer.commands.evaluate",
-    "predict": "trainer.commands.predict",
+    "predict": "trainer.commands.predict.python_api",
     "load": "trainer.commands.loaded_model",
     "LoadedModel": "trainer.commands.loaded_model",
     "Prediction": "trainer.commands.loaded_model",

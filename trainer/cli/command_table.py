@@ -45,7 +45,10 @@ COMMANDS = {
         alone=True,
     ),
     "predict": Command(
-        "trainer.commands.predict", ("checkpoint", "plugin"), wants=("photo.jpg",), alone=True
+        "trainer.commands.predict.predict_command",
+        ("checkpoint", "plugin"),
+        wants=("photo.jpg",),
+        alone=True,
     ),
     "evaluate": Command(
         words=("checkpoint", "plugin", "split"), wants=("checkpoint=RUN",), alone=True

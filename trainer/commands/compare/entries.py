@@ -212,7 +212,7 @@ def find_batch_dependent(recipe: Recipe) -> list[str]:
     from trainer.commands.plan.dataset_facts import DatasetFacts, read_dataset_facts
 
     kinds = set()
-    with suppress(TrainerError, RuntimeError, NotImplementedError):
+    with suppress(TrainerError, RuntimeError):
         # A known data set may be missing on this machine, and the number of its images is not
         # needed here.
         if recipe.data.name in DATASETS:

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -185,33 +186,25 @@ def _measure_whole(
     strategy, updater = place_model(context, model)
     strategy.train()
 
-    def timed(work: Callable[[], Any]) -> float:
+    def timed(work: Callable[[], Any]) -> tuple[Any, float]:
         synchronise([device])
         peers.barrier()
         begun = time.perf_counter()
-        work()
+        result = work()
         synchronise([device])
-        return time.perf_counter() - begun
+        return result, time.perf_counter() - begun
 
     def measure_passes(images: int, least: int, seconds: float) -> tuple[float, float]:
         # At least one pass more than `least`, because the first is discarded.
         batch = example.batch(device, images, context.recipe.channels_last)
-        losses: list[torch.Tensor] = []
         computes: list[float] = []
         updates = []
         spent = 0.0
 
-        def compute_losses() -> None:
-            losses[:] = [strategy.forward_backward(batch, 1 / images)]
-
-        def update_weights() -> None:
-            updater.step(losses[0], strategy, want_norm=False)
-
         while len(computes) <= least or spent < seconds:
-            compute = timed(compute_losses)
-            update = timed(update_weights)
+            loss, compute = timed(partial(strategy.forward_backward, batch, 1 / images))
+            _, update = timed(partial(updater.step, loss, strategy, want_norm=False))
             updater.zero_grad()
-            losses.clear()
             computes.append(compute)
             updates.append(update)
             # The time of the slowest rank is used, so that all ranks stop together.

@@ -87,8 +87,8 @@ def answer(words: Sequence[str]) -> int:
     except (Exception, KeyboardInterrupt) as error:
         now = time.time()
         line, code = explain(error)
-        is_bug = code == TrainerError.code
-        if is_bug:
+        # Exit code 1 means a bug.
+        if code == TrainerError.code:
             line = endings.with_stack(line, error)
         else:
             line = endings.name_stopped_ranks(line, code, error)

@@ -154,8 +154,7 @@ def explain(error: BaseException) -> tuple[str, int]:
             where = f" ({text})"
         message = f"the disk is full{where}: free some space, or choose another output="
         return message, DiskFullError.code
-    report = "".join(traceback.format_exception(error))
-    return remove_secrets(report.rstrip()), 1
+    return remove_secrets("".join(traceback.format_exception(error)).rstrip()), 1
 
 
 # Parts of messages of torch and Python about unusable settings, with the advice to print for each.

@@ -88,8 +88,11 @@ def format_table(caches: Sequence[Path]) -> str:
             rows.append((cache.name, photos, format_size(stored), f"{form} {size}", age, root))
             total += stored
     count = len(rows) - 1
-    noun = "cache" if count == 1 else "caches"
-    lines = [*readable.format_table(rows), "", f"{count} {noun}, {format_size(total)}\n"]
+    lines = [
+        *readable.format_table(rows),
+        "",
+        f"{readable.format_count(count, 'cache')}, {format_size(total)}\n",
+    ]
     return "\n".join(lines)
 
 

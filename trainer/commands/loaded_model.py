@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trainer.commands.evaluate import evaluate_run
 from trainer.commands.export import export_run
 from trainer.commands.predict.labelling import Labeller, LabelModel, Labels
-from trainer.commands.predict.python_api import choose_devices
+from trainer.commands.predict.python_api import Devices, choose_devices
 from trainer.commands.predict.sources import find_images
 from trainer.data.items import as_input
 from trainer.data.photos.decoding import decode_item, describe_failure
@@ -70,7 +70,7 @@ class LoadedModel:
     """
 
     @plain_context()
-    def __init__(self, path: Path, words: Sequence[str] = ()) -> None:
+    def __init__(self, path: Path, words: Sequence[str]) -> None:
         self.path = path
         self._words = tuple(words)
         self._trained = LabelModel.read(path, self._words, split=False)
@@ -83,7 +83,7 @@ class LoadedModel:
     def predict(
         self,
         images: Images,
-        devices: Sequence[str | torch.device] | str | None = None,
+        devices: Devices | None = None,
         on_error: Literal["raise", "skip"] = "raise",
     ) -> Any:
         """Label images.
@@ -138,7 +138,7 @@ class LoadedModel:
                 yield from self._labeller.batch(batch)
             return
         trained = self._trained
-        arguments = (self.model, trained.preparation, self._recipe, trained.task, None)
+        arguments = (self.model, trained.preparation, self._recipe, trained.task)
         with DevicePool(
             choose_devices(devices), Labeller, arguments=arguments, on_error="skip"
         ) as pool:
@@ -152,7 +152,7 @@ class LoadedModel:
         """
         trained = self._trained
         recipe = self._recipe.replace(graphs=False)
-        labeller = Labeller(self.model, trained.preparation, recipe, trained.task, None)
+        labeller = Labeller(self.model, trained.preparation, recipe, trained.task)
         labeller.setup(torch.device(choose_devices("auto")[0]))
         return labeller
 

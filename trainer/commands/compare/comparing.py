@@ -40,7 +40,7 @@ from trainer.launch import launching
 from trainer.processes.terminal import say
 from trainer.recipe import Recipe
 from trainer.saving.files import Json, read_json_or_empty
-from trainer.telemetry import readable
+from trainer.telemetry.readable import format_count, format_number
 
 FILE = "compare.json"
 # An empty file with this name marks a run during which other processes used the machine.
@@ -108,9 +108,8 @@ class Comparison:
                 f"in {self.folder}"
             )
             for row in self.rows:
-                ranks = readable.format_count(row.ranks, "rank")
-                threads = readable.format_count(row.threads, "thread")
-                say(f"  {row.name}: {row.problem or f'{ranks} x {threads}'}")
+                size = f"{format_count(row.ranks, 'rank')} x {format_count(row.threads, 'thread')}"
+                say(f"  {row.name}: {row.problem or size}")
             self.engine.run(self._trials(), self._record_outcome)
             status = "completed"
         except (KeyboardInterrupt, Preempted):
@@ -242,7 +241,7 @@ class Comparison:
             elif result["throughput"]:
                 rate = compute_speed(steps, result["throughput"]["samples_per_sec"])
                 row.speeds[repeat] = rate * compute_step_fraction(result)
-                news = f"{readable.format_number(row.speeds[repeat])} images/s"
+                news = f"{format_number(row.speeds[repeat])} images/s"
                 # A run of an earlier attempt has no duration. It was undisturbed, because `_read`
                 # rejects disturbed runs.
                 if outcome.seconds is not None and is_busy(self.meanwhile.cores()):
@@ -291,7 +290,7 @@ class Comparison:
             "recipe": self.base.name,
             "status": status,
             "command": self._command(),
-            "asked": dict(self.asked),
+            "asked": self.asked,
             "length": self.length and asdict(self.length),
             "repeats": max((row.repeats for row in table), default=0),
             "steps": self.length and self.length.steps,
@@ -313,14 +312,14 @@ class Comparison:
 
     def _command(self) -> str:
         """Return the command line that starts this comparison."""
-        command = ["python", "-m", "trainer", "compare", self.first[0]]
+        arguments = [self.first[0]]
         if self.asked["modes"] is not None:
             modes = [json.dumps(mode) if " " in mode else mode for mode in self.asked["modes"]]
-            command.append(f"modes=[{','.join(modes)}]")
+            arguments.append(f"modes=[{','.join(modes)}]")
         for key in ("nproc", "plugin", "steps", "repeats"):
             if self.asked[key]:
-                command.append(f"{key}={self.asked[key]}")
-        return shlex.join([*command, *self.asked["words"]])
+                arguments.append(f"{key}={self.asked[key]}")
+        return f"python -m trainer compare {shlex.join([*arguments, *self.asked['words']])}"
 
 
 def choose_length(

@@ -69,19 +69,20 @@ def build_csv_rows(entries: Sequence[Json]) -> list[Sequence[Any]]:
 
 def build_cells(entries: Sequence[Json]) -> list[list[str]]:
     """Return the cells of the printed table: the head, then one row per entry."""
-    head = [
-        "entry",
-        "ranks x threads",
-        "images/s",
-        f"ratio to {entries[0]['reference']}",
-        "compared",
-        "step ms",
-        "peak GiB",
-        "loss",
-        "maths",
-        "note",
+    table = [
+        [
+            "entry",
+            "ranks x threads",
+            "images/s",
+            f"ratio to {entries[0]['reference']}",
+            "compared",
+            "step ms",
+            "peak GiB",
+            "loss",
+            "maths",
+            "note",
+        ]
     ]
-    table = [head]
     for entry in entries:
         speed = entry["samples_per_sec"]
         ratio = entry["ratio"]
@@ -99,19 +100,20 @@ def build_cells(entries: Sequence[Json]) -> list[list[str]]:
         note = entry["label"]
         if entry["error"]:
             note = f"exit {entry['exit_code']}: {entry['error']}"
-        cells = [
-            entry["entry"],
-            processes,
-            spread(speed["mean"], speed["std"]) if speed else "-",
-            ratio_text,
-            entry["compared"]["verdict"] if entry["compared"] else "",
-            readable.format_number(1e3 * step_time) if step_time else "-",
-            f"{peak / 2**30:.2f}" if peak else "-",
-            f"{loss:.4f}" if loss is not None else "-",
-            entry["exactness"]["text"],
-            note,
-        ]
-        table.append(cells)
+        table.append(
+            [
+                entry["entry"],
+                processes,
+                spread(speed["mean"], speed["std"]) if speed else "-",
+                ratio_text,
+                entry["compared"]["verdict"] if entry["compared"] else "",
+                readable.format_number(1e3 * step_time) if step_time else "-",
+                f"{peak / 2**30:.2f}" if peak else "-",
+                f"{loss:.4f}" if loss is not None else "-",
+                entry["exactness"]["text"],
+                note,
+            ]
+        )
     return table
 
 
@@ -136,7 +138,6 @@ def find_disagreeing(report: Json) -> list[int]:
 
 def as_markdown(report: Json) -> str:
     """Return the page for an issue: command, table, conclusion, method, machine and versions."""
-    machine = reports.describe_machine(report["machine"])
     return reports.as_markdown(
         f"{report['recipe']}: {len(report['entries'])} entries compared",
         report["command"],
@@ -144,7 +145,8 @@ def as_markdown(report: Json) -> str:
         find_disagreeing(report),
         report["conclusion"],
         describe_method(report),
-        f"{machine}\n{reports.describe_versions(report['versions'])}",
+        f"{reports.describe_machine(report['machine'])}\n"
+        f"{reports.describe_versions(report['versions'])}",
     )
 
 

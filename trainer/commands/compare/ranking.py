@@ -152,7 +152,7 @@ def _compute_figures(
     step_time = None
     if speeds:
         spread = stdev(speeds) if len(speeds) > 1 else None
-        samples_per_sec = {"mean": fmean(speeds), "std": spread, "runs": dict(runs)}
+        samples_per_sec = {"mean": fmean(speeds), "std": spread, "runs": runs}
         times = [row.results[repeat]["batch_size"] / speed for repeat, speed in runs.items()]
         step_time = fmean(times)
     ratio = None

@@ -73,12 +73,12 @@ class Cut:
         balanced_by: what decided the cuts: "recipe", "flops" or "seconds".
     """
 
-    names: tuple[str, ...]
+    names: Sequence[str]
     microbatches: int
     rows: int
-    holders: tuple[int, ...]
-    stages: tuple[StagePass, ...]
-    gradients: tuple[int, ...]
+    holders: Sequence[int]
+    stages: Sequence[StagePass]
+    gradients: Sequence[int]
     ideal: float
     balanced_by: str
 
@@ -269,7 +269,7 @@ class FakeModel:
             microbatches = min(layout.microbatches, key=lambda m: (abs(m - target), m))
         rows = -(-layout.rows // microbatches)
         names = choose_cuts(self.traced, recipe_cuts, workers * virtual, costs or self.blocks(rows))
-        holders = tuple(assign_ranks(layout.schedule, workers, virtual))
+        holders = assign_ranks(layout.schedule, workers, virtual)
         gradients = [0] * workers
         for holder, stage in zip(holders, self.traced.stages(names), strict=True):
             gradients[holder] += self.resident(stage).gradients
@@ -283,8 +283,8 @@ class FakeModel:
             microbatches=microbatches,
             rows=rows,
             holders=holders,
-            stages=tuple(self.stages(names, rows, wired=layout.processes > 1)),
-            gradients=tuple(gradients),
+            stages=self.stages(names, rows, wired=layout.processes > 1),
+            gradients=gradients,
             ideal=compute_ideal_bubble(workers, microbatches, virtual),
             balanced_by=balanced_by,
         )

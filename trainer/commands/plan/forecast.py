@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -41,9 +41,10 @@ class Traffic(NamedTuple):
 def list_candidates(layout: Layout) -> list[int]:
     """Return the numbers of micro-batches that training would measure."""
     stages = layout.workers * layout.virtual
-    counts = tuple(layout.microbatches)
-    pipe = tuning.Pipe(layout.workers, ((layout.schedule, stages),), layout.rows, counts)
-    return tuning.choose_counts(pipe)
+    schedules = ((layout.schedule, stages),)
+    return tuning.choose_counts(
+        tuning.Pipe(layout.workers, schedules, layout.rows, tuple(layout.microbatches))
+    )
 
 
 def count_ring_sends(ranks: int) -> float:
@@ -107,7 +108,7 @@ class Timings:
     blocks: Mapping[int, list[BlockCost]] = field(default_factory=dict)
     bandwidth: float | None = None
     latency: float = 0.0
-    assumptions: tuple[str, ...] = ()
+    assumptions: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class Forecast:
     optimizer: float
     bubble: float | None = None
     cut: Cut | None = None
-    assumptions: tuple[str, ...] = ()
+    assumptions: Sequence[str] = ()
 
     @property
     def step(self) -> float:
@@ -202,7 +203,7 @@ def _predict_replicas(fake: FakeModel, layout: Layout, measured: Timings) -> For
             )
         else:
             notes.append("the all-reduce overlaps with nothing: on CPUs the same cores do both")
-    return Forecast(compute, seconds - hidden, measured.optimizer, assumptions=tuple(notes))
+    return Forecast(compute, seconds - hidden, measured.optimizer, assumptions=notes)
 
 
 def _predict_exchange(fake: FakeModel, layout: Layout, measured: Timings) -> tuple[float, str]:
@@ -273,5 +274,4 @@ def _predict_cut(
     if layout.processes > 1:
         # The rank with the most gradients updates the most weights.
         update *= max(cut.gradients) / sum(cut.gradients)
-    compute = length * recipe.pieces
-    return Forecast(compute, exchange, update, bubble, cut, tuple(notes))
+    return Forecast(length * recipe.pieces, exchange, update, bubble, cut, notes)

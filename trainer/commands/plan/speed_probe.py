@@ -42,7 +42,7 @@ LATENCY_BYTES = 2**10
 BANDWIDTH_BYTES = 2**24
 
 
-def measure_here(layout: Layout, images: DatasetFacts, plugin: str | None = None) -> Timings:
+def measure_here(layout: Layout, images: DatasetFacts, plugin: str | None) -> Timings:
     """Measure on this machine, in a few seconds, how fast the layout computes.
 
     Args:
@@ -105,7 +105,7 @@ def measure_here(layout: Layout, images: DatasetFacts, plugin: str | None = None
         image=mean(timing.image * timing.rows for timing in timings) / first.rows,
         optimizer=mean(timing.optimizer for timing in timings),
         blocks=blocks,
-        assumptions=tuple(notes),
+        assumptions=notes,
     )
 
 

@@ -66,21 +66,18 @@ def summarize(
     steps = None
     total = None
     if images.train is not None:
-        every_sample = recipe.traits.every_sample
-        share = DataShare(0, layout.data_shares, every_sample=every_sample)
+        share = DataShare(0, layout.data_shares, every_sample=recipe.traits.every_sample)
         steps = count_steps_per_epoch(images.train, recipe, share)
         total = count_total_steps(recipe, steps)
     cut = None
     prediction = None
-    predicted_speed = None
-    measured_assumptions: tuple[str, ...] = ()
+    assumptions = _list_assumptions(fake, layout, images, is_auto)
     if measured is not None:
         timings = speed_probe.measure_here(layout, images, plugin)
         predicted = forecast.forecast(fake, layout, timings, bandwidth)
         cut = predicted.cut
         prediction = predicted.figures(recipe.batch_size)
-        predicted_speed = prediction["samples_per_sec"]
-        measured_assumptions = predicted.assumptions
+        assumptions += predicted.assumptions
     # A forecast has chosen the cut already, by measured seconds.
     if layout.staged and cut is None:
         cut = fake.cut(layout)
@@ -91,20 +88,9 @@ def summarize(
         typed = recipe.replace(accumulate="auto") if is_auto else recipe
         layouts = lay_out_modes(typed, nproc, layout.kind == "cuda")
         modes = [_plan_mode(fake, mode, planned, memory) for mode, planned in layouts.items()]
-    batch = {
-        "global": recipe.batch_size,
-        "shards": layout.data_shares,
-        "per_shard": count_largest_rows(recipe, layout.data_shares, 1),
-        "shares": layout.shares and [recipe.pieces * rows for rows in layout.shares],
-        "per_device": recipe.batch_size / len(layout.devices),
-        "accumulate": recipe.pieces,
-        "per_pass": layout.rows,
-        "microbatch": None if cut is None else cut.rows,
-    }
     # BatchNorm may refuse a single value, so two images are counted.
     flops = fake.forward_flops(2) // 2
     advice = []
-    peak_without_recompute = memory_keys.predict_peak_without_recompute(fake, layout, cut)
     if limit is not None and not fits:
         advice = memory_keys.suggest_arguments(fake, layout, limit.bytes)
     return {
@@ -127,25 +113,31 @@ def summarize(
             "image_size": images.size,
             "source": images.note,
         },
-        "batch": batch,
+        "batch": {
+            "global": recipe.batch_size,
+            "shards": layout.data_shares,
+            "per_shard": count_largest_rows(recipe, layout.data_shares, 1),
+            "shares": layout.shares and [recipe.pieces * rows for rows in layout.shares],
+            "per_device": recipe.batch_size / len(layout.devices),
+            "accumulate": recipe.pieces,
+            "per_pass": layout.rows,
+            "microbatch": cut and cut.rows,
+        },
         "steps": {"per_epoch": steps, "epochs": recipe.epochs, "total": total},
         "memory_per_device": list(map(asdict, devices)),
         "memory_limit": limit and asdict(limit),
         "peak": fullest(devices),
-        "peak_without_recompute": peak_without_recompute,
+        "peak_without_recompute": memory_keys.predict_peak_without_recompute(fake, layout, cut),
         "fits": fits,
         "advice": advice,
         "pipeline": cut and _summarize_stages(fake, layout, cut),
         "communication": _summarize_traffic(fake, layout, cut, bandwidth),
         "disk": disk(fake, layout),
         "prediction": prediction,
-        "predicted_samples_per_sec": predicted_speed,
+        "predicted_samples_per_sec": prediction and prediction["samples_per_sec"],
         "commands": list_commands(recipe, layout, words),
         "needs_folder": needs_folder(recipe),
-        "assumptions": [
-            *_list_assumptions(fake, layout, images, is_auto),
-            *measured_assumptions,
-        ],
+        "assumptions": assumptions,
         "modes": modes,
     }
 
@@ -159,14 +151,15 @@ def _summarize_stages(fake: FakeModel, layout: Layout, cut: Cut) -> Plan:
     stages = []
     modules = fake.traced.stages(cut.names)
     for module, stage, holder in zip(modules, cut.stages, cut.holders, strict=True):
-        figures = {
-            "device": layout.devices[holder],
-            "parameters": _count_parameters(module),
-            "forward_flops": stage.flops,
-            "flops_share": stage.flops / total_flops,
-            "sent_bytes": stage.sent,
-        }
-        stages.append(figures)
+        stages.append(
+            {
+                "device": layout.devices[holder],
+                "parameters": _count_parameters(module),
+                "forward_flops": stage.flops,
+                "flops_share": stage.flops / total_flops,
+                "sent_bytes": stage.sent,
+            }
+        )
     # The outputs of the last stage go to the loss.
     stages[-1]["sent_bytes"] = 0
     return {

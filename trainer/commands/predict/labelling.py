@@ -60,7 +60,7 @@ class LabelModel:
     classes: tuple[str, ...]
     preparation: Preparation
     data: Datasets | None
-    photos: tuple[str, ...]
+    photos: Sequence[str]
 
     @classmethod
     def read(
@@ -114,7 +114,7 @@ class LabelModel:
         model = trained.model(task, len(classes), preparation.channels, preparation.image_size)
         outputs = recipe.model.num_classes or 0
         unnamed = tuple(f"class {n}" for n in range(len(classes), outputs))
-        return cls(recipe, task, model, classes + unnamed, preparation, data, tuple(photos))
+        return cls(recipe, task, model, classes + unnamed, preparation, data, photos)
 
 
 class Labels(NamedTuple):
@@ -149,7 +149,7 @@ class Labeller:
     preparation: Preparation
     recipe: Recipe
     task: Task
-    source: PhotoSource | None
+    source: PhotoSource | None = None
     threads: int = 0
 
     def setup(self, device: torch.device) -> None:

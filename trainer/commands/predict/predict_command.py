@@ -365,7 +365,7 @@ def _sum_up(rows: Rows, seconds: float) -> None:
         )
     say(f"  result   {rows.final}")
     if counts["failed"]:
-        why = f"the error column of {rows.final} says why"
         raise PredictionError(
-            f"{counts['failed']} of {counts['images']} images have no prediction; {why}"
+            f"{counts['failed']} of {counts['images']} images have no prediction; the error column "
+            f"of {rows.final} says why"
         )

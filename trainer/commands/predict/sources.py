@@ -109,13 +109,16 @@ def _list_paths(root: str) -> tuple[list[str], str]:
             lines = (line.rstrip("\r") for line in text.split("\n"))
             paths = [line for line in lines if line]
             if paths and not any(map(os.path.lexists, paths[:FIRST])):
-                first = f"{format_value(paths[0])}, its first line, is not the path of a file"
-                raise SetupError(f"data.root={root} is not a list of images: {first}; {remedy}")
+                raise SetupError(
+                    f"data.root={root} is not a list of images: {format_value(paths[0])}, its "
+                    f"first line, is not the path of a file; {remedy}"
+                )
     except SetupError:
         raise
     except OSError as error:
-        reason = files.describe_error(error)
-        raise SetupError(f"data.root={root} cannot be read ({reason}); {remedy}") from None
+        raise SetupError(
+            f"data.root={root} cannot be read ({files.describe_error(error)}); {remedy}"
+        ) from None
     if not paths:
         ignored = ""
         if left.in_words():

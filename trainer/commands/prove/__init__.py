@@ -86,5 +86,4 @@ def find_devices(text: str | None) -> Devices:
         return Devices(tuple(names), "cpu", ("CPU",) * len(names), threads)
     import torch
 
-    models = map(torch.cuda.get_device_name, names)
-    return Devices(tuple(names), "cuda", tuple(models))
+    return Devices(tuple(names), "cuda", tuple(map(torch.cuda.get_device_name, names)))

@@ -163,8 +163,10 @@ def find_slow_devices(
                 f"{name} is slow: its {what} reach {fraction:.0%} of the best device of its kind"
             )
         elif max(values[-2:]) < THROTTLED[devices.kind] * own_best:
-            last = values[-1] / own_best
-            yield f"{name} is throttled: its {what} fall to {last:.0%} of its own best"
+            yield (
+                f"{name} is throttled: its {what} fall to {values[-1] / own_best:.0%} of its own "
+                "best"
+            )
 
 
 def measure_links(runner: CheckRunner) -> Outcome:
@@ -185,9 +187,11 @@ def measure_links(runner: CheckRunner) -> Outcome:
     }
     if not slow:
         medians = list(map(median, ways.values()))
-        wire = median(answers[0]["all_reduce"]) / 1e9
-        both = f"{min(medians) / 1e9:.3g} to {max(medians) / 1e9:.3g} GB/s a way"
-        return measured(f"{both}, all-reduce {wire:.3g} GB/s on its wire", **figures)
+        line = (
+            f"{min(medians) / 1e9:.3g} to {max(medians) / 1e9:.3g} GB/s a way, all-reduce "
+            f"{median(answers[0]['all_reduce']) / 1e9:.3g} GB/s on its wire"
+        )
+        return measured(line, **figures)
     shown = slow
     todo = "see what else runs (top)"
     if devices.kind == "cuda":

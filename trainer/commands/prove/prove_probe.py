@@ -112,8 +112,7 @@ def sums(measurer: Measurer) -> Json:
             ]
             total = patterns[measurer.rank].clone().to(measurer.device)
             dist.all_reduce(total)
-            doubles = [tensor.double() for tensor in patterns]
-            expected = torch.stack(doubles).sum(0).to(dtype)
+            expected = torch.stack(patterns).double().sum(0).to(dtype)
             count += compare(total, expected, what, errors)
     return {"done": count, "wrong": errors}
 
@@ -220,12 +219,11 @@ def step_of(
             device_ids = [measurer.device.index]
         net = DistributedDataParallel(net, device_ids=device_ids)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9, fused=True)
-    shape = (batch, 3, size, size)
-    images = torch.randn(shape, device=measurer.device).to(memory_format=layout)
+    images = torch.randn(batch, 3, size, size, device=measurer.device).to(memory_format=layout)
     labels = torch.randint(0, classes, (batch,), device=measurer.device)
     criterion = nn.CrossEntropyLoss()
 
-    def step(exchanges: bool = True) -> None:
+    def step(exchanges: bool) -> None:
         optimizer.zero_grad()
         context: AbstractContextManager[None] = nullcontext()
         if not exchanges and isinstance(net, DistributedDataParallel):

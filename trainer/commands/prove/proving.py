@@ -33,7 +33,7 @@ from trainer.devices import cards
 from trainer.errors import Interrupted, Preempted, RecipeError, explain_in_one_line
 from trainer.processes.terminal import say
 from trainer.saving.files import Json, read, read_json_or_empty, without_nan, write_json
-from trainer.telemetry import readable
+from trainer.telemetry.readable import format_count, wrap
 from trainer.training.reporting import list_versions
 
 DEFAULT_FOLDER = Path("runs/proof")
@@ -102,9 +102,8 @@ def prove(devices: Devices, minutes: float, output: str | None) -> str:
         try:
             proving.run()
         finally:
-            busy_cores = others.cores()
             proof = build_proof(
-                proving.runner, proving.checks, minutes, busy_cores, machine, software
+                proving.runner, proving.checks, minutes, others.cores(), machine, software
             )
             anonymous_proof = json.loads(anonymize(json.dumps(without_nan(proof))))
             reports.write_tables(folder, "proof", anonymous_proof, render_markdown(proof))
@@ -173,14 +172,11 @@ class Proving:
             say(f"  {finished} of {len(self.checks)} checks are done already")
         if chosen:
             minutes = math.ceil(self._estimate(chosen) / 60)
-            say(
-                f"  {readable.format_count(len(chosen), 'check')}, about "
-                f"{readable.format_count(minutes, 'minute')}"
-            )
+            say(f"  {format_count(len(chosen), 'check')}, about {format_count(minutes, 'minute')}")
         skipped = [check.title for check in self.waiting if check not in chosen]
         if skipped:
             text = f"type minutes={enough} to run these too: {'; '.join(skipped)}"
-            say(readable.wrap("  skipped, ", text))
+            say(wrap("  skipped, ", text))
 
     def _estimate(self, checks: Sequence[Check]) -> float:
         """Estimate the seconds of `checks` from the durations of the checks before them."""
@@ -239,7 +235,7 @@ def report(folder: Path, proof: Json) -> None:
     skipped = proof["counts"].get("left out")
     if skipped:
         say(
-            f"  {readable.format_count(skipped, 'check')} skipped: the same command with a larger "
+            f"  {format_count(skipped, 'check')} skipped: the same command with a larger "
             "minutes= runs them"
         )
     for line in reports.busy_warnings(proof["busy_cores"]):
@@ -262,8 +258,7 @@ def build_proof(
     for check in checks:
         outcome = runner.outcomes.get(check.name, Outcome("left out", "no time for it"))
         row = {"name": check.name, "part": check.part, "title": check.title, **asdict(outcome)}
-        row["todo"] = outcome.todo or None
-        rows.append(row)
+        rows.append({**row, "todo": outcome.todo or None})
         counts[outcome.status] = counts.get(outcome.status, 0) + 1
     status = "right"
     if "wrong" in counts:
@@ -289,7 +284,7 @@ def build_proof(
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "busy_cores": busy_cores,
         "machine": machine,
-        "versions": dict(versions),
+        "versions": versions,
     }
 
 
@@ -385,9 +380,8 @@ def render_markdown(proof: Json) -> str:
         "Figures are medians (smallest to largest) of several, each measured in alternation with "
         "bare PyTorch.",
     ]
-    minutes = f"minutes={proof['minutes']:g}"
     devices = f"devices=[{','.join(proof['devices'])}]"
-    command = shlex.join(["python", "-m", "trainer", "prove", minutes, devices])
+    command = f"python -m trainer prove minutes={proof['minutes']:g} {shlex.quote(devices)}"
     page = reports.as_markdown(proof["sentence"], command, table, (), wrong_lines, *paragraphs)
     return anonymize(page)
 

@@ -177,29 +177,26 @@ def train_single(
     return load_traces(runner.path(name))
 
 
-def _list_deterministic(runner: CheckRunner) -> list[str]:
+def _list_exact(runner: CheckRunner) -> list[str]:
+    """Return the arguments of a run on the first device that repeats bit by bit."""
+    words = ["mode=single", *runner.devices.first()]
     if runner.devices.kind == "cuda":
-        return ["deterministic=true"]
-    return []
+        words.append("deterministic=true")
+    return words
 
 
 def repeat(runner: CheckRunner) -> Outcome:
-    first = train_single(runner, "repeat/1", *_list_deterministic(runner))
-    second = train_single(runner, "repeat/2", *_list_deterministic(runner))
+    first = train_single(runner, "repeat/1", *_list_exact(runner))
+    second = train_single(runner, "repeat/2", *_list_exact(runner))
     todo = "test the memory and the card: a machine whose results vary cannot be trusted"
     return compare_bits(second, first, "an equal run", todo)
 
 
 def resume(runner: CheckRunner) -> Outcome:
-    whole = train_single(runner, "repeat/1", *_list_deterministic(runner))
+    whole = train_single(runner, "repeat/1", *_list_exact(runner))
     path = runner.path("resume")
     shutil.rmtree(path, ignore_errors=True)
-    words = [
-        "mode=single",
-        *runner.devices.first(),
-        *_list_deterministic(runner),
-        f"save.every_steps={SAVED}",
-    ]
+    words = [*_list_exact(runner), f"save.every_steps={SAVED}"]
     code = 0
     try:
         train(runner, "resume", words, fault=f"kill@0:{KILLED}", resumes=True)
@@ -291,8 +288,8 @@ def _check_precision(name: str, runner: CheckRunner) -> Outcome:
 
 
 def check_graphs(runner: CheckRunner) -> Outcome:
-    eager = train_single(runner, "graphs/launched", "graphs=false", *_list_deterministic(runner))
-    words = ["mode=single", *runner.devices.first(), "graphs=true", *_list_deterministic(runner)]
+    eager = train_single(runner, "graphs/launched", "graphs=false", *_list_exact(runner))
+    words = [*_list_exact(runner), "graphs=true"]
     way = train(runner, "graphs/replayed", words)["graphs"]
     if way != "replayed":
         line = "no CUDA graph could be captured: the run's output says why"
@@ -347,11 +344,9 @@ def load_traces(path: Path) -> Traces:
     def load(part: str) -> dict[str, Tensor]:
         return {name: tensor.read() for name, tensor in newest.state.part(part).items()}
 
-    weights = load("model")
-    optimizer = load("optimizer")
     norms = read_curves(path).get("train/grad_norm", ([], [], []))[2]
     losses = [float(row["train_loss"]) for row in read_steps_file(path)]
-    return Traces(losses, norms, weights, optimizer)
+    return Traces(losses, norms, load("model"), load("optimizer"))
 
 
 def compute_differences(actual: Traces, expected: Traces) -> dict[str, float]:
@@ -419,7 +414,7 @@ def compare_traces(
         if not value <= bounds[name]:
             exceeded.append(f"{name} by {value:.2g} (at most {bounds[name]:g})")
         shown.append(f"{name} {value:.0e}" if value else f"{name} 0")
-    figures = {"deviations": deviations, "bounds": dict(bounds)}
+    figures = {"deviations": deviations, "bounds": bounds}
     if exceeded:
         return wrong(f"differs: {', '.join(exceeded)}", todo, **figures)
     if not any(deviations.values()):

@@ -104,8 +104,10 @@ def format_runs(home: Path) -> str:
     """
     runs = list_runs(home) if home.is_dir() else []
     if not runs:
-        example = f"python -m trainer recipe=digits output={home}/first"
-        return f"no runs below {home}: {example} trains one\n"
+        return (
+            f"no runs below {home}: python -m trainer recipe=digits output={home}/first trains "
+            "one\n"
+        )
     runs.sort(key=lambda run: -run.changed)
     rows: list[Sequence[str]] = [HEAD]
     notes = []
@@ -119,10 +121,13 @@ def format_runs(home: Path) -> str:
         lines += ["", *notes]
     # A run that is also reached through a link counts once.
     unique = {run.path.resolve(): run for run in runs}.values()
-    count = format_count(len(unique), "run")
     size = format_size(sum(run.size for run in unique))
-    hint = "see one: python -m trainer runs show NAME"
-    return "\n".join([*lines, "", f"{count}, {size}; {hint}"]) + "\n"
+    lines += [
+        "",
+        f"{format_count(len(unique), 'run')}, {size}; see one: python -m trainer runs show NAME",
+        "",
+    ]
+    return "\n".join(lines)
 
 
 def list_runs(home: Path, levels: int = 2) -> list[RunSummary]:
@@ -240,8 +245,10 @@ def _delete(run: RunSummary) -> str:
     shown_path = escape_control_characters(str(path))
     if not kept:
         return f"deleted {shown_path} ({format_size(run.size)})"
-    names = escape_control_characters(list_some(kept, 3))
-    return f"deleted the run in {shown_path}; kept, because no run wrote it: {names}"
+    return (
+        f"deleted the run in {shown_path}; kept, because no run wrote it: "
+        f"{escape_control_characters(list_some(kept, 3))}"
+    )
 
 
 def _is_written(name: str) -> bool:

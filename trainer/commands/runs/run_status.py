@@ -254,10 +254,10 @@ def _list_figures(run: RunSummary) -> Lines:
     epochs = run.figure("epochs")
     steps = run.figure("steps")
     if epochs is not None and steps is not None:
-        took = format_duration(run.figure("seconds"))
         yield (
             "trained",
-            f"{format_count(round(epochs), 'epoch')}, {steps:,.0f} steps, {took}",
+            f"{format_count(round(epochs), 'epoch')}, {steps:,.0f} steps, "
+            f"{format_duration(run.figure('seconds'))}",
         )
     ended_by = _read_text(result.get("ended_by"))
     if ended_by and ended_by != "epochs":
@@ -292,10 +292,10 @@ def _time_spent(run: RunSummary) -> Lines:
     goodput = compute_goodput(*read_journal(run.path / JOURNAL), over=run.status != "running")
     if goodput is None:
         return
-    attempts = format_count(goodput.attempts, "attempt")
     yield (
         "goodput",
-        f"{goodput.fraction:.1%} of {format_duration(goodput.wall_s)}, in {attempts}",
+        f"{goodput.fraction:.1%} of {format_duration(goodput.wall_s)}, in "
+        f"{format_count(goodput.attempts, 'attempt')}",
     )
     lost: dict[str, float] = {}
     for part, spent in goodput.seconds.items():
@@ -305,7 +305,7 @@ def _time_spent(run: RunSummary) -> Lines:
     rows = []
     for part, spent in sorted(lost.items(), key=lambda item: -item[1]):
         share = spent / goodput.wall_s
-        if spent >= LEAST * goodput.wall_s:
+        if share >= LEAST:
             rows.append((format_duration(spent), f"{share:.1%}", part))
     ends = []
     for end in goodput.ends[-ENDS:]:

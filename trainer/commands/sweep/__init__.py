@@ -31,7 +31,7 @@ from trainer.processes.terminal import say
 from trainer.recipe import shipped_recipes
 from trainer.recipe.recipe_files import parse_positive_integer, split_arguments
 from trainer.saving.files import Json, read_json_or_empty
-from trainer.telemetry import readable
+from trainer.telemetry.readable import format_count
 from trainer.training.reporting import list_versions
 
 FILE = "sweep.json"
@@ -92,7 +92,7 @@ def command(words: Sequence[str]) -> int:
         speed="metric" in own,
     )
     arguments = [word for word in words if word != "resume=auto"]
-    line = shlex.join(["python", "-m", "trainer", "sweep", *arguments])
+    line = f"python -m trainer sweep {shlex.join(arguments)}"
     stem = Path(f"runs/sweep-{re.sub(r'[^A-Za-z0-9_.-]+', '-', space.base.name)}")
     free = () if space.speed else FREE
     output = own.get("output")
@@ -142,10 +142,8 @@ class Sweeping:
         dimensions = ", ".join(map(str, space.dimensions))
         if space.trials is not None:
             dimensions += ", sampled by Optuna"
-        trials = readable.format_count(space.count(), "trial")
-        runs = readable.format_count(self.progress.total, "run")
-        say(f"sweeping {space.base.name}: {trials}, {dimensions}")
-        say(f"  {runs}, {len(self.engine.places)} at a time:")
+        say(f"sweeping {space.base.name}: {format_count(space.count(), 'trial')}, {dimensions}")
+        say(f"  {format_count(self.progress.total, 'run')}, {len(self.engine.places)} at a time:")
         for arguments in dict.fromkeys(map(" ".join, self.engine.places)):
             say(f"    {arguments}")
         say(f"  in {self.folder}; if it is stopped, {AGAIN}")
@@ -180,8 +178,7 @@ class Sweeping:
                     name = row.name(seed)
                 if speed:
                     words.append("save.every_epochs=null")
-                key = (row, seed)
-                yield TrialRun(name, words, read=self._read, resumes=not speed, key=key)
+                yield TrialRun(name, words, read=self._read, resumes=not speed, key=(row, seed))
 
     def _in_order(self) -> Iterator[tuple[TrialFigures, int]]:
         """Yield each trial with the index of each seed.
@@ -218,9 +215,10 @@ class Sweeping:
             reason = "no epoch was evaluated"
             if self.space.speed:
                 reason = "it was too short for a speed"
-            remedy = "raise max_steps, or give data.root"
-            line = f"{reason}, so there is no {self.metric.name}: {remedy}"
-            raise TrialFailed(line, RecipeError.code)
+            raise TrialFailed(
+                f"{reason}, so there is no {self.metric.name}: raise max_steps, or give data.root",
+                RecipeError.code,
+            )
         return value
 
     def _note(self, trial: TrialRun, outcome: TrialOutcome) -> None:
@@ -246,8 +244,7 @@ class Sweeping:
         Its keys are stable.
         """
         space = self.space
-        fewest_images = min(self.images, default=0)
-        rows = results.tabulate(self.trials, self.metric, fewest_images)
+        rows = results.tabulate(self.trials, self.metric, min(self.images, default=0))
         report = {
             "recipe": space.base.name,
             "status": status,
@@ -263,8 +260,7 @@ class Sweeping:
             "versions": list_versions(),
         }
         if rows and rows[0].status == "done":
-            arguments = space.typed(rows[0].values)
-            report["best"] = ["python", "-m", "trainer", *arguments]
+            report["best"] = ["python", "-m", "trainer", *space.typed(rows[0].values)]
         results.write_tables(self.folder, report, self.metric)
         return report
 

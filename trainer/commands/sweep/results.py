@@ -166,10 +166,9 @@ def draw_conclusion(rows: Sequence[TrialFigures], repeats: int, metric: Metric) 
     finished = [row for row in rows if row.status == "done"]
     sentences = [metric.about] if finished else []
     if finished and metric.name != SPEED:
-        trials = readable.format_count(len(finished), "trial")
         sentences.append(
-            f"the best of {trials} was chosen by this figure, which is therefore optimistic: "
-            "images that no trial has seen tell more"
+            f"the best of {readable.format_count(len(finished), 'trial')} was chosen by this "
+            "figure, which is therefore optimistic: images that no trial has seen tell more"
         )
     if len(finished) > 1 and repeats == 1:
         sentences.append(f"{NO_DIFFERENCE}: that takes several seeds, type repeats=3")
@@ -214,10 +213,9 @@ def build_cells(report: Json, metric: Metric) -> list[list[str]]:
     compared = ""
     if any(row["compared"] for row in report["trials"]):
         compared = "compared"
-    seeds = ""
+    figure = metric.name
     if report["repeats"] > 1:
-        seeds = f" +- std of {report['repeats']} seeds"
-    figure = metric.name + seeds
+        figure += f" +- std of {report['repeats']} seeds"
     table = [["trial", *report["keys"], figure, compared, "time", "note"]]
     for row in report["trials"]:
         value = metric.text(row["value"])
@@ -230,8 +228,7 @@ def build_cells(report: Json, metric: Metric) -> list[list[str]]:
         elif row["status"] != "done":
             note = "not done"
         values = [row["values"][key] for key in report["keys"]]
-        verdict = row["compared"] or ""
-        table.append([str(row["trial"]), *values, value, verdict, took, note])
+        table.append([str(row["trial"]), *values, value, row["compared"] or "", took, note])
     return table
 
 

@@ -265,13 +265,14 @@ class SearchSpace:
                 if part.ends:
                     params[part.key] = float(params[part.key])
             state = states.FAIL if value is None else states.COMPLETE
-            trial = optuna.trial.create_trial(
-                state=state,
-                value=value,
-                params=params,
-                distributions=distributions,
+            study.add_trial(
+                optuna.trial.create_trial(
+                    state=state,
+                    value=value,
+                    params=params,
+                    distributions=distributions,
+                )
             )
-            study.add_trial(trial)
         params = study.ask(distributions).params
         return {part.key: part.typed(params[part.key]) for part in self.dimensions}
 
@@ -319,12 +320,11 @@ class SearchSpace:
 
     def asked(self) -> dict[str, Any]:
         """Return the settings that a resumed sweep must keep: all except trials= and repeats=."""
-        settings = self.base.replace(output=None, resume=None)
         kept = {
             "swept": {part.key: str(part) for part in self.dimensions},
             "nproc": self.nproc,
             "plugin": self.plugin,
-            "settings": settings.model_dump(mode="json"),
+            "settings": self.base.replace(output=None, resume=None).model_dump(mode="json"),
         }
         if self.speed:
             kept["metric"] = "speed"
@@ -401,8 +401,9 @@ def _check_dimensions(
         try:
             load_extra(f"{ranges[0]} is a range, which", "optuna")
         except SetupError as error:
-            values = ",".join(ranges[0].values)
-            raise SetupError(f"{error}, or type a list: {ranges[0].key}=[{values}]") from None
+            raise SetupError(
+                f"{error}, or type a list: {ranges[0].key}=[{','.join(ranges[0].values)}]"
+            ) from None
     elif count == 1:
         problem = "every key has one value"
         if dimensions:

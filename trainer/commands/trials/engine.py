@@ -228,10 +228,9 @@ class TrialEngine:
             print(shlex.join(command), file=output, flush=True)
         stack = ExitStack()
         with output:
-            variables = {**os.environ, **trial.environment}
             started = family.run_command(
                 command,
-                variables,
+                {**os.environ, **trial.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

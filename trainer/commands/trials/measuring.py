@@ -100,8 +100,8 @@ def measure_on_all(
     with report_write_errors(folder.parent):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        content = (function, devices, threads, timeout, task)
-        (folder / "task").write_bytes(pickle.dumps(content))
+        task_file = pickle.dumps((function, devices, threads, timeout, task))
+        (folder / "task").write_bytes(task_file)
         log = log_path(folder).open("w", encoding="utf-8")
     with log:
         command = [sys.executable, "-m", __name__, str(folder)]

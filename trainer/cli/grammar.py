@@ -181,5 +181,5 @@ def _build_missing_error(command: str) -> RecipeError:
     arguments = shlex.split(format_program())
     if command != "train":
         arguments.append(command)
-    example = shlex.join([*arguments, *COMMANDS[command].wants])
-    return RecipeError(f"{command} what? type {example}")
+    arguments += COMMANDS[command].wants
+    return RecipeError(f"{command} what? type {shlex.join(arguments)}")

@@ -201,10 +201,9 @@ class LoadedModel:
         try:
             array = as_input(image) if isinstance(image, np.ndarray) else image
             if array.dtype != torch.uint8:
-                kind = str(array.dtype).removeprefix("torch.")
                 raise TypeError(
-                    f"this one is {kind}: give its file's path, which is read as data.pixel_range "
-                    "says"
+                    f"this one is {str(array.dtype).removeprefix('torch.')}: give its file's path, "
+                    "which is read as data.pixel_range says"
                 )
             channels = self._trained.preparation.channels
             # `as_input` moves the channels of an array only if there are 1 or 3 of them.

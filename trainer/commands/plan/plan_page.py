@@ -210,8 +210,8 @@ def _list_stages(pipeline: Plan) -> list[str]:
                 format_size(stage["sent_bytes"]) if cut else "",
             ]
         )
-    balance = balances.get(pipeline["balanced_by"], "as given")
-    return [f"{title}; {balance}", *_format_table(rows)]
+    title += f"; {balances.get(pipeline['balanced_by'], 'as given')}"
+    return [title, *_format_table(rows)]
 
 
 def _describe_prediction(prediction: Plan) -> str:

@@ -158,7 +158,7 @@ def find_slow_devices(
             name = f"{name}:{rank}"
         own_best = max(values)
         fraction = own_best / best[devices.models[rank]]
-        if own_best < SLOW[devices.kind] * best[devices.models[rank]]:
+        if fraction < SLOW[devices.kind]:
             yield (
                 f"{name} is slow: its {what} reach {fraction:.0%} of the best device of its kind"
             )

@@ -68,10 +68,9 @@ def compare(
     actual = actual.cpu()
     if not torch.equal(actual, expected):
         index = int((actual != expected).nonzero()[0])
-        dtype = str(expected.dtype).removeprefix("torch.")
         errors.append(
-            f"{what}, {len(expected):,} of {dtype}: element {index:,} is "
-            f"{actual[index].item():g}, not {expected[index].item():g}"
+            f"{what}, {len(expected):,} of {str(expected.dtype).removeprefix('torch.')}: element "
+            f"{index:,} is {actual[index].item():g}, not {expected[index].item():g}"
         )
     return 1
 

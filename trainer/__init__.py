@@ -1,4 +1,4 @@
-"""Train an image model under any way of using several devices, and measure each honestly.
+"""Train an image model on one or several devices in any parallel mode, and measure each mode.
 
     from trainer import train
     result = train("digits", epochs=2)
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trainer.commands.evaluate import evaluate_run as evaluate
     from trainer.commands.loaded_model import LoadedModel, Prediction, load
     from trainer.commands.plan import plan
-    from trainer.commands.predict import predict
+    from trainer.commands.predict.python_api import predict
     from trainer.data import register_dataset
     from trainer.models.zoo import register_model
     from trainer.pool import DevicePool, ItemError, current_device
@@ -67,7 +67,7 @@ _HOME = {
     "plan": "trainer.commands.plan",
     "compare": "trainer.commands.compare",
     "evaluate": "trainer.commands.evaluate",
-    "predict": "trainer.commands.predict",
+    "predict": "trainer.commands.predict.python_api",
     "load": "trainer.commands.loaded_model",
     "LoadedModel": "trainer.commands.loaded_model",
     "Prediction": "trainer.commands.loaded_model",
@@ -80,7 +80,7 @@ _HOME = {
     "ItemError": "trainer.pool",
     "current_device": "trainer.pool",
 }
-# Names that their modules call otherwise.
+# Public names that differ from the names in their modules.
 _ALIASES = {"__version__": "VERSION", "load_recipe": "load", "evaluate": "evaluate_run"}
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__" and not sys.flags.safe_path:
-    # Python puts the working folder first on the path; a random.py or yaml.py of the user would
-    # hide the library of that name.
+    # Python puts the working directory first in sys.path, where a user's random.py or yaml.py would
+    # hide the library of the same name.
     sys.path.append(sys.path.pop(0))
 
 from trainer.processes import early
@@ -67,7 +67,7 @@ def main() -> None:
     if early.is_installed_command():
         name_installed_command(sys.argv[0])
     code = answer(sys.argv[1:])
-    # The launcher forked this rank and waits for the function to return.
+    # If the launcher forked this rank, it waits for this function to return.
     if not code and multiprocessing.parent_process():
         return
     # All output is written; Ctrl-C while Python shuts down would show a traceback.
@@ -87,8 +87,8 @@ def answer(words: Sequence[str]) -> int:
     except (Exception, KeyboardInterrupt) as error:
         now = time.time()
         line, code = explain(error)
-        is_bug = code == TrainerError.code
-        if is_bug:
+        # Exit code 1 means a bug.
+        if code == TrainerError.code:
             line = endings.with_stack(line, error)
         else:
             line = endings.name_stopped_ranks(line, code, error)
@@ -132,7 +132,7 @@ def run(words: Sequence[str]) -> int:
     module = import_module(COMMANDS[command].home)
     if command != "doctor":
         interrupts.raise_at_ctrl_c()
-    result: int | str = module.command(rest)
+    result = module.command(rest)
     if isinstance(result, int):
         return result
     if command not in NAME_THE_PROGRAM:
@@ -142,13 +142,13 @@ def run(words: Sequence[str]) -> int:
 
 
 def show_help(words: Sequence[str]) -> int:
-    """Print the page of the first command among `words`, or the overview if there is none."""
+    """Print the help page of the first command in `words`, or the overview without a command."""
     for word in words:
         command = word.lstrip("-")
         if command in guide.parse_command_pages():
             _show(guide.format_command_page(command))
             return 0
-    # A run does not load the commands.
+    # Imported here, because a training run does not need this module.
     from trainer.commands import recipes
 
     _show(guide.format_overview(recipes.listed("  ")))

@@ -1,8 +1,8 @@
-"""The ways a run can end, each with its exit code.
+"""Errors that end a run, each with its exit code.
 
-Every exception here carries one line for the user: what was found, what is allowed, what to type
-instead. `__main__` prints it and exits with `code`; the Python API lets it rise. The numbers are
-part of the interface.
+The message of each exception is one line for the user: what is wrong, what is allowed, and what to
+type instead. `__main__` prints the message and exits with `code`; the Python API raises the
+exception. Scripts depend on the exit codes, so a code never changes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 # The disk is full, a quota is used up, or a file exceeds a size limit.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-# User info in an address, and values of parameters that are named like a token.
+# Matches the user info of a URL, and the values of URL parameters whose names suggest a secret.
 SECRETS = re.compile(
     r"""(?<=://)[^/\s'"]+@|(?<=[?&;])([\w.-]*(?:token|secret|passw|key|sig)[\w.-]*=)[^&;\s'"]+""",
     re.IGNORECASE,
@@ -28,7 +28,7 @@ SECRETS = re.compile(
 
 
 def remove_secrets(text: str) -> str:
-    """Remove passwords and tokens from the addresses in a text, before it is shown or stored."""
+    """Return `text` without the passwords and tokens in its URLs."""
     return SECRETS.sub(lambda match: match[1] or "", text)
 
 
@@ -62,7 +62,7 @@ class SetupError(TrainerError, OSError):
 
 
 class CheckpointError(TrainerError):
-    """No checkpoint that can be used (exit 4)."""
+    """There is no usable checkpoint (exit 4)."""
 
     code = 4
     cause = "checkpoint"
@@ -154,11 +154,10 @@ def explain(error: BaseException) -> tuple[str, int]:
             where = f" ({text})"
         message = f"the disk is full{where}: free some space, or choose another output="
         return message, DiskFullError.code
-    report = "".join(traceback.format_exception(error))
-    return remove_secrets(report.rstrip()), 1
+    return remove_secrets("".join(traceback.format_exception(error)).rstrip()), 1
 
 
-# Parts of messages by torch and Python about settings that they cannot use -> what to type.
+# Parts of messages of torch and Python about unusable settings, with the advice to print for each.
 ADVICE = {
     "Expected more than 1 value per channel": (
         "BatchNorm needs more: raise batch_size, or lower accumulate or pipeline.microbatches"
@@ -172,7 +171,7 @@ ADVICE = {
     "File name too long": "shorten the name of a file or folder",
 }
 _PACKAGE = re.escape(os.path.dirname(os.path.abspath(__file__)))
-# Files of this package, of installed libraries and of Python itself.
+# Matches the paths of this package, of installed libraries and of Python itself.
 NOT_THE_USERS = rf"^{_PACKAGE}/|/(site|dist)-packages/|/lib/python\d"
 
 
@@ -185,9 +184,9 @@ def explain_in_one_line(error: BaseException) -> tuple[str, int]:
 
 
 def describe_bug(error: BaseException) -> str:
-    """Describe a bug in one line: its type, its message and its place.
+    """Describe a bug in one line: its type, its message and its location.
 
-    The place is the last frame in the user's own code, or in any code if there is none.
+    The location is the last frame in the user's own code. If no frame is, it is the last frame.
     """
     text = " ".join(read_text(error).split())
     where = ""
@@ -202,7 +201,7 @@ def describe_bug(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:500]}{where}"
 
 
-# Required libraries: name of the import -> name for pip. Most have the same name.
+# Required libraries by the name of their import, with the name for pip. Most names are the same.
 SAME_NAME = (
     "cloudpickle matplotlib numpy omegaconf pydantic safetensors scipy tensorboard torch "
     "torchvision tqdm xxhash"
@@ -212,9 +211,10 @@ LIBRARIES |= {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}
 
 
 def describe_installation_fault(error: BaseException) -> str | None:
-    """Describe a missing library, or a torch and torchvision that do not fit together.
+    """Describe a missing library, or versions of torch and torchvision that are incompatible.
 
-    Returns None for other errors.
+    Returns:
+        A line that says what to type; None for any other error.
     """
     text = " ".join(read_text(error).split())
     if isinstance(error, ModuleNotFoundError) and error.name in LIBRARIES:
@@ -237,27 +237,33 @@ def load_extra(feature: str, *modules: str) -> Any:
     """Import the optional packages that `feature` needs, and return the first one.
 
     Raises:
-        SetupError: one of them is missing or cannot be imported, with what to type.
+        SetupError: a package is missing or cannot be imported; the message says what to type.
     """
     try:
         loaded = [import_module(name) for name in modules]
         for module in loaded:
-            # A folder of that name in the working directory, such as the one that wandb makes, is
-            # imported as well.
+            # Python also imports a plain directory of that name in the working directory, such as
+            # the one that wandb creates.
             if getattr(module, "__file__", "") is None:
                 raise ModuleNotFoundError(f"{module.__name__} is a folder without code")
     except Exception as error:
-        # A package that was built for other libraries can raise any exception.
+        # A package that was built for other versions of its libraries can raise any exception.
         raise build_missing_extra_error(feature, modules, error) from None
     return loaded[0]
 
 
 def build_missing_extra_error(feature: str, modules: Iterable[str], error: Exception) -> SetupError:
-    """Say which packages to install for `feature`, whose import raised `error`."""
+    """Build the error that says which packages to install for `feature`.
+
+    Args:
+        feature: What needs the packages, as the start of the message.
+        modules: Names of the modules whose import raised `error`.
+        error: Exception of the import.
+    """
     names = dict.fromkeys(name.partition(".")[0].replace("_", "-") for name in modules)
     reason = " ".join(read_text(error).split())[:160]
-    # pip would not touch what is installed already, and must not exchange torch, on which such
-    # packages depend.
+    # By default, pip would leave an installed package as it is. It must not replace torch, on which
+    # these packages depend.
     options = "--force-reinstall --no-deps "
     if isinstance(error, ModuleNotFoundError):
         options = ""
@@ -299,13 +305,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(sign in text for sign in PERHAPS_MEMORY) and _is_gpu_full()
 
 
-# cuBLAS and cuDNN print these both without memory for their workspaces and when they are broken.
+# cuBLAS and cuDNN print these if memory for their workspaces is lacking, but also if the
+# installation is broken.
 PERHAPS_MEMORY = (
     "unable to find an engine",
     "CUBLAS_STATUS_NOT_INITIALIZED",
     "CUDNN_STATUS_NOT_INITIALIZED",
 )
-# A GPU with fewer free bytes counts as full. Such a workspace needs less than this.
+# A GPU with fewer free bytes counts as full. A workspace of cuBLAS or cuDNN needs less than this.
 LITTLE = 512 * 2**20
 
 
@@ -318,5 +325,5 @@ def _is_gpu_full() -> bool:
         used = (n for n in range(cuda.device_count()) if cuda.memory_reserved(n))
         return any(cuda.mem_get_info(n)[0] < LITTLE for n in used)
     except RuntimeError:
-        # The GPU does not respond any more.
+        # The GPU has stopped responding.
         return False

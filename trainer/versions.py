@@ -19,7 +19,7 @@ class Since(NamedTuple):
 
     Attributes:
         torch: First version of torch with the feature.
-        instead: Behavior with older versions.
+        instead: What happens, or what to use, with older versions.
     """
 
     torch: tuple[int, int]
@@ -60,8 +60,8 @@ def read_version(name: str) -> str:
 def parse_release(version: str) -> tuple[int, int] | None:
     """Return the newest release that a version certainly contains; None if it cannot be parsed.
 
-    The result is (2, 13) for 2.13.0+cu130, and also for 2.14.0a0+git. Containers of vendors and
-    nightly builds have a version like the second at any time between the releases 2.13 and 2.14.
+    The result is (2, 13) for 2.13.0+cu130, and also for 2.14.0a0+git: vendors' containers and
+    nightly builds have this version at any time between the releases 2.13 and 2.14.
     """
     match = re.match(r"(\d+)\.(\d+)(?:\.\d+)*[._-]?(a|b|rc|dev)?", version)
     if match is None:
@@ -76,5 +76,4 @@ def torch_has(what: str) -> bool:
     A version that cannot be parsed counts as the newest version.
     """
     version = parse_release(read_version("torch"))
-    # A version that cannot be parsed counts as the newest.
     return version is None or version >= SINCE[what].torch

@@ -199,7 +199,7 @@ def test_other_commands_use_cards(tmp_path):
         for mode, nproc in (("dp", None), ("ddp", 2), ("pipeline", None)):
             recipe = load(None, *runs.BASE.split(), f"mode={mode}").replace(model__name="mlp")
             # Simulated CUDA is a mode of the caller's, which the command itself would leave.
-            with mock.patch.object(summary, "summarise", summary.summarise.__wrapped__):
+            with mock.patch.object(summary, "summarize", summary.summarize.__wrapped__):
                 assert plan(recipe, nproc, every=mode == "dp")
             for measured in (StepParts(1.0), StepParts(1.0, communication=0.5)):
                 judge(measured, {"steps": 1.0}, recipe, Setting(nproc or 1, gpu=True))

@@ -10,10 +10,10 @@ class Command:
     """A command of the command line. The guide's page `commands` has a help section for each.
 
     Attributes:
-        home: module whose function `command` accepts the arguments; empty for `__main__`.
+        home: module whose function `command` runs it; empty if `__main__` does.
         words: options in addition to the keys of a recipe. A command without any parses its
             arguments itself.
-        wants: example of the arguments that are required at least.
+        wants: example of the required arguments.
         alone: whether the command refuses to run as one of several tasks of mpirun or srun.
     """
 
@@ -45,7 +45,10 @@ COMMANDS = {
         alone=True,
     ),
     "predict": Command(
-        "trainer.commands.predict", ("checkpoint", "plugin"), wants=("photo.jpg",), alone=True
+        "trainer.commands.predict.predict_command",
+        ("checkpoint", "plugin"),
+        wants=("photo.jpg",),
+        alone=True,
     ),
     "evaluate": Command(
         words=("checkpoint", "plugin", "split"), wants=("checkpoint=RUN",), alone=True

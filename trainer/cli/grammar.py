@@ -52,7 +52,7 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
     Raises:
         RecipeError: the arguments name no command or option; says what to type.
     """
-    # A script that was written on Windows ends its lines with CR LF, which the shell passes on.
+    # In a script with Windows line endings, the shell leaves a CR at the end of each command.
     words = [word.rstrip("\r") for word in words]
     if not words:
         if _is_under_torchrun(os.environ):
@@ -79,20 +79,20 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
         return "help", [command]
     if COMMANDS[command].wants and not rest:
         raise _build_missing_error(command)
-    arguments = normalise_options(rest)
+    arguments = normalize_options(rest)
     if command == "predict":
         arguments = classify_paths(arguments)
     # An override that is repeated with the same value is no conflict; a repeated photo is kept.
-    distinct = list[str]()
+    distinct = []
     for argument in arguments:
         if "=" not in argument or argument not in distinct:
             distinct.append(argument)
     return command, distinct
 
 
-def normalise_options(words: Sequence[str]) -> list[str]:
+def normalize_options(words: Sequence[str]) -> list[str]:
     """Write options as `key=value`: `--key value`, `--key=value`, and keys with dashes."""
-    arguments = list[str]()
+    arguments = []
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -152,7 +152,7 @@ def _classify_path(word: str) -> str:
     # A misspelled key is returned too, for the parser of the recipe to report.
     if equals and (is_key or (not exists and os.sep not in key)):
         return word
-    # A run may be named by its path or by its name below runs.
+    # The user may name a run by its path or by its name below the folder `runs`.
     below = os.path.join(HOME, word)
     run_here = is_run(path)
     run_below = is_run(below)
@@ -181,5 +181,5 @@ def _build_missing_error(command: str) -> RecipeError:
     arguments = shlex.split(format_program())
     if command != "train":
         arguments.append(command)
-    example = shlex.join([*arguments, *COMMANDS[command].wants])
-    return RecipeError(f"{command} what? type {example}")
+    arguments += COMMANDS[command].wants
+    return RecipeError(f"{command} what? type {shlex.join(arguments)}")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-import shutil
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +12,7 @@ from pathlib import Path
 from trainer.cli.grammar import format_program
 from trainer.errors import RecipeError
 from trainer.processes.terminal import localize_commands
+from trainer.telemetry.readable import wrap
 
 KEYS = (
     "  python -m trainer recipes keys explains every key, python -m trainer guide answers questions"
@@ -43,7 +42,7 @@ def command(words: Sequence[str]) -> str:
         similar = difflib.get_close_matches(topic, list_topics(), n=3, cutoff=0.7)
         mentions = {}
         for name, question in list_topics().items():
-            # A mention in the question counts for more than any number on the page.
+            # A mention in the question outweighs any number of mentions on the page.
             text = 1000 * question + read_page(name)
             mentions[name] = text.lower().count(topic)
         mentioning = sorted(filter(mentions.get, mentions), key=mentions.__getitem__, reverse=True)
@@ -158,27 +157,15 @@ def format_overview(recipes: str) -> str:
     return localize_commands("\n".join(lines)) + "\n"
 
 
-def _wrap(start: str, text: str) -> str:
-    """Wrap a text that follows `start` to the width of the terminal, or to 120 columns."""
-    return textwrap.fill(
-        text,
-        min(120, shutil.get_terminal_size((120, 24)).columns),
-        initial_indent=start,
-        subsequent_indent=" " * len(start),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
 def format_command_page(command: str) -> str:
     """Format the page of one command."""
     entry = parse_command_pages()[command]
-    lines = [f"usage: python -m trainer {entry.usage}", "", _wrap("", entry.about)]
+    lines = [f"usage: python -m trainer {entry.usage}", "", wrap("", entry.about)]
     if entry.words:
         width = max(map(len, entry.words))
         lines.append("")
         for word, text in entry.words.items():
-            lines.append(_wrap(f"  {word:<{width}}  ", text))
+            lines.append(wrap(f"  {word:<{width}}  ", text))
     lines += ["", "examples:"]
     # Examples are not wrapped, so that they can be copied.
     for example in entry.examples:

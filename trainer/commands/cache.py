@@ -88,13 +88,16 @@ def format_table(caches: Sequence[Path]) -> str:
             rows.append((cache.name, photos, format_size(stored), f"{form} {size}", age, root))
             total += stored
     count = len(rows) - 1
-    noun = "cache" if count == 1 else "caches"
-    lines = [*readable.format_table(rows), "", f"{count} {noun}, {format_size(total)}\n"]
+    lines = [
+        *readable.format_table(rows),
+        "",
+        f"{readable.format_count(count, 'cache')}, {format_size(total)}\n",
+    ]
     return "\n".join(lines)
 
 
 def delete(caches: Sequence[Path], yes: str | None) -> None:
-    """Delete caches after the user agrees, or `yes` is "true". If one is in use, delete none."""
+    """Delete caches if `yes` is "true" or the user agrees. If any cache is in use, delete none."""
     with ExitStack() as closing:
         for cache in caches:
             # Another process may have deleted the cache.

@@ -41,7 +41,7 @@ TIMEOUT = 60.0
 GIB = 2**30
 # Minimum number of files that a process should be able to open.
 OPEN_FILES = 512
-# Bytes of shared memory that loader workers need for a usual batch of photos.
+# Bytes of shared memory that loader workers need for a typical batch of photos.
 BUFFERS = 2**28
 # GPUs count as equally fast if the slowest has at least this share of the fastest one's speed.
 ALIKE = 0.85
@@ -73,7 +73,7 @@ def examine() -> Findings:
     if report.trying("software", report_versions, report):
         cards = report.trying("cards", check_cards, report) or 0
         report.trying("processes", check_communication, report, cards)
-        # This module imports torch, which may be broken.
+        # Imported only now, because the module imports torch, which may be broken.
         from trainer.memory import device
 
         report.trying("shared memory", device.check_shared_memory, BUFFERS)
@@ -111,7 +111,7 @@ class Findings:
         """Run a check.
 
         Args:
-            what: Name of the check for an unexpected error.
+            what: Name of the check, which starts the line of an unexpected error.
             check: Function to call with `args`.
 
         Returns:
@@ -241,7 +241,7 @@ def check_communication(report: Findings, count: int) -> None:
     report.row(PROCESSES, "gloo, 2 processes", gloo or "FAILS, see below")
     if count > 1 and not dist.is_nccl_available():
         report.problem(cards.NO_NCCL)
-    # The processes of the GPUs find each other by gloo.
+    # The processes of the GPUs connect to each other through gloo first.
     elif count > 1 and gloo:
         devices = [f"cuda:{number}" for number in range(count)]
         nccl = report.trying("NCCL", sum_over_processes, "nccl", devices)
@@ -252,7 +252,7 @@ def sum_over_processes(backend: str, devices: Sequence[str]) -> str:
     """Check that processes on these devices sum a pattern correctly.
 
     Raises:
-        SetupError: They do not.
+        SetupError: A sum is wrong, or a process failed.
     """
     # This module imports torch.
     from trainer.commands.trials.measuring import measure_on_all

@@ -103,8 +103,7 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
     forward.begin(len(loader.evaluation_spans))
     metrics = evaluate(strategy, loader.evaluation(), world, forward=forward)
     forward.close()
-    skipped_here = torch.tensor([float(loader.skipped)])
-    skipped = int(world.sum_(skipped_here).item())
+    skipped = int(world.sum_(torch.tensor([float(loader.skipped)])).item())
     loader.close()
     if world.is_main:
         kind = "test" if split == "test" else "held-out"

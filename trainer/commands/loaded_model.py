@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trainer.commands.evaluate import evaluate_run
 from trainer.commands.export import export_run
 from trainer.commands.predict.labelling import Labeller, LabelModel, Labels
-from trainer.commands.predict.python_api import choose_devices
+from trainer.commands.predict.python_api import Devices, choose_devices
 from trainer.commands.predict.sources import find_images
 from trainer.data.items import as_input
 from trainer.data.photos.decoding import decode_item, describe_failure
@@ -28,7 +28,7 @@ from trainer.pool import DevicePool, ItemError
 from trainer.processes.torch_context import plain_context
 from trainer.saving.run_names import find_run, newest_run
 
-# Images that this process labels at once.
+# Batch size if this process labels the images itself.
 AT_ONCE = 64
 FORMS = "paths, Pillow images, uint8 arrays (H, W, C) and tensors (C, H, W), or a list of them"
 # A path, a Pillow image, an array, a tensor, or a sequence of these.
@@ -37,7 +37,7 @@ Images = Any
 
 @dataclass(frozen=True)
 class Prediction:
-    """Answer of a model for one image.
+    """Prediction of a model for one image.
 
     Attributes:
         labels: At most five classes, the most probable one first; names of the values for a
@@ -60,17 +60,17 @@ class Prediction:
 
 
 class LoadedModel:
-    """Trained model that labels images prepared as in the evaluation of its run.
+    """Trained model that labels images, which are prepared as in the evaluation of its run.
 
     Attributes:
         path: Path of the run or the weights.
         model: Model in evaluation mode, on the CPU until `predict` moves it to a GPU. Its input is
-            normalised float32 of shape (N, channels, height, width).
+            normalized float32 of shape (N, channels, height, width).
         classes: Name of each output.
     """
 
     @plain_context()
-    def __init__(self, path: Path, words: Sequence[str] = ()) -> None:
+    def __init__(self, path: Path, words: Sequence[str]) -> None:
         self.path = path
         self._words = tuple(words)
         self._trained = LabelModel.read(path, self._words, split=False)
@@ -83,7 +83,7 @@ class LoadedModel:
     def predict(
         self,
         images: Images,
-        devices: Sequence[str | torch.device] | str | None = None,
+        devices: Devices | None = None,
         on_error: Literal["raise", "skip"] = "raise",
     ) -> Any:
         """Label images.
@@ -91,7 +91,7 @@ class LoadedModel:
         Args:
             images: Path of an image or a directory, Pillow image, array of shape (H, W, C) or
                 (H, W), tensor of shape (C, H, W) or (N, C, H, W), or a sequence of these. Arrays
-                and tensors are uint8, not normalised.
+                and tensors are uint8, not normalized.
             devices: None uses the first GPU, or the CPU without one, in this process. A list, as in
                 ["cuda:0", "cuda:1"], or "auto" starts a worker for each device, which pays off for
                 many images.
@@ -138,7 +138,7 @@ class LoadedModel:
                 yield from self._labeller.batch(batch)
             return
         trained = self._trained
-        arguments = (self.model, trained.preparation, self._recipe, trained.task, None)
+        arguments = (self.model, trained.preparation, self._recipe, trained.task)
         with DevicePool(
             choose_devices(devices), Labeller, arguments=arguments, on_error="skip"
         ) as pool:
@@ -152,7 +152,7 @@ class LoadedModel:
         """
         trained = self._trained
         recipe = self._recipe.replace(graphs=False)
-        labeller = Labeller(self.model, trained.preparation, recipe, trained.task, None)
+        labeller = Labeller(self.model, trained.preparation, recipe, trained.task)
         labeller.setup(torch.device(choose_devices("auto")[0]))
         return labeller
 
@@ -201,10 +201,9 @@ class LoadedModel:
         try:
             array = as_input(image) if isinstance(image, np.ndarray) else image
             if array.dtype != torch.uint8:
-                kind = str(array.dtype).removeprefix("torch.")
                 raise TypeError(
-                    f"this one is {kind}: give its file's path, which is read as data.pixel_range "
-                    "says"
+                    f"this one is {str(array.dtype).removeprefix('torch.')}: give its file's path, "
+                    "which is read as data.pixel_range says"
                 )
             channels = self._trained.preparation.channels
             # `as_input` moves the channels of an array only if there are 1 or 3 of them.

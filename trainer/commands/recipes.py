@@ -38,9 +38,9 @@ def command(words: Sequence[str]) -> str:
     rest = words[1:]
     limit = MAX_ARGUMENTS.get(verb)
     if limit is not None and len(rest) > limit:
-        typed = " ".join(words[: 1 + limit])
         raise RecipeError(
-            f"recipes {verb}: '{format_value(rest[-1])}' is one word too many: type recipes {typed}"
+            f"recipes {verb}: '{format_value(rest[-1])}' is one word too many: type recipes "
+            f"{' '.join(words[: 1 + limit])}"
         )
     if verb == "keys":
         return shown_keys(*rest)

@@ -34,12 +34,13 @@ EXAMPLES = {
     "cpus": "cpus=32, the CPU cores of each node: the cluster would give one or none",
 }
 NAME = (r"[\w.,:/@-]*", "a name of letters, digits, dots and dashes")
-# Pattern and description of the values that go to SLURM as they are.
+# Pattern and description of the values that are passed to SLURM unchanged.
 RULES = {
     "memory": (r"(\d+(MiB|GiB|TiB))?", "a whole number of MiB, GiB or TiB, as in memory=64GiB"),
     "partition": NAME,
     "account": NAME,
 }
+# Default limit for restarts: a run that fails every time must not requeue its job forever.
 REQUEUES = 20
 # Exit codes after which the job is queued again.
 LOST = PeerError.code
@@ -96,8 +97,12 @@ def build_script(words: Sequence[str], program: str) -> str:
     for key, (pattern, rule) in RULES.items():
         if not re.fullmatch(pattern, options.get(key, "")):
             raise RecipeError(f"{key}={format_value(options[key])} must be {rule}")
-    nodes = parse_positive_integer("nodes", options.get("nodes")) or 1
-    nproc = parse_positive_integer("nproc", options.get("nproc")) or 1
+
+    def read_count(key: str, default: int) -> int:
+        return parse_positive_integer(key, options.get(key)) or default
+
+    nodes = read_count("nodes", 1)
+    nproc = read_count("nproc", 1)
     if "plugin" not in options:
         check_names(base)
     check_processes(base, nodes * nproc, nodes)
@@ -111,8 +116,8 @@ def build_script(words: Sequence[str], program: str) -> str:
         )
     cpus = parse_positive_integer("cpus", options["cpus"])
     output = options.get("output") or f"runs/{base.name}"
-    requeues = parse_positive_integer("requeues", options.get("requeues")) or REQUEUES
-    # Every cluster accepts lowercase letters, digits and dashes in a name.
+    requeues = read_count("requeues", REQUEUES)
+    # All clusters accept lowercase letters, digits and dashes in the name of a job.
     name = re.sub(r"[^a-z0-9]+", "-", Path(output).name.lower())
     name = name.strip("-")[:40].strip("-")
     directives = {
@@ -128,9 +133,8 @@ def build_script(words: Sequence[str], program: str) -> str:
         "signal": f"USR1@{saving}",
         "open-mode": "append",
     }
-    typed = shlex.join(["submit", "slurm", *words])
     # A line break in an argument must not end the comment.
-    comment = " ".join(f"python -m trainer {typed}".splitlines())
+    comment = " ".join(f"python -m trainer submit slurm {shlex.join(words)}".splitlines())
     head = ["#!/bin/bash", f"# {comment}", "#SBATCH --requeue"]
     head += [f"#SBATCH --{key}={value}" for key, value in directives.items() if value is not None]
     launch = [f"{key}={options[key]}" for key in LAUNCH if key in options]

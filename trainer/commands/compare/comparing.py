@@ -40,7 +40,7 @@ from trainer.launch import launching
 from trainer.processes.terminal import say
 from trainer.recipe import Recipe
 from trainer.saving.files import Json, read_json_or_empty
-from trainer.telemetry import readable
+from trainer.telemetry.readable import format_count, format_number
 
 FILE = "compare.json"
 # An empty file with this name marks a run during which other processes used the machine.
@@ -71,7 +71,7 @@ class Comparison:
     """A comparison in progress.
 
     Attributes:
-        folder: of the comparison.
+        folder: folder of the comparison.
         base: the recipe that all entries share.
         rows: the entries, in the order in which they run.
         asked: the arguments of `compare`.
@@ -89,7 +89,7 @@ class Comparison:
         if self.asked["plugin"]:
             self.first.append(f"plugin={self.asked['plugin']}")
         self.engine = TrialEngine(self.folder)
-        # The number of repeats grows while a difference could hide, unless the user has set it.
+        # Unless the user has set it, the number of repeats grows while a difference could hide.
         self.repeats: int = self.asked["repeats"] or significance.LOOKS[0]
         self.length: Length | None = None
         stored_length = read_json_or_empty(self.folder / FILE).get("length")
@@ -108,9 +108,8 @@ class Comparison:
                 f"in {self.folder}"
             )
             for row in self.rows:
-                ranks = readable.format_count(row.ranks, "rank")
-                threads = readable.format_count(row.threads, "thread")
-                say(f"  {row.name}: {row.problem or f'{ranks} x {threads}'}")
+                size = f"{format_count(row.ranks, 'rank')} x {format_count(row.threads, 'thread')}"
+                say(f"  {row.name}: {row.problem or size}")
             self.engine.run(self._trials(), self._record_outcome)
             status = "completed"
         except (KeyboardInterrupt, Preempted):
@@ -169,7 +168,8 @@ class Comparison:
     def _check(self, row: Entry, repeat: int, more: Sequence[str]) -> TrialRun:
         """Build a run of the first steps that logs every loss.
 
-        Its losses decide about exactness, and its speed is a first estimate.
+        Its losses show whether the entry is exact, and its speed determines the
+        length of timed runs.
         """
         recipe = row.recipe
         words = [
@@ -241,7 +241,7 @@ class Comparison:
             elif result["throughput"]:
                 rate = compute_speed(steps, result["throughput"]["samples_per_sec"])
                 row.speeds[repeat] = rate * compute_step_fraction(result)
-                news = f"{readable.format_number(row.speeds[repeat])} images/s"
+                news = f"{format_number(row.speeds[repeat])} images/s"
                 # A run of an earlier attempt has no duration. It was undisturbed, because `_read`
                 # rejects disturbed runs.
                 if outcome.seconds is not None and is_busy(self.meanwhile.cores()):
@@ -290,7 +290,7 @@ class Comparison:
             "recipe": self.base.name,
             "status": status,
             "command": self._command(),
-            "asked": dict(self.asked),
+            "asked": self.asked,
             "length": self.length and asdict(self.length),
             "repeats": max((row.repeats for row in table), default=0),
             "steps": self.length and self.length.steps,
@@ -312,14 +312,14 @@ class Comparison:
 
     def _command(self) -> str:
         """Return the command line that starts this comparison."""
-        command = ["python", "-m", "trainer", "compare", self.first[0]]
+        arguments = [self.first[0]]
         if self.asked["modes"] is not None:
             modes = [json.dumps(mode) if " " in mode else mode for mode in self.asked["modes"]]
-            command.append(f"modes=[{','.join(modes)}]")
+            arguments.append(f"modes=[{','.join(modes)}]")
         for key in ("nproc", "plugin", "steps", "repeats"):
             if self.asked[key]:
-                command.append(f"{key}={self.asked[key]}")
-        return shlex.join([*command, *self.asked["words"]])
+                arguments.append(f"{key}={self.asked[key]}")
+        return f"python -m trainer compare {shlex.join([*arguments, *self.asked['words']])}"
 
 
 def choose_length(
@@ -330,9 +330,9 @@ def choose_length(
     Args:
         recipe: the recipe that all entries share.
         checked: result.json of every check that completed.
-        steps: measured steps that the user wants. None: about as many as take the median entry
+        steps: measured steps that the user wants. None: about as many as the median entry runs in
             4 s.
-        fixed: whether the user has set the length of the recipe, which then applies.
+        fixed: whether the user has set epochs= or max_steps=, which then apply.
     """
     epoch_steps = [result["data"]["train_samples"] // result["batch_size"] for result in checked]
     epoch = max(1, min(epoch_steps))
@@ -362,7 +362,7 @@ def choose_length(
 def compute_step_fraction(result: Json) -> float:
     """Return the fraction of training time that a run spends in its steps.
 
-    Local SGD averages once per epoch, between steps: the time for this counts against its speed.
+    Local SGD may average weights once per epoch, between steps. That time must lower its speed.
     """
     seconds = result["seconds_in"]
     averaging = seconds.get("averaging", 0.0)

@@ -1,7 +1,7 @@
 """Tables of a comparison, from the content of compare.json.
 
-`as_text` prints to a terminal, `build_csv_rows` and `as_markdown` fill files, and `draw` makes a
-picture.
+`as_text` returns the table for a terminal, `build_csv_rows` and `as_markdown` return the content of
+files, and `draw` makes a picture.
 """
 
 from __future__ import annotations
@@ -69,19 +69,20 @@ def build_csv_rows(entries: Sequence[Json]) -> list[Sequence[Any]]:
 
 def build_cells(entries: Sequence[Json]) -> list[list[str]]:
     """Return the cells of the printed table: the head, then one row per entry."""
-    head = [
-        "entry",
-        "ranks x threads",
-        "images/s",
-        f"ratio to {entries[0]['reference']}",
-        "compared",
-        "step ms",
-        "peak GiB",
-        "loss",
-        "maths",
-        "note",
+    table = [
+        [
+            "entry",
+            "ranks x threads",
+            "images/s",
+            f"ratio to {entries[0]['reference']}",
+            "compared",
+            "step ms",
+            "peak GiB",
+            "loss",
+            "maths",
+            "note",
+        ]
     ]
-    table = [head]
     for entry in entries:
         speed = entry["samples_per_sec"]
         ratio = entry["ratio"]
@@ -99,26 +100,28 @@ def build_cells(entries: Sequence[Json]) -> list[list[str]]:
         note = entry["label"]
         if entry["error"]:
             note = f"exit {entry['exit_code']}: {entry['error']}"
-        cells = [
-            entry["entry"],
-            processes,
-            spread(speed["mean"], speed["std"]) if speed else "-",
-            ratio_text,
-            entry["compared"]["verdict"] if entry["compared"] else "",
-            readable.format_number(1e3 * step_time) if step_time else "-",
-            f"{peak / 2**30:.2f}" if peak else "-",
-            f"{loss:.4f}" if loss is not None else "-",
-            entry["exactness"]["text"],
-            note,
-        ]
-        table.append(cells)
+        table.append(
+            [
+                entry["entry"],
+                processes,
+                spread(speed["mean"], speed["std"]) if speed else "-",
+                ratio_text,
+                entry["compared"]["verdict"] if entry["compared"] else "",
+                readable.format_number(1e3 * step_time) if step_time else "-",
+                f"{peak / 2**30:.2f}" if peak else "-",
+                f"{loss:.4f}" if loss is not None else "-",
+                entry["exactness"]["text"],
+                note,
+            ]
+        )
     return table
 
 
 def as_text(report: Json) -> str:
     """Return the table for a terminal. Rows that disagree with the reference are red."""
     head, *rows = build_cells(report["entries"])
-    # A column without any text is left out, so "compared" takes no space if nothing was compared.
+    # A column without any text is left out. Without its head, "compared" is left out if nothing was
+    # compared.
     head[4] = ""
     red_rows = dict.fromkeys(find_disagreeing(report), RED)
     return reports.as_text([head, *rows], {2, 5, 6, 7}, red_rows, report["conclusion"])
@@ -135,7 +138,6 @@ def find_disagreeing(report: Json) -> list[int]:
 
 def as_markdown(report: Json) -> str:
     """Return the page for an issue: command, table, conclusion, method, machine and versions."""
-    machine = reports.describe_machine(report["machine"])
     return reports.as_markdown(
         f"{report['recipe']}: {len(report['entries'])} entries compared",
         report["command"],
@@ -143,7 +145,8 @@ def as_markdown(report: Json) -> str:
         find_disagreeing(report),
         report["conclusion"],
         describe_method(report),
-        f"{machine}\n{reports.describe_versions(report['versions'])}",
+        f"{reports.describe_machine(report['machine'])}\n"
+        f"{reports.describe_versions(report['versions'])}",
     )
 
 
@@ -184,7 +187,7 @@ def draw(folder: Path, report: Json, first: Path) -> list[Path]:
     """Draw compare.png and add the picture to TensorBoard.
 
     Args:
-        folder: of the comparison.
+        folder: folder of the comparison.
         report: the content of compare.json.
         first: TensorBoard folder of the first entry. The picture joins its curves, because a
             run with nothing but a picture makes Custom Scalars warn.

@@ -1,6 +1,6 @@
 """The entries of a comparison: what is compared, and the command line that runs each entry.
 
-An entry that cannot run on this machine keeps the reason instead.
+An entry that cannot run on this machine stores the reason.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def build_entries(
         raise RecipeError(
             "modes=[] compares nothing: write modes=[single,ddp], or leave it out for all modes"
         )
-    rows = list[Entry]()
+    rows = []
     slug_counts = Counter[str]()
     for text in modes:
         mode, mode_arguments = _parse_mode(text)
@@ -189,8 +189,8 @@ def _build_entry(source: Source, name: str, mode: str, arguments: dict[str, str]
         ranks = launch.nproc
         nproc = str(launch.nproc)
     words = [*arguments.values(), f"mode={mode}"]
-    # A mode of one process needs nproc= as well: without it, the run would start as many processes
-    # as the machine suggests.
+    # A mode of one process needs nproc= as well: without it, the run would choose the number of
+    # processes by the devices of this machine.
     if nproc:
         words.append(f"nproc={nproc}")
     threads = resolved.threads or max(1, resources.count_cores() // ranks)
@@ -202,7 +202,8 @@ def _build_entry(source: Source, name: str, mode: str, arguments: dict[str, str]
 def find_batch_dependent(recipe: Recipe) -> list[str]:
     """Return the kinds of layers whose output depends on how a batch is divided.
 
-    The kinds are "batch norm" and "dropout". The model is built without memory, on shapes alone.
+    The kinds are "batch norm" and "dropout". The model is built on the meta device,
+    which needs no memory.
     """
     import torch
     from torch import nn
@@ -210,9 +211,10 @@ def find_batch_dependent(recipe: Recipe) -> list[str]:
 
     from trainer.commands.plan.dataset_facts import DatasetFacts, read_dataset_facts
 
-    kinds: set[str] = set()
-    with suppress(TrainerError, RuntimeError, NotImplementedError):
-        # A known data set may be missing on this machine, and its images need not be counted here.
+    kinds = set()
+    with suppress(TrainerError, RuntimeError):
+        # A known data set may be missing on this machine, and the number of its images is not
+        # needed here.
         if recipe.data.name in DATASETS:
             classes = recipe.model.num_classes or 10
             channels = recipe.data.channels or 3

@@ -1,7 +1,7 @@
 """Figures and conclusions of a comparison, and the check that all modes compute the same.
 
-The check holds the first losses of a mode against those of `single`, step by step. The keys of
-`EntryFigures` are those that `compare` returns and compare.json holds; they are stable.
+The check compares the first losses of a mode with those of `single`, step by step. The fields of
+`EntryFigures` are keys of compare.json, which scripts read, so they never change.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ TOLERANCE = {"fp32": 1e-4, "tf32": 1e-4, "fp16": 1e-3, "bf16": 1e-2}
 ROUNDING_FACTOR = 4.0
 # ... but never a larger relative deviation than this.
 MAX_TOLERANCE = 1e-2
-# Layers that see different parts of a batch may change losses a lot without an error: batch norm
-# over 4 digits changes them by 74 % within 20 steps. A mode that learns never has twice the loss.
+# If the output of a layer depends on how a batch is divided, losses may differ a lot without an
+# error: batch norm over 4 digits changes them by 74 % within 20 steps. A mode that learns never has
+# twice the loss.
 MAX_LOSS_RATIO = 2.0
-# Keys that do not change a result, in addition to those that may change when a run is resumed.
+# Keys that do not change the mathematics, in addition to those that may change when a run is
+# resumed.
 SAME_MATHS = {"channels_last", "compile", "sync_bn", "deterministic"}
 UNCHECKED = "no single to compare"
 
@@ -150,7 +152,7 @@ def _compute_figures(
     step_time = None
     if speeds:
         spread = stdev(speeds) if len(speeds) > 1 else None
-        samples_per_sec = {"mean": fmean(speeds), "std": spread, "runs": dict(runs)}
+        samples_per_sec = {"mean": fmean(speeds), "std": spread, "runs": runs}
         times = [row.results[repeat]["batch_size"] / speed for repeat, speed in runs.items()]
         step_time = fmean(times)
     ratio = None
@@ -168,7 +170,7 @@ def _compute_figures(
         verdict = pair.verdict or NO_DIFFERENCE
         compared = {"verdict": verdict, "low": pair.low, "high": pair.high}
     repeats = 0
-    last: Json = {}
+    last = {}
     peaks: dict[str, int] = {}
     shares = None
     for repeat, result in row.results.items():

@@ -28,7 +28,7 @@ def command(words: Sequence[str]) -> str:
     """
     options, rest = split_arguments(words, ("format", "output", "plugin", "checkpoint"))
     runs = []
-    overrides: list[str] = []
+    overrides = []
     if "checkpoint" in options:
         runs.append(options["checkpoint"])
     for word in rest:

@@ -29,7 +29,7 @@ from trainer.recipe.known_names import TASKS
 from trainer.saving.weights import write_whole
 from trainer.training.trained import Trained, create_task_without_loss
 
-# Batch sizes of the check: sizes other than the traced one must work, too.
+# Batch sizes of the check: a file must work for sizes other than the traced one.
 BATCHES = (1, 2, 5)
 # Allowed difference, relative to the largest output.
 TOLERANCE = 1e-4
@@ -180,11 +180,11 @@ def _write_and_check(source: ExportSource, kind: str) -> tuple[bytes, str]:
     except Exception as error:
         if is_out_of_memory(error) or isinstance(error, OSError):
             raise
-        cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
-        if isinstance(cause, ImportError):
-            raise build_missing_extra_error(
-                f"format={kind}", [cause.name or "onnxscript"], cause
-            ) from None
+        for cause in (error.__cause__, error):
+            if isinstance(cause, ImportError):
+                raise build_missing_extra_error(
+                    f"format={kind}", [cause.name or "onnxscript"], cause
+                ) from None
         reason = " ".join(read_text(error).split())[:200] or "no reason given"
         raise RecipeError(
             f"format={kind} cannot express model.name={source.facts['model']} "
@@ -196,7 +196,7 @@ def _compare(source: ExportSource, run: Runner) -> str:
     """Compare the outputs of a file with those of the model on random batches.
 
     Raises:
-        ValueError: They differ too much.
+        ValueError: The outputs differ too much.
     """
     worst = 0.0
     largest = 0.0
@@ -221,9 +221,10 @@ def _compare(source: ExportSource, run: Runner) -> str:
                 f"for {rows} samples its outputs differ by {difference:.2g}, allowed is "
                 f"{allowed:.2g}"
             )
-    sizes = ", ".join(map(str, BATCHES))
-    differences = f"outputs of up to {largest:.3g} differ by at most {worst:.2g}"
-    return f"on random batches of {sizes}: {differences}"
+    return (
+        f"on random batches of {', '.join(map(str, BATCHES))}: outputs of up to {largest:.3g} "
+        f"differ by at most {worst:.2g}"
+    )
 
 
 def to_onnx(source: ExportSource) -> tuple[bytes, Runner]:
@@ -247,8 +248,7 @@ def to_onnx(source: ExportSource) -> tuple[bytes, Runner]:
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
 
     def run(inputs: Tensor) -> Tensor:
-        outputs = session.run(None, {"input": inputs.numpy()})
-        return torch.from_numpy(outputs[0])
+        return torch.from_numpy(session.run(None, {"input": inputs.numpy()})[0])
 
     return content, run
 
@@ -260,7 +260,7 @@ def to_exported_program(source: ExportSource) -> tuple[bytes, Runner]:
     with quietly():
         torch.export.save(_export_program(source), buffer, extra_files=metadata)
         buffer.seek(0)
-        runner: Runner = torch.export.load(buffer).module()
+        runner = torch.export.load(buffer).module()
     return buffer.getvalue(), runner
 
 
@@ -273,8 +273,7 @@ def _export_program(source: ExportSource) -> torch.export.ExportedProgram:
     Stack traces are removed, because they contain paths of this machine.
     """
     batch = torch.export.Dim("batch")
-    example = source.sample(2)
-    program = torch.export.export(source.model, (example,), dynamic_shapes=({0: batch},))
+    program = torch.export.export(source.model, (source.sample(2),), dynamic_shapes=({0: batch},))
     for module in program.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
             for node in module.graph.nodes:

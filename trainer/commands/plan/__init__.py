@@ -1,8 +1,8 @@
 """The command `plan`: what a run needs and how fast it would be, without running it.
 
-The model is built of shapes alone, so a plan for eight GPUs takes seconds on a laptop. Nothing is
-launched, except by `measured=here`, which computes for a few seconds. Wrong arguments are refused
-before torch is imported.
+The model has shapes but no values, so a plan for eight GPUs takes seconds on a laptop. Only
+`measured=here` starts processes, which compute for a few seconds. Arguments are checked before
+torch is imported.
 """
 
 from __future__ import annotations
@@ -62,13 +62,15 @@ def plan(
     Args:
         recipe: what `train` accepts: a name, a YAML file, a run folder, a dictionary or a recipe.
             Its mode is planned.
-        nproc: processes, as in training. None: as many as training would start here.
+        nproc: number of processes. None: as many as training would start on this machine.
         memory: memory of each device, in bytes or as in "24GiB". The devices are then GPUs, unless
-            the recipe says `devices=[cpu]` or `measured` is set. None: that of this machine's.
+            the recipe says `devices=[cpu]` or `measured` is set. None: the memory of this machine's
+            devices.
         measured: "here" computes for a few seconds and predicts the speed from that.
-        bandwidth: between devices, in bytes per second or as in "10GB/s". None: as measured.
+        bandwidth: bandwidth between devices, in bytes per second or as in "10GB/s". None: as
+            measured.
         plugin: the user's own module, which registers models and data sets.
-        every: whether to add a line for each mode on the same number of devices.
+        every: whether to plan every mode on the same number of devices as well.
         words: arguments of the command line, for the commands that the plan shows.
 
     Returns:
@@ -76,8 +78,8 @@ def plan(
         unknown.
 
     Raises:
-        RecipeError: training would refuse the recipe even on a machine with all the devices, or an
-            amount makes no sense.
+        RecipeError: training would refuse the recipe even on a machine with all the devices, or
+            an argument is invalid.
         SetupError: a device to measure is missing, or training would fail on every machine.
     """
     if recipe is None:
@@ -100,7 +102,7 @@ def plan(
         bandwidth = readable.parse_amount("bandwidth", bandwidth)
     layout = lay_out(recipe, nproc, gpus=memory is not None and measured is None)
     launching.load_plugin(plugin)
-    # Imported here because the module imports torch, after arguments have been checked.
-    from trainer.commands.plan.summary import summarise
+    # Imported only now: the module imports torch, which takes seconds.
+    from trainer.commands.plan.summary import summarize
 
-    return summarise(layout, nproc, memory, measured, bandwidth, plugin, every, words)
+    return summarize(layout, nproc, memory, measured, bandwidth, plugin, every, words)

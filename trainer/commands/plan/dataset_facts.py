@@ -38,11 +38,11 @@ class DatasetFacts:
     Attributes:
         train: number of training images; None if the folder is on another machine.
         val: number of validation images; None as for `train`.
-        classes: number of classes, of the data or of the recipe's model if it says so; in a
-            regression, the number of values.
+        classes: number of classes of the data or, if that is unknown, of the recipe's model; for
+            a regression, the number of values.
         channels: channels of an image.
         size: size of an image.
-        note: how the numbers are known.
+        note: where the numbers come from, as a phrase for people.
         targets: shape of a sample's target.
         plain: shape of a sample's input, if it is not an image.
     """
@@ -62,7 +62,7 @@ class DatasetFacts:
         return Example(rows, self.plain or images, self.targets, self.plain is None)
 
     def task(self, recipe: Recipe) -> Task:
-        """Create the recipe's task, without class weights, which change no figure of a plan."""
+        """Create the recipe's task without class weights, which no figure of a plan depends on."""
         return tasks.create_task(
             recipe.replace(loss__class_weights=None), name_by_number(self.classes)
         )
@@ -76,7 +76,7 @@ class DatasetFacts:
 
 
 def read_dataset_facts(recipe: Recipe) -> DatasetFacts:
-    """Find size and shape of the recipe's data. Folders are counted, nothing is downloaded.
+    """Return size and shape of the recipe's data. Files are counted, nothing is downloaded.
 
     Raises:
         RecipeError: the task cannot use these targets.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -17,8 +17,8 @@ from trainer.recipe.checks import count_weight_shards
 from trainer.recipe.layout import Layout
 from trainer.telemetry.readable import format_duration, format_size
 
-# Fraction of a pass that is backward, if the two were not measured apart. An all-reduce can overlap
-# with it on a GPU.
+# Assumed fraction of the backward pass, because forward and backward pass are measured together. On
+# a GPU, the backward pass can hide an all-reduce.
 BACKWARD = 2 / 3
 
 
@@ -41,9 +41,10 @@ class Traffic(NamedTuple):
 def list_candidates(layout: Layout) -> list[int]:
     """Return the numbers of micro-batches that training would measure."""
     stages = layout.workers * layout.virtual
-    counts = tuple(layout.microbatches)
-    pipe = tuning.Pipe(layout.workers, ((layout.schedule, stages),), layout.rows, counts)
-    return tuning.choose_counts(pipe)
+    schedules = ((layout.schedule, stages),)
+    return tuning.choose_counts(
+        tuning.Pipe(layout.workers, schedules, layout.rows, tuple(layout.microbatches))
+    )
 
 
 def count_ring_sends(ranks: int) -> float:
@@ -69,7 +70,8 @@ def compute_traffic(fake: FakeModel, layout: Layout, cut: Cut | None) -> Traffic
             return Traffic(count_ring_sends(count) * resident.gradients / compression)
         case "shards":
             parts = count_weight_shards(recipe, count)
-            # Weights are gathered forward and, if they were freed, backward; gradients are reduced.
+            # Weights are gathered for the forward pass and, if they were freed, for the backward
+            # pass; gradients are reduced.
             passes = (2 + recipe.fsdp.reshard) * recipe.pieces
             own_teacher = count_teacher_bytes(fake.teacher, resident.parameters, parts)
             teacher = (fake.teacher - own_teacher) * recipe.pieces
@@ -94,7 +96,7 @@ class Timings:
         image: seconds of the forward and backward pass per image.
         rows: images of the pass in which that was measured.
         optimizer: seconds of the optimizer in a step, for the whole model.
-        blocks: seconds of each block between neighbouring cuts, by the images of a micro-batch.
+        blocks: seconds of each block between two possible cuts, by the images of a micro-batch.
         bandwidth: bytes per second between two devices; None if it was not measured.
         latency: seconds before the first byte arrives.
         assumptions: sentences for people.
@@ -106,7 +108,7 @@ class Timings:
     blocks: Mapping[int, list[BlockCost]] = field(default_factory=dict)
     bandwidth: float | None = None
     latency: float = 0.0
-    assumptions: tuple[str, ...] = ()
+    assumptions: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class Forecast:
         communication: seconds of communication that does not overlap with it.
         optimizer: seconds of the optimizer.
         bubble: fraction of a step in which stages wait.
-        cut: the cut of a model in stages.
+        cut: the stages of the model; None if the mode has none.
         assumptions: sentences for people.
     """
 
@@ -127,7 +129,7 @@ class Forecast:
     optimizer: float
     bubble: float | None = None
     cut: Cut | None = None
-    assumptions: tuple[str, ...] = ()
+    assumptions: Sequence[str] = ()
 
     @property
     def step(self) -> float:
@@ -201,7 +203,7 @@ def _predict_replicas(fake: FakeModel, layout: Layout, measured: Timings) -> For
             )
         else:
             notes.append("the all-reduce overlaps with nothing: on CPUs the same cores do both")
-    return Forecast(compute, seconds - hidden, measured.optimizer, assumptions=tuple(notes))
+    return Forecast(compute, seconds - hidden, measured.optimizer, assumptions=notes)
 
 
 def _predict_exchange(fake: FakeModel, layout: Layout, measured: Timings) -> tuple[float, str]:
@@ -272,5 +274,4 @@ def _predict_cut(
     if layout.processes > 1:
         # The rank with the most gradients updates the most weights.
         update *= max(cut.gradients) / sum(cut.gradients)
-    compute = length * recipe.pieces
-    return Forecast(compute, exchange, update, bubble, cut, tuple(notes))
+    return Forecast(length * recipe.pieces, exchange, update, bubble, cut, notes)

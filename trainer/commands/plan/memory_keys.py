@@ -49,8 +49,7 @@ def predict_peak_without_recompute(
 ) -> int | None:
     """Return the peak memory in bytes of the fullest device if recompute were false.
 
-    Returns:
-        None if the recipe does not recompute activations.
+    The result is None if the recipe does not recompute activations.
     """
     if not layout.recipe.recompute:
         return None

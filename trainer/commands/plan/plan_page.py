@@ -30,12 +30,12 @@ PARTS = (
     "peak",
 )
 
-# The content of a plan, as `summary.summarise` builds it.
+# The content of a plan, as `summary.summarize` builds it.
 Plan = dict[str, Any]
 
 
 def render_page(plan: Plan) -> str:
-    """Return the page."""
+    """Return the page of `plan` as text for a terminal."""
     lines = [f"trainer {VERSION}: plan of {plan['recipe']}"]
     model = plan["model"]
     disk = plan["disk"]
@@ -45,15 +45,14 @@ def render_page(plan: Plan) -> str:
     devices = f"{format_count(len(plan['devices']), 'device')}: {_name_devices(plan['devices'])}"
     flops = model["forward_flops_per_image"]
     cost = f"{multiply_adds(flops)} ({format_operations(flops)})"
-    work = f"{cost} per image, forward, {model['precision']}"
-    checkpoint = format_size(disk["checkpoint"])
-    folder = format_size(disk["folder"])
     facts = {
         "mode": f"{plan['mode']}, {processes} on {devices}",
-        "model": f"{model['name']}, {model['parameters']:,} parameters, {work}",
+        "model": f"{model['name']}, {model['parameters']:,} parameters, {cost} per image, forward, "
+        f"{model['precision']}",
         "data": _describe_data(plan["data"], plan["steps"]),
         "batch": _describe_batch(plan["batch"]),
-        "disk": f"{checkpoint} a checkpoint, {folder} at most for the run folder",
+        "disk": f"{format_size(disk['checkpoint'])} a checkpoint, {format_size(disk['folder'])} at "
+        "most for the run folder",
         "traffic": _describe_traffic(plan),
     }
     for key, value in facts.items():
@@ -154,7 +153,7 @@ def _list_memory(plan: Plan) -> list[str]:
     for device in plan["memory_per_device"]:
         sizes = tuple(device[part] for part in PARTS)
         groups.setdefault(sizes, []).append(device["device"])
-    # A part that no device has would be a column of zeros.
+    # A part that no device has is left out, because its column would contain zeros only.
     shown = [n for n in range(len(PARTS)) if any(sizes[n] for sizes in groups)]
     rows = [["memory", *(PARTS[n] for n in shown)]]
     for sizes, names in groups.items():
@@ -162,16 +161,19 @@ def _list_memory(plan: Plan) -> list[str]:
     lines = _format_table(rows)
     peak = format_size(plan["peak"])
     if plan["peak_without_recompute"] is not None:
-        other_peak = format_size(plan["peak_without_recompute"])
-        lines.append(f"  recompute: {peak} instead of {other_peak} with recompute=false")
+        lines.append(
+            f"  recompute: {peak} instead of {format_size(plan['peak_without_recompute'])} with "
+            "recompute=false"
+        )
     limit = plan["memory_limit"]
     if limit is None:
         lines.append("  this machine has no such device: add memory=24GiB to see whether this fits")
         return lines
     verdict = "fits" if plan["fits"] else "DOES NOT FIT"
-    size = format_size(limit["bytes"])
-    usable = format_size(limit["usable"])
-    usage = f"{peak} of {size} ({limit['source']}), of which {usable} can be used"
+    usage = (
+        f"{peak} of {format_size(limit['bytes'])} ({limit['source']}), of which "
+        f"{format_size(limit['usable'])} can be used"
+    )
     lines.append(wrap(f"  {verdict}: ", usage))
     if plan["fits"]:
         return lines
@@ -197,18 +199,19 @@ def _list_stages(pipeline: Plan) -> list[str]:
     # The model is not cut after the last stage, which sends nothing.
     cuts = [*pipeline["cuts"], ""]
     for index, (stage, cut) in enumerate(zip(pipeline["stages"], cuts, strict=True)):
-        cells = [
-            str(index),
-            stage["device"],
-            cut,
-            f"{stage['parameters']:,}",
-            format_operations(stage["forward_flops"]),
-            f"{stage['flops_share']:.0%}",
-            format_size(stage["sent_bytes"]) if cut else "",
-        ]
-        rows.append(cells)
-    balance = balances.get(pipeline["balanced_by"], "as given")
-    return [f"{title}; {balance}", *_format_table(rows)]
+        rows.append(
+            [
+                str(index),
+                stage["device"],
+                cut,
+                f"{stage['parameters']:,}",
+                format_operations(stage["forward_flops"]),
+                f"{stage['flops_share']:.0%}",
+                format_size(stage["sent_bytes"]) if cut else "",
+            ]
+        )
+    title += f"; {balances.get(pipeline['balanced_by'], 'as given')}"
+    return [title, *_format_table(rows)]
 
 
 def _describe_prediction(prediction: Plan) -> str:
@@ -217,25 +220,28 @@ def _describe_prediction(prediction: Plan) -> str:
         seconds = prediction[f"{part}_seconds"]
         if seconds:
             parts.append(f"{part} {format_duration(seconds)}")
-    rate = f"{prediction['samples_per_sec']:,.4g} images/s"
-    line = f"{rate}, {format_duration(prediction['step_seconds'])} a step: {', '.join(parts)}"
+    line = (
+        f"{prediction['samples_per_sec']:,.4g} images/s, "
+        f"{format_duration(prediction['step_seconds'])} a step: {', '.join(parts)}"
+    )
     if prediction["bubble"] is not None:
         line += f"; bubble {prediction['bubble']:.1%}"
     return wrap("  predicts ", line)
 
 
 def _list_modes(modes: Sequence[Plan]) -> list[str]:
-    head = [
-        "mode",
-        "processes",
-        "devices",
-        "activations",
-        "peak/device",
-        "fits",
-        "sent/step",
-        "bubble",
+    rows = [
+        [
+            "mode",
+            "processes",
+            "devices",
+            "activations",
+            "peak/device",
+            "fits",
+            "sent/step",
+            "bubble",
+        ]
     ]
-    rows = [head]
     errors = []
     for mode in modes:
         if mode["error"] is not None:
@@ -244,17 +250,18 @@ def _list_modes(modes: Sequence[Plan]) -> list[str]:
         bubble = "-"
         if mode["bubble"] is not None:
             bubble = f"{mode['bubble']:.0%}"
-        cells = [
-            mode["mode"],
-            str(mode["world_size"]),
-            str(mode["devices"]),
-            format_size(mode["activations"]),
-            format_size(mode["peak"]),
-            {True: "yes", False: "no", None: "?"}[mode["fits"]],
-            format_size(mode["traffic"]) if mode["traffic"] else "-",
-            bubble,
-        ]
-        rows.append(cells)
+        rows.append(
+            [
+                mode["mode"],
+                str(mode["world_size"]),
+                str(mode["devices"]),
+                format_size(mode["activations"]),
+                format_size(mode["peak"]),
+                {True: "yes", False: "no", None: "?"}[mode["fits"]],
+                format_size(mode["traffic"]) if mode["traffic"] else "-",
+                bubble,
+            ]
+        )
     return [*_format_table(rows), *errors]
 
 

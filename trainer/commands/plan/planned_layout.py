@@ -21,11 +21,11 @@ def lay_out(
 
     Args:
         recipe: recipe to plan.
-        nproc: number of processes. None: as many as training would start here.
-        gpus: whether to plan for GPUs even if none is here, if the recipe leaves devices open.
+        nproc: number of processes. None: as many as training would start on this machine.
+        gpus: whether to plan for GPUs, even without a GPU here, if the recipe has devices=auto.
 
     Raises:
-        RecipeError: training would refuse this.
+        RecipeError: training would refuse the recipe or `nproc`.
     """
     if nproc is not None:
         nproc = str(nproc)
@@ -41,8 +41,8 @@ def lay_out(
 def _count_planned_gpus(recipe: Recipe, processes: int, gpus: bool) -> int:
     """Return the number of GPUs that the planned machine has.
 
-    These are the GPUs that the recipe names. If it leaves devices open, and there are GPUs, there
-    is at least one for each process or stage.
+    The recipe may name the GPUs. If it has devices=auto and the machine has GPUs, there is at least
+    one GPU for each process or stage.
     """
     if recipe.devices != "auto":
         return count_named_cards(recipe.devices)
@@ -60,9 +60,9 @@ def lay_out_modes(
     nproc: str | int | None = None,
     gpus: bool = False,
 ) -> dict[str, Layout | RecipeError]:
-    """Lay out each mode on the same number of devices, or return why it cannot run there."""
+    """Return the layout of each mode on the same number of devices, or why it cannot run there."""
     available = resources.count_cuda_devices()
-    # A single device says nothing about most modes.
+    # At least two devices: most modes differ from `single` only on several devices.
     count = max(2, recipe.pipeline.stages or 0, available)
     kind = "cuda" if gpus or available else "cpu"
     if recipe.devices != "auto":

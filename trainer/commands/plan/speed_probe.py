@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -36,11 +37,12 @@ from trainer.training.setup import place_model, start_process
 
 # Approximate maximum number of seconds of one forward and backward pass.
 PASS = 2.0
+# Sizes of the messages that show latency and bandwidth.
 LATENCY_BYTES = 2**10
 BANDWIDTH_BYTES = 2**24
 
 
-def measure_here(layout: Layout, images: DatasetFacts, plugin: str | None = None) -> Timings:
+def measure_here(layout: Layout, images: DatasetFacts, plugin: str | None) -> Timings:
     """Measure on this machine, in a few seconds, how fast the layout computes.
 
     Args:
@@ -49,7 +51,7 @@ def measure_here(layout: Layout, images: DatasetFacts, plugin: str | None = None
         plugin: the user's own module.
 
     Raises:
-        SetupError: no GPU is here.
+        SetupError: the plan is for GPUs, but this machine has no usable GPU.
         PeerError: a process failed.
     """
     recipe = layout.recipe
@@ -103,7 +105,7 @@ def measure_here(layout: Layout, images: DatasetFacts, plugin: str | None = None
         image=mean(timing.image * timing.rows for timing in timings) / first.rows,
         optimizer=mean(timing.optimizer for timing in timings),
         blocks=blocks,
-        assumptions=tuple(notes),
+        assumptions=notes,
     )
 
 
@@ -128,13 +130,13 @@ def measure(
     microbatches: Sequence[int],
     plugin: str | None,
 ) -> Timings:
-    """Measure in one of the processes.
+    """Measure passes, optimizer, blocks and communication in one of the processes.
 
     Args:
         process: this process.
         recipe: recipe to measure.
         images: size and shape of the data set.
-        most: images of a pass.
+        most: maximum number of images of a pass.
         microbatches: images of the micro-batches to measure; empty for a model without stages.
         plugin: the user's own module.
     """
@@ -184,33 +186,25 @@ def _measure_whole(
     strategy, updater = place_model(context, model)
     strategy.train()
 
-    def timed(work: Callable[[], Any]) -> float:
+    def timed(work: Callable[[], Any]) -> tuple[Any, float]:
         synchronise([device])
         peers.barrier()
         begun = time.perf_counter()
-        work()
+        result = work()
         synchronise([device])
-        return time.perf_counter() - begun
+        return result, time.perf_counter() - begun
 
     def measure_passes(images: int, least: int, seconds: float) -> tuple[float, float]:
         # At least one pass more than `least`, because the first is discarded.
         batch = example.batch(device, images, context.recipe.channels_last)
-        losses: list[torch.Tensor] = []
         computes: list[float] = []
-        updates: list[float] = []
+        updates = []
         spent = 0.0
 
-        def compute_losses() -> None:
-            losses[:] = [strategy.forward_backward(batch, 1 / images)]
-
-        def update_weights() -> None:
-            updater.step(losses[0], strategy, want_norm=False)
-
         while len(computes) <= least or spent < seconds:
-            compute = timed(compute_losses)
-            update = timed(update_weights)
+            loss, compute = timed(partial(strategy.forward_backward, batch, 1 / images))
+            _, update = timed(partial(updater.step, loss, strategy, want_norm=False))
             updater.zero_grad()
-            losses.clear()
             computes.append(compute)
             updates.append(update)
             # The time of the slowest rank is used, so that all ranks stop together.
@@ -228,7 +222,7 @@ def _measure_whole(
 
 
 def _exchange(peers: World, device: torch.device, reduce: bool) -> tuple[float | None, float]:
-    """Measure bytes per second, and seconds before the first byte.
+    """Measure bandwidth in bytes per second, and latency in seconds, between the processes.
 
     Args:
         peers: the processes.
@@ -237,7 +231,7 @@ def _exchange(peers: World, device: torch.device, reduce: bool) -> tuple[float |
             tensor to each other.
 
     Returns:
-        Bandwidth, None for a single process, and latency.
+        Bandwidth and latency; None and 0 for a single process.
     """
     if peers.size == 1:
         return None, 0.0

@@ -33,22 +33,22 @@ Plan = dict[str, Any]
 
 
 @plain_context()
-def summarise(
+def summarize(
     layout: Layout,
     nproc: int | str | None,
-    room: int | None,
+    memory: int | None,
     measured: str | None,
     bandwidth: float | None,
     plugin: str | None,
     every: bool,
     words: Sequence[str],
 ) -> Plan:
-    """Compute everything that is known about the layout before it runs.
+    """Compute all figures of a plan.
 
     Args:
         layout: processes and devices.
         nproc: number of processes that the user asks for.
-        room: bytes of each device, if stated.
+        memory: memory of each device in bytes, if stated.
         measured: "here" to measure on this machine.
         bandwidth: bytes per second between devices, if stated.
         plugin: the user's own module.
@@ -60,51 +60,37 @@ def summarise(
     """
     is_auto = layout.recipe.accumulate == "auto"
     images = read_dataset_facts(layout.recipe)
-    fake, layout = memory_keys.choose_recompute(FakeModel(layout, images), layout, room)
-    layout = memory_keys.choose_accumulate(fake, layout, room)
+    fake, layout = memory_keys.choose_recompute(FakeModel(layout, images), layout, memory)
+    layout = memory_keys.choose_accumulate(fake, layout, memory)
     recipe = layout.recipe
     steps = None
     total = None
     if images.train is not None:
-        every_sample = recipe.traits.every_sample
-        share = DataShare(0, layout.data_shares, every_sample=every_sample)
+        share = DataShare(0, layout.data_shares, every_sample=recipe.traits.every_sample)
         steps = count_steps_per_epoch(images.train, recipe, share)
         total = count_total_steps(recipe, steps)
     cut = None
     prediction = None
-    predicted_speed = None
-    measured_assumptions: tuple[str, ...] = ()
+    assumptions = _list_assumptions(fake, layout, images, is_auto)
     if measured is not None:
         timings = speed_probe.measure_here(layout, images, plugin)
         predicted = forecast.forecast(fake, layout, timings, bandwidth)
         cut = predicted.cut
         prediction = predicted.figures(recipe.batch_size)
-        predicted_speed = prediction["samples_per_sec"]
-        measured_assumptions = predicted.assumptions
+        assumptions += predicted.assumptions
     # A forecast has chosen the cut already, by measured seconds.
     if layout.staged and cut is None:
         cut = fake.cut(layout)
-    devices, limit, fits = assess(fake, layout, room, cut)
-    modes: list[Plan] | None = None
+    devices, limit, fits = assess(fake, layout, memory, cut)
+    modes = None
     if every:
         # accumulate=auto is resolved for each mode separately.
         typed = recipe.replace(accumulate="auto") if is_auto else recipe
         layouts = lay_out_modes(typed, nproc, layout.kind == "cuda")
-        modes = [_plan_mode(fake, mode, planned, room) for mode, planned in layouts.items()]
-    batch: Plan = {
-        "global": recipe.batch_size,
-        "shards": layout.data_shares,
-        "per_shard": count_largest_rows(recipe, layout.data_shares, 1),
-        "shares": layout.shares and [recipe.pieces * rows for rows in layout.shares],
-        "per_device": recipe.batch_size / len(layout.devices),
-        "accumulate": recipe.pieces,
-        "per_pass": layout.rows,
-        "microbatch": None if cut is None else cut.rows,
-    }
+        modes = [_plan_mode(fake, mode, planned, memory) for mode, planned in layouts.items()]
     # BatchNorm may refuse a single value, so two images are counted.
     flops = fake.forward_flops(2) // 2
-    advice: list[Plan] = []
-    peak_without_recompute = memory_keys.predict_peak_without_recompute(fake, layout, cut)
+    advice = []
     if limit is not None and not fits:
         advice = memory_keys.suggest_arguments(fake, layout, limit.bytes)
     return {
@@ -127,25 +113,31 @@ def summarise(
             "image_size": images.size,
             "source": images.note,
         },
-        "batch": batch,
+        "batch": {
+            "global": recipe.batch_size,
+            "shards": layout.data_shares,
+            "per_shard": count_largest_rows(recipe, layout.data_shares, 1),
+            "shares": layout.shares and [recipe.pieces * rows for rows in layout.shares],
+            "per_device": recipe.batch_size / len(layout.devices),
+            "accumulate": recipe.pieces,
+            "per_pass": layout.rows,
+            "microbatch": cut and cut.rows,
+        },
         "steps": {"per_epoch": steps, "epochs": recipe.epochs, "total": total},
         "memory_per_device": list(map(asdict, devices)),
         "memory_limit": limit and asdict(limit),
         "peak": fullest(devices),
-        "peak_without_recompute": peak_without_recompute,
+        "peak_without_recompute": memory_keys.predict_peak_without_recompute(fake, layout, cut),
         "fits": fits,
         "advice": advice,
-        "pipeline": cut and _summarise_stages(fake, layout, cut),
-        "communication": _summarise_traffic(fake, layout, cut, bandwidth),
+        "pipeline": cut and _summarize_stages(fake, layout, cut),
+        "communication": _summarize_traffic(fake, layout, cut, bandwidth),
         "disk": disk(fake, layout),
         "prediction": prediction,
-        "predicted_samples_per_sec": predicted_speed,
+        "predicted_samples_per_sec": prediction and prediction["samples_per_sec"],
         "commands": list_commands(recipe, layout, words),
         "needs_folder": needs_folder(recipe),
-        "assumptions": [
-            *_list_assumptions(fake, layout, images, is_auto),
-            *measured_assumptions,
-        ],
+        "assumptions": assumptions,
         "modes": modes,
     }
 
@@ -154,19 +146,20 @@ def _count_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _summarise_stages(fake: FakeModel, layout: Layout, cut: Cut) -> Plan:
+def _summarize_stages(fake: FakeModel, layout: Layout, cut: Cut) -> Plan:
     total_flops = sum(stage.flops for stage in cut.stages)
-    stages: list[Plan] = []
+    stages = []
     modules = fake.traced.stages(cut.names)
     for module, stage, holder in zip(modules, cut.stages, cut.holders, strict=True):
-        figures = {
-            "device": layout.devices[holder],
-            "parameters": _count_parameters(module),
-            "forward_flops": stage.flops,
-            "flops_share": stage.flops / total_flops,
-            "sent_bytes": stage.sent,
-        }
-        stages.append(figures)
+        stages.append(
+            {
+                "device": layout.devices[holder],
+                "parameters": _count_parameters(module),
+                "forward_flops": stage.flops,
+                "flops_share": stage.flops / total_flops,
+                "sent_bytes": stage.sent,
+            }
+        )
     # The outputs of the last stage go to the loss.
     stages[-1]["sent_bytes"] = 0
     return {
@@ -180,7 +173,7 @@ def _summarise_stages(fake: FakeModel, layout: Layout, cut: Cut) -> Plan:
     }
 
 
-def _summarise_traffic(
+def _summarize_traffic(
     fake: FakeModel,
     layout: Layout,
     cut: Cut | None,
@@ -204,7 +197,7 @@ def _summarise_traffic(
 def needs_folder(recipe: Recipe) -> bool:
     """Return whether training needs images that the arguments do not name yet.
 
-    Without them, a run measures its speed on made-up images.
+    Without them, a run only measures its speed on synthetic images.
     """
     return recipe.data.name in OWN_PHOTOS and recipe.data.root is None
 
@@ -284,7 +277,7 @@ def _plan_mode(
     fake: FakeModel,
     mode: str,
     layout: Layout | RecipeError,
-    room: int | None,
+    memory: int | None,
 ) -> Plan:
     """Return the row of one mode on the same number of devices, or why it cannot run there.
 
@@ -293,16 +286,16 @@ def _plan_mode(
     fraction of a step in which stages wait.
     """
     keys = ("world_size", "devices", "peak", "activations", "fits", "traffic", "bubble", "error")
-    row: Plan = {"mode": mode, **dict.fromkeys(keys)}
+    row = {"mode": mode, **dict.fromkeys(keys)}
     try:
         if isinstance(layout, RecipeError):
             raise layout
         # Stages are traced without the wrapped blocks that other modes recompute.
         if layout.recipe.recompute:
             fake = FakeModel(layout, fake.images)
-        layout = memory_keys.choose_accumulate(fake, layout, room)
+        layout = memory_keys.choose_accumulate(fake, layout, memory)
         cut = fake.cut(layout) if layout.staged else None
-        devices, _, fits = assess(fake, layout, room, cut)
+        devices, _, fits = assess(fake, layout, memory, cut)
     except RecipeError as error:
         return {**row, "error": str(error)}
     traffic = forecast.compute_traffic(fake, layout, cut)

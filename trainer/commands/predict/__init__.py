@@ -2,8 +2,3 @@
 
 Nothing in this package trains.
 """
-
-from trainer.commands.predict.predict_command import command
-from trainer.commands.predict.python_api import predict
-
-__all__ = ["command", "predict"]

@@ -35,8 +35,8 @@ from trainer.training.trained import Preparation, Trained, create_task_without_l
 NOT_FINITE = (
     "gave up: the model's outputs are not finite: try precision=fp32, or weights of an earlier step"
 )
-# Batches of one size in a row before their forward pass is captured as a CUDA graph. The number of
-# batches that follow is unknown, and a capture must pay off.
+# Consecutive batches of one size before the forward pass is captured as a CUDA graph. The number of
+# batches that follow is unknown, so these show that a capture will pay off.
 WARM = 12
 
 
@@ -50,7 +50,7 @@ class LabelModel:
         model: Model in evaluation mode, on the CPU.
         classes: Name of each output.
         preparation: Preparation of images as in evaluation.
-        data: Data set, if one of its splits is labelled.
+        data: Data set, if one of its splits is labeled.
         photos: Files, directories and lists of paths to label if `data` is None.
     """
 
@@ -60,7 +60,7 @@ class LabelModel:
     classes: tuple[str, ...]
     preparation: Preparation
     data: Datasets | None
-    photos: tuple[str, ...]
+    photos: Sequence[str]
 
     @classmethod
     def read(
@@ -114,13 +114,13 @@ class LabelModel:
         model = trained.model(task, len(classes), preparation.channels, preparation.image_size)
         outputs = recipe.model.num_classes or 0
         unnamed = tuple(f"class {n}" for n in range(len(classes), outputs))
-        return cls(recipe, task, model, classes + unnamed, preparation, data, tuple(photos))
+        return cls(recipe, task, model, classes + unnamed, preparation, data, photos)
 
 
 class Labels(NamedTuple):
-    """The (at most five) most probable classes of an image, or the reason why there are none.
+    """Up to five most probable classes of an image, or the error if it could not be labeled.
 
-    A regression has its outputs as classes and their values as probabilities.
+    For a regression, the classes are the outputs, and the probabilities are their values.
     """
 
     classes: tuple[int, ...]
@@ -149,15 +149,15 @@ class Labeller:
     preparation: Preparation
     recipe: Recipe
     task: Task
-    source: PhotoSource | None
+    source: PhotoSource | None = None
     threads: int = 0
 
     def setup(self, device: torch.device) -> None:
         recipe = self.recipe
         keep_freed_memory()
         if device.type == "cpu" and (recipe.threads or recipe.predict.batch_size):
-            # Kernels sum in another order on another number of threads, but a fixed batch size
-            # promises the same bytes.
+            # The number of threads changes the order in which kernels sum, but a fixed batch size
+            # promises identical output files.
             torch.set_num_threads(recipe.threads or 1)
         if device.type == "cuda":
             health.check_card(device, cards.detect().count)
@@ -192,14 +192,14 @@ class Labeller:
     def prepare(self, items: Sequence[Any]) -> Sequence[Any]:
         """Start reading a batch.
 
-        The pool calls this when a batch arrives, while the previous one is labelled.
+        The pool calls this when a batch arrives, while the previous one is labeled.
         """
         if self._decoders:
             return [self._decoders.submit(self._read, item) for item in items]
         return items
 
     def batch(self, items: Sequence[Any]) -> list[Labels]:
-        """Label items, or the futures that `prepare` returned for them.
+        """Return the labels of items, or of the futures that `prepare` returned for them.
 
         An item that cannot be read gets the reason in `Labels.error`.
         """

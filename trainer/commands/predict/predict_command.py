@@ -52,10 +52,10 @@ NOT_OURS = {
 COLUMNS = ("path", "class", "probability", "top5", "label", "error")
 # Number of rows, unreadable images, images given up, images with a known class, and correct ones.
 COUNTS = ("images", "unreadable", "failed", "labelled", "right")
-# Name of the file while rows are written. The complete file is renamed.
+# Name of the file while rows are written, before the complete file is renamed.
 PART = "predictions.part"
 AGAIN = "the same command labels all images again"
-# Start of the error of an image on which workers failed.
+# Start of the error message for an image on which workers failed.
 GAVE_UP = "gave up: "
 # Maximum number of images whose classes are printed.
 FEW = 10
@@ -66,7 +66,7 @@ LEAST = 0.01
 MANY = 100
 # Maximum number of threads that read for one device.
 DECODERS = 32
-# Seconds between two lines.
+# Seconds between two progress lines.
 SECONDS = 5.0
 
 
@@ -175,8 +175,8 @@ def _claim(folder: Path) -> None:
     """Create the directory and lock it as long as this process lives.
 
     Raises:
-        FolderInUseError: It holds a run or predictions, or another process uses it.
-        SetupError: It cannot be written.
+        FolderInUseError: The directory holds a run or predictions, or another process uses it.
+        SetupError: The directory cannot be written.
     """
     locks.lock_folder(folder, "command")
     names = ("recipe.yaml", "result.json", "predictions.csv", "predictions.jsonl")
@@ -190,7 +190,7 @@ def _claim(folder: Path) -> None:
 
 
 class Rows:
-    """Writer of the rows, which also counts them.
+    """Writer of the file of predictions, which also counts its rows.
 
     The file gets its final name when it is complete.
     """
@@ -235,7 +235,7 @@ class Rows:
 
     def write(self, item: Item, labels: Labels | ItemError) -> None:
         """Write the next row; an `ItemError` belongs to an image that was given up."""
-        row: Json = dict.fromkeys(COLUMNS)
+        row = dict.fromkeys(COLUMNS)
         row["path"] = item.path
         if item.label is not None:
             row["label"] = self.classes[item.label]
@@ -269,7 +269,7 @@ class Rows:
             self.counts["labelled"] += 1
             self.counts["right"] += row["label"] == row["class"]
         if len(self.first) < FEW:
-            answers: list[str] = []
+            answers = []
             for name, number in row["top5"] or ():
                 if not self._probabilities:
                     answers.append(f"{name} {number:.4g}")
@@ -279,7 +279,7 @@ class Rows:
             self.first.append((escape_control_characters(row["path"]), answer))
 
     def finish(self, seconds: float) -> None:
-        """Complete the results after `seconds` of labelling.
+        """Complete the results after `seconds` of labeling.
 
         The rows get their final name last, so a directory without it can be used again.
         """
@@ -311,7 +311,7 @@ class SpeedLines:
 
         Args:
             count: Number of images; None if unknown.
-            logging: Whether to print lines.
+            logging: Section of the recipe; `progress` says whether to print lines.
             devices: Device of each worker.
         """
         self._names = list(number_devices(devices))
@@ -365,7 +365,7 @@ def _sum_up(rows: Rows, seconds: float) -> None:
         )
     say(f"  result   {rows.final}")
     if counts["failed"]:
-        why = f"the error column of {rows.final} says why"
         raise PredictionError(
-            f"{counts['failed']} of {counts['images']} images have no prediction; {why}"
+            f"{counts['failed']} of {counts['images']} images have no prediction; the error column "
+            f"of {rows.final} says why"
         )

@@ -21,12 +21,15 @@ from trainer.processes import pickling
 from trainer.processes.resources import count_cores, count_cuda_devices
 from trainer.processes.torch_context import plain_context
 
+# Devices of workers: a list, one device, or "auto".
+Devices = Sequence[str | torch.device] | str | torch.device
+
 
 @plain_context()
 def predict(
     model: nn.Module,
     inputs: Tensor | np.ndarray[Any, Any] | Iterable[Any],
-    devices: Sequence[str | torch.device] | str | torch.device = "auto",
+    devices: Devices = "auto",
     batch_size: int | None = None,
 ) -> Any:
     """Run a model in evaluation mode, without gradients, on every device of a list.
@@ -68,8 +71,8 @@ def predict(
     names = choose_devices(devices)
     if not isinstance(inputs, Tensor):
         return _stream(model, _yield_tensors(inputs), names, batch_size)
-    outputs: Any = None
-    structures: list[Any] = []
+    outputs = None
+    structures = []
     rows = inputs
     # Run one sample to get the output shape for an empty input.
     if len(inputs) == 0:
@@ -84,9 +87,7 @@ def predict(
     return (structures if outputs is None else outputs)[: len(inputs)]
 
 
-def choose_devices(
-    devices: Sequence[str | torch.device] | str | torch.device,
-) -> list[str]:
+def choose_devices(devices: Devices) -> list[str]:
     """Return the device of each worker for a list of devices, one device, or "auto".
 
     Raises:
@@ -105,11 +106,12 @@ def _yield_tensors(inputs: Iterable[Any]) -> Iterator[Any]:
     """
     for number, item in enumerate(inputs):
         if not isinstance(item, Tensor | np.ndarray):
-            kind = type(item).__name__
             hint = ""
             if isinstance(item, tuple | list):
                 hint = ": pass only the inputs of a data set, (item[0] for item in data)"
-            raise RecipeError(f"predict() accepts tensors, but input {number} is a {kind}{hint}")
+            raise RecipeError(
+                f"predict() accepts tensors, but input {number} is a {type(item).__name__}{hint}"
+            )
         yield as_tensor(item)
 
 

@@ -19,7 +19,7 @@ from trainer.errors import RecipeError, SetupError
 from trainer.recipe.text import format_value
 from trainer.saving import files
 
-# At least one of this many first lines of a list must be the path of a file.
+# At least one of the first FIRST lines of a list must be the path of an existing file.
 FIRST = 20
 # Maximum size of a list of paths in bytes.
 LONGEST = 2**30
@@ -39,8 +39,8 @@ class Inputs:
 
     Attributes:
         items: The images.
-        count: Their number; None if unknown in advance.
-        source: Data set of the payloads that are indices.
+        count: Number of images; None if unknown in advance.
+        source: Data set that the payloads index, if they are indices.
         ignored: Descriptions of the other files next to the images.
     """
 
@@ -76,7 +76,7 @@ def find_images(roots: Sequence[str]) -> Inputs:
                 "RUN -"
             )
         return Inputs((Item(path, path, None) for path in chain([first], lines)), None)
-    paths: list[str] = []
+    paths = []
     ignored = []
     for root in roots:
         found_paths, others = _list_paths(root)
@@ -109,13 +109,16 @@ def _list_paths(root: str) -> tuple[list[str], str]:
             lines = (line.rstrip("\r") for line in text.split("\n"))
             paths = [line for line in lines if line]
             if paths and not any(map(os.path.lexists, paths[:FIRST])):
-                first = f"{format_value(paths[0])}, its first line, is not the path of a file"
-                raise SetupError(f"data.root={root} is not a list of images: {first}; {remedy}")
+                raise SetupError(
+                    f"data.root={root} is not a list of images: {format_value(paths[0])}, its "
+                    f"first line, is not the path of a file; {remedy}"
+                )
     except SetupError:
         raise
     except OSError as error:
-        reason = files.describe_error(error)
-        raise SetupError(f"data.root={root} cannot be read ({reason}); {remedy}") from None
+        raise SetupError(
+            f"data.root={root} cannot be read ({files.describe_error(error)}); {remedy}"
+        ) from None
     if not paths:
         ignored = ""
         if left.in_words():
@@ -135,7 +138,7 @@ def open_split(data: Datasets, name: str) -> Inputs:
     if data.plain or isinstance(split, TensorSet):
         raise RecipeError(f"data.name={data.name} holds no images, but predict labels images")
     labels = getattr(split, "labels", None)
-    classes: list[int | None] = [None] * len(split)
+    classes = [None] * len(split)
     if labels is not None:
         labels = torch.as_tensor(labels)
         # Labels of any other shape are targets of a regression or several classes per image.

@@ -1,8 +1,9 @@
 """The command `prove`: check that this machine trains correctly, and measure how fast.
 
-Correctness comes before speed, and the checks that say most come first, within the minutes that the
-user allows. Finished checks are kept, and the same command resumes after a stop. All training runs
-are started through the command line, as a user would start them.
+Checks of correctness come before measurements of speed. If the minutes that the user allows are not
+enough for all checks, the most important ones run. Finished checks are kept, and the same command
+resumes after a stop. All training runs are started through the command line, as a user would start
+them.
 """
 
 from __future__ import annotations
@@ -57,7 +58,10 @@ def command(words: Sequence[str]) -> int:
 
 
 def find_devices(text: str | None) -> Devices:
-    """Return the devices to check: those in the value of `devices=`, else every GPU, else the CPU.
+    """Return the devices to check.
+
+    Args:
+        text: value of `devices=`. None or "auto": all GPUs, or CPU processes if there is no GPU.
 
     Raises:
         RecipeError: `text` names a device that is not here, or twice, or of two kinds.
@@ -82,5 +86,4 @@ def find_devices(text: str | None) -> Devices:
         return Devices(tuple(names), "cpu", ("CPU",) * len(names), threads)
     import torch
 
-    models = map(torch.cuda.get_device_name, names)
-    return Devices(tuple(names), "cuda", tuple(models))
+    return Devices(tuple(names), "cuda", tuple(map(torch.cuda.get_device_name, names)))

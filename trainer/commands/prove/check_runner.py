@@ -14,7 +14,7 @@ from trainer.telemetry.readable import format_count
 
 # Seconds after which a run or a measurement is considered to hang and is killed.
 TIMEOUT = 300.0
-# Seconds before that at which a hanging run stops by itself and reports the reason.
+# A hanging run stops by itself this number of seconds earlier, and reports the reason.
 GRACE = 60.0
 QUIET = ["logging.progress=false", f"timeout={TIMEOUT - GRACE:g}"]
 
@@ -24,12 +24,12 @@ class Outcome:
     """Outcome of one check.
 
     Attributes:
-        status: "right" or "wrong" if something was checked; "measured" for a figure without a
-            bound; "not here" if this machine or this torch cannot do it; "left out" if there was
-            no time.
+        status: "right" or "wrong" for a check; "measured" for a figure without a bound; "not
+            here" if this machine or this version of torch lacks the feature; "left out" if there
+            was no time.
         line: the outcome in one line.
         todo: what to type if something is wrong.
-        figures: figures of proof.json.
+        figures: figures of the check in proof.json.
         seconds: duration of the check.
     """
 
@@ -78,7 +78,7 @@ class Devices:
     """Devices to check: GPUs, or CPU processes instead of them.
 
     Attributes:
-        names: one per device, as recipes write them.
+        names: name of each device, as recipes write it.
         kind: "cuda" or "cpu".
         models: product name of each GPU, or "CPU".
         threads: threads of each CPU process; None on GPUs.
@@ -125,7 +125,7 @@ class CheckRunner:
     """Runner of the trainings and measurements that checks need.
 
     Attributes:
-        folder: of the proof.
+        folder: folder of the proof.
         devices: devices to check.
         outcomes: outcomes so far, by the names of the checks.
     """
@@ -156,7 +156,7 @@ class CheckRunner:
             name: folder of the run below runs/.
             words: arguments of the run.
             environment: additional variables.
-            timed: run again in any case, because the figure is compared with one that is measured
+            timed: run again in any case, because the speed is compared with one that is measured
                 at the same time. The weights are deleted.
             resumes: whether a run that was stopped is resumed.
 
@@ -181,8 +181,10 @@ class CheckRunner:
     def measure(self, what: str, count: int = 1, **task: Any) -> list[Json]:
         """Call the function `what` of `prove_probe` in `count` processes, one on each device.
 
+        The keyword arguments `task` are passed to the function.
+
         Returns:
-            What each process returns.
+            The result of each process.
 
         Raises:
             PeerError: a process failed.

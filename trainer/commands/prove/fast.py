@@ -25,12 +25,13 @@ from trainer.telemetry.flops import look_up_peak_bandwidth
 from trainer.telemetry.readable import format_number
 
 # A device is slow below this fraction of the best of its kind, and throttled below this fraction
-# of its own best. Other programs take CPU time that no clock leaves out completely.
+# of its own best. The limits for CPUs are lower, because no clock excludes the effect of other
+# programs completely.
 SLOW = {"cuda": 0.9, "cpu": 0.6}
 THROTTLED = {"cuda": 0.85, "cpu": 0.5}
 # A link is slow below this fraction of the fastest one.
 SLOW_LINK = {"cuda": 0.5, "cpu": 0.25}
-# Warm-up steps of a timed run, and the approximate seconds after them.
+# Warm-up steps of a timed run, and its approximate duration in seconds after them.
 WARM = 5
 SECONDS = 2.5
 # Number of times that a bare loop and a run alternate, and the seconds of one such pair.
@@ -146,7 +147,7 @@ def find_slow_devices(
     Args:
         devices: devices that were measured.
         rates: successive rates of each device.
-        what: what the rates are of, in the plural.
+        what: name of the measured work in the plural, as in "matrix products".
     """
     best = dict.fromkeys(devices.models, 0.0)
     for model, values in zip(devices.models, rates, strict=True):
@@ -157,17 +158,19 @@ def find_slow_devices(
             name = f"{name}:{rank}"
         own_best = max(values)
         fraction = own_best / best[devices.models[rank]]
-        if own_best < SLOW[devices.kind] * best[devices.models[rank]]:
+        if fraction < SLOW[devices.kind]:
             yield (
                 f"{name} is slow: its {what} reach {fraction:.0%} of the best device of its kind"
             )
         elif max(values[-2:]) < THROTTLED[devices.kind] * own_best:
-            last = values[-1] / own_best
-            yield f"{name} is throttled: its {what} fall to {last:.0%} of its own best"
+            yield (
+                f"{name} is throttled: its {what} fall to {values[-1] / own_best:.0%} of its own "
+                "best"
+            )
 
 
 def measure_links(runner: CheckRunner) -> Outcome:
-    """Measure the bandwidth from each device to each other one, and of an all-reduce."""
+    """Measure the bandwidth between all pairs of devices, and of an all-reduce."""
     devices = runner.devices
     answers = runner.measure("links", devices.count)
     ways: dict[str, list[float]] = {}
@@ -184,9 +187,11 @@ def measure_links(runner: CheckRunner) -> Outcome:
     }
     if not slow:
         medians = list(map(median, ways.values()))
-        wire = median(answers[0]["all_reduce"]) / 1e9
-        both = f"{min(medians) / 1e9:.3g} to {max(medians) / 1e9:.3g} GB/s a way"
-        return measured(f"{both}, all-reduce {wire:.3g} GB/s on its wire", **figures)
+        line = (
+            f"{min(medians) / 1e9:.3g} to {max(medians) / 1e9:.3g} GB/s a way, all-reduce "
+            f"{median(answers[0]['all_reduce']) / 1e9:.3g} GB/s on its wire"
+        )
+        return measured(line, **figures)
     shown = slow
     todo = "see what else runs (top)"
     if devices.kind == "cuda":
@@ -209,7 +214,7 @@ def summarize(values: Sequence[float]) -> dict[str, float]:
 
 
 def _measure_speed(network: Network, count: int, runner: CheckRunner) -> Outcome:
-    """Compare runs on `count` devices with an alternating bare loop, and with one device."""
+    """Compare runs on `count` devices with a bare loop in alternation, and with one device."""
     options = choose_settings(runner.devices)
     batch = options["batch"]
     steps = 0
@@ -218,7 +223,7 @@ def _measure_speed(network: Network, count: int, runner: CheckRunner) -> Outcome
         where = ["mode=ddp", *runner.devices.in_ranks(count)]
     bare = []
     ours = []
-    exposed = list[float]()
+    exposed = []
     result = Json()
     for turn in range(ROUNDS[runner.devices.kind]):
         answers = runner.measure(
@@ -235,7 +240,7 @@ def _measure_speed(network: Network, count: int, runner: CheckRunner) -> Outcome
         if count > 1:
             alone = count * min(median(answer["alone"]) for answer in answers)
             exposed.append(1 - bare[-1] / alone)
-        # Every round has the same number of steps, from the speed of the first one.
+        # The bare loop of the first round determines the number of steps of all rounds.
         steps = steps or max(10, min(400, round(SECONDS * bare[0] / count / batch)))
         name = f"speed/{network.name}-x{count}-{turn}"
         words = build_arguments(where, network, count, options, steps)

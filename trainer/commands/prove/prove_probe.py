@@ -29,12 +29,12 @@ ROUNDS = 4
 WARM = 4
 WINDOWS = 5
 SECONDS = 2.0
-# Largest whole number up to which all whole numbers are exact.
+# Each type represents all whole numbers up to this one exactly.
 MOST = {torch.uint8: 256, torch.bfloat16: 256, torch.float16: 2048}
 
 
 def doctor(measurer: Measurer) -> Json:
-    """Run `doctor` in this process, so that the memory it uses on the cards is free afterwards."""
+    """Run `doctor` in this process, whose end frees the memory of the GPUs that `doctor` uses."""
     from trainer.commands.doctor import examine
 
     return {"problems": examine().problems}
@@ -48,10 +48,10 @@ def list_types(device: torch.device) -> list[torch.dtype]:
 
 
 def make_pattern(size: int, dtype: torch.dtype, rank: int, ranks: int) -> Tensor:
-    """Return whole numbers that differ between neighbouring elements and between ranks.
+    """Return whole numbers that differ between adjacent elements and between ranks.
 
-    Sums of such patterns over `ranks` ranks are exact in every type, so a lost, doubled or shifted
-    element shows.
+    Sums of these patterns over `ranks` ranks are exact in every type, so a comparison detects a
+    lost, doubled or shifted element.
     """
     modulus = max(2, MOST.get(dtype, 2**22) // ranks - 1)
     numbers = torch.arange(size) * (rank + 1) + 17 * rank + 1
@@ -68,10 +68,9 @@ def compare(
     actual = actual.cpu()
     if not torch.equal(actual, expected):
         index = int((actual != expected).nonzero()[0])
-        dtype = str(expected.dtype).removeprefix("torch.")
         errors.append(
-            f"{what}, {len(expected):,} of {dtype}: element {index:,} is "
-            f"{actual[index].item():g}, not {expected[index].item():g}"
+            f"{what}, {len(expected):,} of {str(expected.dtype).removeprefix('torch.')}: element "
+            f"{index:,} is {actual[index].item():g}, not {expected[index].item():g}"
         )
     return 1
 
@@ -112,8 +111,7 @@ def sums(measurer: Measurer) -> Json:
             ]
             total = patterns[measurer.rank].clone().to(measurer.device)
             dist.all_reduce(total)
-            doubles = [tensor.double() for tensor in patterns]
-            expected = torch.stack(doubles).sum(0).to(dtype)
+            expected = torch.stack(patterns).double().sum(0).to(dtype)
             count += compare(total, expected, what, errors)
     return {"done": count, "wrong": errors}
 
@@ -137,8 +135,8 @@ def rates(measurer: Measurer) -> Json:
     out = torch.empty_like(matrix)
     source = torch.zeros(block, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    # Amounts are operations, or bytes read and written.
-    works: dict[str, tuple[Callable[[], Any], float]] = {
+    # An amount is a number of floating-point operations, or of bytes read and written.
+    works = {
         "product": (lambda: torch.mm(matrix, matrix, out=out), 2.0 * side**3),
         "memory": (lambda: target.copy_(source), 2.0 * block),
     }
@@ -164,12 +162,13 @@ def rates(measurer: Measurer) -> Json:
 def links(measurer: Measurer) -> Json:
     """Measure the bytes/s of each direction between two devices, and of an all-reduce.
 
-    A direction is timed by its receiver. The figure of an all-reduce is that of its busiest wire.
+    The receiver times a direction. The figure of an all-reduce is the rate at which each device of
+    a ring sends.
     """
     size = 2**27 if measurer.device.type == "cuda" else 2**23
     block = torch.zeros(size // 4, device=measurer.device)
     ways: dict[str, list[float]] = {}
-    all_reduce: list[float] = []
+    all_reduce = []
     for turn in range(2 * ROUNDS):
         for source, target in permutations(range(measurer.count), 2):
             measurer.barrier()
@@ -186,14 +185,14 @@ def links(measurer: Measurer) -> Json:
         begun = time.perf_counter()
         dist.all_reduce(block)
         synchronise([measurer.device])
-        # A ring sends and receives this number of bytes over each wire.
+        # Each device of a ring sends this number of bytes.
         wire = 2 * (measurer.count - 1) / measurer.count * size
         if turn > 0:
             all_reduce.append(wire / (time.perf_counter() - begun))
     return {"ways": ways, "all_reduce": all_reduce}
 
 
-# --- A bare PyTorch loop, which the speed of a run is compared with
+# --- A bare PyTorch loop, with whose speed the speed of a run is compared
 
 
 def step_of(
@@ -204,7 +203,7 @@ def step_of(
     classes: int,
     precision: str,
 ) -> Callable[[bool], Any]:
-    """Return a training step on images that are on this device.
+    """Return a function that trains one step on a fixed batch of images on this device.
 
     Network, batch, precision and memory format are those of the run. The argument of the step
     says whether it exchanges gradients with the other processes.
@@ -212,19 +211,18 @@ def step_of(
     torch.manual_seed(0)
     layout = torch.channels_last
     built = build(ModelRecipe(name=model), classes, 3, size)
-    net: nn.Module = built.to(measurer.device, memory_format=layout)  # type: ignore[call-overload]
+    net = built.to(measurer.device, memory_format=layout)  # type: ignore[call-overload]
     if measurer.count > 1:
         device_ids = None
         if measurer.device.type == "cuda":
             device_ids = [measurer.device.index]
         net = DistributedDataParallel(net, device_ids=device_ids)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9, fused=True)
-    shape = (batch, 3, size, size)
-    images = torch.randn(shape, device=measurer.device).to(memory_format=layout)
+    images = torch.randn(batch, 3, size, size, device=measurer.device).to(memory_format=layout)
     labels = torch.randint(0, classes, (batch,), device=measurer.device)
     criterion = nn.CrossEntropyLoss()
 
-    def step(exchanges: bool = True) -> None:
+    def step(exchanges: bool) -> None:
         optimizer.zero_grad()
         context: AbstractContextManager[None] = nullcontext()
         if not exchanges and isinstance(net, DistributedDataParallel):

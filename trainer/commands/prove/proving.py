@@ -1,9 +1,9 @@
 """Run one proof: choose the checks that fit into the time, run them, and report the outcomes.
 
 The folder of a proof is locked and bound to one machine. Each outcome is stored there as soon as
-the check ends. `proof.json` is made of the outcomes, and `proof.md` of `proof.json`. The page is
-meant for an issue, so it contains no path and no name of a user or a host. The keys of `proof.json`
-are listed in the guide's page `prove`; scripts read them.
+the check ends. `proof.json` is built from the outcomes, and `proof.md` from `proof.json`. The page
+is meant for an issue, so it contains no path and no name of a user or a host. The guide's page
+`prove` lists the keys of `proof.json`, which scripts read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from trainer.devices import cards
 from trainer.errors import Interrupted, Preempted, RecipeError, explain_in_one_line
 from trainer.processes.terminal import say
 from trainer.saving.files import Json, read, read_json_or_empty, without_nan, write_json
-from trainer.telemetry import readable
+from trainer.telemetry.readable import format_count, wrap
 from trainer.training.reporting import list_versions
 
 DEFAULT_FOLDER = Path("runs/proof")
@@ -42,7 +42,7 @@ KEPT = "kept.json"
 DONE = ("right", "measured")
 OUTCOME = TypeAdapter(Outcome)
 FORMAT = 1
-# Fraction of the speed that a part must cost to be called the slow part.
+# Minimum fraction of the speed that a part must cost to be called the slow part.
 LEAST_COST = 0.05
 # Matches absolute paths and paths below ~, but not URLs, "ViT-B/16", "images/s" or /dev/shm.
 PATH = re.compile(r"(?<![\w:/.~-])~?(?:/(?!dev/|proc/|sys/)[\w.@+~-]+)(?:/[\w.@+~-]+)+/?")
@@ -80,7 +80,7 @@ def _hash_value(value: object) -> str:
 
 
 def load_outcomes(folder: Path) -> dict[str, Outcome]:
-    """Load the stored outcomes by the names of their checks. Damaged ones are left out."""
+    """Load the stored outcomes by the names of their checks. Damaged outcomes are skipped."""
     outcomes = {}
     rows = read_json_or_empty(folder / KEPT).get("checks")
     if isinstance(rows, dict):
@@ -102,9 +102,8 @@ def prove(devices: Devices, minutes: float, output: str | None) -> str:
         try:
             proving.run()
         finally:
-            busy_cores = others.cores()
             proof = build_proof(
-                proving.runner, proving.checks, minutes, busy_cores, machine, software
+                proving.runner, proving.checks, minutes, others.cores(), machine, software
             )
             anonymous_proof = json.loads(anonymize(json.dumps(without_nan(proof))))
             reports.write_tables(folder, "proof", anonymous_proof, render_markdown(proof))
@@ -173,14 +172,11 @@ class Proving:
             say(f"  {finished} of {len(self.checks)} checks are done already")
         if chosen:
             minutes = math.ceil(self._estimate(chosen) / 60)
-            say(
-                f"  {readable.format_count(len(chosen), 'check')}, about "
-                f"{readable.format_count(minutes, 'minute')}"
-            )
+            say(f"  {format_count(len(chosen), 'check')}, about {format_count(minutes, 'minute')}")
         skipped = [check.title for check in self.waiting if check not in chosen]
         if skipped:
             text = f"type minutes={enough} to run these too: {'; '.join(skipped)}"
-            say(readable.wrap("  skipped, ", text))
+            say(wrap("  skipped, ", text))
 
     def _estimate(self, checks: Sequence[Check]) -> float:
         """Estimate the seconds of `checks` from the durations of the checks before them."""
@@ -215,7 +211,7 @@ class Proving:
             line = explain_in_one_line(error)[0]
             outcome = wrong(line, "see the .log files in runs and measured next to proof.md")
         if check.part == "fast":
-            # On a busy machine, speeds are meaningless, and so are slow devices.
+            # On a busy machine speeds are meaningless, and any device can look slow.
             for warning in reports.busy_warnings(others.cores()):
                 outcome = Outcome("left out", warning)
         seconds = time.monotonic() - begun
@@ -239,7 +235,7 @@ def report(folder: Path, proof: Json) -> None:
     skipped = proof["counts"].get("left out")
     if skipped:
         say(
-            f"  {readable.format_count(skipped, 'check')} skipped: the same command with a larger "
+            f"  {format_count(skipped, 'check')} skipped: the same command with a larger "
             "minutes= runs them"
         )
     for line in reports.busy_warnings(proof["busy_cores"]):
@@ -257,13 +253,12 @@ def build_proof(
     versions: Mapping[str, str | None],
 ) -> Json:
     """Build the content of proof.json. A check without an outcome has the status "left out"."""
-    rows: list[Json] = []
+    rows = []
     counts: dict[str, int] = {}
     for check in checks:
         outcome = runner.outcomes.get(check.name, Outcome("left out", "no time for it"))
         row = {"name": check.name, "part": check.part, "title": check.title, **asdict(outcome)}
-        row["todo"] = outcome.todo or None
-        rows.append(row)
+        rows.append({**row, "todo": outcome.todo or None})
         counts[outcome.status] = counts.get(outcome.status, 0) + 1
     status = "right"
     if "wrong" in counts:
@@ -289,7 +284,7 @@ def build_proof(
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "busy_cores": busy_cores,
         "machine": machine,
-        "versions": dict(versions),
+        "versions": versions,
     }
 
 
@@ -299,13 +294,13 @@ def summarize(
     times: float | None,
     slow: str | None,
 ) -> str:
-    """Return the last line: whether training is correct, the speedup, and the worst loss of speed.
+    """Return the last line: whether training is correct, the speedup, and what costs most speed.
 
     Args:
         devices: devices that were checked.
         rows: the checks of proof.json.
         times: speed of all devices relative to one.
-        slow: the slow part.
+        slow: what `find_slow_part` returned.
     """
     where = devices.called(devices.count)
     wrong_rows = [row for row in rows if row["status"] == "wrong"]
@@ -334,7 +329,7 @@ def summarize(
 
 
 def find_slow_part(devices: Devices, speed: Json) -> str | None:
-    """Return the largest loss of the speed that the devices could have.
+    """Return the name of what costs the most speed, or None if the speed was not measured.
 
     Args:
         devices: devices that were checked.
@@ -385,9 +380,8 @@ def render_markdown(proof: Json) -> str:
         "Figures are medians (smallest to largest) of several, each measured in alternation with "
         "bare PyTorch.",
     ]
-    minutes = f"minutes={proof['minutes']:g}"
     devices = f"devices=[{','.join(proof['devices'])}]"
-    command = shlex.join(["python", "-m", "trainer", "prove", minutes, devices])
+    command = f"python -m trainer prove minutes={proof['minutes']:g} {shlex.quote(devices)}"
     page = reports.as_markdown(proof["sentence"], command, table, (), wrong_lines, *paragraphs)
     return anonymize(page)
 

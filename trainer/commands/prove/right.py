@@ -1,7 +1,7 @@
 """Checks of correctness: does this machine train correctly?
 
-Whole runs are started through the command line, and compared with `single` or with
-themselves.
+Whole runs are started through the command line, and compared with a run of `mode=single` or with
+an equal run.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from trainer.launch import launching
 from trainer.recipe import TRAITS
 from trainer.recipe.checks import SPLIT_BACKWARD
 from trainer.recipe.schema import STREAMS, Schedule
-from trainer.saving.files import Json
 
+# Steps of a run, the step at which the killed run gets SIGKILL, and the steps between its
+# checkpoints.
 STEPS = 20
 KILLED = 12
 SAVED = 5
 # Approximate seconds of a run of twenty small steps.
 START = {"cpu": 7.0, "cuda": 12.0}
 # Allowed relative differences: of a step's loss, of the norm of its gradient, of a tensor of the
-# optimizer's state, and of a weight. An optimizer's state consists of gradients alone, so it shows
-# best whether gradients are right. Correct CPU runs differ by 1e-7 in all four.
+# optimizer's state, and of a weight. An optimizer's state depends on gradients alone, so it shows
+# best whether gradients are right. Correct CPU runs differ by 1e-7 in all four figures.
 TOLERANCE = {
     "cpu": {"losses": 1e-4, "norms": 1e-3, "optimizer": 1e-3, "weights": 1e-4},
     "cuda": {"losses": 1e-3, "norms": 1e-2, "optimizer": 1e-2, "weights": 1e-3},
 }
-# The same for precisions: about four times what rounding to 8 or 11 bits changes in the twenty
-# steps.
+# Allowed differences from fp32: about four times the changes that rounding to 8 or 11 bits causes
+# within twenty steps.
 ROUNDED = {
     "bf16": {"losses": 5e-3, "norms": 3e-2, "optimizer": 0.12, "weights": 1e-2},
     "fp16": {"losses": 2e-3, "norms": 2e-2, "optimizer": 0.08, "weights": 5e-3},
@@ -51,11 +52,11 @@ class Mode:
     """A mode or schedule to check.
 
     Attributes:
-        name: of the mode or schedule.
+        name: name of the mode or schedule.
         words: arguments that select it.
         same: whether it must compute what `single` computes.
         newer: whether an older torch may refuse it.
-        priority: of its check.
+        priority: priority of its check.
     """
 
     name: str
@@ -68,7 +69,7 @@ class Mode:
 def list_arguments(devices: Devices, model: str = "cnn_gn") -> list[str]:
     """Return the arguments that all runs of twenty steps have in common.
 
-    No layer of `cnn_gn` looks across a batch, so all modes can agree.
+    The layers of `cnn_gn` treat each image on its own, so all modes can compute the same.
     """
     batch = 64 if 64 % devices.count == 0 else 24 * devices.count
     return [
@@ -127,7 +128,7 @@ def doctor(runner: CheckRunner) -> Outcome:
 
 def _check_patterns(what: str, todo: str, runner: CheckRunner) -> Outcome:
     count = 0
-    errors: list[str] = []
+    errors = []
     for answer in runner.measure(what, runner.devices.count):
         count += answer["done"]
         errors += answer["wrong"]
@@ -176,29 +177,26 @@ def train_single(
     return load_traces(runner.path(name))
 
 
-def _list_deterministic(runner: CheckRunner) -> list[str]:
+def _list_exact(runner: CheckRunner) -> list[str]:
+    """Return the arguments of a run on the first device that repeats bit by bit."""
+    words = ["mode=single", *runner.devices.first()]
     if runner.devices.kind == "cuda":
-        return ["deterministic=true"]
-    return []
+        words.append("deterministic=true")
+    return words
 
 
 def repeat(runner: CheckRunner) -> Outcome:
-    first = train_single(runner, "repeat/1", *_list_deterministic(runner))
-    second = train_single(runner, "repeat/2", *_list_deterministic(runner))
+    first = train_single(runner, "repeat/1", *_list_exact(runner))
+    second = train_single(runner, "repeat/2", *_list_exact(runner))
     todo = "test the memory and the card: a machine whose results vary cannot be trusted"
     return compare_bits(second, first, "an equal run", todo)
 
 
 def resume(runner: CheckRunner) -> Outcome:
-    whole = train_single(runner, "repeat/1", *_list_deterministic(runner))
+    whole = train_single(runner, "repeat/1", *_list_exact(runner))
     path = runner.path("resume")
     shutil.rmtree(path, ignore_errors=True)
-    words = [
-        "mode=single",
-        *runner.devices.first(),
-        *_list_deterministic(runner),
-        f"save.every_steps={SAVED}",
-    ]
+    words = [*_list_exact(runner), f"save.every_steps={SAVED}"]
     code = 0
     try:
         train(runner, "resume", words, fault=f"kill@0:{KILLED}", resumes=True)
@@ -252,9 +250,9 @@ def list_modes(devices: Devices) -> Iterator[Mode]:
 
 
 def list_pipeline_arguments(devices: Devices) -> list[str]:
-    """Return the arguments of pipelines of two stages, as many as the devices allow.
+    """Return the arguments of a run with as many two-stage pipelines as the devices allow.
 
-    The pipelines divide a batch among them.
+    The pipelines divide each batch among themselves.
     """
     return ["mode=pipeline", *devices.in_ranks(devices.count // 2 * 2), "pipeline.stages=2"]
 
@@ -290,8 +288,8 @@ def _check_precision(name: str, runner: CheckRunner) -> Outcome:
 
 
 def check_graphs(runner: CheckRunner) -> Outcome:
-    eager = train_single(runner, "graphs/launched", "graphs=false", *_list_deterministic(runner))
-    words = ["mode=single", *runner.devices.first(), "graphs=true", *_list_deterministic(runner)]
+    eager = train_single(runner, "graphs/launched", "graphs=false", *_list_exact(runner))
+    words = [*_list_exact(runner), "graphs=true"]
     way = train(runner, "graphs/replayed", words)["graphs"]
     if way != "replayed":
         line = "no CUDA graph could be captured: the run's output says why"
@@ -346,11 +344,9 @@ def load_traces(path: Path) -> Traces:
     def load(part: str) -> dict[str, Tensor]:
         return {name: tensor.read() for name, tensor in newest.state.part(part).items()}
 
-    weights = load("model")
-    optimizer = load("optimizer")
     norms = read_curves(path).get("train/grad_norm", ([], [], []))[2]
     losses = [float(row["train_loss"]) for row in read_steps_file(path)]
-    return Traces(losses, norms, weights, optimizer)
+    return Traces(losses, norms, load("model"), load("optimizer"))
 
 
 def compute_differences(actual: Traces, expected: Traces) -> dict[str, float]:
@@ -409,7 +405,7 @@ def compare_traces(
     todo: str,
 ) -> Outcome:
     """Return whether the traces of two runs are within `bounds` of each other."""
-    deviations: dict[str, float | None] = {}
+    deviations = {}
     exceeded = []
     shown = []
     for name, value in compute_differences(actual, expected).items():
@@ -418,7 +414,7 @@ def compare_traces(
         if not value <= bounds[name]:
             exceeded.append(f"{name} by {value:.2g} (at most {bounds[name]:g})")
         shown.append(f"{name} {value:.0e}" if value else f"{name} 0")
-    figures: Json = {"deviations": deviations, "bounds": dict(bounds)}
+    figures = {"deviations": deviations, "bounds": bounds}
     if exceeded:
         return wrong(f"differs: {', '.join(exceeded)}", todo, **figures)
     if not any(deviations.values()):

@@ -1,6 +1,7 @@
 """`python -m trainer runs`: list runs, show one of them, or delete them.
 
-Run folders are read whoever wrote them and however their run ended. torch is not imported.
+All run folders are read, no matter which user wrote them or how the run ended. torch is not
+imported.
 """
 
 from __future__ import annotations
@@ -20,12 +21,20 @@ from trainer.recipe.text import list_some
 from trainer.saving import locks, run_folder
 from trainer.saving.files import describe_error, remove
 from trainer.saving.journal import JOURNAL
-from trainer.telemetry import readable
+from trainer.telemetry.readable import (
+    escape_control_characters,
+    format_count,
+    format_duration,
+    format_number,
+    format_size,
+    format_table,
+    wrap,
+)
 
 USAGE = "type runs, runs show RUN or runs delete RUN"
 HEAD = ("run", "mode", "model", "status", "best", "images/s", "age", "size")
 OF_RUN = (*run_folder.WRITTEN, JOURNAL)
-# Patterns of the files that training, with its temporary files, and commands on a run write.
+# Patterns of the files that training and the commands for a run write, with temporary files.
 WRITTEN = (
     *OF_RUN,
     *(f".{name}.*" for name in OF_RUN),
@@ -95,25 +104,30 @@ def format_runs(home: Path) -> str:
     """
     runs = list_runs(home) if home.is_dir() else []
     if not runs:
-        example = f"python -m trainer recipe=digits output={home}/first"
-        return f"no runs below {home}: {example} trains one\n"
+        return (
+            f"no runs below {home}: python -m trainer recipe=digits output={home}/first trains "
+            "one\n"
+        )
     runs.sort(key=lambda run: -run.changed)
-    rows: list[tuple[str, ...]] = [HEAD]
+    rows: list[Sequence[str]] = [HEAD]
     notes = []
     for run in runs:
-        rows.append(_format_cells(run, home))
+        cells = _format_cells(run, home)
+        rows.append(cells)
         if run.note:
-            note = f"{_name(run, home)}: {readable.escape_control_characters(run.note)}"
-            notes.append(readable.wrap("", note))
-    lines = readable.format_table(rows, {5, 6, 7})
+            notes.append(wrap("", f"{cells[0]}: {escape_control_characters(run.note)}"))
+    lines = format_table(rows, {5, 6, 7})
     if notes:
         lines += ["", *notes]
     # A run that is also reached through a link counts once.
     unique = {run.path.resolve(): run for run in runs}.values()
-    count = readable.format_count(len(unique), "run")
-    size = readable.format_size(sum(run.size for run in unique))
-    hint = "see one: python -m trainer runs show NAME"
-    return "\n".join([*lines, "", f"{count}, {size}; {hint}"]) + "\n"
+    size = format_size(sum(run.size for run in unique))
+    lines += [
+        "",
+        f"{format_count(len(unique), 'run')}, {size}; see one: python -m trainer runs show NAME",
+        "",
+    ]
+    return "\n".join(lines)
 
 
 def list_runs(home: Path, levels: int = 2) -> list[RunSummary]:
@@ -140,27 +154,19 @@ def list_runs(home: Path, levels: int = 2) -> list[RunSummary]:
     return runs
 
 
-def _name(run: RunSummary, home: Path) -> str:
-    return readable.escape_control_characters(str(run.path.relative_to(home)))
-
-
-def _format_cells(run: RunSummary, home: Path) -> tuple[str, ...]:
-    best = "-"
-    if run.best:
-        metric, value = run.best
-        best = (
-            f"{readable.escape_control_characters(metric)} {readable.format_score(metric, value)}"
-        )
-    return (
-        _name(run, home),
-        readable.escape_control_characters(run.mode or "-"),
-        readable.escape_control_characters(run.model or "-"),
+def _format_cells(run: RunSummary, home: Path) -> list[str]:
+    cells = (
+        str(run.path.relative_to(home)),
+        run.mode or "-",
+        run.model or "-",
         run.status,
-        best,
-        readable.format_number(run.speed),
-        readable.format_duration(max(0.0, time.time() - run.changed)),
-        readable.format_size(run.size),
+        run.best or "-",
+        format_number(run.speed),
+        format_duration(max(0.0, time.time() - run.changed)),
+        format_size(run.size),
     )
+    # The files of a run are not trusted, and control characters could change the terminal.
+    return list(map(escape_control_characters, cells))
 
 
 def delete(runs: Sequence[RunSummary], yes: str | None) -> str:
@@ -193,12 +199,12 @@ def delete(runs: Sequence[RunSummary], yes: str | None) -> str:
             raise FolderInUseError(f"{run.path} is running: {STOP}; nothing was deleted")
     lines = []
     for run in unique:
-        line = f"  {readable.escape_control_characters(str(run.path))}: {run.status}"
+        line = f"  {run.path}: {run.status}"
         if run.best:
-            line += f", {run.best[0]} {readable.format_score(*run.best)}"
-        lines.append(f"{line}, {readable.format_size(run.size)}")
+            line += f", {run.best}"
+        lines.append(escape_control_characters(f"{line}, {format_size(run.size)}"))
     if yes is None:
-        question = f"delete {readable.format_count(len(unique), 'run')}?"
+        question = f"delete {format_count(len(unique), 'run')}?"
         yes = "true" if ask_permission("runs delete", "\n".join(lines), question) else "false"
     if yes == "false":
         return "nothing was deleted\n"
@@ -236,11 +242,13 @@ def _delete(run: RunSummary) -> str:
         ) from None
     finally:
         os.close(lock)
-    shown_path = readable.escape_control_characters(str(path))
+    shown_path = escape_control_characters(str(path))
     if not kept:
-        return f"deleted {shown_path} ({readable.format_size(run.size)})"
-    names = readable.escape_control_characters(list_some(kept, 3))
-    return f"deleted the run in {shown_path}; kept, because no run wrote it: {names}"
+        return f"deleted {shown_path} ({format_size(run.size)})"
+    return (
+        f"deleted the run in {shown_path}; kept, because no run wrote it: "
+        f"{escape_control_characters(list_some(kept, 3))}"
+    )
 
 
 def _is_written(name: str) -> bool:

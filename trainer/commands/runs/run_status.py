@@ -1,7 +1,8 @@
 """State of the run in a folder, and the page that shows it.
 
-The files of a folder are read with limits and never trusted, and none leads to a traceback. The
-page says what ran, its results, where its time went and what to type next.
+Files of a run are not trusted: their size is limited, and damage is described instead of causing a
+traceback. The page shows the arguments of the run, its results, where its time went, and commands
+to type next.
 """
 
 from __future__ import annotations
@@ -27,7 +28,16 @@ from trainer.recipe.text import find_nearest
 from trainer.saving import locks
 from trainer.saving.files import Json, describe_error, read, read_json
 from trainer.saving.journal import JOURNAL, START, STEPS, compute_goodput, read_journal
-from trainer.telemetry import readable
+from trainer.telemetry.readable import (
+    escape_control_characters,
+    format_count,
+    format_duration,
+    format_number,
+    format_score,
+    format_size,
+    format_table,
+    format_titled,
+)
 
 # Lines of a page, each with its title.
 Lines = Iterator[tuple[str, str]]
@@ -46,9 +56,9 @@ ADVICE = {
         "began"
     ),
 }
-# Number of last attempts to show.
+# Maximum number of attempts to show, the last ones.
 ENDS = 10
-# Minimum share of the run's time for a part to be shown.
+# Minimum fraction of the run's time for a part to be shown.
 LEAST = 5e-4
 
 
@@ -83,13 +93,9 @@ class RunSummary:
         return _read_text(_read_section(self.recipe, "model").get("name"))
 
     @property
-    def best(self) -> tuple[str, float] | None:
-        """Main metric of the task and its best value so far."""
-        for key, value in self.result.items():
-            number = as_finite_number(value)
-            if key.startswith("best_") and key != "best_epoch" and number is not None:
-                return key.removeprefix("best_"), number
-        return None
+    def best(self) -> str | None:
+        """Main metric of the task and its best value so far, as text."""
+        return next(iter(_format_scores(self.result, "best_")), None)
 
     @property
     def speed(self) -> float | None:
@@ -114,6 +120,17 @@ def as_finite_number(value: Any) -> float | None:
     if is_number and math.isfinite(value):
         return float(value)
     return None
+
+
+def _format_scores(result: Json, prefix: str) -> list[str]:
+    """Format the metrics of result.json whose keys start with `prefix`, as in "val_"."""
+    scores = []
+    for key, value in result.items():
+        number = as_finite_number(value)
+        if key.startswith(prefix) and key != "best_epoch" and number is not None:
+            metric = key.removeprefix(prefix)
+            scores.append(f"{metric} {format_score(metric, number)}")
+    return scores
 
 
 def _read_text(value: Any) -> str | None:
@@ -205,18 +222,13 @@ def show(run: RunSummary) -> str:
     """Return the page of `runs show`."""
     lines = [line for line in (*_describe(run), *_list_figures(run)) if line[1]]
     width = max(len(title) for title, _ in lines) + 1
-    page = [readable.escape_control_characters(str(run.path))]
+    page = [escape_control_characters(str(run.path))]
     for title, value in lines:
-        shown_title = readable.escape_control_characters(title)
-        page.append(
-            readable.format_titled(
-                shown_title, readable.escape_control_characters(value), width=width
-            )
-        )
+        shown_title = escape_control_characters(title)
+        page.append(format_titled(shown_title, escape_control_characters(value), width))
     page.append("")
-    page += [
-        f"  {readable.escape_control_characters(command)}" for command in _list_next_commands(run)
-    ]
+    for command in _list_next_commands(run):
+        page.append(f"  {escape_control_characters(command)}")
     return "\n".join(page) + "\n"
 
 
@@ -225,7 +237,7 @@ def _describe(run: RunSummary) -> Lines:
     yield "status", f"{run.status}: {error}" if error else run.status
     yield "", ADVICE.get(run.status, "")
     yield "note", run.note
-    # The note describes a damaged recipe.
+    # A damaged recipe is described by the note.
     with suppress(RecipeError, TypeError, ValueError):
         stored = load_stored(run.recipe, str(run.path / "recipe.yaml"))
         recipe = validated(stored.to_dict(), str(run.result.get("recipe")))
@@ -242,35 +254,28 @@ def _list_figures(run: RunSummary) -> Lines:
     epochs = run.figure("epochs")
     steps = run.figure("steps")
     if epochs is not None and steps is not None:
-        took = readable.format_duration(run.figure("seconds"))
         yield (
             "trained",
-            f"{readable.format_count(round(epochs), 'epoch')}, {steps:,.0f} steps, {took}",
+            f"{format_count(round(epochs), 'epoch')}, {steps:,.0f} steps, "
+            f"{format_duration(run.figure('seconds'))}",
         )
     ended_by = _read_text(result.get("ended_by"))
     if ended_by and ended_by != "epochs":
         yield "ended by", ended_by
     yield from _time_spent(run)
-    if run.best:
-        metric, value = run.best
-        best = f"{metric} {readable.format_score(metric, value)}"
+    best = run.best
+    if best:
         epoch = run.figure("best_epoch")
         if epoch is not None:
             best += f" in epoch {epoch:.0f}"
         yield "best", best
-    last = []
-    for key, value in result.items():
-        number = as_finite_number(value)
-        if key.startswith("val_") and number is not None:
-            metric = key.removeprefix("val_")
-            last.append(f"{metric} {readable.format_score(metric, number)}")
-    yield "last", ", ".join(last)
+    yield "last", ", ".join(_format_scores(result, "val_"))
     if run.speed is not None:
-        yield "speed", f"{readable.format_number(run.speed)} images/s"
+        yield "speed", f"{format_number(run.speed)} images/s"
     peaks = [as_finite_number(size) for size in _read_section(result, "peak_memory_bytes").values()]
     largest = max((size for size in peaks if size is not None), default=None)
     if largest is not None:
-        yield "memory", f"{readable.format_size(largest)} on the device with the most"
+        yield "memory", f"{format_size(largest)} on the device with the most"
     verdict = _read_section(result, "verdict").get("sentence")
     if verdict:
         yield from _add_title("verdict", str(verdict).splitlines())
@@ -287,10 +292,10 @@ def _time_spent(run: RunSummary) -> Lines:
     goodput = compute_goodput(*read_journal(run.path / JOURNAL), over=run.status != "running")
     if goodput is None:
         return
-    attempts = readable.format_count(goodput.attempts, "attempt")
     yield (
         "goodput",
-        f"{goodput.fraction:.1%} of {readable.format_duration(goodput.wall_s)}, in {attempts}",
+        f"{goodput.fraction:.1%} of {format_duration(goodput.wall_s)}, in "
+        f"{format_count(goodput.attempts, 'attempt')}",
     )
     lost: dict[str, float] = {}
     for part, spent in goodput.seconds.items():
@@ -300,16 +305,16 @@ def _time_spent(run: RunSummary) -> Lines:
     rows = []
     for part, spent in sorted(lost.items(), key=lambda item: -item[1]):
         share = spent / goodput.wall_s
-        if spent >= LEAST * goodput.wall_s:
-            rows.append((readable.format_duration(spent), f"{share:.1%}", part))
+        if share >= LEAST:
+            rows.append((format_duration(spent), f"{share:.1%}", part))
     ends = []
     for end in goodput.ends[-ENDS:]:
         time_of_end = end["time"][:19].replace("T", " ")
         ends.append((time_of_end, f"step {end['step']}", end["cause"]))
     if rows:
-        yield from _add_title("lost", readable.format_table(rows, {0, 1}))
+        yield from _add_title("lost", format_table(rows, {0, 1}))
     if ends:
-        yield from _add_title("ends", readable.format_table(ends))
+        yield from _add_title("ends", format_table(ends))
     yield from _add_title("", goodput.notes)
 
 

@@ -2,7 +2,7 @@
 
 Every trial is an ordinary run. Lists are tried in every combination, and Optuna samples ranges. The
 metric is computed on the validation split, or is images/s. Finished runs are kept, and the same
-command continues a stopped sweep.
+command resumes a stopped sweep.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from trainer.processes.terminal import say
 from trainer.recipe import shipped_recipes
 from trainer.recipe.recipe_files import parse_positive_integer, split_arguments
 from trainer.saving.files import Json, read_json_or_empty
-from trainer.telemetry import readable
+from trainer.telemetry.readable import format_count
 from trainer.training.reporting import list_versions
 
 FILE = "sweep.json"
-# Keys and sections that may change when a sweep continues, because they change no trial's result.
+# Keys and sections that may change when a sweep is resumed, because no result depends on them.
 FREE = (
     "devices",
     "threads",
@@ -92,7 +92,7 @@ def command(words: Sequence[str]) -> int:
         speed="metric" in own,
     )
     arguments = [word for word in words if word != "resume=auto"]
-    line = shlex.join(["python", "-m", "trainer", "sweep", *arguments])
+    line = f"python -m trainer sweep {shlex.join(arguments)}"
     stem = Path(f"runs/sweep-{re.sub(r'[^A-Za-z0-9_.-]+', '-', space.base.name)}")
     free = () if space.speed else FREE
     output = own.get("output")
@@ -111,7 +111,7 @@ class Sweeping:
     Attributes:
         folder: Directory of the results.
         space: Values to try.
-        command: Command that continues the sweep.
+        command: Command that resumes the sweep.
     """
 
     folder: Path
@@ -127,7 +127,7 @@ class Sweeping:
         if space.trials is None:
             choices = space.combinations()
         else:
-            # The sampled values of a sweep that continues are those of its earlier trials.
+            # A resumed sweep keeps the sampled values of its earlier trials.
             stored = read_json_or_empty(self.folder / FILE).get("trials", [])
             rows = sorted(stored, key=lambda row: row["trial"])
             choices = [row["values"] for row in rows]
@@ -142,10 +142,8 @@ class Sweeping:
         dimensions = ", ".join(map(str, space.dimensions))
         if space.trials is not None:
             dimensions += ", sampled by Optuna"
-        trials = readable.format_count(space.count(), "trial")
-        runs = readable.format_count(self.progress.total, "run")
-        say(f"sweeping {space.base.name}: {trials}, {dimensions}")
-        say(f"  {runs}, {len(self.engine.places)} at a time:")
+        say(f"sweeping {space.base.name}: {format_count(space.count(), 'trial')}, {dimensions}")
+        say(f"  {format_count(self.progress.total, 'run')}, {len(self.engine.places)} at a time:")
         for arguments in dict.fromkeys(map(" ".join, self.engine.places)):
             say(f"    {arguments}")
         say(f"  in {self.folder}; if it is stopped, {AGAIN}")
@@ -180,15 +178,14 @@ class Sweeping:
                     name = row.name(seed)
                 if speed:
                     words.append("save.every_epochs=null")
-                key = (row, seed)
-                yield TrialRun(name, words, read=self._read, resumes=not speed, key=key)
+                yield TrialRun(name, words, read=self._read, resumes=not speed, key=(row, seed))
 
     def _in_order(self) -> Iterator[tuple[TrialFigures, int]]:
         """Yield each trial with the index of each seed.
 
-        Combinations all run with the first seed, then with the next one, so that a sweep that is
-        stopped early has compared as many as possible. A sampled trial runs with all seeds at once,
-        because the next sample depends on it.
+        All combinations run with the first seed, then all with the next one, so that a sweep that
+        is stopped early has compared as many of them as possible. A sampled trial runs with all its
+        seeds in a row, because the next sample depends on its result.
         """
         space = self.space
         if space.trials is None:
@@ -198,12 +195,12 @@ class Sweeping:
             if position == len(self.trials):
                 ended = []
                 for row in self.trials:
-                    # A mean over a part of the seeds is not a result.
+                    # The sampler must not use a mean over only some of the seeds.
                     value = row.value if row.status == "done" else None
                     ended.append((row.values, value))
                 values = space.sampled(ended, self.metric.larger_is_better)
                 self.trials.append(TrialFigures(position + 1, values))
-                # The sample is stored before it runs, so that a stopped sweep continues with it.
+                # The sample is stored before it runs, so that a resumed sweep runs it again.
                 self._write("running")
             yield from ((self.trials[position], repeat) for repeat in range(space.repeats))
 
@@ -218,9 +215,10 @@ class Sweeping:
             reason = "no epoch was evaluated"
             if self.space.speed:
                 reason = "it was too short for a speed"
-            remedy = "raise max_steps, or give data.root"
-            line = f"{reason}, so there is no {self.metric.name}: {remedy}"
-            raise TrialFailed(line, RecipeError.code)
+            raise TrialFailed(
+                f"{reason}, so there is no {self.metric.name}: raise max_steps, or give data.root",
+                RecipeError.code,
+            )
         return value
 
     def _note(self, trial: TrialRun, outcome: TrialOutcome) -> None:
@@ -246,8 +244,7 @@ class Sweeping:
         Its keys are stable.
         """
         space = self.space
-        fewest_images = min(self.images, default=0)
-        rows = results.tabulate(self.trials, self.metric, fewest_images)
+        rows = results.tabulate(self.trials, self.metric, min(self.images, default=0))
         report = {
             "recipe": space.base.name,
             "status": status,
@@ -263,8 +260,7 @@ class Sweeping:
             "versions": list_versions(),
         }
         if rows and rows[0].status == "done":
-            arguments = space.typed(rows[0].values)
-            report["best"] = ["python", "-m", "trainer", *arguments]
+            report["best"] = ["python", "-m", "trainer", *space.typed(rows[0].values)]
         results.write_tables(self.folder, report, self.metric)
         return report
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
 
 from trainer.commands.compare.ranking import NO_DIFFERENCE
 from trainer.commands.sweep.space import Dimension
@@ -53,15 +52,15 @@ class TrialFigures:
     """Row of the table: the values of a trial, and the results of its runs.
 
     Attributes:
-        trial: Number of the trial in the order of running, from 1.
+        trial: Number of the trial, from 1, in the order in which trials run.
         values: Value of each swept key, as in an override.
         status: Element of `ORDER`.
         value: Mean of the metric over the runs.
         std: Standard deviation of the metric over the runs.
         runs: Metric by seed; empty for a failed trial.
         seconds: Time of training of all runs together.
-        compared: Comparison with the best trial, "worse" or that no difference is shown; None for
-            the best trial, and if nothing can be said.
+        compared: "worse" than the best trial, or the text that no difference is shown; None for the
+            best trial, and if nothing can be said.
         error: Error of the first failed run.
         exit_code: Exit code of that run.
         folders: Folders of the runs.
@@ -117,12 +116,12 @@ class TrialFigures:
 def tabulate(trials: Sequence[TrialFigures], metric: Metric, images: int) -> list[TrialFigures]:
     """Rank the trials, and compare each one with the best.
 
-    Several seeds often have exactly the same accuracy on few images, as if there were no chance. So
-    the standard deviation of a run is assumed to be at least one image.
+    On few images, several seeds often have exactly the same accuracy, as if it did not depend on
+    chance. So the standard deviation of a run is assumed to be at least one image.
 
-    The best row was chosen by the same figures, so the error rate has to cover all pairs. Each row
-    may have been the best, and only one direction of a pair is claimed. Hence the pairs of one row
-    get 2 / rows of the error rate.
+    The best row was chosen by the same figures, so the error rate has to cover the pairs of all
+    rows: any row could have been the best. Only one direction of a pair is claimed. Hence the pairs
+    of one row get 2 / rows of the error rate.
 
     Args:
         trials: Trials in any order.
@@ -163,14 +162,13 @@ def tabulate(trials: Sequence[TrialFigures], metric: Metric, images: int) -> lis
 
 
 def draw_conclusion(rows: Sequence[TrialFigures], repeats: int, metric: Metric) -> list[str]:
-    """Return sentences on what the results show."""
+    """Return sentences that say what the results show."""
     finished = [row for row in rows if row.status == "done"]
     sentences = [metric.about] if finished else []
     if finished and metric.name != SPEED:
-        trials = readable.format_count(len(finished), "trial")
         sentences.append(
-            f"the best of {trials} was chosen by this figure, which is therefore optimistic: "
-            "images that no trial has seen tell more"
+            f"the best of {readable.format_count(len(finished), 'trial')} was chosen by this "
+            "figure, which is therefore optimistic: images that no trial has seen tell more"
         )
     if len(finished) > 1 and repeats == 1:
         sentences.append(f"{NO_DIFFERENCE}: that takes several seeds, type repeats=3")
@@ -193,7 +191,7 @@ def write_tables(folder: Path, report: Json, metric: Metric) -> None:
     """Write sweep.json, sweep.csv and sweep.md, with a row for each trial, the best one first."""
     keys = report["keys"]
     figures = ("status", "value", "std", "seconds", "compared", "error", "exit_code")
-    rows: list[list[Any]] = [["trial", *keys, *figures, "folder"]]
+    rows = [["trial", *keys, *figures, "folder"]]
     for row in report["trials"]:
         cells = {**row["values"], **row}
         values = [cells[key] for key in (*keys, *figures)]
@@ -215,10 +213,9 @@ def build_cells(report: Json, metric: Metric) -> list[list[str]]:
     compared = ""
     if any(row["compared"] for row in report["trials"]):
         compared = "compared"
-    seeds = ""
+    figure = metric.name
     if report["repeats"] > 1:
-        seeds = f" +- std of {report['repeats']} seeds"
-    figure = metric.name + seeds
+        figure += f" +- std of {report['repeats']} seeds"
     table = [["trial", *report["keys"], figure, compared, "time", "note"]]
     for row in report["trials"]:
         value = metric.text(row["value"])
@@ -231,8 +228,7 @@ def build_cells(report: Json, metric: Metric) -> list[list[str]]:
         elif row["status"] != "done":
             note = "not done"
         values = [row["values"][key] for key in report["keys"]]
-        verdict = row["compared"] or ""
-        table.append([str(row["trial"]), *values, value, verdict, took, note])
+        table.append([str(row["trial"]), *values, value, row["compared"] or "", took, note])
     return table
 
 
@@ -248,7 +244,7 @@ def draw(folder: Path, report: Json, dimensions: Sequence[Dimension]) -> list[Pa
     """Draw sweep.png if any trial is finished, and return its path.
 
     There is a panel for each key with the metric of all trials, and a ring marks the best one.
-    Values of a list are spaced evenly in their order, and those of a range lie on its scale.
+    Values of a list are evenly spaced in their order, and those of a range are on its scale.
     """
     finished = [row for row in report["trials"] if row["status"] == "done"]
     if not finished:

@@ -47,7 +47,7 @@ FIXED = {
 
 @dataclass(frozen=True)
 class Dimension:
-    """Key that varies over a list or a range.
+    """Recipe key that varies over a list or a range.
 
     Attributes:
         key: Name of the key.
@@ -74,7 +74,7 @@ class Dimension:
         if self.ends is None or self.whole:
             return str(value)
         low, high = self.ends
-        # Rounding may leave the range.
+        # Rounding can lead out of the range.
         rounded = min(max(float(f"{value:.4g}"), low), high)
         return f"{rounded:.12g}"
 
@@ -189,7 +189,7 @@ class SearchSpace:
             source: Name or file of the recipe.
             words: Overrides, lists and ranges.
             repeats: Runs of each trial with different seeds.
-            trials: Number of trials to sample; None for the default. Lists alone have no number.
+            trials: Number of trials to sample; None for the default, and if only lists vary.
             nproc: Value of nproc=.
             plugin: Value of plugin=.
             speed: Whether images/s are compared instead of the task's metric.
@@ -220,7 +220,7 @@ class SearchSpace:
         self.trials = (trials or SAMPLED) if is_sampled else None
         is_chosen = nproc is not None or "mode" in keys
         if self.base.traits.exchanges in ("gradients", "copies") and not is_chosen:
-            # These modes compute the same on one device.
+            # Modes that exchange gradients or copies compute the same as `single` on one device.
             self.words.append("mode=single")
             self.base = recipes.load(source, *self.words)
         launching.load_plugin(plugin)
@@ -265,13 +265,14 @@ class SearchSpace:
                 if part.ends:
                     params[part.key] = float(params[part.key])
             state = states.FAIL if value is None else states.COMPLETE
-            trial = optuna.trial.create_trial(
-                state=state,
-                value=value,
-                params=params,
-                distributions=distributions,
+            study.add_trial(
+                optuna.trial.create_trial(
+                    state=state,
+                    value=value,
+                    params=params,
+                    distributions=distributions,
+                )
             )
-            study.add_trial(trial)
         params = study.ask(distributions).params
         return {part.key: part.typed(params[part.key]) for part in self.dimensions}
 
@@ -291,7 +292,7 @@ class SearchSpace:
         """Check that a trial can run with these values.
 
         Raises:
-            RecipeError: It cannot.
+            RecipeError: A trial with these values cannot run.
         """
         words = [f"{key}={value}" for key, value in values.items()]
         try:
@@ -319,12 +320,11 @@ class SearchSpace:
 
     def asked(self) -> dict[str, Any]:
         """Return the settings that a resumed sweep must keep: all except trials= and repeats=."""
-        settings = self.base.replace(output=None, resume=None)
         kept = {
             "swept": {part.key: str(part) for part in self.dimensions},
             "nproc": self.nproc,
             "plugin": self.plugin,
-            "settings": settings.model_dump(mode="json"),
+            "settings": self.base.replace(output=None, resume=None).model_dump(mode="json"),
         }
         if self.speed:
             kept["metric"] = "speed"
@@ -333,8 +333,8 @@ class SearchSpace:
     def places(self) -> list[list[str]]:
         """Return the arguments of each worker slot; one trial runs in each slot at a time.
 
-        A place is a group of devices, or some cores. There are no more places than runs, and speeds
-        are measured one at a time.
+        A slot is a group of devices, or some cores. There are no more slots than runs. Speeds are
+        measured in one slot, because runs at the same time would slow each other down.
 
         Raises:
             RecipeError: The launch spans several nodes, or there are no such devices.
@@ -382,7 +382,7 @@ def _check_dimensions(
         trials: Value of trials=.
 
     Raises:
-        RecipeError: They do not.
+        RecipeError: A key cannot be swept or has two lists, or the number of trials is not allowed.
         SetupError: There is a range, but Optuna is not installed.
     """
     for part in dimensions:
@@ -401,8 +401,9 @@ def _check_dimensions(
         try:
             load_extra(f"{ranges[0]} is a range, which", "optuna")
         except SetupError as error:
-            values = ",".join(ranges[0].values)
-            raise SetupError(f"{error}, or type a list: {ranges[0].key}=[{values}]") from None
+            raise SetupError(
+                f"{error}, or type a list: {ranges[0].key}=[{','.join(ranges[0].values)}]"
+            ) from None
     elif count == 1:
         problem = "every key has one value"
         if dimensions:

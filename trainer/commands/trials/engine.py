@@ -2,7 +2,7 @@
 
 A command says which trials there are and what their results mean:
 
-    with claim(output, Path("runs/sweep-x"), "sweep", "sweep.json", asked) as folder:
+    with claim_folder(output, Path("runs/sweep-x"), "sweep", "sweep.json", asked) as folder:
         engine = TrialEngine(folder, places=[["devices=[cuda:0]"], ["devices=[cuda:1]"]])
         engine.run(trials(), on_outcome)
 
@@ -69,7 +69,7 @@ class TrialRun:
             need not be kept. If it raises TrialFailed, the trial has failed. If it raises KeyError
             or another error of a damaged file, the trial runs again.
         resumes: whether a stopped run is resumed; otherwise it starts from scratch.
-        key: what the command identifies the trial by.
+        key: value by which the command identifies the trial.
     """
 
     name: str
@@ -168,7 +168,7 @@ class TrialEngine:
         Raises:
             TrialFailed: the run failed.
         """
-        outcomes: list[TrialOutcome] = []
+        outcomes = []
         self.run([trial], lambda _, outcome: outcomes.append(outcome))
         [outcome] = outcomes
         if outcome.error is not None:
@@ -228,10 +228,9 @@ class TrialEngine:
             print(shlex.join(command), file=output, flush=True)
         stack = ExitStack()
         with output:
-            variables = {**os.environ, **trial.environment}
             started = family.run_command(
                 command,
-                variables,
+                {**os.environ, **trial.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -280,16 +279,17 @@ def claim_folder(
     free: Collection[str] = (),
     resume: bool | None = None,
 ) -> Iterator[Path]:
-    """Lock the folder of a command within this block: `output`, or a new or matching default.
+    """Lock the folder of a command during the `with` block, and yield its path.
 
     Args:
         output: folder that the user chose.
-        default: folder to use otherwise; a number is appended if it holds something else.
+        default: folder to use if `output` is None; if it holds something else, a number is
+            appended.
         kind: what the folder holds, for messages, as in "sweep".
         file: name of the file in it that stores `asked`.
-        asked: what the folder is bound to; the value of `settings` is a recipe.
+        asked: arguments that a resumed command must repeat; the value of `settings` is a recipe.
         command: command line that resumes the work, if there is only one.
-        free: keys of `asked` and of the settings, and sections of them, that may change.
+        free: keys of `asked`, and keys and sections of its recipe, that may change.
         resume: whether the user wants to resume. None: the same command resumes by itself.
 
     Raises:
@@ -419,7 +419,7 @@ def compute_speed(rows: Sequence[Mapping[str, str]], mean: float) -> float:
         rows: rows of steps.csv.
         mean: mean speed of the run, which is returned if there are too few windows.
     """
-    step_rates: list[float] = []
+    step_rates = []
     windows = 0
     begin = 0
     for row in rows:

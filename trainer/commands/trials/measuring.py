@@ -1,6 +1,6 @@
 """Measurements by several processes at the same time, one on each device.
 
-Each process calls the same function and leaves its answer in a folder. This module is also the
+Each process calls the same function and writes its result to a folder. This module is also the
 program of such a process: `python -m trainer.commands.trials.measuring FOLDER RANK`.
 """
 
@@ -58,7 +58,7 @@ class Measurer:
     def barrier(self) -> None:
         synchronise([self.device])
         if self.count > 1:
-            # A CPU tensor goes through gloo, also if the devices are GPUs.
+            # A CPU tensor goes through gloo even if the devices are GPUs.
             dist.all_reduce(torch.zeros(1))
 
     def seconds(self, work: Callable[[], Any], times: int = 1) -> float:
@@ -89,7 +89,8 @@ def measure_on_all(
         function: a function of a module, which the processes import.
         devices: one device per process.
         threads: threads of each process. None: torch's default.
-        folder: is emptied first. Output of the processes goes to a .log file next to it.
+        folder: folder of the results, which is emptied first. The output of the processes goes to
+            a .log file next to it.
         timeout: seconds after which all processes are killed.
         task: keyword arguments of `function`.
 
@@ -99,13 +100,13 @@ def measure_on_all(
     with report_write_errors(folder.parent):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        content = (function, devices, threads, timeout, task)
-        (folder / "task").write_bytes(pickle.dumps(content))
+        task_file = pickle.dumps((function, devices, threads, timeout, task))
+        (folder / "task").write_bytes(task_file)
         log = log_path(folder).open("w", encoding="utf-8")
     with log:
         command = [sys.executable, "-m", __name__, str(folder)]
         print(shlex.join(command), file=log, flush=True)
-        # These variables would make the processes part of another job.
+        # torchrun's variables would make the processes part of its job.
         environment = dict(os.environ)
         environment.pop("RANK", None)
         environment.pop("WORLD_SIZE", None)
@@ -119,7 +120,7 @@ def measure_on_all(
 
 
 def main(folder: Path, rank: int) -> None:
-    """Run the task in `folder` as process `rank`, write its answer there, and exit."""
+    """Run the task in `folder` as process `rank`, write its result there, and exit."""
     family.die_with_parent()
     code = 0
     try:

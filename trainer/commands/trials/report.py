@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shlex
+import sys
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
@@ -21,10 +22,10 @@ from trainer.telemetry import readable
 
 # Longest note, in characters, that stays within the table of a terminal.
 NOTE = 12
-# Rows of that table, if a file holds all of them.
+# Maximum number of rows of a table in a terminal, if a file holds all rows.
 SHOWN = 20
-# A measurement is unreliable if other processes use this number of cores, or this share of the
-# cores of a large machine. The services of an idle machine use less.
+# A measurement is unreliable if other processes use this number of cores or, on a large machine,
+# this fraction of its cores. The services of an idle machine use less.
 BUSY = 0.2
 BUSY_FRACTION = 0.05
 
@@ -48,7 +49,7 @@ def as_text(
     right: Container[int],
     marked: Mapping[int, str],
     sentences: Sequence[str],
-    shown: int | None = None,
+    shown: int = sys.maxsize,
 ) -> str:
     """Return the table for a terminal. Long notes of the last column are moved below the table.
 
@@ -59,8 +60,6 @@ def as_text(
         sentences: lines below the table.
         shown: maximum number of rows.
     """
-    if shown is None:
-        shown = len(table)
     head, *rows = [list(row) for row in table[: shown + 1]]
     long_notes = []
     for cells in rows:
@@ -152,12 +151,11 @@ def read_machine() -> Json:
     """Return processor, number of cores, memory, GPUs and operating system."""
     import torch
 
-    gpus = [torch.cuda.get_device_name(n) for n in range(cards.detect().count)]
     return {
         "cpu": host.read_processor_name(),
         "cores": resources.count_cores(),
         "memory_bytes": host.total_memory(),
-        "gpus": gpus,
+        "gpus": [torch.cuda.get_device_name(n) for n in range(cards.detect().count)],
         "system": platform.platform(),
     }
 

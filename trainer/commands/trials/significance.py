@@ -1,9 +1,9 @@
-"""Decide from paired repeats which of several entries is faster, with a controlled error.
+"""Decide from paired repeats which of several entries are faster, with a controlled error rate.
 
 All functions are pure and work on numbers. Speeds compare as ratios, so everything here uses
 logarithms. Repeats are interleaved (A B C A B C ...), and repeat i of one entry is paired with
-repeat i of the other: what slows the machine for a minute slows both. A difference is *shown* if
-its confidence interval lies wholly beyond a margin that nobody would switch modes for.
+repeat i of the other: anything that slows the machine for a minute slows both. A difference is
+*shown* if its confidence interval lies wholly beyond a margin that nobody would switch modes for.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from scipy.special import stdtr, stdtrit
 ERROR = 0.05
 # Relative difference of speeds; smaller differences are not shown.
 MARGIN = 0.02
-# Numbers of repeats after which to test whether they suffice, if the user has set no number.
+# Numbers of repeats after which to test whether they suffice, unless the user has set a number.
 LOOKS = (5, 10, 15)
 # Relative difference that must be detected in that case.
 HIDDEN = 0.1
@@ -105,8 +105,8 @@ def find_differences(
             low, high = estimate.interval(levels[number])
         verdict = None
         if chances[number] <= levels[number]:
-            verdict = "faster" if estimate.centre > 0 else "slower"
-        ratio = math.exp(estimate.centre)
+            verdict = "faster" if estimate.center > 0 else "slower"
+        ratio = math.exp(estimate.center)
         pairs.append(Difference(first, second, count, ratio, low, high, chances[number], verdict))
     return pairs
 
@@ -114,7 +114,7 @@ def find_differences(
 def unclear(pairs: Iterable[Difference]) -> list[Difference]:
     """Return the pairs that may differ by HIDDEN although no difference is shown.
 
-    More repeats would decide about them.
+    More repeats can decide these pairs.
     """
     hidden_ratio = 1 + HIDDEN
     unclear_pairs = []
@@ -148,23 +148,23 @@ def compute_ratios(runs: Runs, reference: Runs) -> list[float]:
 
 @dataclass(frozen=True)
 class _Estimate:
-    """Centre of log-ratios with its standard error.
+    """Center of log-ratios with its standard error.
 
     Attributes:
-        centre: mean of the log-ratios.
+        center: mean of the log-ratios.
         error: standard error of the mean.
         freedom: degrees of freedom.
         tests: number of tests on the same log-ratios, including this one.
     """
 
-    centre: float
+    center: float
     error: float
     freedom: int
     tests: int
 
     def p(self, margin: float) -> float:
-        """Return the probability, over all tests, of a centre at least as far beyond the margin."""
-        beyond = abs(self.centre) - margin
+        """Return the probability, over all tests, of a center at least as far beyond the margin."""
+        beyond = abs(self.center) - margin
         if beyond <= 0 or not self.freedom:
             return 1.0
         if self.error:
@@ -179,11 +179,11 @@ class _Estimate:
         """
         quantile = float(stdtrit(self.freedom, error / self.tests / 2))
         reach = -quantile * self.error
-        return math.exp(self.centre - reach), math.exp(self.centre + reach)
+        return math.exp(self.center - reach), math.exp(self.center + reach)
 
 
 def _estimate(logs: Sequence[float], least: float) -> list[_Estimate]:
-    """Estimate the centre from all pairs and, from five on, without the extreme fifths."""
+    """Estimate the center from all pairs and, from five on, without the extreme fifths."""
     count = len(logs)
     cut = count // 5
     std = stdev(logs) if count > 1 else 0.0
@@ -191,11 +191,11 @@ def _estimate(logs: Sequence[float], least: float) -> list[_Estimate]:
     estimates = [_Estimate(fmean(logs), error, count - 1, tests=2 if cut else 1)]
     if cut:
         middle = sorted(logs)[cut : count - cut]
-        # The standard error of a trimmed mean is that of the winsorised sample.
-        winsorised = [middle[0]] * cut + middle + [middle[-1]] * cut
+        # The standard error of a trimmed mean is that of the winsorized sample.
+        winsorized = [middle[0]] * cut + middle + [middle[-1]] * cut
         freedom = len(middle) - 1
         scale = (count - 1) / (len(middle) * freedom)
-        error = max(stdev(winsorised), least) * math.sqrt(scale)
+        error = max(stdev(winsorized), least) * math.sqrt(scale)
         estimates.append(_Estimate(fmean(middle), error, freedom, tests=2))
     return estimates
 

@@ -28,23 +28,24 @@ from trainer.recipe import DataRecipe, Recipe, compare_recipes
 from trainer.recipe.image_sizes import ImageSize, sides, typed_size
 from trainer.recipe.known_names import DATASETS, OWN_PHOTOS, WITHOUT_FOLDER
 
-# Limits of the distinct images behind a synthetic set.
+# Maximum number, and maximum size in bytes, of the images that a synthetic data set repeats.
 POOL_IMAGES = 256
 POOL_BYTES = 2**26
+# Minimum number of steps per epoch on synthetic images that stand in for missing photos.
 STAND_IN_STEPS = 20
 NO_FOLDER = "not a folder on this machine; type data.root=FOLDER of one that is"
-# Augmentation that moves pixels.
+# Keys of augmentation that moves pixels.
 MOVING = ("crop", "hflip", "auto")
 
 
 def open_datasets(recipe: Recipe, before: Before = NOTHING_BEFORE) -> Datasets:
     """Find the data set of `recipe.data`, or download it if that is allowed.
 
-    This needs no process group: every rank calls it.
+    Every rank calls this function. No process group is needed.
 
     Args:
         recipe: the recipe.
-        before: the split of an earlier part of the run, for data sets without a split.
+        before: the split of an earlier part of the run, for data sets that have no split.
 
     Raises:
         RecipeError: there is no such data set, or it does not fit the recipe.
@@ -56,8 +57,8 @@ def open_datasets(recipe: Recipe, before: Before = NOTHING_BEFORE) -> Datasets:
     data = _open(recipe, before)
 
     def check_targets(part: Any) -> Any:
-        """Return the same set with targets in the form of the task."""
-        # This set checks each target when it is read.
+        """Return the training or validation set with targets in the form of the task."""
+        # `UserItems` checks each target when it is read.
         if isinstance(part, UserItems):
             return part
         try:
@@ -126,7 +127,7 @@ def _check_augmentation(recipe: Recipe, data: Datasets) -> None:
 
 
 def _open(recipe: Recipe, before: Before) -> Datasets:
-    """Open the data set by its name; targets are not checked yet."""
+    """Open the data set by its name, without checking its targets."""
     data = recipe.data
     if data.labels is not None and data.name != "imagefolder":
         raise RecipeError(
@@ -189,8 +190,7 @@ def load_digits(data: DataRecipe) -> Datasets:
 
     Every fifth image, starting with the first one, is in the validation set.
     """
-    # Read scikit-learn's file directly: importing scikit-learn takes a second, reading the file a
-    # fiftieth of one.
+    # Read scikit-learn's file directly, which takes 20 ms. Importing scikit-learn takes a second.
     package = find_spec("sklearn")
     folders = (package.submodule_search_locations if package else None) or [""]
     path = Path(folders[0], "datasets", "data", "digits.csv.gz")
@@ -224,9 +224,9 @@ def generate_synthetic(
 
     Args:
         recipe: the recipe.
-        samples: training images.
-        size: size of the images, unless the recipe names one.
-        classes: number of classes, unless the recipe names one.
+        samples: number of training images.
+        size: size of the images, unless the recipe sets one.
+        classes: number of classes, unless the recipe sets one.
     """
     size = typed_size(recipe.data.image_size) or size
     classes = recipe.model.num_classes or classes

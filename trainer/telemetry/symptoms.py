@@ -1,7 +1,7 @@
 """Warnings about a run that learns badly or is slowed down, each with overrides to try.
 
-All functions are pure. A wrong warning costs more than a missing one, so each limit is one that a
-healthy run does not reach.
+All functions are pure. A wrong warning does more harm than a missing one, so a healthy run must not
+reach any of the limits.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from trainer.recipe.recipe_files import parse_value
 from trainer.recipe.text import list_some
 from trainer.telemetry.rank_watch import Lag
 
-# Minimum number of steps for a warning about learning: shorter runs only test whether training
+# Minimum number of steps for a warning about learning: shorter runs are only tests whether training
 # works at all.
 MIN_STEPS = 50
-# Minimum number of validation images, in all and of one class, for a meaningful accuracy.
+# Minimum number of validation images, in total and of one class, for a meaningful accuracy.
 MIN_VALIDATION_IMAGES = 50
 MIN_CLASS_IMAGES = 20
 # Minimum number of epochs without a change of accuracy: a slow start can have one or two.
 STANDSTILL_EPOCHS = 3
-# Minimum ratio of the loss to that of guessing: new weights start below this ratio, or fall below
-# it within an epoch.
+# Minimum ratio of the loss to the loss of guessing for a warning. The loss of a healthy run starts
+# below this ratio, or falls below it within an epoch.
 GUESSING_FACTOR = 1.1
-# Minimum ratio of the loss to its minimum: chance changes it far less between epochs.
+# Minimum ratio of the loss to its lowest value so far for a warning. Random variation between
+# epochs is far smaller.
 GROWTH_FACTOR = 1.5
 # Maximum distance of a perfect training loss from the lowest possible one. It corresponds to a
 # probability of 95 % for the right class.
 MAX_PERFECT_LOSS = 0.05
-# Minimum validation error of a memorised training set. A model that generalises has a lower error,
-# or a training loss that is not near zero.
+# Minimum validation error for the warning that the training set was memorized. A model that
+# generalizes has a lower error, or a training loss that is not near zero.
 MIN_ERROR = 0.1
-# Minimum share of the cores' time that other processes use: a smaller share lengthens a run by less
-# than a quarter.
+# Minimum fraction of the cores' time that other processes use for a warning. A smaller fraction
+# slows a run down by less than a quarter.
 MIN_OTHERS_SHARE = 0.2
-# Minimum duration, in seconds, of the measurement of the cores' load.
+# Minimum number of seconds over which the load of the cores must have been measured.
 MIN_SECONDS = 1.0
 
 
@@ -61,7 +62,7 @@ class RunState:
         names: Names of the classes.
         actual: Number of validation images of each class; empty if unknown.
         predicted: Number of validation images predicted as each class; empty if unknown.
-        before: The same number in the previous epoch; empty if unknown.
+        before: `predicted` of the previous epoch; empty if unknown.
         labelled: Whether the labels of the training images are known, so that classes can be
             balanced.
         strain: Load of the machine by other processes.
@@ -88,7 +89,7 @@ class RunState:
     def guessing(self) -> float | None:
         """Loss of a model that predicts the same probability for all classes.
 
-        The loss is the same for smoothed and mixed targets.
+        It does not depend on smoothing or mixing of the targets.
         """
         if self.classes and self.classes > 1:
             return math.log(self.classes)
@@ -101,7 +102,7 @@ class RunState:
 
 
 def find_symptoms(facts: RunState, recipe: Recipe) -> dict[str, str]:
-    """Return the warnings about a run by kind, except those that another warning explains."""
+    """Return the warnings about a run by kind, without those that another warning explains."""
     warnings = {kind: check(facts, recipe) for kind, check in KINDS.items()}
     kept = {}
     for kind, text in warnings.items():
@@ -122,10 +123,10 @@ def _check_loss(facts: RunState, recipe: Recipe) -> str | None:
         limit = GUESSING_FACTOR * facts.guessing
         reference = f"guessing ({facts.guessing:.2f})"
     else:
-        # The scale of any other loss is unknown, so only undoing all learning gets a warning.
+        # The scale of any other loss is unknown, so warn only if all learning has been undone.
         limit = max(losses[0], GROWTH_FACTOR * abs(lowest))
         reference = f"at the beginning ({losses[0]:.4g})"
-    # During warm-up a loss may start high, but a healthy one does not return there from below.
+    # In the warm-up, the loss of a healthy run may start high, but it does not rise again later.
     has_grown = last > GROWTH_FACTOR * lowest
     still_rises = len(warm) > 1 and last > min(warm[:-1])
     if last <= limit or not (has_grown or still_rises):
@@ -240,8 +241,8 @@ def describe_slow_rank(lag: Lag, where: str, recipe: Recipe) -> str:
     """Return a warning about a rank that delays the other ranks.
 
     Args:
-        lag: How much slower the rank is.
-        where: Machine and device of the rank.
+        lag: The rank, and how much slower it is.
+        where: Machine and device of the rank, for the user.
         recipe: Recipe of the run.
     """
     text = f"rank {lag.rank} ({where}) was {lag.behind:.0%} slower than the others for a minute, "
@@ -265,7 +266,7 @@ KINDS: dict[str, Callable[[RunState, Recipe], str | None]] = {
     "never predicted": _check_never_predicted,
     "cores": _check_cores,
 }
-# A symptom gets no warning if its cause has one.
+# Cause of a symptom. The symptom gets no warning if its cause has one.
 CAUSES = {"accuracy": "loss", "memorised": "never predicted"}
 
 
@@ -274,14 +275,14 @@ def _lower_rate(recipe: Recipe) -> float:
 
 
 def _list_balancing_overrides(recipe: Recipe) -> list[str]:
-    """Return overrides that balance classes; the list is empty if the recipe balances them."""
+    """Return overrides that balance classes, or an empty list if the recipe balances them."""
     if recipe.data.balance or recipe.loss.class_weights is not None:
         return []
     return ["data.balance=true", "loss.class_weights=balanced"]
 
 
 def _suggest(recipe: Recipe, *overrides: str, start: str = ": ") -> str:
-    """Return a clause that suggests those overrides that the recipe accepts, or an empty text."""
+    """Return a clause that suggests the overrides that the recipe accepts; empty if it has none."""
     possible = keep_possible(overrides, recipe)
     if not possible:
         return ""
@@ -296,9 +297,10 @@ def keep_possible(
     """Return the suggestions that lead to a valid recipe.
 
     Args:
-        suggestions: Overrides, or several separated by spaces.
-        recipe: Recipe that they change.
-        fits: Further condition on the changed recipe; may raise RecipeError as well.
+        suggestions: Each is one override, or several that are separated by spaces.
+        recipe: Recipe that the overrides change.
+        fits: Function that returns whether the changed recipe is suitable. It may also raise
+            RecipeError if it is not.
     """
     possible = []
     for suggestion in suggestions:

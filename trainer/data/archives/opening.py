@@ -38,7 +38,7 @@ EXAMPLE = (
 )
 # File next to the shards with the names of classes 0, 1, ..., one per line.
 LIST = "classes.txt"
-# Number of threads that make indexes. More threads than cores help, because they wait for the disk.
+# Number of threads that make indexes. More threads than cores help, as they wait for the disk.
 THREADS = 16
 
 IndexedShard = tuple[Archive, ArchiveIndex]
@@ -178,7 +178,7 @@ def load_indexes(paths: Sequence[str], show: bool) -> list[IndexedShard]:
     Raises:
         SetupError: a shard cannot be read.
     """
-    # Ranks start with different shards, so that each makes some of the indexes.
+    # Ranks should start with different shards, so that each makes some of the indexes.
     order = random.sample(range(len(paths)), len(paths))
     pool = ThreadPoolExecutor(min(THREADS, len(paths)))
     progress = Progress(len(paths), show, "index", "shard")
@@ -215,8 +215,8 @@ def classes_of(
 ) -> tuple[list[str], Array, dict[str, str]]:
     """Return the classes of all samples of the shards.
 
-    If no sample has a label, directories are classes: the outermost directories below the path that
-    all images of a split share.
+    If no sample has a label, the directories are the classes. The outermost directories below the
+    path that all images of a split share are used.
 
     Args:
         root: directory that contains all shards, for error messages.
@@ -238,7 +238,7 @@ def classes_of(
     )
     paths = [tuple(filter(None, path.split("/"))) for path in folder_paths]
     has_labels = bool((codes >= 0).any())
-    # Look at the directories in any case, to refuse shards that contain several splits.
+    # Look at the directories even if there are labels: shards with several splits are refused.
     train_folders = _outermost(root, paths, np.unique(folder_codes[~held_out]), has_labels)
     val_folders = _outermost(root, paths, np.unique(folder_codes[held_out]), has_labels)
     if not has_labels:
@@ -285,7 +285,7 @@ def _outermost(
         SetupError: the directories are splits such as train and val, not classes.
     """
     used_paths = [paths[code] for code in used]
-    # This function of os.path compares the items of tuples; for text it would compare letters.
+    # `commonprefix` compares the items of tuples. It would compare the characters of text.
     shared = os.path.commonprefix(used_paths)  # noqa: RUF071
     depths = [len(path) - 1 for path in used_paths]
     depth = max(0, min([len(shared), *depths]))
@@ -325,8 +325,8 @@ def _look_up(values: Sequence[int], codes: Array) -> Array:
 def _parse_number(text: str) -> int:
     """Return a class's number, or -1 if it is negative.
 
-    Long numbers are cut to ten digits, which no data set has as many classes for: they are refused
-    later because of their size.
+    Long numbers are cut to ten digits. They still exceed the number of classes of any data set, and
+    are refused later.
     """
     if text.isdecimal():
         return int(text.lstrip("0")[:10] or 0)

@@ -30,10 +30,10 @@ from trainer.tasks.task import Reads
 SPLIT = "split"
 # Separator between the classes of an image.
 SEPARATOR = ";"
-# Maximum number of classes whose names may be whole numbers in a table of any length. More of them
-# are probably measurements, not classes.
+# Maximum number of classes whose names may all be whole numbers. If there are more, the column
+# probably contains measurements instead of classes.
 MAX_DIGIT_CLASSES = 10
-# Spellings of 0 and 1 that pandas and R write.
+# Spellings of 0 and 1, including those of pandas and R, in lower case.
 BINARY = {
     "true": "1",
     "false": "0",
@@ -42,7 +42,7 @@ BINARY = {
     "1.0": "1",
     "0.0": "0",
 }
-# Spellings of a missing value that programs write.
+# Spellings of missing values in files of common programs, in lower case.
 MISSING = (
     "nan",
     "-nan",
@@ -53,10 +53,10 @@ MISSING = (
     "null",
 )
 
-# Number and cells of a line.
+# Line number and cells of a row.
 Line = tuple[int, list[str]]
 
-# Columns that a task needs.
+# Description of the columns that a task needs, for error messages.
 NEEDED_COLUMNS = {
     "class": "a column with each image's class",
     "classes": "a column with each image's classes, as cat;dog, or a column of 0 and 1 for each "
@@ -218,7 +218,7 @@ def targets_of(
         SetupError: the labels do not match the task.
     """
     train, val, _ = parts
-    # Use the labels of all rows, so that the classes do not depend on the validation split.
+    # Look at the labels of all rows, so that the classes do not depend on the validation split.
     cells = [row.cells[0] for some in parts for row in some if row.cells]
     if reads == "class" and len(columns) == 1:
         named = class_names((row.cells[0] for row in train), (row.cells[0] for row in val))
@@ -229,7 +229,7 @@ def targets_of(
         are_numbers = all(map(_is_number, named.names))
         are_digits = all(map(str.isdigit, named.names))
         measures = are_numbers and (len(named.names) > MAX_DIGIT_CLASSES or not are_digits)
-        # Measurements rarely occur twice, while most classes have several images.
+        # Most measurements occur once, while most classes have several images.
         if measures and len(named.names) > len(train) / 2:
             raise SetupError(
                 f"{path}: {columns[0]} holds {len(named.names)} different numbers for {len(train)} "
@@ -274,7 +274,7 @@ def targets_of(
 
 
 def _check_cell(where: str, cell: str, root: Path, is_label: bool) -> None:
-    """Check a cell.
+    """Check that a cell has a label if it must, and that it does not contain other rows.
 
     Raises:
         SetupError: a label is missing, or a quote is closed too late, so that the cell contains the
@@ -306,7 +306,11 @@ def _numbers(path: Path, row: Row) -> list[float]:
 
 
 def read_lines(path: Path) -> tuple[list[str], list[Line]]:
-    """Return the header of a table, and its other lines except empty ones. Raises SetupError."""
+    """Return the header of a table, and all other lines that are not empty.
+
+    Raises:
+        SetupError: the file cannot be read, or is not a valid table.
+    """
     try:
         text = path.read_bytes().decode("utf-8-sig")
         if "\0" in text:
@@ -350,7 +354,7 @@ def _records(path: Path, text: str) -> Iterator[Line]:
     lines = []
     if '"' in text:
         lines = io.StringIO(text, newline="").readlines()
-    # Blanks after a closing quote do not belong to the cell, but csv refuses them in strict mode.
+    # The csv module, in strict mode, refuses blanks between a closing quote and the separator.
     tidy = (
         re.sub(r'(?<=") +(?=[,\t\r\n]|$)', "", line) if '" ' in line else line for line in lines
     )
@@ -376,7 +380,7 @@ def _records(path: Path, text: str) -> Iterator[Line]:
 
 
 def plain(cell: str) -> str:
-    """Return the path in a cell, which Windows or `find .` may have written."""
+    """Normalize the path in a cell, such as train\\1.jpg from Windows or ./1.jpg from `find .`."""
     return os.path.normpath(cell.replace("\\", "/"))
 
 

@@ -1,6 +1,7 @@
 """Layout of a folder of photos: training and validation parts, and names and order of classes.
 
-If a folder has no validation part, a fraction of each class is drawn, the same images every time.
+If a folder has no validation part, a fraction of each class is drawn as validation images. The same
+images are drawn every time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from trainer.saving.run_folder import RunFolder
 from trainer.saving.run_names import find_run_folder
 from trainer.tasks.classification import class_name
 
-# Names of folders, in upper or lower case; the first that exists is used.
+# Names of the folders of each part, in upper or lower case. The first one that exists is used.
 PARTS = {
     "train": ("train", "training"),
     "val": ("val", "valid", "validation"),
@@ -95,7 +96,7 @@ def class_names(texts: Iterable[str], others: Iterable[str] = ()) -> ClassNames:
 
 
 def _look(name: str) -> str:
-    """Return a key that is equal for names that look alike, such as 1.0 and 01, or cat and Cat."""
+    """Return a key that is equal for similar names, such as 1.0 and 01, or cat and Cat."""
     with suppress(ValueError):
         return str(float(name))
     letters = unicodedata.normalize("NFKC", name).casefold()
@@ -150,7 +151,7 @@ def layout_of(root: Path, left: LeftOut, test: bool = False) -> ClassFolders:
     train = _named(folders, TRAIN)
     held_out = _held_out(root, folders, test)
     if train is not None:
-        # Without a train folder, `classes_of` counts the images next to the class folders.
+        # Count images next to the train folder. `classes_of` counts those next to class folders.
         left[LOOSE] += len(listed(root, left)[1])
         others = tuple(name for name in folders if root / name not in (root / train, held_out))
         return ClassFolders(root / train, held_out, others)
@@ -249,9 +250,9 @@ class Before(NamedTuple):
 
     Attributes:
         held_out: names of the validation images; None if the recipe's seed draws them.
-        elsewhere: whether the data set may consist of different images. If it does, all of them are
-            validation images.
-        test: whether the test part is the validation split.
+        elsewhere: whether the data set may consist of other images than the earlier run's. If it
+            does, all of them are validation images.
+        test: whether to use the test part as the validation split.
     """
 
     held_out: frozenset[str] | None = None
@@ -265,9 +266,9 @@ NOTHING_BEFORE = Before()
 def draw(names: Sequence[str], labels: Array, fraction: float, seed: int) -> Array:
     """Draw the validation images of a data set.
 
-    The choice depends only on the names of images and the seed, not on the order of files or on
-    other classes. A class with one image has no validation image; any other class has at least one,
-    and never loses all its images.
+    Whether an image is drawn depends only on the names of the images of its class and the seed, not
+    on the order of files or on other classes. At least one image of each class is drawn, and at
+    least one is left for training. From a class with a single image, none is drawn.
 
     Args:
         names: names of the images.

@@ -104,7 +104,7 @@ def _search_share(
     failures.
     """
     damaged: list[Damaged] = []
-    blocks: list[tuple[str, EncodedPhotos, Sequence[int]]] = []
+    blocks = []
     for split, part in (("train", data.train), ("val", data.val)):
         if isinstance(part, ImageSet) and world.is_main:
             damaged += [(split, path, why) for path, why in part.failures]
@@ -124,13 +124,7 @@ def _search_share(
         with without_warnings():
             lengths = {}
             for split, part, indices in blocks:
-                task = pool.submit(
-                    _find_damaged,
-                    split,
-                    part,
-                    indices,
-                    data,
-                )
+                task = pool.submit(_find_damaged, split, part, indices, data)
                 lengths[task] = len(indices)
             for task in as_completed(lengths):
                 damaged += task.result()

@@ -20,6 +20,7 @@ from trainer.data.downloads import PUBLISHED, load_published
 from trainer.data.folders.label_tables import open_table
 from trainer.data.folders.layout import NOTHING_BEFORE, Before
 from trainer.data.folders.photo_folders import open_folder, statistics
+from trainer.data.items import name_by_number
 from trainer.data.registered import UserItems, build_in_memory, open_registered, registered
 from trainer.data.sets import Datasets, ImageSet, TensorSet, TensorSpec
 from trainer.data.tensors import as_targets
@@ -157,9 +158,9 @@ def _open(recipe: Recipe, before: Before) -> Datasets:
     if data.name in PUBLISHED:
         source = PUBLISHED[data.name]
         train, val, classes = load_published(data)
-        known_statistics = (source.mean, source.std)
-        holdout = "torchvision's test images"
-        return build_in_memory(data, train, val, classes, known_statistics, holdout)
+        return build_in_memory(
+            data, train, val, classes, (source.mean, source.std), "torchvision's test images"
+        )
     if data.name in WITHOUT_FOLDER and data.root is not None:
         raise RecipeError(
             f"data.name={data.name} comes with this program and reads no folder, so "
@@ -208,7 +209,7 @@ def load_digits(data: DataRecipe) -> Datasets:
     in_val = torch.arange(len(labels)) % 5 == 0
     train = (images[~in_val], labels[~in_val])
     val = (images[in_val], labels[in_val])
-    classes = tuple(str(digit) for digit in range(10))
+    classes = name_by_number(10)
     known_statistics = ((0.3053,), (0.3760,))
     holdout = "every fifth image (index % 5 == 0)"
     return build_in_memory(data, train, val, classes, known_statistics, holdout)
@@ -245,7 +246,7 @@ def generate_synthetic(
         name=recipe.data.name,
         train=make(0, samples),
         val=make(1, recipe.data.val_samples),
-        classes=tuple(str(label) for label in range(classes)),
+        classes=name_by_number(classes),
         channels=channels,
         image_size=size,
         mean=(0.5,) * channels,

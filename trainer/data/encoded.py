@@ -139,9 +139,9 @@ class EncodedPhotos(ABC):
         """Create a set of the images `names`, paths below `root`, with the targets `labels`."""
         self.root = str(root)
         self.labels = labels
-        encoded_names = [os.fsencode(name) for name in names]
+        encoded_names = [*map(os.fsencode, names)]
         self._names = b"".join(encoded_names)
-        self._ends = np.cumsum([len(name) for name in encoded_names], dtype=np.int64)
+        self._ends = np.cumsum([*map(len, encoded_names)], dtype=np.int64)
 
     @abstractmethod
     def address(self, index: int) -> bytes:
@@ -179,6 +179,6 @@ class EncodedPhotos(ABC):
     def part(self, rows: Array) -> Self:
         """Return the subset of the images with the indices `rows`."""
         part = copy.copy(self)
-        names = (self.name(row) for row in rows)
+        names = map(self.name, rows)
         EncodedPhotos.__init__(part, Path(self.root), names, self.labels[rows])
         return part

@@ -247,7 +247,7 @@ def draw_flips(
     epoch: int,
     index: Array,
     probability: float,
-    alternate: bool = False,
+    alternate: bool,
 ) -> Array:
     """Draw which images are mirrored: (n,) bool.
 

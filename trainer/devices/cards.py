@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from trainer.errors import RecipeError, SetupError, TrainerError
@@ -40,13 +40,13 @@ class Cards:
     fault: TrainerError | None = None
 
 
-def detect(environment: Mapping[str, str] = os.environ) -> Cards:
+def detect() -> Cards:
     """Count the GPUs that torch can use.
 
     torch is imported only if a device node of the driver exists. It is not a fault if the machine
     has no GPU, or if CUDA_VISIBLE_DEVICES hides all of them.
     """
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = None
     if visible is not None:
         names = [name.strip() for name in visible.split(",")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import sys
 from collections.abc import Sequence
 
@@ -89,8 +90,7 @@ def free_shared_memory(folder: str = SHARED_MEMORY) -> int | None:
     """Return the free bytes of the shared memory at `folder`; None if `folder` does not exist."""
     if not os.path.isdir(folder):
         return None
-    state = os.statvfs(folder)
-    return state.f_bavail * state.f_frsize
+    return shutil.disk_usage(folder).free
 
 
 def check_shared_memory(needed: int, folder: str = SHARED_MEMORY) -> None:

@@ -207,9 +207,10 @@ class StepTimer:
             return 0, 0.0, 0.0
         if self.cuda:
             synchronise(self.devices)
-            begins = [self._resumed.get(n, event) for n, event in enumerate(self._events[:-1])]
-            spans = zip(begins, self._events[1:], strict=True)
-            durations = [begin.elapsed_time(end) / 1e3 for begin, end in spans]
+            durations = []
+            for n, (begin, end) in enumerate(pairwise(self._events)):
+                begin = self._resumed.get(n, begin)
+                durations.append(begin.elapsed_time(end) / 1e3)
         else:
             ends = [self._begun, *(end for end, _, _ in self._pending)]
             durations = [end - begin for begin, end in pairwise(ends)]
@@ -219,7 +220,7 @@ class StepTimer:
             idle = [0.0] * len(waits)
             for step, before, after in self._gaps:
                 idle[step] += before.elapsed_time(after) / 1e3
-            waits = [min(pair) for pair in zip(waits, idle, strict=True)]
+            waits = [*map(min, waits, idle)]
         launches = [0.0] * len(waits)
         if self.cuda:
             launches = self._launches(durations, waits)
@@ -252,20 +253,22 @@ class StepTimer:
         """
         # Seconds in which the device had reached the step while the host was still launching it.
         exposed = []
+        unexposed = []
         reached = self._begun
         before = self._begun
         steps = zip(self._pending, durations, waits, strict=True)
         for (issued, waited, _), duration, wait in steps:
             # Part of the host's waiting for data that lies after the device reached the step.
             waited_since = max(wait, waited - max(0.0, reached - before))
-            exposed.append(max(0.0, issued - reached - waited_since))
+            launch = max(0.0, issued - reached - waited_since)
+            exposed.append(launch)
+            if launch == 0:
+                unexposed.append(duration)
             reached = reached + duration
             before = issued
-        rows = [*zip(exposed, durations, waits, strict=True)]
-        unexposed = (duration for launch, duration, _ in rows if launch == 0)
         self._own = min(unexposed, default=self._own)
         bounds = []
-        for launch, duration, wait in rows:
+        for launch, duration, wait in zip(exposed, durations, waits, strict=True):
             excess = max(0.0, duration - wait - self._own)
             bounds.append(min(launch, excess))
         return bounds

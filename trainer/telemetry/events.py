@@ -156,8 +156,8 @@ def _encode_event(**fields: Any) -> bytes:
     """Return an event with the current time, as bytes."""
     from tensorboard.compat.proto.event_pb2 import Event
 
-    event: bytes = Event(wall_time=time.time(), **fields).SerializeToString()
-    return event
+    event = Event(wall_time=time.time(), **fields)
+    return event.SerializeToString()  # type: ignore[no-any-return]
 
 
 def read_events(

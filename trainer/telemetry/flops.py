@@ -65,11 +65,6 @@ def look_up_published(card: str, column: str) -> float | None:
     return None
 
 
-def look_up_peak_bandwidth(card: str) -> float | None:
-    """Return the published memory bandwidth of a GPU in bytes per second; None if unknown."""
-    return look_up_published(card, "GB/s")
-
-
 def count_training_flops(model: nn.Module, shape: Sequence[int]) -> int:
     """Return the floating point operations of a training step on a batch of `shape`.
 

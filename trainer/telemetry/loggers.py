@@ -72,8 +72,7 @@ class WandbRun:
         self._run.summary.update(
             {**collect_final_figures(result), "status": result.get("status", "failed")}
         )
-        has_failed = result.get("status") != "completed"
-        self._run.finish(exit_code=int(has_failed))
+        self._run.finish(exit_code=int(result.get("status") != "completed"))
 
 
 class MlflowRun:
@@ -138,7 +137,7 @@ class MlflowRun:
             self._client.set_terminated(self._id, status=status)
 
 
-KINDS: dict[str, Callable[[Recipe, Path, Callable[[str], None]], Any]] = {
+KINDS: dict[str, Any] = {
     "wandb": WandbRun,
     "mlflow": MlflowRun,
 }

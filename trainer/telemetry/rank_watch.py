@@ -108,14 +108,14 @@ class RankWatch:
         self._measured.append(own)
         if self._seconds < WINDOW or len(self._measured) < FEW:
             return None
-        typical = [_compute_typical(rank) for rank in zip(*self._measured, strict=True)]
+        typical = [*map(_compute_typical, zip(*self._measured, strict=True))]
         self._seconds = 0.0
         self._measured = []
-        spent = [data + compute for data, compute in typical]
-        rank = max(range(len(spent)), key=spent.__getitem__)
+        spent = [*map(sum, typical)]
+        rank = spent.index(max(spent))
         others = typical[:rank] + typical[rank + 1 :]
         usual_data, usual_compute = _compute_typical(others)
-        usual = statistics.median(data + compute for data, compute in others)
+        usual = statistics.median(map(sum, others))
         data, compute = typical[rank]
         behind = 0.0
         if usual > 0:
@@ -125,13 +125,13 @@ class RankWatch:
             gain = max(spent) * statistics.fmean(1 / time for time in spent)
         is_data = data - usual_data > compute - usual_compute
         lag = Lag(rank, behind, is_data, gain)
-        if lag.behind <= MIN_LAG:
+        if behind <= MIN_LAG:
             self.suspect = None
             self._row = []
         else:
             if self.suspect != rank:
                 self._row = []
-            self._row = [*self._row, lag]
+            self._row.append(lag)
             self.suspect = rank
         return lag
 
@@ -178,7 +178,7 @@ class ShareWatch:
         """Add the measurement of `steps` steps, with `ranks` as in `RankWatch.add`."""
         if (own := own_seconds(ranks)) is None:
             return
-        self._measured.append([data + compute for data, compute in own])
+        self._measured.append([*map(sum, own)])
         self._steps += steps
         self._seconds += steps * ranks[0][0]
         if not self.rounds and self._seconds >= SHARE_WINDOW:
@@ -259,4 +259,4 @@ def compute_gain(
 
 
 def _compute_typical(measured: Sequence[Sequence[float]]) -> list[float]:
-    return [statistics.median(rank) for rank in zip(*measured, strict=True)]
+    return [*map(statistics.median, zip(*measured, strict=True))]

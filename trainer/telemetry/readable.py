@@ -112,23 +112,17 @@ def format_duration(seconds: float | None) -> str:
     return f"{seconds:#.3g}".rstrip(".") + " s"
 
 
-def format_size(count: float | None, more: bool = False) -> str:
-    """Format bytes in powers of 1024, as in "1.2 MiB".
-
-    Args:
-        count: Number of bytes.
-        more: Whether `count` is a lower bound.
-    """
+def format_size(count: float | None) -> str:
+    """Format a number of bytes in powers of 1024, as in "1.2 MiB"."""
     if count is None:
         return "-"
-    sign = ">" if more else ""
     if count < 1000:
-        return f"{sign}{count:.0f} B"
+        return f"{count:.0f} B"
     for unit in ("KiB", "MiB"):
         count /= 1024
         if count < 1000:
-            return f"{sign}{count:.3g} {unit}"
-    return f"{sign}{count / 1024:,.2f} GiB"
+            return f"{count:.3g} {unit}"
+    return f"{count / 1024:,.2f} GiB"
 
 
 def format_table(

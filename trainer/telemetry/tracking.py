@@ -68,10 +68,10 @@ class NullTracker:
 
     def print_lines(
         self,
-        facts: Mapping[str, str],
+        texts: Mapping[str, str],
         lines: int | None = None,
     ) -> int:
-        return len(facts)
+        return len(texts)
 
 
 class Tracker(NullTracker):
@@ -109,20 +109,20 @@ class Tracker(NullTracker):
 
     def print_lines(
         self,
-        facts: Mapping[str, str],
+        texts: Mapping[str, str],
         lines: int | None = None,
     ) -> int:
         """Print texts next to their titles, wrapped to the width of the terminal.
 
         Args:
-            facts: Texts by title.
+            texts: Texts by title.
             lines: Maximum number of lines of a text. Longer texts are left out. None for no limit.
 
         Returns:
             The number of printed lines.
         """
         count = 0
-        for title, text in facts.items():
+        for title, text in texts.items():
             printed = format_titled(title, localize_commands(text))
             needed = printed.count("\n") + 1
             if lines is None or needed <= lines:
@@ -333,8 +333,7 @@ def choose_bar() -> Any:
         from tqdm import notebook
 
         # Without ipywidgets, tqdm.notebook can be imported, but fails when a bar is created.
-        has_widgets = getattr(notebook, "IProgress", None) is not None
-        if has_widgets:
+        if getattr(notebook, "IProgress", None) is not None:
             return notebook.tqdm
         return tqdm
     if can_overwrite(sys.stderr):

@@ -215,7 +215,7 @@ def judge(
     recipe: Recipe,
     setting: Setting,
     probe_seconds: float = 0.0,
-    warnings: Mapping[str, str] | None = None,
+    warnings: Mapping[str, str] = {},
 ) -> Verdict:
     """Determine what limits the speed of a step, and which overrides to try.
 
@@ -241,7 +241,6 @@ def judge(
             return True
         return changed.batch_size <= max(setting.images, recipe.batch_size)
 
-    warnings = warnings or {}
     overrides = keep_possible(_list_remedies(bound, measured, recipe, setting), recipe, fits)
     if FEWER_THREADS in warnings.get("cores", ""):
         overrides = [FEWER_THREADS, *overrides]
@@ -309,17 +308,16 @@ def _describe_step(findings: _Findings) -> str:
             sentence += ", which are prepared in the training process"
         reading = setting.reading
         if reading is not None:
-            seconds = {
-                "reading files": reading.read,
-                "decoding": reading.decode,
-                "transforming": reading.transform,
-            }
-            spent = [f"{value / reading.whole:.0%} on {name}" for name, value in seconds.items()]
-            sentence += f": a reader spends {', '.join(spent)}"
+            whole = reading.whole
+            sentence += (
+                f": a reader spends {reading.read / whole:.0%} on reading files, "
+                f"{reading.decode / whole:.0%} on decoding, "
+                f"{reading.transform / whole:.0%} on transforming"
+            )
     if bound == "bubble" and _is_uneven(measured.busy):
-        slowest = max(range(len(measured.busy)), key=measured.busy.__getitem__)
-        mean = sum(measured.busy) / len(measured.busy)
-        ratio = max(measured.busy) / mean
+        longest = max(measured.busy)
+        slowest = measured.busy.index(longest)
+        ratio = longest / (sum(measured.busy) / len(measured.busy))
         sentence += f": stage {slowest} works {ratio:.1f} times as long as the mean stage"
     if findings.has_mixed_computing:
         at_most = findings.communication_at_most

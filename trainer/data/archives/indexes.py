@@ -175,13 +175,8 @@ def load_or_make(
             arrays = {key: stored[key] for key in ARRAYS}
             return ArchiveIndex(**arrays, **contents)
     index = make(shard)
-    arrays = {}
-    contents = {}
-    for key, value in vars(index).items():
-        if key in ARRAYS:
-            arrays[key] = value
-        else:
-            contents[key] = value
+    contents = dict(vars(index))
+    arrays = {key: contents.pop(key) for key in ARRAYS}
     text = json.dumps({**about, "contents": contents}).encode()
     # The disk may be full, or the data folder may belong to another user.
     with suppress(OSError):

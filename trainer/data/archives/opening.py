@@ -111,22 +111,18 @@ def open_archives(recipe: Recipe, before: Before) -> Datasets:
             )
     show = recipe.logging.progress and read_place().local_rank == 0
     indexed_shards = load_indexes([path for path in paths if parts[path] in used_parts], show)
-    shards = [shard for shard, _ in indexed_shards]
-    indexes = [index for _, index in indexed_shards]
-    counts = [len(index) for index in indexes]
+    shards, indexes = zip(*indexed_shards, strict=True)
+    counts = [*map(len, indexes)]
     is_test_shard = [held_out is not None and parts[str(shard)] == held_out for shard in shards]
     is_test = np.repeat(np.array(is_test_shard, bool), counts)
     classes, labels, notes = classes_of(root, indexes, is_test)
-    places = [np.empty((0, 2), np.int64)]
-    for index in indexes:
-        places.append(index.places)
     whole = ArchivedPhotos(
         root,
         _list_paths(root, indexed_shards),
         labels,
         begins=[archive_prefix(shard, _reader(str(shard)).KIND) for shard in shards],
         shards=np.repeat(np.arange(len(shards), dtype=np.int32), counts),
-        places=np.concatenate(places),
+        places=np.concatenate([index.places for index in indexes]),
     )
     has_class = labels >= 0
     left = LeftOut()
@@ -156,8 +152,15 @@ def open_archives(recipe: Recipe, before: Before) -> Datasets:
         raise SetupError(
             f"{root}: no image of {held_out} has a class: type {EXAMPLE}, without those shards"
         )
-    holdout = f"what is called {held_out} in {root}"
-    return photos(recipe, before, train, val if held_out else None, classes, holdout, notes)
+    return photos(
+        recipe,
+        before,
+        train,
+        val if held_out else None,
+        classes,
+        f"what is called {held_out} in {root}",
+        notes,
+    )
 
 
 def _list_paths(root: Path, indexed_shards: Sequence[IndexedShard]) -> Iterator[str]:
@@ -230,12 +233,8 @@ def classes_of(
     Raises:
         SetupError: the classes of the shards or of the splits do not match.
     """
-    texts, codes = _join_tables(
-        [index.texts for index in indexes], [index.labels for index in indexes]
-    )
-    folder_paths, folder_codes = _join_tables(
-        [index.below for index in indexes], [index.folders for index in indexes]
-    )
+    texts, codes = _join_tables((index.texts, index.labels) for index in indexes)
+    folder_paths, folder_codes = _join_tables((index.below, index.folders) for index in indexes)
     paths = [tuple(filter(None, path.split("/"))) for path in folder_paths]
     has_labels = bool((codes >= 0).any())
     # Look at the directories even if there are labels: shards with several splits are refused.
@@ -304,14 +303,11 @@ def _outermost(
     return names
 
 
-def _join_tables(
-    tables: Sequence[Sequence[str]],
-    codes: Sequence[Array],
-) -> tuple[list[str], Array]:
+def _join_tables(tables: Iterable[tuple[list[str], Array]]) -> tuple[list[str], Array]:
     """Join tables of texts into one table, and convert the indices into them; -1 is kept."""
     joined: dict[str, int] = {}
     joined_codes = [np.empty(0, np.int64)]
-    for table, table_codes in zip(tables, codes, strict=True):
+    for table, table_codes in tables:
         places = [joined.setdefault(text, len(joined)) for text in table]
         joined_codes.append(_look_up(places, table_codes))
     return [*joined], np.concatenate(joined_codes)

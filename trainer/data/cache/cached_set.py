@@ -127,13 +127,11 @@ def as_stored(data: Datasets, recipe: Recipe) -> Datasets:
     if options.cache_size is None or options.cache_format is None:
         return data
     photo_format = format_of(recipe, data.image_size, data.channels)
-    train = data.train
-    val = data.val
-    if isinstance(train, EncodedPhotos):
-        train = CachedFolder(train, photo_format)
-    if isinstance(val, EncodedPhotos):
-        val = CachedFolder(val, photo_format)
-    return replace(data, train=train, val=val)
+    if isinstance(data.train, EncodedPhotos):
+        data = replace(data, train=CachedFolder(data.train, photo_format))
+    if isinstance(data.val, EncodedPhotos):
+        data = replace(data, val=CachedFolder(data.val, photo_format))
+    return data
 
 
 def _open_complete(
@@ -235,7 +233,7 @@ def build(
     """
     missing = list_missing(packing, home)
     since_progress = AwakeClock()
-    sizes = [len(paths) for paths in packing.paths]
+    sizes = [*map(len, packing.paths)]
     context = fork_server.start_server("torchvision", __name__)
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker)
     progress = Progress(sum(sizes[n] for n in missing), show, "cache", "photo", first=0.0)

@@ -114,7 +114,7 @@ def pack(folders: Sequence[EncodedPhotos], photo_format: Format) -> Packing:
     therefore changes only the block of that photo. Source: content-defined chunking in
     Muthitacharoen, Chen and Mazieres, "A low-bandwidth network file system", 2001, page 4.
     """
-    paths = [[folder.address(index) for index in range(len(folder))] for folder in folders]
+    paths = [[*map(folder.address, range(len(folder)))] for folder in folders]
     blocks: list[list[bytes]] = [[]]
     for path in sorted(set().union(*paths)):
         blocks[-1].append(path)
@@ -146,7 +146,7 @@ def key_of(paths: Sequence[bytes], photo_format: Format) -> bytes:
 def origins_of(paths: Sequence[bytes]) -> Array:
     """Return the `ORIGIN` of each photo from the current state of its file."""
     origins = np.zeros(len(paths), cache_blocks.ORIGIN)
-    origins["placing"] = [hash_location(path) for path in paths]
+    origins["placing"] = [*map(hash_location, paths)]
     origins["content"] = [hash_content(path, WHOLE) for path in paths]
     return origins
 
@@ -170,7 +170,7 @@ def remove_changed(path: str, paths: Sequence[bytes]) -> None:
         origins = cache_blocks.read_origins(file, len(paths))
         if origins is None:
             return
-        locations = np.array([hash_location(address) for address in paths], np.uint64)
+        locations = np.array([*map(hash_location, paths)], np.uint64)
         moved = np.flatnonzero(origins["placing"] != locations)
         if any(
             hash_content(paths[row], WHOLE) != origins["content"][row] for row in moved.tolist()

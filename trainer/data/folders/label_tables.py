@@ -117,13 +117,17 @@ def open_table(recipe: Recipe, before: Before) -> Datasets:
         if not some and divides:
             raise SetupError(f"{path} has no row of {SPLIT} {name}; both sets need images")
     names, targets, name_notes = targets_of(path, columns, (train, val, others), reads)
-    trains, holds = (
-        PhotoFolder(root, [row.file for row in some], labels)
-        for some, labels in zip((train, val), targets, strict=True)
-    )
-    holdout = f"the held-out rows of {path}"
+    val_photos = None
+    if divides:
+        val_photos = PhotoFolder(root, [row.file for row in val], targets[1])
     return photos(
-        recipe, before, trains, holds if divides else None, names, holdout, notes | name_notes
+        recipe,
+        before,
+        PhotoFolder(root, [row.file for row in train], targets[0]),
+        val_photos,
+        names,
+        f"the held-out rows of {path}",
+        notes | name_notes,
     )
 
 
@@ -150,12 +154,13 @@ def read_rows(
         label_columns = [label_columns]
     label_columns = [*map(class_name, label_columns)]
     image_column = class_name(data.image_column or header[0])
-    keys = ["image_column", *["label_column"] * len(label_columns)]
-    for key, name in zip(keys, [image_column, *label_columns], strict=True):
-        if name not in header:
-            raise SetupError(
-                f"data.{key}={name} is no column of {path}; its columns are {list_some(header, 6)}"
-            )
+    for key, names in (("image_column", [image_column]), ("label_column", label_columns)):
+        for name in names:
+            if name not in header:
+                raise SetupError(
+                    f"data.{key}={name} is no column of {path}; its columns are "
+                    f"{list_some(header, 6)}"
+                )
     image = header.index(image_column)
     labels = [*map(header.index, label_columns)]
     split = None
@@ -219,7 +224,7 @@ def targets_of(
     """
     train, val, _ = parts
     # Look at the labels of all rows, so that the classes do not depend on the validation split.
-    cells = [row.cells[0] for some in parts for row in some if row.cells]
+    cells = [row.cells[0] for row in chain(*parts) if row.cells]
     if reads == "class" and len(columns) == 1:
         named = class_names((row.cells[0] for row in train), (row.cells[0] for row in val))
         if several := next((name for name in named.names if SEPARATOR in name), None):

@@ -105,7 +105,10 @@ def _look(name: str) -> str:
 
 def part_named(name: str) -> str | None:
     """Return the part (train, val or test) that a folder's name or a table's cell stands for."""
-    return next((part for part, names in PARTS.items() if name.lower() in names), None)
+    for part, names in PARTS.items():
+        if name.lower() in names:
+            return part
+    return None
 
 
 def held_out_of(
@@ -124,19 +127,22 @@ def held_out_of(
     Raises:
         SetupError: there is no test part, but the user requires it.
     """
-    if test and not {"train", "test"} <= {*parts}:
-        raise SetupError(
-            f"split=test: {where} has no test part with classes beside a training part: leave "
-            "split= out"
-        )
-    part = "test" if test else next((part for part in ("val", "test") if part in parts), None)
-    alone = part == "test" and not test
-    return part, {
-        "test": "held out for want of val: it chooses the best epoch, and is no test of it"
-    } if alone else {}
+    if test:
+        if not {"train", "test"} <= {*parts}:
+            raise SetupError(
+                f"split=test: {where} has no test part with classes beside a training part: leave "
+                "split= out"
+            )
+        return "test", {}
+    if "val" in parts:
+        return "val", {}
+    if "test" in parts:
+        note = "held out for want of val: it chooses the best epoch, and is no test of it"
+        return "test", {"test": note}
+    return None, {}
 
 
-def layout_of(root: Path, left: LeftOut, test: bool = False) -> ClassFolders:
+def layout_of(root: Path, left: LeftOut, test: bool) -> ClassFolders:
     """Find the directories of training and validation images in `root`.
 
     Args:
@@ -182,9 +188,11 @@ def _held_out(root: Path, folders: Sequence[str], test: bool) -> Path | None:
 
 def _named(folders: Sequence[str], names: Sequence[str]) -> str | None:
     """Return the first folder that has one of the names, in upper or lower case, if any."""
-    return next(
-        (folder for wanted in names for folder in folders if folder.lower() == wanted), None
-    )
+    for name in names:
+        for folder in folders:
+            if folder.lower() == name:
+                return folder
+    return None
 
 
 def classes_of(folder: Path, left: LeftOut) -> dict[str, list[str]]:

@@ -206,7 +206,7 @@ def photos(
     table = None
     if val is None:
         whole = train
-        files = [whole.name(index) for index in range(len(whole))]
+        files = [*map(whole.name, range(len(whole)))]
         if whole.labels.ndim == 1:
             labels = whole.labels
         else:
@@ -318,13 +318,14 @@ def image_shape(recipe: Recipe, shapes: list[Shape]) -> tuple[int, ImageSize, di
     small = (
         height == width < PHOTO_SIDE and model.weights is None and not (started and torchvisions)
     )
-    gray = bool(shapes) and all(shape[0] == 1 for shape in shapes)
+    channel_counts = {shape[0] for shape in shapes}
+    gray = channel_counts == {1}
     coloured = torchvisions or started or model.weights is not None
     channels = data.channels or (1 if gray and not coloured else 3)
     size = typed_size(data.image_size) or (height if small else PHOTO_SIDE)
     if (data.image_size and data.channels) or not shapes:
         return channels, size, {}
-    several = {shape[0] for shape in shapes} - {1, 3}
+    several = channel_counts - {1, 3}
     if several:
         kind = f"of {'/'.join(map(str, sorted(several)))} channels"
     else:
@@ -422,8 +423,12 @@ def decoded(
         rows = np.delete(rows, list(failures))
     else:
         for index in failures:
-            near = ((index + step) % len(folder) for step in range(1, NEIGHBOURS))
-            rows[index] = next((other for other in near if other not in failures), -1)
+            rows[index] = -1
+            for step in range(1, NEIGHBOURS):
+                other = (index + step) % len(folder)
+                if other not in failures:
+                    rows[index] = other
+                    break
     if not len(rows) or rows.min() < 0:
         raise SetupError(
             f"{folder.root}: hardly any image can be read, the first is {named[0][0]} "

@@ -295,9 +295,7 @@ def from_pillow(
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
-def from_pillow_upright(
-    image: Image.Image, channels: int, pixel_range: Range | None = None
-) -> Tensor:
+def from_pillow_upright(image: Image.Image, channels: int, pixel_range: Range | None) -> Tensor:
     """Convert like `from_pillow`, and turn the image upright by its EXIF data, or else XMP data."""
     if channels not in (1, 3):
         raise ValueError(
@@ -320,8 +318,7 @@ def convert_channels(images: Tensor, channels: int) -> Tensor:
         raise RecipeError(f"images have {actual} channels, not data.channels={channels}")
     if channels == 3:
         return images.expand(*images.shape[:-3], 3, *images.shape[-2:])
-    luma: Tensor = vision.rgb_to_grayscale(images)
-    return luma
+    return vision.rgb_to_grayscale(images)  # type: ignore[no-any-return]
 
 
 def describe_failure(error: BaseException) -> str:

@@ -88,5 +88,4 @@ def _decode_with_torchvision(data: Tensor, channels: int) -> Tensor:
     if channels == 3:
         mode = torchvision_io.ImageReadMode.RGB
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-        image: Tensor = torchvision_io.decode_jpeg(data, mode=mode)
-    return image
+        return torchvision_io.decode_jpeg(data, mode=mode)  # type: ignore[no-any-return]

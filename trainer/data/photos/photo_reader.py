@@ -86,8 +86,7 @@ def resize_and_center_crop(
     new_size = covering_size(height, width, shorter)
     if new_size != (height, width):
         images = resize(images, [*new_size])
-    centre: Tensor = vision.center_crop(images, [*sides(size)])
-    return centre
+    return vision.center_crop(images, [*sides(size)])  # type: ignore[no-any-return]
 
 
 def covering_size(
@@ -123,8 +122,7 @@ def evaluation_shorter_side(data: Datasets) -> ImageSize:
 
     Images in memory, and images with a target for each pixel, are not cropped.
     """
-    whole = isinstance(data.val, ImageSet) or len(data.targets.shape) > 1
-    if whole:
+    if isinstance(data.val, ImageSet) or len(data.targets.shape) > 1:
         return data.image_size
     return compute_shorter_side(data.image_size)
 
@@ -135,15 +133,13 @@ def resize(image: Tensor, size: list[int]) -> Tensor:
     `size` is [height, width], or [length] of the shorter side.
     """
     if image.dim() > 3:
-        several: Tensor = vision.resize(image, size, antialias=True)
-        return several
+        return vision.resize(image, size, antialias=True)  # type: ignore[no-any-return]
     # Keep the memory format channels_last, in which JPEG is decoded and batches are stored, so that
     # resizing and copying are faster.
     whole = image[None].contiguous(memory_format=torch.channels_last)
     is_fast = len(size) == 2 and VECTORISED and image.dtype == torch.uint8
     if not is_fast or image.shape[1:] == (*size,):
-        small: Tensor = vision.resize(whole, size, antialias=True)
-        return small[0]
+        return vision.resize(whole, size, antialias=True)[0]  # type: ignore[no-any-return]
     # torchvision calls the same function, but its checks of arguments take a quarter of the time of
     # a small image. Set the stride of the first dimension, because torch may otherwise return
     # another memory format (pytorch/pytorch#68430).
@@ -242,7 +238,7 @@ class Reader:
         images: Tensor,
         labels: Tensor,
         recipe: Recipe,
-        plain: bool = False,
+        plain: bool,
     ) -> None:
         """Read from `source` into two buffers.
 

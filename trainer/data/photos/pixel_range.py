@@ -146,7 +146,7 @@ def suggest_range(low: float, high: float) -> str:
     white = next((white for white in WHITES if high <= white * (1 + BEYOND)), high)
     if 0 < high < white / DARK:
         white = high
-    black: float = 0
+    black = 0.0
     if low < -BEYOND * white:
         black = low
         white = high

@@ -209,10 +209,15 @@ def load_digits(data: DataRecipe) -> Datasets:
     in_val = torch.arange(len(labels)) % 5 == 0
     train = (images[~in_val], labels[~in_val])
     val = (images[in_val], labels[in_val])
-    classes = name_by_number(10)
     known_statistics = ((0.3053,), (0.3760,))
-    holdout = "every fifth image (index % 5 == 0)"
-    return build_in_memory(data, train, val, classes, known_statistics, holdout)
+    return build_in_memory(
+        data,
+        train,
+        val,
+        name_by_number(10),
+        known_statistics,
+        holdout="every fifth image (index % 5 == 0)",
+    )
 
 
 def generate_synthetic(

@@ -167,17 +167,9 @@ def build_readers(
     def allocate(slots: int) -> tuple[Buffers, list[Reader]]:
         buffers = Buffers.allocate(datasets, rows, slots, shared=workers > 0)
         plain = datasets.plain is not None
-        readers = []
-        for source in sources:
-            readers.append(
-                Reader(
-                    source,
-                    buffers.inputs,
-                    buffers.labels,
-                    recipe,
-                    plain,
-                )
-            )
+        readers = [
+            Reader(source, buffers.inputs, buffers.labels, recipe, plain) for source in sources
+        ]
         return buffers, readers
 
     if workers:

@@ -369,8 +369,7 @@ class Loader:
                 if share.numbers:
                     rows = count_rows(recipe, share.count, numbers=share.numbers)
                 start, stop = sampling.compute_span(len(order), share.index, share.count, rows)
-                part = order[start:stop]
-                steps = sampling.divide_rows(part, self.steps_per_epoch, recipe.pieces)
+                steps = sampling.divide_rows(order[start:stop], self.steps_per_epoch, recipe.pieces)
             else:
                 steps = sampling.share_rows(order, recipe.batch_size, self._spans)
             self._epoch = epoch, [*chain.from_iterable(steps)]
@@ -396,8 +395,9 @@ class Loader:
 
         All shares have the same number of batches.
         """
-        samples = len(self._datasets.val)
-        return sampling.list_evaluation_spans(samples, self._evaluation_rows, self._share.index)
+        return sampling.list_evaluation_spans(
+            len(self._datasets.val), self._evaluation_rows, self._share.index
+        )
 
     def evaluation(self, then: int | None = None) -> Iterator[Batch]:
         """Yield the batches of the validation set, padded to their full shape.

@@ -261,7 +261,6 @@ def build_in_memory(
         image_size=size,
         mean=mean,
         std=std,
-        synthetic=False,
         holdout=holdout,
         notes=notes,
         sources=(train, val),
@@ -311,7 +310,6 @@ def _build_item_datasets(
         image_size=size,
         mean=mean,
         std=std,
-        synthetic=False,
         holdout=SPLIT,
         notes=notes,
         targets=target,
@@ -393,9 +391,9 @@ def _inspect_items(
         (channels, height, width) of the images; the shape and type of the inputs if they are not
         images, else None; the shape and type of a target.
     """
-    shapes = list[Shape]()
-    specs = list[TensorSpec]()
-    targets = list[TensorSpec]()
+    shapes = []
+    specs = []
+    targets = []
     for index in range(0, len(items), max(1, len(items) // ITEMS_INSPECTED)):
         with suppress(Exception):
             item, label = split_item(items[index])
@@ -432,7 +430,6 @@ def _build_tensor_datasets(
         image_size=spec.shape[-1] if spec.shape else 1,
         mean=(),
         std=(),
-        synthetic=False,
         holdout=SPLIT,
         targets=target,
         plain=spec,

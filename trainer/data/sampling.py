@@ -81,7 +81,7 @@ def draw_uniform(
     """Return a float64 in [0, 1) for each (index, draw), broadcast as in `draw_bits`."""
     # Use 53 bits, the precision of float64.
     bits = draw_bits(seed, epoch, index, draw) >> np.uint64(11)
-    return np.asarray(bits * 2.0**-53)
+    return bits * 2.0**-53
 
 
 def draw_permutation(
@@ -152,8 +152,7 @@ def share_spans(
         rows: rows of each share in one micro-batch.
         index: the share.
     """
-    offset = sum(rows[:index])
-    starts = range(offset, batch_size, sum(rows))
+    starts = range(sum(rows[:index]), batch_size, sum(rows))
     return [(start, start + rows[index]) for start in starts]
 
 
@@ -238,8 +237,7 @@ def draw_shifts(
     The image has `padding` pixels on all four sides.
     """
     drawn = draw_uniform(seed, epoch, index[:, None], np.array([SHIFT_Y, SHIFT_X]))
-    shifts = drawn * (2 * padding + 1)
-    return np.asarray(shifts).astype(np.int64)
+    return (drawn * (2 * padding + 1)).astype(np.int64)
 
 
 def draw_flips(
@@ -256,7 +254,7 @@ def draw_flips(
     3.6.
     """
     drawn_epoch = 0 if alternate else epoch
-    flips = np.asarray(draw_uniform(seed, drawn_epoch, index, FLIP) < probability)
+    flips = draw_uniform(seed, drawn_epoch, index, FLIP) < probability
     if alternate and epoch % 2:
         return ~flips
     return flips
@@ -401,7 +399,7 @@ def _choose_boxes(
 def _compute_areas(draws: Array, scale: Sequence[float]) -> Array:
     """Return the area of each try relative to the image's, (n, BOX_TRIES)."""
     low, high = scale
-    return np.asarray(low + (high - low) * draws[..., 0])
+    return low + (high - low) * draws[..., 0]
 
 
 def _compute_aspects(draws: Array, ratio: Sequence[float]) -> Array:

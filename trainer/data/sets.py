@@ -103,36 +103,19 @@ class Example:
             channels_last: memory format of images.
         """
         count = self.rows if rows is None else rows
-        inputs = torch.zeros(
-            count,
-            *self.inputs.shape,
-            dtype=self.inputs.dtype,
-            device=device,
+        inputs, targets = (
+            torch.zeros(count, *spec.shape, dtype=spec.dtype, device=device)
+            for spec in (self.inputs, self.targets)
         )
         if inputs.is_floating_point():
             generator = torch.Generator().manual_seed(0)
             inputs.copy_(torch.rand(inputs.shape, generator=generator))
-        targets = torch.zeros(
-            count,
-            *self.targets.shape,
-            dtype=self.targets.dtype,
-            device=device,
-        )
         if self.images and inputs.dim() == 4 and (channels_last or inputs.shape[1] == 1):
             # With one channel, both memory formats are the same layout with different strides, and
             # torch.compile distinguishes strides.
             pixels = inputs.permute(0, 2, 3, 1).clone(memory_format=torch.contiguous_format)
             inputs = pixels.permute(0, 3, 1, 2)
         return Batch(inputs, targets, count)
-
-    def random(
-        self,
-        device: torch.device,
-        rows: int,
-        channels_last: bool,
-    ) -> Tensor:
-        """Return the inputs of `batch`."""
-        return self.batch(device, rows, channels_last).inputs
 
 
 @dataclass(frozen=True)
@@ -256,8 +239,8 @@ class Datasets:
         image_size: size of an image; for other inputs, the size of the last dimension.
         mean: mean of each channel, for pixels in [0, 1].
         std: standard deviation of each channel.
-        synthetic: whether the images are random.
         holdout: a description of the validation split.
+        synthetic: whether the images are random.
         notes: notes for the run's banner, by title.
         targets: shape and type of a sample's targets.
         plain: shape and type of a sample's inputs if they are not images, else None.
@@ -275,8 +258,8 @@ class Datasets:
     image_size: ImageSize
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    synthetic: bool
     holdout: str
+    synthetic: bool = False
     notes: Mapping[str, str] = field(default_factory=dict)
     targets: TensorSpec = CLASS
     plain: TensorSpec | None = None

@@ -114,12 +114,11 @@ def list_copy_pairs(devices: Sequence[torch.device]) -> list[tuple[torch.device,
     listed.
     """
     first, *others = devices
-    pairs: dict[tuple[torch.device, torch.device], None] = {}
+    pairs = []
     for source, target in [*pairwise(devices), *zip(repeat(first), others)]:
         if source != target:
-            pairs[source, target] = None
-            pairs[target, source] = None
-    return list(pairs)
+            pairs.extend([(source, target), (target, source)])
+    return list(dict.fromkeys(pairs))
 
 
 def copies_correctly(source: torch.device, target: torch.device, pattern: int) -> bool:

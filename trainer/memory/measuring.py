@@ -43,9 +43,8 @@ def measure_resident(
         optimizer: Size of the optimizer's state in bytes.
         averaged: Whether the run keeps a moving average of the weights.
     """
-    parameters = list(module.parameters())
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    weights = count_bytes(*parameters)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    weights = count_bytes(*module.parameters())
     ema = 0
     if averaged:
         ema = weights + count_saved_buffers(module)

@@ -136,10 +136,10 @@ def footprint(
     all_rows = layout.shares or [layout.rows] * len(layout.devices)
     # Ranks with the same number of images need the same memory: predict it once for each number.
     by_rows = {rows: predict(model, layout, rows) for rows in {*all_rows}}
-    devices = []
-    for name, rows in zip(layout.devices, all_rows, strict=True):
-        devices.append(_add_teacher(model, layout, by_rows[rows], name))
-    return devices
+    return [
+        _add_teacher(model, layout, by_rows[rows], name)
+        for name, rows in zip(layout.devices, all_rows, strict=True)
+    ]
 
 
 def _add_teacher(

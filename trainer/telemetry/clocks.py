@@ -269,8 +269,7 @@ class StepTimer:
         self._own = min(unexposed, default=self._own)
         bounds = []
         for launch, duration, wait in zip(exposed, durations, waits, strict=True):
-            excess = max(0.0, duration - wait - self._own)
-            bounds.append(min(launch, excess))
+            bounds.append(min(launch, max(0.0, duration - wait - self._own)))
         return bounds
 
     def lap(self) -> tuple[int, float]:
@@ -281,17 +280,13 @@ class StepTimer:
 
     def _note_updates(self) -> None:
         if self.cuda:
-            for n, mark in self._marks:
-                end = self._events[n + 1]
-                self._note_update(n, mark.elapsed_time(end) / 1e3)
+            updates = [(n, mark.elapsed_time(self._events[n + 1]) / 1e3) for n, mark in self._marks]
         else:
-            for n, (_, _, seconds) in enumerate(self._pending):
-                self._note_update(n, seconds)
-
-    def _note_update(self, n: int, seconds: float) -> None:
-        number = self.seen + n
-        if number > 0:
-            self.updates[number < self.warmup].append(seconds)
+            updates = [(n, seconds) for n, (_, _, seconds) in enumerate(self._pending)]
+        for n, seconds in updates:
+            number = self.seen + n
+            if number > 0:
+                self.updates[number < self.warmup].append(seconds)
 
     def update_seconds(self) -> float:
         """Return the mean seconds of the optimizer per step, over the steps of `summary`."""

@@ -64,8 +64,14 @@ def arrange_tags(values: Mapping[str, float], metric: str) -> dict[str, float]:
         values: Values by tag.
         metric: Name of the main metric.
     """
-    speed = ("speed/samples_per_sec", "speed/val_samples_per_sec", "speed/data_wait_pct")
-    important = ("train/loss", "val/loss", f"val/{metric}", *speed)
+    important = (
+        "train/loss",
+        "val/loss",
+        f"val/{metric}",
+        "speed/samples_per_sec",
+        "speed/val_samples_per_sec",
+        "speed/data_wait_pct",
+    )
     front: dict[str, str] = {}
     # The numbers are the same for all tasks, so that runs of several tasks share charts.
     for n, tag in enumerate(important, 1):

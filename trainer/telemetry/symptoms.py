@@ -106,8 +106,7 @@ def find_symptoms(state: RunState, recipe: Recipe) -> dict[str, str]:
     warnings = {kind: check(state, recipe) for kind, check in KINDS.items()}
     kept = {}
     for kind, text in warnings.items():
-        cause = CAUSES.get(kind, "")
-        if text is not None and not warnings.get(cause):
+        if text is not None and not warnings.get(CAUSES.get(kind, "")):
             kept[kind] = text
     return kept
 

@@ -18,7 +18,7 @@ from trainer.processes.terminal import BOLD, DIM, add_style, can_overwrite, loca
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position
 from trainer.saving.files import report_write_errors, write_atomically
-from trainer.saving.journal import OTHER, Journal, NullJournal
+from trainer.saving.journal import Journal, NullJournal
 from trainer.saving.run_folder import NullFolder, RunFolder
 from trainer.saving.steps_file import StepsFile
 from trainer.telemetry.clocks import Ledger
@@ -81,7 +81,7 @@ class Tracker(NullTracker):
     path: Path
 
     def __init__(
-        self, recipe: Recipe, folder: RunFolder, ledger: Ledger | None = None, ours: bool = False
+        self, recipe: Recipe, folder: RunFolder, ledger: Ledger, ours: bool = False
     ) -> None:
         """Open the journal of a run.
 
@@ -94,7 +94,6 @@ class Tracker(NullTracker):
         self.recipe = recipe
         self.folder = folder
         self.path = folder.path
-        ledger = ledger or Ledger(OTHER)
         self.journal = Journal(folder.path, folder.check, ledger.read_seconds, ours)
         self._bar: Any = None
         self._steps: StepsFile | None = None
@@ -276,8 +275,8 @@ class Tracker(NullTracker):
         if not self.recipe.logging.progress or now - self._spoke < interval:
             return
         self._spoke = now
-        epoch = f"epoch {self._epoch}/{self.recipe.epochs}"
-        text = "  ".join(filter(None, (epoch, *parts)))
+        texts = (f"epoch {self._epoch}/{self.recipe.epochs}", *parts)
+        text = "  ".join(filter(None, texts))
         if self._bar is None:
             self.say(text)
             return
@@ -387,9 +386,10 @@ class Progress:
         elif self._show and now >= self._next and self._done and count:
             self._next = now + SECONDS
             seconds = count * (now - self._start) / self._done
-            count_text = f"{self._done:,} of {self._total:,} {self._unit}s"
             print(
-                f"  {self._what}: {count_text}, about {format_duration(seconds)} left", flush=True
+                f"  {self._what}: {self._done:,} of {self._total:,} {self._unit}s, about "
+                f"{format_duration(seconds)} left",
+                flush=True,
             )
 
     def close(self) -> None:

@@ -331,8 +331,8 @@ def _describe_step(findings: _Findings) -> str:
             sentence += f": at most {at_most:.0%} is communication"
     changes_batch = any(override.startswith("batch_size=") for override in findings.overrides)
     if changes_batch and setting.gpu and setting.processes > 1:
-        local_batch = findings.recipe.batch_size / setting.processes
-        sentence += f"; a GPU gets {local_batch:g} images of a batch"
+        batch_size = findings.recipe.batch_size
+        sentence += f"; a GPU gets {batch_size / setting.processes:g} images of a batch"
     return sentence
 
 

@@ -141,7 +141,7 @@ class ArchiveIndex:
 
     def list_names(self) -> list[str]:
         """Return the names of all samples."""
-        return [os.fsdecode(name) for name in self.names.tobytes().split(b"\0")[:-1]]
+        return [*map(os.fsdecode, self.names.tobytes().split(b"\0")[:-1])]
 
 
 def load_or_make(

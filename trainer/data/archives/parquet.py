@@ -121,7 +121,7 @@ def read_index(shard: Archive) -> ArchiveIndex:
     # The library `datasets` writes the names of classes into the metadata.
     with suppress(KeyError, ValueError, TypeError):
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
-        names = [str(name) for name in features[label]["names"]] or None
+        names = [*map(str, features[label]["names"])] or None
     return ArchiveIndex.of(rows, [*texts], names, [""], {})
 
 

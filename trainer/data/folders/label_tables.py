@@ -274,8 +274,10 @@ def targets_of(
             numbers = [_numbers(path, row) for row in rows]
             matrices.append(np.array(numbers, np.float32).reshape(-1, len(columns)))
         return columns, matrices, class_names(columns).notes
-    others = f"its other columns are {list_some(columns, 6)}: data.label_column=NAME takes one"
-    raise SetupError(f"{path} needs {NEEDED_COLUMNS[reads]}; {others}")
+    raise SetupError(
+        f"{path} needs {NEEDED_COLUMNS[reads]}; its other columns are {list_some(columns, 6)}: "
+        "data.label_column=NAME takes one"
+    )
 
 
 def _check_cell(where: str, cell: str, root: Path, is_label: bool) -> None:
@@ -325,8 +327,10 @@ def read_lines(path: Path) -> tuple[list[str], list[Line]]:
     except OSError as error:
         raise SetupError(f"data.labels={path} cannot be read ({error.strerror})") from None
     except ValueError as error:
-        advice = "save it as UTF-8 (Excel: Save As, CSV UTF-8)"
-        raise SetupError(f"data.labels={path} cannot be read ({error}): {advice}") from None
+        raise SetupError(
+            f"data.labels={path} cannot be read ({error}): save it as UTF-8 (Excel: Save As, CSV "
+            "UTF-8)"
+        ) from None
     lines = [*_records(path, text)]
     if len(lines) < 2 or len(lines[0][1]) < 2:
         raise SetupError(

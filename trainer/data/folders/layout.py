@@ -83,7 +83,7 @@ def class_names(texts: Iterable[str], others: Iterable[str] = ()) -> ClassNames:
     forms |= {text: class_name(text) for text in others}
     places = {text: order[form] for text, form in forms.items() if form in order}
     twice = [escape_non_utf8(form) for form, count in Counter(forms.values()).items() if count > 1]
-    notes = dict[str, str]()
+    notes = {}
     if twice:
         notes["names"] = f"{list_some(twice)}: written in two Unicode forms, each one class"
     looks = Counter(map(_look, order))
@@ -232,7 +232,7 @@ def check_several(train: Path, classes: dict[str, list[str]]) -> None:
         SetupError: the class folders are probably not the classes that the user means.
     """
     # Names of the folders inside each class folder that contain its images.
-    inside = list[set[str]]()
+    inside = []
     for paths in classes.values():
         inside.append({path.split("/")[1] for path in paths if path.count("/") > 1})
     if len(classes) == 1:

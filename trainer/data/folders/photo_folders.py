@@ -249,7 +249,6 @@ def photos(
         image_size=size,
         mean=mean,
         std=std,
-        synthetic=False,
         holdout=holdout,
         notes={**shape, **values.notes(), **measured, **counts, **notes},
         sources=(train, val),

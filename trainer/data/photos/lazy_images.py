@@ -66,9 +66,7 @@ class Picture:
         Raises:
             ValueError: one side is over `LONGEST` times as long as the other.
         """
-        longer = max(self.height, self.width)
-        shorter = min(self.height, self.width)
-        if longer > LONGEST * shorter:
+        if max(self.height, self.width) > LONGEST * min(self.height, self.width):
             raise ValueError(
                 f"{self.width} x {self.height} pixels are a stripe, not a photo: cut it into parts"
             )

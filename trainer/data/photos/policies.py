@@ -65,8 +65,7 @@ def apply(images: Tensor, plans: Sequence[Sequence[Step]]) -> Tensor:
         images: (n, H, W, C) uint8.
         plans: the steps of each image.
     """
-    depth = max(map(len, plans), default=0)
-    for number in range(depth):
+    for number in range(max(map(len, plans), default=0)):
         listed = []
         for row, plan in enumerate(plans):
             if len(plan) > number:

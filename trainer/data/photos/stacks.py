@@ -109,8 +109,7 @@ def choose_page(image: Image.Image) -> None:
             f"it has {len(pages)} pages, in colour or of several sizes: save one page as a "
             "separate file"
         )
-    first = next(iter(pages), 0)
-    image.seek(first)
+    image.seek(next(iter(pages), 0))
 
 
 def _read_tiff(data: Values) -> tuple[Values, int]:

@@ -373,8 +373,9 @@ class Workers:
         time.sleep(0.1)
         dead = [str(process.pid) for process in self._processes if process.exitcode]
         pids = ", ".join(dead) or worker.process.pid
-        key = worker.requests[0].key
-        return self._describe_failure(key, f"{pids} died (killed, or out of memory)")
+        return self._describe_failure(
+            worker.requests[0].key, f"{pids} died (killed, or out of memory)"
+        )
 
     def _describe_failure(self, key: Key, event: str) -> str:
         source = self._sources[key[0]]

@@ -200,16 +200,19 @@ class Loader:
         # Free the old feeds first: a device that keeps all images may have no memory for a second
         # copy.
         self._feeds.clear()
-        parts = (datasets.train, datasets.val)
         skip = recipe.data.on_error == "skip"
-        labels = [find_labels(part, skip) if share.targets else None for part in parts]
-        needs_inputs = (share.inputs, share.inputs and share.counted)
+        splits = []
         sources: list[PhotoSource] = []
-        for part, part_labels, needed in zip(parts, labels, needs_inputs, strict=True):
+        for part, augment, needed in (
+            (datasets.train, recipe.augment, share.inputs),
+            (datasets.val, AugmentRecipe(), share.inputs and share.counted),
+        ):
+            labels = find_labels(part, skip) if share.targets else None
+            splits.append((part, labels, augment, needed))
             if isinstance(part, ImageSet | TensorSet):
                 continue
             # A rank that needs only targets must read the photos if their labels are not known.
-            if needed or (share.targets and part_labels is None):
+            if needed or (share.targets and labels is None):
                 sources.append(part)
         self._slot_bytes = 0
         self._workers = 0
@@ -228,7 +231,7 @@ class Loader:
 
         def build_feed(
             part: ImageSet | TensorSet | PhotoSource,
-            part_labels: Tensor | None,
+            labels: Tensor | None,
             augment: AugmentRecipe,
             needed: bool,
         ) -> MemoryFeed | PhotoFeed:
@@ -250,21 +253,14 @@ class Loader:
             inputs = part.inputs if needed and isinstance(part, TensorSet) else None
             return MemoryFeed(
                 inputs,
-                part_labels,
+                labels,
                 len(part),
                 self._rows,
                 device,
             )
 
-        augments = (recipe.augment, AugmentRecipe())
-        for arguments in zip(
-            parts,
-            labels,
-            augments,
-            needs_inputs,
-            strict=True,
-        ):
-            self._feeds.append(build_feed(*arguments))
+        for split in splits:
+            self._feeds.append(build_feed(*split))
         for feed, (failures, uncached) in zip(self._feeds, counters, strict=False):
             feed.failures = failures
             feed.uncached = uncached

@@ -22,6 +22,7 @@ from trainer.recipe.checks import check_loggers
 from trainer.saving.checkpoint import Position
 from trainer.saving.run_folder import RunFolder
 from trainer.telemetry import loggers
+from trainer.telemetry.clocks import Ledger
 from trainer.telemetry.tracking import Tracker
 
 WANDB, MLFLOW = (
@@ -53,7 +54,7 @@ def track(tmp_path, monkeypatch):
     def start(kind, *words):
         monkeypatch.setitem(loggers.KINDS, "wandb", kind)
         recipe = load("digits", f"output={tmp_path / 'run'}", "logging.wandb=mine", *words)
-        tracker = Tracker(recipe, RunFolder(recipe))
+        tracker = Tracker(recipe, RunFolder(recipe), Ledger("other"))
         tracker.start(Position(0, 0, 0), 10, "top1")
         return tracker
 

@@ -20,6 +20,7 @@ from trainer.recipe import load
 from trainer.saving.checkpoint import Position, State
 from trainer.saving.run_folder import RunFolder
 from trainer.telemetry import tracking
+from trainer.telemetry.clocks import Ledger
 from trainer.telemetry.tracking import NullTracker, Tracker
 
 
@@ -27,7 +28,7 @@ from trainer.telemetry.tracking import NullTracker, Tracker
 def tracker(tmp_path):
     """Return a tracker of a run of 30 epochs in the folder `run`, which is not started."""
     recipe = load("digits", f"output={tmp_path / 'run'}")
-    return Tracker(recipe, RunFolder(recipe))
+    return Tracker(recipe, RunFolder(recipe), Ledger("other"))
 
 
 def test_a_folder_that_was_removed_is_one_error_and_is_not_made_again(tmp_path, tracker):

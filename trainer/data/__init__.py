@@ -1,6 +1,6 @@
-"""Data: sets of images, their order, and the batches that a rank reads of them.
+"""Data sets, the order of their samples, and the batches that each rank reads.
 
-It knows no model and no mode: a `DataShare` says what a rank reads.
+The training mode does not matter here: a `DataShare` says what a rank reads.
 Imports: errors, recipe, devices, tasks, memory, processes, distributed, saving, models, telemetry.
 """
 

@@ -1,6 +1,6 @@
-"""Augmentation of whole batches of small images, of single photos, and of batches on the device.
+"""Augmentation of small images in whole batches, of single photos, and of batches on the device.
 
-Every draw is a function of (seed, epoch, sample index): see `sampling`.
+Every random draw is a function of (seed, epoch, sample index): see `sampling`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from trainer.recipe.image_sizes import ImageSize, sides
 
 @contextmanager
 def private_random_state() -> Iterator[None]:
-    """Restore the state of torch's CPU generator afterwards.
+    """Context manager that restores the state of torch's CPU generator at its end.
 
-    Code inside must seed `torch.default_generator`: torch.manual_seed would also reset CUDA's.
+    Code inside must seed `torch.default_generator`, because torch.manual_seed would also reset the
+    generators of CUDA devices.
     """
     before = torch.default_generator.get_state()
     try:
@@ -47,9 +48,9 @@ AUTO: dict[str, Any] = {
 
 
 class Auto:
-    """Automatic policy of torchvision, seeded for each sample.
+    """Automatic augmentation policy of torchvision, seeded for each sample.
 
-    Use inside `private_random_state`.
+    Calls seed torch's CPU generator, so they must be inside `private_random_state`.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Auto:
         return self.policy(image)
 
     def batch(self, images: Tensor) -> Tensor:
-        """Augment all of (n, H, W, C) uint8 images in place, with the results of single calls."""
+        """Augment images (n, H, W, C) uint8 in place. The results equal those of single calls."""
         if self.policy is None:
             return images
         pixels = images.shape[1] * images.shape[2]
@@ -83,7 +84,7 @@ class Auto:
                 image.copy_(self(row, image))
             return images
         draw = policies.record_steps(self.policy)
-        # Only the size of an image affects the draws.
+        # The draws depend only on the size of an image, not on its pixels.
         stand_in = torch.empty(images.shape[1:], dtype=torch.uint8)
         plans = []
         for seed in self.seeds:
@@ -94,12 +95,12 @@ class Auto:
 
 @dataclass(frozen=True)
 class Draws:
-    """The random draws for a block of n small images, on their device; None is off.
+    """Random draws for n small images, on their device. None means that an operation is off.
 
     Attributes:
         shift: (n, 2) int64, top and left of a crop of the padded image.
-        box: (n, 4) int64 of top, left, height, width.
-        flip: (n,) bool.
+        box: (n, 4) int64, top, left, height and width of a crop that is resized.
+        flip: (n,) bool, whether to mirror the image.
     """
 
     shift: Tensor | None
@@ -116,7 +117,7 @@ class Draws:
         size: ImageSize,
         device: torch.device,
     ) -> Draws:
-        """Draw what `recipe` asks for, for the samples `index` of images of `size` pixels."""
+        """Make the draws that `recipe` needs for the samples `index`, images of `size` pixels."""
         shift = box = flip = None
         if recipe.crop == "pad":
             shift = sampling.draw_shifts(seed, epoch, index, recipe.crop_padding)
@@ -144,10 +145,10 @@ class Draws:
 
 
 class Gallery:
-    """Small images on their device, indexed and augmented by whole batches.
+    """Small images on a device, which are indexed and augmented in whole batches.
 
-    Their layout is (N, H, W, C): rows then are contiguous, and a batch is channels_last without a
-    copy.
+    Their layout is (N, H, W, C), so that rows are contiguous, and a batch is channels_last without
+    a copy.
     """
 
     def __init__(
@@ -160,25 +161,26 @@ class Gallery:
 
         Args:
             images: (N, C, H, W) uint8.
-            padding: black pixels to keep on all sides for `Draws.shift`.
-            device: where the images are kept.
+            padding: number of black pixels to add on all sides, for `Draws.shift`.
+            device: device that keeps the images.
         """
         self.device = device
         self.height, self.width = images.shape[-2:]
         padded = F.pad(images, (padding,) * 4) if padding else images
         self.images = padded.permute(0, 2, 3, 1).contiguous().to(device)
         if device.type == "cpu":
-            # NumPy copies a window's rows as runs of bytes, torch element by element: 8 us against
-            # 72 us for 32 images of 3 x 32 x 32. The windows are (N, top, left, height, width * C).
+            # NumPy copies each row of a window as a run of bytes, but torch copies element by
+            # element: 8 us against 72 us for 32 images of 3 x 32 x 32. The windows are
+            # (N, top, left, height, width * C).
             lines = self.images.numpy().reshape(*self.images.shape[:2], -1)
             channels = self.images.shape[3]
             window = (self.height, self.width * channels)
             all_windows = sliding_window_view(lines, window, (1, 2))
-            # A window starts at a pixel, not between its channels.
+            # A window must start at the first channel of a pixel.
             self._windows = all_windows[:, :, ::channels]
 
     def take(self, index: Tensor, draws: Draws) -> Tensor:
-        """Return the augmented images of the rows `index`, (n, H, W, C) uint8."""
+        """Return the images of the rows `index`, augmented by `draws`, (n, H, W, C) uint8."""
         if draws.shift is None:
             batch = self.images.index_select(0, index)
         elif self.device.type == "cpu":
@@ -200,7 +202,7 @@ class Gallery:
     def _flip(self, batch: Tensor, flip: Tensor) -> Tensor:
         if self.device.type != "cpu":
             return torch.where(flip[:, None, None, None], batch.flip(2), batch)
-        # NumPy moves whole pixels as one element, in half of torch's time.
+        # NumPy moves a whole pixel as one element, which takes half of torch's time.
         pixels = batch.numpy().view(f"V{batch.shape[3]}")[..., 0]
         chosen = flip.numpy()
         pixels[chosen] = pixels[chosen][:, :, ::-1]
@@ -208,15 +210,15 @@ class Gallery:
 
 
 def resize_crops(batch: Tensor, boxes: Tensor) -> Tensor:
-    """Cut a box out of each image and resize it to the image's size, bilinearly.
+    """Crop a box from each image and resize it bilinearly to the size of the image.
 
     Args:
         batch: (n, H, W, C) uint8.
-        boxes: (n, 4) of top, left, height, width.
+        boxes: (n, 4), top, left, height and width of each box.
     """
     height, width = batch.shape[1:3]
     top, left, h, w = boxes.to(torch.float32).unbind(1)
-    # On a GPU affine_grid multiplies matrices, which may round to TF32 in float32.
+    # affine_grid multiplies matrices, which a GPU may round to TF32 if they are float32.
     kind = torch.float64 if batch.device.type == "cuda" else torch.float32
     theta = torch.zeros(len(batch), 2, 3, device=batch.device, dtype=kind)
     theta[:, 0, 0] = w / width
@@ -230,12 +232,13 @@ def resize_crops(batch: Tensor, boxes: Tensor) -> Tensor:
     return pixels.permute(0, 2, 3, 1).contiguous()
 
 
-# Numbers per image: on a CPU, larger images are normalised singly, so that an image fits its cache.
+# Number of values of an image above which a CPU normalizes images one at a time, so that each image
+# stays in the CPU's cache.
 CACHED = 2**16
 
 
 class DeviceTransform:
-    """Turns uint8 images on the device into a batch: normalise, erase, mix."""
+    """Converts uint8 images on the device to a batch: normalizes, erases and mixes them."""
 
     def __init__(
         self,
@@ -245,7 +248,7 @@ class DeviceTransform:
         channels_last: bool,
         device: torch.device,
     ) -> None:
-        """Prepare the normalisation.
+        """Prepare the normalization.
 
         Args:
             mean: mean of each channel, for pixels in [0, 1].
@@ -260,8 +263,8 @@ class DeviceTransform:
         deviations = torch.tensor(std, dtype=torch.float64)
 
         def expand(values: Tensor) -> Tensor:
-            # Use one number per pixel: broadcasting over a last dimension of three takes five times
-            # as long.
+            # Expand to the full size of an image: broadcasting over a last dimension of three takes
+            # five times as long.
             values = values.float()
             if self.channels_last:
                 full = values.expand(*sides(size), -1)
@@ -274,11 +277,11 @@ class DeviceTransform:
         self.nothing = torch.empty(0, device=device)
 
     def inputs(self, images: Tensor) -> Tensor:
-        """Normalise (n, H, W, C) uint8 images to (n, C, H, W) float32."""
+        """Normalize images (n, H, W, C) uint8 to (n, C, H, W) float32."""
         if not self.channels_last:
             images = images.permute(0, 3, 1, 2).contiguous()
         on_cpu = self.device.type == "cpu"
-        # NumPy allocates huge pages and torch does not: page faults would take half of the time.
+        # NumPy allocates huge pages. With torch's small ones, page faults take half of the time.
         if on_cpu:
             inputs = torch.from_numpy(np.empty(images.shape, np.float32))
         else:
@@ -292,19 +295,19 @@ class DeviceTransform:
         return inputs
 
     def erase(self, inputs: Tensor, boxes: Array) -> Tensor:
-        """Set each image's box (top, left, height, width) to the mean, in place."""
-        # The mask needs the same few kernels for any number of images.
+        """Set the box (top, left, height, width) of each image to the mean, in place."""
+        # On a GPU, a mask needs only a few kernels, whatever the number of images.
         if self.device.type == "cuda":
             mask = self._inside(boxes, inputs.shape[-2:])
             return inputs.masked_fill_(mask, 0)
-        # Few images are erased: a mask over the whole batch takes five times as long.
+        # On a CPU, a mask over the whole batch takes five times as long, as few images are erased.
         for row in np.flatnonzero(boxes[:, 2]):
             top, left, height, width = boxes[row].tolist()
             inputs[row, :, top : top + height, left : left + width] = 0
         return inputs
 
     def mix(self, inputs: Tensor, mix: Mix) -> Tensor:
-        """Mix the pixels of neighbours (2k, 2k + 1); an odd last image stays as it is."""
+        """Mix the pixels of images 2k and 2k + 1. The last one of an odd number is unchanged."""
         pairs = self._pairs(inputs, mix)
         other = pairs.flip(1)
         away = self._column(1 - mix.blend)[:, :, None, None, None]
@@ -313,14 +316,14 @@ class DeviceTransform:
             inside = self._inside(mix.box, inputs.shape[-2:])[:, None]
             mixed = torch.where(inside, other, mixed)
         whole = self._with_last(mixed.flatten(0, 1), inputs)
-        # With one channel, other strides mean the same layout, but compiled code would be compiled
-        # again for them.
+        # With one channel, several strides describe the same layout, but other strides than those
+        # of the input would cause a recompilation.
         if inputs.shape[1] == 1:
             return whole.as_strided(whole.shape, inputs.stride())
         return whole
 
     def mix_targets(self, hard: Tensor, mix: Mix) -> Tensor:
-        """Mix targets (n, ...) float32 as their images are mixed."""
+        """Mix targets (n, ...) float32 like their images."""
         pairs = self._pairs(hard, mix)
         away = self._column(1 - mix.label)
         away = away.view(-1, *[1] * hard.dim())
@@ -342,7 +345,7 @@ class DeviceTransform:
         return copy_to_device(torch.from_numpy(values), self.device)[:, None]
 
     def _inside(self, boxes: Array, size: tuple[int, ...]) -> Tensor:
-        """Return a mask (n, 1, *size) bool of the pixels in each (top, left, height, width)."""
+        """Return a mask (n, 1, *size) bool of the pixels in `boxes` (top, left, height, width)."""
         columns = copy_to_device(torch.from_numpy(boxes), self.device)[:, :, None]
         top, left, height, width = columns.unbind(1)
         y, x = (torch.arange(side, device=self.device) for side in size)

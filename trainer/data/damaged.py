@@ -1,9 +1,9 @@
-"""Search for damaged photos, before the first step instead of minutes later.
+"""Search for damaged photos before the first step, so that a run does not fail minutes later.
 
 A JPEG file is complete if it has an end marker, a WebP file if its chunks have the declared length,
-and a PNG file if its checksums match. Files of other kinds are decoded. Ranks divide the photos,
-and several threads hide the latency of the disk. A file that seems incomplete is decoded as for
-evaluation, so that a readable photo is not reported as damaged.
+and a PNG file if its checksums match. Files of other formats are decoded. The ranks divide the
+photos among themselves, and each uses several threads to hide the latency of the disk. A file that
+seems incomplete is decoded as for evaluation, so that a readable photo is not reported as damaged.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ from trainer.saving import files
 from trainer.saving.files import escape_non_utf8, format_csv
 from trainer.telemetry.tracking import Progress
 
-# List of the damaged photos in a run's folder.
+# File of a run folder that lists the damaged photos.
 SKIPPED_FILE = "skipped.csv"
 HEADER = ("file", "split", "reason")
-# Photos that a thread checks per task.
+# Number of photos that a thread checks per task.
 TOGETHER = 256
-# Threads: they mostly wait for the disk.
+# Number of threads, which mostly wait for the disk.
 WAITING = 16
-# Threads that decode at once: more would be no faster, and each needs the memory of a large image.
+# Limit of the threads that decode at the same time. More than one per core would not be faster, and
+# each needs the memory of a decoded image.
 DECODING = threading.BoundedSemaphore(count_cores())
-# Bytes to search for markers at both ends: programs append a few bytes to a JPEG.
+# Number of bytes to search for markers at both ends of a file. Some programs append a few bytes to
+# a JPEG.
 ENDS = 4096
 # First and last bytes of a file.
 JPEG = (b"\xff\xd8", b"\xff\xd9")
@@ -49,7 +51,7 @@ PNG = (PNG_START, b"IEND\xaeB`\x82")
 # Bytes 0 to 4 and 8 to 12 of a file.
 WEBP = (b"RIFF", b"WEBP")
 
-# train or val, path, reason.
+# Split ("train" or "val"), path and reason.
 Damaged = tuple[str, str, str]
 
 
@@ -58,9 +60,10 @@ def find_damaged(
     recipe: Recipe,
     world: World,
 ) -> Datasets:
-    """Search `data` for damaged photos; return it with `damaged` and a note, the same on all ranks.
+    """Search a data set for damaged photos. Collective.
 
-    This is a collective operation.
+    Returns:
+        The data set with the attribute `damaged` and a note, the same on all ranks.
 
     Raises:
         SetupError: photos are damaged, and data.on_error=stop.
@@ -95,12 +98,13 @@ def _search_share(
     recipe: Recipe,
     world: World,
 ) -> list[Damaged]:
-    """Return the damaged photos of this rank's share.
+    """Return the damaged photos among this rank's part of all photos.
 
-    Every rank has decoded the sets in memory: rank 0 reports their failures.
+    All ranks have already decoded data sets that are kept in memory, so rank 0 reports their
+    failures.
     """
     damaged: list[Damaged] = []
-    blocks: list[tuple[str, EncodedPhotos, Sequence[int]]] = []
+    blocks = []
     for split, part in (("train", data.train), ("val", data.val)):
         if isinstance(part, ImageSet) and world.is_main:
             damaged += [(split, path, why) for path, why in part.failures]
@@ -120,13 +124,7 @@ def _search_share(
         with without_warnings():
             lengths = {}
             for split, part, indices in blocks:
-                task = pool.submit(
-                    _find_damaged,
-                    split,
-                    part,
-                    indices,
-                    data,
-                )
+                task = pool.submit(_find_damaged, split, part, indices, data)
                 lengths[task] = len(indices)
             for task in as_completed(lengths):
                 damaged += task.result()
@@ -143,7 +141,7 @@ def _find_damaged(
     indices: Sequence[int],
     data: Datasets,
 ) -> list[Damaged]:
-    """Return the photos that do not look complete and cannot be decoded, and why."""
+    """Return the photos that seem incomplete and cannot be decoded, with the reasons."""
     damaged = []
     for index in indices:
         if is_complete(part.address(index)):
@@ -158,7 +156,7 @@ def _find_damaged(
 
 
 def is_complete(address: bytes) -> bool:
-    """Return whether an image file is complete (see the module), or else can be decoded.
+    """Return whether an image file is complete, as the docstring of this module defines it.
 
     Images in shards are not checked.
     """
@@ -190,7 +188,7 @@ def is_complete(address: bytes) -> bool:
 
 
 def _find_chunks_end(file: BinaryIO) -> int:
-    """Return where the last chunk of a WebP file ends."""
+    """Return the offset at which the last chunk of a WebP file ends."""
     end = 12
     file.seek(end)
     while len(head := file.read(8)) == 8:

@@ -23,7 +23,7 @@ from trainer.errors import SetupError
 from trainer.recipe import DataRecipe
 from trainer.saving import locks
 
-# Seconds without a byte after which a download is given up.
+# Number of seconds without a received byte after which a download fails.
 PATIENCE = 30
 # Images (N, C, H, W) uint8 and labels (N,) int64.
 Split = tuple[Tensor, Tensor]
@@ -123,7 +123,7 @@ def _download(
 ) -> Loaded | None:
     """Download into a temporary folder and rename it.
 
-    A killed process therefore leaves nothing that looks complete.
+    If the process is killed, it therefore leaves no folder that looks complete.
     """
     for left_over in root.glob(f".{name}-*.tmp"):
         shutil.rmtree(left_over, ignore_errors=True)
@@ -134,7 +134,7 @@ def _download(
         draft.mkdir()
         for train in (True, False):
             source.maker(draft, train=train, download=True)
-        # An incomplete folder would prevent the renaming.
+        # An incomplete folder from an earlier download would prevent the renaming.
         shutil.rmtree(root / source.folder, ignore_errors=True)
         os.replace(draft / source.folder, root / source.folder)
     finally:

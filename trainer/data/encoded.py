@@ -1,8 +1,9 @@
 """Encoded images of one split, either one per file or many per shard.
 
-An image's address says where its bytes are, in every process of the machine. It is the path of the
-image's file; or, separated by zero bytes, the path of a shard, its kind, size and time of change,
-and two numbers that depend on its kind.
+The address of an image says where its bytes are, and is valid in every process of the machine. For
+an image in a separate file, it is the path of the file. For an image in a shard, it contains the
+shard's path, kind, size and modification time, and two numbers whose meaning depends on the kind,
+separated by zero bytes.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from trainer.data.photos.pixel_range import Range
 from trainer.data.sampling import Array
 from trainer.saving import files
 
-# Bytes of an image that are read together to recognise it.
+# Number of bytes in each block that `hash_content` reads.
 BLOCK = 2**14
-# Numbers of blocks: all of an image of up to 1 MiB, and those that are read at each start.
+# Number of blocks that cover an image of up to 1 MiB, and number of blocks to read at each start.
 WHOLE, FEW = 64, 2
 READ = {tars.KIND: tars.encoded, parquet.KIND: parquet.encoded}
 
@@ -60,7 +61,7 @@ def open_header(address: bytes) -> BinaryIO:
     """Return a file to read an image's header from.
 
     Raises:
-        OSError, ValueError: as in `encoded`.
+        OSError, ValueError: as in `read_encoded`.
     """
     if b"\0" in address:
         return io.BytesIO(read_encoded(address).data)
@@ -68,19 +69,19 @@ def open_header(address: bytes) -> BinaryIO:
 
 
 def compute_identity(address: bytes) -> bytes:
-    """Return bytes that change when the image may have changed."""
+    """Return bytes that differ if the image may have changed."""
     if b"\0" in address:
         return address
     try:
         status = os.stat(address)
     except OSError:
-        # Training reports what is missing, such as the target of a link.
+        # The file, or the target of a link, is missing. Training reports that.
         return b"%b\0-1\0-1" % address
     return b"%b\0%d\0%d" % (address, status.st_size, status.st_mtime_ns)
 
 
 def hash_location(address: bytes) -> int:
-    """Return a hash that changes when the file is replaced or copied; 0 if it is missing."""
+    """Return a hash that differs after the file was replaced or copied; 0 if it is missing."""
     with suppress(OSError):
         status = os.stat(address.partition(b"\0")[0])
         return xxhash.xxh3_64_intdigest(b"%d %d" % (status.st_ino, status.st_ctime_ns))
@@ -135,16 +136,16 @@ class EncodedPhotos(ABC):
         names: Iterable[str],
         labels: Array,
     ) -> None:
-        """`names` are paths below `root`; `labels` (names, ...) are their targets."""
+        """Create a set of the images `names`, paths below `root`, with the targets `labels`."""
         self.root = str(root)
         self.labels = labels
-        encoded_names = [os.fsencode(name) for name in names]
+        encoded_names = [*map(os.fsencode, names)]
         self._names = b"".join(encoded_names)
-        self._ends = np.cumsum([len(name) for name in encoded_names], dtype=np.int64)
+        self._ends = np.cumsum([*map(len, encoded_names)], dtype=np.int64)
 
     @abstractmethod
     def address(self, index: int) -> bytes:
-        """Return the address of an image: see the module."""
+        """Return the address of an image, as the docstring of this module defines it."""
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -159,25 +160,25 @@ class EncodedPhotos(ABC):
         return os.path.join(self.root, self.name(index))
 
     def digest(self) -> str:
-        """Return a hash of names and targets, which does not depend on where the folder is."""
+        """Return a hash of names and targets. It does not depend on the path of the folder."""
         digest = hashlib.blake2b(self._names, digest_size=16)
         for values in (self._ends, self.labels):
             digest.update(np.ascontiguousarray(values).data)
         return digest.hexdigest()
 
     def open(self, index: int, channels: int) -> tuple[Picture, Tensor]:
-        """Return image and target of a sample; the image is decoded later."""
+        """Return a sample's image, which is not decoded yet, and its target."""
         picture = open_encoded(read_encoded(self.address(index)), channels, self.pixel_range)
         return picture, torch.as_tensor(self.labels[index])
 
     def read(self, index: int, channels: int) -> tuple[Tensor, Tensor]:
-        """Return image and target of a sample, the image in full size."""
+        """Return a sample's image in full size, and its target."""
         picture, label = self.open(index, channels)
         return picture.whole(max(picture.height, picture.width)), label
 
     def part(self, rows: Array) -> Self:
-        """Return the images of the indices `rows`."""
+        """Return the subset of the images with the indices `rows`."""
         part = copy.copy(self)
-        names = (self.name(row) for row in rows)
+        names = map(self.name, rows)
         EncodedPhotos.__init__(part, Path(self.root), names, self.labels[rows])
         return part

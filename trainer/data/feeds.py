@@ -17,25 +17,25 @@ from trainer.data.sets import Datasets, ImageSet, LabelledSource, PhotoSource, T
 from trainer.data.workers.worker_pool import Buffers, Filled, InProcess, Workers
 from trainer.recipe import AugmentRecipe, Recipe
 
-# Number of rows whose random draws are made in one call: a call per small batch would be slow.
+# Number of rows whose random draws are made in one call. One call per small batch would be slow.
 BLOCK = 16_384
 
 # Inputs and labels of each batch.
 Batches = Iterator[tuple[Tensor, Tensor]]
 # Inputs, labels and the number of rows that are not padding.
 PaddedBatches = Iterator[tuple[Tensor, Tensor, int]]
-# Makes the training inputs of a batch from its rows of the pool, its first position in a block of
-# samples, and its samples.
+# Function that returns the training inputs of a batch. Its arguments are the batch's rows in the
+# pool, the position of its first sample in the block, and its sample indices.
 Take = Callable[[Tensor, int, Array], Tensor]
-# Copies of inputs and labels that are under way, and the report about them.
+# Copies of inputs and labels in progress, and the report about the batch.
 Copying = tuple[Copy, Copy, Report]
 
 
 class MemoryFeed:
     """Batches of samples in memory, indexed when they are needed.
 
-    Inputs or labels are missing on a rank that does not need them. All feeds return uint8 images
-    (n, H, W, C), or other inputs (n, ...), and labels (n, ...) on the device.
+    A rank has no inputs or no labels if it does not need them. All feeds return images
+    (n, H, W, C) uint8, or other inputs (n, ...), and labels (n, ...) on the device.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class MemoryFeed:
         """Move `inputs` and `labels` to `device`.
 
         Args:
-            inputs: (pool, ...); None makes every batch of inputs empty.
-            labels: (pool, ...); None makes every batch of labels empty.
-            length: samples; sample i is row i % pool, as in an `ImageSet`.
-            rows: rows of a full batch.
-            device: where batches are returned.
+            inputs: (pool, ...); if None, batches contain no inputs.
+            labels: (pool, ...); if None, batches contain no labels.
+            length: number of samples; sample i is row i % pool, as in an `ImageSet`.
+            rows: number of rows of a full batch.
+            device: device of the batches.
         """
         self.failures: list[Unreadable] = []
         self.uncached = 0
@@ -84,7 +84,7 @@ class MemoryFeed:
     def evaluation(self, spans: list[Span]) -> PaddedBatches:
         """Yield (inputs, labels, count) for each (start, stop) of samples.
 
-        Batches are padded to `rows`; the first `count` rows are samples.
+        Batches are padded to `rows` rows. The first `count` rows are samples.
         """
         last = self._length - 1
         for start, stop in spans:
@@ -97,7 +97,7 @@ class MemoryFeed:
         """Do nothing: there are no workers to stop."""
 
     def _prepare_block(self, epoch: int, index: Array) -> Take:
-        """Return a function that makes training inputs for the batches of the samples `index`."""
+        """Return a function that returns the training inputs of batches of the samples `index`."""
         return lambda rows, start, batch: self._take_plain(rows)
 
     def _take_plain(self, rows: Tensor) -> Tensor:
@@ -167,17 +167,9 @@ def build_readers(
     def allocate(slots: int) -> tuple[Buffers, list[Reader]]:
         buffers = Buffers.allocate(datasets, rows, slots, shared=workers > 0)
         plain = datasets.plain is not None
-        readers = []
-        for source in sources:
-            readers.append(
-                Reader(
-                    source,
-                    buffers.inputs,
-                    buffers.labels,
-                    recipe,
-                    plain,
-                )
-            )
+        readers = [
+            Reader(source, buffers.inputs, buffers.labels, recipe, plain) for source in sources
+        ]
         return buffers, readers
 
     if workers:
@@ -186,11 +178,11 @@ def build_readers(
 
 
 class PhotoFeed:
-    """Batches of one source of `readers`.
+    """Batches of photos from one source of `readers`.
 
     Attributes:
-        failures: what could not be read, and why.
-        uncached: photos that were prepared because the cache lacked them.
+        failures: names of unreadable samples, and the reasons.
+        uncached: number of photos that were prepared because the cache lacked them.
     """
 
     def __init__(
@@ -238,7 +230,7 @@ class PhotoFeed:
     def _read_in_order(self, filled: Iterator[Filled], keys: list[Key]) -> PaddedBatches:
         for (inputs, labels, report), key in zip(filled, keys, strict=True):
             rows = self._add_report(report, key)
-            # The slot is filled again after the next batch, when these labels may still be in use.
+            # These labels may still be in use when the slot is filled again for a later batch.
             yield inputs[:rows], labels[:rows].clone(), report.rows
 
     def _read_overlapped(
@@ -268,7 +260,7 @@ class PhotoFeed:
             inputs, labels, report = current
             rows = self._add_report(report, key)
             batch = (inputs()[:rows], labels()[:rows], report.rows)
-            # No reference may outlive its use: the GPU needs the memory for the next batch.
+            # Drop references as early as possible: the GPU needs the memory for the next batch.
             del current, inputs, labels
             yield batch
             del batch
@@ -276,7 +268,7 @@ class PhotoFeed:
     def _add_report(self, report: Report, key: Key) -> int:
         """Add the failures of a batch and return its number of rows.
 
-        Evaluation pads its batches to full shape.
+        In evaluation, this is the number of rows of a full batch, including padding.
         """
         self.failures += report.failures
         self.uncached += report.uncached
@@ -290,8 +282,8 @@ class PhotoFeed:
 def find_labels(part: ImageSet | TensorSet | PhotoSource, skip: bool) -> Tensor | None:
     """Return the labels of a set if they are known without reading its photos, else None.
 
-    With `skip`, which skips unreadable photos, the labels of files are unknown: another sample's
-    label replaces the label of a skipped one.
+    If unreadable photos are skipped (`skip`), the labels of files are unknown, because another
+    sample replaces a skipped one.
     """
     if isinstance(part, ImageSet | TensorSet):
         return part.labels

@@ -1,7 +1,7 @@
 """Random generators that belong to a user's data set, such as those of its transforms.
 
 They are seeded for each sample of each epoch, so that their numbers depend neither on the worker
-nor on the samples before.
+nor on the samples that it read before.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ import torch
 from trainer.models.reachable import MAX_ENTRIES
 from trainer.models.undisturbed import is_generator, make_restorer
 
+# Types that are not searched for generators.
 LEAVES = (str, bytes, int, float, type, types.ModuleType, torch.Tensor, np.ndarray)
-# Number of objects to search at most.
+# Maximum number of objects to search.
 MOST = 10_000
 
 
 class Generators:
     """The random generators that a data set's attributes, lists and dictionaries contain.
 
-    They are found breadth first, and remembered by their container and key: some libraries replace
-    them with new ones in a loader worker.
+    The search is breadth-first. A generator is remembered by its container and key, because some
+    libraries replace generators in a loader worker.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -76,7 +77,7 @@ class Generators:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore the states of the generators afterwards."""
+        """Context manager that restores the states of the generators at its end."""
         with ExitStack() as stack:
             for generator in self:
                 stack.callback(make_restorer(generator))

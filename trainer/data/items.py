@@ -1,4 +1,4 @@
-"""Items and whole data sets in the forms of torch, torchvision and Hugging Face."""
+"""Conversion of items and data sets from the formats of torch, torchvision and Hugging Face."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.data.tensors import as_targets, as_tensor
 from trainer.errors import RecipeError
 from trainer.tasks import Task
 
-# Keys of an item that is a dictionary, the preferred ones first.
+# Keys of the input and the target in an item that is a dictionary, the preferred ones first.
 INPUTS = ("image", "images", "img", "pixel_values", "input", "inputs", "input_values", "x")
 TARGETS = ("label", "labels", "target", "targets", "fine_label", "class", "y")
 # Names of the classes, or of a regression's values.
@@ -99,7 +99,7 @@ def number_names(
     where: str,
     tensors: tuple[Tensor, Tensor] | None,
 ) -> Names:
-    """Return numbers as names, as many as the targets in memory have classes or values.
+    """Return the numbers of the classes, or of a target's values, as their names.
 
     Args:
         part: a user's data set.
@@ -108,7 +108,7 @@ def number_names(
         tensors: inputs and targets, if the data set is in memory.
 
     Raises:
-        RecipeError: the targets do not say how many there are.
+        RecipeError: the number of classes or values is unknown.
     """
     targets = None
     if tensors is not None:
@@ -133,7 +133,7 @@ def number_names(
 
 
 def name_by_number(count: int) -> Names:
-    """Return "0", "1", ... as names, for classes that have no names."""
+    """Return the names "0", "1", ... for `count` classes without names."""
     return tuple(map(str, range(max(1, count))))
 
 
@@ -150,12 +150,12 @@ def unwrap_datasets(part: Any) -> list[Any]:
 
 
 def find_class_names(part: Any) -> Names:
-    """Return the names of classes 0, 1, ... that a data set of torchvision or Hugging Face has.
+    """Return the names of classes 0, 1, ... of a data set of torchvision or Hugging Face.
 
-    The result is empty if it has none.
+    The result is empty if the data set has no names.
     """
     index_of: Any = getattr(part, "class_to_idx", None)
-    # Values that are not numbers cannot be compared with the range.
+    # Sorting raises TypeError if the values cannot be compared.
     with suppress(TypeError):
         has_indices = (
             isinstance(index_of, Mapping)
@@ -167,7 +167,7 @@ def find_class_names(part: Any) -> Names:
     classes = getattr(part, "classes", None)
     if isinstance(classes, Sequence) and not isinstance(classes, str) and classes:
         return tuple(map(str, classes))
-    # Hugging Face describes each column in `features`; a column of class labels has names.
+    # Hugging Face describes each column in `features`. A column of class labels has `names`.
     features = getattr(part, "features", None)
     if isinstance(features, Mapping):
         for column in TARGETS:
@@ -178,7 +178,7 @@ def find_class_names(part: Any) -> Names:
 
 
 def find_stored_targets(part: Any) -> Tensor | None:
-    """Return all class indices of a data set that has them as an attribute, else None."""
+    """Return all class indices of a data set if it has them as an attribute, else None."""
     if isinstance(part, Subset):
         return find_stored_targets(part.dataset)
     for name in ("targets", "labels"):

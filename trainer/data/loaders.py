@@ -1,6 +1,7 @@
 """Data loading: the batches of one share of the global batch.
 
-The samples and their augmentation are the same for any number of shares and loader workers.
+The samples of a global batch, and their augmentation, are the same for any number of shares and
+loader workers.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ def count_steps_per_epoch(
     recipe: Recipe,
     share: DataShare,
 ) -> int:
-    """Return the optimizer steps in an epoch of `samples` training images, the same on every share.
+    """Return the number of optimizer steps in an epoch of `samples` training images.
 
-    Normally this is the number of full global batches. If every sample is used, it is the number of
-    steps that the largest share needs with batch_size / count images per step.
+    The number is the same on all shares. Normally, it is the number of full global batches. If
+    every sample is used (`share.every_sample`), it is the number of steps that the largest share
+    needs with batch_size / count images per step.
 
     Raises:
         RecipeError: there are fewer images than a global batch, or a micro-batch would be empty.
@@ -56,17 +58,17 @@ def count_steps_per_epoch(
         return samples // recipe.batch_size
 
     def count_steps(batch_size: int) -> int:
-        # Unequal shares are proportional to their rows, and their number need not divide the batch.
+        # Unequal shares are proportional to their rows, and their count need not divide the batch.
         if fixed_shares(recipe):
             return -(-samples // batch_size)
-        # Among equal shares the last one also has the remainder.
+        # If the shares are equal, the last one also gets the remainder.
         start, stop = sampling.compute_span(samples, share.count - 1, share.count)
         return -(-(stop - start) // (batch_size // share.count))
 
     def fills_micro_batches(batch_size: int) -> bool:
         """Return whether the smallest share has a sample for each micro-batch of each step.
 
-        A larger batch size needs fewer steps.
+        A larger batch size means fewer steps.
         """
         rows: Sequence[int] = ()
         if fixed_shares(recipe):
@@ -101,12 +103,13 @@ def count_workers(
 ) -> int:
     """Return the number of loader workers of one rank.
 
-    This is data.workers, or by default what the cores and the memory of this machine allow.
+    This is data.workers, or by default the number that the cores and the memory of this machine
+    allow.
 
     Args:
         recipe: the recipe.
-        readers: ranks of this machine that read images.
-        batch_bytes: size of one batch in shared memory.
+        readers: number of ranks on this machine that read images.
+        batch_bytes: size in bytes of one batch in shared memory.
 
     Raises:
         SetupError: the shared memory is too small.
@@ -122,17 +125,16 @@ def count_workers(
 class Loader:
     """Reads the batches of a share.
 
-    The epoch's order is `sampling.draw_permutation`, or with data.balance=true
-    `sampling.draw_balanced_permutation`. Global batch b of an epoch is
-    order[b * batch_size : (b + 1) * batch_size], in `accumulate` contiguous micro-batches. Share r
-    of W reads the r-th contiguous part of each micro-batch (`sampling.share_spans`). A share with
-    every sample reads its r-th part of the whole order instead (`sampling.divide_rows`), in
-    micro-batches whose sizes differ by at most one.
+    The order of samples in an epoch comes from `sampling.draw_permutation`, or with
+    data.balance=true from `sampling.draw_balanced_permutation`. Global batch b of an epoch is
+    order[b * batch_size : (b + 1) * batch_size]. It consists of `accumulate` contiguous
+    micro-batches. Share r of W reads the r-th contiguous part of each micro-batch
+    (`sampling.share_spans`). With `DataShare.every_sample`, share r instead reads the r-th part of
+    the whole order (`sampling.divide_rows`), in micro-batches whose sizes differ by at most one.
 
     Attributes:
-        steps_per_epoch: optimizer steps; only training needs a full one.
-        readers: ranks of this machine that read images.
-        samples_per_step: training images of all shares together in one step, on average.
+        readers: number of ranks on this machine that read images.
+        samples_per_step: mean number of training images of all shares together in one step.
     """
 
     def __init__(
@@ -146,8 +148,14 @@ class Loader:
     ) -> None:
         """Create the feeds of `share`.
 
-        `readers` is the number of ranks on this machine that read images. They divide its cores and
-        memory.
+        Args:
+            datasets: the training and the validation set.
+            recipe: the recipe.
+            task: the task, which says how targets are mixed.
+            share: the part of the data that this rank reads.
+            device: device of the batches.
+            readers: number of ranks on this machine that read images. They divide the machine's
+                cores and memory.
 
         Raises:
             SetupError: the shared memory is too small for the loader workers.
@@ -161,7 +169,7 @@ class Loader:
             self.samples_per_step = len(datasets.train) / self.steps_per_epoch
         self._mixes = recipe.augment.together > 1
         self._task = task
-        # Epoch number and micro-batches of the epoch that was used last.
+        # Number of the epoch that was used last, and the sample indices of its micro-batches.
         self._epoch: tuple[int, list[Array]] | None = None
         self._transform = DeviceTransform(
             datasets.mean,
@@ -171,7 +179,7 @@ class Loader:
             device,
         )
         self.readers = readers
-        # The feed of training and the feed of evaluation.
+        # The feed for training and the feed for evaluation.
         self._feeds: list[MemoryFeed | PhotoFeed] = []
         self.set_shares(share.numbers)
 
@@ -189,18 +197,22 @@ class Loader:
         self._epoch = None
         self.close()
         counters = [(feed.failures, feed.uncached) for feed in self._feeds]
-        # A device that holds all images has no memory for a second copy: free the first one now.
+        # Free the old feeds first: a device that keeps all images may have no memory for a second
+        # copy.
         self._feeds.clear()
-        parts = (datasets.train, datasets.val)
         skip = recipe.data.on_error == "skip"
-        labels = [find_labels(part, skip) if share.targets else None for part in parts]
-        needs_inputs = (share.inputs, share.inputs and share.counted)
+        splits = []
         sources: list[PhotoSource] = []
-        for part, part_labels, needed in zip(parts, labels, needs_inputs, strict=True):
+        for part, augment, needed in (
+            (datasets.train, recipe.augment, share.inputs),
+            (datasets.val, AugmentRecipe(), share.inputs and share.counted),
+        ):
+            labels = find_labels(part, skip) if share.targets else None
+            splits.append((part, labels, augment, needed))
             if isinstance(part, ImageSet | TensorSet):
                 continue
-            # A rank without inputs still reads photos if only they say their labels.
-            if needed or (share.targets and part_labels is None):
+            # A rank that needs only targets must read the photos if their labels are not known.
+            if needed or (share.targets and labels is None):
                 sources.append(part)
         self._slot_bytes = 0
         self._workers = 0
@@ -219,7 +231,7 @@ class Loader:
 
         def build_feed(
             part: ImageSet | TensorSet | PhotoSource,
-            part_labels: Tensor | None,
+            labels: Tensor | None,
             augment: AugmentRecipe,
             needed: bool,
         ) -> MemoryFeed | PhotoFeed:
@@ -234,42 +246,39 @@ class Loader:
                     recipe.seed,
                     device,
                 )
-                # Every rank has decoded every image: the first share reports the failures, once.
+                # All ranks have decoded all images, so only the first share reports the failures.
                 if share.index == 0 and not counters:
                     images.failures += part.failures
                 return images
             inputs = part.inputs if needed and isinstance(part, TensorSet) else None
             return MemoryFeed(
                 inputs,
-                part_labels,
+                labels,
                 len(part),
                 self._rows,
                 device,
             )
 
-        augments = (recipe.augment, AugmentRecipe())
-        for arguments in zip(
-            parts,
-            labels,
-            augments,
-            needs_inputs,
-            strict=True,
-        ):
-            self._feeds.append(build_feed(*arguments))
+        for split in splits:
+            self._feeds.append(build_feed(*split))
         for feed, (failures, uncached) in zip(self._feeds, counters, strict=False):
             feed.failures = failures
             feed.uncached = uncached
 
     @cached_property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps per epoch; raises RecipeError if there are too few training images."""
+        """Number of optimizer steps per epoch.
+
+        Raises:
+            RecipeError: there are too few training images.
+        """
         return count_steps_per_epoch(len(self._datasets.train), self._recipe, self._share)
 
     @property
     def skipped(self) -> int:
         """Number of times that an unreadable image was replaced (training) or skipped (evaluation).
 
-        This is 0 on a share without inputs: the rank that needs the same images counts them.
+        On a share without inputs, this is 0. The rank that needs the same images counts them.
         """
         if self._share.inputs and self._share.counted:
             return sum(len(feed.failures) for feed in self._feeds)
@@ -279,7 +288,7 @@ class Loader:
     def uncached(self) -> int:
         """Number of times that a photo was prepared because the cache lacked it.
 
-        Shares count these photos as in `skipped`.
+        As in `skipped`, only the rank that needs the images counts them.
         """
         if self._share.inputs and self._share.counted:
             return sum(feed.uncached for feed in self._feeds)
@@ -313,8 +322,8 @@ class Loader:
     ) -> Iterator[Batch]:
         """Yield `accumulate` micro-batches per step, from `start_step` to `stop_step`.
 
-        `stop_step` is by default the end of the epoch. Workers read the first batches of the
-        evaluation while the last ones of the training are used.
+        By default, `stop_step` is the end of the epoch. Workers read the first batches of the
+        evaluation while the last batches of the epoch are used.
 
         Raises:
             SetupError: an image cannot be read, and data.on_error=stop.
@@ -356,8 +365,7 @@ class Loader:
                 if share.numbers:
                     rows = count_rows(recipe, share.count, numbers=share.numbers)
                 start, stop = sampling.compute_span(len(order), share.index, share.count, rows)
-                part = order[start:stop]
-                steps = sampling.divide_rows(part, self.steps_per_epoch, recipe.pieces)
+                steps = sampling.divide_rows(order[start:stop], self.steps_per_epoch, recipe.pieces)
             else:
                 steps = sampling.share_rows(order, recipe.batch_size, self._spans)
             self._epoch = epoch, [*chain.from_iterable(steps)]
@@ -371,7 +379,7 @@ class Loader:
         labels = find_labels(train, skip=False) if recipe.data.balance else None
         if labels is None:
             return sampling.draw_permutation(recipe.seed, epoch, samples)
-        # Sample i of an `ImageSet` is row i % rows: a small pool of images can stand for many.
+        # Sample i of an `ImageSet` is row i % rows, so that few images can stand for many samples.
         rows = len(labels)
         stride = -(-samples // rows) * rows
         sample_labels = labels.numpy()[np.arange(samples) % rows]
@@ -379,19 +387,20 @@ class Loader:
 
     @property
     def evaluation_spans(self) -> list[Span]:
-        """(start, stop) of the validation samples in each batch that this share evaluates.
+        """Range (start, stop) of the validation samples in each batch of this share.
 
         All shares have the same number of batches.
         """
-        samples = len(self._datasets.val)
-        return sampling.list_evaluation_spans(samples, self._evaluation_rows, self._share.index)
+        return sampling.list_evaluation_spans(
+            len(self._datasets.val), self._evaluation_rows, self._share.index
+        )
 
     def evaluation(self, then: int | None = None) -> Iterator[Batch]:
-        """Yield the batches of the validation set, in full shape.
+        """Yield the batches of the validation set, padded to their full shape.
 
         All shares together evaluate each sample once, in the same number of batches. With
-        data.on_error=skip, `count` excludes unreadable images, but not on a share that reads
-        nothing. The first batches of the training epoch `then` are prefetched.
+        data.on_error=skip, `count` does not include unreadable images, except on a share that reads
+        no images. The first batches of the training epoch `then` are prefetched.
         """
         train, val = self._feeds
         spans = self.evaluation_spans
@@ -406,8 +415,8 @@ class Loader:
     def _samples(self, span: range, count: int) -> Sequence[int] | None:
         """Return the validation samples in the batch that was just read.
 
-        The batch has `count` samples of `span`: the others could not be read. Return None if the
-        data set cannot say which.
+        The batch contains `count` samples of `span`. The others could not be read. The result is
+        None if the data set does not name them.
         """
         if count == len(span):
             return span

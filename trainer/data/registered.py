@@ -59,17 +59,17 @@ def register_dataset(name: str) -> Callable[[Maker], Maker]:
     """Register a data set as `data.name=name`.
 
     The decorated function accepts the recipe's `data` section and returns (train, val, names).
-    `names` are the names of the classes, or of a regression's values, or their number, or None if
-    the sets have names. train and val each are a pair of tensors or arrays (inputs, targets) or a
-    TensorDataset, which are kept in memory, or any map-style data set of items (input, target) or
-    {"image": input, "label": target}, which loader workers read. What an item draws at random
-    (torch, NumPy, random, or generators among the data set's attributes) depends only on seed,
-    epoch and index.
+    `names` are the names of the classes, or of a regression's values. It can also be their number,
+    or None if the data sets contain names. `train` and `val` are both pairs of tensors or arrays
+    (inputs, targets) or TensorDatasets, which are kept in memory, or both map-style data sets of
+    items (input, target) or {"image": input, "label": target}, which loader workers read. The
+    random numbers that an item draws (from torch, NumPy, random, or generators among the data set's
+    attributes) depend only on seed, epoch and index.
 
-    Images are uint8 tensors (N, C, H, W), C = 1 or 3. An item is one such image of any size, or a
-    Pillow image. Inputs of another type reach the model unchanged, and must all have the same
-    shape. Targets are what the recipe's task expects: for classification (N,) class indices, or an
-    int per item.
+    Images are uint8 tensors (N, C, H, W) with C = 1 or 3. The input of an item is one image
+    (C, H, W) of any size, or a Pillow image. Inputs of another type reach the model unchanged, and
+    must all have the same shape. Targets have the form that the recipe's task expects: for
+    classification, class indices (N,), or an int per item.
 
     Raises:
         RecipeError: the name is taken.
@@ -147,7 +147,10 @@ def _choose_names(
     names: Any,
     recipe: Recipe,
 ) -> Names:
-    """Return the user's class names, as many numbers as the user says, or the data sets' names.
+    """Return the names of the classes or values.
+
+    The names come from the user, from the number of classes that the user states, from the data
+    sets, or else from the targets.
 
     Raises:
         RecipeError: the names number the classes differently.
@@ -157,7 +160,7 @@ def _choose_names(
     user_names: Names = ()
     if names is not None and not isinstance(names, int):
         user_names = _normalize_names(names)
-    # The names of each base data set of the training set and of the validation set.
+    # Names of each base data set, first of the training set, then of the validation set.
     names_of_parts = []
     for part in parts:
         bases = unwrap_datasets(part)
@@ -166,8 +169,8 @@ def _choose_names(
     own_names = next(filter(None, train_names), ())
     if kind.reads != "values":
         distinct = {each for each in (*train_names, *val_names, own_names or user_names) if each}
-        # User names that only reorder the sets' names contradict their numbers. Other user names
-        # rename the classes.
+        # User names that only reorder the data sets' own names contradict the class numbers. Other
+        # user names rename the classes.
         if user_names and sorted(user_names) == sorted(own_names):
             distinct.add(user_names)
         if len(distinct) > 1:
@@ -197,7 +200,7 @@ def build_in_memory(
 ) -> Datasets:
     """Build a data set of images in memory.
 
-    Images are resized until they just cover the recipe's size, and cropped to it at the centre.
+    Images are resized until they just cover the recipe's size, and cropped to it at the center.
 
     Args:
         data: the recipe's `data` section.
@@ -208,8 +211,8 @@ def build_in_memory(
         holdout: a description of the validation split.
 
     Raises:
-        RecipeError: the images are not square and the recipe has no size, or have targets for
-            each pixel and another size than the recipe's.
+        RecipeError: the images are not square and the recipe has no size, or the images would be
+            resized but have targets for each pixel.
     """
     channels = data.channels or train[0].shape[1]
     height, width = train[0].shape[-2:]
@@ -258,7 +261,6 @@ def build_in_memory(
         image_size=size,
         mean=mean,
         std=std,
-        synthetic=False,
         holdout=holdout,
         notes=notes,
         sources=(train, val),
@@ -308,7 +310,6 @@ def _build_item_datasets(
         image_size=size,
         mean=mean,
         std=std,
-        synthetic=False,
         holdout=SPLIT,
         notes=notes,
         targets=target,
@@ -320,11 +321,11 @@ class UserItems:
 
     Attributes:
         items: the user's data set.
-        name: its name in messages.
+        name: name of the data set in messages.
         targets: task, names and shape of the targets.
         spec: shape and type of inputs that are not images, else None.
         pixel_range: the recipe's data.pixel_range.
-        by_value: whether to pickle classes too, because no other process can import them.
+        by_value: whether to pickle classes by value, because other processes cannot import them.
     """
 
     def __init__(
@@ -375,7 +376,7 @@ class UserItems:
 
 
 def to_float32(inputs: Tensor) -> Tensor:
-    """Convert real numbers to float32, in which models compute; keep whole numbers."""
+    """Convert floating-point inputs to float32, the type of models. Return others unchanged."""
     return inputs.float() if inputs.is_floating_point() else inputs
 
 
@@ -384,15 +385,15 @@ def _inspect_items(
 ) -> tuple[list[Shape], TensorSpec | None, TensorSpec]:
     """Read some of a user's items.
 
-    Items that cannot be read are skipped here: reading them later reports what is wrong.
+    Items that cannot be read are skipped here. The error is reported when they are read later.
 
     Returns:
         (channels, height, width) of the images; the shape and type of the inputs if they are not
         images, else None; the shape and type of a target.
     """
-    shapes = list[Shape]()
-    specs = list[TensorSpec]()
-    targets = list[TensorSpec]()
+    shapes = []
+    specs = []
+    targets = []
     for index in range(0, len(items), max(1, len(items) // ITEMS_INSPECTED)):
         with suppress(Exception):
             item, label = split_item(items[index])
@@ -429,7 +430,6 @@ def _build_tensor_datasets(
         image_size=spec.shape[-1] if spec.shape else 1,
         mean=(),
         std=(),
-        synthetic=False,
         holdout=SPLIT,
         targets=target,
         plain=spec,

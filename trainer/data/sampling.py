@@ -24,8 +24,8 @@ Span = tuple[int, int]
 # Top, left, height, width in pixels.
 Box = tuple[int, int, int, int]
 
-# The `draw` number of each purpose. CROP and ERASE use BOX_DRAWS numbers each, so they are far
-# apart. Renumbering would change the results of every recipe.
+# Value of `draw` for each purpose. CROP and ERASE use BOX_DRAWS values each, so they are far apart.
+# Other values would change the results of every recipe.
 ORDER, FLIP, SHIFT_Y, SHIFT_X, AUTO, MIX, ERASE_OR_NOT, POOL, BALANCE, ITEM = range(10)
 BOX_TRIES = 10
 BOX_DRAWS = 4 * BOX_TRIES
@@ -38,7 +38,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _scramble(values: Array) -> Array:
-    """Apply the finaliser of splitmix64 (Steele, Lea, Flood 2014).
+    """Apply the finalizer of splitmix64 (Steele, Lea, Flood 2014).
 
     Every input bit affects every output bit.
     """
@@ -79,9 +79,9 @@ def draw_uniform(
     draw: npt.ArrayLike,
 ) -> Array:
     """Return a float64 in [0, 1) for each (index, draw), broadcast as in `draw_bits`."""
-    # float64 has 53 bits of precision.
+    # Use 53 bits, the precision of float64.
     bits = draw_bits(seed, epoch, index, draw) >> np.uint64(11)
-    return np.asarray(bits * 2.0**-53)
+    return bits * 2.0**-53
 
 
 def draw_permutation(
@@ -102,9 +102,9 @@ def draw_balanced_permutation(
 ) -> Array:
     """Return an order in which class frequencies differ by at most one, (samples,) int64.
 
-    The images of a class are used in turn, across epochs too: no image repeats before all images of
-    the class were used. In the k-th pass over its class in this epoch (from 0), an image is
-    returned as sample + k * `stride`, so that each repeat has an augmentation of its own.
+    The images of a class are used in turn, even across epochs: no image is repeated before all
+    images of the class have been used. In the k-th pass over the class in this epoch, from 0, the
+    index of an image is sample + k * `stride`, so that each repetition is augmented differently.
 
     Args:
         labels: (samples,) class indices.
@@ -127,8 +127,8 @@ def draw_balanced_permutation(
             repeats = number - passes[0]
             samples[in_pass] = shuffled[positions[in_pass]] + repeats * stride
         drawn.append(samples)
-    # The classes cannot always divide an epoch evenly: `surplus` classes, different ones in every
-    # epoch, have one image less.
+    # If an epoch cannot be divided evenly, `surplus` classes have one image fewer. These are
+    # different classes in every epoch.
     surplus = len(counts) * per_class - len(labels)
     short = np.roll(np.arange(len(counts)), epoch * surplus)[:surplus]
     for row in short:
@@ -143,17 +143,16 @@ def share_spans(
 ) -> list[Span]:
     """Return the rows of a global batch that one share reads: (start, stop) of each micro-batch.
 
-    The batch is first divided into micro-batches, and each micro-batch into shares. All shares
-    together therefore compute the same rows at a time, however many they are. BatchNorm over all
-    ranks depends on this.
+    The batch is first divided into micro-batches, and each micro-batch into shares. Therefore all
+    shares together compute the same rows at the same time for any number of shares. BatchNorm over
+    all ranks depends on this.
 
     Args:
         batch_size: rows of the global batch.
         rows: rows of each share in one micro-batch.
         index: the share.
     """
-    offset = sum(rows[:index])
-    starts = range(offset, batch_size, sum(rows))
+    starts = range(sum(rows[:index]), batch_size, sum(rows))
     return [(start, start + rows[index]) for start in starts]
 
 
@@ -214,8 +213,8 @@ def list_evaluation_spans(
 ) -> list[Span]:
     """Return the samples that one share evaluates: (start, stop) of each batch.
 
-    All shares together evaluate each sample once, and every share has the same number of batches.
-    A batch with fewer than `rows[index]` samples, or none, must be padded.
+    All shares together evaluate each sample once, and all shares have the same number of batches.
+    The last batch may have fewer than `rows[index]` samples, or none, and must be padded.
     """
     first = sum(rows[:index])
     size = sum(rows)
@@ -238,8 +237,7 @@ def draw_shifts(
     The image has `padding` pixels on all four sides.
     """
     drawn = draw_uniform(seed, epoch, index[:, None], np.array([SHIFT_Y, SHIFT_X]))
-    shifts = drawn * (2 * padding + 1)
-    return np.asarray(shifts).astype(np.int64)
+    return (drawn * (2 * padding + 1)).astype(np.int64)
 
 
 def draw_flips(
@@ -247,15 +245,16 @@ def draw_flips(
     epoch: int,
     index: Array,
     probability: float,
-    alternate: bool = False,
+    alternate: bool,
 ) -> Array:
     """Draw which images are mirrored: (n,) bool.
 
-    With `alternate`, flips are drawn for the first epoch and inverted in every second epoch, so two
-    epochs show each image from both sides: Jordan (arXiv:2404.00498), section 3.6.
+    With `alternate`, the flips of the first epoch are inverted in every second epoch, so that any
+    two consecutive epochs contain both versions of each image: Jordan (arXiv:2404.00498), section
+    3.6.
     """
     drawn_epoch = 0 if alternate else epoch
-    flips = np.asarray(draw_uniform(seed, drawn_epoch, index, FLIP) < probability)
+    flips = draw_uniform(seed, drawn_epoch, index, FLIP) < probability
     if alternate and epoch % 2:
         return ~flips
     return flips
@@ -280,9 +279,9 @@ def crop_boxes(
 ) -> Array:
     """Return random resized crops as torchvision draws them.
 
-    The area relative to the image's is uniform in `scale`, and the logarithm of the aspect ratio is
-    uniform between 3/4 and 4/3. If ten tries do not fit, the crop is the largest central box with
-    such a ratio.
+    The area of a crop relative to the image is uniform in `scale`, and the logarithm of its aspect
+    ratio is uniform between those of 3/4 and 4/3. If ten tries do not fit, the crop is the largest
+    central box with a ratio in this range.
 
     Args:
         draws: (n, BOX_TRIES, 4) of `draw_boxes`.
@@ -303,9 +302,9 @@ def crop_boxes(
 
 
 class CropBoxes:
-    """The boxes of `crop_boxes` for images of different sizes, one at a time.
+    """The boxes of `crop_boxes` for images of different sizes, one box at a time.
 
-    The computation uses Python numbers, because NumPy takes ten times as long for one box.
+    They are computed with Python numbers, because NumPy takes ten times as long for a single box.
     """
 
     def __init__(self, draws: Array, scale: Sequence[float]) -> None:
@@ -376,9 +375,9 @@ def _choose_boxes(
     ratio: Sequence[float],
     margin: int,
 ) -> tuple[Array, Array]:
-    """Return each row's first box that fits, and whether any of its tries fits.
+    """Return the first box of each row that fits, and whether any box of the row fits.
 
-    A box fits if both sides are at most the image's minus `margin`.
+    A box fits if its sides are at most as long as those of the image minus `margin`.
     """
     area = height * width * _compute_areas(draws, scale)
     aspect = _compute_aspects(draws, ratio)
@@ -400,7 +399,7 @@ def _choose_boxes(
 def _compute_areas(draws: Array, scale: Sequence[float]) -> Array:
     """Return the area of each try relative to the image's, (n, BOX_TRIES)."""
     low, high = scale
-    return np.asarray(low + (high - low) * draws[..., 0])
+    return low + (high - low) * draws[..., 0]
 
 
 def _compute_aspects(draws: Array, ratio: Sequence[float]) -> Array:
@@ -419,7 +418,7 @@ def _compute_central_box(height: int, width: int) -> Box:
 
 @dataclass(frozen=True)
 class Mix:
-    """How neighbours (2k, 2k + 1) of a global batch of P pairs are mixed with each other.
+    """How the images 2k and 2k + 1 of a global batch, P pairs, are mixed with each other.
 
     Attributes:
         blend: (P,) float32, the weight of an image's own pixels (mixup); 1 for a cutmix pair.
@@ -449,18 +448,19 @@ def draw_mix(
 ) -> Mix:
     """Draw mixup (Zhang et al. 2017) and cutmix (Yun et al. 2019) for one global batch.
 
-    With both on, each pair uses either with probability one half. A cut box has 1 - lambda of the
-    area and is clipped at the border; labels follow the clipped area.
+    If both are enabled, each pair uses one of them with probability one half. The box of cutmix has
+    1 - lambda of the image's area and is clipped at the border. The weights of the labels follow
+    from the clipped area.
 
     Args:
-        pairs: pairs of images in the global batch.
-        mixup: alpha of Beta(alpha, alpha); 0 is off.
-        cutmix: alpha of Beta(alpha, alpha); 0 is off.
+        pairs: number of pairs of images in the global batch.
+        mixup: alpha of Beta(alpha, alpha); 0 disables mixup.
+        cutmix: alpha of Beta(alpha, alpha); 0 disables cutmix.
         size: size of the images in pixels.
     """
     key = int(draw_bits(seed, epoch, step, MIX)[0])
     stream = np.random.Generator(np.random.Philox(key=key))
-    # All draws come from one stream: their order must not change.
+    # All draws come from one stream, so their order must not change.
     is_cut = np.zeros(pairs, bool)
     blended = np.ones(pairs)
     kept = np.ones(pairs)

@@ -25,7 +25,7 @@ class Batch:
             if the recipe asks for it. Empty on a share that needs no inputs.
         targets: (N, ...) in the form of the task: for example class indices (N,) int64, or float32
             soft targets under mixup and cutmix. Empty on a share that needs no targets.
-        count: rows from `count` on are padding (evaluation only).
+        count: number of samples. The rows after them are padding (evaluation only).
         samples: indices of the first `count` rows in the validation set (evaluation only; None if
             they are unknown).
     """
@@ -60,7 +60,7 @@ class TensorSpec(NamedTuple):
         return cls(tuple(rows.shape[1:]), rows.dtype)
 
 
-# Target of a classification: one class index.
+# Target of a sample in classification: one class index.
 CLASS = TensorSpec((), torch.int64)
 
 
@@ -93,46 +93,29 @@ class Example:
     ) -> Batch:
         """Return a micro-batch for trials and measurements, the same every time.
 
-        Floating-point inputs are random between 0 and 1, which few models refuse: zeros have no
-        standard deviation to divide by, and negative numbers no square root. Everything else is
-        zeros. Strides are those of a real batch.
+        Floating-point inputs are random numbers between 0 and 1, with which nearly all models work.
+        Zeros would have a standard deviation of 0, and negative numbers have no square root. All
+        other inputs, and the targets, are zeros. The strides are those of a real batch.
 
         Args:
             device: device of the tensors.
-            rows: samples; by default those of a full micro-batch.
+            rows: number of samples; by default that of a full micro-batch.
             channels_last: memory format of images.
         """
         count = self.rows if rows is None else rows
-        inputs = torch.zeros(
-            count,
-            *self.inputs.shape,
-            dtype=self.inputs.dtype,
-            device=device,
+        inputs, targets = (
+            torch.zeros(count, *spec.shape, dtype=spec.dtype, device=device)
+            for spec in (self.inputs, self.targets)
         )
         if inputs.is_floating_point():
             generator = torch.Generator().manual_seed(0)
             inputs.copy_(torch.rand(inputs.shape, generator=generator))
-        targets = torch.zeros(
-            count,
-            *self.targets.shape,
-            dtype=self.targets.dtype,
-            device=device,
-        )
         if self.images and inputs.dim() == 4 and (channels_last or inputs.shape[1] == 1):
-            # With one channel, both layouts are the same but have different strides, and a compiler
-            # distinguishes them.
+            # With one channel, both memory formats are the same layout with different strides, and
+            # torch.compile distinguishes strides.
             pixels = inputs.permute(0, 2, 3, 1).clone(memory_format=torch.contiguous_format)
             inputs = pixels.permute(0, 3, 1, 2)
         return Batch(inputs, targets, count)
-
-    def random(
-        self,
-        device: torch.device,
-        rows: int,
-        channels_last: bool,
-    ) -> Tensor:
-        """Return the inputs of `batch`."""
-        return self.batch(device, rows, channels_last).inputs
 
 
 @dataclass(frozen=True)
@@ -144,12 +127,10 @@ class DataShare:
         count: number of shares.
         inputs: whether this rank needs the images; only the first stage of a pipeline does.
         targets: whether this rank needs the labels; only the last stage of a pipeline does.
-        every_sample: instead of a part of every global batch, the share is a disjoint contiguous
-            part of the epoch's permutation, and uses each of its samples once per epoch (local SGD,
-            Hogwild).
-        counted: whether the images of this share count. For a teacher, the last stage of a pipeline
-            also reads the images of the first one; they do not count there, and it reads none of
-            the validation set.
+        every_sample: instead of a part of every global batch, the share is a contiguous part of the
+            epoch's permutation, and uses each of its samples once per epoch (local SGD, Hogwild).
+        counted: whether the images of this share count. It is False on the last stage of a pipeline
+            that reads the images only for a teacher. That stage reads no validation images.
         numbers: proportions of all shares of a batch (`recipe.shares`); empty for equal shares.
     """
 
@@ -166,14 +147,15 @@ class DataShare:
 class ImageSet:
     """Images in memory.
 
-    Sample i is row i % rows, so that a small pool can stand for a large set.
+    Sample i is row i % rows, so that few images can stand for a large set.
 
     Attributes:
         images: (rows, C, H, W) uint8.
         labels: (rows, ...) in the form of the task, for example class indices (rows,) int64.
         length: number of samples; None for the number of rows.
         failures: (path, reason) of the files that could not be read and were skipped or replaced.
-        where: returns the path of a sample, if the images were files.
+        where: function that returns the path of a sample; None if the images did not come from
+            files.
     """
 
     images: Tensor
@@ -190,7 +172,7 @@ class ImageSet:
 class TensorSet:
     """Inputs in memory that are not images, such as sequences, tokens and volumes.
 
-    They reach the model unchanged.
+    The inputs reach the model unchanged.
 
     Attributes:
         inputs: (rows, ...) of any type.
@@ -213,7 +195,7 @@ class PhotoSource(Sized, Protocol):
     def read(self, index: int, channels: int) -> tuple[Tensor, Tensor | int]:
         """Return sample `index` as (channels, height, width) uint8 of any size, and its label.
 
-        This may raise anything.
+        This may raise any exception.
         """
 
     def where(self, index: int) -> str:
@@ -227,7 +209,7 @@ class PictureSource(Protocol):
     def open(self, index: int, channels: int) -> tuple[Picture, Tensor | int]:
         """Return sample `index` and its label.
 
-        This, and decoding later, may raise anything.
+        Opening and decoding may raise any exception.
         """
 
 
@@ -235,7 +217,7 @@ class PictureSource(Protocol):
 class LabelledSource(PhotoSource, Protocol):
     """A source whose labels are known without reading an image.
 
-    Ranks that need only labels then read no images.
+    Ranks that need only labels do not read its images.
 
     Attributes:
         labels: (samples, ...).
@@ -253,17 +235,18 @@ class Datasets:
         train: the training set.
         val: the validation set.
         classes: names of the classes, or of a regression's values.
-        channels: channels of an image; the first size of inputs that are not images.
-        image_size: size of an image; the last size of inputs that are not images.
+        channels: number of channels of an image; for other inputs, the size of the first dimension.
+        image_size: size of an image; for other inputs, the size of the last dimension.
         mean: mean of each channel, for pixels in [0, 1].
         std: standard deviation of each channel.
-        synthetic: whether the images are random.
         holdout: a description of the validation split.
+        synthetic: whether the images are random.
         notes: notes for the run's banner, by title.
         targets: shape and type of a sample's targets.
         plain: shape and type of a sample's inputs if they are not images, else None.
-        sources: both sets before they were changed to be kept in memory.
-        holdout_table: returns the text of the run's split.csv, if the split was drawn here.
+        sources: training and validation set before they were resized, or decoded into memory.
+        holdout_table: function that returns the text of the run's split.csv; None if the split was
+            not drawn by this run.
         damaged: (train or val, path, reason) of the files that are skipped.
     """
 
@@ -275,8 +258,8 @@ class Datasets:
     image_size: ImageSize
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    synthetic: bool
     holdout: str
+    synthetic: bool = False
     notes: Mapping[str, str] = field(default_factory=dict)
     targets: TensorSpec = CLASS
     plain: TensorSpec | None = None

@@ -1,4 +1,4 @@
-"""Conversion of users' numbers to tensors: arrays of any layout and type, lists, single numbers."""
+"""Conversion of users' arrays, lists and single numbers to tensors."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def as_tensor(value: Any) -> Tensor:
     try:
         if isinstance(value, np.ndarray | np.generic):
             value = np.require(value, value.dtype.newbyteorder("="), "C")
-        # torch warns about read-only arrays, but nobody writes to these tensors.
+        # torch warns about read-only arrays, but this program never writes to these tensors.
         with warnings.catch_warnings(action="ignore"):
             if isinstance(value, Tensor):
                 return value
-            # The caller's default device is not where the data belong.
+            # Data stay on the CPU, whatever torch's default device is.
             return torch.as_tensor(value, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         kind = type(value).__name__

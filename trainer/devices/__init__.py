@@ -1,5 +1,5 @@
-"""The devices of this machine: detecting GPUs, their health, a recipe's device list, precision.
+"""Devices of this machine: detection and health of GPUs, assignment to processes, precision.
 
-Nothing here starts a process or knows a mode.
+No module of this package starts a process.
 Imports: errors, versions, recipe.
 """

@@ -18,16 +18,16 @@ def assign_devices(
 ) -> list[tuple[str, ...]]:
     """Return the devices of each local rank.
 
-    A rank gets one device. The process of a mode with one process and several devices gets all of
-    them. Without a GPU, the stages of a split model run on the CPU. Workers of local SGD may share
-    a device.
+    Each rank gets one device. If the mode uses several devices in one process, that process gets
+    all of them. Without a GPU, all stages of a split model run on the CPU. Workers of local SGD may
+    share a device.
 
     Args:
         recipe: The recipe.
         local_size: Number of ranks on this machine.
         cuda: Number of GPUs on this machine.
-        nodes: Number of machines. With several machines, there are several processes, even if there
-            is one on each machine.
+        nodes: Number of machines. With several machines, a run has several processes even if
+            `local_size` is 1.
 
     Raises:
         RecipeError: A device does not exist, or the mode cannot use this number of devices.
@@ -65,7 +65,7 @@ def _plural(names: Sequence[str]) -> str:
 
 
 def count_named_cards(devices: Sequence[str]) -> int:
-    """Return the number of GPUs that a machine needs in order to have all of `devices`.
+    """Return the minimum number of GPUs of a machine that has all of `devices`.
 
     Args:
         devices: Names of devices, such as cuda:0 or, for the first GPU, cuda.
@@ -94,7 +94,7 @@ def prediction_devices(
     Without a GPU, `auto` means one CPU worker for each core, but at most eight.
 
     Raises:
-        RecipeError: A device does not exist, or none is named.
+        RecipeError: A device does not exist, or the list is empty.
     """
     if devices == "auto" and not cuda:
         return ["cpu"] * max(1, min(8, cores))
@@ -114,7 +114,7 @@ def resolve_devices(
     """Return the full names of `devices`. For "auto", these are all GPUs.
 
     Raises:
-        RecipeError: A name is not that of a device, or this machine does not have the device.
+        RecipeError: A name is invalid, or this machine does not have the device.
     """
     if devices == "auto":
         return [f"cuda:{index}" for index in range(cuda)]
@@ -160,7 +160,7 @@ def _assign_to_one_process(recipe: Recipe, names: list[str]) -> tuple[str, ...]:
 def number_devices(devices: Iterable[object]) -> Iterator[str]:
     """Yield a unique name for each device of a process.
 
-    Stages that share a device get a number.
+    The names of stages that share a device contain the position of the stage: cuda:0#1, cpu:1.
     """
     names = list(map(str, devices))
     for position, name in enumerate(names):

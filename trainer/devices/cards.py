@@ -1,7 +1,7 @@
 """Count the GPUs that this torch can use, and find the reason if it cannot use all of them.
 
-Runs call this at their start, and so does `python -m trainer doctor`. On a machine without a GPU
-torch is not imported. The module `health` checks whether the GPUs compute correctly.
+Every run does this at its start, and so does `python -m trainer doctor`. On a machine without a
+GPU, torch is not imported. The module `health` checks whether the GPUs compute correctly.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from trainer.errors import RecipeError, SetupError, TrainerError
@@ -27,26 +27,26 @@ NO_NCCL = (
     f"this torch has no NCCL, which ranks on GPUs communicate through: {REINSTALL}, or train with "
     "devices=[cpu]"
 )
-# Pattern of files that exist if a GPU is divided (MIG). A process can use one of its parts, so CUDA
-# may count fewer devices than there are device nodes.
+# Pattern of files that exist if a GPU is partitioned by MIG. A process can use only one partition,
+# so CUDA may count fewer devices than there are device nodes.
 MIG = "/proc/driver/nvidia/capabilities/gpu*/mig/gi*"
 
 
 @dataclass(frozen=True)
 class Cards:
-    """Number of CUDA devices that torch can use, and the error if it cannot use all of them."""
+    """Number of GPUs that torch can use, and the error if it cannot use all of them."""
 
     count: int = 0
     fault: TrainerError | None = None
 
 
-def detect(environment: Mapping[str, str] = os.environ) -> Cards:
+def detect() -> Cards:
     """Count the GPUs that torch can use.
 
     torch is imported only if a device node of the driver exists. It is not a fault if the machine
     has no GPU, or if CUDA_VISIBLE_DEVICES hides all of them.
     """
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = None
     if visible is not None:
         names = [name.strip() for name in visible.split(",")]
@@ -73,7 +73,8 @@ def detect(environment: Mapping[str, str] = os.environ) -> Cards:
     if len(nodes) == 1:
         machine = "this machine has 1 NVIDIA card"
     if not count:
-        # The device may be another one than a GPU, so a torch that does not support it is no fault.
+        # `possible_nodes` alone may belong to another kind of device, so it is no fault if this
+        # torch does not support it.
         if not nodes and torch.version.hip is None:
             return Cards()
         message = (
@@ -97,7 +98,7 @@ def detect(environment: Mapping[str, str] = os.environ) -> Cards:
 
 
 def list_device_nodes() -> tuple[list[str], list[str]]:
-    """List the device nodes of NVIDIA GPUs, and files that show that there may be other GPUs."""
+    """List the device nodes of NVIDIA GPUs, and other files that may be due to a GPU."""
     nodes = sorted(glob.glob("/dev/nvidia[0-9]*"))
     # Windows Subsystem for Linux has a single node for all GPUs.
     if not nodes and glob.glob("/usr/lib/wsl/lib/libcuda.so*"):
@@ -127,8 +128,7 @@ def count_runtime_devices() -> tuple[int, str]:
     """Return the number of devices that the CUDA runtime counts, and the reason if it is 0.
 
     `torch.cuda.device_count()` calls the driver's management library instead. That library also
-    counts GPUs that have failed, whole GPUs that are divided (MIG), and GPUs whose driver is too
-    old.
+    counts GPUs that have failed, partitioned GPUs (MIG) as one, and GPUs whose driver is too old.
     """
     import torch
 

@@ -80,7 +80,7 @@ class StepRecorder:
 
     @contextmanager
     def use_side_stream(self) -> Iterator[None]:
-        """Run the block on the side stream, so that libraries are initialised before a capture."""
+        """Run the block on the side stream, so that libraries are initialized before a capture."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
@@ -89,10 +89,10 @@ class StepRecorder:
 
     @contextmanager
     def collect_waits(self) -> Iterator[list[str]]:
-        """List the places in the code where the host waits for the device in this context.
+        """List the lines of code at which the host waits for the device in this context.
 
-        Work with waits cannot be captured. The list is filled when the context ends. torch reports
-        most waits, but not all, because the feature is a prototype.
+        Work that waits cannot be captured. The list is filled when the context ends. It contains
+        most waits, but not all, because this feature of torch is a prototype.
         """
         waits: list[str] = []
         before = torch.cuda.get_sync_debug_mode()
@@ -141,7 +141,7 @@ class StepRecorder:
         torch_state = torch.get_rng_state()
         is_collecting = gc.isenabled()
         is_capturing = True
-        # A finaliser may free events or memory of the device, which is not allowed in a capture.
+        # A finalizer may free events or memory of the device, which is not allowed in a capture.
         gc.disable()
         try:
             with torch.cuda.stream(stream or self.stream):
@@ -156,7 +156,8 @@ class StepRecorder:
                     raise
                 graph.capture_end()
         except Exception as error:
-            # Any error only ends the capture: if it is a real one, the eager step raises it again.
+            # Any error only ends the capture. An error of the work itself is raised again by the
+            # eager step.
             self._recover()
             raise NotCapturable(
                 str(error).strip().partition("\n")[0] or type(error).__name__
@@ -180,8 +181,8 @@ class StepRecorder:
     def _recover(self) -> None:
         """End a failed capture, so that eager work can continue.
 
-        In older versions of torch, generator and allocator do not notice the end of a failed
-        capture. The allocator then never reuses memory that several streams have used
+        In older versions of torch, the random generator and the allocator do not notice the end of
+        a failed capture. The allocator then never reuses memory that several streams have used
         (pytorch/pytorch#180395), and does not release the pool.
         """
         global recoveries
@@ -191,7 +192,7 @@ class StepRecorder:
             index = torch.cuda.current_device()
         if not torch_has("an end of captures that fail"):
             for end in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
-                # torch may have ended it already.
+                # torch may already have ended the capture.
                 with suppress(RuntimeError):
                     end(index, self.pool)
         if not torch_has("random states of each capture"):
@@ -219,7 +220,7 @@ class StepRecorder:
 
 
 def seconds_between(before: Any, after: Any) -> float:
-    """Return the seconds between two times or CUDA events. Waits for the later event."""
+    """Return the seconds between two times, or between two CUDA events after waiting for them."""
     if isinstance(before, float):
         return float(after - before)
     after.synchronize()

@@ -17,8 +17,8 @@ from trainer.recipe.text import list_some
 if TYPE_CHECKING:
     import torch
 
-# Maximum number of seconds between two queries of a device that count as waiting. If the interval
-# is longer, this process was stopped in between.
+# Maximum number of seconds that one interval between two queries of a device adds to the waiting
+# time. If an interval is longer, this process was stopped in between.
 MAX_QUERY_SECONDS = 0.5
 # Number of int32 elements in a copy that is checked.
 PATTERN_SIZE = 1 << 20
@@ -108,24 +108,24 @@ def find_unfinished(devices: Iterable[torch.device], seconds: float) -> torch.de
 
 
 def list_copy_pairs(devices: Sequence[torch.device]) -> list[tuple[torch.device, torch.device]]:
-    """List the pairs of devices between which a process of a staged or replicated model copies.
+    """List the pairs of devices between which one process copies, for stages or replicas.
 
-    A pair consists of neighbours, or of the first device and any other device, in both directions.
+    A pair consists of neighbors, or of the first device and any other device. Both directions are
+    listed.
     """
     first, *others = devices
-    pairs: dict[tuple[torch.device, torch.device], None] = {}
+    pairs = []
     for source, target in [*pairwise(devices), *zip(repeat(first), others)]:
         if source != target:
-            pairs[source, target] = None
-            pairs[target, source] = None
-    return list(pairs)
+            pairs.extend([(source, target), (target, source)])
+    return list(dict.fromkeys(pairs))
 
 
 def copies_correctly(source: torch.device, target: torch.device, pattern: int) -> bool:
-    """Copy a pattern from GPU to GPU, and return whether it arrives.
+    """Copy a pattern from one GPU to another, and return whether it arrives unchanged.
 
-    The target is filled with zeros first, because memory with the same numbers would hide that
-    nothing is copied.
+    Each `pattern` has different numbers, and the target is filled with zeros first. Otherwise
+    numbers of an earlier copy could hide that nothing is copied.
     """
     import torch
 
@@ -136,14 +136,14 @@ def copies_correctly(source: torch.device, target: torch.device, pattern: int) -
     return torch.equal(received.cpu(), numbers)
 
 
-def check_copies(ways: Sequence[tuple[torch.device, torch.device]]) -> None:
-    """Check the copies from the first to the second device of each pair.
+def check_copies(pairs: Sequence[tuple[torch.device, torch.device]]) -> None:
+    """Check copies from the first to the second device of each pair.
 
     Raises:
         SetupError: A copy is wrong.
     """
     wrong = []
-    for number, (source, target) in enumerate(ways, 1):
+    for number, (source, target) in enumerate(pairs, 1):
         if not copies_correctly(source, target, number):
             wrong.append(f"{source} to {target}")
     if wrong:

@@ -1,6 +1,6 @@
-"""Read the processor, the memory and the limits of containers, and measure load by other programs.
+"""Processor, memory and container limits of this machine, and CPU load by other programs.
 
-All figures come from counters of the Linux kernel. On systems without them, nothing is measured.
+The load comes from counters of the Linux kernel. On systems without them, it is not measured.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 
 PROC = Path("/proc")
 GROUPS = Path("/sys/fs/cgroup")
-# Number of bytes above which the limit of a control group means that there is none.
+# Memory limits of a control group, in bytes, from this value on mean that there is no limit.
 UNLIMITED = 1 << 60
 # Seconds per tick of the kernel's counters.
 TICK = 1 / (os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100)
-# Fraction of the time that a thread waited for a core below which other programs do no harm.
+# Maximum fraction of the time that a thread waits for a core without a noticeable slowdown.
 MAX_WAITING = 0.2
 
 
@@ -38,7 +38,8 @@ def total_memory() -> int:
 def free_memory() -> int:
     """Return the number of bytes that this process can still allocate.
 
-    This is the free memory of the computer, or of a control group of the process if that is less.
+    This is the free memory of the computer, or of one of the process's control groups if that is
+    less.
     """
     available = _read_table(PROC / "meminfo").get("MemAvailable")
     free = total_memory() if available is None else available * 1024
@@ -65,7 +66,7 @@ def memory_limit() -> int | None:
 
 
 def _list_groups(controller: str) -> list[Path]:
-    """List the directories of this process's control groups, innermost first, for both versions."""
+    """List the directories of this process's control groups (cgroup v1 and v2), innermost first."""
     # In a container, the files of the process's group are in the root directory.
     lines = ["0::/", f"1:{controller}:/"]
     lines += _read_text(PROC / "self" / "cgroup").splitlines()
@@ -88,7 +89,7 @@ def _read_number(folder: Path, *names: str) -> int | None:
 
 
 def _read_table(path: Path) -> dict[str, int]:
-    """Read a name and a number from each line. Empty if the file cannot be read."""
+    """Return the numbers in a file by the name at the start of the line; {} if it is unreadable."""
     table = {}
     with suppress(OSError, ValueError):
         for fields in map(str.split, path.read_text().splitlines()):
@@ -104,7 +105,7 @@ def _read_text(path: Path) -> str:
     return ""
 
 
-# --- other programs on the cores
+# --- Load by other programs
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,9 @@ class Strain:
     """Load by other programs since the creation of a `StrainMeter`; zeros if it is unknown.
 
     Attributes:
-        seconds: Number of seconds since then.
-        others: Fraction of the cores' time that other programs used while this program waited.
+        seconds: Seconds since the creation of the meter.
+        others: Fraction of the cores' time that other programs used. It is 0 if no thread of this
+            process had to wait for a core.
     """
 
     seconds: float = 0.0
@@ -152,7 +154,7 @@ class StrainMeter:
         if longest_wait < MAX_WAITING * seconds:
             return 0.0
         root = os.getppid() if self._processes > 1 else os.getpid()
-        # All processes needed about as much CPU time before the measurement as this process.
+        # Before the measurement, each process used about as much CPU time as this one.
         own_seconds = _read_family_seconds(root) - self._processes * self._own_seconds
         return max(0.0, (busy - self._busy - own_seconds) / cores / seconds)
 
@@ -175,9 +177,9 @@ def _read_waits() -> dict[str, float]:
 
 
 def read_core_seconds() -> tuple[float, float]:
-    """Return the seconds in which this process's cores were busy, and in which time was stolen.
+    """Return the busy seconds and the stolen seconds of the cores that this process may use.
 
-    Busy seconds include those of other programs. Stolen seconds are those of other virtual
+    Busy seconds include those of other programs. In stolen seconds, the host ran other virtual
     machines.
     """
     busy = stolen = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import sys
 from collections.abc import Sequence
 
@@ -22,14 +23,14 @@ SHARED_MEMORY = "/dev/shm"
 def peak_memory(device: torch.device) -> int:
     """Return the peak memory of this rank in bytes.
 
-    On CUDA, this is torch's peak allocation. On CPU, it is the peak resident set size of the
-    process.
+    On CUDA, this is the peak of torch's allocations on `device`. On CPU, it is the peak resident
+    set size of the process.
     """
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         index = torch.cuda.current_device() if device.index is None else device.index
-        # torch counts the memory of CUDA graphs as free between replays, although they keep it. So
-        # if a graph has been captured, all memory that torch has reserved counts.
+        # Between replays, torch counts the memory of CUDA graphs as free, although the graphs keep
+        # it. If a graph has been captured, count all memory that torch has reserved.
         for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
             pool = tuple(segment.get("segment_pool_id", (0, 0)))
             if segment["device"] == index and pool != (0, 0):
@@ -51,7 +52,8 @@ def forget_memory(devices: Sequence[torch.device]) -> None:
 def free_memory(device: torch.device) -> int:
     """Return the free memory of a device in bytes.
 
-    On CPU, this is the memory that the machine and the control group of this process have left.
+    On CPU, this is the free memory of the machine, or of the control group of this process if that
+    is less.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
@@ -61,7 +63,8 @@ def free_memory(device: torch.device) -> int:
 def total_memory(device: torch.device) -> int:
     """Return the total memory of a device in bytes.
 
-    On CPU, this is the limit of the control group of this process, or else the machine's memory.
+    On CPU, this is the memory limit of this process's control group, if any, or else the memory of
+    the machine.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
@@ -84,15 +87,16 @@ def compute_usable_bytes(
 
 
 def free_shared_memory(folder: str = SHARED_MEMORY) -> int | None:
-    """Return the free bytes of a file system in memory; None if `folder` does not exist."""
+    """Return the free bytes of the shared memory at `folder`; None if `folder` does not exist."""
     if not os.path.isdir(folder):
         return None
-    state = os.statvfs(folder)
-    return state.f_bavail * state.f_frsize
+    return shutil.disk_usage(folder).free
 
 
 def check_shared_memory(needed: int, folder: str = SHARED_MEMORY) -> None:
-    """Check the free shared memory before loader workers start, which would die by SIGBUS later.
+    """Check before loader workers start that the shared memory is large enough for them.
+
+    A worker that writes beyond the end of the shared memory is killed by SIGBUS.
 
     Args:
         needed: Number of bytes that the workers will allocate.

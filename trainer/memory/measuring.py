@@ -43,9 +43,8 @@ def measure_resident(
         optimizer: Size of the optimizer's state in bytes.
         averaged: Whether the run keeps a moving average of the weights.
     """
-    parameters = list(module.parameters())
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    weights = count_bytes(*parameters)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    weights = count_bytes(*module.parameters())
     ema = 0
     if averaged:
         ema = weights + count_saved_buffers(module)
@@ -93,7 +92,7 @@ def measure_pass(
         run: Function that computes the module's outputs from `inputs`.
         inputs: A micro-batch (N, ...). It does not count.
         loss: Function that computes the tensor to differentiate from the outputs.
-        known: Other tensors that do not count.
+        known: Further tensors that exist before the pass and do not count.
         gradients: Whether to allocate gradients before the pass, so that they do not count.
         cpu: Whether to count the scratch memory that oneDNN allocates for convolutions.
     """
@@ -118,10 +117,10 @@ def measure_pass(
 
 
 class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context in which the sizes of new storages are added up.
+    """Context manager that adds up the sizes of the storages that operations allocate.
 
-    A storage is added when an operation returns a tensor with this storage, and subtracted when it
-    is freed, which a weak reference reports. Storages of `known` tensors do not count.
+    A storage counts from the first operation that returns a tensor with it until it is freed, which
+    a weak reference reports. Storages of `known` tensors do not count.
 
     Attributes:
         live: Size in bytes of the storages that exist now.
@@ -136,7 +135,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self._cpu = cpu
-        # The references keep the storages alive, so that no new storage can get their address.
+        # Keep the known storages alive, so that no new storage can get the address of one of them.
         self._known = [tensor.untyped_storage() for tensor in known]
         self._seen: dict[int, Any] = {storage._cdata: storage for storage in self._known}
 
@@ -193,7 +192,7 @@ def _estimate_scratch(
     """
     outs = weight.shape[0] // groups
     ins = weight.shape[1]
-    # True for channels_last.
+    # Tensors in the memory format channels_last are not contiguous.
     is_reordered = not (inputs.is_contiguous() and weight.is_contiguous())
     is_depthwise_3x3 = outs == ins == 1 and tuple(weight.shape[2:]) == (3, 3)
     copies = 1.0

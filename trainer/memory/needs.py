@@ -1,4 +1,4 @@
-"""Compute how much memory several passes, or the shards of a model, need on a device."""
+"""Compute how much memory several passes need on a device, or the shards of a model."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from trainer.memory.measuring import Pass, count_bytes
 # Estimated memory of weights, gradients and optimizer state, as a multiple of the weights. It is
 # used before the optimizer is built. Most optimizers keep at most two tensors for each weight.
 COPIES = 4
-# Approximate number of elements of one all-reduce of local SGD. The all-reduce copies its elements,
-# and the copy is small compared to most models.
+# Approximate number of elements that local SGD averages in one all-reduce. The all-reduce copies
+# them, and a copy of this size is small compared to most models.
 BUCKET = 2**24
 
 
@@ -26,7 +26,8 @@ def find_fewest(
 
     Args:
         most: The largest number.
-        fits: Return whether a number fits. If a number fits, all larger numbers must fit.
+        fits: Function that returns whether a number fits. If a number fits, all larger numbers must
+            fit, too.
     """
     if fits(0):
         return 0
@@ -40,26 +41,26 @@ def find_fewest_pieces(
 ) -> int | None:
     """Return the smallest number of micro-batches whose passes fit the memory.
 
-    Trials begin with the smallest micro-batches. They end when micro-batches do not fit, or when
-    the next larger ones are not expected to fit. The estimate assumes that memory grows with the
+    The smallest micro-batches are tried first, then larger ones until they do not fit, or until the
+    next larger ones are not expected to fit. This estimate assumes that memory grows with the
     number of rows at least as fast as between the last two trials.
 
     Args:
-        rows: Number of rows of a micro-batch for each number of micro-batches, in rising order of
-            the numbers.
-        measure_load: Run passes with a number of micro-batches, and return their memory as a
-            fraction of the available memory. If it is larger than 1, they do not fit.
+        rows: Number of rows of a micro-batch by the number of micro-batches, in ascending order of
+            the latter.
+        measure_load: Function that runs passes with a number of micro-batches and returns their
+            memory as a fraction of the available memory. If it is larger than 1, they do not fit.
         batch_norm: Whether the model needs more than one row for its batch statistics.
 
     Returns:
-        None if no number fits.
+        The number of micro-batches; None if no number fits.
     """
     # Number of rows in each trial, and the result of `measure_load`.
     measured: list[tuple[int, float]] = []
     fitting = None
     for number, count in reversed(rows.items()):
-        # A single row is not a good first trial either, so it is skipped unless there is no number
-        # between it and the whole batch.
+        # BatchNorm needs more than one row. For other models, a single row is a poor first trial,
+        # and is skipped if there are sizes between it and the whole batch.
         is_skipped = len(rows) > 2 or batch_norm
         if count == 1 and number > min(rows) and is_skipped:
             continue
@@ -105,16 +106,16 @@ def compute_unit_sizes(
     model: nn.Module,
     units: Sequence[str],
 ) -> list[int]:
-    """Return the size in bytes of the parameters outside of all units, then of each unit."""
+    """Return the size in bytes of the parameters outside of all FSDP units, then of each unit."""
     sizes = [count_bytes(*model.get_submodule(name).parameters()) for name in units]
     return [count_bytes(*model.parameters()) - sum(sizes), *sizes]
 
 
 def count_gathered(sizes: Sequence[int]) -> int:
-    """Return the maximum size in bytes of what a pass of FSDP gathers at a time.
+    """Return the maximum number of bytes that a pass of FSDP keeps gathered at a time.
 
-    The parameters outside of all units stay gathered. In addition, two units and the gradients of a
-    third are gathered at a time.
+    The parameters outside of all units stay gathered. In addition, at most two units, and the
+    gradients of a third unit, are gathered at the same time.
 
     Args:
         sizes: The return value of `compute_unit_sizes`.
@@ -130,8 +131,8 @@ def count_teacher_bytes(
 ) -> int:
     """Return the size in bytes of a teacher's weights, or of their shard, on each rank.
 
-    The teacher is sharded if it is larger than the rank's shard of the student, with gradients and
-    optimizer state.
+    The teacher is sharded if it is larger than the rank's shard of the student, including the
+    gradients and the optimizer state.
 
     Args:
         teacher: Size of the teacher's weights in bytes.
@@ -157,7 +158,7 @@ def count_fitting_images(
         sharing: Number of ranks that share the device.
         resident: Size in bytes of the tensors that do not depend on the number of images.
         peak: Peak memory in bytes with `rows` images, including `resident`.
-        rows: Number of images of a micro-batch that fits.
+        rows: Number of images of a micro-batch that is known to fit.
     """
     per_row = max(1.0, (peak - resident) / rows)
     return max(rows, int(compute_usable_bytes(memory, sharing, resident) / per_row))

@@ -57,13 +57,16 @@ class PlannedModel(Protocol):
         """Compute the size of the resident tensors of the model or of a stage."""
 
     def whole(self, rows: int, gradients: bool) -> Pass:
-        """Measure a pass of `rows` images. `gradients` are allocated before it and do not count."""
+        """Measure a pass of `rows` images.
+
+        With `gradients`, the gradients are allocated before the pass and do not count.
+        """
 
     def batch_bytes(self, rows: int) -> tuple[int, int]:
         """Return the size in bytes of the images and of the targets of a batch."""
 
     def unit_sizes(self) -> list[int]:
-        """Return the size in bytes of the parameters outside of all units, then of each unit."""
+        """Return the result of `needs.compute_unit_sizes` for the units of FSDP."""
 
     def staged(
         self,
@@ -75,9 +78,11 @@ class PlannedModel(Protocol):
 
 @dataclass(frozen=True)
 class Device:
-    """Size in bytes of the tensors on one device.
+    """Predicted size in bytes of the tensors on one device.
 
     Attributes:
+        device: Name of the device, with a number if several ranks or stages share it.
+        images: Size of the images and targets of a batch.
         activations: Maximum size of the activations in a step.
         peak: Maximum size of all tensors in a step. It is less than the sum of the fields if
             gradients reuse the memory that activations have freed.
@@ -120,7 +125,7 @@ def footprint(
     Args:
         model: The model.
         layout: Processes and devices of the run.
-        cut: Cut of a model in stages. None: the cut that the recipe determines.
+        cut: Where to cut a model into stages; None for the cut of the recipe.
     """
     if layout.staged:
         return _predict_stages(model, layout, model.staged(layout, cut))
@@ -129,12 +134,12 @@ def footprint(
         return _predict_copies(model, layout)
     predict = _predict_shard if exchanges == "shards" else _predict_replica
     all_rows = layout.shares or [layout.rows] * len(layout.devices)
-    # Ranks with the same number of images need the same memory, so each number is predicted once.
+    # Ranks with the same number of images need the same memory: predict it once for each number.
     by_rows = {rows: predict(model, layout, rows) for rows in {*all_rows}}
-    devices = []
-    for name, rows in zip(layout.devices, all_rows, strict=True):
-        devices.append(_add_teacher(model, layout, by_rows[rows], name))
-    return devices
+    return [
+        _add_teacher(model, layout, by_rows[rows], name)
+        for name, rows in zip(layout.devices, all_rows, strict=True)
+    ]
 
 
 def _add_teacher(
@@ -143,7 +148,7 @@ def _add_teacher(
     device: Device,
     name: str,
 ) -> Device:
-    """Return `device` with its name, and with the teacher's weights or the rank's shard of them."""
+    """Return `device` with its name, and with the teacher's weights or a shard of them."""
     student = count_bytes(*model.model.parameters())
     shards = count_weight_shards(layout.recipe, layout.processes)
     teacher = count_teacher_bytes(model.teacher, student, shards)
@@ -238,7 +243,7 @@ def _predict_copies(model: PlannedModel, layout: Layout) -> list[Device]:
     """Predict the memory of the devices of nn.DataParallel.
 
     The first device has the optimizer and all images. The following devices have copies of the
-    weights during a pass. Without CUDA, torch passes everything through to one device.
+    weights during a pass. Without CUDA, nn.DataParallel runs the model on one device.
     """
     if layout.kind == "cpu":
         replica = _predict_replica(model, layout, layout.rows)
@@ -299,12 +304,12 @@ def own_memory(
 ) -> tuple[int, str] | None:
     """Return the memory in bytes of each of `count` devices of this machine, with a note.
 
-    CPU devices share the machine's free memory equally. If there are different GPUs, the one with
-    the least memory counts.
+    CPU devices share the machine's free memory equally. If GPUs differ, the one with the least
+    memory counts.
 
     Returns:
-        The bytes, and where the figure comes from. None if the layout uses GPUs and this machine
-        has no GPU.
+        The bytes, and a description of their source for the user. None if the layout uses GPUs and
+        this machine has no GPU.
     """
     if layout.kind == "cuda":
         available = range(cards.detect().count)
@@ -323,7 +328,7 @@ def own_memory(
 
 
 def _remove_rank(device: str) -> str:
-    """Return the GPU of a rank or stage: cuda:0 for cuda:0#1, the second rank or stage on it."""
+    """Return the name of a GPU without the number of a rank or stage: cuda:0 for cuda:0#1."""
     return device.partition("#")[0]
 
 
@@ -348,10 +353,11 @@ def find_limit(
     Args:
         devices: Predicted memory of the devices.
         layout: Processes and devices of the run.
-        memory: Memory of each device in bytes as the user has stated it. None: this machine's.
+        memory: Memory of each device in bytes as stated by the user; None to use the memory of this
+            machine's devices.
 
     Returns:
-        None if the memory is not known.
+        The limit; None if the memory is not known.
     """
     source = "as stated"
     if memory is None:
@@ -364,7 +370,7 @@ def find_limit(
     if layout.kind == "cuda":
         reserved = CONTEXT * max(ranks_per_card.values())
         if len(ranks_per_card) > 1:
-            # There is a group of all ranks, or of all GPUs of nn.DataParallel.
+            # One NCCL communicator connects all ranks, or all GPUs of nn.DataParallel.
             groups = 1
             if layout.staged and layout.processes > 1:
                 groups += 1
@@ -388,8 +394,9 @@ def assess(
     Args:
         model: The model.
         layout: Processes and devices of the run.
-        memory: Memory of each device in bytes as the user has stated it. None: this machine's.
-        cut: Cut of a model in stages. None: the cut that the recipe determines.
+        memory: Memory of each device in bytes as stated by the user; None to use the memory of this
+            machine's devices.
+        cut: Where to cut a model into stages; None for the cut of the recipe.
 
     Returns:
         The devices, their limit, and whether all devices fit. The last two are None if the memory
@@ -407,7 +414,7 @@ def disk(
     model: PlannedModel,
     layout: Layout,
 ) -> dict[str, int]:
-    """Return the size in bytes of a checkpoint, of a weights file, and of a full run folder."""
+    """Return the size in bytes of a checkpoint, of a weights file, and of the whole run folder."""
     resident = model.resident(model.model)
     weights = resident.parameters + count_saved_buffers(model.model)
     state = {"model": weights, "optimizer": resident.optimizer, "ema": resident.ema}
@@ -415,7 +422,7 @@ def disk(
     # If replicas differ, a checkpoint also has some kinds of state for each rank.
     outer = _count_outer(resident, layout)
     checkpoint = sum(state.values()) + layout.processes * per_rank + outer
-    # An old checkpoint is deleted after the new one is complete. The folder also has files with the
-    # last and the best weights.
+    # An old checkpoint is deleted only when the new one is complete, so there is one more than
+    # `save.keep` at times. The folder also contains files with the last and the best weights.
     folder = (layout.recipe.save.keep + 1) * checkpoint + 2 * weights
     return {"checkpoint": checkpoint, "weights": weights, "folder": folder}

@@ -58,7 +58,8 @@ class Context:
             rows: number of inputs, by default that of a micro-batch.
         """
         example = self.example
-        return example.random(self.world.device, rows or example.rows, self.recipe.channels_last)
+        channels_last = self.recipe.channels_last
+        return example.batch(self.world.device, rows or example.rows, channels_last).inputs
 
     def in_precision(
         self,

@@ -1,5 +1,5 @@
-"""Measurements and output of a run: clocks, FLOPs, memory, TensorBoard, steps.csv, verdict, plots.
+"""Measurements and output of a run: clocks, FLOPs, slow ranks, TensorBoard, verdict, plots.
 
-This package measures and shows; decisions are made elsewhere.
+This package measures and reports. Other packages act on the results.
 Imports: errors, recipe, devices, processes, saving.
 """

@@ -1,6 +1,6 @@
-"""Clocks for steps, for the parts of a run, and for throughput.
+"""Clocks for steps, for throughput, and for the activities of a process.
 
-No function that is called within a step waits for a device.
+Functions that are called within a step never wait for a device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from trainer.saving.journal import DATA, START, STEPS, UNFINISHED
 
-# Waiting for the first batches, while the readers start.
+# Activity in a `Ledger`: waiting for the first batches while the loader workers start.
 FIRST = f"{START}first batches"
 
 
@@ -29,7 +29,7 @@ def synchronise(devices: Sequence[torch.device]) -> None:
 
 
 def record_event() -> torch.cuda.Event:
-    """Record an event for timing on the current stream."""
+    """Record a CUDA event with its time on the current stream."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
@@ -59,15 +59,15 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Speed:
-    """Speed of a run by the keys of result.json; a value that was not measured is None.
+    """Speed of a run. The attributes are keys of result.json; None if a value was not measured.
 
     Attributes:
         throughput: Images per second.
         step_time_s: Duration of a step.
-        data_wait_fraction: Share of the steps that waits for data.
-        launch_bound_fraction: Upper bound of the share that a GPU waits for launches, see
-            `StepTimer`; None without a GPU.
-        short: Whether the run was too short for its warm-up.
+        data_wait_fraction: Fraction of the steps' time that was spent waiting for data.
+        launch_bound_fraction: Upper bound of the fraction of the steps' time in which a GPU waited
+            for kernel launches (see `StepTimer`); None without a GPU.
+        short: Whether the run ended within its warm-up.
     """
 
     throughput: Throughput | None = None
@@ -80,18 +80,18 @@ class Speed:
 class StepTimer:
     """Clock for steps and for waiting for data within them.
 
-    Steps are grouped into windows that end with a synchronisation. On CUDA the host runs ahead of
-    the device, so events on the device time the steps. On other devices, the host's clock times
-    them. Waiting for data counts only while host and device both wait: if the host waits while the
-    device still computes, no time is lost.
+    Steps are grouped into windows that end with a synchronization. On CUDA, the host runs ahead of
+    the device, so the steps are timed by events on the device. On other devices, they are timed by
+    the host's clock. Waiting for data counts only while both host and device wait: if the host
+    waits while the device still computes, no time is lost.
 
-    To detect waiting for launches, the end of a step on the device is compared with the moment at
-    which the host had issued the next step. A step that was issued completely before the device
-    reached it does not wait for launches, so its duration is that of the device's own work. A
-    device that reaches a step earlier may wait until its last kernel is issued. No event shows how
-    long the device works until then, so only an upper bound of the waiting is known: the time
-    between reaching the step and the end of its issue, without waiting for data, and limited to the
-    excess over a step that does not wait for launches.
+    Waiting for kernel launches is detected by comparing two times: when the device ends a step, and
+    when the host has launched all kernels of the next step. If the host was earlier, the next step
+    does not wait for launches, and its duration is that of the device's work alone. If the device
+    was earlier, it may wait until the last kernel is launched. No event shows how long it works
+    until then, so only an upper bound is known: the time from the device's arrival at the step to
+    the last launch, without waiting for data, and at most the excess over the duration of a step
+    that does not wait for launches.
     """
 
     # Interval, in steps, at which the optimizer is timed on CUDA: an event costs microseconds.
@@ -101,8 +101,8 @@ class StepTimer:
         """Start the first window.
 
         Args:
-            devices: Devices of this process; a window ends when all have finished.
-            warmup: Number of first steps that are not measured.
+            devices: Devices of this process. A window ends when all of them have finished.
+            warmup: Number of steps at the beginning of the run that are not measured.
         """
         self.devices = devices
         self.cuda = devices[0].type == "cuda"
@@ -120,18 +120,19 @@ class StepTimer:
         self.windows: list[tuple[int, float]] = []
         # Number of windows before the latest call of `lap`.
         self._lap = 0
-        # Seconds of the optimizer in those of the (measured, early) steps in which it was timed.
+        # Seconds of the optimizer in (measured, early) steps, if it was timed in the step.
         self.updates: tuple[array[float], array[float]] = (array("d"), array("d"))
-        # Upper bound of the share of the last window that waited for launches.
+        # Upper bound of the fraction of the last window in which the device waited for launches.
         self.latest_launches = 0.0
-        # Seconds of the shortest step that waited for no launch, in the latest window with one.
+        # Seconds of the shortest step that did not wait for launches, in the latest window that has
+        # such a step.
         self._own = 0.0
         self._events: list[torch.cuda.Event] = []
-        # Start of the optimizer by the index of the step.
+        # Index of the step in the window, and start of its optimizer.
         self._marks: list[tuple[int, torch.cuda.Event]] = []
-        # Start and end of the device's waiting for data by the index of the step.
+        # Index of the step in the window, and start and end of the device's waiting for data.
         self._gaps: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
-        # Start of a step that does not start at the end of the previous one.
+        # Start of the step after a pause, by the index of the step in the window.
         self._resumed: dict[int, torch.cuda.Event] = {}
         self._mark = 0.0
         self._asked = 0.0
@@ -140,7 +141,7 @@ class StepTimer:
         self.start()
 
     def start(self) -> None:
-        """Start a window; the time before it (evaluation, saving) belongs to no step."""
+        """Start a window. The time since the last window (evaluation, saving) is not measured."""
         self._pending.clear()
         if self.cuda:
             self._marks.clear()
@@ -153,7 +154,7 @@ class StepTimer:
     def pause(self) -> Iterator[None]:
         """Exclude the time of this block from all steps.
 
-        The block lies between two steps, and the devices are idle before and after it.
+        The block must lie between two steps, and the devices must be idle before and after it.
         """
         begun = time.perf_counter()
         yield
@@ -164,7 +165,7 @@ class StepTimer:
         self._pending = [(end + seconds, waited, update) for end, waited, update in self._pending]
 
     def update(self) -> None:
-        """Note that the optimizer starts; it takes the rest of the step."""
+        """Note that the optimizer starts. It runs until the end of the step."""
         if not self.cuda:
             self._mark = time.perf_counter()
         elif len(self._pending) % self.MARKED == 0:
@@ -173,7 +174,7 @@ class StepTimer:
     def ask(self) -> None:
         """Note that the host asks for a micro-batch.
 
-        Until the micro-batch arrives, the device only has the work in its queue.
+        Until the micro-batch arrives, the device has no work other than that in its queue.
         """
         if self.cuda:
             first = not self._gaps or self._gaps[-1][0] < len(self._pending)
@@ -189,7 +190,7 @@ class StepTimer:
         return waited
 
     def step(self, waited: float) -> None:
-        """Note that a step has been issued, after `waited` seconds of waiting for its data."""
+        """Note that the host has issued a step and waited `waited` seconds for its data."""
         if self.cuda:
             self._events.append(record_event())
         now = time.perf_counter()
@@ -199,16 +200,17 @@ class StepTimer:
         """Synchronise and close the window.
 
         Returns:
-            Its number of steps, its seconds, and its seconds of waiting for data.
+            The window's number of steps, its seconds, and its seconds of waiting for data.
         """
         if not self._pending:
             self.start()
             return 0, 0.0, 0.0
         if self.cuda:
             synchronise(self.devices)
-            begins = [self._resumed.get(n, event) for n, event in enumerate(self._events[:-1])]
-            spans = zip(begins, self._events[1:], strict=True)
-            durations = [begin.elapsed_time(end) / 1e3 for begin, end in spans]
+            durations = []
+            for n, (begin, end) in enumerate(pairwise(self._events)):
+                begin = self._resumed.get(n, begin)
+                durations.append(begin.elapsed_time(end) / 1e3)
         else:
             ends = [self._begun, *(end for end, _, _ in self._pending)]
             durations = [end - begin for begin, end in pairwise(ends)]
@@ -218,7 +220,7 @@ class StepTimer:
             idle = [0.0] * len(waits)
             for step, before, after in self._gaps:
                 idle[step] += before.elapsed_time(after) / 1e3
-            waits = [min(pair) for pair in zip(waits, idle, strict=True)]
+            waits = [*map(min, waits, idle)]
         launches = [0.0] * len(waits)
         if self.cuda:
             launches = self._launches(durations, waits)
@@ -228,7 +230,7 @@ class StepTimer:
         self.seen += len(durations)
         rows = zip(durations, waits, launches, strict=True)
         for number, (duration, wait, launch) in enumerate(rows, first):
-            # The very first step includes start-up, unless the recipe has no warm-up at all.
+            # The first step of a run includes start-up. It counts only in runs without warm-up.
             if number > 0 or not self.warmup:
                 early = number < self.warmup
                 (self.early if early else self.steps).append(duration)
@@ -246,58 +248,55 @@ class StepTimer:
     ) -> list[float]:
         """Return upper bounds of the seconds that the device waited for launches in each step.
 
-        All times are on the host's clock, because an idle device reaches the first event of a
-        window when it is recorded.
+        All times are on the host's clock. The device's times are converted from the start of the
+        window, where the device is idle and reaches an event as soon as it is recorded.
         """
-        # Seconds in which the device had reached the step and the host still issued it.
+        # Seconds in which the device had reached the step while the host was still launching it.
         exposed = []
+        unexposed = []
         reached = self._begun
         before = self._begun
         steps = zip(self._pending, durations, waits, strict=True)
         for (issued, waited, _), duration, wait in steps:
             # Part of the host's waiting for data that lies after the device reached the step.
             waited_since = max(wait, waited - max(0.0, reached - before))
-            exposed.append(max(0.0, issued - reached - waited_since))
+            launch = max(0.0, issued - reached - waited_since)
+            exposed.append(launch)
+            if launch == 0:
+                unexposed.append(duration)
             reached = reached + duration
             before = issued
-        rows = [*zip(exposed, durations, waits, strict=True)]
-        unexposed = (duration for launch, duration, _ in rows if launch == 0)
         self._own = min(unexposed, default=self._own)
         bounds = []
-        for launch, duration, wait in rows:
-            excess = max(0.0, duration - wait - self._own)
-            bounds.append(min(launch, excess))
+        for launch, duration, wait in zip(exposed, durations, waits, strict=True):
+            bounds.append(min(launch, max(0.0, duration - wait - self._own)))
         return bounds
 
     def lap(self) -> tuple[int, float]:
-        """Return the number of steps and the seconds measured since the last call."""
+        """Return the number of steps measured since the last call, and their seconds."""
         fresh = self.windows[self._lap :]
         self._lap = len(self.windows)
         return sum(steps for steps, _ in fresh), sum(seconds for _, seconds in fresh)
 
     def _note_updates(self) -> None:
         if self.cuda:
-            for n, mark in self._marks:
-                end = self._events[n + 1]
-                self._note_update(n, mark.elapsed_time(end) / 1e3)
+            updates = [(n, mark.elapsed_time(self._events[n + 1]) / 1e3) for n, mark in self._marks]
         else:
-            for n, (_, _, seconds) in enumerate(self._pending):
-                self._note_update(n, seconds)
-
-    def _note_update(self, n: int, seconds: float) -> None:
-        number = self.seen + n
-        if number > 0:
-            self.updates[number < self.warmup].append(seconds)
+            updates = [(n, seconds) for n, (_, _, seconds) in enumerate(self._pending)]
+        for n, seconds in updates:
+            number = self.seen + n
+            if number > 0:
+                self.updates[number < self.warmup].append(seconds)
 
     def update_seconds(self) -> float:
-        """Return the mean seconds of the optimizer in the steps that `summary` covers."""
+        """Return the mean seconds of the optimizer per step, over the steps of `summary`."""
         updates = self.updates[not self.steps]
         return sum(updates) / max(1, len(updates))
 
     def summary(self, batch_size: float) -> Speed:
         """Return the speed over all measured windows.
 
-        A run too short for its warm-up uses all steps except the first.
+        If the run ended within its warm-up, these are all steps except the first.
 
         Args:
             batch_size: Images per step.
@@ -341,7 +340,7 @@ class Stopwatch:
     def __init__(self, device: torch.device, every: int = 1) -> None:
         self.cuda = device.type == "cuda"
         self.every = every
-        # Numbers of all blocks and of the measured ones.
+        # Number of all blocks, and of the measured ones.
         self._seen = 0
         self._blocks = 0
         self._lap = (0.0, 0)
@@ -378,6 +377,7 @@ class Stopwatch:
         self._total += begin.elapsed_time(end) / 1e3
 
     def seconds(self) -> float:
+        """Wait for the measured blocks, and return their total seconds."""
         while self._spans:
             self._spans[0][1].synchronize()
             self._fold()
@@ -393,7 +393,7 @@ class Stopwatch:
 class Ledger:
     """Seconds of a process by activity.
 
-    Each moment belongs to exactly one part, so the seconds add up to the time since the start.
+    At each moment there is exactly one activity, so the seconds add up to the time since the start.
     """
 
     def __init__(self, part: str, devices: Sequence[torch.device] = ()) -> None:
@@ -403,9 +403,9 @@ class Ledger:
         self.start_time = time.perf_counter()
         self._since = self.start_time
         self._part = part
-        # Seconds of the first step, until those of the next ones are known.
+        # Seconds of the first step, until the duration of later steps is known.
         self._first: float | None = None
-        # Seconds of steps that have ended.
+        # Seconds of all steps up to the end of the last window.
         self._ended = 0.0
         # Seconds of waiting for peers that waited for data.
         self._peers = 0.0
@@ -414,8 +414,8 @@ class Ledger:
         """Start the activity `part` and return the previous one.
 
         Args:
-            part: Activity from now on.
-            at: Its start on the clock of `time.perf_counter`; None for now.
+            part: The new activity.
+            at: Its start, as a value of `time.perf_counter`; None for now.
         """
         now = time.perf_counter() if at is None else at
         before = self._part
@@ -425,16 +425,16 @@ class Ledger:
         return before
 
     def read_seconds(self) -> dict[str, float]:
-        """Return the seconds of each part so far."""
+        """Return the seconds of each activity so far."""
         self.start_part(self._part)
         return dict(self.seconds)
 
     @contextmanager
     def span(self, part: str) -> Iterator[None]:
-        """Count this block for `part`, with synchronised devices before and after it.
+        """Count this block as the activity `part`. Synchronize the devices before and after it.
 
-        If the block fails, the devices are not synchronised, because they may wait for a rank that
-        has exited.
+        If the block fails, the devices are not synchronized again, because they may wait for a rank
+        that has exited.
         """
         synchronise(self.devices)
         before = self.start_part(part, time.perf_counter())
@@ -447,14 +447,15 @@ class Ledger:
     def note_steps(self, steps: int, seconds: float, waited: float, counted: float) -> None:
         """Note that a window of steps has ended.
 
-        Steps exclude waiting for data, and the excess of the first step over the next ones.
+        The time of `STEPS` excludes waiting for data, and the excess of the first step over later
+        steps.
 
         Args:
             steps: Number of steps of the window.
             seconds: Duration of the window.
             waited: Seconds that the steps of the window waited for data.
-            counted: Seconds of waiting for data in all steps so far that `StepTimer` counts, which
-                the verdict uses as well. The rest of the waiting is the start of the readers.
+            counted: Seconds of waiting for data in all steps so far, as `StepTimer` counts them
+                for the verdict. Any other waiting is attributed to the start of the workers.
         """
         if not steps:
             return
@@ -474,7 +475,7 @@ class Ledger:
         self._move(seconds, STEPS, DATA)
 
     def note_failure(self) -> None:
-        """Note that the steps since the last window will not end."""
+        """Note that the run failed: the steps since the last window are unfinished."""
         unfinished = max(0.0, self.read_seconds().get(STEPS, 0.0) - self._ended)
         self._move(unfinished, STEPS, UNFINISHED)
 

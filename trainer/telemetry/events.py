@@ -1,12 +1,12 @@
 """TensorBoard event files: the order of charts, writing, reading and trimming.
 
 TensorBoard sorts groups of tags by name. Its first page, Time Series, opens the first two groups,
-and Scalars the first three. So the most important values are repeated in a group that sorts first,
-and rarely needed ones move to groups that sort last.
+and its page Scalars the first three. Therefore the most important values are repeated in a group
+that sorts first, and rarely needed values move to groups that sort last.
 
-torch's own writer hands values to a thread, which reopens the file by its name for every block. A
-full disk or a removed directory then ends in a traceback of that thread, late. Here it raises an
-error in the call that logs.
+torch's own writer hands values to a thread, which reopens the file by its name for every block. If
+the disk is full or the directory was removed, that thread prints a traceback later. Here, the call
+that logs raises an error.
 """
 
 from __future__ import annotations
@@ -35,18 +35,20 @@ if TYPE_CHECKING:
 
 # Steps, seconds since training began, values.
 Curve = tuple[list[float], list[float], list[float]]
-# Seconds after which logged values are flushed, so that TensorBoard can read them.
+# Number of seconds after which logged values are flushed, so that TensorBoard can read them.
 FLUSH_SECONDS = 10.0
 # First event of every file.
 VERSION = {"file_version": "brain.Event:2"}
 # Head of a record: the length of its data and the checksum of the length. The data and their
 # checksum follow.
 _HEAD = struct.Struct("<QI")
+# Prefixes of the tags that TensorBoard shows first and last.
 FIRST = "overview/"
 LAST = "z_"
 # Prefixes of the tags that move to the end.
 _MOVED = ("memory/", "pipeline/")
-# Tags that a run logs at the end of an epoch, and so again if it is resumed within the epoch.
+# Tags that a run logs at the end of an epoch. A run that is resumed before the epoch's evaluation
+# logs them again.
 AT_END = re.compile(
     r"(z_)?(memory|summary)/|val/|verdict/|view/|overview/\d_val_|speed/(val_|goodput|part_communication)"
 )
@@ -54,21 +56,27 @@ PICTURES = ("batch as the model sees it", "confusion matrix")
 
 
 def arrange_tags(values: Mapping[str, float], metric: str) -> dict[str, float]:
-    """Return values under the tags that TensorBoard gets.
+    """Return values by the tags under which TensorBoard shows them.
 
-    Some tags move to the end, and the most important values appear a second time in front.
+    Some tags move to the end, and the most important values are repeated at the front.
 
     Args:
         values: Values by tag.
         metric: Name of the main metric.
     """
-    speed = ("speed/samples_per_sec", "speed/val_samples_per_sec", "speed/data_wait_pct")
-    important = ("train/loss", "val/loss", f"val/{metric}", *speed)
+    important = (
+        "train/loss",
+        "val/loss",
+        f"val/{metric}",
+        "speed/samples_per_sec",
+        "speed/val_samples_per_sec",
+        "speed/data_wait_pct",
+    )
     front: dict[str, str] = {}
     # The numbers are the same for all tasks, so that runs of several tasks share charts.
     for n, tag in enumerate(important, 1):
         name = tag.removeprefix("speed/").replace("/", "_")
-        # If the loss is the main metric as well, its first number stays.
+        # If the main metric is the loss, its tag occurs twice: keep the first number.
         front.setdefault(tag, f"{FIRST}{n}_{name}")
     moved = {}
     repeated = {}
@@ -82,10 +90,10 @@ def arrange_tags(values: Mapping[str, float], metric: str) -> dict[str, float]:
 
 
 def image_summary(name: str, encoded: bytes, size: tuple[int, int]) -> Any:
-    """Return the summary of a picture, whose tag contains its number in the order of PICTURES.
+    """Return the summary of a picture. Its tag contains the number of the picture in `PICTURES`.
 
     Args:
-        name: Element of PICTURES.
+        name: Element of `PICTURES`.
         encoded: PNG or JPEG file.
         size: Width and height in pixels.
     """
@@ -119,16 +127,16 @@ class Events(AppendFile):
             self.flush()
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Write one event for all values: one event for each would cost several times as much."""
+        """Write all values as one event, because one event per value would take far longer."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         entries = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self.add(Summary(value=entries), step)
 
     def begin(self, step: int) -> None:
-        """Mark a start or resume at `step`, so that TensorBoard drops its values from `step` on.
+        """Mark the start or resumption of a run, so that TensorBoard drops values from `step` on.
 
-        TensorBoard ignores the first mark that it reads, so a new run has to write one as well.
+        TensorBoard ignores the first mark that it reads, so a new run must write one, too.
         """
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
@@ -138,9 +146,9 @@ class Events(AppendFile):
 
 
 def _choose_next_time(folder: Path) -> float:
-    """Return the time for the name of the next event file of a directory.
+    """Return the time in the name of the next event file of a directory.
 
-    This is now, or after the newest file if the clock was set back since.
+    This is the current time, or a time after the newest file if the clock has been set back.
     """
     latest = time.time()
     for path in folder.glob("events.out.tfevents.*"):
@@ -154,21 +162,21 @@ def _encode_event(**fields: Any) -> bytes:
     """Return an event with the current time, as bytes."""
     from tensorboard.compat.proto.event_pb2 import Event
 
-    event: bytes = Event(wall_time=time.time(), **fields).SerializeToString()
-    return event
+    event = Event(wall_time=time.time(), **fields)
+    return event.SerializeToString()  # type: ignore[no-any-return]
 
 
 def read_events(
     path: Path,
     warn: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Any]:
-    """Yield the events of a file up to its end or its first damage.
+    """Yield the events of a file up to its end or to the first damaged record.
 
-    An incomplete last record is no damage: its writer was killed, or is still writing.
+    An incomplete last record is ignored: its writer was killed, or is still writing.
 
     Args:
         path: Event file.
-        warn: Receives a line if the file is damaged.
+        warn: Function that is called with one line if the file is damaged.
     """
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.record_writer import masked_crc32c
@@ -190,13 +198,13 @@ def read_events(
                     raise ValueError("a record's checksum differs")
                 yield Event.FromString(data)
                 count += 1
-    # Protobuf raises errors that share no base class with those of files.
+    # Errors of protobuf and of files have no common base class.
     except Exception as error:
         warn(f"{path} is left out after {count} events: {describe_error(error)}")
 
 
 def read_curves(folder: Path) -> dict[str, Curve]:
-    """Return the TensorBoard values of a run by tag."""
+    """Return the values in the TensorBoard files of a run folder, by tag."""
     curves: dict[str, Curve] = {}
     begun = None
     for path in sorted(folder.glob("events.out.tfevents.*")):
@@ -216,14 +224,15 @@ def trim_events(
 ) -> None:
     """Merge the event files of a resumed run into one that ends at `position`.
 
-    The result has one value for each tag and step. Within an epoch, or before its evaluation, the
-    values of the end of the epoch are dropped, because the run will log them again. Killed at any
-    moment, this leaves files that hold every other value, and the next call removes duplicates.
+    The result has one value for each tag and step. If the run is resumed before the evaluation at
+    the end of an epoch, the values of the end of the epoch are dropped, because the run will log
+    them again. If this process is killed at any moment, the files still contain all other values,
+    and the next call removes duplicates.
 
     Args:
         folder: Directory of the event files.
         position: Position from which the run is resumed.
-        warn: Receives a line for each damaged file.
+        warn: Function that is called with one line for each damaged file.
     """
     from tensorboard.summary.writer.record_writer import RecordWriter
 

@@ -1,4 +1,4 @@
-"""Floating point operations of a model, and the published peaks of GPUs."""
+"""Floating point operations of a model, and published peak rates of GPUs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.devices.precision import resolve_precision
 
-# Published figures by torch's name of the GPU, from NVIDIA's data sheets; for GeForce and RTX, from
-# its white papers on Ampere (GA102), Ada and Blackwell. The name is the key, because the same chip
-# has other figures in other form factors, and a MIG slice has none. The first columns are dense
-# peaks in TFLOP/s: fp32 without tensor cores, 16-bit formats with fp32 accumulation, "-" for a
-# format that the GPU only emulates. The last column is the memory bandwidth in GB/s, for the GPUs
-# on which `prove` compares it.
+# Published figures of GPUs, from NVIDIA's data sheets; for GeForce and RTX, from the white papers
+# on Ampere (GA102), Ada and Blackwell. The key is the name that torch reports, because the figures
+# of a chip depend on the form factor, and there are none for a MIG partition. The first columns are
+# dense peak rates in TFLOP/s: fp32 without tensor cores, 16-bit formats with fp32 accumulation, and
+# "-" for a format that the GPU only emulates. The last column is the memory bandwidth in GB/s, for
+# the GPUs on which the command `prove` compares it.
 CARDS = """
     card                           |   fp32   tf32   fp16   bf16   GB/s
     NVIDIA B200                    |     75   1125   2250   2250      -
@@ -65,16 +65,12 @@ def look_up_published(card: str, column: str) -> float | None:
     return None
 
 
-def look_up_peak_bandwidth(card: str) -> float | None:
-    """Return the published memory bandwidth of a GPU in bytes per second; None if unknown."""
-    return look_up_published(card, "GB/s")
-
-
 def count_training_flops(model: nn.Module, shape: Sequence[int]) -> int:
     """Return the floating point operations of a training step on a batch of `shape`.
 
-    These are three forward passes (Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B). With
-    frozen parameters, the forward pass and the remaining parts of the backward pass are counted.
+    A step costs as much as three forward passes (Chowdhery et al., "PaLM", arXiv:2204.02311,
+    appendix B). If some parameters are frozen, the forward pass and the remaining operations of the
+    backward pass are counted instead.
 
     Raises:
         NotImplementedError: The model has an operator that cannot run on the meta device.
@@ -91,9 +87,10 @@ def _convolution_backward(
     *rest: Any,
     **_: Any,
 ) -> int:
-    """Count a forward pass for each of the gradients of input and weight.
+    """Count the operations of a convolution's backward pass.
 
-    FlopCounterMode's own formula ignores groups.
+    The gradient of the input and that of the weight cost one forward pass each. FlopCounterMode's
+    own formula ignores groups.
     """
     is_transposed = rest[4]
     output_mask = rest[7]
@@ -107,12 +104,12 @@ def pass_flops(
     shape: Sequence[int],
     backward: bool = False,
 ) -> int:
-    """Count the floating point operations of a forward pass, without computing anything.
+    """Count the floating point operations of a forward pass on the meta device.
 
     Args:
-        model: Model, which stays unchanged.
+        model: The model. A copy of it is used.
         shape: Shape of the batch.
-        backward: Whether to count the backward pass too.
+        backward: Whether to count the backward pass, too.
 
     Raises:
         NotImplementedError: The model has an operator that cannot run on the meta device.

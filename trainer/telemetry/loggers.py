@@ -1,7 +1,7 @@
-"""Weights & Biases and MLflow: the values of TensorBoard, the recipe, and the final figures.
+"""Logging to Weights & Biases and MLflow: the values of TensorBoard, the recipe, and final figures.
 
-Both libraries store, send and retry in the background themselves. They are optional and imported on
-first use.
+Both libraries store values, send them in the background and retry by themselves. They are optional,
+and imported on first use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MLFLOW_LIMITS = {
     # By default, MLflow retries for minutes if its server is out of reach.
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
-    # Several threads would store the steps in any order.
+    # With several threads, steps would be stored out of order.
     "MLFLOW_ASYNC_LOGGING_THREADPOOL_SIZE": "1",
 }
 
@@ -33,7 +33,7 @@ MLFLOW_LIMITS = {
 class WandbRun:
     """Run of Weights & Biases.
 
-    Without an account on this machine, the run stays in the run folder and can be sent later.
+    Without an account on this machine, the values stay in the run folder and can be sent later.
     """
 
     def __init__(
@@ -72,8 +72,7 @@ class WandbRun:
         self._run.summary.update(
             {**collect_final_figures(result), "status": result.get("status", "failed")}
         )
-        has_failed = result.get("status") != "completed"
-        self._run.finish(exit_code=int(has_failed))
+        self._run.finish(exit_code=int(result.get("status") != "completed"))
 
 
 class MlflowRun:
@@ -108,7 +107,7 @@ class MlflowRun:
 
         self._id = load_or_create_id(folder, "mlflow", address, create_run)
         client.update_run(self._id, status="RUNNING")
-        # A resumed run has parameters already, and MLflow refuses to change them.
+        # A resumed run already has parameters, and MLflow refuses to change them.
         logged = client.get_run(self._id).data.params
         params = []
         for key, value in flatten(recipe.to_dict()).items():
@@ -138,14 +137,14 @@ class MlflowRun:
             self._client.set_terminated(self._id, status=status)
 
 
-KINDS: dict[str, Callable[[Recipe, Path, Callable[[str], None]], Any]] = {
+KINDS: dict[str, Any] = {
     "wandb": WandbRun,
     "mlflow": MlflowRun,
 }
 
 
 class Loggers:
-    """The loggers that a recipe turns on; there are usually none."""
+    """All loggers that a recipe enables, usually none."""
 
     def __init__(
         self,
@@ -166,7 +165,7 @@ class Loggers:
         self._each(lambda run: run.scalars(values, step))
 
     def result(self, result: Mapping[str, Any]) -> None:
-        """Set the content of result.json; the last call counts."""
+        """Set the content of result.json, which `close` logs. Later calls replace earlier ones."""
         self._result = dict(result)
 
     def close(self) -> None:
@@ -187,7 +186,8 @@ class Loggers:
         except SetupError:
             raise
         except (Exception, SystemExit) as error:
-            # The library's exit handler would wait for the server, so the process must not run it.
+            # The library's exit handler would wait for the server, so this process must not run any
+            # exit handlers.
             interrupts.skips_shutdown.set()
             self._runs.pop(name, None)
             reason = f"{type(error).__name__}: {' '.join(read_text(error).split())[:200]}"
@@ -200,13 +200,13 @@ def load_or_create_id(
     where: str,
     make: Callable[[], str],
 ) -> str:
-    """Return the logger's id of a run, which a resumed run keeps.
+    """Return the id of a run at a logger. A resumed run keeps its id.
 
     Args:
         folder: Run folder, in which the id is stored.
         name: Name of the logger.
-        where: Project or server; an id of another one is not used.
-        make: Creates an id.
+        where: Project or server. A stored id of another project or server is not used.
+        make: Function that creates an id.
     """
     stored = read_json_or_empty(folder / f"{name}.json")
     if isinstance(stored.get("id"), str) and stored.get("where", where) == where:
@@ -217,7 +217,7 @@ def load_or_create_id(
 
 
 def collect_final_figures(result: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a result.json, with the mean speed and the mean step time."""
+    """Return all numbers in the content of result.json, and the mean speed and step time."""
     speed = result.get("throughput") or {}
     step = result.get("step_time_s") or {}
     figures = {

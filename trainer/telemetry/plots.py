@@ -1,8 +1,8 @@
-"""Charts with a transparent background and mid-grey ink, readable on light and on dark pages.
+"""Charts with a transparent background and mid-gray ink, readable on light and on dark pages.
 
-The colours are those of Okabe and Ito, "Color Universal Design" (2008), which people with any kind
-of colour vision can distinguish. Black is left out and yellow is darker, because each would vanish
-on one of the two backgrounds. Matplotlib is imported on first use.
+The colors are those of Okabe and Ito, "Color Universal Design" (2008), which people with any kind
+of color vision can distinguish. Black is left out and yellow is darker, because black would vanish
+on dark pages, and the original yellow on light ones. Matplotlib is imported on first use.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Contrast ratio 4.3 to white and 4.4 to GitHub's dark page.
+# The contrast ratio is 4.3 to white, and 4.4 to GitHub's dark page.
 INK = "#7a7a7a"
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#8c6bb1", "#cc79a7", "#b5a800")
 
@@ -21,7 +21,7 @@ def create_figure(
     height: float,
     columns: int = 1,
 ) -> tuple[Any, list[Any]]:
-    """Create a figure without pyplot, which would keep global state and might open a window.
+    """Create a figure without pyplot, which keeps global state and may open a window.
 
     Args:
         width: Width in inches.

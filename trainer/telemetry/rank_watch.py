@@ -1,11 +1,11 @@
-"""Detection of slow ranks, and of shares of a batch for which all ranks need the same time.
+"""Detection of slow ranks, and choice of batch shares with which all ranks need the same time.
 
-The measurements are those of each rank for its own samples. This module uses neither torch nor a
+Both use the times that each rank measured for its own samples. This module uses neither torch nor a
 clock.
 
-A healthy run must not get a warning, so each limit is far above what chance produces. The time of a
-rank is assumed to be proportional to its number of images. A constant part, such as launches, is
-corrected by the next measurement with the new shares, which are kept once all ranks need the same
+A healthy run must not get a warning, so each limit is far above random variation. The time of a
+rank is assumed to be proportional to its number of images. If part of it is constant, such as the
+time for kernel launches, the next measurement corrects the shares, until all ranks need the same
 time.
 """
 
@@ -15,26 +15,26 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-# Number of successive windows, and seconds of a window, in which a rank must be slow.
+# Number of successive windows in which a rank must be slow, and minimum seconds of a window.
 WINDOWS = 6
 WINDOW = 10.0
-# Minimum number of measurements in a window, which is longer if steps take seconds.
+# Minimum number of measurements in a window. If steps take seconds, the window gets longer.
 FEW = 3
 # Minimum relative excess of a slow rank's time over the median of the other ranks.
 MIN_LAG = 0.1
-# Minimum number and seconds of the steps before a first division by shares.
+# Minimum number of steps, and minimum seconds, before a division at the start of a run.
 MIN_STEPS = 8
 MIN_SECONDS = 1.0
-# Maximum number of first divisions: each starts from the result of the previous one.
+# Maximum number of divisions at the start of a run. Each one refines the previous one.
 ROUNDS = 3
-# Minimum predicted speedup for a first division, and for a later one.
+# Minimum predicted speedup for a division at the start of a run, and for a later one.
 MIN_FIRST_GAIN = 1.05
 LASTING = 1.1
-# Seconds of a window of shares; a later division needs WINDOWS of them.
+# Seconds of a window of `ShareWatch`. A later division needs `WINDOWS` windows.
 SHARE_WINDOW = 1.0
-# Minimum share of the windows in which other shares are faster.
+# Minimum fraction of the windows in which new shares would be faster.
 MIN_WINDOW_SHARE = 2 / 3
-# Function from the images per second of each rank to the rows of each rank.
+# Function that converts the images per second of each rank to the rows of each rank.
 Divide = Callable[[Sequence[float]], list[int]]
 
 
@@ -44,8 +44,8 @@ class Lag:
 
     Attributes:
         rank: Number of the rank.
-        behind: Relative excess of its own time for a step over the median of the other ranks.
-        data: Whether waiting for data explains more of the excess than computing.
+        behind: Relative excess of the rank's own time per step over the median of the other ranks.
+        data: Whether waiting for data explains more of the excess than computing does.
         gain: Speedup of the whole run if no rank waited for another.
     """
 
@@ -58,13 +58,14 @@ class Lag:
 def own_seconds(
     ranks: Sequence[Sequence[float]],
 ) -> list[tuple[float, float]] | None:
-    """Return the seconds of a step that each rank waits for data and computes on its own.
+    """Return the time per step that each rank needs without waiting for other ranks.
 
     Args:
         ranks: Measurements as in `RankWatch.add`.
 
     Returns:
-        A pair for each rank; None if a rank was not measured.
+        For each rank, the seconds of waiting for data and the seconds of computing; None if a rank
+        was not measured.
     """
     if any(step <= 0 or forward <= 0 for step, _, forward in ranks):
         return None
@@ -75,17 +76,17 @@ def own_seconds(
 class RankWatch:
     """Detector of a rank that delays the other ranks for a minute.
 
-    If ranks synchronise in every step, a step takes the same time on all ranks. A slow rank can
-    only be recognised by the work before the synchronisation: waiting for data, and the forward
-    pass. The backward pass, in which the ranks synchronise, is estimated: its ratio to the forward
-    pass is assumed to be that of the fastest backward pass, which waits for no other rank.
+    If ranks synchronize in every step, a step takes the same time on all ranks. A slow rank can
+    only be recognized by its work before the synchronization: waiting for data, and the forward
+    pass. The backward pass, in which the ranks synchronize, is estimated: its duration relative to
+    the forward pass is assumed to be that of the fastest rank, which does not wait for other ranks.
     """
 
     def __init__(self) -> None:
-        # Rank that was slow in the last window.
+        # Rank that was slow in the last window, if any.
         self.suspect: int | None = None
         self._named: set[int] = set()
-        # Lags of successive windows in which the suspect was slow.
+        # Lags in the latest successive windows in which the suspect was slow.
         self._row: list[Lag] = []
         self._seconds = 0.0
         self._measured: list[list[tuple[float, float]]] = []
@@ -95,8 +96,8 @@ class RankWatch:
 
         Args:
             seconds: Total duration of these steps.
-            ranks: For each rank, the seconds of a step, of waiting for data in a step, and of a
-                forward pass, or of a fixed part of the forward pass.
+            ranks: For each rank, the mean seconds of a step, of waiting for data in a step, and of
+                a forward pass, or of the same part of the forward pass on all ranks.
 
         Returns:
             The slowest rank if the steps complete a window, otherwise None.
@@ -107,14 +108,14 @@ class RankWatch:
         self._measured.append(own)
         if self._seconds < WINDOW or len(self._measured) < FEW:
             return None
-        typical = [_compute_typical(rank) for rank in zip(*self._measured, strict=True)]
+        typical = [*map(_compute_typical, zip(*self._measured, strict=True))]
         self._seconds = 0.0
         self._measured = []
-        spent = [data + compute for data, compute in typical]
-        rank = max(range(len(spent)), key=spent.__getitem__)
+        spent = [*map(sum, typical)]
+        rank = spent.index(max(spent))
         others = typical[:rank] + typical[rank + 1 :]
         usual_data, usual_compute = _compute_typical(others)
-        usual = statistics.median(data + compute for data, compute in others)
+        usual = statistics.median(map(sum, others))
         data, compute = typical[rank]
         behind = 0.0
         if usual > 0:
@@ -124,20 +125,20 @@ class RankWatch:
             gain = max(spent) * statistics.fmean(1 / time for time in spent)
         is_data = data - usual_data > compute - usual_compute
         lag = Lag(rank, behind, is_data, gain)
-        if lag.behind <= MIN_LAG:
+        if behind <= MIN_LAG:
             self.suspect = None
             self._row = []
         else:
             if self.suspect != rank:
                 self._row = []
-            self._row = [*self._row, lag]
+            self._row.append(lag)
             self.suspect = rank
         return lag
 
     def named(self) -> Lag | None:
-        """Return the median lag of a rank that was slow in all of the last windows.
+        """Return the median lag of a rank that was slow in the last `WINDOWS` windows, if any.
 
-        Each rank is returned once.
+        Each rank is returned only once.
         """
         if len(self._row) < WINDOWS or self.suspect is None or self.suspect in self._named:
             return None
@@ -152,31 +153,32 @@ class RankWatch:
 
 
 class ShareWatch:
-    """Measurement of each rank's time for its samples, and choice of better numbers of samples."""
+    """Measures each rank's time for its samples, and chooses better numbers of samples."""
 
     def __init__(self, rounds: int = ROUNDS) -> None:
         """Create a watch without measurements.
 
         Args:
-            rounds: Number of first divisions left; 0 if a resumed run has shares.
+            rounds: Number of divisions that the start of the run may still make; 0 if a resumed run
+                already has shares.
         """
         self.rounds = rounds
-        # Images per second of each rank, on which the last division is based.
+        # Images per second of each rank, from which the last division was computed.
         self.speeds: list[float] = []
         self._restart()
 
     def _restart(self) -> None:
         self._steps = 0
         self._seconds = 0.0
-        # Measurements since the last window, or of the first steps.
+        # Measurements since the last window. At the start of a run, there are no windows yet.
         self._measured: list[list[float]] = []
         self._windows: list[list[float]] = []
 
     def add(self, steps: int, ranks: Sequence[Sequence[float]]) -> None:
-        """Add the measurement of `steps` steps; `ranks` is as in `RankWatch.add`."""
+        """Add the measurement of `steps` steps, with `ranks` as in `RankWatch.add`."""
         if (own := own_seconds(ranks)) is None:
             return
-        self._measured.append([data + compute for data, compute in own])
+        self._measured.append([*map(sum, own)])
         self._steps += steps
         self._seconds += steps * ranks[0][0]
         if not self.rounds and self._seconds >= SHARE_WINDOW:
@@ -186,7 +188,7 @@ class ShareWatch:
             self._measured = []
 
     def first(self, rows: Sequence[int], divide: Divide) -> list[int] | None:
-        """Return better numbers of samples according to the first steps.
+        """Return better numbers of samples, computed from the first steps.
 
         Args:
             rows: Current number of samples of each rank.
@@ -211,9 +213,9 @@ class ShareWatch:
         return better
 
     def lasting(self, rows: Sequence[int], divide: Divide) -> list[int] | None:
-        """Return better numbers of samples if they are faster in most windows, otherwise None.
+        """Return better numbers of samples if most windows agree that they are faster, else None.
 
-        The arguments are those of `first`. The windows are those since the last division.
+        The arguments are those of `first`. All windows since the last division count.
         """
         if len(self._windows) < WINDOWS:
             return None
@@ -244,7 +246,7 @@ def compute_gain(
     rows: Sequence[int],
     new_rows: Sequence[int],
 ) -> float:
-    """Return the speedup of a step, whose time is that of its slowest rank, with new numbers.
+    """Return the speedup of a step by new numbers of samples. The slowest rank sets its time.
 
     Args:
         seconds: Time of each rank for its current samples.
@@ -257,4 +259,4 @@ def compute_gain(
 
 
 def _compute_typical(measured: Sequence[Sequence[float]]) -> list[float]:
-    return [statistics.median(rank) for rank in zip(*measured, strict=True)]
+    return [*map(statistics.median, zip(*measured, strict=True))]

@@ -1,6 +1,6 @@
-"""Numbers, texts and tables formatted for people, and amounts as people write them.
+"""Formatting of numbers, texts and tables for people, and parsing of amounts.
 
-Amounts look like 24GiB or 10GB/s.
+Amounts are written as 24GiB or 10GB/s.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from shutil import get_terminal_size
 from trainer.errors import RecipeError
 from trainer.processes import terminal
 
-# Metrics that are printed in per cent.
+# Metrics that are printed as percentages.
 FRACTIONS = ("top1", "top5", "f1", "f1_macro")
 # Maximum width of a table in characters.
 MAX_WIDTH = 100
-# Titles of commands and paths, which stay on one line so that they can be copied.
+# Titles whose texts are commands or paths. They stay on one line so that they can be copied.
 UNWRAPPED_TITLES = ("best", "details", "labels", "result", "timeline", "watch", "weights", "worst")
+# Seconds of each unit of time, from the largest unit on.
 UNITS = ((86_400 * 365, "y"), (86_400, "d"), (3_600, "h"), (60, "min"))
-# Bytes, or bytes per second, of each unit in lowercase.
+# Bytes, or bytes per second, of each unit in lower case.
 SIZES: dict[str, float] = {}
 SPEEDS: dict[str, float] = {}
 for power, prefix in enumerate("kmgt", 1):
@@ -30,7 +31,7 @@ for power, prefix in enumerate("kmgt", 1):
 
 
 def table_width() -> int:
-    """Return the width of the terminal, at most MAX_WIDTH; 80 without a terminal."""
+    """Return the width of the terminal, at most `MAX_WIDTH`; 80 without a terminal."""
     return min(MAX_WIDTH, get_terminal_size().columns)
 
 
@@ -38,9 +39,9 @@ def format_titled(title: str, text: str, width: int = 9) -> str:
     """Return a text next to its title, wrapped to the width of the terminal.
 
     Args:
-        title: Title; the text of one in UNWRAPPED_TITLES is not wrapped.
-        text: Text, whose line breaks are kept.
-        width: Width of the title.
+        title: The title. If it is in `UNWRAPPED_TITLES`, the text is not wrapped.
+        text: The text. Its line breaks are kept.
+        width: Width of the column of titles.
     """
     start = f"  {title:<{width}} "
     if title in UNWRAPPED_TITLES:
@@ -62,9 +63,9 @@ def format_titled(title: str, text: str, width: int = 9) -> str:
 
 
 def wrap(start: str, text: str) -> str:
-    """Return `start` and a text, wrapped to the width of the terminal or to 120 columns.
+    """Return `start` and a text, wrapped to the width of the terminal, at most 120 columns.
 
-    Paths and commands are not broken, so that they can be copied.
+    Words such as paths are not broken, so that they can be copied.
     """
     return textwrap.fill(
         text,
@@ -77,7 +78,7 @@ def wrap(start: str, text: str) -> str:
 
 
 def escape_control_characters(text: str) -> str:
-    """Return a name in which question marks replace control characters and line breaks."""
+    """Replace control characters and line breaks in a name by question marks."""
     return terminal.escape_control_characters(text).replace("\n", "?").replace("\t", "?")
 
 
@@ -91,7 +92,7 @@ def format_number(value: float | None) -> str:
 
 
 def format_score(metric: str, value: float | None) -> str:
-    """Format the value of a metric, in per cent if it is a share of correct answers."""
+    """Format the value of a metric, as a percentage if the metric is in `FRACTIONS`."""
     if value is None:
         return "-"
     if metric in FRACTIONS:
@@ -100,7 +101,7 @@ def format_score(metric: str, value: float | None) -> str:
 
 
 def format_duration(seconds: float | None) -> str:
-    """Format seconds in the largest unit that they fill twice: "90.0 s", but "2 h" for 7,200."""
+    """Format seconds in the largest unit of which there are two or more: "90.0 s", but "2 min"."""
     if seconds is None:
         return "-"
     for length, unit in UNITS:
@@ -111,30 +112,24 @@ def format_duration(seconds: float | None) -> str:
     return f"{seconds:#.3g}".rstrip(".") + " s"
 
 
-def format_size(count: float | None, more: bool = False) -> str:
-    """Format bytes in powers of 1024, as in "1.2 MiB".
-
-    Args:
-        count: Number of bytes.
-        more: Whether `count` is a lower bound.
-    """
+def format_size(count: float | None) -> str:
+    """Format a number of bytes in powers of 1024, as in "1.2 MiB"."""
     if count is None:
         return "-"
-    sign = ">" if more else ""
     if count < 1000:
-        return f"{sign}{count:.0f} B"
+        return f"{count:.0f} B"
     for unit in ("KiB", "MiB"):
         count /= 1024
         if count < 1000:
-            return f"{sign}{count:.3g} {unit}"
-    return f"{sign}{count / 1024:,.2f} GiB"
+            return f"{count:.3g} {unit}"
+    return f"{count / 1024:,.2f} GiB"
 
 
 def format_table(
     rows: Sequence[Sequence[str]],
     right: Container[int] = (),
 ) -> list[str]:
-    """Return the lines of a table; a column without any text is left out.
+    """Return the lines of a table. Columns without any text are left out.
 
     Args:
         rows: Cells of each row.
@@ -207,7 +202,7 @@ def parse_amount(key: str, text: str) -> float:
 
 
 def format_operations(count: float) -> str:
-    """Format a number of floating point operations."""
+    """Format a number of floating point operations, as in "8.18 GFLOP"."""
     for unit in ("FLOP", "KFLOP", "MFLOP", "GFLOP"):
         if count < 1000:
             return f"{count:.3g} {unit}"

@@ -1,7 +1,7 @@
 """Warnings about a run that learns badly or is slowed down, each with overrides to try.
 
-All functions are pure. A wrong warning costs more than a missing one, so each limit is one that a
-healthy run does not reach.
+All functions are pure. A wrong warning does more harm than a missing one, so a healthy run must not
+reach any of the limits.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from trainer.recipe.recipe_files import parse_value
 from trainer.recipe.text import list_some
 from trainer.telemetry.rank_watch import Lag
 
-# Minimum number of steps for a warning about learning: shorter runs only test whether training
+# Minimum number of steps for a warning about learning: shorter runs are only tests whether training
 # works at all.
 MIN_STEPS = 50
-# Minimum number of validation images, in all and of one class, for a meaningful accuracy.
+# Minimum number of validation images, in total and of one class, for a meaningful accuracy.
 MIN_VALIDATION_IMAGES = 50
 MIN_CLASS_IMAGES = 20
 # Minimum number of epochs without a change of accuracy: a slow start can have one or two.
 STANDSTILL_EPOCHS = 3
-# Minimum ratio of the loss to that of guessing: new weights start below this ratio, or fall below
-# it within an epoch.
+# Minimum ratio of the loss to the loss of guessing for a warning. The loss of a healthy run starts
+# below this ratio, or falls below it within an epoch.
 GUESSING_FACTOR = 1.1
-# Minimum ratio of the loss to its minimum: chance changes it far less between epochs.
+# Minimum ratio of the loss to its lowest value so far for a warning. Random variation between
+# epochs is far smaller.
 GROWTH_FACTOR = 1.5
 # Maximum distance of a perfect training loss from the lowest possible one. It corresponds to a
 # probability of 95 % for the right class.
 MAX_PERFECT_LOSS = 0.05
-# Minimum validation error of a memorised training set. A model that generalises has a lower error,
-# or a training loss that is not near zero.
+# Minimum validation error for the warning that the training set was memorized. A model that
+# generalizes has a lower error, or a training loss that is not near zero.
 MIN_ERROR = 0.1
-# Minimum share of the cores' time that other processes use: a smaller share lengthens a run by less
-# than a quarter.
+# Minimum fraction of the cores' time that other processes use for a warning. A smaller fraction
+# slows a run down by less than a quarter.
 MIN_OTHERS_SHARE = 0.2
-# Minimum duration, in seconds, of the measurement of the cores' load.
+# Minimum number of seconds over which the load of the cores must have been measured.
 MIN_SECONDS = 1.0
 
 
@@ -61,7 +62,7 @@ class RunState:
         names: Names of the classes.
         actual: Number of validation images of each class; empty if unknown.
         predicted: Number of validation images predicted as each class; empty if unknown.
-        before: The same number in the previous epoch; empty if unknown.
+        before: `predicted` of the previous epoch; empty if unknown.
         labelled: Whether the labels of the training images are known, so that classes can be
             balanced.
         strain: Load of the machine by other processes.
@@ -88,7 +89,7 @@ class RunState:
     def guessing(self) -> float | None:
         """Loss of a model that predicts the same probability for all classes.
 
-        The loss is the same for smoothed and mixed targets.
+        It does not depend on smoothing or mixing of the targets.
         """
         if self.classes and self.classes > 1:
             return math.log(self.classes)
@@ -100,32 +101,31 @@ class RunState:
         return self.losses[math.ceil(self.warmup / self.epoch_steps) :]
 
 
-def find_symptoms(facts: RunState, recipe: Recipe) -> dict[str, str]:
-    """Return the warnings about a run by kind, except those that another warning explains."""
-    warnings = {kind: check(facts, recipe) for kind, check in KINDS.items()}
+def find_symptoms(state: RunState, recipe: Recipe) -> dict[str, str]:
+    """Return the warnings about a run by kind, without those that another warning explains."""
+    warnings = {kind: check(state, recipe) for kind, check in KINDS.items()}
     kept = {}
     for kind, text in warnings.items():
-        cause = CAUSES.get(kind, "")
-        if text is not None and not warnings.get(cause):
+        if text is not None and not warnings.get(CAUSES.get(kind, "")):
             kept[kind] = text
     return kept
 
 
-def _check_loss(facts: RunState, recipe: Recipe) -> str | None:
-    losses = facts.losses
-    warm = facts.warm
+def _check_loss(state: RunState, recipe: Recipe) -> str | None:
+    losses = state.losses
+    warm = state.warm
     if len(losses) < 2 or not all(map(math.isfinite, losses)):
         return None
     last = losses[-1]
     lowest = min(losses)
-    if facts.guessing is not None:
-        limit = GUESSING_FACTOR * facts.guessing
-        reference = f"guessing ({facts.guessing:.2f})"
+    if state.guessing is not None:
+        limit = GUESSING_FACTOR * state.guessing
+        reference = f"guessing ({state.guessing:.2f})"
     else:
-        # The scale of any other loss is unknown, so only undoing all learning gets a warning.
+        # The scale of any other loss is unknown, so warn only if all learning has been undone.
         limit = max(losses[0], GROWTH_FACTOR * abs(lowest))
         reference = f"at the beginning ({losses[0]:.4g})"
-    # During warm-up a loss may start high, but a healthy one does not return there from below.
+    # In the warm-up, the loss of a healthy run may start high, but it does not rise again later.
     has_grown = last > GROWTH_FACTOR * lowest
     still_rises = len(warm) > 1 and last > min(warm[:-1])
     if last <= limit or not (has_grown or still_rises):
@@ -137,21 +137,21 @@ def _check_loss(facts: RunState, recipe: Recipe) -> str | None:
     return f"{text}lower optimizer.lr{_suggest(recipe, *remedies)}"
 
 
-def _check_accuracy(facts: RunState, recipe: Recipe) -> str | None:
-    count = sum(facts.actual)
-    last = facts.validation[-STANDSTILL_EPOCHS:]
-    warm_steps = facts.step - facts.warmup
-    is_early = min(len(last), len(facts.warm)) < STANDSTILL_EPOCHS or warm_steps < MIN_STEPS
+def _check_accuracy(state: RunState, recipe: Recipe) -> str | None:
+    count = sum(state.actual)
+    last = state.validation[-STANDSTILL_EPOCHS:]
+    warm_steps = state.step - state.warmup
+    is_early = min(len(last), len(state.warm)) < STANDSTILL_EPOCHS or warm_steps < MIN_STEPS
     # If classes are balanced, a better model may have a lower accuracy.
     balances = _list_balancing_overrides(recipe)
     if is_early or count < MIN_VALIDATION_IMAGES or not balances:
         return None
-    share = max(facts.actual) / count
-    shares = (n / count for n in facts.actual if n)
+    share = max(state.actual) / count
+    shares = (n / count for n in state.actual if n)
     entropy = -sum(fraction * math.log(fraction) for fraction in shares)
     deviation = math.sqrt(share * (1 - share) / count)
     is_better = any(epoch["top1"] > share + deviation for epoch in last)
-    if is_better or facts.losses[-1] < 0.9 * entropy:
+    if is_better or state.losses[-1] < 0.9 * entropy:
         return None
     # The validation loss has neither smoothed nor mixed targets. A model that has learned more than
     # the sizes of the classes has a lower or a falling validation loss.
@@ -160,78 +160,79 @@ def _check_accuracy(facts: RunState, recipe: Recipe) -> str | None:
         return None
     text = f"accuracy is stuck at {last[-1]['top1']:.0%}, and the largest class has {share:.0%} of "
     text += "the held-out images: nothing is learned"
-    present = sum(n > 0 for n in facts.actual)
-    if facts.labelled and share >= 2 / present:
+    present = sum(n > 0 for n in state.actual)
+    if state.labelled and share >= 2 / present:
         return text + _suggest(recipe, *balances)
-    rates = (_lower_rate(recipe), 10 * recipe.optimizer.lr)
-    remedies = [f"optimizer.lr={rate:g}" for rate in rates]
-    return f"{text}{_suggest(recipe, *remedies)}, and check that the labels are right"
+    lower = f"optimizer.lr={_lower_rate(recipe):g}"
+    higher = f"optimizer.lr={10 * recipe.optimizer.lr:g}"
+    return f"{text}{_suggest(recipe, lower, higher)}, and check that the labels are right"
 
 
-def _check_memorised(facts: RunState, recipe: Recipe) -> str | None:
+def _check_memorised(state: RunState, recipe: Recipe) -> str | None:
     # The lowest possible loss of mixed targets is unknown.
-    if recipe.augment.mixup or recipe.augment.cutmix or facts.classes is None:
+    if recipe.augment.mixup or recipe.augment.cutmix or state.classes is None:
         return None
-    if sum(facts.actual) < MIN_VALIDATION_IMAGES or facts.step < MIN_STEPS or len(facts.losses) < 2:
+    if sum(state.actual) < MIN_VALIDATION_IMAGES or state.step < MIN_STEPS or len(state.losses) < 2:
         return None
     smoothing = recipe.loss.label_smoothing
-    smooth = smoothing / facts.classes
-    targets = [1 - smoothing + smooth, *[smooth] * (facts.classes - 1)]
+    smooth = smoothing / state.classes
+    targets = [1 - smoothing + smooth, *[smooth] * (state.classes - 1)]
     # The cross-entropy of smoothed targets cannot fall below their own entropy.
     floor = -sum(share * math.log(share) for share in targets if share)
-    top1 = facts.validation[-1]["top1"]
-    if max(facts.losses[-2:]) - floor > MAX_PERFECT_LOSS or 1 - top1 < MIN_ERROR:
+    top1 = state.validation[-1]["top1"]
+    if max(state.losses[-2:]) - floor > MAX_PERFECT_LOSS or 1 - top1 < MIN_ERROR:
         return None
     remedies = ["augment.mixup=0.2"]
     if recipe.optimizer.weight_decay == 0:
         remedies.append("optimizer.weight_decay=0.0005")
-    text = f"training is perfect (loss {facts.losses[-1]:.2g}) and validation is not "
+    text = f"training is perfect (loss {state.losses[-1]:.2g}) and validation is not "
     text += f"(top-1 {top1:.0%}): more images help"
     return text + _suggest(recipe, *remedies, start=", or ")
 
 
-def _check_never_predicted(facts: RunState, recipe: Recipe) -> str | None:
+def _check_never_predicted(state: RunState, recipe: Recipe) -> str | None:
     # Hard classes are learned late, so the first half of a run gets no warning.
-    is_late = facts.over or 2 * facts.step > facts.steps
-    if not facts.before or facts.step - facts.warmup < MIN_STEPS or not is_late:
+    is_late = state.over or 2 * state.step > state.steps
+    if not state.before or state.step - state.warmup < MIN_STEPS or not is_late:
         return None
-    largest = max(facts.actual) / sum(facts.actual)
+    largest = max(state.actual) / sum(state.actual)
     # A model that has learned nothing has no problem with particular classes.
-    if facts.validation[-1]["top1"] <= 1.5 * largest:
+    if state.validation[-1]["top1"] <= 1.5 * largest:
         return None
-    counts = zip(facts.actual, facts.predicted, facts.before, strict=True)
-    missing = []
-    for n, (actual, predicted, before) in enumerate(counts):
+    unnamed = range(len(state.names), len(state.actual))
+    class_names = [*state.names, *map(str, unnamed)]
+    counts = zip(class_names, state.actual, state.predicted, state.before, strict=True)
+    names = []
+    count = 0
+    for name, actual, predicted, before in counts:
         if actual >= MIN_CLASS_IMAGES and not (predicted or before):
-            missing.append(n)
-    if not missing:
+            names.append(name)
+            count += actual
+    if not names:
         return None
-    unnamed = range(len(facts.names), len(facts.actual))
-    class_names = [*facts.names, *map(str, unnamed)]
-    names = [class_names[n] for n in missing]
-    count = sum(facts.actual[n] for n in missing)
     pronoun = "them"
-    if len(missing) == 1:
+    if len(names) == 1:
         pronoun = "it"
     text = f"no image is predicted as {list_some(names, 5)}, although the held-out images include "
     text += f"{count} of {pronoun}"
     balance = ""
-    if facts.labelled:
+    if state.labelled:
         balance = _suggest(recipe, *_list_balancing_overrides(recipe))
-    check = ": check that the training images have enough and that their labels are right"
-    return text + (balance or check)
+    if not balance:
+        balance = ": check that the training images have enough and that their labels are right"
+    return text + balance
 
 
-def _check_cores(facts: RunState, recipe: Recipe) -> str | None:
-    if facts.strain.others < MIN_OTHERS_SHARE or facts.strain.seconds < MIN_SECONDS:
+def _check_cores(state: RunState, recipe: Recipe) -> str | None:
+    if state.strain.others < MIN_OTHERS_SHARE or state.strain.seconds < MIN_SECONDS:
         return None
     remedy = ""
     # All threads wait for a thread that has no core, so two threads can be far slower than one.
-    if facts.threads > 1:
+    if state.threads > 1:
         remedy = _suggest(recipe, "threads=1", start="")
     if remedy:
         remedy += ", or "
-    share = min(1.0, facts.strain.others)
+    share = min(1.0, state.strain.others)
     text = f"other processes used the cores for {share:.0%} of the time, so speeds are unreliable: "
     return f"{text}{remedy}stop them (top shows which) and run it again"
 
@@ -240,8 +241,8 @@ def describe_slow_rank(lag: Lag, where: str, recipe: Recipe) -> str:
     """Return a warning about a rank that delays the other ranks.
 
     Args:
-        lag: How much slower the rank is.
-        where: Machine and device of the rank.
+        lag: The rank, and how much slower it is.
+        where: Machine and device of the rank, for the user.
         recipe: Recipe of the run.
     """
     text = f"rank {lag.rank} ({where}) was {lag.behind:.0%} slower than the others for a minute, "
@@ -265,7 +266,7 @@ KINDS: dict[str, Callable[[RunState, Recipe], str | None]] = {
     "never predicted": _check_never_predicted,
     "cores": _check_cores,
 }
-# A symptom gets no warning if its cause has one.
+# Cause of a symptom. The symptom gets no warning if its cause has one.
 CAUSES = {"accuracy": "loss", "memorised": "never predicted"}
 
 
@@ -274,14 +275,14 @@ def _lower_rate(recipe: Recipe) -> float:
 
 
 def _list_balancing_overrides(recipe: Recipe) -> list[str]:
-    """Return overrides that balance classes; the list is empty if the recipe balances them."""
+    """Return overrides that balance classes, or an empty list if the recipe balances them."""
     if recipe.data.balance or recipe.loss.class_weights is not None:
         return []
     return ["data.balance=true", "loss.class_weights=balanced"]
 
 
 def _suggest(recipe: Recipe, *overrides: str, start: str = ": ") -> str:
-    """Return a clause that suggests those overrides that the recipe accepts, or an empty text."""
+    """Return a clause that suggests the overrides that the recipe accepts; empty if it has none."""
     possible = keep_possible(overrides, recipe)
     if not possible:
         return ""
@@ -296,9 +297,10 @@ def keep_possible(
     """Return the suggestions that lead to a valid recipe.
 
     Args:
-        suggestions: Overrides, or several separated by spaces.
-        recipe: Recipe that they change.
-        fits: Further condition on the changed recipe; may raise RecipeError as well.
+        suggestions: Each is one override, or several that are separated by spaces.
+        recipe: Recipe that the overrides change.
+        fits: Function that returns whether the changed recipe is suitable. It may also raise
+            RecipeError if it is not.
     """
     possible = []
     for suggestion in suggestions:

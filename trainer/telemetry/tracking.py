@@ -18,7 +18,7 @@ from trainer.processes.terminal import BOLD, DIM, add_style, can_overwrite, loca
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position
 from trainer.saving.files import report_write_errors, write_atomically
-from trainer.saving.journal import OTHER, Journal, NullJournal
+from trainer.saving.journal import Journal, NullJournal
 from trainer.saving.run_folder import NullFolder, RunFolder
 from trainer.saving.steps_file import StepsFile
 from trainer.telemetry.clocks import Ledger
@@ -26,7 +26,7 @@ from trainer.telemetry.events import Events, arrange_tags, trim_events
 from trainer.telemetry.loggers import Loggers
 from trainer.telemetry.readable import format_duration, format_titled, table_width
 
-# Seconds between two updates of the progress bar, and between two lines if there is no bar.
+# Seconds between two updates of the progress bar, and between two lines of a run without a bar.
 LIVE = 0.2
 LINE_SECONDS = 60.0
 # The same intervals before the first step.
@@ -42,7 +42,7 @@ class NullTracker:
     folder = NullFolder()
     journal = NullJournal()
     path: Path | None = None
-    # Whether TensorBoard is on, so that pictures and texts have to be created.
+    # Whether TensorBoard is enabled, so that pictures and texts must be created for it.
     shows = False
 
     def say(self, text: str, style: str = "") -> None: ...
@@ -68,10 +68,10 @@ class NullTracker:
 
     def print_lines(
         self,
-        facts: Mapping[str, str],
+        texts: Mapping[str, str],
         lines: int | None = None,
     ) -> int:
-        return len(facts)
+        return len(texts)
 
 
 class Tracker(NullTracker):
@@ -81,20 +81,19 @@ class Tracker(NullTracker):
     path: Path
 
     def __init__(
-        self, recipe: Recipe, folder: RunFolder, ledger: Ledger | None = None, ours: bool = False
+        self, recipe: Recipe, folder: RunFolder, ledger: Ledger, ours: bool = False
     ) -> None:
         """Open the journal of a run.
 
         Args:
             recipe: Recipe of the run.
-            folder: Run folder, already claimed.
-            ledger: Seconds of this process by activity.
+            folder: Run folder, which this process has claimed.
+            ledger: Seconds of this process by activity, for the journal.
             ours: Whether this process exists only for this run.
         """
         self.recipe = recipe
         self.folder = folder
         self.path = folder.path
-        ledger = ledger or Ledger(OTHER)
         self.journal = Journal(folder.path, folder.check, ledger.read_seconds, ours)
         self._bar: Any = None
         self._steps: StepsFile | None = None
@@ -104,25 +103,25 @@ class Tracker(NullTracker):
         self._widths: dict[str, int] = {}
 
     def say(self, text: str, style: str = "") -> None:
-        """Print a line, in one of the terminal's styles."""
+        """Print a line, in a style of `processes.terminal`."""
         self._print(add_style(localize_commands(text), style))
 
     def print_lines(
         self,
-        facts: Mapping[str, str],
+        texts: Mapping[str, str],
         lines: int | None = None,
     ) -> int:
         """Print texts next to their titles, wrapped to the width of the terminal.
 
         Args:
-            facts: Texts by title.
-            lines: Maximum number of lines of a text; a longer one is left out. None for no limit.
+            texts: Texts by title.
+            lines: Maximum number of lines of a text. Longer texts are left out. None for no limit.
 
         Returns:
             The number of printed lines.
         """
         count = 0
-        for title, text in facts.items():
+        for title, text in texts.items():
             printed = format_titled(title, localize_commands(text))
             needed = printed.count("\n") + 1
             if lines is None or needed <= lines:
@@ -132,18 +131,18 @@ class Tracker(NullTracker):
         return count
 
     def row(self, cells: Mapping[str, str], best: bool) -> None:
-        """Print the figures of an epoch in columns, whose titles are printed once.
+        """Print the figures of an epoch in columns. The titles of the columns are printed once.
 
         Args:
             cells: Formatted figures by the titles of their columns.
-            best: Whether this is the best epoch so far, which is printed bold.
+            best: Whether this is the best epoch so far. Its figures are printed in bold.
         """
         if not self._widths:
             for title, cell in cells.items():
                 self._widths[title] = max(MIN_COLUMN, len(title), len(cell))
             self._widths["epoch"] = max(len("epoch"), len(cells["epoch"]))
             while sum(self._widths.values()) + 2 * len(self._widths) > table_width():
-                # The last two columns are time and speed; metrics end at the third from the right.
+                # Metrics end at the third column from the right, followed by time and speed.
                 last_metric = [*self._widths][-3]
                 del self._widths[last_metric]
             titles = [title.rjust(width) for title, width in self._widths.items()]
@@ -161,7 +160,7 @@ class Tracker(NullTracker):
             print(text, flush=True)
 
     def resolved(self, recipe: Recipe) -> None:
-        """Set the recipe in which the choices of this run have replaced the automatic values."""
+        """Set the recipe in which the choices of this run have replaced automatic values."""
         self.recipe = recipe
 
     def start(self, position: Position, total_steps: int, metric: str) -> None:
@@ -207,7 +206,7 @@ class Tracker(NullTracker):
             self._loggers.scalars(values, step)
 
     def show(self, summary: Any, step: int) -> None:
-        """Log any other TensorBoard summary, for example a picture."""
+        """Log a TensorBoard summary of another kind, for example a picture."""
         if self._events is not None:
             with report_write_errors(self.path):
                 self._events.add(summary, step)
@@ -215,7 +214,7 @@ class Tracker(NullTracker):
     def step(self, row: Mapping[str, Any]) -> None:
         """Write a row of steps.csv."""
         if self._steps is not None:
-            # A run that was suspended may wake up in a folder that another run has claimed.
+            # While this run was suspended, another run may have claimed the folder.
             self.folder.check()
             with report_write_errors(self.path):
                 self._steps.add(row)
@@ -229,7 +228,7 @@ class Tracker(NullTracker):
     ) -> None:
         """Update the progress display.
 
-        Called about once a second, or after every step that takes longer.
+        This is called about once a second, or after every step if steps take longer.
 
         Args:
             step: Number of steps done.
@@ -263,14 +262,21 @@ class Tracker(NullTracker):
         self._state(f"evaluating {done}/{total}", f"{speed:,.0f} images/s")
 
     def _state(self, *parts: str, step: int | None = None) -> None:
-        """Show the state in the progress bar, or print a line at intervals if there is no bar."""
+        """Show the state in the progress bar, or print it as a line if there is no bar.
+
+        This does nothing if the display was updated a short time ago.
+
+        Args:
+            parts: Texts to show. Empty ones are left out.
+            step: Number of steps done, for the bar.
+        """
         now = time.perf_counter()
         interval = LINE_SECONDS if self._bar is None else LIVE
         if not self.recipe.logging.progress or now - self._spoke < interval:
             return
         self._spoke = now
-        epoch = f"epoch {self._epoch}/{self.recipe.epochs}"
-        text = "  ".join(filter(None, (epoch, *parts)))
+        texts = (f"epoch {self._epoch}/{self.recipe.epochs}", *parts)
+        text = "  ".join(filter(None, texts))
         if self._bar is None:
             self.say(text)
             return
@@ -309,7 +315,7 @@ class Tracker(NullTracker):
         events = self._events
         loggers = self._loggers
         self._bar = self._steps = self._events = self._loggers = None
-        # An ExitStack closes all of them even if one fails because the disk is full.
+        # The ExitStack closes all files even if one of them fails because the disk is full.
         with ExitStack() as closing:
             closing.callback(self.folder.close)
             closing.callback(self.journal.close)
@@ -320,14 +326,13 @@ class Tracker(NullTracker):
 
 
 def choose_bar() -> Any:
-    """Return tqdm's class of progress bars for a notebook or a terminal, otherwise None."""
+    """Return tqdm's class of progress bars for a notebook or a terminal; None for other output."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is not None and "IPKernelApp" in shell.config:
         from tqdm import notebook
 
-        # If ipywidgets is missing, tqdm.notebook can be imported but fails when a bar is created.
-        has_widgets = getattr(notebook, "IProgress", None) is not None
-        if has_widgets:
+        # Without ipywidgets, tqdm.notebook can be imported, but fails when a bar is created.
+        if getattr(notebook, "IProgress", None) is not None:
             return notebook.tqdm
         return tqdm
     if can_overwrite(sys.stderr):
@@ -336,7 +341,7 @@ def choose_bar() -> Any:
 
 
 class Progress:
-    """Progress of work before the first step: a bar on a terminal, or a line at intervals."""
+    """Progress of work before the first step: a bar on a terminal, otherwise lines at intervals."""
 
     def __init__(
         self, total: int, show: bool, what: str, unit: str, first: float = SECONDS
@@ -367,7 +372,7 @@ class Progress:
         self.set_remaining(self._total - self._done - count)
 
     def is_due(self) -> bool:
-        """Return whether calling `set_remaining` now would change the display."""
+        """Return whether `set_remaining` would update the display now."""
         return self._show and time.monotonic() >= self._next
 
     def set_remaining(self, count: int) -> None:
@@ -381,9 +386,10 @@ class Progress:
         elif self._show and now >= self._next and self._done and count:
             self._next = now + SECONDS
             seconds = count * (now - self._start) / self._done
-            count_text = f"{self._done:,} of {self._total:,} {self._unit}s"
             print(
-                f"  {self._what}: {count_text}, about {format_duration(seconds)} left", flush=True
+                f"  {self._what}: {self._done:,} of {self._total:,} {self._unit}s, about "
+                f"{format_duration(seconds)} left",
+                flush=True,
             )
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""The verdict on a run: what limits the speed of a step and which overrides to try.
+"""The verdict on a run: what limits the speed of a step, and which overrides to try.
 
-All functions are pure. The parts of a step follow its critical path: work that overlaps with
-computing costs nothing, so only the time that a step waits is counted.
+All functions are pure. The parts of a step lie on its critical path. Work that overlaps with
+computing costs no time, so only the time that a step waits for it is counted.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from trainer.recipe import Recipe
 from trainer.recipe.checks import check_processes, suggest_wider_batch
 from trainer.telemetry.symptoms import keep_possible
 
-# Minimum share of a step from which a part other than computing is named as the bottleneck.
+# Minimum share of a step for which a part other than computing is named as the bottleneck.
 BOUND_SHARE = 0.2
-# Minimum speedup of reading that makes the cache worth suggesting.
+# Minimum speedup of reading for which the cache is suggested.
 MIN_CACHE_SPEEDUP = 1.2
 CACHE = "data.cache=disk"
 FEWER_THREADS = "threads=1"
 TOO_SHORT = "the run is too short: "
-# Maximum idle share of a step that changes no suggestion.
+# Maximum idle share of a step that is not worth mentioning.
 NEGLIGIBLE_SHARE = 0.05
-# Minimum ratio of the slowest stage's time to the mean of the stages that counts as unbalanced.
+# Minimum ratio of the slowest stage's time to the mean of all stages for which stages count as
+# unbalanced.
 UNEVEN_FACTOR = 1.15
 Part = Literal["data", "compute", "launches", "communication", "bubble", "optimizer", "logging"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -40,15 +41,15 @@ PHRASES: dict[Part, str] = {
 
 @dataclass(frozen=True)
 class StepParts:
-    """Measurements of a step, in seconds unless a field is a share.
+    """Measurements of a step. Times are in seconds.
 
     Attributes:
         step: Mean duration of a step.
         data: Waiting for images.
         optimizer: Optimizer, weight average and clearing gradients, without waiting for launches.
         launches: Lower bound of the time that GPUs wait for the host to launch kernels.
-        launches_at_most: Upper bound of that time if it was not measured.
-        logging: Synchronising the ranks and writing, averaged over all steps.
+        launches_at_most: Upper bound of the same time if it was not measured.
+        logging: Synchronizing the ranks and writing, averaged over all steps.
         communication: Communication between ranks that computing does not hide; None if it was
             not measured.
         at_most: Whether `communication` is the time of one isolated all-reduce, which computing may
@@ -57,7 +58,7 @@ class StepParts:
             the optimizer.
         bubble_at_most: Upper bound of `bubble`: the idle share if GPUs waited for every launch
             within their stages.
-        busy: Time that each stage works in a step; empty without stages.
+        busy: Working time of each stage in a step; empty without stages.
     """
 
     step: float
@@ -78,10 +79,10 @@ class Reading:
     """Seconds that one process needs for a photo.
 
     Attributes:
-        read: Reading its file.
+        read: Reading the file.
         decode: Decoding to as few pixels as the model needs.
         transform: Cropping, resizing and augmenting.
-        cached: Sum of the three if the photo is in the cache.
+        cached: Total time for a photo that is in the cache.
     """
 
     read: float
@@ -100,11 +101,11 @@ class Setting:
 
     Attributes:
         processes: Number of ranks.
-        cores: CPU cores of this machine for each of its ranks.
-        workers: Processes that read images for a rank; None if the images lie in memory.
+        cores: Number of CPU cores of this machine per rank.
+        workers: Number of processes that read images for a rank; None if the images are in memory.
         gpu: Whether the run computes on GPUs.
-        may_replay: Whether `graphs=true` would change the run: its steps are launched eagerly, and
-            no capture has failed.
+        may_replay: Whether `graphs=true` would change the run: its steps are eager so far, and no
+            capture has failed.
         images: Size of the training set; None if unknown.
         reading: Reading times of the photos, measured only if the step waits for them.
     """
@@ -120,18 +121,18 @@ class Setting:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Where the time went, what bounds the step and what to try: `verdict` in result.json.
+    """Where the time went, what limits the speed and what to try: `verdict` in result.json.
 
     Attributes:
-        bound: Key of `step` that limits the speed.
-        sentence: Text for people: one line for each suggestion, the most important one first.
+        bound: Part of the step that limits the speed.
+        sentence: Text for the user, with one line for each topic.
         overrides: `key=value` arguments to try, the most promising one first.
         step: Share of each part of a step; the shares add up to 1.
         run: Share of each part of the run; the shares add up to 1.
         step_seconds: Mean duration of a step.
         reading: Reading times of photos if the step waits for them.
-        unmeasured: What the shares leave open, as text.
-        probe_seconds: Time that measuring took.
+        unmeasured: Text about times that could not be measured, if any.
+        probe_seconds: Seconds that the measurements took.
     """
 
     bound: Part
@@ -145,7 +146,7 @@ class Verdict:
     probe_seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the entries of result.json, which calls `overrides` "try"."""
+        """Return the content of `verdict` in result.json, where `overrides` is called "try"."""
         names = {"overrides": "try"}
         return {names.get(key, key): value for key, value in asdict(self).items()}
 
@@ -172,12 +173,12 @@ class _Findings:
 
     @property
     def is_sharded(self) -> bool:
-        # The exchange of shards overlaps with computing, so no longer run could measure it.
+        # The exchange of shards overlaps with computing, so even a longer run cannot measure it.
         return self.recipe.traits.exchanges == "shards"
 
     @property
     def has_mixed_computing(self) -> bool:
-        """Whether computing can only be reported together with communication."""
+        """Whether computing and communication can only be reported as a sum."""
         if self.bound != "compute" or _compute_launch_wait(self.measured) >= BOUND_SHARE:
             return False
         is_mostly_open = 2 * self.communication_at_most > self.step["compute"]
@@ -185,7 +186,7 @@ class _Findings:
 
 
 def compute_shares(measured: StepParts) -> dict[Part, float]:
-    """Return the share of each part of a step; computing is the rest, so that they add up to 1."""
+    """Return the share of each part of a step. The time not accounted for counts as computing."""
     remaining = measured.step
     parts: dict[Part, float] = {}
 
@@ -214,17 +215,17 @@ def judge(
     recipe: Recipe,
     setting: Setting,
     probe_seconds: float = 0.0,
-    warnings: Mapping[str, str] | None = None,
+    warnings: Mapping[str, str] = {},
 ) -> Verdict:
     """Determine what limits the speed of a step, and which overrides to try.
 
     Args:
         measured: Measurements of a step.
-        seconds: Duration of each part of the run, "steps" among them.
+        seconds: Duration of each part of the run, including "steps".
         recipe: Recipe of the run.
         setting: Hardware and data of the run.
-        probe_seconds: Time that measuring took.
-        warnings: Warnings about the run by their kinds, to be included in the text.
+        probe_seconds: Seconds that the measurements took.
+        warnings: Warnings about the run by kind, which the text should include.
     """
     step = compute_shares(measured)
     total = sum(seconds.values())
@@ -234,13 +235,12 @@ def judge(
         bound = "compute"
 
     def fits(changed: Recipe) -> bool:
-        """Check that a recipe runs on as many processes and fills its batches."""
+        """Return whether a recipe can run on the same processes and fill its batches."""
         check_processes(changed, setting.processes)
         if setting.images is None:
             return True
         return changed.batch_size <= max(setting.images, recipe.batch_size)
 
-    warnings = warnings or {}
     overrides = keep_possible(_list_remedies(bound, measured, recipe, setting), recipe, fits)
     if FEWER_THREADS in warnings.get("cores", ""):
         overrides = [FEWER_THREADS, *overrides]
@@ -262,10 +262,10 @@ def judge(
 
 
 def _render_text(findings: _Findings) -> str:
-    """Render one line for each topic.
+    """Return the text of the verdict, one line for each topic.
 
-    Warnings about learning come first, then those about the machine, the step, the run, and what a
-    longer run would measure.
+    The order is: warnings about learning, warnings about the machine, the step, the whole run, and
+    what a longer run would measure.
     """
     warnings = findings.warnings
     machine_kinds = {kind for kind in warnings if kind == "cores" or kind.startswith("rank ")}
@@ -276,7 +276,7 @@ def _render_text(findings: _Findings) -> str:
         sentence = "; ".join([sentence, *_describe_launches(findings.measured)])
         if not findings.has_mixed_computing and not findings.is_sharded:
             too_short = _describe_communication(findings.measured)
-    # While other processes use the cores, the shares do not depend on the recipe alone.
+    # If other processes use the cores, the shares of the step do not depend on the recipe alone.
     if findings.overrides and not machine_kinds:
         start = ". T" if ": " in sentence or "; " in sentence else ": t"
         sentence += f"{start}ry {_describe_overrides(findings)}"
@@ -308,17 +308,16 @@ def _describe_step(findings: _Findings) -> str:
             sentence += ", which are prepared in the training process"
         reading = setting.reading
         if reading is not None:
-            seconds = {
-                "reading files": reading.read,
-                "decoding": reading.decode,
-                "transforming": reading.transform,
-            }
-            spent = [f"{value / reading.whole:.0%} on {name}" for name, value in seconds.items()]
-            sentence += f": a reader spends {', '.join(spent)}"
+            whole = reading.whole
+            sentence += (
+                f": a reader spends {reading.read / whole:.0%} on reading files, "
+                f"{reading.decode / whole:.0%} on decoding, "
+                f"{reading.transform / whole:.0%} on transforming"
+            )
     if bound == "bubble" and _is_uneven(measured.busy):
-        slowest = max(range(len(measured.busy)), key=measured.busy.__getitem__)
-        mean = sum(measured.busy) / len(measured.busy)
-        ratio = max(measured.busy) / mean
+        longest = max(measured.busy)
+        slowest = measured.busy.index(longest)
+        ratio = longest / (sum(measured.busy) / len(measured.busy))
         sentence += f": stage {slowest} works {ratio:.1f} times as long as the mean stage"
     if findings.has_mixed_computing:
         at_most = findings.communication_at_most
@@ -332,8 +331,8 @@ def _describe_step(findings: _Findings) -> str:
             sentence += f": at most {at_most:.0%} is communication"
     changes_batch = any(override.startswith("batch_size=") for override in findings.overrides)
     if changes_batch and setting.gpu and setting.processes > 1:
-        local_batch = findings.recipe.batch_size / setting.processes
-        sentence += f"; a GPU gets {local_batch:g} images of a batch"
+        batch_size = findings.recipe.batch_size
+        sentence += f"; a GPU gets {batch_size / setting.processes:g} images of a batch"
     return sentence
 
 
@@ -342,7 +341,7 @@ def _describe_overrides(findings: _Findings) -> str:
     reading = findings.setting.reading
     if reading is None or CACHE not in findings.overrides:
         return text
-    # The step speeds up as its readers do, but not beyond a step that never waits for images.
+    # The step gets faster by as much as reading does, at most until it never waits for images.
     without_waiting = 1 / max(1 - findings.step["data"], 0.01)
     speedup = min(reading.whole / reading.cached, without_waiting)
     return text.replace(CACHE, f"{CACHE} ({speedup:.1f} times the images/s)")
@@ -383,9 +382,9 @@ def _describe_communication(measured: StepParts) -> list[str]:
 
 
 def _compute_launch_wait(measured: StepParts) -> float:
-    """Return the largest share of a step that GPUs may have waited for launches unseen.
+    """Return an upper bound of the share of a step in which GPUs may have waited for launches.
 
-    The shares count this time as computing or as the optimizer.
+    The shares of the step count this time as computing or as the optimizer.
     """
     parts = compute_shares(measured)
     in_stages = 1 - parts["data"] - parts["optimizer"] - parts["logging"]
@@ -407,7 +406,7 @@ def _list_remedies(
     recipe: Recipe,
     setting: Setting,
 ) -> list[str]:
-    """List overrides that may help, the most promising first; the recipe may refuse some."""
+    """List overrides that may help, the most promising first. The recipe may refuse some."""
     processes = setting.processes
     workers = setting.workers
     wider = None

@@ -157,7 +157,7 @@ def measure(
         # A micro-batch that takes too long is measured with fewer images, and extrapolated.
         measured_rows = min(rows, affordable)
         peers.barrier()
-        inputs = example.random(device, measured_rows, recipe.channels_last)
+        inputs = example.batch(device, measured_rows, recipe.channels_last).inputs
         traced = trace(model, recipe.model.name)
         costs = time_blocks(traced, inputs, context.in_precision, 3)
         scale = rows / measured_rows

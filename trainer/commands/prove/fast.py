@@ -21,7 +21,7 @@ from trainer.commands.prove.check_runner import (
 )
 from trainer.commands.trials.engine import compute_speed, read_steps_file
 from trainer.saving.files import Json
-from trainer.telemetry.flops import look_up_peak_bandwidth
+from trainer.telemetry.flops import look_up_published
 from trainer.telemetry.readable import format_number
 
 # A device is slow below this fraction of the best of its kind, and throttled below this fraction
@@ -113,7 +113,7 @@ def measure_rates(runner: CheckRunner) -> Outcome:
             if kind == "product":
                 limit = answer["product_limit"]
             else:
-                limit = look_up_peak_bandwidth(model)
+                limit = look_up_published(model, "GB/s")
             medians.append(median(answer[kind]))
             row[kind] = summarize(answer[kind])
             row[f"{kind}_limit"] = limit

@@ -2,10 +2,9 @@
 
 An index lists the samples of a shard: names, classes, and the positions of the images. Indexes are
 stored in the data folder, because reading all headers of a shard takes long. The name of an index
-file is a hash of the shard's path, and the file records the size and modification time that the
-shard had. If the shard has changed, or the index file is damaged, the index is made again. A
-process that is killed while it writes an index leaves a temporary file, which the next process
-overwrites.
+file is a hash of the shard's path, and the file contains the size and the modification time of the
+shard. If the shard has changed, or the index file is damaged, the index is made again. If a process
+is killed while it writes an index, it leaves a temporary file, which the next process overwrites.
 
 A process that reads a shard checks that the file is still the one that was indexed. Each process
 keeps the `MAX_OPEN_SHARDS` most recently read shards open.
@@ -42,7 +41,7 @@ ARRAYS = ("names", "places", "labels", "folders")
 
 
 class Archive(NamedTuple):
-    """A shard: a file that contains many images, in the state in which it was first seen.
+    """A shard, a file that contains many images, in the state in which it was first seen.
 
     Attributes:
         path: absolute path.
@@ -56,7 +55,11 @@ class Archive(NamedTuple):
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> Archive:
-        """Return the present state of a file. Raises OSError."""
+        """Return the present state of a file.
+
+        Raises:
+            OSError: the file cannot be accessed.
+        """
         status = os.stat(path)
         return cls(os.path.abspath(os.fsencode(path)), status.st_size, status.st_mtime_ns)
 
@@ -80,8 +83,8 @@ class Archive(NamedTuple):
 def open_shard(shard: Archive) -> BufferedReader:
     """Open a shard's file.
 
-    The file is closed with the last reference to it, because a thread may still read a file that
-    was evicted from the cache.
+    The file is closed with the last reference to it, not when it is evicted from the cache, because
+    a thread may still read it then.
 
     Raises:
         OSError: the shard cannot be opened, or has changed.
@@ -95,7 +98,7 @@ def open_shard(shard: Archive) -> BufferedReader:
 
 @dataclass(frozen=True)
 class ArchiveIndex:
-    """The samples of a shard, without their images. The attributes are stored under their names.
+    """The samples of a shard, without their images.
 
     Attributes:
         names: names of all samples as bytes, each followed by a zero byte.
@@ -138,7 +141,7 @@ class ArchiveIndex:
 
     def list_names(self) -> list[str]:
         """Return the names of all samples."""
-        return [os.fsdecode(name) for name in self.names.tobytes().split(b"\0")[:-1]]
+        return [*map(os.fsdecode, self.names.tobytes().split(b"\0")[:-1])]
 
 
 def load_or_make(
@@ -150,8 +153,8 @@ def load_or_make(
 
     Args:
         shard: the shard.
-        how: text that changes whenever `make` would return another index for the same shard.
-        make: reads the shard and returns its index; its exceptions are raised here.
+        how: text that must differ if `make` would return another index for the same shard.
+        make: function that reads the shard and returns its index. Its exceptions are not caught.
     """
     path = index_path(shard)
     about = {
@@ -172,13 +175,8 @@ def load_or_make(
             arrays = {key: stored[key] for key in ARRAYS}
             return ArchiveIndex(**arrays, **contents)
     index = make(shard)
-    arrays = {}
-    contents = {}
-    for key, value in vars(index).items():
-        if key in ARRAYS:
-            arrays[key] = value
-        else:
-            contents[key] = value
+    contents = dict(vars(index))
+    arrays = {key: contents.pop(key) for key in ARRAYS}
     text = json.dumps({**about, "contents": contents}).encode()
     # The disk may be full, or the data folder may belong to another user.
     with suppress(OSError):

@@ -38,7 +38,7 @@ EXAMPLE = (
 )
 # File next to the shards with the names of classes 0, 1, ..., one per line.
 LIST = "classes.txt"
-# Number of threads that make indexes. More threads than cores help, because they wait for the disk.
+# Number of threads that make indexes. More threads than cores help, as they wait for the disk.
 THREADS = 16
 
 IndexedShard = tuple[Archive, ArchiveIndex]
@@ -111,22 +111,18 @@ def open_archives(recipe: Recipe, before: Before) -> Datasets:
             )
     show = recipe.logging.progress and read_place().local_rank == 0
     indexed_shards = load_indexes([path for path in paths if parts[path] in used_parts], show)
-    shards = [shard for shard, _ in indexed_shards]
-    indexes = [index for _, index in indexed_shards]
-    counts = [len(index) for index in indexes]
+    shards, indexes = zip(*indexed_shards, strict=True)
+    counts = [*map(len, indexes)]
     is_test_shard = [held_out is not None and parts[str(shard)] == held_out for shard in shards]
     is_test = np.repeat(np.array(is_test_shard, bool), counts)
     classes, labels, notes = classes_of(root, indexes, is_test)
-    places = [np.empty((0, 2), np.int64)]
-    for index in indexes:
-        places.append(index.places)
     whole = ArchivedPhotos(
         root,
         _list_paths(root, indexed_shards),
         labels,
         begins=[archive_prefix(shard, _reader(str(shard)).KIND) for shard in shards],
         shards=np.repeat(np.arange(len(shards), dtype=np.int32), counts),
-        places=np.concatenate(places),
+        places=np.concatenate([index.places for index in indexes]),
     )
     has_class = labels >= 0
     left = LeftOut()
@@ -156,8 +152,15 @@ def open_archives(recipe: Recipe, before: Before) -> Datasets:
         raise SetupError(
             f"{root}: no image of {held_out} has a class: type {EXAMPLE}, without those shards"
         )
-    holdout = f"what is called {held_out} in {root}"
-    return photos(recipe, before, train, val if held_out else None, classes, holdout, notes)
+    return photos(
+        recipe,
+        before,
+        train,
+        val if held_out else None,
+        classes,
+        f"what is called {held_out} in {root}",
+        notes,
+    )
 
 
 def _list_paths(root: Path, indexed_shards: Sequence[IndexedShard]) -> Iterator[str]:
@@ -178,7 +181,7 @@ def load_indexes(paths: Sequence[str], show: bool) -> list[IndexedShard]:
     Raises:
         SetupError: a shard cannot be read.
     """
-    # Ranks start with different shards, so that each makes some of the indexes.
+    # Ranks should start with different shards, so that each makes some of the indexes.
     order = random.sample(range(len(paths)), len(paths))
     pool = ThreadPoolExecutor(min(THREADS, len(paths)))
     progress = Progress(len(paths), show, "index", "shard")
@@ -215,8 +218,8 @@ def classes_of(
 ) -> tuple[list[str], Array, dict[str, str]]:
     """Return the classes of all samples of the shards.
 
-    If no sample has a label, directories are classes: the outermost directories below the path that
-    all images of a split share.
+    If no sample has a label, the directories are the classes. The outermost directories below the
+    path that all images of a split share are used.
 
     Args:
         root: directory that contains all shards, for error messages.
@@ -230,15 +233,11 @@ def classes_of(
     Raises:
         SetupError: the classes of the shards or of the splits do not match.
     """
-    texts, codes = _join_tables(
-        [index.texts for index in indexes], [index.labels for index in indexes]
-    )
-    folder_paths, folder_codes = _join_tables(
-        [index.below for index in indexes], [index.folders for index in indexes]
-    )
+    texts, codes = _join_tables((index.texts, index.labels) for index in indexes)
+    folder_paths, folder_codes = _join_tables((index.below, index.folders) for index in indexes)
     paths = [tuple(filter(None, path.split("/"))) for path in folder_paths]
     has_labels = bool((codes >= 0).any())
-    # Look at the directories in any case, to refuse shards that contain several splits.
+    # Look at the directories even if there are labels: shards with several splits are refused.
     train_folders = _outermost(root, paths, np.unique(folder_codes[~held_out]), has_labels)
     val_folders = _outermost(root, paths, np.unique(folder_codes[held_out]), has_labels)
     if not has_labels:
@@ -285,7 +284,7 @@ def _outermost(
         SetupError: the directories are splits such as train and val, not classes.
     """
     used_paths = [paths[code] for code in used]
-    # This function of os.path compares the items of tuples; for text it would compare letters.
+    # `commonprefix` compares the items of tuples. It would compare the characters of text.
     shared = os.path.commonprefix(used_paths)  # noqa: RUF071
     depths = [len(path) - 1 for path in used_paths]
     depth = max(0, min([len(shared), *depths]))
@@ -304,14 +303,11 @@ def _outermost(
     return names
 
 
-def _join_tables(
-    tables: Sequence[Sequence[str]],
-    codes: Sequence[Array],
-) -> tuple[list[str], Array]:
+def _join_tables(tables: Iterable[tuple[list[str], Array]]) -> tuple[list[str], Array]:
     """Join tables of texts into one table, and convert the indices into them; -1 is kept."""
     joined: dict[str, int] = {}
     joined_codes = [np.empty(0, np.int64)]
-    for table, table_codes in zip(tables, codes, strict=True):
+    for table, table_codes in tables:
         places = [joined.setdefault(text, len(joined)) for text in table]
         joined_codes.append(_look_up(places, table_codes))
     return [*joined], np.concatenate(joined_codes)
@@ -325,8 +321,8 @@ def _look_up(values: Sequence[int], codes: Array) -> Array:
 def _parse_number(text: str) -> int:
     """Return a class's number, or -1 if it is negative.
 
-    Long numbers are cut to ten digits, which no data set has as many classes for: they are refused
-    later because of their size.
+    Long numbers are cut to ten digits. They still exceed the number of classes of any data set, and
+    are refused later.
     """
     if text.isdecimal():
         return int(text.lstrip("0")[:10] or 0)

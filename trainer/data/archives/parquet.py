@@ -36,7 +36,12 @@ TEXT_TYPES = ("string", "large_string", "string_view")
 
 
 def index(shard: Archive) -> ArchiveIndex:
-    """Return the index of a shard's rows. Raises SetupError, OSError."""
+    """Return the index of a shard's rows.
+
+    Raises:
+        SetupError: the shard is damaged or not supported, or pyarrow is not installed.
+        OSError: the shard cannot be accessed.
+    """
     pyarrow()
     return load_or_make(shard, "parquet", read_index)
 
@@ -55,12 +60,16 @@ def encoded(shard: Archive, group: int, row: int) -> Bytes:
     value = images_of(shard, group)[row].as_buffer()
     if value is None:
         raise ValueError("the row does not contain the bytes of an image, perhaps only a path")
-    # A copy, so that the image does not keep the whole group in memory.
+    # Without a copy, the image would keep the whole row group in memory.
     return np.frombuffer(value, np.uint8).copy()
 
 
 def pyarrow() -> Any:
-    """Import pyarrow. Raises SetupError if it is not installed."""
+    """Import pyarrow.
+
+    Raises:
+        SetupError: pyarrow is not installed.
+    """
     return load_extra("data.name=shards of .parquet files", "pyarrow", "pyarrow.parquet")
 
 
@@ -112,7 +121,7 @@ def read_index(shard: Archive) -> ArchiveIndex:
     # The library `datasets` writes the names of classes into the metadata.
     with suppress(KeyError, ValueError, TypeError):
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
-        names = [str(name) for name in features[label]["names"]] or None
+        names = [*map(str, features[label]["names"])] or None
     return ArchiveIndex.of(rows, [*texts], names, [""], {})
 
 
@@ -163,9 +172,10 @@ _GROUPS: OrderedDict[tuple[Archive, int], Any] = OrderedDict()
 
 
 def images_of(shard: Archive, group: int) -> Any:
-    """Return the images of a row group as pyarrow's array of bytes.
+    """Return the images of a row group as an array of bytes of pyarrow.
 
-    Raises any exception that reading the group raises.
+    Raises:
+        Exception: pyarrow can raise any exception.
     """
     key = shard, group
     with _LOCK:

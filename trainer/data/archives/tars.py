@@ -2,8 +2,8 @@
 
 A sample consists of consecutive files whose names are equal up to the first dot, such as 0001.jpg
 and 0001.cls. Its class is the text of the .cls file, or `cls`, `label` or `class` in the .json
-file. A sample with any other kind of label is refused: its class is never guessed. In a shard
-without .cls and .json files, every image is a sample and its class is its directory.
+file. Samples with any other kind of label are refused, because a class is never guessed. In a shard
+without .cls and .json files, every image is a sample, and its directory is its class.
 """
 
 from __future__ import annotations
@@ -61,14 +61,24 @@ class Member(NamedTuple):
 
 
 def index(shard: Archive) -> ArchiveIndex:
-    """Return the index of a shard's samples. Raises SetupError, OSError."""
-    # Which files are images depends on the libraries of this environment.
+    """Return the index of a shard's samples.
+
+    Raises:
+        SetupError: the shard is damaged, or its samples are not understood.
+        OSError: the shard cannot be read.
+    """
+    # The suffixes that can be read depend on the libraries of this environment.
     suffixes = " ".join(sorted({ARRAY, *readable_suffixes()}))
     return load_or_make(shard, f"tar {suffixes}", read_index)
 
 
 def encoded(shard: Archive, start: int, size: int) -> Bytes:
-    """Return the bytes of an image. Raises OSError, ValueError."""
+    """Return the bytes of an image.
+
+    Raises:
+        OSError: the shard cannot be read, or has changed.
+        ValueError: the image is too large.
+    """
     if size > LARGEST:
         raise ValueError(f"the file is larger than {LARGEST:,} bytes")
     return shard.read(start, size)
@@ -116,7 +126,7 @@ def read_index(shard: Archive) -> ArchiveIndex:
                 f"{shard}: {error}: repair the shard, or exclude it with a pattern such as "
                 "data.root='/data/train-*.tar'"
             ) from None
-    # Arrays next to photos are not images: they may be masks or features.
+    # Arrays next to photos do not count as images: they may be masks or features.
     if len(arrays) < len(rows):
         for name in arrays:
             del rows[name]

@@ -8,7 +8,7 @@ Layout of a file:
     bytes             the photos, one after the other
 
 The entry of a photo that could not be prepared is all zeros. The hash covers the photo's bytes, its
-entry, the key of the block and the photo's row in it. A table copied from another block, or a
+entry, its row in the block, and the key of the block. A table copied from another block, or a
 renamed block, is therefore detected as damage, and damaged pixels never reach a model.
 
 Files are read, not mapped: reading a mapped file that was truncated kills the process with SIGBUS.

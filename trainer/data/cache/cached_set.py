@@ -1,9 +1,9 @@
 """Data sets that read their photos from the cache, and the build of missing cache blocks.
 
 All ranks of a machine, and all jobs that need the same cache, build missing blocks together on all
-cores. No process leads. The process that locks the draft of a block first writes the block, syncs
-it to the disk and renames it. The kernel releases the lock of a process that dies, so another
-process can build the block. A build that was killed resumes with the missing blocks.
+cores. No process leads. The process that first locks the draft of a block writes the block, syncs
+it to the disk and renames it. The kernel releases the lock of a process that dies, so that another
+process can build the block. After a build was killed, the next one builds only the missing blocks.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def cached(
         data: the data set.
         recipe: the recipe, whose `data.cache` says whether to use a cache.
         world: the ranks.
-        say: prints one line, on one rank.
-        closing: releases the lock on the cache when it is closed.
+        say: function that prints one line, on one rank.
+        closing: stack that releases the lock on the cache when it is closed.
 
     Returns:
         The data set, and the recipe with the format and size of the cache.
@@ -89,7 +89,7 @@ def cached(
                 f"data.cache={options.cache} does nothing here: data.name={data.name} is in memory "
                 "as a whole"
             )
-        # A run that started with a cache must keep the pixels of that cache when it is resumed.
+        # A resumed run must see the pixels of the cache with which it started.
         return as_stored(data, recipe), recipe
     if not isinstance(data.train, EncodedPhotos) or not isinstance(data.val, EncodedPhotos):
         raise RecipeError(
@@ -118,22 +118,20 @@ def cached(
 
 
 def as_stored(data: Datasets, recipe: Recipe) -> Datasets:
-    """Return the data set with the pixels that the run's cache has or had.
+    """Return the data set with the same pixels as from the run's cache.
 
-    Nothing is built: photos are prepared as the cache would store them. The data set is returned
+    No cache is built: photos are prepared as the cache would store them. The data set is returned
     unchanged if the run had no cache.
     """
     options = recipe.data
     if options.cache_size is None or options.cache_format is None:
         return data
     photo_format = format_of(recipe, data.image_size, data.channels)
-    train = data.train
-    val = data.val
-    if isinstance(train, EncodedPhotos):
-        train = CachedFolder(train, photo_format)
-    if isinstance(val, EncodedPhotos):
-        val = CachedFolder(val, photo_format)
-    return replace(data, train=train, val=val)
+    if isinstance(data.train, EncodedPhotos):
+        data = replace(data, train=CachedFolder(data.train, photo_format))
+    if isinstance(data.val, EncodedPhotos):
+        data = replace(data, val=CachedFolder(data.val, photo_format))
+    return data
 
 
 def _open_complete(
@@ -191,17 +189,17 @@ def check_photos(packing: Packing, home: Path) -> None:
         OSError: a block cannot be removed.
     """
     for key, paths in zip(packing.keys, packing.paths, strict=True):
-        # The block is not built yet, or another process removed it.
+        # The block may not be built yet, or another process may have removed it.
         with suppress(FileNotFoundError):
             remove_changed(block_path(str(home), key), paths)
 
 
 def estimate_bytes(paths: Sequence[bytes], photo_format: Format) -> int:
-    """Estimate the size in bytes of photos in the cache from the size of a few of them."""
+    """Estimate the size in bytes of photos in the cache from a few of them."""
     start = time.perf_counter()
     sizes = []
     for path in random.Random(0).sample(paths, min(SAMPLED_PHOTOS, len(paths))):
-        # Decoders can raise any exception. A photo that cannot be read needs no space.
+        # Decoders can raise any exception. A photo that cannot be read needs no space in the cache.
         with suppress(Exception):
             sizes.append(prepared(path, photo_format).data.nbytes)
         if time.perf_counter() - start > SAMPLING_SECONDS and sizes:
@@ -235,7 +233,7 @@ def build(
     """
     missing = list_missing(packing, home)
     since_progress = AwakeClock()
-    sizes = [len(paths) for paths in packing.paths]
+    sizes = [*map(len, packing.paths)]
     context = fork_server.start_server("torchvision", __name__)
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker)
     progress = Progress(sum(sizes[n] for n in missing), show, "cache", "photo", first=0.0)
@@ -318,8 +316,8 @@ def build_block(home: str, key: bytes, paths: Sequence[bytes], photo_format: For
                 )
             os.replace(draft, path)
         except FileNotFoundError:
-            # Locks of a network disk may not be visible to other machines: one of them may have
-            # renamed this draft first.
+            # Locks on a network disk may not be visible to other machines. Another machine may have
+            # renamed this draft.
             if not path.exists():
                 raise
 

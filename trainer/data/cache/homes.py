@@ -1,9 +1,9 @@
-"""The folders of caches, one for each set and format.
+"""Directories of caches, one for each data set and format.
 
-<data.cache_dir>/<name of the set's folder>-<hash>/
-    about.json      which set, and the format
-    .used           locked by every process that reads there
-    <key>.block
+<data.cache_dir>/<name of the data set's directory>-<hash>/
+    about.json      description of the data set and the format
+    .used           file that every process locks while it reads the cache
+    <key>.block     photos (see `cache_blocks`)
 """
 
 from __future__ import annotations
@@ -28,29 +28,40 @@ from trainer.saving.files import describe_error, write_atomically
 
 ABOUT = "about.json"
 USED = ".used"
-TRIES = 100  # to open a folder that others delete again and again
+# Number of attempts to open a directory that other processes may delete at the same time.
+TRIES = 100
 
 
 def parent(cache_dir: str | None) -> Path:
-    """The folder of all caches."""
+    """Return the directory that contains all caches."""
     if cache_dir:
         return Path(cache_dir).expanduser()
     return get_data_folder(DataRecipe()) / "cache"
 
 
 def opened(data: DataRecipe, how: Format, packing: Packing) -> tuple[Path, int]:
-    """The folder of the cache of data.root, created where there is none, and its lock, to be
-    closed.
+    """Open the cache directory of a data set, and create it if necessary.
 
-    Blocks that hold none of today's photos are removed, unless another process uses the cache.
-    Raises SetupError.
+    Blocks of photos that no longer exist or have changed are removed, unless another process uses
+    the cache.
+
+    Args:
+        data: the recipe's `data` section.
+        how: the form in which photos are stored.
+        packing: the blocks of the current photos.
+
+    Returns:
+        The directory, and the descriptor of its lock, which the caller must close.
+
+    Raises:
+        SetupError: the directory cannot be created.
     """
     above = parent(data.cache_dir)
     keep = {block_path("", key) for key in packing.keys}
     path = above / name_of(data, how)
     try:
         for _ in range(TRIES):
-            # Not `exist_ok`, which fails if another process deletes the folder at this moment.
+            # `exist_ok=True` would fail if another process deletes the directory at this moment.
             with suppress(FileExistsError):
                 path.mkdir(parents=True)
             with suppress(FileNotFoundError):
@@ -60,9 +71,10 @@ def opened(data: DataRecipe, how: Format, packing: Packing) -> tuple[Path, int]:
                 locks.lock_shared(lock)
                 if locks.is_at(lock, path / USED):
                     break
-                # of a folder that was deleted before it was locked
+                # The directory was deleted before it was locked.
                 os.close(lock)
-        else:  # such as a link to nothing
+        else:
+            # The path may be a link to a missing file.
             raise FileNotFoundError(errno.ENOENT, "it cannot be made", str(path))
     except OSError as error:
         raise unwritable(above, error) from None
@@ -72,14 +84,15 @@ def opened(data: DataRecipe, how: Format, packing: Packing) -> tuple[Path, int]:
         "size": how.size,
         "photos": sum(map(len, packing.paths)),
     }
-    # another user's, or read-only; its time is when the cache was last used
+    # The modification time of this file says when the cache was last used. The directory may belong
+    # to another user or be read-only.
     with suppress(OSError):
         write_atomically(path / ABOUT, json.dumps(facts, indent=1) + "\n")
     return path, lock
 
 
 def unwritable(folder: Path, error: OSError) -> SetupError:
-    """What is said of a cache's folder."""
+    """Return the error for a directory of caches that cannot be written."""
     return SetupError(
         f"{folder} cannot be written ({describe_error(error)}); data.cache_dir=FOLDER chooses "
         "another folder"
@@ -87,12 +100,12 @@ def unwritable(folder: Path, error: OSError) -> SetupError:
 
 
 def _clear(path: Path, keep: Set[str]) -> None:
-    """Remove what nobody uses from a folder that is locked."""
+    """Remove unused blocks and drafts from a cache that this process has locked exclusively."""
     with suppress(OSError):
         for name in os.listdir(path):
             if name.endswith(cache_blocks.DRAFT):
-                # A worker of a killed run may still write to it, and would rename ours in its
-                # place.
+                # A worker of a killed run may still be writing this draft, so remove it only if it
+                # can be locked. The worker would otherwise rename a draft of ours.
                 with locks.claim_file(path / name):
                     pass
             elif name.endswith(cache_blocks.SUFFIX) and name not in keep:
@@ -100,11 +113,12 @@ def _clear(path: Path, keep: Set[str]) -> None:
 
 
 def name_of(data: DataRecipe, how: Format) -> str:
-    """The name of a set's folder, which depends on its table of labels too: that may name other
-    photos.
+    """Return the name of a data set's cache directory.
+
+    It depends on the table of labels, too, because the table selects the photos.
     """
     whole = os.path.realpath(Path(data.root or ".").expanduser())
-    # a pattern or a list may be long
+    # `data.root` may be a long pattern.
     name = re.sub(r"[^\w.-]+", "_", Path(whole).name)[-40:]
     key = "\0".join((whole, data.labels or "", data.image_column or "", str(how)))
     return f"{name}-{xxhash.xxh3_64_hexdigest(os.fsencode(key))}"

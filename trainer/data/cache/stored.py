@@ -50,12 +50,12 @@ from trainer.telemetry.verdict import Reading
 # Mean and maximum number of photos per block.
 PHOTOS_PER_BLOCK = 256
 MAX_PHOTOS_PER_BLOCK = 4 * PHOTOS_PER_BLOCK
-# Number of photos whose reading is measured, and the time in seconds after which fewer are enough.
+# Maximum number of photos whose reading is measured, and seconds after which the measurement stops.
 MEASURED_PHOTOS = 32
 SECONDS = 1.0
 JPEG_QUALITY = 90
-# Number of attempts to remove a block, and the seconds between two of them. Other processes that
-# check the same block hold its draft for microseconds only.
+# Number of attempts to remove a block, and seconds between two of them. Other processes that check
+# the same block lock its draft for microseconds only.
 MAX_ATTEMPTS = 500
 RETRY_SECONDS = 0.02
 
@@ -114,7 +114,7 @@ def pack(folders: Sequence[EncodedPhotos], photo_format: Format) -> Packing:
     therefore changes only the block of that photo. Source: content-defined chunking in
     Muthitacharoen, Chen and Mazieres, "A low-bandwidth network file system", 2001, page 4.
     """
-    paths = [[folder.address(index) for index in range(len(folder))] for folder in folders]
+    paths = [[*map(folder.address, range(len(folder)))] for folder in folders]
     blocks: list[list[bytes]] = [[]]
     for path in sorted(set().union(*paths)):
         blocks[-1].append(path)
@@ -146,7 +146,7 @@ def key_of(paths: Sequence[bytes], photo_format: Format) -> bytes:
 def origins_of(paths: Sequence[bytes]) -> Array:
     """Return the `ORIGIN` of each photo from the current state of its file."""
     origins = np.zeros(len(paths), cache_blocks.ORIGIN)
-    origins["placing"] = [hash_location(path) for path in paths]
+    origins["placing"] = [*map(hash_location, paths)]
     origins["content"] = [hash_content(path, WHOLE) for path in paths]
     return origins
 
@@ -154,10 +154,10 @@ def origins_of(paths: Sequence[bytes]) -> Array:
 def remove_changed(path: str, paths: Sequence[bytes]) -> None:
     """Remove a block if one of its photos was replaced by one of the same size and time.
 
-    The inode and change time of a file say whether the file may have been replaced. Its bytes then
-    say whether the photo is a different one, or an exact copy, such as after copying a whole data
-    set. Another process may remove or rebuild the block meanwhile, so only the file that was read
-    here is removed or changed.
+    The inode and the change time of a file say whether the file may have been replaced. Its content
+    then says whether the photo is a different one or an exact copy, for example after a whole data
+    set was copied. Another process may remove or rebuild the block in the meantime, so only the
+    file that was read here is removed or changed.
 
     Args:
         path: the block's file.
@@ -170,7 +170,7 @@ def remove_changed(path: str, paths: Sequence[bytes]) -> None:
         origins = cache_blocks.read_origins(file, len(paths))
         if origins is None:
             return
-        locations = np.array([hash_location(address) for address in paths], np.uint64)
+        locations = np.array([*map(hash_location, paths)], np.uint64)
         moved = np.flatnonzero(origins["placing"] != locations)
         if any(
             hash_content(paths[row], WHOLE) != origins["content"][row] for row in moved.tolist()
@@ -317,7 +317,7 @@ def measure_reading(
     photo_format = format_of(recipe, size, channels)
 
     def measure(row: int, index: int) -> tuple[float, float, float, float]:
-        """Return seconds to read, decode and transform a photo, and for all from the cache."""
+        """Return the seconds to read, decode and transform a photo, and to do so from the cache."""
         start = time.perf_counter()
         open_seconds = 0.0
         decode_seconds = list[float]()
@@ -342,7 +342,7 @@ def measure_reading(
         total_seconds = time.perf_counter() - start
         stored = prepared(folder.address(index), photo_format)
         start = time.perf_counter()
-        # Reading from the cache copies and hashes the bytes, too.
+        # Reading a photo from the cache also copies and hashes its bytes.
         xxhash.xxh3_64_intdigest(stored.data.copy().data)
         draws.apply(row, picture_of(stored, photo_format), size)
         return (
@@ -361,12 +361,12 @@ def measure_reading(
         with private_draws():
             for row, index in enumerate(indices.tolist()):
                 if row < 2 or time.perf_counter() < end:
-                    # Decoders can raise any exception. Training reports it.
+                    # Decoders can raise any exception. Training reports unreadable photos.
                     with suppress(Exception):
                         timings.append(measure(row, index))
     finally:
         torch.set_num_threads(threads)
-    # The first photo warms up; leave its time out if there are others.
+    # The first photo includes warm-up, so leave it out if there are others.
     if len(timings) > 1:
         timings = timings[1:]
     if timings:

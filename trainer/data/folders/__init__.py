@@ -1,4 +1,4 @@
 """Folders of photos: their layout, the images in them, and tables of labels.
 
-The modules convert the path of a directory to names of files and their targets.
+The modules of this package convert the path of a directory to file names and targets.
 """

@@ -30,10 +30,10 @@ from trainer.tasks.task import Reads
 SPLIT = "split"
 # Separator between the classes of an image.
 SEPARATOR = ";"
-# Maximum number of classes whose names may be whole numbers in a table of any length. More of them
-# are probably measurements, not classes.
+# Maximum number of classes whose names may all be whole numbers. If there are more, the column
+# probably contains measurements instead of classes.
 MAX_DIGIT_CLASSES = 10
-# Spellings of 0 and 1 that pandas and R write.
+# Spellings of 0 and 1, including those of pandas and R, in lower case.
 BINARY = {
     "true": "1",
     "false": "0",
@@ -42,7 +42,7 @@ BINARY = {
     "1.0": "1",
     "0.0": "0",
 }
-# Spellings of a missing value that programs write.
+# Spellings of missing values in files of common programs, in lower case.
 MISSING = (
     "nan",
     "-nan",
@@ -53,10 +53,10 @@ MISSING = (
     "null",
 )
 
-# Number and cells of a line.
+# Line number and cells of a row.
 Line = tuple[int, list[str]]
 
-# Columns that a task needs.
+# Description of the columns that a task needs, for error messages.
 NEEDED_COLUMNS = {
     "class": "a column with each image's class",
     "classes": "a column with each image's classes, as cat;dog, or a column of 0 and 1 for each "
@@ -117,13 +117,17 @@ def open_table(recipe: Recipe, before: Before) -> Datasets:
         if not some and divides:
             raise SetupError(f"{path} has no row of {SPLIT} {name}; both sets need images")
     names, targets, name_notes = targets_of(path, columns, (train, val, others), reads)
-    trains, holds = (
-        PhotoFolder(root, [row.file for row in some], labels)
-        for some, labels in zip((train, val), targets, strict=True)
-    )
-    holdout = f"the held-out rows of {path}"
+    val_photos = None
+    if divides:
+        val_photos = PhotoFolder(root, [row.file for row in val], targets[1])
     return photos(
-        recipe, before, trains, holds if divides else None, names, holdout, notes | name_notes
+        recipe,
+        before,
+        PhotoFolder(root, [row.file for row in train], targets[0]),
+        val_photos,
+        names,
+        f"the held-out rows of {path}",
+        notes | name_notes,
     )
 
 
@@ -150,12 +154,13 @@ def read_rows(
         label_columns = [label_columns]
     label_columns = [*map(class_name, label_columns)]
     image_column = class_name(data.image_column or header[0])
-    keys = ["image_column", *["label_column"] * len(label_columns)]
-    for key, name in zip(keys, [image_column, *label_columns], strict=True):
-        if name not in header:
-            raise SetupError(
-                f"data.{key}={name} is no column of {path}; its columns are {list_some(header, 6)}"
-            )
+    for key, names in (("image_column", [image_column]), ("label_column", label_columns)):
+        for name in names:
+            if name not in header:
+                raise SetupError(
+                    f"data.{key}={name} is no column of {path}; its columns are "
+                    f"{list_some(header, 6)}"
+                )
     image = header.index(image_column)
     labels = [*map(header.index, label_columns)]
     split = None
@@ -218,8 +223,8 @@ def targets_of(
         SetupError: the labels do not match the task.
     """
     train, val, _ = parts
-    # Use the labels of all rows, so that the classes do not depend on the validation split.
-    cells = [row.cells[0] for some in parts for row in some if row.cells]
+    # Look at the labels of all rows, so that the classes do not depend on the validation split.
+    cells = [row.cells[0] for row in chain(*parts) if row.cells]
     if reads == "class" and len(columns) == 1:
         named = class_names((row.cells[0] for row in train), (row.cells[0] for row in val))
         if several := next((name for name in named.names if SEPARATOR in name), None):
@@ -229,7 +234,7 @@ def targets_of(
         are_numbers = all(map(_is_number, named.names))
         are_digits = all(map(str.isdigit, named.names))
         measures = are_numbers and (len(named.names) > MAX_DIGIT_CLASSES or not are_digits)
-        # Measurements rarely occur twice, while most classes have several images.
+        # Most measurements occur once, while most classes have several images.
         if measures and len(named.names) > len(train) / 2:
             raise SetupError(
                 f"{path}: {columns[0]} holds {len(named.names)} different numbers for {len(train)} "
@@ -269,12 +274,14 @@ def targets_of(
             numbers = [_numbers(path, row) for row in rows]
             matrices.append(np.array(numbers, np.float32).reshape(-1, len(columns)))
         return columns, matrices, class_names(columns).notes
-    others = f"its other columns are {list_some(columns, 6)}: data.label_column=NAME takes one"
-    raise SetupError(f"{path} needs {NEEDED_COLUMNS[reads]}; {others}")
+    raise SetupError(
+        f"{path} needs {NEEDED_COLUMNS[reads]}; its other columns are {list_some(columns, 6)}: "
+        "data.label_column=NAME takes one"
+    )
 
 
 def _check_cell(where: str, cell: str, root: Path, is_label: bool) -> None:
-    """Check a cell.
+    """Check that a cell has a label if it must, and that it does not contain other rows.
 
     Raises:
         SetupError: a label is missing, or a quote is closed too late, so that the cell contains the
@@ -306,7 +313,11 @@ def _numbers(path: Path, row: Row) -> list[float]:
 
 
 def read_lines(path: Path) -> tuple[list[str], list[Line]]:
-    """Return the header of a table, and its other lines except empty ones. Raises SetupError."""
+    """Return the header of a table, and all other lines that are not empty.
+
+    Raises:
+        SetupError: the file cannot be read, or is not a valid table.
+    """
     try:
         text = path.read_bytes().decode("utf-8-sig")
         if "\0" in text:
@@ -316,8 +327,10 @@ def read_lines(path: Path) -> tuple[list[str], list[Line]]:
     except OSError as error:
         raise SetupError(f"data.labels={path} cannot be read ({error.strerror})") from None
     except ValueError as error:
-        advice = "save it as UTF-8 (Excel: Save As, CSV UTF-8)"
-        raise SetupError(f"data.labels={path} cannot be read ({error}): {advice}") from None
+        raise SetupError(
+            f"data.labels={path} cannot be read ({error}): save it as UTF-8 (Excel: Save As, CSV "
+            "UTF-8)"
+        ) from None
     lines = [*_records(path, text)]
     if len(lines) < 2 or len(lines[0][1]) < 2:
         raise SetupError(
@@ -350,7 +363,7 @@ def _records(path: Path, text: str) -> Iterator[Line]:
     lines = []
     if '"' in text:
         lines = io.StringIO(text, newline="").readlines()
-    # Blanks after a closing quote do not belong to the cell, but csv refuses them in strict mode.
+    # The csv module, in strict mode, refuses blanks between a closing quote and the separator.
     tidy = (
         re.sub(r'(?<=") +(?=[,\t\r\n]|$)', "", line) if '" ' in line else line for line in lines
     )
@@ -376,7 +389,7 @@ def _records(path: Path, text: str) -> Iterator[Line]:
 
 
 def plain(cell: str) -> str:
-    """Return the path in a cell, which Windows or `find .` may have written."""
+    """Normalize the path in a cell, such as train\\1.jpg from Windows or ./1.jpg from `find .`."""
     return os.path.normpath(cell.replace("\\", "/"))
 
 

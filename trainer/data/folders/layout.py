@@ -1,6 +1,7 @@
 """Layout of a folder of photos: training and validation parts, and names and order of classes.
 
-If a folder has no validation part, a fraction of each class is drawn, the same images every time.
+If a folder has no validation part, a fraction of each class is drawn as validation images. The same
+images are drawn every time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from trainer.saving.run_folder import RunFolder
 from trainer.saving.run_names import find_run_folder
 from trainer.tasks.classification import class_name
 
-# Names of folders, in upper or lower case; the first that exists is used.
+# Names of the folders of each part, in upper or lower case. The first one that exists is used.
 PARTS = {
     "train": ("train", "training"),
     "val": ("val", "valid", "validation"),
@@ -82,7 +83,7 @@ def class_names(texts: Iterable[str], others: Iterable[str] = ()) -> ClassNames:
     forms |= {text: class_name(text) for text in others}
     places = {text: order[form] for text, form in forms.items() if form in order}
     twice = [escape_non_utf8(form) for form, count in Counter(forms.values()).items() if count > 1]
-    notes = dict[str, str]()
+    notes = {}
     if twice:
         notes["names"] = f"{list_some(twice)}: written in two Unicode forms, each one class"
     looks = Counter(map(_look, order))
@@ -95,7 +96,7 @@ def class_names(texts: Iterable[str], others: Iterable[str] = ()) -> ClassNames:
 
 
 def _look(name: str) -> str:
-    """Return a key that is equal for names that look alike, such as 1.0 and 01, or cat and Cat."""
+    """Return a key that is equal for similar names, such as 1.0 and 01, or cat and Cat."""
     with suppress(ValueError):
         return str(float(name))
     letters = unicodedata.normalize("NFKC", name).casefold()
@@ -104,7 +105,10 @@ def _look(name: str) -> str:
 
 def part_named(name: str) -> str | None:
     """Return the part (train, val or test) that a folder's name or a table's cell stands for."""
-    return next((part for part, names in PARTS.items() if name.lower() in names), None)
+    for part, names in PARTS.items():
+        if name.lower() in names:
+            return part
+    return None
 
 
 def held_out_of(
@@ -123,19 +127,22 @@ def held_out_of(
     Raises:
         SetupError: there is no test part, but the user requires it.
     """
-    if test and not {"train", "test"} <= {*parts}:
-        raise SetupError(
-            f"split=test: {where} has no test part with classes beside a training part: leave "
-            "split= out"
-        )
-    part = "test" if test else next((part for part in ("val", "test") if part in parts), None)
-    alone = part == "test" and not test
-    return part, {
-        "test": "held out for want of val: it chooses the best epoch, and is no test of it"
-    } if alone else {}
+    if test:
+        if not {"train", "test"} <= {*parts}:
+            raise SetupError(
+                f"split=test: {where} has no test part with classes beside a training part: leave "
+                "split= out"
+            )
+        return "test", {}
+    if "val" in parts:
+        return "val", {}
+    if "test" in parts:
+        note = "held out for want of val: it chooses the best epoch, and is no test of it"
+        return "test", {"test": note}
+    return None, {}
 
 
-def layout_of(root: Path, left: LeftOut, test: bool = False) -> ClassFolders:
+def layout_of(root: Path, left: LeftOut, test: bool) -> ClassFolders:
     """Find the directories of training and validation images in `root`.
 
     Args:
@@ -150,7 +157,7 @@ def layout_of(root: Path, left: LeftOut, test: bool = False) -> ClassFolders:
     train = _named(folders, TRAIN)
     held_out = _held_out(root, folders, test)
     if train is not None:
-        # Without a train folder, `classes_of` counts the images next to the class folders.
+        # Count images next to the train folder. `classes_of` counts those next to class folders.
         left[LOOSE] += len(listed(root, left)[1])
         others = tuple(name for name in folders if root / name not in (root / train, held_out))
         return ClassFolders(root / train, held_out, others)
@@ -181,9 +188,11 @@ def _held_out(root: Path, folders: Sequence[str], test: bool) -> Path | None:
 
 def _named(folders: Sequence[str], names: Sequence[str]) -> str | None:
     """Return the first folder that has one of the names, in upper or lower case, if any."""
-    return next(
-        (folder for wanted in names for folder in folders if folder.lower() == wanted), None
-    )
+    for name in names:
+        for folder in folders:
+            if folder.lower() == name:
+                return folder
+    return None
 
 
 def classes_of(folder: Path, left: LeftOut) -> dict[str, list[str]]:
@@ -223,7 +232,7 @@ def check_several(train: Path, classes: dict[str, list[str]]) -> None:
         SetupError: the class folders are probably not the classes that the user means.
     """
     # Names of the folders inside each class folder that contain its images.
-    inside = list[set[str]]()
+    inside = []
     for paths in classes.values():
         inside.append({path.split("/")[1] for path in paths if path.count("/") > 1})
     if len(classes) == 1:
@@ -249,9 +258,9 @@ class Before(NamedTuple):
 
     Attributes:
         held_out: names of the validation images; None if the recipe's seed draws them.
-        elsewhere: whether the data set may consist of different images. If it does, all of them are
-            validation images.
-        test: whether the test part is the validation split.
+        elsewhere: whether the data set may consist of other images than the earlier run's. If it
+            does, all of them are validation images.
+        test: whether to use the test part as the validation split.
     """
 
     held_out: frozenset[str] | None = None
@@ -265,9 +274,9 @@ NOTHING_BEFORE = Before()
 def draw(names: Sequence[str], labels: Array, fraction: float, seed: int) -> Array:
     """Draw the validation images of a data set.
 
-    The choice depends only on the names of images and the seed, not on the order of files or on
-    other classes. A class with one image has no validation image; any other class has at least one,
-    and never loses all its images.
+    Whether an image is drawn depends only on the names of the images of its class and the seed, not
+    on the order of files or on other classes. At least one image of each class is drawn, and at
+    least one is left for training. From a class with a single image, none is drawn.
 
     Args:
         names: names of the images.

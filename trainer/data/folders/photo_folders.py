@@ -1,6 +1,6 @@
-"""Data sets of photos: folders such as root/train/<class>/..., size of images, and statistics.
+"""Data sets of photos from folders such as root/train/<class>/..., with image size and statistics.
 
-`layout` describes all layouts of a folder.
+The module `layout` describes the layouts of folders that are understood.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ from trainer.recipe.known_names import torchvision_classifiers
 from trainer.recipe.text import list_some
 from trainer.saving.files import escape_non_utf8, format_csv
 
+# Mean and standard deviation of the channels of ImageNet.
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+# Weights of the channels in gray (ITU-R BT.601).
 LUMA = (0.299, 0.587, 0.114)
 # Maximum size in bytes of a data set that is decoded at the start and kept in memory.
 IN_MEMORY_BYTES = 2**30
@@ -151,8 +153,8 @@ def holdout_table(train: EncodedPhotos, val: EncodedPhotos, names: Sequence[str]
 def class_counts(
     train: EncodedPhotos, val: EncodedPhotos, names: Sequence[str], balanced: bool
 ) -> dict[str, str]:
-    """Count the images of each class for the banner, with a suggestion if some have far fewer."""
-    # If an image can have several classes, its label is a row of 0 and 1.
+    """Return notes for a run's banner: images per class, and advice if classes are unbalanced."""
+    # If an image can have several classes, its label is a row of zeros and ones.
     several = train.labels.ndim > 1
     here, there = (
         part.labels.sum(0).astype(int)
@@ -164,7 +166,7 @@ def class_counts(
     # Ignore classes without training images.
     fewest = next((row for row in order if here[row]), 0)
     most = order[-1]
-    # If there are many classes, list the smallest ones.
+    # If there are many classes, list only the smallest ones.
     listed = range(len(names)) if len(names) <= MAX_LISTED_CLASSES else order
     each = list_some(
         [f"{names[row]} {here[row]} + {there[row]}" for row in listed], MAX_LISTED_CLASSES
@@ -204,7 +206,7 @@ def photos(
     table = None
     if val is None:
         whole = train
-        files = [whole.name(index) for index in range(len(whole))]
+        files = [*map(whole.name, range(len(whole)))]
         if whole.labels.ndim == 1:
             labels = whole.labels
         else:
@@ -247,7 +249,6 @@ def photos(
         image_size=size,
         mean=mean,
         std=std,
-        synthetic=False,
         holdout=holdout,
         notes={**shape, **values.notes(), **measured, **counts, **notes},
         sources=(train, val),
@@ -256,8 +257,14 @@ def photos(
 
 
 def header_shapes(folder: EncodedPhotos, values: PixelValues, channels: int | None) -> list[Shape]:
-    """(channels, height, width) of some of the images, by their headers; `values` looks at pixels
-    that are not bytes, for which alone images are decoded."""
+    """Return (channels, height, width) of some images from their headers.
+
+    Args:
+        folder: the images.
+        values: collects the range of pixels that are not bytes. Only images with such pixels are
+            decoded.
+        channels: the recipe's data.channels.
+    """
     shapes = []
     indices = np.linspace(0, len(folder) - 1, min(MAX_HEADERS, len(folder)))
     for index in indices.astype(int):
@@ -291,9 +298,9 @@ def shape_of(image: Image.Image) -> Shape:
 def image_shape(recipe: Recipe, shapes: list[Shape]) -> tuple[int, ImageSize, dict[str, str]]:
     """Return channels and size of the model's images, and a note about the choice.
 
-    The recipe's values are used if they are set. Without them, small square images of equal size
-    keep their size, and gray images stay gray. All other images become 3 x 224 x 224, and so do
-    images for pretrained weights or torchvision's models, which were made for that shape.
+    The recipe's values are used if they are set. Otherwise small square images of equal size keep
+    their size, and gray images stay gray. All other images become 3 x 224 x 224. So do images for
+    pretrained weights and for torchvision's models, which were designed for this shape.
 
     Args:
         recipe: the recipe.
@@ -310,13 +317,14 @@ def image_shape(recipe: Recipe, shapes: list[Shape]) -> tuple[int, ImageSize, di
     small = (
         height == width < PHOTO_SIDE and model.weights is None and not (started and torchvisions)
     )
-    gray = bool(shapes) and all(shape[0] == 1 for shape in shapes)
+    channel_counts = {shape[0] for shape in shapes}
+    gray = channel_counts == {1}
     coloured = torchvisions or started or model.weights is not None
     channels = data.channels or (1 if gray and not coloured else 3)
     size = typed_size(data.image_size) or (height if small else PHOTO_SIDE)
     if (data.image_size and data.channels) or not shapes:
         return channels, size, {}
-    several = {shape[0] for shape in shapes} - {1, 3}
+    several = channel_counts - {1, 3}
     if several:
         kind = f"of {'/'.join(map(str, sorted(several)))} channels"
     else:
@@ -333,7 +341,7 @@ def measured_photos(
 ) -> tuple[Numbers, Numbers, int]:
     """Measure mean and standard deviation of each channel over images prepared for evaluation.
 
-    Pixels are counted by value, so that every rank computes exactly the same result.
+    Pixel values are counted as integers, so that every rank computes exactly the same result.
 
     Returns:
         Mean and standard deviation of each channel, and the number of measured images.
@@ -351,7 +359,8 @@ def measured_photos(
             for channel, pixels in enumerate(image):
                 counts[channel] += np.bincount(pixels.ravel(), minlength=256)
             looked += 1
-        except Exception as error:  # decoders raise anything at all
+        except Exception as error:
+            # Decoders can raise any exception.
             failed = folder.where(index), describe_failure(error)
     if not looked:
         raise unreadable([failed], len(folder))
@@ -396,13 +405,14 @@ def decoded(
     """
     images = torch.empty(len(folder), *sides(size), channels, dtype=torch.uint8)
     failures: dict[int, str] = {}
-    # Several threads would be slower: for small images they compete for the interpreter lock.
+    # Several threads would be slower: with small images, they compete for the interpreter lock.
     for index in range(len(folder)):
         try:
             images[index] = prepare_for_evaluation(folder.open(index, channels)[0], size).permute(
                 1, 2, 0
             )
-        except Exception as error:  # decoders raise anything at all
+        except Exception as error:
+            # Decoders can raise any exception.
             failures[index] = describe_failure(error)
     named = tuple((folder.where(index), why) for index, why in failures.items())
     if named and recipe.data.on_error == "stop":
@@ -412,8 +422,12 @@ def decoded(
         rows = np.delete(rows, list(failures))
     else:
         for index in failures:
-            near = ((index + step) % len(folder) for step in range(1, NEIGHBOURS))
-            rows[index] = next((other for other in near if other not in failures), -1)
+            rows[index] = -1
+            for step in range(1, NEIGHBOURS):
+                other = (index + step) % len(folder)
+                if other not in failures:
+                    rows[index] = other
+                    break
     if not len(rows) or rows.min() < 0:
         raise SetupError(
             f"{folder.root}: hardly any image can be read, the first is {named[0][0]} "

@@ -13,13 +13,13 @@ from PIL import Image
 from trainer.data.photos.decoding import list_formats, register_heif
 from trainer.errors import SetupError
 
-# Names of files and folders, in lower case, that systems and programs leave behind.
+# Names, in lower case, of files and folders that operating systems and programs create.
 JUNK = (
     *("__macosx", "thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r", "@eadir", "$recycle.bin"),
     *("system volume information", "lost+found"),
 )
 HEIF = (".heic", ".heif", ".heics", ".heifs", ".hif")
-# What the user can do about photos in formats that are not read, by suffix.
+# Advice to the user about photos in formats that are not read, by suffix.
 NEEDS = {
     **dict.fromkeys((".avif", ".webp"), "pip install --upgrade pillow"),
     **dict.fromkeys(
@@ -74,9 +74,9 @@ class LeftOut(Counter[str]):
 
 
 def what_reads(suffix: str) -> str | None:
-    """Return how the user can make images with this suffix readable.
+    """Return advice on how to make images with this suffix readable.
 
-    Returns None if the suffix is not that of an image, or images with it are already read.
+    The result is None or empty if the suffix is not one of images, or if they can be read.
     """
     lower = suffix.lower()
     return register_heif() if lower in HEIF else NEEDS.get(lower)
@@ -99,14 +99,14 @@ def is_image(name: str) -> bool:
 def is_folder(entry: os.DirEntry[str]) -> bool:
     """Return whether an entry is a folder in which to look for images.
 
-    A link to one of the folders that contain the link is not, because that would never end. The
-    folders of both its path and its real path are considered.
+    A link to a folder that contains the link itself is excluded, because the search would never
+    end. The folders of both the link's path and its real path are considered.
     """
     try:
         if not entry.is_dir() or not entry.is_symlink():
             return entry.is_dir()
     except OSError:
-        # The entry can be a link to itself, for example.
+        # The entry may be a link to itself, for example.
         return False
     target = os.path.realpath(entry.path)
     here = os.path.realpath(os.path.dirname(entry.path))
@@ -115,7 +115,7 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def is_junk(name: str) -> bool:
-    """Return whether a system or program left a file behind, such as ._IMG.jpg or .DS_Store."""
+    """Return whether a file is hidden or created by a system, such as ._IMG.jpg or Thumbs.db."""
     return name.startswith(".") or name.lower() in JUNK
 
 
@@ -148,7 +148,7 @@ def listed(folder: str | os.PathLike[str], left: LeftOut) -> tuple[list[str], li
         raise SetupError(f"{error.filename or folder} cannot be listed: {error.strerror}") from None
     photos = [name for name in images if not name.lower().endswith(ARRAY)]
     if photos:
-        # Arrays next to photos are not images: they may be masks or features.
+        # Arrays next to photos do not count as images: they may be masks or features.
         for name in {*images} - {*photos}:
             left.other(name)
         images = photos

@@ -1,4 +1,4 @@
-"""Targets of samples that are read separately, and their check by the task."""
+"""Conversion and checks of the targets of samples that are read one at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_NUMBERS_PER_CLASS = 20
 
 
 def sparse(numbers: npt.NDArray[Any]) -> str:
-    """Return a warning if hardly any class number up to the highest one is used.
+    """Return a warning if only few of the class numbers up to the highest one are used.
 
     Args:
         numbers: (samples,) class numbers; negative for no class.
@@ -43,7 +43,11 @@ def sparse(numbers: npt.NDArray[Any]) -> str:
 
 
 def target_of(target: Any, kind: type[Task], names: Sequence[str]) -> Tensor:
-    """Convert a sample's target to the form that the task needs. Raises ValueError."""
+    """Convert a sample's target to the form that the task needs.
+
+    Raises:
+        ValueError: the task does not accept the target.
+    """
     try:
         return kind.checked(as_targets(target)[None], names)[0]
     except (TypeError, ValueError, RuntimeError) as error:
@@ -68,10 +72,15 @@ class Targets:
     spec: TensorSpec
 
     def checked(self, target: Any) -> Tensor | int:
-        """Check a sample's target and return it. Raises ValueError."""
+        """Convert a sample's target to the form that the task needs.
+
+        Raises:
+            ValueError: the task does not accept the target, or it has another shape or type than
+                the targets of other samples.
+        """
         is_plain = self.kind.checked.__func__ is Classification.checked.__func__  # type: ignore[attr-defined]
         if is_plain and type(target) is int and 0 <= target < len(self.names):
-            # Checking a tensor takes longer than reading a small image.
+            # Skip the check as a tensor, which takes longer than reading a small image.
             return target
         tensor = target_of(target, self.kind, self.names)
         if (

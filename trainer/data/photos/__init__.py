@@ -1,4 +1,4 @@
-"""Photos: from a file to pixels of the right size, and back to a picture for people.
+"""Photos: decoding and augmentation, from a file to pixels of the size that the model needs.
 
-The workers of a loader use this package, and `data.cache` uses it in advance.
+Loader workers use this package, and so does the build of a cache (`data.cache`).
 """

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# Returns the tensor for use on the current stream, which waits for the copy.
+# Function that lets the current stream wait for the copy, and returns the tensor.
 Copy = Callable[[], Tensor]
 
 
@@ -26,7 +26,7 @@ class Copies:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def begin(self, values: Tensor) -> Copy:
-        """Start a copy; `values` may change as soon as this returns."""
+        """Start a copy. The caller may change `values` as soon as this function returns."""
         with torch.cuda.stream(self._stream):
             copied = copy_to_device(values, self._device)
         event = self._stream.record_event()
@@ -34,8 +34,8 @@ class Copies:
         def arrive() -> Tensor:
             current = torch.cuda.current_stream(copied.device)
             current.wait_event(event)
-            # The memory was allocated on the copy stream: without this, the allocator could reuse
-            # it while the current stream still reads it.
+            # The memory was allocated on the copy stream. Without this call, the allocator might
+            # reuse it while the current stream still reads it.
             copied.record_stream(current)
             return copied
 

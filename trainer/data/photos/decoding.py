@@ -34,13 +34,13 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "HEIF", "
 PNG = b"\x89PNG\r\n\x1a\n"
 # Markers of a JPEG: start of the pixels, end of the image.
 SCAN, END = b"\xff\xda", b"\xff\xd9"
-# Number of consecutive zero bytes that compressed pixels never have.
+# Number of consecutive zero bytes that compressed pixels never contain.
 PADDING = 64
 # First bytes of a JPEG's XMP segment.
 XMP = b"http://ns.adobe.com/xap/1.0/\0"
 # Pillow's modes with transparency.
 ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
-# Dimensions to flip for each EXIF orientation; from 5 on, height and width are exchanged before
+# Dimensions to flip for each EXIF orientation. From 5 on, height and width must be exchanged before
 # (Exif 2.32, page 36).
 FLIPS: dict[int, tuple[int, ...]] = {
     2: (2,),
@@ -109,12 +109,12 @@ def open_encoded(
         if height and width:
             size = (width, height) if orientation >= 5 else (height, width)
             if tags:
-                # Some decoders would turn the image by these segments. Change their type to one
-                # that no decoder reads.
+                # Some decoders turn the image as these segments say, and `_turn` would do it again.
+                # Change the type of the segments to one that no decoder reads.
                 data = data.copy()
                 data[[start + 1 for start in tags]] = 0xEC
             return Picture(*size, partial(_decode_jpeg, data, channels, orientation))
-    # Pillow reads only some kinds of TIFF files: `read_stack` tries the others.
+    # Pillow reads only some kinds of TIFF files. `read_stack` tries the others.
     with without_warnings(), contextlib.suppress(UnidentifiedImageError):
         if not stack:
             with Image.open(io.BytesIO(data.data), formats=list_formats()) as opened:
@@ -155,7 +155,7 @@ def _decode_jpeg(
 ) -> Tensor:
     """Decode a JPEG, upright, at 1 / `factor` of its size.
 
-    Each library reads what the other one refuses, whatever the factor.
+    If one library refuses the file, the other one is tried, whatever the factor.
     """
 
     def decode_whole() -> Tensor:
@@ -188,7 +188,7 @@ def _turn(image: Tensor, orientation: int) -> Tensor:
 
 @contextlib.contextmanager
 def without_warnings() -> Iterator[None]:
-    """Suppress Pillow's warnings about odd metadata in images that are fine."""
+    """Context manager that hides Pillow's warnings about odd metadata in readable images."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -196,7 +196,7 @@ def without_warnings() -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def register_heif() -> str:
-    """Let Pillow open HEIC photos; return why it cannot and what to type, or an empty string."""
+    """Let Pillow open HEIC photos. Return an error message, or an empty string on success."""
     try:
         load_extra("HEIC", "pillow_heif").register_heif_opener()
     except SetupError as error:
@@ -216,9 +216,9 @@ def parse_jpeg_header(data: Bytes) -> tuple[int, int, int, list[int]]:
     """Read the segments of a JPEG up to its pixels.
 
     Returns:
-        Height and width in the frame header, (0, 0) without one; the orientation, 1 to 8, as Pillow
-        finds it in EXIF or else in XMP, by default 1; and the positions of the segments with such
-        metadata.
+        Height and width in the frame header, or 0 and 0 without one; the orientation, 1 to 8, which
+        Pillow finds in EXIF or else in XMP data, by default 1; and the positions of the segments
+        that contain such data.
     """
     start = 2
     end = len(data) - 8
@@ -234,14 +234,14 @@ def parse_jpeg_header(data: Bytes) -> tuple[int, int, int, list[int]]:
         if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
             high, low, wide, narrow = data[start + 5 : start + 9].tolist()
             size = (256 * high + low, 256 * wide + narrow)
-        # Fill bytes are one byte, and markers without a payload two; the others have a length.
+        # A fill byte is one byte long, and a marker without payload two. Others state their length.
         step = 1 if kind == 0xFF else 2
         if kind != 0xFF and kind != 0x01 and not 0xD0 <= kind <= 0xD8:
             step += 256 * int(data[start + 2]) + int(data[start + 3])
         if kind == 0xE1:
             tags.append(start)
             segment = data[start + 4 : start + step].tobytes()
-            # Long EXIF data continue in further segments.
+            # Long EXIF data are continued in further segments.
             if segment.startswith(b"Exif"):
                 if "exif" in metadata.info:
                     metadata.info["exif"] = metadata.info["exif"] + segment[6:]
@@ -257,7 +257,7 @@ def parse_jpeg_header(data: Bytes) -> tuple[int, int, int, list[int]]:
 
 def read_orientation(image: Image.Image) -> int:
     """Return the EXIF orientation of a loaded image, 1 to 8; 1 if it is invalid or missing."""
-    # EXIF data may contain anything, and Pillow raises anything.
+    # Pillow can raise any exception for invalid EXIF data.
     with contextlib.suppress(Exception):
         orientation: int = image.getexif().get(ExifTags.Base.Orientation, 1)
         return orientation if orientation in range(2, 9) else 1
@@ -269,10 +269,10 @@ def from_pillow(
     channels: int,
     pixel_range: Range | None = None,
 ) -> Tensor:
-    """Convert a Pillow image to (channels, height, width) uint8, on white if it is transparent.
+    """Convert a Pillow image to (channels, height, width) uint8. Transparent pixels become white.
 
     Raises:
-        ValueError: its pixels cannot be converted to bytes.
+        ValueError: the pixels cannot be converted to bytes.
     """
     kind = find_pixel_kind(image)
     transparent = image.info.get("transparency")
@@ -283,7 +283,7 @@ def from_pillow(
     has_alpha = image.mode in ALPHA or getattr(image.palette, "mode", "").endswith("A")
     if kind is not None and not kind.colour:
         values = as_bytes(np.asarray(image), kind, pixel_range)
-        # In a gray image, one value can stand for transparent pixels.
+        # In a gray image, one pixel value can mean transparent.
         if isinstance(transparent, int):
             values[np.asarray(image) == transparent] = 255
         image = Image.fromarray(values)
@@ -295,10 +295,8 @@ def from_pillow(
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
-def from_pillow_upright(
-    image: Image.Image, channels: int, pixel_range: Range | None = None
-) -> Tensor:
-    """Convert as `from_pillow`, and turn the image as its EXIF data, or else its XMP data, say."""
+def from_pillow_upright(image: Image.Image, channels: int, pixel_range: Range | None) -> Tensor:
+    """Convert like `from_pillow`, and turn the image upright by its EXIF data, or else XMP data."""
     if channels not in (1, 3):
         raise ValueError(
             f"a Pillow image has 1 or 3 channels, not data.channels={channels}: return a uint8 "
@@ -308,7 +306,7 @@ def from_pillow_upright(
 
 
 def convert_channels(images: Tensor, channels: int) -> Tensor:
-    """Convert images (..., C, H, W) of 1 or 3 channels to 1 (their luma) or 3 (repeated).
+    """Convert images (..., C, H, W) between 1 channel (luma) and 3 channels (equal ones).
 
     Raises:
         RecipeError: the images have another number of channels.
@@ -320,13 +318,12 @@ def convert_channels(images: Tensor, channels: int) -> Tensor:
         raise RecipeError(f"images have {actual} channels, not data.channels={channels}")
     if channels == 3:
         return images.expand(*images.shape[:-3], 3, *images.shape[-2:])
-    luma: Tensor = vision.rgb_to_grayscale(images)
-    return luma
+    return vision.rgb_to_grayscale(images)  # type: ignore[no-any-return]
 
 
 def describe_failure(error: BaseException) -> str:
-    """Say in a few words why something could not be read."""
-    # The text of Pillow's error contains the address of a Python object.
+    """Return a short text about why something could not be read."""
+    # The message of this error contains the address of a Python object.
     if isinstance(error, UnidentifiedImageError):
         return "cannot identify image file"
     if isinstance(error, OSError) and error.strerror:

@@ -1,8 +1,8 @@
 """JPEG decoding by torchcodec, or by torchvision if torchcodec cannot be loaded.
 
-Both use libjpeg and return the same pixels. torchvision's decoder is deprecated since 0.29.
-torchcodec is imported for the first JPEG, and needs no FFmpeg for images. Since 0.16 it reads
-images with every torch from 2.11 on that is built for the same CUDA version.
+Both use libjpeg and return the same pixels. torchvision's decoder has been deprecated since 0.29.
+torchcodec is imported when the first JPEG is decoded, and needs no FFmpeg for images. Since 0.16,
+it works with all versions of torch from 2.11 on that are built for the same CUDA version.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Codec(NamedTuple):
     """A JPEG decoder.
 
     Attributes:
-        name: the library.
-        decode: maps bytes and a number of channels to an image. Some decoders turn it as the first
-            APP1 segment says.
-        instead: why torchcodec is not used; empty if it is.
+        name: name of the library.
+        decode: function that decodes bytes to an image with a number of channels. Some decoders
+            turn the image as its first APP1 segment says.
+        instead: reason why torchcodec is not used; empty if it is used.
     """
 
     name: str
@@ -65,7 +65,7 @@ def get_codec() -> Codec:
     except (ModuleNotFoundError, AttributeError):
         return _build_fallback("0.16 or newer is not installed: pip install --upgrade torchcodec")
     except Exception as error:
-        # A torchcodec that is built for another CUDA version can raise anything.
+        # If torchcodec is built for another CUDA version, it can raise any exception.
         why = read_text(error.__cause__ or error).partition("\n")[0]
         return _build_fallback(
             f"it cannot be loaded ({why}): install the one of the index that torch came from"
@@ -88,5 +88,4 @@ def _decode_with_torchvision(data: Tensor, channels: int) -> Tensor:
     if channels == 3:
         mode = torchvision_io.ImageReadMode.RGB
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-        image: Tensor = torchvision_io.decode_jpeg(data, mode=mode)
-    return image
+        return torchvision_io.decode_jpeg(data, mode=mode)  # type: ignore[no-any-return]

@@ -1,8 +1,8 @@
 """Images that are decoded lazily, and no larger than needed.
 
-A photo of 12 megapixels that is resized to 224 x 224 has a hundred times the pixels that are used.
-JPEG stores blocks of 8 x 8 frequencies: from fewer frequencies, a decoder makes an image of 1/2,
-1/4 or 1/8 of the size (libjpeg's scale_denom).
+A photo of 12 megapixels has over a hundred times as many pixels as the image of 224 x 224 to which
+it is resized. JPEG stores frequencies of blocks of 8 x 8 pixels. From only the lowest frequencies,
+a decoder can compute an image of 1/2, 1/4 or 1/8 of the size (libjpeg's scale_denom).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Box = tuple[int, int, int, int]
 
 # Factors by which a decoder can scale an image down.
 FACTORS = (8, 4, 2)
-# Longest allowed side in multiples of the shorter one: a longer image would fill the memory once
-# its shorter side is enlarged.
+# Maximum ratio of the longer side to the shorter one. A more elongated image would fill the memory
+# when its shorter side is enlarged.
 LONGEST = 1000
-# Pixels to decode at least along a side: a box begins at a whole pixel, so fewer pixels would move
-# it noticeably.
+# Minimum number of pixels to decode along a side of a box. A box starts at a whole pixel of the
+# decoded image, so with fewer pixels, rounding would shift it noticeably.
 FINE = 128
 
 
@@ -32,11 +32,11 @@ class Picture:
     """An upright image that is decoded on demand.
 
     Attributes:
-        height: of the whole image in pixels.
-        width: of the whole image in pixels.
-        decode: returns the image as (C, h, w) uint8 for a factor of `FACTORS`, or 1. With factor 1
-            it has its full size, or the size in which it is stored. With other factors it may be
-            smaller by at most that factor.
+        height: height of the whole image in pixels.
+        width: width of the whole image in pixels.
+        decode: function that returns the image as (C, h, w) uint8 for a factor of `FACTORS`, or 1.
+            With factor 1, it has its full size, or the size in which it is stored. With another
+            factor, its sides may be shorter by at most that factor.
     """
 
     height: int
@@ -46,8 +46,10 @@ class Picture:
     def pixels(self, box: Box, least: ImageSize) -> Tensor:
         """Decode a box, (C, h, w) uint8.
 
-        Each side has at least as many pixels as `least` and `FINE`, if the box has as many. Raises
-        whatever decoding raises.
+        Each side has at least as many pixels as `least` and `FINE`, unless the box has fewer.
+
+        Raises:
+            Exception: decoding can raise any exception.
         """
         box_top, box_left, box_height, box_width = box
         least_height, least_width = sides(least)
@@ -62,11 +64,9 @@ class Picture:
         """Decode the whole image, as `pixels` does.
 
         Raises:
-            ValueError: one side is over `LONGEST` times the other.
+            ValueError: one side is over `LONGEST` times as long as the other.
         """
-        longer = max(self.height, self.width)
-        shorter = min(self.height, self.width)
-        if longer > LONGEST * shorter:
+        if max(self.height, self.width) > LONGEST * min(self.height, self.width):
             raise ValueError(
                 f"{self.width} x {self.height} pixels are a stripe, not a photo: cut it into parts"
             )

@@ -29,15 +29,15 @@ from trainer.recipe.image_sizes import ImageSize, sides
 
 # Images whose longer side has at most this many pixels are not cropped for evaluation.
 TINY = 64
-# On these CPUs torch resizes uint8 without a conversion to float.
+# Whether torch resizes uint8 on this CPU without a conversion to float.
 VECTORISED = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-# Number of following samples to try instead of one that cannot be read.
+# Number of samples to try, starting with the wanted one, until one can be read.
 NEIGHBOURS = 100
 
 # Number of the reader; epoch, or None for evaluation; sample indices, in training modulo the number
 # of samples (`sampling.draw_balanced_permutation`).
 Key = tuple[int, int | None, Array]
-# What could not be read, and why.
+# Name of a sample that could not be read, and the reason.
 Unreadable = tuple[str, str]
 
 
@@ -45,10 +45,10 @@ class Report(NamedTuple):
     """The result of filling a slot.
 
     Attributes:
-        rows: rows that are not padding.
-        failures: what could not be read.
-        end: whether the first failure ends training.
-        uncached: photos that the cache lacked.
+        rows: number of rows that are not padding.
+        failures: samples that could not be read.
+        end: whether the run must end because of the first failure.
+        uncached: number of photos that the cache lacked.
     """
 
     rows: int
@@ -62,15 +62,15 @@ def prepare_for_evaluation(
     size: ImageSize,
     shorter: ImageSize | None = None,
 ) -> Tensor:
-    """Prepare a photo for evaluation: resize it until it covers `shorter`, and crop the centre.
+    """Prepare a photo for evaluation: resize it until it covers `shorter`, and crop the center.
 
-    Evaluation and prediction both use this function, so their pixels are the same. The image is
-    decoded no larger than needed.
+    Both evaluation and prediction use this function, so their pixels are the same. The image is not
+    decoded larger than needed.
 
     Args:
         picture: the photo.
         size: size of the crop in pixels.
-        shorter: the size to cover; by default `shorter_side(size)`.
+        shorter: the size to cover; by default `compute_shorter_side(size)`.
     """
     shorter = shorter or compute_shorter_side(size)
     return resize_and_center_crop(picture.whole(shorter), size, shorter)
@@ -81,13 +81,12 @@ def resize_and_center_crop(
     size: ImageSize,
     shorter: ImageSize,
 ) -> Tensor:
-    """Resize images (..., C, H, W) until they cover `shorter`, and crop `size` from the centre."""
+    """Resize images (..., C, H, W) until they cover `shorter`, and crop `size` from the center."""
     height, width = images.shape[-2:]
     new_size = covering_size(height, width, shorter)
     if new_size != (height, width):
         images = resize(images, [*new_size])
-    centre: Tensor = vision.center_crop(images, [*sides(size)])
-    return centre
+    return vision.center_crop(images, [*sides(size)])  # type: ignore[no-any-return]
 
 
 def covering_size(
@@ -123,8 +122,7 @@ def evaluation_shorter_side(data: Datasets) -> ImageSize:
 
     Images in memory, and images with a target for each pixel, are not cropped.
     """
-    whole = isinstance(data.val, ImageSet) or len(data.targets.shape) > 1
-    if whole:
+    if isinstance(data.val, ImageSet) or len(data.targets.shape) > 1:
         return data.image_size
     return compute_shorter_side(data.image_size)
 
@@ -135,17 +133,16 @@ def resize(image: Tensor, size: list[int]) -> Tensor:
     `size` is [height, width], or [length] of the shorter side.
     """
     if image.dim() > 3:
-        several: Tensor = vision.resize(image, size, antialias=True)
-        return several
-    # JPEG is decoded as channels_last, and batches are kept so: resizing and copying are faster.
+        return vision.resize(image, size, antialias=True)  # type: ignore[no-any-return]
+    # Keep the memory format channels_last, in which JPEG is decoded and batches are stored, so that
+    # resizing and copying are faster.
     whole = image[None].contiguous(memory_format=torch.channels_last)
     is_fast = len(size) == 2 and VECTORISED and image.dtype == torch.uint8
     if not is_fast or image.shape[1:] == (*size,):
-        small: Tensor = vision.resize(whole, size, antialias=True)
-        return small[0]
-    # torchvision calls the same function, but its checks of each argument take a quarter of the
-    # time of a small image. The stride of the first dimension is set, or torch returns another
-    # layout (pytorch/pytorch#68430).
+        return vision.resize(whole, size, antialias=True)[0]  # type: ignore[no-any-return]
+    # torchvision calls the same function, but its checks of arguments take a quarter of the time of
+    # a small image. Set the stride of the first dimension, because torch may otherwise return
+    # another memory format (pytorch/pytorch#68430).
     strides = (whole.numel(), *whole.stride()[1:])
     whole = whole.as_strided(whole.shape, strides)
     return F.interpolate(whole, size, mode="bilinear", antialias=True)[0]
@@ -156,7 +153,7 @@ def seed_draws(
     epoch: int,
     sample: int,
 ) -> int:
-    """Seed torch, NumPy and random for what a user's data set draws for a sample in an epoch.
+    """Seed torch, NumPy and random before a user's data set reads a sample in an epoch.
 
     Returns:
         A seed for generators that belong to the data set.
@@ -170,7 +167,7 @@ def seed_draws(
 
 @contextmanager
 def private_draws() -> Iterator[None]:
-    """Restore the states of random, NumPy and torch afterwards."""
+    """Context manager that restores the random states of Python, NumPy and torch at its end."""
     before = random.getstate()
     state = np.random.get_state()
     try:
@@ -182,7 +179,7 @@ def private_draws() -> Iterator[None]:
 
 
 class PhotoDraws:
-    """The random augmentation of some photos, in a worker."""
+    """Random augmentation of the photos of a batch, in a loader worker."""
 
     def __init__(
         self,
@@ -212,7 +209,7 @@ class PhotoDraws:
         picture: Picture,
         size: ImageSize,
     ) -> Tensor:
-        """Augment the photo of row `row` to (C, *size) uint8."""
+        """Return the photo of row `row` after augmentation, (C, *size) uint8."""
         height, width = sides(size)
         if self.crop is not None:
             box = self.crop.box(row, picture.height, picture.width)
@@ -231,8 +228,8 @@ class PhotoDraws:
 class Reader:
     """Fills slots of batch buffers with samples, in a loader worker.
 
-    A sample that cannot be read is reported, not raised: a worker's traceback would not help a
-    user.
+    If a sample cannot be read, the failure is part of the report. An exception with a worker's
+    traceback would not help the user.
     """
 
     def __init__(
@@ -241,7 +238,7 @@ class Reader:
         images: Tensor,
         labels: Tensor,
         recipe: Recipe,
-        plain: bool = False,
+        plain: bool,
     ) -> None:
         """Read from `source` into two buffers.
 
@@ -250,7 +247,7 @@ class Reader:
             images: (slots, rows, H, W, C) uint8.
             labels: (slots, rows, ...).
             recipe: the recipe.
-            plain: True for inputs that are not images; they are buffered as the data set returns
+            plain: whether inputs are not images. Then they are buffered as the data set returns
                 them.
         """
         self.source = source
@@ -262,7 +259,7 @@ class Reader:
         self.skip = recipe.data.on_error == "skip"
         self.channels = images.shape[-1]
         self.size: Any = images.shape[2:4]
-        # Only a user's own data set can draw at random while it is read.
+        # Only a user's own data set can draw random numbers while it is read.
         self.draws = not isinstance(source, LabelledSource)
         self.pictures = source if isinstance(source, PictureSource) else None
 
@@ -287,7 +284,7 @@ class Reader:
     def _generators(self) -> Generators:
         """The random generators of the data set.
 
-        They are searched for in the process that reads, which has its own copy of them.
+        The search takes place in the process that reads, which has its own copy of the data set.
         """
         return Generators(getattr(self.source, "items", self.source) if self.draws else None)
 
@@ -351,8 +348,9 @@ class Reader:
     ) -> tuple[Tensor | None, Tensor | int, list[Unreadable]]:
         """Return the image and label at `place` of the epoch's order, and the failure, if any.
 
-        The sample is `place` modulo the number of samples (`sampling.draw_balanced_permutation`).
-        The image has the layout of the buffer; None if the sample cannot be read.
+        The index of the sample is `place` modulo the number of samples
+        (`sampling.draw_balanced_permutation`). The image has the layout of the buffer, and is None
+        if the sample cannot be read.
         """
         sample = place % len(self.source)
         try:
@@ -366,14 +364,14 @@ class Reader:
                 image = prepare(Picture.of(image)).permute(1, 2, 0)
             return image, label, []
         except Exception as error:
-            # Decoders and users' data sets can raise anything.
+            # Decoders and users' data sets can raise any exception.
             return None, 0, [(self.source.where(sample), describe_failure(error))]
 
 
 def as_pictures(datasets: Datasets, inputs: Tensor) -> Tensor | None:
-    """Convert inputs (n, C, H, W) back to uint8 (n, H, W, 1 or 3) without normalisation.
+    """Convert normalized inputs (n, C, H, W) back to pictures (n, H, W, 1 or 3) uint8.
 
-    Return None if the inputs are not images.
+    The result is None if the inputs are not images.
     """
     if datasets.plain or inputs.dim() != 4:
         return None
@@ -381,6 +379,6 @@ def as_pictures(datasets: Datasets, inputs: Tensor) -> Tensor | None:
     std = torch.tensor(datasets.std)[:, None, None]
     pixels = inputs.detach().float().cpu() * std + mean
     images = (255 * pixels).round().clamp(0, 255).to(torch.uint8)
-    # Show the first three channels, or the first one of two.
+    # Keep the first three channels, or only the first one of two.
     channels = 3 if images.shape[1] >= 3 else 1
     return images[:, :channels].permute(0, 2, 3, 1).contiguous()

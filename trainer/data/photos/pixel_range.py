@@ -1,8 +1,8 @@
-"""Pixels that are not bytes: which of their values are black and white.
+"""Conversion of pixels that are not bytes: which of their values are black and white.
 
-The decision is made once for a whole data set: by the recipe's data.pixel_range, or by the kind of
-file. It never depends on the values of one image, which would make a dark photo as bright as a
-bright one.
+This is decided once for a whole data set, by the recipe's data.pixel_range or by the kind of file.
+It never depends on the values of a single image, because a dark photo would then become as bright
+as a bright one.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from trainer.recipe import DataRecipe
 Range = tuple[float, float]
 Values = np.ndarray[Any, Any]
 
-# Ranges of 16-bit numbers and of real numbers, unless the recipe names another one.
+# Ranges of 16-bit numbers and of real numbers, unless the recipe sets another one.
 WHOLE = (0.0, 65535.0)
 REAL = (0.0, 1.0)
-# Fraction of the range: filters may overshoot a little above white or below black.
+# Tolerance as a fraction of the range: filters may overshoot slightly above white or below black.
 BEYOND = 0.05
-# A set whose brightest value is below a fourth of white was probably not written with that white.
+# If the brightest value of a data set is below white / DARK, that white is probably wrong.
 DARK = 4
+# Usual values of white.
 WHITES = (1, 255, 1023, 4095, 16383, 65535)
 # Tags of a TIFF file.
 BITS, PHOTOMETRIC, SAMPLES, PLANES, SAMPLE_FORMAT = 258, 262, 277, 284, 339
@@ -45,8 +46,8 @@ class PixelKind(NamedTuple):
 
     Attributes:
         what: a description for messages.
-        natural: black and white, unless the recipe names other values.
-        colour: True for 16 bits per channel; Pillow keeps only the upper 8.
+        natural: black and white, unless the recipe sets other values.
+        colour: whether the image has colors of 16 bits per channel. Pillow keeps the upper 8 bits.
     """
 
     what: str
@@ -57,11 +58,11 @@ class PixelKind(NamedTuple):
 def find_pixel_kind(image: Image.Image) -> PixelKind | None:
     """Return the type of an image's pixels, None for bytes.
 
-    Call this before the image is loaded: afterwards Pillow no longer knows the type in the file.
+    Call this before the image is loaded. Afterwards, Pillow no longer knows the type in the file.
 
     Raises:
         ValueError: the pixels are numbers that cannot be read here.
-        UnidentifiedImageError: Pillow mistakes the planes of this file for something else.
+        UnidentifiedImageError: Pillow misreads the planes of this file.
     """
     tags = getattr(image, "tag_v2", {})
     if tags.get(PLANES) == 2:
@@ -94,7 +95,7 @@ def find_value_kind(values: Values) -> PixelKind | None:
     """Return the type of an array's pixels, None for bytes.
 
     Raises:
-        ValueError: the array has another type than uint8, uint16 and floating point.
+        ValueError: the type of the array is not uint8, uint16 or floating point.
     """
     if values.dtype == np.uint8:
         return None
@@ -110,12 +111,12 @@ def find_value_kind(values: Values) -> PixelKind | None:
 def as_bytes(
     values: Values, kind: PixelKind, pixel_range: Range | None
 ) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Scale values to 0 (black) to 255 (white), and clip values outside.
+    """Scale values linearly, black to 0 and white to 255, and clip values outside this range.
 
     Raises:
-        ValueError: there is no `pixel_range`, and values lie outside the natural range of `kind`.
+        ValueError: `pixel_range` is None, and values lie outside the natural range of `kind`.
     """
-    # This is what Pillow does with 16-bit colour.
+    # Pillow does the same with colors of 16 bits.
     if pixel_range is None and kind.natural == WHOLE:
         return (values >> 8).astype(np.uint8)
     values = np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
@@ -141,11 +142,11 @@ def is_beyond(
 
 
 def suggest_range(low: float, high: float) -> str:
-    """Say what to type for values from `low` to `high`."""
+    """Return the option to type for values from `low` to `high`, for messages."""
     white = next((white for white in WHITES if high <= white * (1 + BEYOND)), high)
     if 0 < high < white / DARK:
         white = high
-    black: float = 0
+    black = 0.0
     if low < -BEYOND * white:
         black = low
         white = high
@@ -157,11 +158,11 @@ class PixelValues:
 
     Attributes:
         wanted: the recipe's data.pixel_range.
-        count: images whose pixels are not bytes.
-        animated: images with several frames.
-        holes: images with values that are not finite.
-        channels: names of the images by their number of channels; 0 stands for one or three, which
-            are read as either.
+        count: number of images whose pixels are not bytes.
+        animated: number of images with several frames.
+        holes: number of images with values that are not finite.
+        channels: names of the images by their number of channels. The number 0 stands for images
+            that can be read with one or three channels.
     """
 
     def __init__(self, wanted: Range | None) -> None:
@@ -175,10 +176,10 @@ class PixelValues:
         self._high = 0.0
 
     def add(self, image: Image.Image, where: str) -> None:
-        """Add an image that is not loaded yet; it is loaded only if its values may matter.
+        """Add an image that is not loaded yet. It is loaded only if its values may matter.
 
         Raises:
-            ValueError: its pixels cannot be read.
+            ValueError: the pixels cannot be read.
         """
         kind = find_pixel_kind(image)
         self.channels[0].append(where)
@@ -193,7 +194,7 @@ class PixelValues:
         load: Callable[[], Values],
         where: str,
     ) -> None:
-        """Add the values of an image; `load` returns them, and is called only if they matter."""
+        """Add the values of an image. `load` returns them, and is called only if they matter."""
         if kind is None:
             return
         self.count += 1
@@ -216,7 +217,7 @@ class PixelValues:
         """Refuse images that have other channels, or whose black and white are unknown.
 
         Raises:
-            SetupError: no image has `channels`, or data.pixel_range must be given.
+            SetupError: no image has `channels` channels, or data.pixel_range must be set.
         """
         if self.channels and not {0, channels} & {*self.channels}:
             actual, names = max(self.channels.items(), key=lambda item: len(item[1]))

@@ -1,8 +1,9 @@
 """Automatic augmentation of whole batches.
 
-Policies and draws are torchvision's; an operation runs once for many images. Each operation here
-accepts (n, C, H, W) uint8 images and one magnitude per image. On the CPU, from 8 x 8 pixels on, its
-results equal torchvision's for single images to the last bit; a test compares them.
+The policies and their random draws are those of torchvision, but each operation here runs once for
+many images. It accepts images (n, C, H, W) uint8 and one magnitude per image. On the CPU, for
+images of at least 8 x 8 pixels, its results equal those of torchvision for single images to the
+last bit, which a test checks.
 
 On one CPU thread, torchvision's image-by-image processing takes 2.7 to 3.0 times as long for 256
 images of 32 x 32, 1.5 to 1.8 times for 64 x 64, and 0.6 times for 224 x 224. `BATCHED` is the
@@ -24,7 +25,8 @@ from torchvision.transforms.v2 import functional as vision
 
 from trainer.data.photos.copies import copy_to_device
 
-# Pixels of an image: on a CPU, torchvision's own operations are faster for larger ones.
+# Maximum number of pixels of an image for which this module is used on a CPU. For larger images,
+# torchvision's own operations are faster.
 BATCHED = 96 * 96
 # One number per image.
 Magnitudes = Sequence[float]
@@ -35,7 +37,7 @@ Step = tuple[str, float]
 def record_steps(policy: Any) -> Callable[[Tensor], list[Step]]:
     """Return a function that draws the steps of `policy` for an image without applying them.
 
-    Only the size of the image matters.
+    The draws depend only on the size of the image.
     """
     steps: list[Step] = []
 
@@ -55,16 +57,15 @@ def record_steps(policy: Any) -> Callable[[Tensor], list[Step]]:
 
 
 def apply(images: Tensor, plans: Sequence[Sequence[Step]]) -> Tensor:
-    """Apply to each image its plan, in place.
+    """Apply a plan to each image in place.
 
-    The n-th steps of all plans run together, one operation at a time on many images.
+    The n-th steps of all plans run together, and each operation runs once for all its images.
 
     Args:
         images: (n, H, W, C) uint8.
         plans: the steps of each image.
     """
-    depth = max(map(len, plans), default=0)
-    for number in range(depth):
+    for number in range(max(map(len, plans), default=0)):
         listed = []
         for row, plan in enumerate(plans):
             if len(plan) > number:
@@ -104,7 +105,7 @@ def _add(
 
     The sum is rounded once, as in torch.add with an alpha.
     """
-    # The order of operations is torchvision's, and so is the rounding of alpha.
+    # The order of operations and the rounding of alpha are those of torchvision.
     alpha = _make_column([1.0 - (1.0 + m) for m in magnitudes], base).double()
     total = base.double() + alpha * other.double()
     return total.float().clamp_(0, 255).to(torch.uint8)
@@ -130,7 +131,7 @@ def _contrast(images: Tensor, magnitudes: Magnitudes) -> Tensor:
 def _sharpness(images: Tensor, magnitudes: Magnitudes) -> Tensor:
     if min(images.shape[-2:]) <= 2:
         return images
-    # Sums of whole numbers are exact, while a convolution on a GPU may round to TF32.
+    # Sums of integers are exact, while a convolution on a GPU may round to TF32.
     whole = images.float()
     middle = whole[..., 1:-1, :]
     lines = whole[..., :-2, :] + middle + whole[..., 2:, :]
@@ -156,9 +157,13 @@ def _solarize(images: Tensor, magnitudes: Magnitudes) -> Tensor:
 
 
 def _affine(images: Tensor, matrices: Sequence[Sequence[float]]) -> Tensor:
-    """Sample each image bilinearly at its inverse 2 x 3 matrix.
+    """Transform each image bilinearly by an affine map.
 
-    The origin is the centre of the image, and pixels outside are black.
+    The origin is the center of the image, and pixels outside the image are black.
+
+    Args:
+        images: (n, C, H, W) uint8.
+        matrices: the 2 x 3 matrix of each image's inverse map, row by row.
     """
     count, _, height, width = images.shape
     device = images.device
@@ -188,7 +193,7 @@ def _affine(images: Tensor, matrices: Sequence[Sequence[float]]) -> Tensor:
 
 
 def _shear_x(images: Tensor, magnitudes: Magnitudes) -> Tensor:
-    """Shear about the upper left corner, as AutoAugment's authors do."""
+    """Shear around the upper left corner, as the authors of AutoAugment do."""
     y = 0.5 * images.shape[-2]
     matrices = []
     for angle in _compute_angles(magnitudes):
@@ -210,8 +215,8 @@ def _shear_y(images: Tensor, magnitudes: Magnitudes) -> Tensor:
 def _compute_angles(magnitudes: Magnitudes) -> list[float]:
     """Return the angles of shears in radians.
 
-    The order of operations is torchvision's here and in the sums that use the angles, so that all
-    numbers are rounded alike.
+    The order of operations is that of torchvision, here and where the angles are used, so that all
+    numbers are rounded equally.
     """
     return [math.radians(math.degrees(math.atan(m))) for m in magnitudes]
 
@@ -225,7 +230,7 @@ def _rotate(images: Tensor, magnitudes: Magnitudes) -> Tensor:
         sin = math.sin(turn)
         matrices.append([cos, -sin, 0.0, sin, cos, 0.0])
     rotated = _affine(images, matrices)
-    # torchvision moves whole pixels for multiples of 90 degrees.
+    # For multiples of 90 degrees, torchvision moves whole pixels.
     for right_angle in sorted({angle for angle in angles if angle % 90 == 0}):
         chosen = [row for row, angle in enumerate(angles) if angle == right_angle]
         rows = copy_to_device(torch.tensor(chosen), images.device)

@@ -13,21 +13,21 @@ from trainer.data.photos.pixel_range import PixelKind, Values, find_value_kind
 from trainer.errors import load_extra
 from trainer.recipe.field_types import MOST_CHANNELS
 
-# Bytes of an image file, and of its pixels.
+# Maximum number of bytes of an image file, and of its pixels.
 LARGEST = 2**30
-# First bytes of the files.
+# First bytes of files with arrays, and of TIFF files.
 NPY = b"\x93NUMPY"
 TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 # Tags of a TIFF file.
 ORIENTATION, SUBFILE = 274, 254
-# Bits of SUBFILE: a page is a smaller copy of another page, or a mask.
+# Bits of SUBFILE that mean that a page is a smaller copy of another page, or a mask.
 SMALLER = 1 | 4
 
 
 def is_stack(start: bytes, channels: int | None) -> bool:
-    """Return whether this module reads the file with the first bytes `start`.
+    """Return whether this module reads the file that begins with the bytes `start`.
 
-    It reads all arrays, and all files for other `channels` than 1 and 3.
+    This module reads all arrays, and all files if `channels` is neither 1 nor 3.
     """
     return start.startswith(NPY) or channels not in (None, 1, 3)
 
@@ -94,7 +94,7 @@ def choose_page(image: Image.Image) -> None:
         ValueError: the file has several pages, and none says which is the image.
     """
     pages = {}
-    # Anything may follow the last page.
+    # The data after the last page may be invalid.
     with suppress(Exception):
         for number in range(getattr(image, "n_frames", 1)):
             image.seek(number)
@@ -109,15 +109,14 @@ def choose_page(image: Image.Image) -> None:
             f"it has {len(pages)} pages, in colour or of several sizes: save one page as a "
             "separate file"
         )
-    first = next(iter(pages), 0)
-    image.seek(first)
+    image.seek(next(iter(pages), 0))
 
 
 def _read_tiff(data: Values) -> tuple[Values, int]:
     """Return the pixels of a TIFF file and its EXIF orientation.
 
-    The axes are height, width and, if there are several, channels, whatever their order in the
-    file.
+    The axes of the result are height, width and, if there are several channels, channels. The order
+    of the axes in the file does not matter.
 
     Raises:
         ValueError: the file has other axes, or pages that differ.
@@ -133,7 +132,7 @@ def _read_tiff(data: Values) -> tuple[Values, int]:
         axes = series[0].axes
         shape = series[0].shape
         if len(series) > 1:
-            # Pages that were written one at a time are one series each.
+            # Each page that was written separately is a series of its own.
             axes = f"Q{axes}"
             shape = (len(series), *shape)
         channel_axes = []

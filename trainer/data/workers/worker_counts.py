@@ -1,4 +1,4 @@
-"""Number of loader workers per rank, computed from cores, open-file limit and memory."""
+"""Number of loader workers per rank, from the numbers of cores and open files, and the memory."""
 
 from __future__ import annotations
 

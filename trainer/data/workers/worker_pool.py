@@ -65,7 +65,7 @@ def buffered(datasets: Datasets) -> TensorSpec:
     return datasets.plain or TensorSpec(shape, torch.uint8)
 
 
-# Allocates buffers with the passed number of slots, and returns them with one reader per source.
+# Function that allocates buffers with a number of slots, and returns them with a reader per source.
 Readers = Callable[[int], tuple[Buffers, list[Reader]]]
 
 
@@ -78,7 +78,7 @@ class Filled(NamedTuple):
 
 
 class InProcess:
-    """Reads batches in this process, with the interface of `Workers`, for data.workers=0."""
+    """Reads batches in this process, for data.workers=0. It has the interface of `Workers`."""
 
     def __init__(self, buffers: Buffers, readers: list[Reader]) -> None:
         self._buffers = buffers
@@ -123,7 +123,7 @@ class Worker:
 
     Attributes:
         free: indices of unused slots.
-        requests: requests without an answer, the oldest first.
+        requests: requests that the worker has not answered, the oldest first.
     """
 
     def __init__(self, process: BaseProcess, connection: Connection, buffers: Buffers) -> None:
@@ -142,7 +142,7 @@ class Worker:
         self.requests.append(request)
         if epoch is None:
             epoch = -1
-        # A worker that died is detected in `_listen`.
+        # If the worker has died, `_listen` detects it.
         with suppress(OSError):
             self.connection.send_bytes(MESSAGE.pack(part, request.slot, epoch, len(index)))
         return request
@@ -167,7 +167,7 @@ class Workers:
 
         Args:
             sources: the sources that the keys refer to, for error messages.
-            readers: allocates a worker's buffers and readers.
+            readers: function that allocates the buffers and readers of a worker.
             count: maximum number of processes.
             timeout: seconds without an answer after which a worker counts as hung.
         """
@@ -183,15 +183,14 @@ class Workers:
         self._pending: deque[Key] = deque()
         # Number of the latest call of `read`, which invalidates the iterators of earlier calls.
         self._generation = 0
-        # A process may end without close(). Workers ignore SIGTERM, so they must be killed before
-        # multiprocessing joins them; the priority orders this.
+        # This process may exit without calling close(). Workers ignore SIGTERM, so they must be
+        # killed before multiprocessing joins them: finalizers with a priority run before that.
         util.Finalize(self, _kill, (self._processes,), exitpriority=10)
 
     def read(self, keys: Sequence[Key]) -> Iterator[Filled]:
         """Start to read batches, and return an iterator over them in the order of `keys`.
 
-        Batches that were prefetched for these keys are used; all others that an earlier call
-        requested are dropped.
+        If batches were prefetched, they are used if they match `keys`, and dropped otherwise.
 
         Raises:
             PeerError: a worker died or hangs.
@@ -249,8 +248,8 @@ class Workers:
                 finally:
                     worker.free.append(request.slot)
         except GeneratorExit:
-            # If the caller has received the last batch, all open requests are prefetched batches,
-            # which must be kept.
+            # Once the caller has received the last batch, all open requests are for prefetched
+            # batches, which must be kept.
             if generation == self._generation and remaining:
                 self._drop()
                 self._pending.clear()
@@ -315,7 +314,7 @@ class Workers:
     def _drop(self) -> None:
         """Drop all requests.
 
-        The slot of a batch that a worker still reads becomes free when the worker answers.
+        If a worker is still reading a batch, its slot becomes free when the worker answers.
         """
         for request in self._requests:
             request.is_dropped = True
@@ -327,8 +326,8 @@ class Workers:
         number = len(self._workers)
         try:
             context = fork_server.start_server("torchvision", "trainer.data.photos.photo_reader")
-            # The caller uses one batch while workers read others, so that one slot more is needed
-            # for all workers together.
+            # The caller uses one batch while the workers read others, so all workers together need
+            # one additional slot.
             buffers, readers = self._readers(PREFETCH + (number == 0))
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -363,19 +362,20 @@ class Workers:
     def _describe_death(self, worker: Worker) -> str:
         worker.process.join(POLL_SECONDS)
         code = worker.process.exitcode or 0
-        # A killed worker has a negative exit code, or the code of a fork server that was killed.
+        # A killed worker has a negative exit code, or a special one if the fork server was killed.
         if code > 0 and code != fork_server.SERVER_GONE_CODE:
             return (
                 "loader workers failed to start; their error is printed above. They import the "
                 'training script, which needs if __name__ == "__main__": around train(...), or '
                 "data.workers=0"
             )
-        # Whatever killed this worker may have killed others; wait for their exit codes.
+        # Other workers may have been killed at the same time. Wait for their exit codes.
         time.sleep(0.1)
         dead = [str(process.pid) for process in self._processes if process.exitcode]
         pids = ", ".join(dead) or worker.process.pid
-        key = worker.requests[0].key
-        return self._describe_failure(key, f"{pids} died (killed, or out of memory)")
+        return self._describe_failure(
+            worker.requests[0].key, f"{pids} died (killed, or out of memory)"
+        )
 
     def _describe_failure(self, key: Key, event: str) -> str:
         source = self._sources[key[0]]

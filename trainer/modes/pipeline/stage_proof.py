@@ -144,12 +144,12 @@ def _observe_stages(
     rows: int,
 ) -> tuple[Passes, Passes]:
     """Run two training passes of the whole model and two of its blocks, and observe them."""
-    sample = stages.context.example.random(
+    sample = stages.context.example.batch(
         torch.device("cpu"),
         2 * rows,
         stages.recipe.channels_last,
     )
-    batches = torch.split(sample, rows)
+    batches = torch.split(sample.inputs, rows)
     blocks = traced.stages(traced.cuts)
     stages.deferred.clear()
     stages.defer(blocks)

@@ -1,7 +1,7 @@
 """The world of a rank: its devices and threads, process groups, and collectives.
 
-The module does not import torch at its top, because single-process runs do not need the imports of
-collectives.
+Torch is imported inside the functions, because a single-process run needs no collectives and should
+not wait for the import of `torch.distributed`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Made = TypeVar("Made")
-# Timeout in seconds while other ranks search, download or cache their photos, or run code of the
-# user.
+# Timeout in seconds while other ranks search, download or cache their photos, or run user code.
 DATA_PATIENCE = 86400.0
 # Timeout in seconds of the first exchange, after all ranks have met at their store.
 FIRST_EXCHANGE = 60.0
-# NCCL's watchdog aborts the process at its timeout. It must not do so before gloo has raised an
-# error that can be reported.
+# NCCL's watchdog aborts the process at its timeout. This is added to that timeout, so that gloo
+# raises an error first, which can be reported.
 NCCL_LATER = datetime.timedelta(seconds=120)
 MET = "all ranks are there, and wait for the first answer from each other"
 
@@ -71,7 +70,8 @@ class World:
         self.is_main = self.place.is_main
         self.local_devices = self.local_devices or (self.device,)
         self.grid = Grid(self.rank, {"replicas": self.size})
-        # Groups by dimension. A dimension of all ranks uses the default group, which is not listed.
+        # Process groups by dimension. A dimension that contains all ranks uses the default group
+        # and has no entry.
         self._groups: dict[str, list[Any]] = {}
 
     def connect(self, timeout: float) -> None:
@@ -167,11 +167,14 @@ class World:
                             self._groups.setdefault(dimension, []).append(group)
 
     def group(self, dimension: str | None, which: int = 0) -> Any:
-        """Return a process group along a dimension of the grid. None is the default group.
+        """Return this rank's process group along a dimension of the grid.
 
         Args:
-            dimension: dimension of the grid.
+            dimension: dimension of the grid; None for all ranks.
             which: index of the group if the dimension has several.
+
+        Returns:
+            The group, or None for the default group.
         """
         groups = self._groups.get(dimension or "")
         return groups[which] if groups else None
@@ -204,7 +207,7 @@ class World:
             group._get_backend(self.device).set_timeout(limit + NCCL_LATER)
 
     def _missing(self) -> str:
-        """Explain that other ranks have not joined. Under torchrun the result is empty."""
+        """Return a message that other ranks have not joined; an empty string under torchrun."""
         if "TORCHELASTIC_RUN_ID" in os.environ:
             return ""
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -283,23 +286,26 @@ class World:
         return len({name.partition("#")[0] for name in self.devices})
 
     def sum_(self, values: Tensor, along: str | None = None) -> Tensor:
-        """Sum a tensor over all ranks in place, or over those along a dimension of the grid."""
+        """Sum a tensor over all ranks in place, and return it.
+
+        With a dimension `along`, the sum is over this rank's line along it.
+        """
         if self._several(along):
             with translate_peer_errors() as dist:
                 dist.all_reduce(values, group=self.group(along))
         return values
 
     def max_(self, values: Tensor) -> Tensor:
-        """Replace a tensor by its maximum over all ranks."""
+        """Replace a tensor in place by its elementwise maximum over all ranks, and return it."""
         if self.size > 1:
             with translate_peer_errors() as dist:
                 dist.all_reduce(values, dist.ReduceOp.MAX)
         return values
 
     def broadcast_(self, values: Tensor, along: str | None = None) -> Tensor:
-        """Copy a tensor of rank 0 to all ranks in place.
+        """Copy rank 0's values of a tensor to all ranks in place, and return the tensor.
 
-        With a dimension `along`, the source is the first rank along it.
+        With a dimension `along`, the first rank of each line along it sends to that line.
         """
         if self._several(along):
             first = self.grid.ranks(along)[0] if along else 0
@@ -410,7 +416,7 @@ class World:
         return result
 
     def raise_any(self, error: Exception | None) -> None:
-        """Raise an error on every rank if a rank has one. Collective.
+        """Raise an error on every rank if any rank has one. Collective.
 
         All ranks raise the error of the first rank that has one. A PeerError is raised only if no
         rank has another error, because losing a peer is often a consequence.
@@ -459,8 +465,9 @@ class World:
     def heartbeat(self) -> None:
         """Check that all ranks are alive and that the GPUs of this rank complete their work.
 
-        Call it before a wait for devices, which could take forever. Ranks on a CPU do nothing. The
-        ranks communicate on the CPU, because a GPU may wait for a lost peer. Collective.
+        Call this before the host waits for a device: a GPU that waits for a lost peer never
+        finishes. For the same reason the ranks communicate on the CPU. If the rank's device is a
+        CPU, this does nothing. Collective.
 
         Raises:
             PeerError: a rank is gone, or a rank or a device was silent for `timeout` seconds.
@@ -475,13 +482,13 @@ class World:
         check_devices(self.local_devices, self.rank, self.size, self.timeout)
 
     def barrier(self) -> None:
-        """Wait until all ranks have called this. Collective."""
+        """Wait until all ranks have called this method. Collective."""
         if self.size > 1:
             with translate_peer_errors() as dist:
                 dist.barrier()
 
     def close(self) -> None:
-        """Leave the process group after a successful run. A broken group is not closed."""
+        """Destroy the process group after a successful run. Do not call this after a failure."""
         if self.size > 1:
             import torch.distributed as dist
 

@@ -106,7 +106,7 @@ class DeferredStatistics:
         if not self.layers:
             return
         counts = [layer.num_batches_tracked for layer in self._counting_layers()]
-        # The copies in `counts` must not alias the buffers, which the layers increment.
+        # `torch.stack` copies the counters, because the layers increment the buffers in place.
         copies = [*torch.stack(counts)] if counts else []
         self._before = (*self._concatenate(), copies)
         self._momenta = [layer.momentum for layer in self.layers]
@@ -120,12 +120,15 @@ class DeferredStatistics:
             self._parts.append((rows, *self._concatenate()))
 
     def forget(self) -> None:
-        """Restore the statistics of before a mini-batch that is not completed."""
+        """Undo an incomplete mini-batch: restore the statistics from before it."""
         if self._momenta:
             self._write(*self._before)
 
     def abandon(self) -> None:
-        """End a mini-batch whose capture failed, because its tensors were never computed."""
+        """End a mini-batch whose capture in a CUDA graph failed.
+
+        Its tensors are dropped, not written to the layers, because they were never computed.
+        """
         self._rows_per_value = None
         if self._momenta:
             self._end()
@@ -161,7 +164,7 @@ class DeferredStatistics:
     def _rates(self, tracked: Sequence[Tensor]) -> Any:
         """Return the weight of the new statistics, per channel or as one number for all channels.
 
-        A layer with momentum None averages over all `tracked` batches, like in torch.
+        A layer with momentum None averages over all `tracked` batches, as in torch.
         """
         if len(set(self._momenta)) == 1 and self._momenta[0] is not None:
             return self._momenta[0]

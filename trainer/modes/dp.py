@@ -1,4 +1,4 @@
-"""`dp`: `nn.DataParallel`, for comparison. One process copies the model to all devices per pass."""
+"""`dp`: `nn.DataParallel`, for comparison. One process copies the model to all GPUs every pass."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Replica(nn.Module):
 class DataParallel(Strategy):
     """`nn.DataParallel` over the devices of the process.
 
-    Without CUDA torch calls the module on the CPU and divides nothing.
+    Without CUDA, torch calls the module on the CPU with the whole batch.
     """
 
     def connect(self) -> None:

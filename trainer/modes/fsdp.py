@@ -104,7 +104,7 @@ class FullyShardedDataParallel(Strategy):
             self.readers = [self.device]
         self.mesh = self.world.mesh()
         whole_storages: list[tuple[str, Storage]] = []
-        # A comparison makes the hosts wait for each other, so it is done less often on GPUs.
+        # A comparison makes the hosts wait for each other, so on GPUs it is done less often.
         self.order = Order(self._refuse, every=1 if self.device.type == "cpu" else 64)
         with translate_peer_errors(), _explain_errors(self._refuse):
             for name in [*self.units, ""]:
@@ -177,7 +177,7 @@ class FullyShardedDataParallel(Strategy):
     def named_parameters(self) -> dict[str, nn.Parameter]:
         return self._local
 
-    # The methods of FSDPModule have no types.
+    # The type is Any because the methods of FSDPModule have no annotations.
     def _sharded_modules(self) -> Iterator[Any]:
         return (module for module in self.module.modules() if isinstance(module, FSDPModule))
 
@@ -190,7 +190,7 @@ class FullyShardedDataParallel(Strategy):
         with translate_peer_errors():
             if self._broadcasts:
                 self.broadcast_buffers({})
-            # Torch reduces gradients to shards in every pass, but over replicas only with `sync`.
+            # Torch sums gradients over the shards in every pass, but over replicas only on demand.
             if self.world.grid.size("replicas") > 1:
                 next(self._sharded_modules()).set_requires_all_reduce(sync)
             with _explain_errors(self._refuse):
@@ -231,7 +231,7 @@ class FullyShardedDataParallel(Strategy):
     def weights(self, averages: Mapping[str, Tensor]) -> Iterator[None]:
         """Return a context in which the model computes with its moving `averages`.
 
-        Values are copied, not swapped, because torch refers to the parameters' storages.
+        Values are copied, not swapped, because torch keeps references to the parameters' storages.
         """
         live = {**self.named_parameters(), **self.named_buffers()}
         trained_values = []
@@ -244,8 +244,8 @@ class FullyShardedDataParallel(Strategy):
         try:
             yield
         finally:
-            # Units reshard only in a backward pass. Otherwise the gathered averages would be
-            # trained.
+            # Torch frees a unit's gathered weights only in a backward pass. Without this call, the
+            # next training pass would use the gathered averages.
             for unit in self._sharded_modules():
                 unit.reshard()
             synchronise(self.readers)
@@ -285,7 +285,8 @@ class FullyShardedDataParallel(Strategy):
         each.
         """
         shards = self.world.grid.size("shards")
-        # Number of rows and time budget may differ between ranks, but the message must not.
+        # The numbers of local rows, and the budgets, may differ between ranks. The sizes and the
+        # number of messages must not, so they follow from the whole model and rank 0's budget.
         parameters = sum(shape.numel() for shape in self.shapes.values())
         size = 4 * parameters // shards
         budget = self.world.broadcast_object(budget)
@@ -346,7 +347,8 @@ def shard_teacher(
         with translate_peer_errors(), _explain_errors(refuse):
             outputs: Tensor = model(inputs)
             order.end_pass()
-        # Torch keeps a record of each pass until its backward pass, which a teacher does not have.
+        # Torch keeps the state of a pass until its backward pass. A teacher has no backward pass,
+        # so the state is reset here.
         model._get_fsdp_state()._root_post_backward_final_callback()
         return outputs
 

@@ -1,4 +1,4 @@
-"""Units of a model whose parameters `fsdp` gathers together, and requirements on a unit."""
+"""Units of a model for `fsdp`: modules whose parameters are gathered together, and their checks."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ TINY = 0.005
 
 
 def find_units(model: nn.Module) -> list[str]:
-    """List the names of the blocks that are units of their own; the root is the unit of the rest.
+    """List the names of the blocks that are units. All other parameters belong to the root's unit.
 
-    The root also contains blocks that share parameters with other modules (tied weights), blocks
+    The root's unit contains blocks that share parameters with other modules (tied weights), blocks
     whose `forward` is never called, and blocks with less than `TINY` of the parameters.
     """
     total = sum(parameter.numel() for parameter in model.parameters())
@@ -134,8 +134,8 @@ def copy_views(
 ) -> Any:
     """Replace outputs that are views by copies. This is a forward hook.
 
-    An operation that changes a view in place removes torch's hook from the view, and the backward
-    pass would use weights that are freed.
+    An operation that changes a view in place removes torch's hook from the view. The backward pass
+    would then use weights that are already freed.
     """
 
     def copy_view(output: Tensor) -> Tensor:
@@ -196,6 +196,8 @@ class Order:
         Args:
             names: names of the latest units, for the error.
         """
+        # The maximum of the negative digests is minus the smallest digest, so the sum is 0 only if
+        # all digests are equal.
         extremes = torch.tensor([self._digest, -self._digest])
         dist.all_reduce(extremes, dist.ReduceOp.MAX)
         if extremes.sum():

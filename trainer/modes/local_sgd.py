@@ -87,10 +87,10 @@ class OuterSGD:
 
 
 class LocalSGD(Strategy):
-    """Weights, buffers, optimizer and moving average of its own on every rank.
+    """Workers with their own weights, buffers, optimizer and moving average, one on each rank.
 
-    Weights are averaged every `local_sgd.every` steps and at the end of every epoch. Each worker's
-    weight in the average is the number of its images in an epoch. Integer buffers (the counters of
+    Weights are averaged every `local_sgd.every` steps and at the end of every epoch. A worker's
+    weight in the average is its fraction of an epoch's images. Integer buffers (the counters of
     BatchNorm) are copied from rank 0. Optimizer states are never averaged. With
     `local_sgd.outer_lr` and `outer_momentum`, `OuterSGD` moves the trained weights towards the
     average. A single worker trains like `single`.
@@ -148,7 +148,7 @@ class LocalSGD(Strategy):
             self.outer.restart()
 
     def pieces(self, named: Mapping[str, Tensor]) -> dict[str, Shard]:
-        """Return averages over the workers, of optimizer states too.
+        """Return the averages of `named` over the workers as shards to save. Collective.
 
         The averages are copies, so that saving does not change the training.
         """
@@ -211,7 +211,7 @@ class LocalSGD(Strategy):
                     message = message * weight
                 else:
                     message = message.long() * self.world.is_main
-                # NCCL raises an error if ranks share a GPU, so their messages are sent by the CPU.
+                # NCCL raises an error if ranks share a GPU, so they exchange messages on the CPU.
                 if self.world.shared:
                     message = message.cpu()
                 unflatten_into(self.world.sum_(message), [targets[i] for i in bucket])

@@ -184,7 +184,7 @@ def _observe_passes(context: Context, model: nn.Module, rows: int, **options: An
 def _without_races() -> Iterator[None]:
     """Use deterministic kernels where torch has them.
 
-    In bf16 the rounding of nondeterministic kernels looks like an error.
+    In bf16, the different rounding of nondeterministic kernels would look like an error.
     """
     mode = torch.get_deterministic_debug_mode()
     benchmark = torch.backends.cudnn.benchmark

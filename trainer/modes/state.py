@@ -1,4 +1,4 @@
-"""Tensors of a model that one rank has: they are optimized, averaged and saved.
+"""The tensors of a model on one rank, which are optimized, averaged and saved.
 
 The defaults are right for a rank that has the whole model. Optimizer states are named
 `parameter//key`, and lie on the same rank as their parameter.

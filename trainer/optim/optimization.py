@@ -20,7 +20,8 @@ from trainer.optim.trainable import Roles
 from trainer.recipe import Recipe
 from trainer.recipe.schedule_table import LR_SCHEDULES
 
-# GradScaler starts at 2**16. An ordinary overflow does not halve the scale 26 times in a row.
+# Loss scale below which training in fp16 has failed. GradScaler starts at 2**16, and an ordinary
+# overflow does not halve the scale 26 times in a row.
 MIN_SCALE = 2.0**-10
 
 
@@ -42,6 +43,9 @@ def build_learning_rate(
         recipe: the recipe with the schedule.
         steps_per_epoch: number of optimizer steps in an epoch.
         total: number of steps of the schedule; `count_total_steps` if None.
+
+    Returns:
+        A function that returns the learning rate of a step.
     """
     schedule = recipe.schedule
     peak_lr = recipe.peak_lr
@@ -114,7 +118,7 @@ class _DeviceGroup(NamedTuple):
 class Updater:
     """Applies gradients: finite check or fp16 scaler, clipping, optimizer step.
 
-    Only `is_bad` waits for the device. The flag `bad` is a tensor on the device and is never reset:
+    Only the method `is_bad` waits for the device. The flag `bad`, a tensor on it, is never reset:
     after the first gradient that is not finite, optimizers skip every update, so the weights keep
     their last good values. In fp16 an overflow is ordinary: the scaler lowers its scale and skips
     one step. Training in fp16 has failed if the loss is not finite, which sets the flag, or if the
@@ -173,10 +177,10 @@ class Updater:
         parameters: Mapping[str, nn.Parameter],
         also: Collection[str] = (),
     ) -> None:
-        """Train the `parameters` that require gradients from now on.
+        """From now on, train those of `parameters` that require gradients.
 
-        The optimizer keeps every parameter with a state: like any optimizer of torch, it skips
-        parameters without a gradient.
+        The optimizer also keeps frozen parameters that have a state. Like every optimizer of torch,
+        it does not update parameters without a gradient.
 
         Args:
             parameters: all parameters of this rank, by name.
@@ -232,7 +236,8 @@ class Updater:
             self.optimizer.found_inf = self.bad  # type: ignore[attr-defined]
         else:
             is_bad_loss = 1 - torch.isfinite(loss).float()
-            # A captured CUDA graph reads the flag at this address (see `step_graphs`).
+            # The flag is updated in place, because a captured CUDA graph reads it at this address
+            # (see `step_graphs`).
             self.bad.copy_(torch.maximum(self.bad, is_bad_loss))
             self.scaler.unscale_(self.optimizer)
             flags: dict[Any, Tensor] = self.scaler._found_inf_per_device(self.optimizer)
@@ -282,7 +287,7 @@ def _merge_flags(flag: Tensor, others: Iterable[Tensor]) -> None:
 
 
 class MovingAverage:
-    """Exponential moving average of weights and float buffers, by plain name.
+    """Exponential moving average of weights and float buffers, by their names in the user's model.
 
     The decay after n steps is (1 + n) / (10 + n), and at most `decay`, so that the initial weights
     have little influence on short runs.

@@ -52,15 +52,16 @@ class LearningRates:
             if rate not in self.tensors:
                 self.tensors[rate] = torch.zeros((), device=device)
             group["lr"] = self.tensors[rate]
-            # A capture requires this flag. Steps that are not fused refuse it on a CPU.
+            # Torch requires this option for a capture, and refuses it for optimizers on a CPU that
+            # are not fused.
             if "capturable" in group:
                 group["capturable"] = bool(group.get("fused")) or device.type == "cuda"
 
     def set(self, lr: float) -> None:
         """Set the base learning rate of the next steps.
 
-        The host does not wait, because the kernel that fills a tensor has the number as an
-        argument.
+        The host does not wait for the device, because a tensor is filled by a kernel that gets the
+        number as an argument.
         """
         for rate, tensor in self.tensors.items():
             tensor.fill_(round_to_float32(lr * rate))
@@ -106,9 +107,9 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the recipe's optimizer with its state complete before the first step.
 
-    A resumed run could not restore a state that only the first step creates. If the attribute
-    `found_inf` of the optimizer, a flag on the device, is set, a step changes neither weights nor
-    state.
+    Torch creates the state in the first step, but a resumed run must restore it before that. If
+    the attribute `found_inf` of the optimizer, a flag on the device, is set, a step changes neither
+    weights nor state.
 
     Args:
         parameters: the parameters of this rank, by name.

@@ -118,7 +118,7 @@ class GivenData:
 
 
 def _split_source(source: Any) -> tuple[Any, Any, Any]:
-    """Return the training set, the validation set, and class names, their number, or None."""
+    """Return training set, validation set, and the class names, their number or None."""
     fault = f"is {type(source).__name__}"
     if isinstance(source, Mapping):
         training = next((source[name] for name in TRAINING if name in source), None)
@@ -179,7 +179,7 @@ def pack_for_ranks(recipe: Recipe, plugin: str | None, calls: Callbacks) -> dict
 
 
 def receive(module: str, plugin: str | None) -> None:
-    """Register the objects that were sent to this rank. The plugin was imported before."""
+    """Import the user's plugin, then register the objects that were sent to this rank."""
     from trainer.launch.launching import load_plugin
 
     load_plugin(plugin)
@@ -227,7 +227,7 @@ def train(
         recipe: The name of a shipped recipe, a YAML file, a run folder, a dictionary, or a recipe
             that `load_recipe` returned. None means the defaults of all keys.
         words: Arguments `key=value` of the recipe, as on the command line.
-        model: A `torch.nn.Module`, which is trained from its present weights and has the last
+        model: A `torch.nn.Module`, which is trained from its current weights and has the final
             weights afterwards; a function that returns one and accepts any of the parameters
             num_classes, channels and image_size; or a name.
         data: (training set, validation set), and optionally the names of the classes or their

@@ -1,4 +1,4 @@
-"""Measurements for the verdict of a finished run, by its timers and by a probe of its step."""
+"""Measurements for the verdict of a finished run, from its timers and from a probe of a step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from trainer.training.state import Resolved, TrainState
 
 # Maximum duration of the probes, as a fraction of the duration of the run.
 BUDGET = 0.01
-# Upper bound of a GPU's cycles per second. A device may be held for too long, but not too short.
+# Upper bound of a GPU's cycles per second. The probe may hold a device for longer than needed, but
+# not for a shorter time.
 CYCLES = 3e9
 
 
@@ -45,7 +46,7 @@ def diagnose(
 
     Args:
         resolved: The configuration of a finished run.
-        state: Its state. A measurement may spoil the state of the optimizer.
+        state: Its state. A measurement may overwrite the state of the optimizer.
         observer: Its timers.
         loader: Its loader.
         graphs_might_help: Whether CUDA graphs might make the steps faster.
@@ -82,7 +83,7 @@ def diagnose(
     probe_start = time.perf_counter()
     launches = 0.0
     update_launches = 0.0
-    # Measured where GPUs may wait for launches. One rank decides, because the ranks' own step
+    # Only measured if GPUs may wait for launches. Rank 0 decides for all, because the ranks' step
     # times differ.
     if world.broadcast_object(launches_at_most >= NEGLIGIBLE_SHARE * step):
         device_seconds = _measure_device_seconds(
@@ -154,11 +155,11 @@ def _measure_device_seconds(
 ) -> tuple[float, float] | None:
     """Measure a step's passes and its update on devices that wait for no launch. Collective.
 
-    The host issues a micro-batch of random inputs, at a learning rate of 0, while the devices are
-    held, so that they find all kernels queued when they start. All ranks start together. A device
-    queues about a thousand kernels. With more kernels it may still wait for some, and then it seems
-    to need more time, not less. Weights and buffers keep their values. The optimizer's state does
-    not, but nothing reads it any more.
+    The host issues a micro-batch of random inputs, at a learning rate of 0, while a sleep kernel
+    holds the devices, so that they find all kernels queued when they start. All ranks start
+    together. The queue of a device holds about a thousand kernels. With more of them the device may
+    still wait for some, so the measured time can be too long, but not too short. Weights and
+    buffers keep their values. The optimizer's state does not, but nothing reads it any more.
 
     Args:
         state: State of a finished run.

@@ -93,7 +93,7 @@ def evaluate(
     sums: Sums | None = None,
     forward: Callable[[Tensor], Tensor | None] | None = None,
 ) -> dict[str, float]:
-    """Compute the task's metrics of the model, whose weights must be synchronised. Collective.
+    """Compute the task's metrics of the model, whose weights must be synchronized. Collective.
 
     Args:
         strategy: The mode that holds the model.

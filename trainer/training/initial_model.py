@@ -130,7 +130,7 @@ def build_for_dataset(
 ) -> nn.Module:
     """Return the recipe's model for a data set, on the CPU.
 
-    If `starting`, the weights are those from which the recipe starts.
+    If `starting`, it has the weights from which the recipe starts, otherwise random ones.
     """
     classes = data.classes
     sizes = len(classes), data.channels, data.image_size
@@ -182,7 +182,7 @@ def broadcast_weights(
 ) -> None:
     """Copy rank 0's weights to every rank. Collective.
 
-    The weights may differ without it, because a model may use a generator without a seed.
+    Before, the weights may differ, because a model may use a random generator that is not seeded.
 
     Raises:
         RecipeError: The weights of the ranks have different shapes.
@@ -264,7 +264,7 @@ def _is_loss_a_mean(task: Task, outputs: Tensor, data: Datasets) -> bool:
     The outputs are random, in the shape of `outputs`. The targets come from the whole training set.
     The result is True if the loss cannot be computed.
     """
-    # Samples of the first part, and of the whole batch.
+    # Numbers of samples in the first part and in the whole batch.
     few = 2
     count = 7
     # A user's task or data set may raise anything.

@@ -1,4 +1,4 @@
-"""The training loop, read from top to bottom. `setup` puts together the objects that it uses."""
+"""The training loop. `setup` creates the objects that it uses."""
 
 from __future__ import annotations
 
@@ -77,10 +77,14 @@ def run(
 def _attempt(
     recipe: Recipe, own_process: bool, program_callbacks: Callbacks | None, last_shortage: float
 ) -> Result | Recipe:
-    """Train to the end, or return the recipe to resume with if memory ran out and smaller
-    micro-batches may fit.
+    """Train to the end, or until memory runs out.
 
-    `last_shortage` is the `time.monotonic()` of the previous shortage of memory.
+    The arguments are those of `run`, and `last_shortage`: the `time.monotonic()` at which memory
+    ran out in an earlier attempt.
+
+    Returns:
+        The result, or the recipe to resume with if memory ran out and smaller micro-batches may
+        fit.
     """
     this: Run | None = None
     with Interrupts(own_process, recipe.grace) as interrupts, ExitStack() as closing:
@@ -117,7 +121,8 @@ def _attempt(
                 with suppress(TrainerError):
                     line, code = explain_in_one_line(error)
                     this.tracker.result(current_result(this, status, line, code))
-                # A run folder that vanished or has another owner explains the error better.
+                # If the run folder has vanished or has another owner, that error is raised instead,
+                # because it explains more.
                 if isinstance(error, SetupError):
                     this.tracker.folder.check()
             raise
@@ -204,7 +209,7 @@ def train_epoch(run: Run, epoch: int) -> None:
         # The last step of an epoch is saved after its evaluation, by `end_epoch`.
         save = save_every and step % save_every == 0 and step_in_epoch < stop
         if log or save or step >= rank_sync.next:
-            # Only here does the host wait for the device and the other ranks.
+            # The host waits for the device and the other ranks here only, not in every step.
             synced = rank_sync.after_step(log)
             steps_since_log = len(unlogged)
             mean_loss = synced.loss / steps_since_log
@@ -340,6 +345,9 @@ def measure(
         mistakes: Collector for the worst predictions.
         next_epoch: Epoch that will be trained next. Its first batches are read during the
             evaluation.
+
+    Returns:
+        The metrics, as `evaluate` returns them.
     """
     run.interrupts.beat()
     averages = run.state.averages()
@@ -402,8 +410,8 @@ def note_memory(run: Run) -> None:
 
 
 def finish(run: Run) -> Result:
-    """Write the last result of a run that ended well and dissolve the process group."""
-    # A signal need not be acted on any more: the run ends anyway.
+    """Write the final result of a successful run and destroy the process group."""
+    # A signal must not end the process early from now on, because the run ends anyway.
     run.interrupts.nothing_new = lambda: False
     with run.ledger.span("saving"):
         run.snapshots.finish_saving()
@@ -434,7 +442,8 @@ def finish(run: Run) -> Result:
     run.forward.close()
     run.strategy.close()
     if run.recipe.logging.wandb or run.recipe.logging.mlflow:
-        # Rank 0 may send for minutes what its loggers still hold, so no timeout applies here.
+        # Rank 0 may upload for minutes what its loggers still hold, so the ranks wait for it
+        # without the recipe's timeout.
         run.world.wait_for(None)
     run.world.barrier()
     run.world.close()

@@ -39,8 +39,9 @@ LONG = 10.0
 
 
 def note_classes(task: Task, noticed: Noticed, sums: Sums) -> None:
-    """Store the counts of an evaluation per class, if the task has the default metrics of a
-    classification.
+    """Store an evaluation's counts per class in `noticed.classes`.
+
+    The counts are only stored for tasks that have the default metrics of a classification.
     """
     is_counted = {"actual", "predicted"} <= sums.whole.keys()
     if is_counted and type(task).metrics is Classification.metrics:

@@ -58,10 +58,10 @@ class SyncedState:
 
 
 class RankSync:
-    """Synchronisation of all ranks in one small all-reduce about once a second."""
+    """Synchronization of all ranks in one small all-reduce about once a second."""
 
     def __init__(self, observer: Observer, snapshots: Snapshots, done: int = 0) -> None:
-        """Create the synchronisation of an epoch or of an evaluation.
+        """Create the synchronization of an epoch or of an evaluation.
 
         Args:
             observer: Timers and warnings of the run.

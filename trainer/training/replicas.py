@@ -36,7 +36,7 @@ def compute_digests(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
     A changed sign, or two exchanged elements, change the digest.
     """
-    # The factors are odd and far from a straight line, so that changes of several elements do not
+    # The factors are odd and do not grow linearly, so that changes of several elements do not
     # cancel each other.
     factors = torch.arange(1, 2 * CHUNK, 2, device=device) ** 7
     digests = [factors[:0]]

@@ -260,7 +260,7 @@ def _describe_best(task: Task, history: History) -> str:
 
 
 def list_seconds(ledger: Ledger) -> dict[str, float]:
-    """Return the seconds of this attempt by activity. "steps" is the rest."""
+    """Return the seconds of this attempt by activity. Time without one counts as "steps"."""
     spent = ledger.read_seconds()
     total = time.perf_counter() - ledger.start_time
     start_up = sum(seconds for name, seconds in spent.items() if name.startswith(START))
@@ -275,8 +275,10 @@ def list_seconds(ledger: Ledger) -> dict[str, float]:
 
 
 def summarize_saves(costs: Sequence[Cost]) -> dict[str, float] | None:
-    """Return the number of saves of this attempt, and the mean seconds of a save and of the pause
-    of training for it.
+    """Return the number of saves of this attempt and their mean seconds, or None without saves.
+
+    `blocked_s` is the mean time for which training pauses for a save, and `seconds` that of the
+    whole save.
     """
     count = len(costs)
     if not count:

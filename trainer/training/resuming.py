@@ -66,7 +66,8 @@ def find_newest(tracker: NullTracker, world: World, recipe: Recipe) -> checkpoin
         raise CheckpointError(_SENSELESS.format(step=step, reason="no weights"))
     state = on_every_rank(loaded, world)
     if state is None and recipe.output is not None:
-        # A rank of a node that joins later has no restarts of its own.
+        # A node that joins a restarted job later has counted no restarts, so this is not the only
+        # condition.
         is_resumed = recipe.resume is not None or world.place.restarts > 0 or is_restart()
         rank = 0
         if is_resumed:
@@ -118,7 +119,8 @@ def check_here(
 ) -> checkpoint.State | None:
     """Return the checkpoint with manifest `raw`, or None if this rank does not find it complete.
 
-    Files that are the `files` of rank 0, on the same disk, are not hashed again.
+    If this rank sees the very files of rank 0, whose fingerprint is `files`, it does not hash them
+    again.
     """
     try:
         if checkpoint.read_manifest(path) != raw:

@@ -1,8 +1,9 @@
 """Set up a run in four steps.
 
 1. `claim` connects the ranks and locks the run folder.
-2. `open_run` opens the data and chooses the open keys of the recipe that follow from it.
-3. `resolve_and_build` chooses the keys that follow from the device's memory, then calls `build`,
+2. `open_run` opens the data and chooses the open keys of the recipe (those without a fixed value,
+   such as `auto`) that depend on the data.
+3. `resolve_and_build` chooses the open keys that depend on the device's memory, then calls `build`,
    which creates model, mode, optimizer and loader.
 4. `begin` writes the first files of the run and restores its checkpoint.
 
@@ -324,8 +325,8 @@ def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, ledg
     strategy, updater = place_model(context, model)
     if teacher is not None:
         teacher.place(strategy)
-    # Loader workers use the cores of the machine, which the ranks that read images divide among
-    # them. In a pipeline, these are one or two ranks of each replica.
+    # The ranks of a machine that read images share its cores for their loader workers. In a
+    # pipeline, only one or two ranks of each replica read images.
     reads = torch.tensor(float(share.inputs))
     reading_ranks = int(world.sum_(reads).item())
     readers = max(1, world.place.local_size * reading_ranks // world.size)
@@ -387,7 +388,8 @@ def begin(run: Run) -> None:
         tracker.result(current_result(run, "running"))
     tracker.start(state.position, state.total_steps, run.task.headline())
     if recipe.logging.wandb or recipe.logging.mlflow:
-        # Only rank 0 contacts the servers, which may take minutes, so no timeout applies here.
+        # Only rank 0 contacts the servers, which may take minutes, so the other ranks wait for it
+        # without the recipe's timeout.
         run.world.wait_for(None)
     tracker.keep("result.json", lambda: json.dumps(current_result(run, "running"), indent=2) + "\n")
 

@@ -33,7 +33,7 @@ Parts = dict[str, dict[str, Shard]]
 
 @dataclass
 class Snapshots:
-    """Saves of a run. All methods are collective: all ranks call them at the same step.
+    """Writer of a run's checkpoints and weights. All ranks call its methods at the same step.
 
     Attributes:
         resolved: The configuration of the run.

@@ -99,7 +99,7 @@ class CapturedStep:
 
 
 def _free_memory(device: torch.device) -> int:
-    """Return the free bytes, including those that torch caches: a capture first returns them."""
+    """Return the free bytes, including those that torch caches, which a capture releases first."""
     cached = 0
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -116,7 +116,7 @@ class GraphSteps(EagerSteps):
         updater: Updater,
         say: Callable[[str], None],
     ) -> None:
-        # None after captures were given up for good.
+        # None after the run has given up captures.
         self.recorder: StepRecorder | None = cuda_graphs.StepRecorder(strategy.device)
         # A graph belongs to one device, so for a model on several the optimizer's part is eager.
         self._one_device = len(set(strategy.world.local_devices)) == 1
@@ -478,7 +478,7 @@ class GraphSteps(EagerSteps):
         self.recorder = None
 
     def forget(self) -> None:
-        """Capture the step again: micro-batches have other shapes, or other parameters train."""
+        """Drop the captured step: micro-batches have other shapes, or other parameters train."""
         if self.recorder is not None:
             self._forget()
 

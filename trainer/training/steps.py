@@ -1,6 +1,6 @@
 """Computation of training steps by kernels that Python launches one by one.
 
-That is all that a CPU needs. If the device has CUDA graphs and the recipe allows them, a run uses
+A CPU needs nothing else. If the device has CUDA graphs and the recipe allows them, a run uses
 `step_graphs.GraphSteps`, which replays captured kernels instead.
 """
 
@@ -66,7 +66,7 @@ class EagerSteps:
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Capture the step again: micro-batches have other shapes, or other parameters train."""
+        """Drop the captured step: micro-batches have other shapes, or other parameters train."""
 
     @property
     def has_captured(self) -> bool:

@@ -1,4 +1,4 @@
-"""The teacher of `distill.teacher`: a trained model whose outputs become a part of the targets."""
+"""The teacher of `distill.teacher`: a trained model whose outputs are added to the targets."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ def load_teacher(
         }
         return Trained(Path(name), weights, metadata, own, own)
     except TrainerError as error:
-        # The rest of the message suggests how to start the trained model from weights.
+        # The rest of such a message suggests other start weights, which concerns the model that
+        # trains, not the teacher.
         message = re.split(", (?:or|and) start ", str(error))[0]
         raise type(error)(f"distill.teacher={name}: {message}") from None
 
@@ -184,7 +185,7 @@ class Teacher(Task):
         if matches is None and classes != data.classes:
             self.note += ", classes matched by their order"
         self.note += WHOLE
-        # Factor and offset from the run's normalised pixels to those of the teacher.
+        # Factor and offset from the run's normalized pixels to those of the teacher.
         self._affine: tuple[Tensor, Tensor] | None = None
         if (facts.mean, facts.std) != (data.mean, data.std):
             mean = _place_channel_values(data.mean, device)

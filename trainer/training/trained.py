@@ -55,15 +55,15 @@ TRAINING = {
     "stop",
     "save",
 }
-# Values of keys whose devices and modes were those of training.
+# Values that replace the devices and the mode of training, so that commands run on any machine.
 ANYWHERE = {"devices": "auto", "mode": "ddp", "shares": None}
 
 
 class WeightFacts(BaseModel):
     """Metadata of weights: their classes and inputs, within bounds.
 
-    The file may be damaged, or come from anyone. Older files have fewer values. If the inputs are
-    not images, `mean` and `std` are empty.
+    The file may be damaged, or come from an untrusted source. Older files have fewer values. If the
+    inputs are not images, `mean` and `std` are empty.
     """
 
     classes: ClassNames | None = None
@@ -101,7 +101,7 @@ class WeightFacts(BaseModel):
         return TensorSpec(shape, getattr(torch, kind, None))  # type: ignore[arg-type]
 
     def shorter(self, size: ImageSize) -> ImageSize:
-        """Return the size that an image is resized to before `size` is cropped from its centre.
+        """Return the size that an image is resized to before `size` is cropped from its center.
 
         Older files do not record it.
         """
@@ -130,11 +130,11 @@ class WeightFacts(BaseModel):
 
 @dataclass(frozen=True)
 class Preparation:
-    """Steps from a decoded image to a model's input, as in evaluation: resize, crop, normalise.
+    """Steps from a decoded image to a model's input, as in evaluation: resize, crop, normalize.
 
     Attributes:
         image_size: Size of the input in pixels.
-        shorter_side: Size that the image is resized to cover before the centre is cropped. For a
+        shorter_side: Size that the image is resized to cover before the center is cropped. For a
             square it is the length of the image's shorter side.
         channels: Number of channels.
         mean: Mean of each channel.
@@ -174,7 +174,7 @@ class Trained:
 
     @classmethod
     def read(cls, path: Path, words: Sequence[str] = ()) -> Trained:
-        """Read the weights at `path`, with the arguments `words` of a command.
+        """Read the weights at `path`, and their recipe with the arguments `words` of a command.
 
         Raises:
             CheckpointError: There are no weights, or no recipe with them.

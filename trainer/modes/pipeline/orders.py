@@ -243,7 +243,7 @@ def _find_dependencies(
 
 
 def compute_issue_order(stages: int, microbatches: int) -> list[Action]:
-    """Order the work of all devices of one process: 1F1B on each device, merged by begin.
+    """Order the work of all devices of one process: 1F1B on each device, merged by start time.
 
     A backward pass is assumed to last as long as two forward passes. An action never waits for one
     that is issued later, so that one thread can issue asynchronous work for all devices.

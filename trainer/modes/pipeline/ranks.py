@@ -168,7 +168,7 @@ class ProcessPipeline(Staged):
     ) -> list[Any]:
         """Measure all blocks on all ranks at the same time. Collective.
 
-        Ranks work at the same time in training too, and slow each other.
+        Ranks work at the same time in training too, and slow each other down.
 
         Returns:
             Costs of the blocks, whose times are averaged over the ranks.
@@ -220,7 +220,7 @@ class ProcessPipeline(Staged):
                 output_args=samples[index + 1],
                 group=self.pipe_group,
             )
-            # Older versions refuse channels_last images of one channel.
+            # Older versions of torch refuse channels_last images of one channel.
             if not torch_has("stage inputs of any layout"):
                 setattr(stage, "_validate_fwd_input", lambda *_: None)  # noqa: B010
             # Torch's own option would create groups without the recipe's timeout. Torch 2.14 reads
@@ -279,7 +279,7 @@ class ProcessPipeline(Staged):
         with suppress(Exception), restore_after(self.modules(), self.device):
             self.train()
             output = stage.submod(received)
-            # Any gradient can be used for the comparison, so the output's values are.
+            # Any gradient can be used for the comparison; here it has the values of the output.
             gradient = output.detach().clone()
             whole = grad(output, leaves, gradient, retain_graph=True, materialize_grads=True)
             for leaf in leaves:
@@ -302,9 +302,9 @@ class ProcessPipeline(Staged):
     def _compile(self) -> None:
         """Compile this rank's stages by one pass in training and one in evaluation.
 
-        All ranks compile at the same time this way. Otherwise the ranks would compile one after
-        another while their peers wait, and `timeout` is meant for a step. State that the passes
-        change is restored.
+        This way all ranks compile at the same time. In a step they would compile one after another
+        while their peers wait, and might exceed `timeout`, which is meant for a step. State that
+        the passes change is restored.
         """
         with restore_after(self.modules(), self.device):
             for training in (True, False):
@@ -441,10 +441,9 @@ class ProcessPipeline(Staged):
         """Run micro-batches in waves through this replica's stages.
 
         NCCL executes operations in the order in which they are issued, and a send may not end
-        before its receive begins. With several stages per rank, the number of micro-batches in a
-        wave is the number of the other ranks. The ring of ranks can hold that many before the first
-        micro-batch returns to the first rank. With more of them, every rank would send and no rank
-        would receive.
+        before its receive begins. With several stages per rank, micro-batches return to the first
+        rank. The ring of ranks can hold as many of them as there are other ranks, so a wave has
+        that many. With more of them, every rank would send and no rank would receive.
 
         Returns:
             The logits on the rank of the last stage; None on other ranks.

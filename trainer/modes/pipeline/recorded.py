@@ -9,8 +9,8 @@ device. The graphs are replayed in the order in which eager steps issue the acti
 edges and events copy tensors between devices. The graphs of one device run one after another,
 because they share a memory pool.
 
-Source and target of a copy belong to the capture and are not used elsewhere, because graphs do not
-wait for copies that are still running: `Edge.order_passes` orders them from pass to pass.
+The source and target of a copy are memory that only the captured pass uses. Graphs do not wait for
+copies that are still running, so `Edge.order_passes` makes each pass wait for those of the last.
 """
 
 from __future__ import annotations

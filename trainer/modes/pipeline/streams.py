@@ -305,7 +305,8 @@ class StreamPipeline(Staged):
     def overlapped(self) -> Iterator[None]:
         """Return a context in which the stages work on their own streams.
 
-        They wait for the work before the context, and the work after it waits for them.
+        The streams wait for work that was issued before the context, and work that is issued after
+        the context waits for the streams.
         """
         for lane in self.lanes:
             lane.follow()

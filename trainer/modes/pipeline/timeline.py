@@ -98,7 +98,7 @@ class Recorder:
         return steps
 
     def _now(self, index: int) -> Moment:
-        """Return one moment as time of the CPU's clock and as event of an idle device."""
+        """Return one moment as a time of the host's clock and as an event of the idle device."""
         torch.cuda.synchronize(index)
         with torch.cuda.device(index):
             _, event = self._mark()
@@ -122,7 +122,7 @@ class Recorder:
         host_end, end_event = end
         start = moment - begin_event.elapsed_time(event) / 1e3
         stop = moment - end_event.elapsed_time(event) / 1e3
-        # The host was still launching the action while the device worked on it.
+        # Time in which the host was still launching the action while the device worked on it.
         launching = max(0.0, min(stop, host_end) - max(start, host_begin))
         return Span(worker, action, start, stop, launching)
 

@@ -343,9 +343,7 @@ def _move_cuts(
     moving: Sequence[int],
     possible: Sequence[str],
 ) -> Iterator[Cuts]:
-    """Yield `cuts` with every possible placement of the cuts at the consecutive indices
-    `moving`.
-    """
+    """Yield `cuts` with each possible placement of the cuts at the consecutive indices `moving`."""
     first = moving[0]
     last = moving[-1]
     low = 0
@@ -363,7 +361,7 @@ def describe_too_little_memory(
     microbatches: int,
     fitting: int | None = None,
 ) -> DeviceMemoryError:
-    """Make the error that memory is too small, with arguments that reduce it.
+    """Return the error that memory is too small, with arguments that need less memory.
 
     Args:
         pipe: constraints on the plan.

@@ -193,7 +193,7 @@ class DistributedDataParallel(Strategy):
         if self._broadcasts:
             self.broadcast_buffers({})
         alone = self._gradients_of(self.module)
-        # In some models rounding decides which path is taken, such as that of the larger of two
+        # Rounding decides in some models which path is taken, such as that of the larger of two
         # nearly equal scores. Then two passes of one rank differ too, so this noise is measured.
         repeated = self._gradients_of(self.module)
         # The images and random numbers of all ranks are equal, so the average equals each rank's
@@ -255,8 +255,8 @@ class DistributedDataParallel(Strategy):
         for gradients in group_by_type(trained):
             sizes = [gradient.numel() for gradient in gradients]
             row = torch.empty(sum(sizes), dtype=gradients[0].dtype, device=self.device)
-            # Each view has the strides of its gradient, because torch makes an additional copy of
-            # a tensor whose strides differ.
+            # The views have the strides of their gradients, because torch makes an additional copy
+            # of a tensor whose strides differ.
             views = []
             for flat, gradient in zip(torch.split(row, sizes), gradients, strict=True):
                 views.append(

@@ -74,8 +74,8 @@ class MuonAdamW(torch.optim.Optimizer):
             self.adamw = AdamW(other_groups, lr=lr, **adamw_options)
             adamw_groups = self.adamw.param_groups
         super().__init__([*muon_groups, *adamw_groups] or groups, {"lr": lr})
-        # With this attribute GradScaler sets `found_inf`. Without it, GradScaler reads the flag
-        # itself, and the host waits for the device.
+        # GradScaler sets `found_inf` if this attribute is True. Otherwise it reads the flag itself,
+        # and the host waits for the device.
         self._step_supports_amp_scaling = True
         self.muon_groups = self.param_groups[: len(muon_groups)]
         self.momentum = momentum

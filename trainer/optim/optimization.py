@@ -177,7 +177,7 @@ class Updater:
         parameters: Mapping[str, nn.Parameter],
         also: Collection[str] = (),
     ) -> None:
-        """From now on, train those of `parameters` that require gradients.
+        """Train those of `parameters` that require gradients, from now on.
 
         The optimizer also keeps frozen parameters that have a state. Like every optimizer of torch,
         it does not update parameters without a gradient.

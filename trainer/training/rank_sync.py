@@ -73,7 +73,7 @@ class RankSync:
         self.interrupts = snapshots.interrupts
         self.observer = observer
         self.snapshots = snapshots
-        # The ranks synchronise again after this step, or batch of an evaluation.
+        # The ranks synchronize again after this step, or batch of an evaluation.
         self.next = done + 1
         self._window = (0, 0.0, 0.0)
 
@@ -141,7 +141,7 @@ class RankSync:
         first: bool = False,
         rank_seconds: tuple[float, float, float] | None = None,
     ) -> SyncedState:
-        """Exchange values with all ranks, and choose the next step to synchronise at. Collective.
+        """Exchange values with all ranks, and choose the next step to synchronize at. Collective.
 
         Args:
             done: Number of steps, or of batches of an evaluation, that are done.

@@ -63,13 +63,13 @@ class MuonAdamW(torch.optim.Optimizer):
             other_parameters = []
             for p in group["params"]:
                 if p in matrices:
-                    muon_groups.append({**group, "params": [p], "lr": lr})
+                    muon_groups.append(group | {"params": [p], "lr": lr})
                 else:
                     other_parameters.append(p)
             if other_parameters:
-                other_groups.append({**group, "params": other_parameters})
+                other_groups.append(group | {"params": other_parameters})
         self.adamw: AdamW | None = None
-        adamw_groups: list[dict[str, Any]] = []
+        adamw_groups = []
         if other_groups:
             self.adamw = AdamW(other_groups, lr=lr, **adamw_options)
             adamw_groups = self.adamw.param_groups
@@ -80,14 +80,14 @@ class MuonAdamW(torch.optim.Optimizer):
         self.muon_groups = self.param_groups[: len(muon_groups)]
         self.momentum = momentum
         self.nesterov = nesterov
-        if self.adamw is not None:
+        if self.adamw:
             self.adamw.state = self.state
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take one step with the current gradients."""
         batches: dict[tuple[Any, ...], list[_MatrixUpdate]] = {}
-        rates: dict[tuple[Any, ...], _StepRates] = {}
+        rates = {}
         for group in self.muon_groups:
             (parameter,) = group["params"]
             if parameter.grad is None:
@@ -101,11 +101,11 @@ class MuonAdamW(torch.optim.Optimizer):
             kind = group["rate"], decay, device
             if kind not in rates:
                 rates[kind] = _StepRates(group["lr"], decay, self.found_inf, device)
-            batch_key = (kind, update.matrix.shape, parameter.dtype)
+            batch_key = kind, update.matrix.shape, parameter.dtype
             batches.setdefault(batch_key, []).append(update)
         for (kind, *_), batch in batches.items():
             self._update(batch, rates[kind])
-        if self.adamw is not None:
+        if self.adamw:
             self.adamw.found_inf = self.found_inf  # type: ignore[attr-defined]
             self.adamw.step()
 

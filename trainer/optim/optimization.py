@@ -31,9 +31,7 @@ def count_total_steps(recipe: Recipe, steps_per_epoch: int) -> int:
     return min(steps, recipe.max_steps or steps)
 
 
-def build_learning_rate(
-    recipe: Recipe, steps_per_epoch: int, total: int | None = None
-) -> Callable[[int], float]:
+def build_learning_rate(recipe: Recipe, steps_per_epoch: int, total: int) -> Callable[[int], float]:
     """Build the learning rate as a pure function of the optimizer step, counted from 0.
 
     The values equal those of torch's chained schedulers: a linear warm-up, then the schedule of the
@@ -42,7 +40,7 @@ def build_learning_rate(
     Args:
         recipe: the recipe with the schedule.
         steps_per_epoch: number of optimizer steps in an epoch.
-        total: number of steps of the schedule; `count_total_steps` if None.
+        total: number of steps of the schedule.
 
     Returns:
         A function that returns the learning rate of a step.
@@ -52,16 +50,12 @@ def build_learning_rate(
     lr_after_warmup = LR_SCHEDULES[schedule.name].formula
     warmup = round(schedule.warmup_epochs * steps_per_epoch)
     factor = schedule.warmup_factor
-    if total is None:
-        end = count_total_steps(recipe, steps_per_epoch)
-    else:
-        end = total
     bounds = [warmup]
     for restart_epochs in schedule.restarts:
         restart = round(restart_epochs * steps_per_epoch)
-        if warmup < restart < end:
+        if warmup < restart < total:
             bounds.append(restart)
-    bounds.append(max(end, warmup + 1))
+    bounds.append(max(total, warmup + 1))
     cycles = [*pairwise(bounds)]
     cycles.reverse()
 
@@ -94,11 +88,9 @@ class GradientExchange(Protocol):
 
     def grad_norm(self) -> Tensor:
         """Compute the 2-norm of the whole model's gradient, 0-dim, on the device."""
-        ...
 
     def reduce_overflow(self, flag: Tensor) -> None:
         """Replace `flag`, 0-dim, by its maximum over all ranks that have a part of the model."""
-        ...
 
 
 class _DeviceGroup(NamedTuple):
@@ -150,14 +142,14 @@ class Updater:
         # Parameters that do not train in this epoch, by name.
         self.frozen: dict[str, nn.Parameter] = {}
         self._set_optimizer(optimizer)
-        if scaler is not None:
+        if scaler:
             # The scaler creates its state at the first call, which a rank without a loss would
             # never make.
             scaler.scale(self.bad)
 
     def _set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self.parameters: list[nn.Parameter] = []
+        self.parameters = []
         for group in optimizer.param_groups:
             self.parameters += group["params"]
         # A split model has parameters on several devices. Each device has its own flag, and `bad`
@@ -186,10 +178,7 @@ class Updater:
             parameters: all parameters of this rank, by name.
             also: names of the parameters that have a state in a checkpoint.
         """
-        state: dict[Tensor, Any] = {}
-        for name, p in parameters.items():
-            if name in also:
-                state[p] = {}
+        state: dict[Tensor, Any] = {p: {} for name, p in parameters.items() if name in also}
         state |= self.optimizer.state
         self._set_optimizer(build_optimizer(parameters, self.recipe.optimizer, self.roles, state))
         self.frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
@@ -230,8 +219,7 @@ class Updater:
             for group in self.device_groups.values():
                 gradients = [p.grad for p in group.parameters if p.grad is not None]
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, group.flag, group.scale)
-            flags_of_devices = [group.flag for group in self.device_groups.values()]
-            _merge_flags(self.bad, flags_of_devices)
+            _merge_flags(self.bad, [group.flag for group in self.device_groups.values()])
             exchange.reduce_overflow(self.bad)
             self.optimizer.found_inf = self.bad  # type: ignore[attr-defined]
         else:
@@ -300,10 +288,10 @@ class MovingAverage:
     ) -> None:
         self.live = dict(tensors)
         self.decay = decay
-        self.average: dict[str, Tensor] = {}
+        self.average = {}
         # Names of averaged tensors, and of counters, which are copied.
-        self._floats: list[str] = []
-        self._integers: list[str] = []
+        self._floats = []
+        self._integers = []
         for name, tensor in tensors.items():
             self.average[name] = tensor.detach().clone()
             if tensor.is_floating_point():

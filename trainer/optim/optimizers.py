@@ -73,8 +73,8 @@ class LearningRates:
 def build_parameter_groups(
     parameters: Mapping[str, nn.Parameter],
     recipe: OptimizerRecipe,
-    roles: Roles = NO_ROLES,
-    state: OptimizerState = NO_STATE,
+    roles: Roles,
+    state: OptimizerState,
 ) -> list[dict[str, Any]]:
     """Group the parameters that train or have a `state`, in the format of torch's optimizers.
 
@@ -93,10 +93,10 @@ def build_parameter_groups(
     # torch's optimizers refuse an empty list, which a pipeline stage without parameters would have.
     if not parameters_by_kind:
         parameters_by_kind[recipe.weight_decay, 1.0] = []
-    groups = []
-    for (decay, rate), group in parameters_by_kind.items():
-        groups.append({"params": group, "weight_decay": decay, "rate": rate})
-    return groups
+    return [
+        {"params": group, "weight_decay": decay, "rate": rate}
+        for (decay, rate), group in parameters_by_kind.items()
+    ]
 
 
 def build_optimizer(
@@ -169,7 +169,7 @@ def undo_failed_steps(optimizer: torch.optim.Optimizer) -> None:
     The step runs, and its changes are undone on the device, so that the host need not wait for the
     flag. A step therefore needs memory for a second copy of weights and state.
     """
-    copies: list[tuple[Tensor, Tensor]] = []
+    copies = []
 
     def copy(*_: object) -> None:
         for group in optimizer.param_groups:
@@ -179,7 +179,7 @@ def undo_failed_steps(optimizer: torch.optim.Optimizer) -> None:
                     copies.append((tensor, tensor.clone()))
 
     def restore(*_: object) -> None:
-        flag: Tensor | None = getattr(optimizer, "found_inf", None)
+        flag = getattr(optimizer, "found_inf", None)
         if flag is not None:
             for tensor, before in copies:
                 is_bad = flag.to(tensor.device, non_blocking=True) > 0

@@ -69,7 +69,7 @@ class translate_peer_errors:
         import torch.distributed as dist
 
         setting = find_wrong_setting(error)
-        if setting is not None:
+        if setting:
             raise SetupError(setting) from error
         if waited or is_broken_collective(error):
             line = describe_lost_peer(waited or error)

@@ -6,16 +6,20 @@ not wait for the import of `torch.distributed`.
 
 from __future__ import annotations
 
-import datetime
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer.devices import cards
 from trainer.distributed.grid import Grid
-from trainer.distributed.peers import check_devices, check_sums, explain_no_answer
-from trainer.distributed.peers import translate_peer_errors as translate_peer_errors
+from trainer.distributed.peers import (
+    check_devices,
+    check_sums,
+    explain_no_answer,
+    translate_peer_errors,
+)
 from trainer.errors import PeerError, SetupError, TrainerError, explain_in_one_line
 from trainer.processes import silence
 from trainer.processes.rank import Place, check_meeting
@@ -35,7 +39,7 @@ DATA_PATIENCE = 86400.0
 FIRST_EXCHANGE = 60.0
 # NCCL's watchdog aborts the process at its timeout. This is added to that timeout, so that gloo
 # raises an error first, which can be reported.
-NCCL_LATER = datetime.timedelta(seconds=120)
+NCCL_LATER = timedelta(seconds=120)
 MET = "all ranks are there, and wait for the first answer from each other"
 
 
@@ -92,7 +96,7 @@ class World:
         from torch.distributed.rendezvous import rendezvous
 
         check_meeting(self.place)
-        limit = datetime.timedelta(seconds=timeout)
+        limit = timedelta(seconds=timeout)
         with translate_peer_errors():
             with explain_delay(self._missing):
                 store = self._own_store() or next(rendezvous("env://", timeout=limit))[0]
@@ -109,7 +113,7 @@ class World:
                 except TimeoutError:
                     raise explain_no_answer(cuda, FIRST_EXCHANGE) from None
 
-    def _join(self, store: Store, limit: datetime.timedelta) -> tuple[str, ...]:
+    def _join(self, store: Store, limit: timedelta) -> tuple[str, ...]:
         """Create the default group, and test it: gather the device names, and check sums on GPUs.
 
         Returns:
@@ -163,7 +167,7 @@ class World:
                     for ranks in self.grid.lines(dimension):
                         group = dist.new_group(ranks, silence.set_limit(self.timeout))
                         if self.rank in ranks:
-                            self._delay_nccl(group, datetime.timedelta(seconds=self.timeout))
+                            self._delay_nccl(group, timedelta(seconds=self.timeout))
                             self._groups.setdefault(dimension, []).append(group)
 
     def group(self, dimension: str | None, which: int = 0) -> Any:
@@ -201,7 +205,7 @@ class World:
             mesh_dim_names=tuple(groups),
         )
 
-    def _delay_nccl(self, group: Any, limit: datetime.timedelta) -> None:
+    def _delay_nccl(self, group: Any, limit: timedelta) -> None:
         """Set NCCL's timeout of a group, after which it aborts the process: see `NCCL_LATER`."""
         if self.nccl:
             group._get_backend(self.device).set_timeout(limit + NCCL_LATER)
@@ -302,6 +306,12 @@ class World:
                 dist.all_reduce(values, dist.ReduceOp.MAX)
         return values
 
+    def is_any(self, flag: bool) -> bool:
+        """Return on every rank whether `flag` is True on any rank. Collective."""
+        import torch
+
+        return bool(self.max_(torch.tensor(float(flag))))
+
     def broadcast_(self, values: Tensor, along: str | None = None) -> Tensor:
         """Copy rank 0's values of a tensor to all ranks in place, and return the tensor.
 
@@ -337,7 +347,7 @@ class World:
         """
         if self.size == 1:
             return [value]
-        boxes: list[Any] | None = [None] * self.size if self.is_main else None
+        boxes = [None] * self.size if self.is_main else None
         with translate_peer_errors() as dist:
             dist.gather_object(value, boxes)
         return boxes or []
@@ -386,11 +396,9 @@ class World:
         """
         if self.size == 1:
             return [value]
-        boxes: list[Any] = [None] * self.size
+        boxes = [None] * self.size
         with translate_peer_errors(DATA_PATIENCE) as dist:
-            group: Any = dist.new_group(
-                backend="gloo", timeout=datetime.timedelta(seconds=DATA_PATIENCE)
-            )
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=DATA_PATIENCE))
             dist.all_gather_object(boxes, value, group=group)
             dist.destroy_process_group(group)
         return boxes
@@ -424,9 +432,7 @@ class World:
         Args:
             error: error of this rank, if any.
         """
-        import torch
-
-        if not self.max_(torch.tensor(float(error is not None))).item():
+        if not self.is_any(error is not None):
             return
         if isinstance(error, TrainerError) or error is None:
             shown = error
@@ -435,7 +441,7 @@ class World:
             shown = TrainerError(explain_in_one_line(error)[0])
         errors = []
         for rank, rank_error in enumerate(self.gather(shown)):
-            if rank_error is not None:
+            if rank_error:
                 errors.append((rank, rank_error))
         first = min(errors, key=lambda pair: isinstance(pair[1], PeerError), default=(0, None))
         rank, first_error = self.broadcast_object(first)

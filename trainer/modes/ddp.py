@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from trainer.data import Batch
-from trainer.distributed.world import translate_peer_errors
+from trainer.distributed.peers import translate_peer_errors
 from trainer.errors import RecipeError, is_out_of_memory
 from trainer.memory.measuring import count_bytes
 from trainer.models.equivalence import NOISE, relative_error
@@ -123,7 +123,7 @@ class DistributedDataParallel(Strategy):
         with translate_peer_errors(), restore_after([self.module], self.device, weights=True):
             inputs, has_unused = self.find_probe_inputs(is_users_model)
             self._probe_inputs = inputs
-            has_unused = bool(self.world.max_(torch.tensor(float(has_unused))))
+            has_unused = self.world.is_any(has_unused)
             if self.exchanges_after_passes and has_unused:
                 raise RecipeError(
                     f"model.name={self.recipe.model.name} leaves parameters unused, which ranks "

@@ -62,12 +62,8 @@ def find_deferrable(
             "the statistics of a whole batch cannot be computed from its micro-batches: "
             f"{remedy}"
         )
-    values: dict[nn.Module, int] = {}
-    for name, layer in layers.items():
-        # A layer that is never called has no statistics.
-        if seen[name]:
-            values[layer] = seen[name][0]
-    return values
+    # A layer that is never called has no statistics.
+    return {layer: seen[name][0] for name, layer in layers.items() if seen[name]}
 
 
 class DeferredStatistics:
@@ -84,10 +80,7 @@ class DeferredStatistics:
             stage: a stage of the model.
             values: the result of `find_deferrable`.
         """
-        self.layers: list[Any] = []
-        for layer in stage.modules():
-            if layer in values:
-                self.layers.append(layer)
+        self.layers: list[Any] = [layer for layer in stage.modules() if layer in values]
         self._values = values
         self._momenta: list[float | None] = []
         # Number of samples, and mean and unbiased variance of all layers, for each micro-batch.
@@ -181,10 +174,7 @@ class DeferredStatistics:
         """Repeat one number per layer for each of its channels."""
         channels = list(map(len, self._buffers("running_mean")))
         ones = torch.split(torch.ones_like(self._before[0]), channels)
-        expanded = []
-        for part, number in zip(ones, numbers, strict=True):
-            expanded.append(part * number)
-        return torch.cat(expanded)
+        return torch.cat([part * number for part, number in zip(ones, numbers, strict=True)])
 
     def _counting_layers(self) -> list[Any]:
         return [layer for layer in self.layers if layer.num_batches_tracked is not None]

@@ -60,8 +60,7 @@ class DataParallel(Strategy):
 
     def _describe_shapes(self) -> str:
         """Describe the shapes of inputs and outputs, outside and inside the replicas."""
-        shape = self.context.example.shape
-        shapes_inside: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        shapes_inside = []
 
         def note(
             module: nn.Module,
@@ -85,7 +84,7 @@ class DataParallel(Strategy):
         outputs_inside = ", ".join(str(pair[1]) for pair in shapes_inside)
         outputs_outside = tuple(outputs.shape)
         return (
-            f"in {shape} outside, {inputs_inside} inside; "
+            f"in {self.context.example.shape} outside, {inputs_inside} inside; "
             f"out {outputs_inside} inside, {outputs_outside} outside"
         )
 

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from trainer.data import Batch
-from trainer.distributed.world import translate_peer_errors
+from trainer.distributed.peers import translate_peer_errors
 from trainer.errors import RecipeError
 from trainer.memory.measuring import count_bytes
 from trainer.memory.needs import compute_unit_sizes, count_teacher_bytes
@@ -32,7 +32,6 @@ from trainer.modes.base import Strategy
 from trainer.modes.ddp import read_in_training
 from trainer.modes.fsdp_units import (
     Order,
-    Storage,
     compile_forward,
     copy_views,
     find_kept_parameter,
@@ -103,21 +102,21 @@ class FullyShardedDataParallel(Strategy):
             self.gradient_device = torch.device("cpu")
             self.readers = [self.device]
         self.mesh = self.world.mesh()
-        whole_storages: list[tuple[str, Storage]] = []
+        whole_storages = []
         # A comparison makes the hosts wait for each other, so on GPUs it is done less often.
         self.order = Order(self._refuse, every=1 if self.device.type == "cpu" else 64)
         with translate_peer_errors(), _explain_errors(self._refuse):
             for name in [*self.units, ""]:
                 unit = self.module.get_submodule(name)
                 reason = find_sharding_obstacle(unit, name)
-                if reason is not None:
+                if reason:
                     raise self._refuse(reason)
                 # `_receive` may replace the storage of a parameter, so both storages are recorded.
                 whole_storages += list_storages(unit, name)
                 self._receive(list_whole_parameters(unit).values())
                 whole_storages += list_storages(unit, name)
                 unit.register_forward_hook(copy_views)
-                if self.forward_watch is not None and (name or not self.units):
+                if self.forward_watch and (name or not self.units):
                     unit.register_forward_pre_hook(
                         partial(mark_training, self.forward_watch.__enter__)
                     )
@@ -138,14 +137,14 @@ class FullyShardedDataParallel(Strategy):
             module.set_force_sum_reduction_for_comms(True)
         reasons = self.world.gather(find_kept_parameter(whole_storages))
         reason = self.world.broadcast_object(next(filter(None, reasons), None))
-        if reason is not None:
+        if reason:
             raise self._refuse(reason)
 
     def connect(self) -> None:
         self.has_local_passes = False
         # Torch's DTensors by name, and this rank's rows of them.
         self.sharded = dict(self.module.named_parameters())
-        self._local: dict[str, nn.Parameter] = {}
+        self._local = {}
         for name, parameter in self.sharded.items():
             self._local[name] = nn.Parameter(
                 _get_local_rows(parameter), requires_grad=parameter.requires_grad
@@ -168,7 +167,7 @@ class FullyShardedDataParallel(Strategy):
             if list_computed_tensors(model)
             else find_sharding_obstacle(model, "")
         )
-        if reason is not None:
+        if reason:
             self.context.say(f"distill.teacher is whole on each rank, because it {reason}")
             return super().place_teacher(model)
         subject = f"distill.teacher={self.recipe.distill.teacher}"

@@ -59,11 +59,8 @@ def find_units(model: nn.Module) -> list[str]:
 
 def list_whole_parameters(unit: nn.Module, prefix: str = "") -> dict[str, nn.Parameter]:
     """Return the parameters of a unit that are not sharded yet, by name."""
-    parameters = {}
-    for name, parameter in unit.named_parameters(prefix=prefix):
-        if not isinstance(parameter, DTensor):
-            parameters[name] = parameter
-    return parameters
+    named = unit.named_parameters(prefix=prefix)
+    return {name: whole for name, whole in named if not isinstance(whole, DTensor)}
 
 
 def find_sharding_obstacle(unit: nn.Module, prefix: str) -> str | None:
@@ -87,10 +84,8 @@ def find_sharding_obstacle(unit: nn.Module, prefix: str) -> str | None:
 
 def list_storages(unit: nn.Module, prefix: str) -> list[tuple[str, Storage]]:
     """Return weak references to the storages of a unit's parameters that are not sharded yet."""
-    references = []
-    for name, parameter in list_whole_parameters(unit, prefix).items():
-        references.append((name, weakref.ref(parameter.untyped_storage())))
-    return references
+    named = list_whole_parameters(unit, prefix).items()
+    return [(name, weakref.ref(parameter.untyped_storage())) for name, parameter in named]
 
 
 def find_kept_parameter(before: Sequence[tuple[str, Storage]]) -> str | None:
@@ -185,7 +180,7 @@ class Order:
         event: str,
         is_due: bool = False,
     ) -> None:
-        history = (self._digest, *names, event)
+        history = self._digest, *names, event
         self._digest = zlib.crc32(repr(history).encode())
         if is_due or self._passes < FIRST_PASSES:
             self.compare(names)

@@ -84,7 +84,7 @@ class ReplicaComparison:
             # ranks decide together, because each of them captures its step, and counts seconds, by
             # itself.
             is_unfit = self.steps.has_captured or self.state.seconds() < LONG_SECONDS
-            if not strategy.world.max_(torch.tensor(float(is_unfit))):
+            if not strategy.world.is_any(is_unfit):
                 strategy.check_gradients()
 
     def compare(self) -> None:

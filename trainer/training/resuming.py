@@ -55,15 +55,16 @@ def find_newest(tracker: NullTracker, world: World, recipe: Recipe) -> checkpoin
     loaded = None
     if tracker.folder.replaced:
         tracker.say(f"{tracker.path}: the run that was here saved nothing; starting over")
-    if tracker.folder.resuming and tracker.path is not None:
+    if tracker.folder.resuming and tracker.path:
         loaded = checkpoint.load_newest(tracker.path, tracker.say)
         if loaded is None:
             tracker.say(
                 f"{tracker.path}: the run that was here has no checkpoint yet; starting over"
             )
     if loaded and not loaded.state.part("model"):
-        step = loaded.state.position.step
-        raise CheckpointError(_SENSELESS.format(step=step, reason="no weights"))
+        raise CheckpointError(
+            _SENSELESS.format(step=loaded.state.position.step, reason="no weights")
+        )
     state = on_every_rank(loaded, world)
     if state is None and recipe.output is not None:
         # A node that joins a restarted job later has counted no restarts, so this is not the only
@@ -105,7 +106,7 @@ def on_every_rank(
         return None
     path, raw, files = described
     state = loaded.state if loaded else check_here(path, raw, files)
-    if world.max_(torch.tensor(float(state is None))).item():
+    if world.is_any(state is None):
         manifest = checkpoint.parse_manifest(path, raw)
         received = _receive_files(path, manifest, world, is_missing=state is None)
         state = state or received

@@ -92,12 +92,12 @@ class LocalStages(Strategy):
         """
         run = run or self.context.in_precision
         deferred = self.deferred.get(stage) if stage.training else None
-        if deferred is not None:
+        if deferred:
             deferred.begin()
         if self.recipe.recompute:
             run = checkpoint_forward(run, [stage])
         out: Tensor = run(stage, inputs)
-        if deferred is not None:
+        if deferred:
             deferred.gather(self.split_size() if rows is None else rows)
         return out
 

@@ -200,7 +200,7 @@ def simulate(
                 half = seconds.get(("B", action.stage), 0.0) / 2
                 end = begin + seconds.get((action.kind, action.stage), half)
                 clocks[worker] = end
-                finished[action] = (end, worker)
+                finished[action] = end, worker
                 spans.append(Span(worker, action, begin, end))
                 positions[worker] += 1
                 left -= 1

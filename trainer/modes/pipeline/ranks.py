@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,8 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn.utils import get_total_norm
 
 from trainer.data import Batch, DataShare
-from trainer.distributed.world import World, translate_peer_errors
+from trainer.distributed.peers import translate_peer_errors
+from trainer.distributed.world import World
 from trainer.errors import RecipeError
 from trainer.models.equivalence import TOLERANCE
 from trainer.models.partition import Traced
@@ -185,10 +186,8 @@ class ProcessPipeline(Staged):
     def assign_stages(self, plan: Plan) -> None:
         """Assign the stages of a plan to the ranks of a replica, and list those of this rank."""
         self.holders = assign_ranks(plan.schedule, self.ranks, plan.stages // self.ranks)
-        self.local_stages = []
-        for stage, rank in enumerate(self.holders):
-            if rank == self.pipe_rank:
-                self.local_stages.append(stage)
+        holders = enumerate(self.holders)
+        self.local_stages = [stage for stage, rank in holders if rank == self.pipe_rank]
         self.last = plan.stages - 1
 
     def build(
@@ -452,7 +451,7 @@ class ProcessPipeline(Staged):
         wave = max(1, self.ranks - 1)
         wires = self._wires(self.context.in_precision)
         microbatches = inputs.chunk(count) if 0 in self.local_stages else ()
-        outputs: list[Tensor] = []
+        outputs = []
         # Tensors are kept here until they are sent.
         sends: deque[tuple[Any, Tensor]] = deque()
         with translate_peer_errors(), torch.no_grad():
@@ -460,7 +459,7 @@ class ProcessPipeline(Staged):
                 # Outputs that are inputs of the next stage on this rank.
                 local_outputs = list(microbatches[first : first + wave])
                 for index in self.local_stages:
-                    stage_inputs: Iterator[Tensor] = iter(local_outputs)
+                    stage_inputs = iter(local_outputs)
                     if index and self.holders[index - 1] != self.pipe_rank:
                         rest = min(wave, count - first)
                         stage_inputs = (self._receive(index) for _ in range(rest))

@@ -136,10 +136,7 @@ class Tuner:
         if len(plans) > 1:
             best, trials = self._run_trials(plans, costs)
         seconds, bubble = self._predict(best, costs)
-        fitting = []
-        for plan, trial in trials.items():
-            if trial.fits:
-                fitting.append({**asdict(plan), **asdict(trial)})
+        fitting = [asdict(plan) | asdict(trial) for plan, trial in trials.items() if trial.fits]
         return best, {
             "key": build_key(self.traced, self.recipe, self.pipe),
             "plan": asdict(best),

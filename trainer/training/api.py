@@ -167,14 +167,13 @@ def pack_for_ranks(recipe: Recipe, plugin: str | None, calls: Callbacks) -> dict
     parts = {}
     for what, (name, value) in named.items():
         if value is not None:
-            parts[what] = (name, pickling.pickle_by_value(value, f"{what}={name}"))
+            parts[what] = name, pickling.pickle_by_value(value, f"{what}={name}")
     if calls.wanted:
         advice = "use only objects that can be, or train in this process, with mode=single"
         parts["callbacks"] = ("", pickling.pickle_by_value(calls, "on_epoch=", advice))
     if not parts:
         return {}
-    lines = ["from trainer.training import api", f"api.receive(__file__, {plugin!r})"]
-    source = "\n".join(lines)
+    source = f"from trainer.training import api\napi.receive(__file__, {plugin!r})"
     return {f"{MODULE}.py": source.encode(), SENT: pickle.dumps(parts)}
 
 
@@ -267,7 +266,7 @@ def train(
     calls = Callbacks(on_epoch)
     processes = None if nproc is None else str(nproc)
     with register_temporarily(model, data) as object_keys:
-        keywords = {**object_keys, **keywords}
+        keywords = object_keys | keywords
         chosen = load(recipe, *words, **keywords)
         if launching.wants_children(chosen, processes):
             files = pack_for_ranks(chosen, plugin, calls)

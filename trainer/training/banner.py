@@ -140,7 +140,7 @@ def build_banner(
         f"{data.name}: {len(data.train):,} training images, {len(data.val):,} held out, {outputs}"
     )
     lines["held out"] = data.holdout
-    if resolved.teacher is not None:
+    if resolved.teacher:
         lines["teacher"] = resolved.teacher.note
     lines |= model.notes
     lines |= data.notes

@@ -10,7 +10,6 @@ from trainer.data import Loader
 from trainer.data.cache.stored import SECONDS, measure_reading
 from trainer.data.encoded import EncodedPhotos
 from trainer.models.undisturbed import restore_after
-from trainer.modes.measures import Measures
 from trainer.processes.resources import count_cores
 from trainer.telemetry.clocks import record_event, synchronise
 from trainer.telemetry.verdict import (
@@ -67,8 +66,7 @@ def diagnose(
     step = speed.step_time_s.mean
     budget = BUDGET * spent
     probe_start = time.perf_counter()
-    measures: Measures = strategy
-    communication = measures.communication(timer.seen, step, budget)
+    communication = strategy.communication(timer.seen, step, budget)
     probe_seconds = time.perf_counter() - probe_start
     data_wait = speed.data_wait_fraction * step
     update = timer.update_seconds()
@@ -77,7 +75,7 @@ def diagnose(
     # smallest optimizer time counts, because some ranks wait in it for the last stage.
     rank_seconds = torch.tensor([data_wait, -update, launch_bound], dtype=torch.float64)
     data, negative_update, launches_at_most = world.max_(rank_seconds).tolist()
-    pipeline = measures.result_fields().get("pipeline") or {}
+    pipeline = strategy.result_fields().get("pipeline") or {}
     bubble = compute_idle_share(strategy, float(pipeline.get("bubble_measured") or 0.0))
     bubble_at_most = compute_idle_share(strategy, float(pipeline.get("bubble_at_most") or 0.0))
     probe_start = time.perf_counter()
@@ -181,7 +179,7 @@ def _measure_device_seconds(
     if not world.broadcast_object(4 * seconds < budget):
         return None
     batch = strategy.context.example.batch(world.device, channels_last=recipe.channels_last)
-    for group in state.optimizer.param_groups:
+    for group in state.updater.optimizer.param_groups:
         group["lr"] = 0.0
     strategy.train_for_probe()
     with restore_after(strategy.modules(), world.device):
@@ -198,7 +196,7 @@ def _measure_device_seconds(
             middle = record_event()
             state.updater.step(loss, strategy, want_norm=False)
             state.updater.zero_grad()
-            if state.average is not None:
+            if state.average:
                 state.average.update(state.position.step)
             end = record_event()
             synchronise(world.local_devices)

@@ -110,10 +110,10 @@ def _attempt(
             with interrupts.saving():
                 this.saver.leave()
                 this.saver.remove_draft()
-            if next_recipe is not None:
+            if next_recipe:
                 this.loader.close()
                 return next_recipe
-            if this.tracker.path is not None:
+            if this.tracker.path:
                 status = "failed"
                 if isinstance(error, Interrupted | Preempted):
                     status = "preempted"
@@ -154,7 +154,7 @@ def train_epoch(run: Run, epoch: int) -> None:
     per_epoch = run.resolved.steps_per_epoch
     rate = build_learning_rate(recipe, per_epoch, state.total_steps - state.step_offset)
     loss_weight = 1 / run.loader.samples_per_step
-    log_every = recipe.logging.every_steps
+
     save_every = recipe.save.every_steps
     start = state.position.step_in_epoch
     stop = min(per_epoch, start + state.total_steps - state.position.step)
@@ -172,7 +172,7 @@ def train_epoch(run: Run, epoch: int) -> None:
     run.timer.start()
     for step_in_epoch in range(start + 1, stop + 1):
         step = state.position.step + 1
-        log = step % log_every == 0 or step_in_epoch == stop
+        log = step % recipe.logging.every_steps == 0 or step_in_epoch == stop
         lr = history.lr_factor * rate(step - 1 - state.step_offset)
         data_wait = 0.0
         loss = None
@@ -187,7 +187,7 @@ def train_epoch(run: Run, epoch: int) -> None:
                 data_wait += run.timer.arrive()
                 if step == 1 and micro_step == 0:
                     presenting.show_first_batch(run.tracker, run.datasets, run.task, batch)
-                if run.teacher is not None:
+                if run.teacher:
                     batch = run.teacher.teach(batch)
                 # Ranks exchange gradients once a step, in the last backward pass.
                 sync = micro_step == recipe.pieces - 1
@@ -200,7 +200,7 @@ def train_epoch(run: Run, epoch: int) -> None:
         run.timer.update()
         norm = steps.update(loss, want_norm=log)
         strategy.after_step(step)
-        if state.average is not None:
+        if state.average:
             state.average.update(step)
         unlogged.append(loss)
         run.timer.step(data_wait)
@@ -223,7 +223,7 @@ def train_epoch(run: Run, epoch: int) -> None:
                         state, run.observer, mean_loss, lr, norm, speed, synced.window
                     )
                 run.tracker.progress(step, epoch + 1, mean_loss, speed)
-            if synced.stop is not None:
+            if synced.stop:
                 rank_sync.save_and_stop(synced.stop)
         if save:
             with run.ledger.span("saving"):
@@ -269,13 +269,13 @@ def end_epoch(run: Run, epoch: int, epoch_start: float) -> None:
         history.epoch_steps = 0
     if run.recipe.pipeline.timeline:
         timed_steps = run.strategy.timeline()
-        if timed_steps and tracker.path is not None:
+        if timed_steps and tracker.path:
             timeline.write(tracker.path, timed_steps)
     note_memory(run)
-    memory = run.observer.memory
-    peaks = {f"memory/peak_gib/{name}": size / 2**30 for name, size in memory.items()}
+    memory = run.observer.memory.items()
+    peaks = {f"memory/peak_gib/{name}": size / 2**30 for name, size in memory}
     tracker.scalars(peaks, step)
-    if run.speed_only:
+    if run.resolved.speed_only:
         state.position = Position(step, epoch + 1, 0)
         return
     may_be_last = stopping.may_be_last(run.recipe, state, epoch)
@@ -315,7 +315,7 @@ def end_epoch(run: Run, epoch: int, epoch_start: float) -> None:
     if not reporting.report_epoch(run.resolved, state, run.callbacks, epoch, is_best):
         state.total_steps = step
     is_finished = stopping.is_over(run.resolved, state) or epoch + 1 == run.recipe.epochs
-    if is_finished and mistakes is not None:
+    if is_finished and mistakes:
         with run.ledger.span("evaluation"):
             presenting.report_mistakes(run.resolved, mistakes, step)
     tracker.result(current_result(run, "running"))
@@ -363,7 +363,7 @@ def measure(
         run.tracker.evaluating(batches_done, batch_count, speed)
         if rank_sync.next <= batches_done < batch_count:
             synced = rank_sync.exchange(batches_done, seconds, first=batches_done == 1)
-            if synced.stop is not None:
+            if synced.stop:
                 raise synced.stop()
 
     try:

@@ -200,7 +200,7 @@ def resolve_and_build(opened: Opened, build: Callable[[Resolved], Run]) -> Run:
 
     purpose = describe_purpose(recipe.recompute)
     # Earlier versions stored the typed value of `recompute`, which may be auto.
-    purposes = (purpose, describe_purpose(opened.recipe.recompute))
+    purposes = purpose, describe_purpose(opened.recipe.recompute)
 
     def build_probe() -> Run:
         # The probe is not compiled, because torch would compile each size of a micro-batch.
@@ -213,7 +213,7 @@ def resolve_and_build(opened: Opened, build: Callable[[Resolved], Run]) -> Run:
         number = _find_smallest_that_fits(probe_run, list_possible_numbers(opened))
     if number > 1 or recipe.compile:
         recipe = recipe.replace(accumulate=number)
-        if probe_run is not None:
+        if probe_run:
             probe_run.loader.close()
             probe_run = None
             # Reference cycles keep the probe's device memory until they are collected.
@@ -266,9 +266,9 @@ def _recall_number(
 def _find_smallest_that_fits(run: Run, numbers: list[int]) -> int:
     """Return the smallest of `numbers` of micro-batches whose trial passes fit. Collective."""
     share = run.strategy.share
-    all_rows = {}
-    for number in numbers:
-        all_rows[number] = count_rows(run.recipe, share.count, number, share.numbers)
+    all_rows = {
+        number: count_rows(run.recipe, share.count, number, share.numbers) for number in numbers
+    }
 
     def measure_load(number: int) -> float:
         return _measure_load(run, all_rows[number][share.index], min(2, number))
@@ -290,16 +290,15 @@ def _measure_load(run: Run, rows: int, passes: int) -> float:
     world = run.world
     devices = world.local_devices
     apart = strategy.has_local_passes
-    example = strategy.context.example
     load = 0.0
     forget_memory(devices)
     with restore_after(strategy.modules(), *devices, weights=True):
         strategy.train_for_probe()
         try:
-            batch = example.batch(world.device, rows, run.recipe.channels_last)
+            batch = strategy.context.example.batch(world.device, rows, run.recipe.channels_last)
             # The second pass runs while the gradients of the first exist.
             for _ in range(passes):
-                if run.teacher is not None:
+                if run.teacher:
                     run.teacher.teach(batch)
                 strategy.forward_backward(batch, 1 / run.recipe.batch_size, sync=not apart)
         except Exception as error:

@@ -90,7 +90,7 @@ def report_mistakes(resolved: Resolved, collected: Mistakes, step: int) -> None:
                 f"{mistake.predicted_probability:.4g}",
             )
         )
-    if tracker.path is not None and not datasets.synthetic and rows:
+    if tracker.path and not datasets.synthetic and rows:
         head = ("path", "label", "predicted", "label_probability", "predicted_probability")
         tracker.replace(WORST, format_csv([head, *rows]))
     if tracker.shows and collected.pairs is not None:
@@ -159,7 +159,7 @@ def escape_missing_characters(text: str) -> str:
 def _load_font() -> Any:
     # The file is matplotlib's, but importing matplotlib for it would take long.
     package = find_spec("matplotlib")
-    assert package is not None and package.origin is not None
+    assert package and package.origin is not None
     path = Path(package.origin).with_name("mpl-data") / "fonts/ttf/DejaVuSans.ttf"
     return ImageFont.truetype(str(path), FONT)
 
@@ -269,8 +269,8 @@ def draw_confusion(matrix: Numbers, names: Sequence[str]) -> EncodedImage:
             draw.rectangle((x, y, x + side, y + side), fill=colour)
             if is_written:
                 ink = GROUND if strength > 0.5 else INK
-                centre = (x + cell / 2, y + cell / 2)
-                _write(draw, centre, f"{int(matrix[row, column])}", "mm", ink)
+                center = (x + cell / 2, y + cell / 2)
+                _write(draw, center, f"{int(matrix[row, column])}", "mm", ink)
     return _encode(sheet)
 
 

@@ -72,7 +72,7 @@ def restore_global_state() -> Iterator[None]:
     finally:
         # The run may have imported the compiler.
         compiler = sys.modules.get("torch._inductor.config")
-        if compiler is not None:
+        if compiler:
             compiler.deterministic = compiler_deterministic
         restore_random_states(states, devices)
         torch.set_num_threads(threads)

@@ -108,8 +108,8 @@ class RankSync:
         step_seconds = seconds / count
         watch = state.strategy.forward_watch
         rank_seconds = None
-        if watch is not None:
-            rank_seconds = (step_seconds, data_wait / count, watch.lap())
+        if watch:
+            rank_seconds = step_seconds, data_wait / count, watch.lap()
         synced = self.exchange(step, step_seconds, math.fsum(losses), is_bad, first, rank_seconds)
         if not synced.finite:
             raise NotFiniteError(
@@ -122,7 +122,7 @@ class RankSync:
         if synced.ranks and not first:
             with ledger.span("logging"):
                 noticing.watch_ranks(self.resolved, noticed, step, steps, synced.ranks)
-            if noticed.shares is not None:
+            if noticed.shares:
                 noticed.shares.add(steps, synced.ranks)
             if is_warm:
                 # The all-reduce of each rank waits for the rank that waits longest for data.

@@ -6,8 +6,6 @@ A CPU needs nothing else. If the device has CUDA graphs and the recipe allows th
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 
 from trainer.data import Batch
@@ -74,8 +72,8 @@ class EagerSteps:
         return False
 
     @property
-    def kind(self) -> Literal["launched", "replayed"] | None:
-        """How steps are computed now. None if the device has no graphs."""
+    def kind(self) -> str | None:
+        """How steps are computed: "launched" or "replayed". None if the device has no graphs."""
         return "launched" if cuda_graphs.has_cuda_graphs(self.strategy.device) else None
 
     @property

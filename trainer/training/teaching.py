@@ -75,7 +75,7 @@ def load_teacher(
         sides = inputs.shape[-2:]
         size: ImageSize = sides[-1]
         if len({*sides}) > 1:
-            size = (sides[0], sides[1])
+            size = sides[0], sides[1]
         weights = build(own.model, outputs, channels, size, starting).state_dict()
         mean = statistics(own.data.mean or IMAGENET[0], channels)
         std = statistics(own.data.std or IMAGENET[1], channels)
@@ -155,10 +155,8 @@ class Teacher(Task):
         ).requires_grad_(False)
         # The model that trains starts from the same random numbers as without a teacher.
         restore_random_states(states)
-        values = []
-        for tensor in model.state_dict().values():
-            flat = tensor.contiguous().view(-1)
-            values.append(flat.view(torch.uint8))
+        tensors = model.state_dict().values()
+        values = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
         digest = xxhash.xxh3_64_hexdigest(torch.cat(values).numpy().data)
         self.facts = [digest, own.precision, [*facts.mean], [*facts.std]]
         # The mode measures free memory later, and must not count the teacher's memory as free.

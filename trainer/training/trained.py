@@ -87,7 +87,7 @@ class WeightFacts(BaseModel):
                 1 <= self.channels <= MOST_CHANNELS
                 and len(self.mean) == len(self.std) == self.channels
             )
-            shape = (self.channels, *sides(size))
+            shape = self.channels, *sides(size)
             if not (is_crop and has_channels and spec.shape == shape):
                 raise ValueError("images of several sizes or numbers of channels")
         return self
@@ -95,7 +95,7 @@ class WeightFacts(BaseModel):
     @property
     def spec(self) -> TensorSpec:
         """Shape and type of one sample's input. Older files only describe images."""
-        image_shape = (self.channels, *sides(self.image_size))
+        image_shape = self.channels, *sides(self.image_size)
         kind, shape = self.inputs or ("float32", image_shape)
         # The validator has refused names that are not types of torch.
         return TensorSpec(shape, getattr(torch, kind, None))  # type: ignore[arg-type]
@@ -194,7 +194,7 @@ class Trained:
         """Metadata of the file, or else that of the run folder. Raises CheckpointError."""
         metadata = self.metadata
         folder = find_run_folder(self.path)
-        if "classes" not in metadata and folder is not None:
+        if "classes" not in metadata and folder:
             metadata = read_metadata(folder)
         return WeightFacts.read(self.path, metadata)
 
@@ -285,7 +285,7 @@ def read_recipe(path: Path, metadata: Mapping[str, str]) -> Recipe:
         recipe = load_stored(json.loads(metadata["recipe"]), str(source))
         # Files of weights contain no paths, but the recipe of the run folder does. That recipe is
         # not read if the data has no path, so that a damaged one does no harm.
-        if recipe.data.name not in WITHOUT_FOLDER and folder is not None:
+        if recipe.data.name not in WITHOUT_FOLDER and folder:
             data = recipes.load(str(folder / "recipe.yaml")).data
             recipe = recipe.replace(
                 data__root=data.root, data__labels=data.labels, data__cache_dir=data.cache_dir

@@ -73,8 +73,8 @@ class LearningRates:
 def build_parameter_groups(
     parameters: Mapping[str, nn.Parameter],
     recipe: OptimizerRecipe,
-    roles: Roles,
-    state: OptimizerState,
+    roles: Roles = NO_ROLES,
+    state: OptimizerState = NO_STATE,
 ) -> list[dict[str, Any]]:
     """Group the parameters that train or have a `state`, in the format of torch's optimizers.
 

@@ -90,7 +90,7 @@ def test_learning_rate_is_torchs(name, warmup):
     recipe = load(
         None, "epochs=10", f"schedule.warmup_epochs={warmup}", f"schedule.name={name}", *words
     )
-    ours = [build_learning_rate(recipe, STEPS)(step) for step in range(10 * STEPS)]
+    ours = [build_learning_rate(recipe, STEPS, 10 * STEPS)(step) for step in range(10 * STEPS)]
     assert ours == pytest.approx(
         by_torch(recipe, schedule, 10 * STEPS),
         rel=1e-9,
@@ -108,7 +108,7 @@ def test_a_restarted_cosine_is_torchs(restarts, over):
         f"schedule.restart={restarts}",
     ]
     recipe = load(None, *words)
-    ours = [build_learning_rate(recipe, STEPS)(step) for step in range(10 * STEPS)]
+    ours = [build_learning_rate(recipe, STEPS, 10 * STEPS)(step) for step in range(10 * STEPS)]
     torchs = lr_scheduler.CosineAnnealingWarmRestarts
     reference = by_torch(
         recipe,
@@ -118,11 +118,11 @@ def test_a_restarted_cosine_is_torchs(restarts, over):
     assert ours == pytest.approx(reference, rel=1e-9, abs=1e-12)
     assert ours.count(recipe.peak_lr) == len(restarts) + 1
     late = [
-        build_learning_rate(load(recipe.to_dict() | {"epochs": 2}), STEPS)(step)
+        build_learning_rate(load(recipe.to_dict() | {"epochs": 2}), STEPS, 2 * STEPS)(step)
         for step in range(2 * STEPS)
     ]
     plain = load(None, *words[1:3], "epochs=2")  # The end of warm-up comes first.
-    assert late == [build_learning_rate(plain, STEPS)(step) for step in range(2 * STEPS)]
+    assert late == [build_learning_rate(plain, STEPS, 2 * STEPS)(step) for step in range(2 * STEPS)]
 
 
 @pytest.mark.parametrize("name", LR_SCHEDULES)

@@ -152,8 +152,11 @@ class Simulated:
         self.position = None
         self.is_recompute_random = False
         self.context = SimpleNamespace(example=SimpleNamespace(batch=lambda *_, **__: None))
-        self.updater = SimpleNamespace(step=lambda *_, **__: self.issue(2), zero_grad=lambda: None)
-        self.optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}])
+        self.updater = SimpleNamespace(
+            step=lambda *_, **__: self.issue(2),
+            zero_grad=lambda: None,
+            optimizer=SimpleNamespace(param_groups=[{"lr": 0.1}]),
+        )
         self.state = self
         self.loader = SimpleNamespace(samples_per_step=8, readers=1, workers=None)
         self.datasets, self.noticed = SimpleNamespace(train=range(80)), SimpleNamespace(warnings={})

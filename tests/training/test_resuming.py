@@ -85,7 +85,7 @@ def test_a_peer_that_is_lost_as_weights_are_made_one_shows_before_a_wait_for_the
         raise_any=lambda error: None,
         is_main=True,
         rank=0,
-        max_=lambda value: value,
+        is_any=lambda flag: flag,
     )
     resolved = SimpleNamespace(
         speed_only=False, world=world, recipe=SimpleNamespace(timeout=1.0), tracker=None

@@ -26,19 +26,22 @@ class Grid:
         return self.sizes.get(dimension, 1)
 
     def coordinate(self, dimension: str) -> int:
-        """Return the coordinate of the rank along a dimension, from 0."""
+        """Return the coordinate of the rank along a dimension, counted from 0."""
         return self.rank // self._stride(dimension) % self.size(dimension)
 
     def ranks(self, dimension: str) -> list[int]:
-        """Return the ranks that differ from this one in at most this coordinate, in its order."""
+        """Return the line of ranks through this rank along a dimension, in ascending order.
+
+        Ranks on a line differ only in their coordinate along `dimension`.
+        """
         stride = self._stride(dimension)
         first = self.rank - self.coordinate(dimension) * stride
         return [*range(first, first + stride * self.size(dimension), stride)]
 
     def lines(self, dimension: str) -> list[list[int]]:
-        """Return the lists of ranks along a dimension, one list per process group.
+        """Return all lines of ranks along a dimension. Each line becomes one process group.
 
-        All ranks compute the same order, in which they must create the groups.
+        The order is the same on every rank, because all ranks must create the groups in one order.
         """
         lines = []
         for rank in range(math.prod(self.sizes.values())):

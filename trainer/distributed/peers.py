@@ -1,6 +1,4 @@
-"""Explain errors of collectives: a peer is gone or silent, a setting of this machine is wrong, or
-neither.
-"""
+"""Explain why a collective failed: a lost or silent peer, or a wrong setting of this machine."""
 
 from __future__ import annotations
 
@@ -18,8 +16,8 @@ from trainer.processes.terminal import escape_control_characters
 if TYPE_CHECKING:
     import torch
 
-# Texts in NCCL's errors that mean a peer, or the connection to it, has failed. Other NCCL errors
-# (of CUDA, of wrong calls) come from this rank.
+# Substrings of NCCL errors which mean that a peer, or the connection to it, has failed. Other NCCL
+# errors, such as CUDA errors and invalid calls, come from this rank.
 NCCL_PEERS = (
     "ncclRemoteError",
     "ncclSystemError",
@@ -28,11 +26,11 @@ NCCL_PEERS = (
     "timed out",
     "aborted",
 )
-# Complete messages of torch's stores.
+# Complete error messages of torch's stores when a peer does not answer.
 STORES = ("Wait timeout", "Socket Timeout")
-# Position in the source code of gloo with which its messages begin.
+# Gloo's messages begin with a position in its source code.
 PLACE = r"\[(enforce fail at )?\S*gloo/\S+:\d+\]"
-# Prefix of errors of a future, such as those in communication hooks of DDP.
+# Prefix that torch adds to an error in the callback of a future, such as DDP's communication hook.
 CALLBACK = "Got the following error when running the callback: RuntimeError: "
 GLOO = re.compile(rf"({CALLBACK})?({PLACE}|Gloo connectFullMesh failed)")
 
@@ -41,8 +39,8 @@ class translate_peer_errors:
     """Context manager that translates errors of collectives.
 
     An error because a peer is gone or silent becomes a PeerError, and an error because of a setting
-    of this machine becomes a SetupError. Other errors are not changed, and an out-of-memory error
-    is never taken for one of these.
+    of this machine becomes a SetupError. All other errors, including out-of-memory errors, are
+    raised unchanged.
     """
 
     def __init__(self, patience: float | None = None) -> None:
@@ -54,7 +52,7 @@ class translate_peer_errors:
         self._patience = patience
 
     def __enter__(self) -> Any:
-        """Return `torch.distributed`, which is imported here for the first time."""
+        """Return the module `torch.distributed`, which is not imported before it is needed."""
         import torch.distributed as dist
 
         self._wait = silence.begin_wait(self._patience, leave_silent_peers)
@@ -71,7 +69,7 @@ class translate_peer_errors:
         import torch.distributed as dist
 
         setting = find_wrong_setting(error)
-        if setting is not None:
+        if setting:
             raise SetupError(setting) from error
         if waited or is_broken_collective(error):
             line = describe_lost_peer(waited or error)
@@ -87,7 +85,7 @@ def describe_lost_peer(cause: BaseException | float) -> str:
     """Return the message of a rank that cannot continue without a peer.
 
     Args:
-        cause: error of a collective, or the limit in seconds for which the peer was silent.
+        cause: error of a collective, or the timeout in seconds after which the peer was given up.
     """
     rank = os.environ.get("RANK", "0")
     line = f"rank {rank}: lost another rank (it died, or was silent for `timeout`): "
@@ -103,7 +101,7 @@ def leave_silent_peers(seconds: float) -> None:
     """End this process because a collective neither returns nor raises.
 
     Args:
-        seconds: limit for which the peers were silent.
+        seconds: timeout after which the peers were given up.
     """
     line = describe_lost_peer(seconds)
     print(f"trainer: {escape_control_characters(line + stacks.dump(line))}", file=sys.stderr)
@@ -114,7 +112,7 @@ def is_broken_collective(error: BaseException) -> bool:
     """Return whether torch raised an error because a peer of a collective is gone or silent.
 
     Torch has classes for the errors of NCCL and of its stores. Errors of gloo are plain
-    RuntimeErrors that begin with a position in its source code. An error of the user's code may
+    RuntimeErrors that begin with a position in gloo's source code. An error of the user's code may
     contain the same words, but not at the start.
     """
     import torch.distributed as dist

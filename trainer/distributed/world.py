@@ -1,21 +1,25 @@
 """The world of a rank: its devices and threads, process groups, and collectives.
 
-The module does not import torch at its top, because single-process runs do not need the imports of
-collectives.
+Torch is imported inside the functions, because a single-process run needs no collectives and should
+not wait for the import of `torch.distributed`.
 """
 
 from __future__ import annotations
 
-import datetime
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer.devices import cards
 from trainer.distributed.grid import Grid
-from trainer.distributed.peers import check_devices, check_sums, explain_no_answer
-from trainer.distributed.peers import translate_peer_errors as translate_peer_errors
+from trainer.distributed.peers import (
+    check_devices,
+    check_sums,
+    explain_no_answer,
+    translate_peer_errors,
+)
 from trainer.errors import PeerError, SetupError, TrainerError, explain_in_one_line
 from trainer.processes import silence
 from trainer.processes.rank import Place, check_meeting
@@ -29,14 +33,13 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Made = TypeVar("Made")
-# Timeout in seconds while other ranks search, download or cache their photos, or run code of the
-# user.
+# Timeout in seconds while other ranks search, download or cache their photos, or run user code.
 DATA_PATIENCE = 86400.0
 # Timeout in seconds of the first exchange, after all ranks have met at their store.
 FIRST_EXCHANGE = 60.0
-# NCCL's watchdog aborts the process at its timeout. It must not do so before gloo has raised an
-# error that can be reported.
-NCCL_LATER = datetime.timedelta(seconds=120)
+# NCCL's watchdog aborts the process at its timeout. This is added to that timeout, so that gloo
+# raises an error first, which can be reported.
+NCCL_LATER = timedelta(seconds=120)
 MET = "all ranks are there, and wait for the first answer from each other"
 
 
@@ -71,7 +74,8 @@ class World:
         self.is_main = self.place.is_main
         self.local_devices = self.local_devices or (self.device,)
         self.grid = Grid(self.rank, {"replicas": self.size})
-        # Groups by dimension. A dimension of all ranks uses the default group, which is not listed.
+        # Process groups by dimension. A dimension that contains all ranks uses the default group
+        # and has no entry.
         self._groups: dict[str, list[Any]] = {}
 
     def connect(self, timeout: float) -> None:
@@ -92,7 +96,7 @@ class World:
         from torch.distributed.rendezvous import rendezvous
 
         check_meeting(self.place)
-        limit = datetime.timedelta(seconds=timeout)
+        limit = timedelta(seconds=timeout)
         with translate_peer_errors():
             with explain_delay(self._missing):
                 store = self._own_store() or next(rendezvous("env://", timeout=limit))[0]
@@ -109,7 +113,7 @@ class World:
                 except TimeoutError:
                     raise explain_no_answer(cuda, FIRST_EXCHANGE) from None
 
-    def _join(self, store: Store, limit: datetime.timedelta) -> tuple[str, ...]:
+    def _join(self, store: Store, limit: timedelta) -> tuple[str, ...]:
         """Create the default group, and test it: gather the device names, and check sums on GPUs.
 
         Returns:
@@ -163,15 +167,18 @@ class World:
                     for ranks in self.grid.lines(dimension):
                         group = dist.new_group(ranks, silence.set_limit(self.timeout))
                         if self.rank in ranks:
-                            self._delay_nccl(group, datetime.timedelta(seconds=self.timeout))
+                            self._delay_nccl(group, timedelta(seconds=self.timeout))
                             self._groups.setdefault(dimension, []).append(group)
 
     def group(self, dimension: str | None, which: int = 0) -> Any:
-        """Return a process group along a dimension of the grid. None is the default group.
+        """Return this rank's process group along a dimension of the grid.
 
         Args:
-            dimension: dimension of the grid.
+            dimension: dimension of the grid; None for all ranks.
             which: index of the group if the dimension has several.
+
+        Returns:
+            The group, or None for the default group.
         """
         groups = self._groups.get(dimension or "")
         return groups[which] if groups else None
@@ -198,13 +205,13 @@ class World:
             mesh_dim_names=tuple(groups),
         )
 
-    def _delay_nccl(self, group: Any, limit: datetime.timedelta) -> None:
+    def _delay_nccl(self, group: Any, limit: timedelta) -> None:
         """Set NCCL's timeout of a group, after which it aborts the process: see `NCCL_LATER`."""
         if self.nccl:
             group._get_backend(self.device).set_timeout(limit + NCCL_LATER)
 
     def _missing(self) -> str:
-        """Explain that other ranks have not joined. Under torchrun the result is empty."""
+        """Return a message that other ranks have not joined; an empty string under torchrun."""
         if "TORCHELASTIC_RUN_ID" in os.environ:
             return ""
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -283,23 +290,32 @@ class World:
         return len({name.partition("#")[0] for name in self.devices})
 
     def sum_(self, values: Tensor, along: str | None = None) -> Tensor:
-        """Sum a tensor over all ranks in place, or over those along a dimension of the grid."""
+        """Sum a tensor over all ranks in place, and return it.
+
+        With a dimension `along`, the sum is over this rank's line along it.
+        """
         if self._several(along):
             with translate_peer_errors() as dist:
                 dist.all_reduce(values, group=self.group(along))
         return values
 
     def max_(self, values: Tensor) -> Tensor:
-        """Replace a tensor by its maximum over all ranks."""
+        """Replace a tensor in place by its elementwise maximum over all ranks, and return it."""
         if self.size > 1:
             with translate_peer_errors() as dist:
                 dist.all_reduce(values, dist.ReduceOp.MAX)
         return values
 
-    def broadcast_(self, values: Tensor, along: str | None = None) -> Tensor:
-        """Copy a tensor of rank 0 to all ranks in place.
+    def is_any(self, flag: bool) -> bool:
+        """Return on every rank whether `flag` is True on any rank. Collective."""
+        import torch
 
-        With a dimension `along`, the source is the first rank along it.
+        return bool(self.max_(torch.tensor(float(flag))))
+
+    def broadcast_(self, values: Tensor, along: str | None = None) -> Tensor:
+        """Copy rank 0's values of a tensor to all ranks in place, and return the tensor.
+
+        With a dimension `along`, the first rank of each line along it sends to that line.
         """
         if self._several(along):
             first = self.grid.ranks(along)[0] if along else 0
@@ -331,7 +347,7 @@ class World:
         """
         if self.size == 1:
             return [value]
-        boxes: list[Any] | None = [None] * self.size if self.is_main else None
+        boxes = [None] * self.size if self.is_main else None
         with translate_peer_errors() as dist:
             dist.gather_object(value, boxes)
         return boxes or []
@@ -380,11 +396,9 @@ class World:
         """
         if self.size == 1:
             return [value]
-        boxes: list[Any] = [None] * self.size
+        boxes = [None] * self.size
         with translate_peer_errors(DATA_PATIENCE) as dist:
-            group: Any = dist.new_group(
-                backend="gloo", timeout=datetime.timedelta(seconds=DATA_PATIENCE)
-            )
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=DATA_PATIENCE))
             dist.all_gather_object(boxes, value, group=group)
             dist.destroy_process_group(group)
         return boxes
@@ -410,7 +424,7 @@ class World:
         return result
 
     def raise_any(self, error: Exception | None) -> None:
-        """Raise an error on every rank if a rank has one. Collective.
+        """Raise an error on every rank if any rank has one. Collective.
 
         All ranks raise the error of the first rank that has one. A PeerError is raised only if no
         rank has another error, because losing a peer is often a consequence.
@@ -418,9 +432,7 @@ class World:
         Args:
             error: error of this rank, if any.
         """
-        import torch
-
-        if not self.max_(torch.tensor(float(error is not None))).item():
+        if not self.is_any(error is not None):
             return
         if isinstance(error, TrainerError) or error is None:
             shown = error
@@ -429,7 +441,7 @@ class World:
             shown = TrainerError(explain_in_one_line(error)[0])
         errors = []
         for rank, rank_error in enumerate(self.gather(shown)):
-            if rank_error is not None:
+            if rank_error:
                 errors.append((rank, rank_error))
         first = min(errors, key=lambda pair: isinstance(pair[1], PeerError), default=(0, None))
         rank, first_error = self.broadcast_object(first)
@@ -459,8 +471,9 @@ class World:
     def heartbeat(self) -> None:
         """Check that all ranks are alive and that the GPUs of this rank complete their work.
 
-        Call it before a wait for devices, which could take forever. Ranks on a CPU do nothing. The
-        ranks communicate on the CPU, because a GPU may wait for a lost peer. Collective.
+        Call this before the host waits for a device: a GPU that waits for a lost peer never
+        finishes. For the same reason the ranks communicate on the CPU. If the rank's device is a
+        CPU, this does nothing. Collective.
 
         Raises:
             PeerError: a rank is gone, or a rank or a device was silent for `timeout` seconds.
@@ -475,13 +488,13 @@ class World:
         check_devices(self.local_devices, self.rank, self.size, self.timeout)
 
     def barrier(self) -> None:
-        """Wait until all ranks have called this. Collective."""
+        """Wait until all ranks have called this method. Collective."""
         if self.size > 1:
             with translate_peer_errors() as dist:
                 dist.barrier()
 
     def close(self) -> None:
-        """Leave the process group after a successful run. A broken group is not closed."""
+        """Destroy the process group after a successful run. Do not call this after a failure."""
         if self.size > 1:
             import torch.distributed as dist
 

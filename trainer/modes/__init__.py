@@ -21,7 +21,7 @@ from trainer.modes.pipeline.recorded import CapturablePipeline
 from trainer.modes.split import Split
 from trainer.recipe import Recipe
 
-# The class of each row of `recipe.TRAITS`.
+# Class of each mode of `recipe.TRAITS`.
 STRATEGIES: dict[str, type[Strategy]] = {
     "single": Strategy,
     "dp": DataParallel,

@@ -48,7 +48,7 @@ def compile_in_place(module: nn.Module) -> None:
 class Strategy(ModelState, Measures):
     """One model on one device: mode `single`, and the base class of all other modes.
 
-    A new mode overrides those of these eight methods in which it differs:
+    A new mode overrides only the methods in which it differs, out of these eight:
 
     - `connect`: connect ranks or devices once, after the model is on its device.
     - `outputs`: run the forward pass, in training and in evaluation.
@@ -77,7 +77,7 @@ class Strategy(ModelState, Measures):
         )
         # True if a pass with sync=False contains no collective.
         self.has_local_passes = True
-        # Runs of blocks whose activations are recomputed.
+        # Groups of modules whose activations are recomputed together.
         self.recomputed: Sequence[Run] = ()
         # True if the recomputed blocks draw random numbers.
         self.is_recompute_random = False
@@ -103,8 +103,8 @@ class Strategy(ModelState, Measures):
 
         Args:
             batch: a full micro-batch.
-            weight: 1 / global batch size, so that gradients summed over ranks and micro-batches
-                are those of the mean.
+            weight: 1 / global batch size, so that the gradients summed over ranks and micro-batches
+                are those of the mean loss.
             sync: False while more micro-batches of this step follow.
 
         Returns:
@@ -260,7 +260,7 @@ class Strategy(ModelState, Measures):
         """
 
     def train_for_probe(self) -> None:
-        """Switch to training for a pass that only measures. The set of trained parameters stays."""
+        """Switch to training for a pass that only measures, with the same trained parameters."""
         self.train()
         for parameter, trains in self._trained.items():
             parameter.requires_grad_(trains)
@@ -309,10 +309,11 @@ class Strategy(ModelState, Measures):
         return self.world.sum_(squared, self.divided_along).sqrt()
 
     def reduce_overflow(self, flag: Tensor) -> None:
-        """Combine the fp16 overflow flags of all parts of the model. Collective.
+        """Combine the non-finite flags of all parts of the model. Collective.
 
         Args:
-            flag: 1 if this rank's gradients overflowed, else 0; replaced by the maximum over ranks.
+            flag: 1 if a gradient of this rank is not finite, else 0; replaced by the maximum over
+                ranks.
         """
         if self.divided_along is not None:
             self.world.max_(flag)

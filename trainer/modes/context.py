@@ -1,4 +1,4 @@
-"""The arguments of a mode's constructor, and passes that need nothing else."""
+"""The context of a mode: the arguments of its constructor, and what follows from them alone."""
 
 from __future__ import annotations
 

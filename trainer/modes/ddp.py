@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from trainer.data import Batch
-from trainer.distributed.world import translate_peer_errors
+from trainer.distributed.peers import translate_peer_errors
 from trainer.errors import RecipeError, is_out_of_memory
 from trainer.memory.measuring import count_bytes
 from trainer.models.equivalence import NOISE, relative_error
@@ -47,8 +47,8 @@ PROBE_PASSES = 4
 def read_in_training(model: nn.Module) -> bool:
     """Return True if a training step may read buffers, so that ranks must share them in each step.
 
-    BatchNorm only writes its buffers in training, so rank 0's buffers do not depend on a broadcast.
-    They are copied to the other ranks by `sync_weights`.
+    In training BatchNorm only writes its buffers, so its ranks need not share them in each step:
+    `sync_weights` copies rank 0's buffers to the other ranks.
     """
     holders = {}
     for name, module in model.named_modules():
@@ -123,7 +123,7 @@ class DistributedDataParallel(Strategy):
         with translate_peer_errors(), restore_after([self.module], self.device, weights=True):
             inputs, has_unused = self.find_probe_inputs(is_users_model)
             self._probe_inputs = inputs
-            has_unused = bool(self.world.max_(torch.tensor(float(has_unused))))
+            has_unused = self.world.is_any(has_unused)
             if self.exchanges_after_passes and has_unused:
                 raise RecipeError(
                     f"model.name={self.recipe.model.name} leaves parameters unused, which ranks "
@@ -136,8 +136,8 @@ class DistributedDataParallel(Strategy):
                 if not self.exchanges_after_passes:
                     self._replicate(inputs, find_unused_parameters=has_unused)
             except RuntimeError as error:
-                # Torch's search marks parameters inside a reentrant checkpoint as unused, and the
-                # backward pass marks them a second time.
+                # Torch's search for unused parameters marks those inside a reentrant checkpoint as
+                # ready, and the backward pass marks them a second time.
                 if not has_unused or "ready only once" not in str(error):
                     raise
                 # A static graph fails inside the reducer when gradients accumulate.
@@ -149,7 +149,7 @@ class DistributedDataParallel(Strategy):
                     ) from None
                 self._replicate(inputs, static_graph=True)
         self.module.zero_grad()
-        # DDP's constructor copies rank 0's weights to every rank. Without DDP it is done here.
+        # DDP's constructor copies rank 0's weights to every rank. Without DDP they are copied here.
         if self.exchanges_after_passes:
             tensors = [*self._parameters, *self.named_buffers().values()]
             apply_collective(map(Tensor.detach, tensors), self.world.broadcast_)
@@ -170,7 +170,7 @@ class DistributedDataParallel(Strategy):
             **options,
         )
         if self.recipe.ddp.compress == "bf16":
-            # Torch checks the annotations of a hook. A lambda has none.
+            # Torch checks the type annotations of a hook, which a lambda does not have.
             self.wrapped.register_comm_hook(
                 self.world.size, lambda ranks, bucket: average_in_bf16(bucket, ranks)
             )
@@ -193,8 +193,8 @@ class DistributedDataParallel(Strategy):
         if self._broadcasts:
             self.broadcast_buffers({})
         alone = self._gradients_of(self.module)
-        # Rounding selects a path in some models, such as the larger of two nearly equal scores.
-        # Then two passes of one rank differ as well.
+        # Rounding decides in some models which path is taken, such as that of the larger of two
+        # nearly equal scores. Then two passes of one rank differ too, so this noise is measured.
         repeated = self._gradients_of(self.module)
         # The images and random numbers of all ranks are equal, so the average equals each rank's
         # own gradient.
@@ -217,7 +217,7 @@ class DistributedDataParallel(Strategy):
     def _gradients_of(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the gradients of one pass through `module`.
 
-        The weights, buffers and random states of before are restored.
+        Weights, buffers and random states are restored afterwards.
         """
         self.module.zero_grad()
         eager = torch.compiler.set_stance("force_eager")
@@ -255,8 +255,8 @@ class DistributedDataParallel(Strategy):
         for gradients in group_by_type(trained):
             sizes = [gradient.numel() for gradient in gradients]
             row = torch.empty(sum(sizes), dtype=gradients[0].dtype, device=self.device)
-            # The views have the gradients' strides, because torch would copy a gradient whose
-            # strides differ a second time.
+            # The views have the strides of their gradients, because torch makes an additional copy
+            # of a tensor whose strides differ.
             views = []
             for flat, gradient in zip(torch.split(row, sizes), gradients, strict=True):
                 views.append(
@@ -273,8 +273,8 @@ class DistributedDataParallel(Strategy):
         """Find inputs that the model accepts, and check whether a pass leaves parameters unused.
 
         If it does, DDP has to search for unused parameters in each pass, which costs time per
-        parameter. The result may vary with chance or with the number of samples if the model is the
-        user's own code, so such a model runs several passes.
+        parameter. In a model of the user's own code, the unused parameters may vary by chance or
+        with the number of samples, so such a model runs several passes.
 
         Args:
             is_users_model: True if a class of the model is defined outside of installed libraries.
@@ -295,7 +295,8 @@ class DistributedDataParallel(Strategy):
         if is_users_model:
             for _ in range(PROBE_PASSES - 1):
                 has_unused |= self._leaves_parameters_unused(inputs)
-            # If one rank ran out of memory, the others would wait for it under sync_bn.
+            # Under sync_bn ranks communicate in this pass, so if one rank ran out of memory, the
+            # others would wait for it.
             if not self.recipe.sync_bn:
                 with suppress(Exception):
                     has_unused |= self._leaves_parameters_unused(self.context.sample())
@@ -361,7 +362,7 @@ class DistributedDataParallel(Strategy):
 
         If DDP's reducer is the last to refer to the group, it waits for gloo's thread while it
         holds the interpreter's lock, which that thread may need to free its last tensor. With torch
-        2.11 one run in dozens hangs.
+        2.11 one run in several dozen hangs.
         """
         self.wrapped = None
 
@@ -399,7 +400,7 @@ class DistributedDataParallel(Strategy):
         """Measure the communication that the backward pass does not hide.
 
         Args:
-            pairs: number of measured passes with DDP, and as many without it.
+            pairs: number of passes to measure with DDP, and also without it.
         """
         batch = self.context.example.batch(self.device, channels_last=self.recipe.channels_last)
         self.train_for_probe()

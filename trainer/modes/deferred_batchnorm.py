@@ -62,12 +62,8 @@ def find_deferrable(
             "the statistics of a whole batch cannot be computed from its micro-batches: "
             f"{remedy}"
         )
-    values: dict[nn.Module, int] = {}
-    for name, layer in layers.items():
-        # A layer that is never called has no statistics.
-        if seen[name]:
-            values[layer] = seen[name][0]
-    return values
+    # A layer that is never called has no statistics.
+    return {layer: seen[name][0] for name, layer in layers.items() if seen[name]}
 
 
 class DeferredStatistics:
@@ -84,10 +80,7 @@ class DeferredStatistics:
             stage: a stage of the model.
             values: the result of `find_deferrable`.
         """
-        self.layers: list[Any] = []
-        for layer in stage.modules():
-            if layer in values:
-                self.layers.append(layer)
+        self.layers: list[Any] = [layer for layer in stage.modules() if layer in values]
         self._values = values
         self._momenta: list[float | None] = []
         # Number of samples, and mean and unbiased variance of all layers, for each micro-batch.
@@ -106,7 +99,7 @@ class DeferredStatistics:
         if not self.layers:
             return
         counts = [layer.num_batches_tracked for layer in self._counting_layers()]
-        # The copies in `counts` must not alias the buffers, which the layers increment.
+        # `torch.stack` copies the counters, because the layers increment the buffers in place.
         copies = [*torch.stack(counts)] if counts else []
         self._before = (*self._concatenate(), copies)
         self._momenta = [layer.momentum for layer in self.layers]
@@ -120,12 +113,15 @@ class DeferredStatistics:
             self._parts.append((rows, *self._concatenate()))
 
     def forget(self) -> None:
-        """Restore the statistics of before a mini-batch that is not completed."""
+        """Undo an incomplete mini-batch: restore the statistics from before it."""
         if self._momenta:
             self._write(*self._before)
 
     def abandon(self) -> None:
-        """End a mini-batch whose capture failed, because its tensors were never computed."""
+        """End a mini-batch whose capture in a CUDA graph failed.
+
+        Its tensors are dropped, not written to the layers, because they were never computed.
+        """
         self._rows_per_value = None
         if self._momenta:
             self._end()
@@ -161,7 +157,7 @@ class DeferredStatistics:
     def _rates(self, tracked: Sequence[Tensor]) -> Any:
         """Return the weight of the new statistics, per channel or as one number for all channels.
 
-        A layer with momentum None averages over all `tracked` batches, like in torch.
+        A layer with momentum None averages over all `tracked` batches, as in torch.
         """
         if len(set(self._momenta)) == 1 and self._momenta[0] is not None:
             return self._momenta[0]
@@ -178,10 +174,7 @@ class DeferredStatistics:
         """Repeat one number per layer for each of its channels."""
         channels = list(map(len, self._buffers("running_mean")))
         ones = torch.split(torch.ones_like(self._before[0]), channels)
-        expanded = []
-        for part, number in zip(ones, numbers, strict=True):
-            expanded.append(part * number)
-        return torch.cat(expanded)
+        return torch.cat([part * number for part, number in zip(ones, numbers, strict=True)])
 
     def _counting_layers(self) -> list[Any]:
         return [layer for layer in self.layers if layer.num_batches_tracked is not None]

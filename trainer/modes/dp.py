@@ -1,4 +1,4 @@
-"""`dp`: `nn.DataParallel`, for comparison. One process copies the model to all devices per pass."""
+"""`dp`: `nn.DataParallel`, for comparison. One process copies the model to all GPUs every pass."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Replica(nn.Module):
 class DataParallel(Strategy):
     """`nn.DataParallel` over the devices of the process.
 
-    Without CUDA torch calls the module on the CPU and divides nothing.
+    Without CUDA, torch calls the module on the CPU with the whole batch.
     """
 
     def connect(self) -> None:
@@ -60,8 +60,7 @@ class DataParallel(Strategy):
 
     def _describe_shapes(self) -> str:
         """Describe the shapes of inputs and outputs, outside and inside the replicas."""
-        shape = self.context.example.shape
-        shapes_inside: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        shapes_inside = []
 
         def note(
             module: nn.Module,
@@ -85,7 +84,7 @@ class DataParallel(Strategy):
         outputs_inside = ", ".join(str(pair[1]) for pair in shapes_inside)
         outputs_outside = tuple(outputs.shape)
         return (
-            f"in {shape} outside, {inputs_inside} inside; "
+            f"in {self.context.example.shape} outside, {inputs_inside} inside; "
             f"out {outputs_inside} inside, {outputs_outside} outside"
         )
 

@@ -12,7 +12,7 @@ def group_by_type(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Group tensors by device and data type."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
-        key = (tensor.device, tensor.dtype)
+        key = tensor.device, tensor.dtype
         groups.setdefault(key, []).append(tensor)
     return list(groups.values())
 
@@ -30,10 +30,8 @@ def unflatten_into(row: Tensor, tensors: list[Tensor]) -> None:
         tensors: targets, with n elements in total.
     """
     sizes = [tensor.numel() for tensor in tensors]
-    values = []
-    for flat, tensor in zip(torch.split(row, sizes), tensors, strict=True):
-        values.append(flat.view(tensor.shape))
-    torch._foreach_copy_(tensors, values)
+    pairs = zip(torch.split(row, sizes), tensors, strict=True)
+    torch._foreach_copy_(tensors, [flat.view(tensor.shape) for flat, tensor in pairs])
 
 
 def apply_collective(tensors: Iterable[Tensor], collective: Callable[[Tensor], Tensor]) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from trainer.data import Batch
-from trainer.distributed.world import translate_peer_errors
+from trainer.distributed.peers import translate_peer_errors
 from trainer.errors import RecipeError
 from trainer.memory.measuring import count_bytes
 from trainer.memory.needs import compute_unit_sizes, count_teacher_bytes
@@ -32,7 +32,6 @@ from trainer.modes.base import Strategy
 from trainer.modes.ddp import read_in_training
 from trainer.modes.fsdp_units import (
     Order,
-    Storage,
     compile_forward,
     copy_views,
     find_kept_parameter,
@@ -103,21 +102,21 @@ class FullyShardedDataParallel(Strategy):
             self.gradient_device = torch.device("cpu")
             self.readers = [self.device]
         self.mesh = self.world.mesh()
-        whole_storages: list[tuple[str, Storage]] = []
-        # A comparison makes the hosts wait for each other, so it is done less often on GPUs.
+        whole_storages = []
+        # A comparison makes the hosts wait for each other, so on GPUs it is done less often.
         self.order = Order(self._refuse, every=1 if self.device.type == "cpu" else 64)
         with translate_peer_errors(), _explain_errors(self._refuse):
             for name in [*self.units, ""]:
                 unit = self.module.get_submodule(name)
                 reason = find_sharding_obstacle(unit, name)
-                if reason is not None:
+                if reason:
                     raise self._refuse(reason)
                 # `_receive` may replace the storage of a parameter, so both storages are recorded.
                 whole_storages += list_storages(unit, name)
                 self._receive(list_whole_parameters(unit).values())
                 whole_storages += list_storages(unit, name)
                 unit.register_forward_hook(copy_views)
-                if self.forward_watch is not None and (name or not self.units):
+                if self.forward_watch and (name or not self.units):
                     unit.register_forward_pre_hook(
                         partial(mark_training, self.forward_watch.__enter__)
                     )
@@ -138,14 +137,14 @@ class FullyShardedDataParallel(Strategy):
             module.set_force_sum_reduction_for_comms(True)
         reasons = self.world.gather(find_kept_parameter(whole_storages))
         reason = self.world.broadcast_object(next(filter(None, reasons), None))
-        if reason is not None:
+        if reason:
             raise self._refuse(reason)
 
     def connect(self) -> None:
         self.has_local_passes = False
         # Torch's DTensors by name, and this rank's rows of them.
         self.sharded = dict(self.module.named_parameters())
-        self._local: dict[str, nn.Parameter] = {}
+        self._local = {}
         for name, parameter in self.sharded.items():
             self._local[name] = nn.Parameter(
                 _get_local_rows(parameter), requires_grad=parameter.requires_grad
@@ -168,7 +167,7 @@ class FullyShardedDataParallel(Strategy):
             if list_computed_tensors(model)
             else find_sharding_obstacle(model, "")
         )
-        if reason is not None:
+        if reason:
             self.context.say(f"distill.teacher is whole on each rank, because it {reason}")
             return super().place_teacher(model)
         subject = f"distill.teacher={self.recipe.distill.teacher}"
@@ -177,7 +176,7 @@ class FullyShardedDataParallel(Strategy):
     def named_parameters(self) -> dict[str, nn.Parameter]:
         return self._local
 
-    # The methods of FSDPModule have no types.
+    # The type is Any because the methods of FSDPModule have no annotations.
     def _sharded_modules(self) -> Iterator[Any]:
         return (module for module in self.module.modules() if isinstance(module, FSDPModule))
 
@@ -190,7 +189,7 @@ class FullyShardedDataParallel(Strategy):
         with translate_peer_errors():
             if self._broadcasts:
                 self.broadcast_buffers({})
-            # Torch reduces gradients to shards in every pass, but over replicas only with `sync`.
+            # Torch sums gradients over the shards in every pass, but over replicas only on demand.
             if self.world.grid.size("replicas") > 1:
                 next(self._sharded_modules()).set_requires_all_reduce(sync)
             with _explain_errors(self._refuse):
@@ -231,7 +230,7 @@ class FullyShardedDataParallel(Strategy):
     def weights(self, averages: Mapping[str, Tensor]) -> Iterator[None]:
         """Return a context in which the model computes with its moving `averages`.
 
-        Values are copied, not swapped, because torch refers to the parameters' storages.
+        Values are copied, not swapped, because torch keeps references to the parameters' storages.
         """
         live = {**self.named_parameters(), **self.named_buffers()}
         trained_values = []
@@ -244,8 +243,8 @@ class FullyShardedDataParallel(Strategy):
         try:
             yield
         finally:
-            # Units reshard only in a backward pass. Otherwise the gathered averages would be
-            # trained.
+            # Torch frees a unit's gathered weights only in a backward pass. Without this call, the
+            # next training pass would use the gathered averages.
             for unit in self._sharded_modules():
                 unit.reshard()
             synchronise(self.readers)
@@ -285,7 +284,8 @@ class FullyShardedDataParallel(Strategy):
         each.
         """
         shards = self.world.grid.size("shards")
-        # Number of rows and time budget may differ between ranks, but the message must not.
+        # The numbers of local rows, and the budgets, may differ between ranks. The sizes and the
+        # number of messages must not, so they follow from the whole model and rank 0's budget.
         parameters = sum(shape.numel() for shape in self.shapes.values())
         size = 4 * parameters // shards
         budget = self.world.broadcast_object(budget)
@@ -346,7 +346,8 @@ def shard_teacher(
         with translate_peer_errors(), _explain_errors(refuse):
             outputs: Tensor = model(inputs)
             order.end_pass()
-        # Torch keeps a record of each pass until its backward pass, which a teacher does not have.
+        # Torch keeps the state of a pass until its backward pass. A teacher has no backward pass,
+        # so the state is reset here.
         model._get_fsdp_state()._root_post_backward_final_callback()
         return outputs
 

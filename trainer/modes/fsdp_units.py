@@ -1,4 +1,4 @@
-"""Units of a model whose parameters `fsdp` gathers together, and requirements on a unit."""
+"""Units of a model for `fsdp`: modules whose parameters are gathered together, and their checks."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ TINY = 0.005
 
 
 def find_units(model: nn.Module) -> list[str]:
-    """List the names of the blocks that are units of their own; the root is the unit of the rest.
+    """List the names of the blocks that are units. All other parameters belong to the root's unit.
 
-    The root also contains blocks that share parameters with other modules (tied weights), blocks
+    The root's unit contains blocks that share parameters with other modules (tied weights), blocks
     whose `forward` is never called, and blocks with less than `TINY` of the parameters.
     """
     total = sum(parameter.numel() for parameter in model.parameters())
@@ -59,11 +59,8 @@ def find_units(model: nn.Module) -> list[str]:
 
 def list_whole_parameters(unit: nn.Module, prefix: str = "") -> dict[str, nn.Parameter]:
     """Return the parameters of a unit that are not sharded yet, by name."""
-    parameters = {}
-    for name, parameter in unit.named_parameters(prefix=prefix):
-        if not isinstance(parameter, DTensor):
-            parameters[name] = parameter
-    return parameters
+    named = unit.named_parameters(prefix=prefix)
+    return {name: whole for name, whole in named if not isinstance(whole, DTensor)}
 
 
 def find_sharding_obstacle(unit: nn.Module, prefix: str) -> str | None:
@@ -87,10 +84,8 @@ def find_sharding_obstacle(unit: nn.Module, prefix: str) -> str | None:
 
 def list_storages(unit: nn.Module, prefix: str) -> list[tuple[str, Storage]]:
     """Return weak references to the storages of a unit's parameters that are not sharded yet."""
-    references = []
-    for name, parameter in list_whole_parameters(unit, prefix).items():
-        references.append((name, weakref.ref(parameter.untyped_storage())))
-    return references
+    named = list_whole_parameters(unit, prefix).items()
+    return [(name, weakref.ref(parameter.untyped_storage())) for name, parameter in named]
 
 
 def find_kept_parameter(before: Sequence[tuple[str, Storage]]) -> str | None:
@@ -134,8 +129,8 @@ def copy_views(
 ) -> Any:
     """Replace outputs that are views by copies. This is a forward hook.
 
-    An operation that changes a view in place removes torch's hook from the view, and the backward
-    pass would use weights that are freed.
+    An operation that changes a view in place removes torch's hook from the view. The backward pass
+    would then use weights that are already freed.
     """
 
     def copy_view(output: Tensor) -> Tensor:
@@ -185,7 +180,7 @@ class Order:
         event: str,
         is_due: bool = False,
     ) -> None:
-        history = (self._digest, *names, event)
+        history = self._digest, *names, event
         self._digest = zlib.crc32(repr(history).encode())
         if is_due or self._passes < FIRST_PASSES:
             self.compare(names)
@@ -196,6 +191,8 @@ class Order:
         Args:
             names: names of the latest units, for the error.
         """
+        # The maximum of the negative digests is minus the smallest digest, so the sum is 0 only if
+        # all digests are equal.
         extremes = torch.tensor([self._digest, -self._digest])
         dist.all_reduce(extremes, dist.ReduceOp.MAX)
         if extremes.sum():

@@ -87,10 +87,10 @@ class OuterSGD:
 
 
 class LocalSGD(Strategy):
-    """Weights, buffers, optimizer and moving average of its own on every rank.
+    """Workers with their own weights, buffers, optimizer and moving average, one on each rank.
 
-    Weights are averaged every `local_sgd.every` steps and at the end of every epoch. Each worker's
-    weight in the average is the number of its images in an epoch. Integer buffers (the counters of
+    Weights are averaged every `local_sgd.every` steps and at the end of every epoch. A worker's
+    weight in the average is its fraction of an epoch's images. Integer buffers (the counters of
     BatchNorm) are copied from rank 0. Optimizer states are never averaged. With
     `local_sgd.outer_lr` and `outer_momentum`, `OuterSGD` moves the trained weights towards the
     average. A single worker trains like `single`.
@@ -102,14 +102,12 @@ class LocalSGD(Strategy):
         super().connect()
         section = self.recipe.local_sgd
         if section.outer_copies and self.world.size > 1:
-            trained = {}
-            for name, parameter in self.named_parameters().items():
-                if parameter.requires_grad:
-                    trained[name] = parameter
+            named = self.named_parameters().items()
+            trained = {name: parameter for name, parameter in named if parameter.requires_grad}
             self.outer = OuterSGD(trained, section.outer_lr, section.momentum)
 
     def retrain(self) -> None:
-        if self.outer is not None:
+        if self.outer:
             raise RecipeError(
                 f"model.name={self.recipe.model.name} changes what trains (requires_grad), which "
                 "local_sgd.outer_lr and outer_momentum cannot follow: leave them out, or use "
@@ -123,7 +121,7 @@ class LocalSGD(Strategy):
             weights = self._weights()
             with self.averaging:
                 self._average(weights, weights)
-                if self.outer is not None:
+                if self.outer:
                     self.outer.step()
 
     def after_epoch(self, averages: Mapping[str, Tensor]) -> None:
@@ -132,7 +130,7 @@ class LocalSGD(Strategy):
         # change the weights. For the same reason there is no outer step if no worker has trained
         # since the last one.
         self._average(tensors, tensors, exact=True)
-        if self.outer is not None and self.outer.has_changed_weights():
+        if self.outer and self.outer.has_changed_weights():
             self.outer.step()
         self.has_equal_weights = True
 
@@ -144,17 +142,17 @@ class LocalSGD(Strategy):
     def load_outer_state(self, saved: Mapping[str, StoredTensor]) -> None:
         if saved:
             self.scatter(saved, self.outer_state())
-        elif self.outer is not None:
+        elif self.outer:
             self.outer.restart()
 
     def pieces(self, named: Mapping[str, Tensor]) -> dict[str, Shard]:
-        """Return averages over the workers, of optimizer states too.
+        """Return the averages of `named` over the workers as shards to save. Collective.
 
         The averages are copies, so that saving does not change the training.
         """
-        copies = {}
-        for name, tensor in named.items():
-            copies[name] = torch.empty_like(tensor, requires_grad=False)
+        copies = {
+            name: torch.empty_like(tensor, requires_grad=False) for name, tensor in named.items()
+        }
         self._average(list(named.values()), list(copies.values()), exact=True)
         return super().pieces(copies)
 
@@ -164,7 +162,7 @@ class LocalSGD(Strategy):
         if section.every is not None:
             interval = format_count(section.every, "step")
         note = f"each has its own weights and optimizer; weights are averaged every {interval}"
-        if self.outer is not None:
+        if self.outer:
             rates = f"lr {section.outer_lr:g}, Nesterov momentum {section.momentum:g}"
             note += f", and SGD steps to the average ({rates})"
         return {"workers": note}
@@ -211,7 +209,7 @@ class LocalSGD(Strategy):
                     message = message * weight
                 else:
                     message = message.long() * self.world.is_main
-                # NCCL raises an error if ranks share a GPU, so their messages are sent by the CPU.
+                # NCCL raises an error if ranks share a GPU, so they exchange messages on the CPU.
                 if self.world.shared:
                     message = message.cpu()
                 unflatten_into(self.world.sum_(message), [targets[i] for i in bucket])

@@ -49,8 +49,8 @@ class Measures:
             self.forward_watch = Stopwatch(device, every)
         # This stopwatch measures exchanges between replicas that no computation hides.
         self.averaging = Stopwatch(context.world.device)
-        # `step_graphs` sets this to True if it measures whole passes itself. Those of steps that
-        # may be replayed contain no collective either.
+        # `step_graphs` sets this to True because it measures whole passes itself. Passes that may
+        # be replayed contain no collective, so their times are comparable too.
         self.is_timed_by_graphs = False
         # Description of the blocks whose activations are recomputed, for reports.
         self.recompute_description: str | None = None

@@ -136,8 +136,8 @@ def recompute_proven(
 @contextmanager
 def _observe_draws(modules: Iterable[nn.Module], device: torch.device) -> Iterator[list[bool]]:
     """Record for each pass of each module whether it draws from torch's generators."""
-    draws: list[bool] = []
-    states_before: dict[nn.Module, list[Tensor]] = {}
+    draws = []
+    states_before = {}
 
     def read_states() -> list[Tensor]:
         states = [torch.get_rng_state()]
@@ -184,7 +184,7 @@ def _observe_passes(context: Context, model: nn.Module, rows: int, **options: An
 def _without_races() -> Iterator[None]:
     """Use deterministic kernels where torch has them.
 
-    In bf16 the rounding of nondeterministic kernels looks like an error.
+    In bf16, the different rounding of nondeterministic kernels would look like an error.
     """
     mode = torch.get_deterministic_debug_mode()
     benchmark = torch.backends.cudnn.benchmark
@@ -214,7 +214,6 @@ def check_sharded(
         RecipeError: the gradients of some rank differ. Raised on every rank.
     """
     world = state.world
-    module = state.module
     parameters = state.named_parameters()
     rows = world.broadcast_object(whole[1] if whole else 0)
     if not rows:
@@ -224,13 +223,13 @@ def check_sharded(
         if is_last:
             reduce_gradients()
 
-    sharded = _observe_passes(state.context, module, rows, after=after, parameters=parameters)
+    sharded = _observe_passes(state.context, state.module, rows, after=after, parameters=parameters)
     expected, norm = _own_rows(state, whole[0].gradients if whole else {})
     # Only rank 0 has observed the whole model. The other ranks compare their gradients only.
     passes = (whole[0] if whole else sharded)._replace(gradients=expected)
     if state.recipe.sync_bn:
         # The statistics cover the samples of all ranks, which changes the divisor of the variance.
-        for layer in list_training_norms(module):
+        for layer in list_training_norms(state.module):
             for tensors in (*passes.tensors, *sharded.tensors):
                 tensors.pop(f"buffer {layer}.running_var", None)
     name = f"model.name={state.recipe.model.name} in shards"

@@ -1,4 +1,4 @@
-"""Tensors of a model that one rank has: they are optimized, averaged and saved.
+"""The tensors of a model on one rank, which are optimized, averaged and saved.
 
 The defaults are right for a rank that has the whole model. Optimizer states are named
 `parameter//key`, and lie on the same rank as their parameter.
@@ -71,11 +71,7 @@ class ModelState:
         if grid.coordinate("shards") == 0:
             return layout
         # Tensors that are whole on every rank are saved by the rank of the first shard only.
-        divided = {}
-        for name, piece in layout.items():
-            if piece.local.shape != piece.shape:
-                divided[name] = piece
-        return divided
+        return {name: piece for name, piece in layout.items() if piece.local.shape != piece.shape}
 
     def scatter(
         self,
@@ -154,10 +150,11 @@ class ModelState:
             averages: moving averages by plain name.
         """
         live = {**self.named_parameters(), **self.named_buffers()}
-        pairs = []
-        for name, average in averages.items():
-            if average.is_floating_point():
-                pairs.append((live[name], average))
+        pairs = [
+            (live[name], average)
+            for name, average in averages.items()
+            if average.is_floating_point()
+        ]
 
         def swap() -> None:
             for tensor, average in pairs:

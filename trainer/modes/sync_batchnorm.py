@@ -35,7 +35,7 @@ def synchronise_batch_norm(model: nn.Module) -> list[nn.Module]:
         The layers that now normalize over all ranks.
 
     Raises:
-        RecipeError: a subclass of BatchNorm computes something else than BatchNorm.
+        RecipeError: a subclass of BatchNorm computes something other than BatchNorm.
     """
     layers = list_training_norms(model)
     for name, layer in select_unlike(layers, acts_as_batch_norm).items():
@@ -85,12 +85,12 @@ def global_batch_norm(
 def _compute_statistics(inputs: Tensor) -> tuple[Tensor, Tensor]:
     """Compute mean and biased variance of this rank's samples, at least in single precision."""
     precision = torch.promote_types(inputs.dtype, torch.float32)
-    # The compiler fuses this into one loop.
+    # The compiler fuses `var_mean` into one loop.
     if torch.compiler.is_compiling():
         axes = [axis for axis in range(inputs.dim()) if axis != 1]
         variance, mean = torch.var_mean(inputs.to(precision), axes, correction=0)
         return mean, variance
-    # Torch computes in the precision of the running statistics, so unused ones are passed.
+    # Torch computes in the precision of the running statistics, so placeholders are passed.
     unused = torch.zeros(2, inputs.shape[1], dtype=precision, device=inputs.device)
     mean, variance = torch.batch_norm_update_stats(inputs, unused[0], unused[1], 0.0)
     return mean, variance
@@ -145,8 +145,8 @@ class _GlobalBatchNorm(torch.autograd.Function):
             gradient = torch.empty_like(inputs).copy_(gradient)
         scale = torch.rsqrt(variance + ctx.eps)
         ones = torch.ones_like(mean)
-        # Sums over this rank's samples, of the gradient times the normalized inputs and of the
-        # gradient.
+        # Two sums over this rank's samples: of the gradient times the normalized inputs, and of the
+        # gradient alone.
         _, *sums = torch.ops.aten.native_batch_norm_backward(
             gradient,
             inputs,
@@ -162,8 +162,8 @@ class _GlobalBatchNorm(torch.autograd.Function):
         local = torch.stack(sums)
         means = local / count
         dist.all_reduce(means)
-        # Outputs do not change along the gradient's mean and along the normalized inputs, so these
-        # components are removed.
+        # Normalized outputs do not change if all inputs are shifted or scaled, so the components of
+        # the gradient in these two directions are removed.
         projected = gradient - batch_norm(
             inputs,
             mean,

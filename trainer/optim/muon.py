@@ -30,10 +30,10 @@ class MuonAdamW(torch.optim.Optimizer):
     "Muon is Scalable for LLM Training", arXiv:2502.16982). A learning rate and a weight decay that
     suit AdamW therefore suit both.
 
-    A step changes nothing if `found_inf`, a flag on the device, is set, and the host does not wait
-    for the flag. Matrices are updated in place, as in torch, because updates by other workers must
-    not be lost under Hogwild. The learning rate may be a tensor on the device, which the replay of
-    a CUDA graph reads (see `LearningRates`).
+    If `found_inf`, a flag on the device, is set, a step changes nothing. The host does not wait for
+    the flag. Matrices are updated in place, as in torch, because updates by other workers must not
+    be lost under Hogwild. The learning rate may be a tensor on the device, which the replay of a
+    CUDA graph reads (see `LearningRates`).
     """
 
     found_inf: Tensor | None = None
@@ -63,30 +63,31 @@ class MuonAdamW(torch.optim.Optimizer):
             other_parameters = []
             for p in group["params"]:
                 if p in matrices:
-                    muon_groups.append({**group, "params": [p], "lr": lr})
+                    muon_groups.append(group | {"params": [p], "lr": lr})
                 else:
                     other_parameters.append(p)
             if other_parameters:
-                other_groups.append({**group, "params": other_parameters})
+                other_groups.append(group | {"params": other_parameters})
         self.adamw: AdamW | None = None
-        adamw_groups: list[dict[str, Any]] = []
+        adamw_groups = []
         if other_groups:
             self.adamw = AdamW(other_groups, lr=lr, **adamw_options)
             adamw_groups = self.adamw.param_groups
         super().__init__([*muon_groups, *adamw_groups] or groups, {"lr": lr})
-        # GradScaler passes `found_inf` then. It would read the flag itself, and wait, otherwise.
+        # GradScaler sets `found_inf` if this attribute is True. Otherwise it reads the flag itself,
+        # and the host waits for the device.
         self._step_supports_amp_scaling = True
         self.muon_groups = self.param_groups[: len(muon_groups)]
         self.momentum = momentum
         self.nesterov = nesterov
-        if self.adamw is not None:
+        if self.adamw:
             self.adamw.state = self.state
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take one step with the current gradients."""
         batches: dict[tuple[Any, ...], list[_MatrixUpdate]] = {}
-        rates: dict[tuple[Any, ...], _StepRates] = {}
+        rates = {}
         for group in self.muon_groups:
             (parameter,) = group["params"]
             if parameter.grad is None:
@@ -96,20 +97,20 @@ class MuonAdamW(torch.optim.Optimizer):
             device = parameter.device
             decay = group["weight_decay"]
             # Groups with the same factor `rate` have the same learning rate. The learning rates
-            # may be tensors on the device, and comparing these would wait.
+            # are not compared, because they may be tensors and the host would wait for the device.
             kind = group["rate"], decay, device
             if kind not in rates:
                 rates[kind] = _StepRates(group["lr"], decay, self.found_inf, device)
-            batch_key = (kind, update.matrix.shape, parameter.dtype)
+            batch_key = kind, update.matrix.shape, parameter.dtype
             batches.setdefault(batch_key, []).append(update)
         for (kind, *_), batch in batches.items():
             self._update(batch, rates[kind])
-        if self.adamw is not None:
+        if self.adamw:
             self.adamw.found_inf = self.found_inf  # type: ignore[attr-defined]
             self.adamw.step()
 
     def _update(self, batch: list[_MatrixUpdate], rates: _StepRates) -> None:
-        """Update matrices of the same shape, with one launch per operation for all of them."""
+        """Update matrices of the same shape, with one kernel per operation for all of them."""
         matrices = [update.matrix for update in batch]
         buffers = [update.buffer for update in batch]
         gradients = torch.stack([update.gradient for update in batch])
@@ -157,8 +158,8 @@ class _MatrixUpdate(NamedTuple):
 class _StepRates:
     """Learning rate, weight decay and overflow flag of matrices on one device in one step.
 
-    A learning rate that is a tensor is computed in float64, like a Python number, so that both have
-    the same bits.
+    A learning rate that is a tensor is converted to float64, the type of Python numbers, so that
+    the results do not depend on whether it is a tensor or a number.
     """
 
     def __init__(

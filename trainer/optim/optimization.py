@@ -20,7 +20,8 @@ from trainer.optim.trainable import Roles
 from trainer.recipe import Recipe
 from trainer.recipe.schedule_table import LR_SCHEDULES
 
-# GradScaler starts at 2**16. An ordinary overflow does not halve the scale 26 times in a row.
+# Loss scale below which training in fp16 has failed. GradScaler starts at 2**16, and an ordinary
+# overflow does not halve the scale 26 times in a row.
 MIN_SCALE = 2.0**-10
 
 
@@ -30,9 +31,7 @@ def count_total_steps(recipe: Recipe, steps_per_epoch: int) -> int:
     return min(steps, recipe.max_steps or steps)
 
 
-def build_learning_rate(
-    recipe: Recipe, steps_per_epoch: int, total: int | None = None
-) -> Callable[[int], float]:
+def build_learning_rate(recipe: Recipe, steps_per_epoch: int, total: int) -> Callable[[int], float]:
     """Build the learning rate as a pure function of the optimizer step, counted from 0.
 
     The values equal those of torch's chained schedulers: a linear warm-up, then the schedule of the
@@ -41,23 +40,22 @@ def build_learning_rate(
     Args:
         recipe: the recipe with the schedule.
         steps_per_epoch: number of optimizer steps in an epoch.
-        total: number of steps of the schedule; `count_total_steps` if None.
+        total: number of steps of the schedule.
+
+    Returns:
+        A function that returns the learning rate of a step.
     """
     schedule = recipe.schedule
     peak_lr = recipe.peak_lr
     lr_after_warmup = LR_SCHEDULES[schedule.name].formula
     warmup = round(schedule.warmup_epochs * steps_per_epoch)
     factor = schedule.warmup_factor
-    if total is None:
-        end = count_total_steps(recipe, steps_per_epoch)
-    else:
-        end = total
     bounds = [warmup]
     for restart_epochs in schedule.restarts:
         restart = round(restart_epochs * steps_per_epoch)
-        if warmup < restart < end:
+        if warmup < restart < total:
             bounds.append(restart)
-    bounds.append(max(end, warmup + 1))
+    bounds.append(max(total, warmup + 1))
     cycles = [*pairwise(bounds)]
     cycles.reverse()
 
@@ -90,11 +88,9 @@ class GradientExchange(Protocol):
 
     def grad_norm(self) -> Tensor:
         """Compute the 2-norm of the whole model's gradient, 0-dim, on the device."""
-        ...
 
     def reduce_overflow(self, flag: Tensor) -> None:
         """Replace `flag`, 0-dim, by its maximum over all ranks that have a part of the model."""
-        ...
 
 
 class _DeviceGroup(NamedTuple):
@@ -114,7 +110,7 @@ class _DeviceGroup(NamedTuple):
 class Updater:
     """Applies gradients: finite check or fp16 scaler, clipping, optimizer step.
 
-    Only `is_bad` waits for the device. The flag `bad` is a tensor on the device and is never reset:
+    Only the method `is_bad` waits for the device. The flag `bad`, a tensor on it, is never reset:
     after the first gradient that is not finite, optimizers skip every update, so the weights keep
     their last good values. In fp16 an overflow is ordinary: the scaler lowers its scale and skips
     one step. Training in fp16 has failed if the loss is not finite, which sets the flag, or if the
@@ -146,14 +142,14 @@ class Updater:
         # Parameters that do not train in this epoch, by name.
         self.frozen: dict[str, nn.Parameter] = {}
         self._set_optimizer(optimizer)
-        if scaler is not None:
+        if scaler:
             # The scaler creates its state at the first call, which a rank without a loss would
             # never make.
             scaler.scale(self.bad)
 
     def _set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self.parameters: list[nn.Parameter] = []
+        self.parameters = []
         for group in optimizer.param_groups:
             self.parameters += group["params"]
         # A split model has parameters on several devices. Each device has its own flag, and `bad`
@@ -173,19 +169,16 @@ class Updater:
         parameters: Mapping[str, nn.Parameter],
         also: Collection[str] = (),
     ) -> None:
-        """Train the `parameters` that require gradients from now on.
+        """Train those of `parameters` that require gradients, from now on.
 
-        The optimizer keeps every parameter with a state: like any optimizer of torch, it skips
-        parameters without a gradient.
+        The optimizer also keeps frozen parameters that have a state. Like every optimizer of torch,
+        it does not update parameters without a gradient.
 
         Args:
             parameters: all parameters of this rank, by name.
             also: names of the parameters that have a state in a checkpoint.
         """
-        state: dict[Tensor, Any] = {}
-        for name, p in parameters.items():
-            if name in also:
-                state[p] = {}
+        state: dict[Tensor, Any] = {p: {} for name, p in parameters.items() if name in also}
         state |= self.optimizer.state
         self._set_optimizer(build_optimizer(parameters, self.recipe.optimizer, self.roles, state))
         self.frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
@@ -226,13 +219,13 @@ class Updater:
             for group in self.device_groups.values():
                 gradients = [p.grad for p in group.parameters if p.grad is not None]
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, group.flag, group.scale)
-            flags_of_devices = [group.flag for group in self.device_groups.values()]
-            _merge_flags(self.bad, flags_of_devices)
+            _merge_flags(self.bad, [group.flag for group in self.device_groups.values()])
             exchange.reduce_overflow(self.bad)
             self.optimizer.found_inf = self.bad  # type: ignore[attr-defined]
         else:
             is_bad_loss = 1 - torch.isfinite(loss).float()
-            # A captured CUDA graph reads the flag at this address (see `step_graphs`).
+            # The flag is updated in place, because a captured CUDA graph reads it at this address
+            # (see `step_graphs`).
             self.bad.copy_(torch.maximum(self.bad, is_bad_loss))
             self.scaler.unscale_(self.optimizer)
             flags: dict[Any, Tensor] = self.scaler._found_inf_per_device(self.optimizer)
@@ -282,7 +275,7 @@ def _merge_flags(flag: Tensor, others: Iterable[Tensor]) -> None:
 
 
 class MovingAverage:
-    """Exponential moving average of weights and float buffers, by plain name.
+    """Exponential moving average of weights and float buffers, by their names in the user's model.
 
     The decay after n steps is (1 + n) / (10 + n), and at most `decay`, so that the initial weights
     have little influence on short runs.
@@ -295,10 +288,10 @@ class MovingAverage:
     ) -> None:
         self.live = dict(tensors)
         self.decay = decay
-        self.average: dict[str, Tensor] = {}
+        self.average = {}
         # Names of averaged tensors, and of counters, which are copied.
-        self._floats: list[str] = []
-        self._integers: list[str] = []
+        self._floats = []
+        self._integers = []
         for name, tensor in tensors.items():
             self.average[name] = tensor.detach().clone()
             if tensor.is_floating_point():

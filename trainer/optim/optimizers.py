@@ -52,15 +52,16 @@ class LearningRates:
             if rate not in self.tensors:
                 self.tensors[rate] = torch.zeros((), device=device)
             group["lr"] = self.tensors[rate]
-            # A capture requires this flag. Steps that are not fused refuse it on a CPU.
+            # Torch requires this option for a capture, and refuses it for optimizers on a CPU that
+            # are not fused.
             if "capturable" in group:
                 group["capturable"] = bool(group.get("fused")) or device.type == "cuda"
 
     def set(self, lr: float) -> None:
         """Set the base learning rate of the next steps.
 
-        The host does not wait, because the kernel that fills a tensor has the number as an
-        argument.
+        The host does not wait for the device, because a tensor is filled by a kernel that gets the
+        number as an argument.
         """
         for rate, tensor in self.tensors.items():
             tensor.fill_(round_to_float32(lr * rate))
@@ -92,10 +93,10 @@ def build_parameter_groups(
     # torch's optimizers refuse an empty list, which a pipeline stage without parameters would have.
     if not parameters_by_kind:
         parameters_by_kind[recipe.weight_decay, 1.0] = []
-    groups = []
-    for (decay, rate), group in parameters_by_kind.items():
-        groups.append({"params": group, "weight_decay": decay, "rate": rate})
-    return groups
+    return [
+        {"params": group, "weight_decay": decay, "rate": rate}
+        for (decay, rate), group in parameters_by_kind.items()
+    ]
 
 
 def build_optimizer(
@@ -106,9 +107,9 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the recipe's optimizer with its state complete before the first step.
 
-    A resumed run could not restore a state that only the first step creates. If the attribute
-    `found_inf` of the optimizer, a flag on the device, is set, a step changes neither weights nor
-    state.
+    Torch creates the state in the first step, but a resumed run must restore it before that. If
+    the attribute `found_inf` of the optimizer, a flag on the device, is set, a step changes neither
+    weights nor state.
 
     Args:
         parameters: the parameters of this rank, by name.
@@ -168,7 +169,7 @@ def undo_failed_steps(optimizer: torch.optim.Optimizer) -> None:
     The step runs, and its changes are undone on the device, so that the host need not wait for the
     flag. A step therefore needs memory for a second copy of weights and state.
     """
-    copies: list[tuple[Tensor, Tensor]] = []
+    copies = []
 
     def copy(*_: object) -> None:
         for group in optimizer.param_groups:
@@ -178,7 +179,7 @@ def undo_failed_steps(optimizer: torch.optim.Optimizer) -> None:
                     copies.append((tensor, tensor.clone()))
 
     def restore(*_: object) -> None:
-        flag: Tensor | None = getattr(optimizer, "found_inf", None)
+        flag = getattr(optimizer, "found_inf", None)
         if flag is not None:
             for tensor, before in copies:
                 is_bad = flag.to(tensor.device, non_blocking=True) > 0

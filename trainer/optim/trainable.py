@@ -1,4 +1,4 @@
-"""Roles of parameters in the whole model. A pipeline stage has only a part of the model."""
+"""Roles of parameters, found in the whole model because a pipeline stage has only a part of it."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def find_roles(model: nn.Module, recipe: Recipe) -> Roles:
     decay = recipe.optimizer.layer_decay
     rates: dict[str, float] = {}
     if decay is not None:
-        # The rule for fine-tuning ELECTRA (Clark et al., arXiv:2003.10555) and BEiT (Bao et al.,
-        # arXiv:2106.08254).
+        # Layer-wise decay of the learning rate, as in the fine-tuning of ELECTRA (Clark et al.,
+        # arXiv:2003.10555) and BEiT (Bao et al., arXiv:2106.08254).
         row = list_blocks(model)
         for n, block in enumerate(row):
             factor = float(decay ** (len(row) - 1 - n))

@@ -118,7 +118,7 @@ class GivenData:
 
 
 def _split_source(source: Any) -> tuple[Any, Any, Any]:
-    """Return the training set, the validation set, and class names, their number, or None."""
+    """Return training set, validation set, and the class names, their number or None."""
     fault = f"is {type(source).__name__}"
     if isinstance(source, Mapping):
         training = next((source[name] for name in TRAINING if name in source), None)
@@ -167,19 +167,18 @@ def pack_for_ranks(recipe: Recipe, plugin: str | None, calls: Callbacks) -> dict
     parts = {}
     for what, (name, value) in named.items():
         if value is not None:
-            parts[what] = (name, pickling.pickle_by_value(value, f"{what}={name}"))
+            parts[what] = name, pickling.pickle_by_value(value, f"{what}={name}")
     if calls.wanted:
         advice = "use only objects that can be, or train in this process, with mode=single"
         parts["callbacks"] = ("", pickling.pickle_by_value(calls, "on_epoch=", advice))
     if not parts:
         return {}
-    lines = ["from trainer.training import api", f"api.receive(__file__, {plugin!r})"]
-    source = "\n".join(lines)
+    source = f"from trainer.training import api\napi.receive(__file__, {plugin!r})"
     return {f"{MODULE}.py": source.encode(), SENT: pickle.dumps(parts)}
 
 
 def receive(module: str, plugin: str | None) -> None:
-    """Register the objects that were sent to this rank. The plugin was imported before."""
+    """Import the user's plugin, then register the objects that were sent to this rank."""
     from trainer.launch.launching import load_plugin
 
     load_plugin(plugin)
@@ -227,7 +226,7 @@ def train(
         recipe: The name of a shipped recipe, a YAML file, a run folder, a dictionary, or a recipe
             that `load_recipe` returned. None means the defaults of all keys.
         words: Arguments `key=value` of the recipe, as on the command line.
-        model: A `torch.nn.Module`, which is trained from its present weights and has the last
+        model: A `torch.nn.Module`, which is trained from its current weights and has the final
             weights afterwards; a function that returns one and accepts any of the parameters
             num_classes, channels and image_size; or a name.
         data: (training set, validation set), and optionally the names of the classes or their
@@ -267,7 +266,7 @@ def train(
     calls = Callbacks(on_epoch)
     processes = None if nproc is None else str(nproc)
     with register_temporarily(model, data) as object_keys:
-        keywords = {**object_keys, **keywords}
+        keywords = object_keys | keywords
         chosen = load(recipe, *words, **keywords)
         if launching.wants_children(chosen, processes):
             files = pack_for_ranks(chosen, plugin, calls)

@@ -51,7 +51,7 @@ WARNINGS = (
 )
 # Titles of lines that only `runs show` prints.
 DETAILS = ("computes", "mode", "devices", "held out", "cuts", "readers", "folder")
-# Number of lines in addition to those that every run prints.
+# Number of lines that the banner may have in addition to those that every run prints.
 SPARE_LINES = 3
 
 
@@ -102,7 +102,7 @@ def build_banner(
 
     Args:
         resolved: The configuration of the run.
-        strategy: The mode, which has the model.
+        strategy: The mode, which holds this rank's part of the model.
         model: Properties of the whole model.
         readers: Text about the processes that read images, if any.
     """
@@ -140,7 +140,7 @@ def build_banner(
         f"{data.name}: {len(data.train):,} training images, {len(data.val):,} held out, {outputs}"
     )
     lines["held out"] = data.holdout
-    if resolved.teacher is not None:
+    if resolved.teacher:
         lines["teacher"] = resolved.teacher.note
     lines |= model.notes
     lines |= data.notes
@@ -206,7 +206,7 @@ def _describe_steps(resolved: Resolved, strategy: Strategy, has_batch_norm: bool
 
 
 def compute_shares(strategy: Strategy) -> list[int] | None:
-    """Return the number of images of a step that each rank computes, or None if ranks are equal."""
+    """Return each rank's number of images of a step, or None if the shares are equal."""
     recipe = strategy.recipe
     share = strategy.share
     rows = count_rows(recipe, share.count, numbers=share.numbers)
@@ -216,7 +216,7 @@ def compute_shares(strategy: Strategy) -> list[int] | None:
 
 
 def warn_of_small_batch_norm(strategy: Strategy, has_batch_norm: bool) -> str | None:
-    """Return a suggestion if BatchNorm normalises too few images at a time.
+    """Return a suggestion if BatchNorm normalizes too few images at a time.
 
     Returns:
         None if there are enough images, or if they are the recipe's whole batch.

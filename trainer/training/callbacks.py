@@ -127,5 +127,5 @@ class Callbacks:
         return shared
 
 
-# Callback of the program that started this rank. Empty in all other processes.
+# Callback of the program that started this rank. Without such a program, it does nothing.
 received = Callbacks()

@@ -1,4 +1,4 @@
-"""Measurements for the verdict of a finished run, by its timers and by a probe of its step."""
+"""Measurements for the verdict of a finished run, from its timers and from a probe of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from trainer.data import Loader
 from trainer.data.cache.stored import SECONDS, measure_reading
 from trainer.data.encoded import EncodedPhotos
 from trainer.models.undisturbed import restore_after
-from trainer.modes.measures import Measures
 from trainer.processes.resources import count_cores
 from trainer.telemetry.clocks import record_event, synchronise
 from trainer.telemetry.verdict import (
@@ -28,7 +27,8 @@ from trainer.training.state import Resolved, TrainState
 
 # Maximum duration of the probes, as a fraction of the duration of the run.
 BUDGET = 0.01
-# Upper bound of a GPU's cycles per second. A device may be held for too long, but not too short.
+# Upper bound of a GPU's cycles per second. The probe may hold a device for longer than needed, but
+# not for a shorter time.
 CYCLES = 3e9
 
 
@@ -45,7 +45,7 @@ def diagnose(
 
     Args:
         resolved: The configuration of a finished run.
-        state: Its state. A measurement may spoil the state of the optimizer.
+        state: Its state. A measurement may overwrite the state of the optimizer.
         observer: Its timers.
         loader: Its loader.
         graphs_might_help: Whether CUDA graphs might make the steps faster.
@@ -66,8 +66,7 @@ def diagnose(
     step = speed.step_time_s.mean
     budget = BUDGET * spent
     probe_start = time.perf_counter()
-    measures: Measures = strategy
-    communication = measures.communication(timer.seen, step, budget)
+    communication = strategy.communication(timer.seen, step, budget)
     probe_seconds = time.perf_counter() - probe_start
     data_wait = speed.data_wait_fraction * step
     update = timer.update_seconds()
@@ -76,13 +75,13 @@ def diagnose(
     # smallest optimizer time counts, because some ranks wait in it for the last stage.
     rank_seconds = torch.tensor([data_wait, -update, launch_bound], dtype=torch.float64)
     data, negative_update, launches_at_most = world.max_(rank_seconds).tolist()
-    pipeline = measures.result_fields().get("pipeline") or {}
+    pipeline = strategy.result_fields().get("pipeline") or {}
     bubble = compute_idle_share(strategy, float(pipeline.get("bubble_measured") or 0.0))
     bubble_at_most = compute_idle_share(strategy, float(pipeline.get("bubble_at_most") or 0.0))
     probe_start = time.perf_counter()
     launches = 0.0
     update_launches = 0.0
-    # Measured where GPUs may wait for launches. One rank decides, because the ranks' own step
+    # Only measured if GPUs may wait for launches. Rank 0 decides for all, because the ranks' step
     # times differ.
     if world.broadcast_object(launches_at_most >= NEGLIGIBLE_SHARE * step):
         device_seconds = _measure_device_seconds(
@@ -154,11 +153,11 @@ def _measure_device_seconds(
 ) -> tuple[float, float] | None:
     """Measure a step's passes and its update on devices that wait for no launch. Collective.
 
-    The host issues a micro-batch of random inputs, at a learning rate of 0, while the devices are
-    held, so that they find all kernels queued when they start. All ranks start together. A device
-    queues about a thousand kernels. With more kernels it may still wait for some, and then it seems
-    to need more time, not less. Weights and buffers keep their values. The optimizer's state does
-    not, but nothing reads it any more.
+    The host issues a micro-batch of random inputs, at a learning rate of 0, while a sleep kernel
+    holds the devices, so that they find all kernels queued when they start. All ranks start
+    together. The queue of a device holds about a thousand kernels. With more of them the device may
+    still wait for some, so the measured time can be too long, but not too short. Weights and
+    buffers keep their values. The optimizer's state does not, but nothing reads it any more.
 
     Args:
         state: State of a finished run.
@@ -180,7 +179,7 @@ def _measure_device_seconds(
     if not world.broadcast_object(4 * seconds < budget):
         return None
     batch = strategy.context.example.batch(world.device, channels_last=recipe.channels_last)
-    for group in state.optimizer.param_groups:
+    for group in state.updater.optimizer.param_groups:
         group["lr"] = 0.0
     strategy.train_for_probe()
     with restore_after(strategy.modules(), world.device):
@@ -197,7 +196,7 @@ def _measure_device_seconds(
             middle = record_event()
             state.updater.step(loss, strategy, want_norm=False)
             state.updater.zero_grad()
-            if state.average is not None:
+            if state.average:
                 state.average.update(state.position.step)
             end = record_event()
             synchronise(world.local_devices)

@@ -63,11 +63,8 @@ class Sums:
         world.heartbeat()
         values = []
         for name, shape in shapes.items():
-            if name in self.parts:
-                part = self.parts[name].cpu()
-            else:
-                part = torch.zeros(shape)
-            values.append(part.double().flatten())
+            part = self.parts.get(name, torch.zeros(shape))
+            values.append(part.cpu().double().flatten())
         values.append(torch.tensor([float(self.count)]).double())
         summed = world.sum_(torch.cat(values))
         count = int(summed[-1])
@@ -75,9 +72,8 @@ class Sums:
             return dict.fromkeys(self.task.metric_names(), math.nan), 0
         sizes = [shape.numel() for shape in shapes.values()]
         totals = torch.split(summed[:-1], sizes)
-        self.whole = {}
-        for name, total in zip(shapes, totals, strict=True):
-            self.whole[name] = total.view(shapes[name])
+        named = zip(shapes, totals, strict=True)
+        self.whole = {name: total.view(shapes[name]) for name, total in named}
         # The metrics of a user's task may differ in the last bits from rank to rank, but all ranks
         # must agree on the best epoch.
         metrics = self.task.metrics(self.whole, count)
@@ -93,7 +89,7 @@ def evaluate(
     sums: Sums | None = None,
     forward: Callable[[Tensor], Tensor | None] | None = None,
 ) -> dict[str, float]:
-    """Compute the task's metrics of the model, whose weights must be synchronised. Collective.
+    """Compute the task's metrics of the model, whose weights must be synchronized. Collective.
 
     Args:
         strategy: The mode that holds the model.
@@ -119,7 +115,7 @@ def evaluate(
         outputs = forward(batch.inputs)
         if outputs is not None:
             sums.add(outputs, batch.targets, batch.count)
-            if look is not None:
+            if look:
                 look(outputs, batch)
         boundary(batches_done)
     metrics, count = sums.metrics(world)
@@ -131,8 +127,8 @@ def evaluate(
 def build_forward(strategy: Strategy, say: Callable[[str], None]) -> ReplayedForward:
     """Return the forward pass, which replays a CUDA graph if mode and recipe allow it."""
     recipe = strategy.recipe
-    traits = recipe.traits
-    allowed = recipe.graphs is not False and "graphs" not in traits.refuses and not traits.staged
+    refuses = "graphs" in recipe.traits.refuses or recipe.traits.staged
+    allowed = recipe.graphs is not False and not refuses
     return ReplayedForward(strategy.forward, strategy.modules(), strategy.device, allowed, say)
 
 
@@ -148,17 +144,17 @@ class Mistake:
     """A validation sample of one class, and its prediction.
 
     Attributes:
+        label_probability: Predicted probability of its class.
         place: Index of the sample in the validation split.
         target: Index of its class.
         predicted: Index of the predicted class.
-        label_probability: Predicted probability of its class.
         predicted_probability: Predicted probability of the predicted class.
     """
 
+    label_probability: float
     place: int
     target: int
     predicted: int
-    label_probability: float
     predicted_probability: float
 
 
@@ -169,7 +165,7 @@ class Mistakes:
         self.task = task
         # Counts of (actual, predicted) pairs, for at most CLASSES classes.
         self.pairs: Tensor | None = None
-        # Columns for `Mistake`: label probability, sample, target, prediction and its probability.
+        # Columns of mistakes, in the order of the fields of `Mistake`.
         self._worst: list[tuple[Tensor, ...]] = []
         self._row_count = 0
         self._possible = True
@@ -205,7 +201,7 @@ class Mistakes:
         ranked, probabilities = self.task.ranked(outputs)
         places = torch.as_tensor(samples).to(targets.device)
         label_probabilities = label_probabilities.detach()
-        columns = (label_probabilities, places, targets, ranked[:, 0], probabilities[:, 0])
+        columns = label_probabilities, places, targets, ranked[:, 0], probabilities[:, 0]
         self._worst.append(columns)
         self._row_count += len(outputs)
         if self._row_count > 2 * ROWS:
@@ -240,10 +236,8 @@ class Mistakes:
             self.pairs = total.view(classes, -1)
         mistakes = []
         for _, columns in rank_values:
-            for label_probability, place, target, predicted, probability in zip(
-                *columns, strict=True
-            ):
-                mistakes.append(Mistake(place, target, predicted, label_probability, probability))
+            for values in zip(*columns, strict=True):
+                mistakes.append(Mistake(*values))
 
         def badness(mistake: Mistake) -> tuple[float, int]:
             # NaN comes last. Equal mistakes are in the order of their samples.

@@ -59,7 +59,7 @@ def build_initial_model(
 
     def make(starting: bool = state is None, checked: bool = False) -> nn.Module:
         model = build_for_dataset(recipe, task, data, starting)
-        if state is not None:
+        if state:
             select_fitting_weights(model, state.part("model"), "the checkpoint", whole=True)
         if checked:
             check_task(task, model, data, warn)
@@ -130,11 +130,18 @@ def build_for_dataset(
 ) -> nn.Module:
     """Return the recipe's model for a data set, on the CPU.
 
-    If `starting`, the weights are those from which the recipe starts.
+    If `starting`, it has the weights from which the recipe starts, otherwise random ones.
     """
-    classes = data.classes
-    sizes = len(classes), data.channels, data.image_size
-    return build_for_sizes(recipe, task, *sizes, data.plain, starting, classes)
+    return build_for_sizes(
+        recipe,
+        task,
+        len(data.classes),
+        data.channels,
+        data.image_size,
+        data.plain,
+        starting,
+        data.classes,
+    )
 
 
 def build_for_sizes(
@@ -182,14 +189,14 @@ def broadcast_weights(
 ) -> None:
     """Copy rank 0's weights to every rank. Collective.
 
-    The weights may differ without it, because a model may use a generator without a seed.
+    Before, the weights may differ, because a model may use a random generator that is not seeded.
 
     Raises:
         RecipeError: The weights of the ranks have different shapes.
     """
     tensors = {}
     if world.size > 1:
-        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     shapes = {key: tensor.shape for key, tensor in tensors.items()}
     error = None
     if shapes != world.broadcast_object(shapes):
@@ -202,7 +209,7 @@ def broadcast_weights(
         flat = tensor.detach().contiguous().view(-1)
         digest.update(flat.view(torch.uint8).numpy().data)
     is_different = digest.digest() != world.broadcast_object(digest.digest())
-    if world.max_(torch.tensor(float(is_different))).item():
+    if world.is_any(is_different):
         say(
             f"model.name={name} begins with rank 0's weights: each rank drew different ones, "
             "because the model does not use the seeded generators"
@@ -249,7 +256,7 @@ def check_task(
             f"task.name={name}: its metrics are {', '.join(keys)}, without "
             f"{', '.join(sorted(missing))}"
         )
-    if warn is not None and not _is_loss_a_mean(task, outputs, data):
+    if warn and not _is_loss_a_mean(task, outputs, data):
         warn(
             f"WARNING: the loss of task.name={name} is not the mean of its samples' own losses (as "
             "with ignore_index, or weights that their sum divides). So the loss changes if a "
@@ -264,7 +271,7 @@ def _is_loss_a_mean(task: Task, outputs: Tensor, data: Datasets) -> bool:
     The outputs are random, in the shape of `outputs`. The targets come from the whole training set.
     The result is True if the loss cannot be computed.
     """
-    # Samples of the first part, and of the whole batch.
+    # Numbers of samples in the first part and in the whole batch.
     few = 2
     count = 7
     # A user's task or data set may raise anything.

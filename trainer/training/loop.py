@@ -1,4 +1,4 @@
-"""The training loop, read from top to bottom. `setup` puts together the objects that it uses."""
+"""The training loop. `setup` creates the objects that it uses."""
 
 from __future__ import annotations
 
@@ -77,10 +77,14 @@ def run(
 def _attempt(
     recipe: Recipe, own_process: bool, program_callbacks: Callbacks | None, last_shortage: float
 ) -> Result | Recipe:
-    """Train to the end, or return the recipe to resume with if memory ran out and smaller
-    micro-batches may fit.
+    """Train to the end, or until memory runs out.
 
-    `last_shortage` is the `time.monotonic()` of the previous shortage of memory.
+    The arguments are those of `run`, and `last_shortage`: the `time.monotonic()` at which memory
+    ran out in an earlier attempt.
+
+    Returns:
+        The result, or the recipe to resume with if memory ran out and smaller micro-batches may
+        fit.
     """
     this: Run | None = None
     with Interrupts(own_process, recipe.grace) as interrupts, ExitStack() as closing:
@@ -106,10 +110,10 @@ def _attempt(
             with interrupts.saving():
                 this.saver.leave()
                 this.saver.remove_draft()
-            if next_recipe is not None:
+            if next_recipe:
                 this.loader.close()
                 return next_recipe
-            if this.tracker.path is not None:
+            if this.tracker.path:
                 status = "failed"
                 if isinstance(error, Interrupted | Preempted):
                     status = "preempted"
@@ -117,7 +121,8 @@ def _attempt(
                 with suppress(TrainerError):
                     line, code = explain_in_one_line(error)
                     this.tracker.result(current_result(this, status, line, code))
-                # A run folder that vanished or has another owner explains the error better.
+                # If the run folder has vanished or has another owner, that error is raised instead,
+                # because it explains more.
                 if isinstance(error, SetupError):
                     this.tracker.folder.check()
             raise
@@ -149,7 +154,7 @@ def train_epoch(run: Run, epoch: int) -> None:
     per_epoch = run.resolved.steps_per_epoch
     rate = build_learning_rate(recipe, per_epoch, state.total_steps - state.step_offset)
     loss_weight = 1 / run.loader.samples_per_step
-    log_every = recipe.logging.every_steps
+
     save_every = recipe.save.every_steps
     start = state.position.step_in_epoch
     stop = min(per_epoch, start + state.total_steps - state.position.step)
@@ -167,7 +172,7 @@ def train_epoch(run: Run, epoch: int) -> None:
     run.timer.start()
     for step_in_epoch in range(start + 1, stop + 1):
         step = state.position.step + 1
-        log = step % log_every == 0 or step_in_epoch == stop
+        log = step % recipe.logging.every_steps == 0 or step_in_epoch == stop
         lr = history.lr_factor * rate(step - 1 - state.step_offset)
         data_wait = 0.0
         loss = None
@@ -182,7 +187,7 @@ def train_epoch(run: Run, epoch: int) -> None:
                 data_wait += run.timer.arrive()
                 if step == 1 and micro_step == 0:
                     presenting.show_first_batch(run.tracker, run.datasets, run.task, batch)
-                if run.teacher is not None:
+                if run.teacher:
                     batch = run.teacher.teach(batch)
                 # Ranks exchange gradients once a step, in the last backward pass.
                 sync = micro_step == recipe.pieces - 1
@@ -195,7 +200,7 @@ def train_epoch(run: Run, epoch: int) -> None:
         run.timer.update()
         norm = steps.update(loss, want_norm=log)
         strategy.after_step(step)
-        if state.average is not None:
+        if state.average:
             state.average.update(step)
         unlogged.append(loss)
         run.timer.step(data_wait)
@@ -204,7 +209,7 @@ def train_epoch(run: Run, epoch: int) -> None:
         # The last step of an epoch is saved after its evaluation, by `end_epoch`.
         save = save_every and step % save_every == 0 and step_in_epoch < stop
         if log or save or step >= rank_sync.next:
-            # Only here does the host wait for the device and the other ranks.
+            # The host waits for the device and the other ranks here only, not in every step.
             synced = rank_sync.after_step(log)
             steps_since_log = len(unlogged)
             mean_loss = synced.loss / steps_since_log
@@ -218,7 +223,7 @@ def train_epoch(run: Run, epoch: int) -> None:
                         state, run.observer, mean_loss, lr, norm, speed, synced.window
                     )
                 run.tracker.progress(step, epoch + 1, mean_loss, speed)
-            if synced.stop is not None:
+            if synced.stop:
                 rank_sync.save_and_stop(synced.stop)
         if save:
             with run.ledger.span("saving"):
@@ -264,13 +269,13 @@ def end_epoch(run: Run, epoch: int, epoch_start: float) -> None:
         history.epoch_steps = 0
     if run.recipe.pipeline.timeline:
         timed_steps = run.strategy.timeline()
-        if timed_steps and tracker.path is not None:
+        if timed_steps and tracker.path:
             timeline.write(tracker.path, timed_steps)
     note_memory(run)
-    memory = run.observer.memory
-    peaks = {f"memory/peak_gib/{name}": size / 2**30 for name, size in memory.items()}
+    memory = run.observer.memory.items()
+    peaks = {f"memory/peak_gib/{name}": size / 2**30 for name, size in memory}
     tracker.scalars(peaks, step)
-    if run.speed_only:
+    if run.resolved.speed_only:
         state.position = Position(step, epoch + 1, 0)
         return
     may_be_last = stopping.may_be_last(run.recipe, state, epoch)
@@ -310,7 +315,7 @@ def end_epoch(run: Run, epoch: int, epoch_start: float) -> None:
     if not reporting.report_epoch(run.resolved, state, run.callbacks, epoch, is_best):
         state.total_steps = step
     is_finished = stopping.is_over(run.resolved, state) or epoch + 1 == run.recipe.epochs
-    if is_finished and mistakes is not None:
+    if is_finished and mistakes:
         with run.ledger.span("evaluation"):
             presenting.report_mistakes(run.resolved, mistakes, step)
     tracker.result(current_result(run, "running"))
@@ -340,6 +345,9 @@ def measure(
         mistakes: Collector for the worst predictions.
         next_epoch: Epoch that will be trained next. Its first batches are read during the
             evaluation.
+
+    Returns:
+        The metrics, as `evaluate` returns them.
     """
     run.interrupts.beat()
     averages = run.state.averages()
@@ -355,7 +363,7 @@ def measure(
         run.tracker.evaluating(batches_done, batch_count, speed)
         if rank_sync.next <= batches_done < batch_count:
             synced = rank_sync.exchange(batches_done, seconds, first=batches_done == 1)
-            if synced.stop is not None:
+            if synced.stop:
                 raise synced.stop()
 
     try:
@@ -402,8 +410,8 @@ def note_memory(run: Run) -> None:
 
 
 def finish(run: Run) -> Result:
-    """Write the last result of a run that ended well and dissolve the process group."""
-    # A signal need not be acted on any more: the run ends anyway.
+    """Write the final result of a successful run and destroy the process group."""
+    # A signal must not end the process early from now on, because the run ends anyway.
     run.interrupts.nothing_new = lambda: False
     with run.ledger.span("saving"):
         run.snapshots.finish_saving()
@@ -434,7 +442,8 @@ def finish(run: Run) -> Result:
     run.forward.close()
     run.strategy.close()
     if run.recipe.logging.wandb or run.recipe.logging.mlflow:
-        # Rank 0 may send for minutes what its loggers still hold, so no timeout applies here.
+        # Rank 0 may upload for minutes what its loggers still hold, so the ranks wait for it
+        # without the recipe's timeout.
         run.world.wait_for(None)
     run.world.barrier()
     run.world.close()

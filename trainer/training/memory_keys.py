@@ -1,12 +1,12 @@
 """Choose `accumulate` and `recompute` by the memory of a run's devices, and recover if it runs out.
 
 With `accumulate=auto`, a batch is divided into the smallest number of micro-batches whose passes
-fit the device of every rank. Trial passes before the first step find the number. They begin with
-few images. The run folder keeps the number for the same devices. If memory runs out in training,
-the run or its next attempt resumes with at least twice as many micro-batches.
+fit the device of every rank. Trial passes before the first step find this number, starting with few
+images. The run folder stores the number, which is used again on the same devices. If memory runs
+out in training, the run or its next attempt resumes with at least twice as many micro-batches.
 
-With `recompute=auto`, the activations of the first blocks are recomputed on a GPU. Their number is
-the smallest with which a step fits the GPU's memory.
+With `recompute=auto`, a GPU recomputes the activations of the first blocks of the model: of as few
+blocks as possible so that a step fits the GPU's memory.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def resolve_and_build(opened: Opened, build: Callable[[Resolved], Run]) -> Run:
 
     purpose = describe_purpose(recipe.recompute)
     # Earlier versions stored the typed value of `recompute`, which may be auto.
-    purposes = (purpose, describe_purpose(opened.recipe.recompute))
+    purposes = purpose, describe_purpose(opened.recipe.recompute)
 
     def build_probe() -> Run:
         # The probe is not compiled, because torch would compile each size of a micro-batch.
@@ -213,7 +213,7 @@ def resolve_and_build(opened: Opened, build: Callable[[Resolved], Run]) -> Run:
         number = _find_smallest_that_fits(probe_run, list_possible_numbers(opened))
     if number > 1 or recipe.compile:
         recipe = recipe.replace(accumulate=number)
-        if probe_run is not None:
+        if probe_run:
             probe_run.loader.close()
             probe_run = None
             # Reference cycles keep the probe's device memory until they are collected.
@@ -232,10 +232,10 @@ def _recall_number(
     If memory ran out in that attempt, the result is at least twice the number.
 
     Args:
-        opened: The run.
+        opened: The configuration of the run.
         kept: The value of `KEPT` in the tuning file.
-        purposes: Texts with the devices and keys that determine the number, of which one must be
-            stored with it.
+        purposes: Texts with the devices and keys that determine the number. One of them must be
+            stored with the number.
         build_probe: Builds a run for the error message if there is no larger number.
 
     Returns:
@@ -266,9 +266,9 @@ def _recall_number(
 def _find_smallest_that_fits(run: Run, numbers: list[int]) -> int:
     """Return the smallest of `numbers` of micro-batches whose trial passes fit. Collective."""
     share = run.strategy.share
-    all_rows = {}
-    for number in numbers:
-        all_rows[number] = count_rows(run.recipe, share.count, number, share.numbers)
+    all_rows = {
+        number: count_rows(run.recipe, share.count, number, share.numbers) for number in numbers
+    }
 
     def measure_load(number: int) -> float:
         return _measure_load(run, all_rows[number][share.index], min(2, number))
@@ -281,24 +281,24 @@ def _find_smallest_that_fits(run: Run, numbers: list[int]) -> int:
 
 
 def _measure_load(run: Run, rows: int, passes: int) -> float:
-    """Return the memory for trial passes, as a fraction of that of the fullest device. Collective.
+    """Return the fraction of its available memory that the fullest device needs for trial passes.
 
     If the result is larger than 1, the passes do not fit. The state of the run is restored.
+    Collective.
     """
     strategy = run.strategy
     world = run.world
     devices = world.local_devices
     apart = strategy.has_local_passes
-    example = strategy.context.example
     load = 0.0
     forget_memory(devices)
     with restore_after(strategy.modules(), *devices, weights=True):
         strategy.train_for_probe()
         try:
-            batch = example.batch(world.device, rows, run.recipe.channels_last)
+            batch = strategy.context.example.batch(world.device, rows, run.recipe.channels_last)
             # The second pass runs while the gradients of the first exist.
             for _ in range(passes):
-                if run.teacher is not None:
+                if run.teacher:
                     run.teacher.teach(batch)
                 strategy.forward_backward(batch, 1 / run.recipe.batch_size, sync=not apart)
         except Exception as error:
@@ -349,7 +349,7 @@ def adapt_recipe(run: Run, error: BaseException, since: float) -> Recipe | None:
     Args:
         run: The run that has ended.
         error: The error that ended it.
-        since: The value of `time.monotonic()` when memory ran out before.
+        since: The value of `time.monotonic()` when memory ran out in an earlier attempt.
 
     Returns:
         None if the run must end.
@@ -400,7 +400,7 @@ def choose_recompute(opened: Opened) -> tuple[Recipe, int | None]:
         model = world.all_or_none(lambda: _build_without_values(opened))
         weights = count_bytes(*model.parameters())
         teacher_bytes = 0
-        # A teacher that is not sharded is already on the device, so it is not free memory.
+        # A teacher that is not sharded is on the device already, so free memory excludes it.
         if opened.teacher and recipe.traits.exchanges == "shards":
             shards = count_weight_shards(recipe, world.size)
             teacher_bytes = count_teacher_bytes(opened.teacher.size, weights, shards)

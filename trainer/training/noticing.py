@@ -39,12 +39,12 @@ LONG = 10.0
 
 
 def note_classes(task: Task, noticed: Noticed, sums: Sums) -> None:
-    """Store the counts of an evaluation per class, if the task has the default metrics of a
-    classification.
+    """Store an evaluation's counts per class in `noticed.classes`.
+
+    The counts are only stored for tasks that have the default metrics of a classification.
     """
-    is_counted = {"actual", "predicted"} <= sums.whole.keys()
-    if is_counted and type(task).metrics is Classification.metrics:
-        names = ("actual", "predicted")
+    names = {"actual", "predicted"}
+    if names <= sums.whole.keys() and type(task).metrics is Classification.metrics:
         counts = {name: sums.whole[name].long().tolist() for name in names}
         noticed.classes = [*noticed.classes, counts][-2:]
 
@@ -75,7 +75,7 @@ def watch_ranks(
     values = {"speed/slowest_rank_pct": 100 * slowest.behind}
     resolved.tracker.scalars(values, step)
     lag = noticed.ranks.named()
-    if lag is not None:
+    if lag:
         where = f"{socket.gethostname()}, {world.device}"
         sentence = ""
         # Only the slow rank knows its own host and device.

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter
@@ -22,7 +22,6 @@ from torch import Tensor
 from trainer.distributed.world import World
 from trainer.errors import CheckpointError
 from trainer.models.reachable import is_own
-from trainer.modes.state import ModelState
 from trainer.optim.optimizers import name_optimizer_state
 from trainer.processes.rank import build_job_id
 from trainer.recipe import Recipe
@@ -45,13 +44,13 @@ class Part:
     """
 
     name = ""
-    saved_by: Literal["main", "all", "each"] = "main"
+    saved_by = "main"
     trains = False
 
     def __init__(self, resolved: Resolved, state: TrainState) -> None:
         self.resolved = resolved
         self.state = state
-        self.model_state: ModelState = state.strategy
+        self.strategy = state.strategy
         self.recipe = resolved.recipe
         self.world = resolved.world
         self.say = resolved.tracker.say
@@ -85,12 +84,10 @@ class Part:
     def scatter(self, saved: State) -> None:
         """Copy the tensors of this part from a checkpoint to the ranks. Collective."""
         stored = saved.part(self.name)
-        names: set[str] = set()
         all_names = self.world.gather([*self.tensors()])
-        for rank_names in self.world.broadcast_object(all_names):
-            names.update(rank_names)
+        names = set[str]().union(*self.world.broadcast_object(all_names))
         self.check_names(stored, names)
-        self.model_state.scatter(stored, self.tensors())
+        self.strategy.scatter(stored, self.tensors())
 
 
 class Weights(Part):
@@ -110,7 +107,7 @@ class OptimizerState(Part):
     trains = True
 
     def tensors(self) -> Mapping[str, Tensor]:
-        return name_optimizer_state(self.state.optimizer, self.state.parameters)
+        return name_optimizer_state(self.state.updater.optimizer, self.state.parameters)
 
     def restore(self, saved: State) -> None:
         # The model's own `train` may have unfrozen more parameters, which have a state too.
@@ -126,14 +123,14 @@ class OuterOptimizer(Part):
     trains = True
 
     def tensors(self) -> Mapping[str, Tensor]:
-        return self.model_state.outer_state()
+        return self.strategy.outer_state()
 
     def restore(self, saved: State) -> None:
         stored = saved.part(self.name)
         live = self.tensors()
         if live and stored:
             self.check_names(stored, live)
-        self.model_state.load_outer_state(stored)
+        self.strategy.load_outer_state(stored)
         if live and not stored:
             self.say("  local_sgd's outer optimizer starts from scratch: the checkpoint holds none")
         elif stored and not live:
@@ -174,13 +171,14 @@ class TrainingPosition(Part):
     """
 
     def facts(self) -> dict[str, Any]:
-        measured = self.recipe.shares == "auto"
-        numbers = self.state.strategy.share.numbers
-        shares = {"numbers": numbers, "devices": self.world.devices, "measured": measured}
         return {
             "steps_per_epoch": self.resolved.steps_per_epoch,
             "shift": self.state.step_offset,
-            "shares": shares,
+            "shares": {
+                "numbers": self.strategy.share.numbers,
+                "devices": self.world.devices,
+                "measured": self.recipe.shares == "auto",
+            },
         }
 
     def restore(self, saved: State) -> None:
@@ -206,7 +204,7 @@ class TrainingPosition(Part):
             state.step_offset = step - (epoch * per_epoch + step_in_epoch)
         state.position = Position(step, epoch, step_in_epoch)
         state.total_steps = self.recipe.epochs * per_epoch + state.step_offset
-        share = state.strategy.share
+        share = self.strategy.share
         saved_numbers = saved.facts.get("shares", {}).get("numbers", [])
         if share.every_sample and step_in_epoch and saved_numbers != [*share.numbers]:
             self.say(
@@ -267,19 +265,15 @@ class RunHistory(Part):
     """The `History` of the run, and the ID of the job that saved it."""
 
     def facts(self) -> dict[str, Any]:
-        history = asdict(self.state.history)
-        history["seconds"] = self.state.seconds()
-        return {
-            "history": history,
-            "run_id": build_job_id(),
-        }
+        history = asdict(self.state.history) | {"seconds": self.state.seconds()}
+        return {"history": history, "run_id": build_job_id()}
 
     def restore(self, saved: State) -> None:
         state = self.state
         history = saved.facts["history"]
         # Versions before there were tasks saved the best top-1 accuracy under its own name.
         best = history.get("best", history.get("best_top1"))
-        state.history = TypeAdapter(History).validate_python({**history, "best": best})
+        state.history = TypeAdapter(History).validate_python(history | {"best": best})
         # `TrainingPosition.restore` has reopened an epoch, so its mean loss becomes a sum again.
         if state.position.epoch < saved.position.epoch:
             state.history.latest.pop()
@@ -313,7 +307,7 @@ class RankState(Part):
         }
 
     def _mode_tensors(self) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {}
+        tensors = {}
         for kind in PARTS:
             if kind.name in self.recipe.traits.per_rank_state:
                 part = kind(self.resolved, self.state)
@@ -383,7 +377,7 @@ def hash_user_code() -> dict[str, str]:
     the same digests, even if a file was edited in the meantime.
     """
     folder = Path.cwd()
-    digests: dict[str, str] = {}
+    digests = {}
     for name, module in [*sys.modules.items()]:
         path = Path(getattr(module, "__file__", None) or "")
         # The script `__main__` changes for many reasons that do not concern the model.

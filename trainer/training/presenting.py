@@ -35,7 +35,8 @@ PIXELS = 2**22
 # Pixels of an image's side: smaller images are enlarged to TILE, larger ones reduced to LARGEST.
 TILE = 72
 LARGEST = 128
-# Maximum width of a class name next to a matrix; maximum width and number of images of a row.
+# Maximum width in pixels of a class name next to a matrix (ROOM) and of a row of images (SHEET),
+# and maximum number of images in a row (COLUMNS).
 ROOM = 180
 SHEET = 1200
 COLUMNS = 8
@@ -43,7 +44,7 @@ GAP = 8
 FONT = 12
 INK = "#222222"
 GROUND = "#ffffff"
-# Blue and vermilion of Okabe and Ito's palette, which colour-blind readers can tell apart.
+# Blue and vermilion of Okabe and Ito's palette, which color-blind readers can tell apart.
 RIGHT = (0, 114, 178)
 WRONG = (213, 94, 0)
 # Maximum number of classes of a matrix whose cells show counts and whose rows show names.
@@ -54,7 +55,7 @@ Numbers = npt.NDArray[Any]
 def show_first_batch(tracker: NullTracker, datasets: Datasets, task: Task, batch: Batch) -> None:
     """Show the first batch as the model sees it, augmented, with labels if this rank has them.
 
-    Only the first step waits for this, which is left out of all speeds.
+    Only the first step waits for the drawing, and no reported speed includes that step.
     """
     if not tracker.shows:
         return
@@ -89,7 +90,7 @@ def report_mistakes(resolved: Resolved, collected: Mistakes, step: int) -> None:
                 f"{mistake.predicted_probability:.4g}",
             )
         )
-    if tracker.path is not None and not datasets.synthetic and rows:
+    if tracker.path and not datasets.synthetic and rows:
         head = ("path", "label", "predicted", "label_probability", "predicted_probability")
         tracker.replace(WORST, format_csv([head, *rows]))
     if tracker.shows and collected.pairs is not None:
@@ -158,7 +159,7 @@ def escape_missing_characters(text: str) -> str:
 def _load_font() -> Any:
     # The file is matplotlib's, but importing matplotlib for it would take long.
     package = find_spec("matplotlib")
-    assert package is not None and package.origin is not None
+    assert package and package.origin is not None
     path = Path(package.origin).with_name("mpl-data") / "fonts/ttf/DejaVuSans.ttf"
     return ImageFont.truetype(str(path), FONT)
 
@@ -235,7 +236,7 @@ def draw_grid(images: Numbers, captions: Sequence[str]) -> EncodedImage:
 def draw_confusion(matrix: Numbers, names: Sequence[str]) -> EncodedImage:
     """Draw a confusion matrix of counts (actual, predicted).
 
-    The colour of a cell is its share of the samples of its row.
+    The color of a cell shows its fraction of the samples of its row.
     """
     count = len(matrix)
     is_written = count <= WRITTEN
@@ -268,8 +269,8 @@ def draw_confusion(matrix: Numbers, names: Sequence[str]) -> EncodedImage:
             draw.rectangle((x, y, x + side, y + side), fill=colour)
             if is_written:
                 ink = GROUND if strength > 0.5 else INK
-                centre = (x + cell / 2, y + cell / 2)
-                _write(draw, centre, f"{int(matrix[row, column])}", "mm", ink)
+                center = (x + cell / 2, y + cell / 2)
+                _write(draw, center, f"{int(matrix[row, column])}", "mm", ink)
     return _encode(sheet)
 
 

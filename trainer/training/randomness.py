@@ -16,8 +16,14 @@ from torch import Tensor
 
 
 def seed_everything(seed: int, deterministic: bool, compiled: bool = False) -> None:
-    """Seed Python, NumPy and torch with the same seed on every rank, so that all build the same
-    model, and choose between deterministic and fast kernels.
+    """Seed Python, NumPy and torch, and choose between deterministic and fast kernels.
+
+    The seed is the same on every rank, so that all ranks build the same model.
+
+    Args:
+        seed: The seed.
+        deterministic: Whether to use deterministic kernels only.
+        compiled: Whether the model is compiled.
     """
     seed_ranks(seed, 0)
     if deterministic:
@@ -45,7 +51,7 @@ def seed_ranks(seed: int, rank: int) -> None:
 def restore_global_state() -> Iterator[None]:
     """Restore generators, number of threads and torch's global switches after this block.
 
-    A run changes all of them, also those of the program that calls it.
+    A run changes all of these, and the program that calls it may rely on them.
     """
     is_initialized = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = []
@@ -56,7 +62,7 @@ def restore_global_state() -> Iterator[None]:
     benchmark = torch.backends.cudnn.benchmark
     debug_mode = torch.get_deterministic_debug_mode()
     tf32 = None
-    # These names raise if the program has set TF32 by torch's newer names.
+    # Reading these attributes raises if the program has set TF32 by torch's newer attributes.
     with suppress(RuntimeError):
         tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     compiler: Any = sys.modules.get("torch._inductor.config")
@@ -66,7 +72,7 @@ def restore_global_state() -> Iterator[None]:
     finally:
         # The run may have imported the compiler.
         compiler = sys.modules.get("torch._inductor.config")
-        if compiler is not None:
+        if compiler:
             compiler.deterministic = compiler_deterministic
         restore_random_states(states, devices)
         torch.set_num_threads(threads)

@@ -58,10 +58,10 @@ class SyncedState:
 
 
 class RankSync:
-    """Synchronisation of all ranks in one small all-reduce about once a second."""
+    """Synchronization of all ranks in one small all-reduce about once a second."""
 
     def __init__(self, observer: Observer, snapshots: Snapshots, done: int = 0) -> None:
-        """Create the synchronisation of an epoch or of an evaluation.
+        """Create the synchronization of an epoch or of an evaluation.
 
         Args:
             observer: Timers and warnings of the run.
@@ -73,7 +73,7 @@ class RankSync:
         self.interrupts = snapshots.interrupts
         self.observer = observer
         self.snapshots = snapshots
-        # The ranks synchronise again after this step, or batch of an evaluation.
+        # The ranks synchronize again after this step, or batch of an evaluation.
         self.next = done + 1
         self._window = (0, 0.0, 0.0)
 
@@ -108,8 +108,8 @@ class RankSync:
         step_seconds = seconds / count
         watch = state.strategy.forward_watch
         rank_seconds = None
-        if watch is not None:
-            rank_seconds = (step_seconds, data_wait / count, watch.lap())
+        if watch:
+            rank_seconds = step_seconds, data_wait / count, watch.lap()
         synced = self.exchange(step, step_seconds, math.fsum(losses), is_bad, first, rank_seconds)
         if not synced.finite:
             raise NotFiniteError(
@@ -122,7 +122,7 @@ class RankSync:
         if synced.ranks and not first:
             with ledger.span("logging"):
                 noticing.watch_ranks(self.resolved, noticed, step, steps, synced.ranks)
-            if noticed.shares is not None:
+            if noticed.shares:
                 noticed.shares.add(steps, synced.ranks)
             if is_warm:
                 # The all-reduce of each rank waits for the rank that waits longest for data.
@@ -141,7 +141,7 @@ class RankSync:
         first: bool = False,
         rank_seconds: tuple[float, float, float] | None = None,
     ) -> SyncedState:
-        """Exchange values with all ranks, and choose the next step to synchronise at. Collective.
+        """Exchange values with all ranks, and choose the next step to synchronize at. Collective.
 
         Args:
             done: Number of steps, or of batches of an evaluation, that are done.

@@ -36,7 +36,7 @@ def compute_digests(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
     A changed sign, or two exchanged elements, change the digest.
     """
-    # The factors are odd and far from a straight line, so that changes of several elements do not
+    # The factors are odd and do not grow linearly, so that changes of several elements do not
     # cancel each other.
     factors = torch.arange(1, 2 * CHUNK, 2, device=device) ** 7
     digests = [factors[:0]]
@@ -84,7 +84,7 @@ class ReplicaComparison:
             # ranks decide together, because each of them captures its step, and counts seconds, by
             # itself.
             is_unfit = self.steps.has_captured or self.state.seconds() < LONG_SECONDS
-            if not strategy.world.max_(torch.tensor(float(is_unfit))):
+            if not strategy.world.is_any(is_unfit):
                 strategy.check_gradients()
 
     def compare(self) -> None:

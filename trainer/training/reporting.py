@@ -71,7 +71,6 @@ def log_step(
     """
     steps, seconds, data_wait = window
     tracker = observer.tracker
-    timer = observer.timer
     values = {"train/loss": loss, "train/lr": lr}
     if norm is not None:
         values["train/grad_norm"] = norm.item()
@@ -82,11 +81,11 @@ def log_step(
             "speed/step_ms": 1e3 * seconds / steps,
             "speed/data_wait_pct": 100 * data_wait / seconds,
         }
-        if timer.cuda:
-            values["speed/launch_bound_pct"] = 100 * timer.latest_launches
-        utilisation = _compute_mfu(observer.model, speed)
-        if utilisation is not None:
-            values["speed/mfu_pct"] = 100 * utilisation
+        if observer.timer.cuda:
+            values["speed/launch_bound_pct"] = 100 * observer.timer.latest_launches
+        mfu = _compute_mfu(observer.model, speed)
+        if mfu is not None:
+            values["speed/mfu_pct"] = 100 * mfu
     position = state.position
     tracker.step(
         {
@@ -242,7 +241,7 @@ def build_last_lines(
         lines["timeline"] = f"{folder}/timeline.png"
     quoted_folder = shlex.quote(str(folder))
     is_own = recipe.data.name in OWN_PHOTOS
-    if is_own and folder is not None and (folder / WORST).exists():
+    if is_own and folder and (folder / WORST).exists():
         lines["worst"] = f"{folder}/{WORST}"
         lines["labels"] = f"python -m trainer predict {quoted_folder} predict.split=train"
     if recipe.logging.tensorboard:
@@ -260,23 +259,22 @@ def _describe_best(task: Task, history: History) -> str:
 
 
 def list_seconds(ledger: Ledger) -> dict[str, float]:
-    """Return the seconds of this attempt by activity. "steps" is the rest."""
+    """Return the seconds of this attempt by activity. Time without one counts as "steps"."""
     spent = ledger.read_seconds()
     total = time.perf_counter() - ledger.start_time
     start_up = sum(seconds for name, seconds in spent.items() if name.startswith(START))
-    others = {
-        "start-up": start_up,
-        "evaluation": spent.get("evaluation", 0.0),
-        "averaging": spent.get("averaging", 0.0),
-        "saving": spent.get("saving", 0.0),
-    }
+    others = {"start-up": start_up}
+    for name in ("evaluation", "averaging", "saving"):
+        others[name] = spent.get(name, 0.0)
     steps = {"steps": max(0.0, total - sum(others.values()))}
     return steps | {name: seconds for name, seconds in others.items() if seconds > 0}
 
 
 def summarize_saves(costs: Sequence[Cost]) -> dict[str, float] | None:
-    """Return the number of saves of this attempt, and the mean seconds of a save and of the pause
-    of training for it.
+    """Return the number of saves of this attempt and their mean seconds, or None without saves.
+
+    `blocked_s` is the mean time for which training pauses for a save, and `seconds` that of the
+    whole save.
     """
     count = len(costs)
     if not count:

@@ -55,18 +55,20 @@ def find_newest(tracker: NullTracker, world: World, recipe: Recipe) -> checkpoin
     loaded = None
     if tracker.folder.replaced:
         tracker.say(f"{tracker.path}: the run that was here saved nothing; starting over")
-    if tracker.folder.resuming and tracker.path is not None:
+    if tracker.folder.resuming and tracker.path:
         loaded = checkpoint.load_newest(tracker.path, tracker.say)
         if loaded is None:
             tracker.say(
                 f"{tracker.path}: the run that was here has no checkpoint yet; starting over"
             )
     if loaded and not loaded.state.part("model"):
-        step = loaded.state.position.step
-        raise CheckpointError(_SENSELESS.format(step=step, reason="no weights"))
+        raise CheckpointError(
+            _SENSELESS.format(step=loaded.state.position.step, reason="no weights")
+        )
     state = on_every_rank(loaded, world)
     if state is None and recipe.output is not None:
-        # A rank of a node that joins later has no restarts of its own.
+        # A node that joins a restarted job later has counted no restarts, so this is not the only
+        # condition.
         is_resumed = recipe.resume is not None or world.place.restarts > 0 or is_restart()
         rank = 0
         if is_resumed:
@@ -104,7 +106,7 @@ def on_every_rank(
         return None
     path, raw, files = described
     state = loaded.state if loaded else check_here(path, raw, files)
-    if world.max_(torch.tensor(float(state is None))).item():
+    if world.is_any(state is None):
         manifest = checkpoint.parse_manifest(path, raw)
         received = _receive_files(path, manifest, world, is_missing=state is None)
         state = state or received
@@ -118,7 +120,8 @@ def check_here(
 ) -> checkpoint.State | None:
     """Return the checkpoint with manifest `raw`, or None if this rank does not find it complete.
 
-    Files that are the `files` of rank 0, on the same disk, are not hashed again.
+    If this rank sees the very files of rank 0, whose fingerprint is `files`, it does not hash them
+    again.
     """
     try:
         if checkpoint.read_manifest(path) != raw:

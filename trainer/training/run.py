@@ -49,7 +49,7 @@ class Run:
         self.world = resolved.world
         self.task = resolved.task
         self.datasets = resolved.datasets
-        self.speed_only = resolved.speed_only
+
         self.teacher = resolved.teacher
         self.tracker = observer.tracker
         self.timer = observer.timer
@@ -58,7 +58,7 @@ class Run:
         self.strategy = state.strategy
         # The first pass may fill caches, such as a table, which are no state of the model. So only
         # the second pass is compared, with the state after the first.
-        if self.resolved.checkpoint is not None or self.recipe.pieces > 1:
+        if self.resolved.checkpoint or self.recipe.pieces > 1:
             self.noticed.passes_to_compare = 2
         if self.recipe.shares == "auto" and self.world.size > 1:
             self.noticed.shares = ShareWatch(0 if self.strategy.share.numbers else ROUNDS)

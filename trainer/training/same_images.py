@@ -123,10 +123,7 @@ def _hash_part(part: Any) -> int:
 
 def check_same_images(world: World, data: Datasets) -> None:
     """Raise SetupError on every rank if the data of any rank differs from rank 0's. Collective."""
-    digests = []
-    for part in (data.train, data.val):
-        if hasattr(part, "digest"):
-            digests.append(part.digest()[:8])
+    digests = [part.digest()[:8] for part in (data.train, data.val) if hasattr(part, "digest")]
     facts = {
         "training images": f"{len(data.train):,}",
         "held-out images": f"{len(data.val):,}",
@@ -154,7 +151,7 @@ def check_same_images(world: World, data: Datasets) -> None:
 
 
 def identify_images(world: World, data: Datasets, state: State | None) -> dict[str, Tensor]:
-    """Return tensors that let rank 0 recognise the images later. Collective.
+    """Return tensors by which rank 0 can recognize the images later. Collective.
 
     Raises:
         SetupError: The classes differ from those of the checkpoint `state`, or most photos of some
@@ -172,10 +169,10 @@ def identify_images(world: World, data: Datasets, state: State | None) -> dict[s
         saved_classes = classes
     # An output stands for a class by its index, so the order matters too.
     if saved_classes != classes:
-        changes = []
-        for old_name, new_name in zip_longest(saved_classes, classes, fillvalue="none"):
-            if old_name != new_name:
-                changes.append(f"{new_name} was {old_name}")
+        pairs = zip_longest(saved_classes, classes, fillvalue="none")
+        changes = [
+            f"{new_name} was {old_name}" for old_name, new_name in pairs if old_name != new_name
+        ]
         raise SetupError(
             f"the classes of data.name={data.name} are others, or in another order, than this run "
             f"was trained on ({list_some(changes)}): put the old names back, {REMEDY}"

@@ -1,8 +1,9 @@
 """Set up a run in four steps.
 
 1. `claim` connects the ranks and locks the run folder.
-2. `open_run` opens the data and chooses the open keys of the recipe that follow from it.
-3. `resolve_and_build` chooses the keys that follow from the device's memory, then calls `build`,
+2. `open_run` opens the data and chooses the open keys of the recipe (those without a fixed value,
+   such as `auto`) that depend on the data.
+3. `resolve_and_build` chooses the open keys that depend on the device's memory, then calls `build`,
    which creates model, mode, optimizer and loader.
 4. `begin` writes the first files of the run and restores its checkpoint.
 
@@ -156,7 +157,7 @@ def claim(
     folder_facts = tracker.path, tracker.folder.resolved_keys, tracker.folder.shorter
     main_values = world.broadcast_object((refusal, before, folder_facts))
     refusal, before, (path, resolved_keys, shorter) = main_values
-    if refusal is not None:
+    if refusal:
         raise refusal
     stacks.write_to(path)
     callbacks.connect(world)
@@ -194,7 +195,7 @@ def open_run(typed: Recipe, claim: Claim, closing: ExitStack) -> Opened:
     check_same_images(world, data)
     with claim.ledger.span(f"{START}resuming"):
         state = resuming.find_newest(tracker, world, recipe)
-    if state is not None and claim.shorter is not None:
+    if state and claim.shorter:
         recipe = resuming.extend_recipe(recipe, claim.shorter, state, steps)
     if recipe.shares == "auto":
         share = replace(share, numbers=read_kept_shares(recipe, state, world))
@@ -241,7 +242,7 @@ def read_kept_shares(recipe: Recipe, state: State | None, world: World) -> tuple
         An empty tuple if the shares were not measured, or were measured on different devices.
     """
     saved = {}
-    if state is not None:
+    if state:
         saved = state.facts.get("shares", {})
     if (
         not saved.get("numbers")
@@ -307,7 +308,7 @@ def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, ledg
     rank_rows = count_rows(recipe, share.count, numbers=share.numbers)
     example = data.example(rank_rows[share.index])
     teacher = resolved.teacher
-    if teacher is not None:
+    if teacher:
         task = teacher
         example = replace(example, targets=teacher.targets)
     context = Context(
@@ -322,10 +323,10 @@ def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, ledg
         recomputed=resolved.recomputed,
     )
     strategy, updater = place_model(context, model)
-    if teacher is not None:
+    if teacher:
         teacher.place(strategy)
-    # Loader workers use the cores of the machine, which the ranks that read images divide among
-    # them. In a pipeline, these are one or two ranks of each replica.
+    # The ranks of a machine that read images share its cores for their loader workers. In a
+    # pipeline, only one or two ranks of each replica read images.
     reads = torch.tensor(float(share.inputs))
     reading_ranks = int(world.sum_(reads).item())
     readers = max(1, world.place.local_size * reading_ranks // world.size)
@@ -374,7 +375,7 @@ def begin(run: Run) -> None:
     )
     run.observer.banner_lines = lines
     banner.print_banner(recipe, run.world.devices, lines, tracker)
-    if resolved.checkpoint is not None:
+    if resolved.checkpoint:
         with run.ledger.span(f"{START}resuming"):
             resuming.restore(resolved, state, resolved.checkpoint)
             noticing.compare_epochs(resolved, run.strategy)
@@ -387,7 +388,8 @@ def begin(run: Run) -> None:
         tracker.result(current_result(run, "running"))
     tracker.start(state.position, state.total_steps, run.task.headline())
     if recipe.logging.wandb or recipe.logging.mlflow:
-        # Only rank 0 contacts the servers, which may take minutes, so no timeout applies here.
+        # Only rank 0 contacts the servers, which may take minutes, so the other ranks wait for it
+        # without the recipe's timeout.
         run.world.wait_for(None)
     tracker.keep("result.json", lambda: json.dumps(current_result(run, "running"), indent=2) + "\n")
 
@@ -412,11 +414,10 @@ def current_result(
 def place_model(context: Context, model: nn.Module) -> tuple[Strategy, Updater]:
     """Create the mode of `model`, and the optimizer of this rank's parameters. Collective."""
     recipe = context.recipe
-    device = context.world.device
     if context.world.size > 1:
         check_alone(model, recipe.traits.exchanges)
-    scaler = build_loss_scaler(recipe, device)
-    if scaler is not None:
+    scaler = build_loss_scaler(recipe, context.world.device)
+    if scaler:
         context = replace(context, scale=scaler.scale)
     strategy = modes.create(context)
     # Roles depend on the whole model, and after `setup` a rank may have only a part of the model.

@@ -84,9 +84,7 @@ def _divide_rows(
     least = min(max(1, minimum // together), min(rows) // together)
     capacity = _count_fitting_images(recipe, world, rows[world.rank])
     capacities = world.broadcast_object(world.gather(capacity))
-    most = []
-    for capacity, rank_rows in zip(capacities, rows, strict=True):
-        most.append(max(capacity, rank_rows) // together)
+    most = [max(pair) // together for pair in zip(capacities, rows, strict=True)]
     numbers = divide_within_limits(count_units(recipe), speeds, least, most)
     new_rows = [together * number for number in numbers]
     # Workers with their own images need one image for each micro-batch of an epoch.

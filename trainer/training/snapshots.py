@@ -16,7 +16,6 @@ from trainer.data.photos.photo_reader import evaluation_shorter_side
 from trainer.distributed.world import World
 from trainer.errors import NotFiniteError
 from trainer.models.zoo import format_bare_call
-from trainer.modes.state import ModelState
 from trainer.processes.interrupts import Interrupts
 from trainer.saving.checkpoint import OF_RANK, State, create_draft, is_saved
 from trainer.saving.files import report_write_errors
@@ -33,7 +32,7 @@ Parts = dict[str, dict[str, Shard]]
 
 @dataclass
 class Snapshots:
-    """Saves of a run. All methods are collective: all ranks call them at the same step.
+    """Writer of a run's checkpoints and weights. All ranks call its methods at the same step.
 
     Attributes:
         resolved: The configuration of the run.
@@ -79,8 +78,8 @@ class Snapshots:
             parts, writers = _send_to_writers(world, parts, draft)
             if world.rank in writers:
                 files = {}
-                for name in weights:
-                    if resolved.tracker.path:
+                if resolved.tracker.path:
+                    for name in weights:
                         file = resolved.tracker.path / f"{name}.safetensors"
                         files[file] = _collect_metadata(resolved, state)
                 work = Save(
@@ -112,8 +111,7 @@ class Snapshots:
         with self.interrupts.saving():
             if not world.is_main:
                 saver.wait()
-            failed = torch.tensor(float(saver.error is not None))
-            if world.max_(failed).item():
+            if world.is_any(saver.error is not None):
                 saver.leave(patience=0.0)
             if (cost := saver.wait()) is not None:
                 values = {"save/blocked_s": cost.blocked, "save/seconds": cost.seconds}
@@ -130,8 +128,7 @@ class Snapshots:
         state = self.state
         world = self.resolved.world
         averages = state.averages()
-        model_state: ModelState = state.strategy
-        model_state.sync_weights(averages)
+        state.strategy.sync_weights(averages)
         if sealed:
             world.heartbeat()
         self.replicas.compare()
@@ -139,10 +136,10 @@ class Snapshots:
         if not sealed:
             names = ("ema" if averages else "model", "extra")
             kinds = [part for part in kinds if part.name in names]
-        parts: Parts = {}
+        parts = {}
         for part in kinds:
             if part.saved_by == "all":
-                parts[part.name] = model_state.pieces(part.tensors())
+                parts[part.name] = state.strategy.pieces(part.tensors())
         error = None
         try:
             for name, pieces in parts.items():
@@ -155,9 +152,8 @@ class Snapshots:
             parts = {f"{name}-{world.rank:05d}": pieces for name, pieces in parts.items()}
         for part in kinds:
             if part.saved_by == "each" or (part.saved_by == "main" and world.is_main):
-                parts[part.name] = {}
-                for name, tensor in part.tensors().items():
-                    parts[part.name][name] = Shard(tensor, tensor.shape)
+                tensors = part.tensors().items()
+                parts[part.name] = {name: Shard(tensor, tensor.shape) for name, tensor in tensors}
         return on_host(self.saver, parts, world.local_devices)
 
     def _begin(self, sealed: bool) -> tuple[Path, Path | None, bool]:
@@ -173,7 +169,7 @@ class Snapshots:
         tracker = self.resolved.tracker
         folder = tracker.path
         step = self.state.position.step
-        assert folder is not None
+        assert folder
         tracker.folder.check()
         tracker.flush()
         with report_write_errors(folder):
@@ -208,7 +204,7 @@ def _send_to_writers(
         The tensors that this rank writes, and the ranks that write.
     """
     can_write = torch.zeros(world.size)
-    if world.is_main or (draft is not None and os.access(draft, os.W_OK)):
+    if world.is_main or (draft and os.access(draft, os.W_OK)):
         can_write[world.rank] = 1
     writer_ranks = world.sum_(can_write).nonzero().flatten()
     writers = frozenset(writer_ranks.tolist())
@@ -219,7 +215,7 @@ def _send_to_writers(
     if world.rank not in writers:
         for stem, pieces in parts.items():
             for name, piece in pieces.items():
-                local_layout[stem, name] = (piece.shape, piece.start)
+                local_layout[stem, name] = piece.shape, piece.start
                 local_tensors[f"{stem}/{name}"] = piece.local
     layouts = world.gather(local_layout)
     tensors = world.gather_tensors(local_tensors)

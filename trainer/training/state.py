@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from trainer.data import Datasets, DataShare
 from trainer.distributed.world import World
@@ -117,8 +116,9 @@ class TrainState:
         self.updater = updater
         self._begun = begun
         self.parameters = strategy.named_parameters()
-        ema = recipe.ema
-        self.average = None if ema is None else MovingAverage(self.weights(), ema)
+        self.average = None
+        if recipe.ema is not None:
+            self.average = MovingAverage(self.weights(), recipe.ema)
         self.position = Position(0, 0, 0)
         self.history = History()
         # Losses of the steps since the last logged step, on the device: reading them would wait.
@@ -128,17 +128,13 @@ class TrainState:
         # run has counted beyond those of this mode's epochs.
         self.step_offset = 0
 
-    @property
-    def optimizer(self) -> Optimizer:
-        return self.updater.optimizer
-
     def weights(self) -> dict[str, Tensor]:
         """Return this rank's parameters and buffers under plain names."""
         return {**self.parameters, **self.strategy.named_buffers()}
 
     def averages(self) -> dict[str, Tensor]:
         """Return the moving averages of the weights, empty without `ema`."""
-        if self.average is not None:
+        if self.average:
             return self.average.tensors()
         return {}
 

@@ -29,18 +29,15 @@ def collect_live_state(model_state: ModelState, updater: Updater) -> dict[str, T
 
     Gradients, and the memory of the step itself, are left out.
     """
-    state: dict[str, Tensor] = {}
-    for name, parameter in model_state.named_parameters().items():
-        state[f"weight {name}"] = parameter.data
+    parameters = model_state.named_parameters()
+    state = {f"weight {name}": parameter.data for name, parameter in parameters.items()}
     state |= list_held_tensors(model_state.modules())
     for number, values in enumerate(updater.optimizer.state.values()):
         for key, value in values.items():
             if isinstance(value, Tensor):
                 state[f"optimizer's {key} ({number})"] = value
     state["flag bad"] = updater.bad
-    for name, flag in updater.state().items():
-        state[f"flag {name}"] = flag
-    return state
+    return state | {f"flag {name}": flag for name, flag in updater.state().items()}
 
 
 def read_random_states(devices: Sequence[torch.device]) -> list[Tensor]:
@@ -195,10 +192,8 @@ def find_difference(
     try:
         copy_into(live, evidence.before)
         first = replay()
-        too_far = {}
-        for name, distance in eager_result.distances(first, evidence.before):
-            if distance > TOLERANCE[precision]:
-                too_far[name] = distance
+        distances = eager_result.distances(first, evidence.before)
+        too_far = {name: far for name, far in distances if far > TOLERANCE[precision]}
         if not too_far:
             return None
         # Kernels may differ from run to run, so a second replay measures the noise of the first.

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -63,15 +62,13 @@ class CapturedPass:
     """A captured forward and backward pass.
 
     Attributes:
-        inputs: Static input of the graph.
-        targets: Static targets of the graph.
+        batch: Static inputs and targets of the graph.
         weight: Factor of the loss of one sample.
         loss: Static output of the graph.
         replay: Replays the graph.
     """
 
-    inputs: Tensor
-    targets: Tensor
+    batch: Batch
     weight: float
     loss: Tensor
     replay: Callable[[], None]
@@ -99,7 +96,7 @@ class CapturedStep:
 
 
 def _free_memory(device: torch.device) -> int:
-    """Return the free bytes, including those that torch caches: a capture first returns them."""
+    """Return the free bytes, including those that torch caches, which a capture releases first."""
     cached = 0
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -116,10 +113,11 @@ class GraphSteps(EagerSteps):
         updater: Updater,
         say: Callable[[str], None],
     ) -> None:
-        # None after captures were given up for good.
+        # None after the run has given up captures.
         self.recorder: StepRecorder | None = cuda_graphs.StepRecorder(strategy.device)
         # A graph belongs to one device, so for a model on several the optimizer's part is eager.
-        self._one_device = len(set(strategy.world.local_devices)) == 1
+        self._devices = strategy.world.local_devices
+        self._one_device = len(set(self._devices)) == 1
         super().__init__(strategy, updater)
         self.recipe = recipe
         self._say = say
@@ -163,7 +161,7 @@ class GraphSteps(EagerSteps):
             world = self.strategy.world
             reasons: list[str | None] = world.broadcast_object(world.gather(self._reason))
             for rank, reason in enumerate(reasons):
-                if reason is not None and self.recorder is not None:
+                if reason is not None and self.recorder:
                     self._give_up(f"{reason} (rank {rank})")
         if self.captured is None:
             return
@@ -184,7 +182,7 @@ class GraphSteps(EagerSteps):
         """Capture the previous step, whose results are known, and verify the capture."""
         evidence = self._evidence
         self._evidence = None
-        assert evidence is not None
+        assert evidence
         if evidence.is_finite():
             self._attempt(lambda: self._capture_and_compare(evidence))
 
@@ -195,13 +193,13 @@ class GraphSteps(EagerSteps):
         if self.recorder is None:
             return
         # A failed capture may replace a generator's state, from which captured graphs still draw.
-        if self.captured is not None and self._recoveries != cuda_graphs.recoveries:
+        if self.captured and self._recoveries != cuda_graphs.recoveries:
             self._forget()
         self._shapes_before = self._shapes
         self._shapes = []
         self._replays = False
         self._evidence = None
-        if self.captured is not None or self._step_count < self._eager_steps - 1:
+        if self.captured or self._step_count < self._eager_steps - 1:
             return
         if self._tries < MAX_TRIES:
             self._tries += 1
@@ -224,13 +222,13 @@ class GraphSteps(EagerSteps):
                 return self.strategy.forward_backward(batch, weight, sync)
             self._shapes.append(shape_of(batch))
             captured_pass = self._find_pass(micro_step, batch, weight)
-            if captured_pass is not None:
+            if captured_pass:
                 self._replays = True
                 return self._replay(captured_pass, batch, micro_step)
             # Gradients of a replayed step before this eager one still exist.
-            if micro_step == 0 and self.captured is not None:
+            if micro_step == 0 and self.captured:
                 self.updater.zero_grad()
-            if self._evidence is not None:
+            if self._evidence:
                 return self._observed_pass(self._evidence, batch, weight, sync)
             with self.recorder.use_side_stream():
                 return self.strategy.forward_backward(batch, weight, sync)
@@ -241,7 +239,7 @@ class GraphSteps(EagerSteps):
             return super().update(loss, want_norm)
         self._step_count += 1
         captured = self.captured
-        if self._replays and captured is not None and captured.update is not None:
+        if self._replays and captured and captured.update:
             captured.loss.copy_(loss)
             captured.update()
             norm = None
@@ -255,12 +253,12 @@ class GraphSteps(EagerSteps):
         if not self._replays:
             self.updater.zero_grad()
         self._micro_step = 0
-        if self._tuner is not None and self._step_count >= WARMUP_STEPS:
+        if self._tuner and self._step_count >= WARMUP_STEPS:
             self._choose_faster(self._tuner)
         return norm
 
     @property
-    def kind(self) -> Literal["launched", "replayed"]:
+    def kind(self) -> str:
         return "launched" if self.captured is None else "replayed"
 
     @property
@@ -279,7 +277,7 @@ class GraphSteps(EagerSteps):
             )
         state = collect_live_state(self.strategy, self.updater)
         needed = MAX_COPIES * count_bytes(*self.updater.parameters, *state.values())
-        free = min(map(_free_memory, self.strategy.world.local_devices))
+        free = min(map(_free_memory, self._devices))
         if needed > free:
             raise NotCapturable(
                 f"the comparison with a replay needs {needed / 2**30:.2f} GiB, and "
@@ -295,13 +293,12 @@ class GraphSteps(EagerSteps):
         sync: bool,
     ) -> Tensor:
         """Compute an eager pass, and give up captures if a replay could not compute it."""
-        assert self.recorder is not None
-        devices = self.strategy.world.local_devices
+        assert self.recorder
         before = self._host_state()
-        random_before = read_random_states(devices)
+        random_before = read_random_states(self._devices)
         with self.recorder.use_side_stream(), self.recorder.collect_waits() as waits:
             loss = self.strategy.forward_backward(batch, weight, sync)
-        random = (random_before, read_random_states(devices))
+        random = random_before, read_random_states(self._devices)
         evidence.passes.append(EagerPass(batch, weight, sync, random, loss))
         if sync:
             evidence.usual = self._shapes == self._shapes_before
@@ -314,13 +311,13 @@ class GraphSteps(EagerSteps):
         return loss
 
     def _host_state(self) -> dict[str, object]:
-        device_types = {device.type for device in self.strategy.world.local_devices}
+        device_types = {device.type for device in self._devices}
         return read_host_state(self.strategy.modules(), device_types)
 
     def _eager_update(self, loss: Tensor, want_norm: bool) -> Tensor | None:
         evidence = self._evidence
         recorder = self.recorder
-        assert recorder is not None
+        assert recorder
         if evidence is None:
             with recorder.use_side_stream():
                 return self.updater.step(loss, self.strategy, want_norm)
@@ -342,21 +339,20 @@ class GraphSteps(EagerSteps):
         During the capture, the learning rate and the images differ from those of the evidence. So
         the comparison also finds a graph that has captured these values as constants.
         """
-        devices = self.strategy.world.local_devices
-        states = read_random_states(devices)
+        states = read_random_states(self._devices)
         try:
             self._capture_step(evidence)
             state = collect_live_state(self.strategy, self.updater)
             fault = find_difference(
                 evidence, state, self.recipe.precision, lambda: self._replay_evidence(evidence)
             )
-            if fault is not None:
+            if fault:
                 raise NotCapturable(f"a replay computes another step: the {fault}")
         finally:
-            set_random_states(devices, states)
+            set_random_states(self._devices, states)
 
     def _capture_step(self, evidence: Evidence) -> None:
-        assert self.recorder is not None
+        assert self.recorder
         captured = CapturedStep()
         self.rates.set(evidence.lr / 2)
         for micro_step, eager in enumerate(evidence.passes):
@@ -376,7 +372,7 @@ class GraphSteps(EagerSteps):
         self._recoveries = cuda_graphs.recoveries
 
     def _capture_pass(self, eager: EagerPass) -> CapturedPass:
-        assert self.recorder is not None
+        assert self.recorder
         inputs = torch.zeros_like(eager.batch.inputs)
         targets = torch.zeros_like(eager.batch.targets)
         before = self._host_state()
@@ -384,7 +380,7 @@ class GraphSteps(EagerSteps):
         replay, loss = self.strategy.record_pass(self.recorder, batch, eager.weight, eager.sync)
         if (changed := find_change(before, self._host_state())) is not None:
             raise NotCapturable(f"the model decides on the host: each pass changes its {changed}")
-        return CapturedPass(inputs, targets, eager.weight, loss, replay)
+        return CapturedPass(batch, eager.weight, loss, replay)
 
     def _find_pass(self, micro_step: int, batch: Batch, weight: float) -> CapturedPass | None:
         """Return the captured pass of a micro-batch, or None if the pass must be eager."""
@@ -392,20 +388,20 @@ class GraphSteps(EagerSteps):
         if captured is None or (micro_step > 0 and not self._replays):
             return None
         captured_pass = captured.passes.get((micro_step == 0, shape_of(batch)))
-        if captured_pass is not None and captured_pass.weight == weight:
+        if captured_pass and captured_pass.weight == weight:
             return captured_pass
         return None
 
     def _replay(self, captured_pass: CapturedPass, batch: Batch, micro_step: int) -> Tensor:
         captured = self.captured
-        assert captured is not None
+        assert captured
         if micro_step == 0:
             for parameter, gradient in zip(
                 self.updater.parameters, captured.gradients, strict=True
             ):
                 parameter.grad = gradient
-        captured_pass.inputs.copy_(batch.inputs, non_blocking=True)
-        captured_pass.targets.copy_(batch.targets, non_blocking=True)
+        captured_pass.batch.inputs.copy_(batch.inputs, non_blocking=True)
+        captured_pass.batch.targets.copy_(batch.targets, non_blocking=True)
         captured_pass.replay()
         # The next replay overwrites the static loss.
         return captured_pass.loss.clone()
@@ -413,16 +409,15 @@ class GraphSteps(EagerSteps):
     def _replay_evidence(self, evidence: Evidence) -> StepResult:
         """Replay the step of the evidence with its micro-batches and random numbers."""
         captured = self.captured
-        devices = self.strategy.world.local_devices
-        losses = list[Tensor]()
-        assert captured is not None
+        losses = []
+        assert captured
         self.rates.set(evidence.lr)
         for micro_step, eager in enumerate(evidence.passes):
             random_before, random_after = eager.random
-            set_random_states(devices, random_before)
+            set_random_states(self._devices, random_before)
             captured_pass = captured.passes[micro_step == 0, shape_of(eager.batch)]
             losses.append(self._replay(captured_pass, eager.batch, micro_step))
-            if not all(map(torch.equal, read_random_states(devices), random_after)):
+            if not all(map(torch.equal, read_random_states(self._devices), random_after)):
                 raise NotCapturable("a replay draws more or fewer random numbers")
         gradients = copy_list(captured.gradients)
         # The optimizer reads the gradients of all ranks, which are communicated outside the graphs.
@@ -430,7 +425,7 @@ class GraphSteps(EagerSteps):
             if gradient is not None and reduced is not None:
                 gradient.copy_(reduced)
         total = torch.stack(losses).sum()
-        if captured.update is not None:
+        if captured.update:
             captured.loss.copy_(total)
             captured.update()
         else:
@@ -473,13 +468,13 @@ class GraphSteps(EagerSteps):
         self._say(f"  graphs: the step is launched kernel by kernel: {reason}")
         self._reason = reason
         self._forget()
-        assert self.recorder is not None
+        assert self.recorder
         self.recorder.close()
         self.recorder = None
 
     def forget(self) -> None:
-        """Capture the step again: micro-batches have other shapes, or other parameters train."""
-        if self.recorder is not None:
+        """Drop the captured step: micro-batches have other shapes, or other parameters train."""
+        if self.recorder:
             self._forget()
 
     def _forget(self) -> None:
@@ -497,4 +492,4 @@ class GraphSteps(EagerSteps):
         tensors = collect_live_state(self.strategy, self.updater)
         tensors |= {f"rate {rate}": tensor for rate, tensor in self.rates.tensors.items()}
         addresses = {f"the place of {name}": t.data_ptr() for name, t in tensors.items()}
-        return {**addresses, **read_settings(self.strategy.modules())}
+        return addresses | read_settings(self.strategy.modules())

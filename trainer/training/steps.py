@@ -1,12 +1,10 @@
 """Computation of training steps by kernels that Python launches one by one.
 
-That is all that a CPU needs. If the device has CUDA graphs and the recipe allows them, a run uses
+A CPU needs nothing else. If the device has CUDA graphs and the recipe allows them, a run uses
 `step_graphs.GraphSteps`, which replays captured kernels instead.
 """
 
 from __future__ import annotations
-
-from typing import Literal
 
 from torch import Tensor
 
@@ -66,7 +64,7 @@ class EagerSteps:
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Capture the step again: micro-batches have other shapes, or other parameters train."""
+        """Drop the captured step: micro-batches have other shapes, or other parameters train."""
 
     @property
     def has_captured(self) -> bool:
@@ -74,8 +72,8 @@ class EagerSteps:
         return False
 
     @property
-    def kind(self) -> Literal["launched", "replayed"] | None:
-        """How steps are computed now. None if the device has no graphs."""
+    def kind(self) -> str | None:
+        """How steps are computed: "launched" or "replayed". None if the device has no graphs."""
         return "launched" if cuda_graphs.has_cuda_graphs(self.strategy.device) else None
 
     @property

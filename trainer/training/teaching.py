@@ -1,4 +1,4 @@
-"""The teacher of `distill.teacher`: a trained model whose outputs become a part of the targets."""
+"""The teacher of `distill.teacher`: a trained model whose outputs are added to the targets."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def load_teacher(
         sides = inputs.shape[-2:]
         size: ImageSize = sides[-1]
         if len({*sides}) > 1:
-            size = (sides[0], sides[1])
+            size = sides[0], sides[1]
         weights = build(own.model, outputs, channels, size, starting).state_dict()
         mean = statistics(own.data.mean or IMAGENET[0], channels)
         std = statistics(own.data.std or IMAGENET[1], channels)
@@ -91,7 +91,8 @@ def load_teacher(
         }
         return Trained(Path(name), weights, metadata, own, own)
     except TrainerError as error:
-        # The rest of the message suggests how to start the trained model from weights.
+        # The rest of such a message suggests other start weights, which concerns the model that
+        # trains, not the teacher.
         message = re.split(", (?:or|and) start ", str(error))[0]
         raise type(error)(f"distill.teacher={name}: {message}") from None
 
@@ -154,10 +155,8 @@ class Teacher(Task):
         ).requires_grad_(False)
         # The model that trains starts from the same random numbers as without a teacher.
         restore_random_states(states)
-        values = []
-        for tensor in model.state_dict().values():
-            flat = tensor.contiguous().view(-1)
-            values.append(flat.view(torch.uint8))
+        tensors = model.state_dict().values()
+        values = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
         digest = xxhash.xxh3_64_hexdigest(torch.cat(values).numpy().data)
         self.facts = [digest, own.precision, [*facts.mean], [*facts.std]]
         # The mode measures free memory later, and must not count the teacher's memory as free.
@@ -184,7 +183,7 @@ class Teacher(Task):
         if matches is None and classes != data.classes:
             self.note += ", classes matched by their order"
         self.note += WHOLE
-        # Factor and offset from the run's normalised pixels to those of the teacher.
+        # Factor and offset from the run's normalized pixels to those of the teacher.
         self._affine: tuple[Tensor, Tensor] | None = None
         if (facts.mean, facts.std) != (data.mean, data.std):
             mean = _place_channel_values(data.mean, device)

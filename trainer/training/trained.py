@@ -55,15 +55,15 @@ TRAINING = {
     "stop",
     "save",
 }
-# Values of keys whose devices and modes were those of training.
+# Values that replace the devices and the mode of training, so that commands run on any machine.
 ANYWHERE = {"devices": "auto", "mode": "ddp", "shares": None}
 
 
 class WeightFacts(BaseModel):
     """Metadata of weights: their classes and inputs, within bounds.
 
-    The file may be damaged, or come from anyone. Older files have fewer values. If the inputs are
-    not images, `mean` and `std` are empty.
+    The file may be damaged, or come from an untrusted source. Older files have fewer values. If the
+    inputs are not images, `mean` and `std` are empty.
     """
 
     classes: ClassNames | None = None
@@ -87,7 +87,7 @@ class WeightFacts(BaseModel):
                 1 <= self.channels <= MOST_CHANNELS
                 and len(self.mean) == len(self.std) == self.channels
             )
-            shape = (self.channels, *sides(size))
+            shape = self.channels, *sides(size)
             if not (is_crop and has_channels and spec.shape == shape):
                 raise ValueError("images of several sizes or numbers of channels")
         return self
@@ -95,13 +95,13 @@ class WeightFacts(BaseModel):
     @property
     def spec(self) -> TensorSpec:
         """Shape and type of one sample's input. Older files only describe images."""
-        image_shape = (self.channels, *sides(self.image_size))
+        image_shape = self.channels, *sides(self.image_size)
         kind, shape = self.inputs or ("float32", image_shape)
         # The validator has refused names that are not types of torch.
         return TensorSpec(shape, getattr(torch, kind, None))  # type: ignore[arg-type]
 
     def shorter(self, size: ImageSize) -> ImageSize:
-        """Return the size that an image is resized to before `size` is cropped from its centre.
+        """Return the size that an image is resized to before `size` is cropped from its center.
 
         Older files do not record it.
         """
@@ -130,11 +130,11 @@ class WeightFacts(BaseModel):
 
 @dataclass(frozen=True)
 class Preparation:
-    """Steps from a decoded image to a model's input, as in evaluation: resize, crop, normalise.
+    """Steps from a decoded image to a model's input, as in evaluation: resize, crop, normalize.
 
     Attributes:
         image_size: Size of the input in pixels.
-        shorter_side: Size that the image is resized to cover before the centre is cropped. For a
+        shorter_side: Size that the image is resized to cover before the center is cropped. For a
             square it is the length of the image's shorter side.
         channels: Number of channels.
         mean: Mean of each channel.
@@ -174,7 +174,7 @@ class Trained:
 
     @classmethod
     def read(cls, path: Path, words: Sequence[str] = ()) -> Trained:
-        """Read the weights at `path`, with the arguments `words` of a command.
+        """Read the weights at `path`, and their recipe with the arguments `words` of a command.
 
         Raises:
             CheckpointError: There are no weights, or no recipe with them.
@@ -194,7 +194,7 @@ class Trained:
         """Metadata of the file, or else that of the run folder. Raises CheckpointError."""
         metadata = self.metadata
         folder = find_run_folder(self.path)
-        if "classes" not in metadata and folder is not None:
+        if "classes" not in metadata and folder:
             metadata = read_metadata(folder)
         return WeightFacts.read(self.path, metadata)
 
@@ -285,7 +285,7 @@ def read_recipe(path: Path, metadata: Mapping[str, str]) -> Recipe:
         recipe = load_stored(json.loads(metadata["recipe"]), str(source))
         # Files of weights contain no paths, but the recipe of the run folder does. That recipe is
         # not read if the data has no path, so that a damaged one does no harm.
-        if recipe.data.name not in WITHOUT_FOLDER and folder is not None:
+        if recipe.data.name not in WITHOUT_FOLDER and folder:
             data = recipes.load(str(folder / "recipe.yaml")).data
             recipe = recipe.replace(
                 data__root=data.root, data__labels=data.labels, data__cache_dir=data.cache_dir

@@ -270,8 +270,8 @@ def held(machine):
     state = SimpleNamespace(
         position=Position(1, 0, 1), average=MovingAverage(strategy.named_parameters(), 0.9)
     )
-    state.optimizer = build_optimizer(strategy.named_parameters(), strategy.recipe.optimizer)
-    state.updater = Updater(state.optimizer, strategy.recipe, CARD, None)
+    optimizer = build_optimizer(strategy.named_parameters(), strategy.recipe.optimizer)
+    state.updater = Updater(optimizer, strategy.recipe, CARD, None)
     state.strategy = strategy
     before = {name: tensor.clone() for name, tensor in strategy.module.state_dict().items()}
     expect(min(diagnosis._measure_device_seconds(state, 1 / ROWS, 1.0, 0.5, 0.1, 9.0)) > 0)

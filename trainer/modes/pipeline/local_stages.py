@@ -92,12 +92,12 @@ class LocalStages(Strategy):
         """
         run = run or self.context.in_precision
         deferred = self.deferred.get(stage) if stage.training else None
-        if deferred is not None:
+        if deferred:
             deferred.begin()
         if self.recipe.recompute:
             run = checkpoint_forward(run, [stage])
         out: Tensor = run(stage, inputs)
-        if deferred is not None:
+        if deferred:
             deferred.gather(self.split_size() if rows is None else rows)
         return out
 
@@ -116,7 +116,7 @@ class LocalStages(Strategy):
     def named_parameters(self) -> dict[str, nn.Parameter]:
         local: dict[str, nn.Parameter] = {}
         for stage in self.stages.values():
-            # Tied parameters have several names, and the plain model reports one.
+            # Tied parameters have several names, of which `parameter_names` contains one.
             local.update(stage.named_parameters(remove_duplicate=False))
         return {name: local[name] for name in self.parameter_names if name in local}
 
@@ -136,7 +136,7 @@ class LocalStages(Strategy):
     ) -> None:
         """Switch modules between training and evaluation as the whole model's own `train` does.
 
-        The stages do not have this method of the model.
+        That method cannot be called, because the stages do not have it.
         """
         for module in modules:
             module.train(training)
@@ -198,7 +198,7 @@ class LocalStages(Strategy):
         return busy
 
     def timeline(self) -> list[list[Span]]:
-        """Return the spans of the first replica. The ranks of one machine share a clock."""
+        """Return the spans of the first replica, by the clock that ranks of one machine share."""
         gathered = self.world.gather(self._recent if self.share.index == 0 else None)
         ranks = [steps for steps in gathered if steps is not None]
         merged = []

@@ -200,7 +200,7 @@ def simulate(
                 half = seconds.get(("B", action.stage), 0.0) / 2
                 end = begin + seconds.get((action.kind, action.stage), half)
                 clocks[worker] = end
-                finished[action] = (end, worker)
+                finished[action] = end, worker
                 spans.append(Span(worker, action, begin, end))
                 positions[worker] += 1
                 left -= 1
@@ -243,7 +243,7 @@ def _find_dependencies(
 
 
 def compute_issue_order(stages: int, microbatches: int) -> list[Action]:
-    """Order the work of all devices of one process: 1F1B on each device, merged by begin.
+    """Order the work of all devices of one process: 1F1B on each device, merged by start time.
 
     A backward pass is assumed to last as long as two forward passes. An action never waits for one
     that is issued later, so that one thread can issue asynchronous work for all devices.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,8 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn.utils import get_total_norm
 
 from trainer.data import Batch, DataShare
-from trainer.distributed.world import World, translate_peer_errors
+from trainer.distributed.peers import translate_peer_errors
+from trainer.distributed.world import World
 from trainer.errors import RecipeError
 from trainer.models.equivalence import TOLERANCE
 from trainer.models.partition import Traced
@@ -168,7 +169,7 @@ class ProcessPipeline(Staged):
     ) -> list[Any]:
         """Measure all blocks on all ranks at the same time. Collective.
 
-        Ranks work at the same time in training too, and slow each other.
+        Ranks work at the same time in training too, and slow each other down.
 
         Returns:
             Costs of the blocks, whose times are averaged over the ranks.
@@ -185,10 +186,8 @@ class ProcessPipeline(Staged):
     def assign_stages(self, plan: Plan) -> None:
         """Assign the stages of a plan to the ranks of a replica, and list those of this rank."""
         self.holders = assign_ranks(plan.schedule, self.ranks, plan.stages // self.ranks)
-        self.local_stages = []
-        for stage, rank in enumerate(self.holders):
-            if rank == self.pipe_rank:
-                self.local_stages.append(stage)
+        holders = enumerate(self.holders)
+        self.local_stages = [stage for stage, rank in holders if rank == self.pipe_rank]
         self.last = plan.stages - 1
 
     def build(
@@ -220,7 +219,7 @@ class ProcessPipeline(Staged):
                 output_args=samples[index + 1],
                 group=self.pipe_group,
             )
-            # Older versions refuse channels_last images of one channel.
+            # Older versions of torch refuse channels_last images of one channel.
             if not torch_has("stage inputs of any layout"):
                 setattr(stage, "_validate_fwd_input", lambda *_: None)  # noqa: B010
             # Torch's own option would create groups without the recipe's timeout. Torch 2.14 reads
@@ -279,7 +278,7 @@ class ProcessPipeline(Staged):
         with suppress(Exception), restore_after(self.modules(), self.device):
             self.train()
             output = stage.submod(received)
-            # Any gradient can be used for the comparison, so the output's values are.
+            # Any gradient can be used for the comparison; here it has the values of the output.
             gradient = output.detach().clone()
             whole = grad(output, leaves, gradient, retain_graph=True, materialize_grads=True)
             for leaf in leaves:
@@ -302,9 +301,9 @@ class ProcessPipeline(Staged):
     def _compile(self) -> None:
         """Compile this rank's stages by one pass in training and one in evaluation.
 
-        All ranks compile at the same time this way. Otherwise the ranks would compile one after
-        another while their peers wait, and `timeout` is meant for a step. State that the passes
-        change is restored.
+        This way all ranks compile at the same time. In a step they would compile one after another
+        while their peers wait, and might exceed `timeout`, which is meant for a step. State that
+        the passes change is restored.
         """
         with restore_after(self.modules(), self.device):
             for training in (True, False):
@@ -441,10 +440,9 @@ class ProcessPipeline(Staged):
         """Run micro-batches in waves through this replica's stages.
 
         NCCL executes operations in the order in which they are issued, and a send may not end
-        before its receive begins. With several stages per rank, the number of micro-batches in a
-        wave is the number of the other ranks. The ring of ranks can hold that many before the first
-        micro-batch returns to the first rank. With more of them, every rank would send and no rank
-        would receive.
+        before its receive begins. With several stages per rank, micro-batches return to the first
+        rank. The ring of ranks can hold as many of them as there are other ranks, so a wave has
+        that many. With more of them, every rank would send and no rank would receive.
 
         Returns:
             The logits on the rank of the last stage; None on other ranks.
@@ -453,7 +451,7 @@ class ProcessPipeline(Staged):
         wave = max(1, self.ranks - 1)
         wires = self._wires(self.context.in_precision)
         microbatches = inputs.chunk(count) if 0 in self.local_stages else ()
-        outputs: list[Tensor] = []
+        outputs = []
         # Tensors are kept here until they are sent.
         sends: deque[tuple[Any, Tensor]] = deque()
         with translate_peer_errors(), torch.no_grad():
@@ -461,7 +459,7 @@ class ProcessPipeline(Staged):
                 # Outputs that are inputs of the next stage on this rank.
                 local_outputs = list(microbatches[first : first + wave])
                 for index in self.local_stages:
-                    stage_inputs: Iterator[Tensor] = iter(local_outputs)
+                    stage_inputs = iter(local_outputs)
                     if index and self.holders[index - 1] != self.pipe_rank:
                         rest = min(wave, count - first)
                         stage_inputs = (self._receive(index) for _ in range(rest))

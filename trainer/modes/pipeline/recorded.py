@@ -9,8 +9,8 @@ device. The graphs are replayed in the order in which eager steps issue the acti
 edges and events copy tensors between devices. The graphs of one device run one after another,
 because they share a memory pool.
 
-Source and target of a copy belong to the capture and are not used elsewhere, because graphs do not
-wait for copies that are still running: `Edge.order_passes` orders them from pass to pass.
+The source and target of a copy are memory that only the captured pass uses. Graphs do not wait for
+copies that are still running, so `Edge.order_passes` makes each pass wait for those of the last.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from trainer.data import Batch
 from trainer.devices.cuda_graphs import NotCapturable, StepRecorder
 from trainer.modes.pipeline.orders import Action
-from trainer.modes.pipeline.streams import StageStream, StreamPipeline
+from trainer.modes.pipeline.streams import StreamPipeline
 
 Replay = Callable[[], None]
 
@@ -68,14 +68,14 @@ class RecordedActions:
             if out is not None:
                 source = out.detach()
                 moved = torch.empty_like(source, device=pipeline.edge(action).target.device)
-                copied = (source, moved.detach())
+                copied = source, moved.detach()
                 pipeline.deliver(action, moved, out.requires_grad, minibatch)
             self._actions.append((action, replay, copied))
         # Updates of deferred BatchNorm statistics at the end of a pass.
-        self._commits: list[tuple[StageStream, Replay]] = []
+        self._commits = []
         for stage, lane in enumerate(lanes):
             deferred = pipeline.deferred.get(pipeline.stages[stage])
-            if deferred is not None and deferred.layers:
+            if deferred and deferred.layers:
                 stage_recorder = recorder.get_recorder(lane.device)
                 replay, _ = stage_recorder.record(deferred.commit, lane.stream)
                 self._commits.append((lane, replay))
@@ -121,7 +121,7 @@ class CapturablePipeline(StreamPipeline):
         try:
             if len(set(devices)) > 1:
                 actions = RecordedActions(self, recorder, batch, weight)
-                captured = (actions.replay, actions.loss)
+                captured = actions.replay, actions.loss
             else:
                 with self.recorder.off():
                     captured = super().record_pass(recorder, batch, weight, sync)

@@ -110,8 +110,8 @@ def check_stages(
         small for the comparison.
 
     Raises:
-        RecipeError: the blocks train another way than the model, or each pass changes some state
-            and a step has several passes.
+        RecipeError: the blocks do not train as the model does, or each pass changes some state and
+            a step has several passes.
     """
     name = f"model.name={stages.recipe.model.name}"
     most = stages.pipe.rows // max(stages.pipe.counts)

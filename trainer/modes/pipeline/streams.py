@@ -43,18 +43,18 @@ class StageStream:
 
     def working(self) -> AbstractContextManager[object]:
         """Return a context in which operations are issued to this stage's stream."""
-        if self.stream is not None:
+        if self.stream:
             return torch.cuda.stream(self.stream)
         return nullcontext()
 
     def follow(self) -> None:
         """Let later operations of this stage wait for the device's current stream."""
-        if self.stream is not None:
+        if self.stream:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def lead(self) -> None:
         """Let later operations on the device's current stream wait for this stage."""
-        if self.stream is not None:
+        if self.stream:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
 
@@ -68,14 +68,14 @@ class Edge:
     ) -> None:
         self.source = source
         self.target = target
-        if source.stream is not None:
+        if source.stream:
             # Stages of one device share a copy stream, because a capture must join each stream that
             # it forks into.
             first = _make_stream(source.device)
             second = first
             if source.device != target.device:
                 second = _make_stream(target.device)
-            self.streams = (first, second)
+            self.streams = first, second
 
     def copy(
         self,
@@ -123,7 +123,7 @@ class Edge:
         Copies of the next pass wait for operations that read their targets, and the source stage
         waits for copies of the tensors that it overwrites.
         """
-        if self.source.stream is not None and self.target.stream is not None:
+        if self.source.stream and self.target.stream:
             for stream in self.streams:
                 stream.wait_stream(self.target.stream)
             self.source.stream.wait_stream(self.streams[0])
@@ -209,9 +209,7 @@ class StreamPipeline(Staged):
         target_chunks = self._cut(targets)
         unit = self.unit()
         last = len(self.lanes) - 1
-        received = {}
-        for m, chunk in enumerate(self._cut(inputs)):
-            received[0, m] = chunk
+        received = {(0, m): chunk for m, chunk in enumerate(self._cut(inputs))}
         gradients = {(last, m): unit for m in range(len(target_chunks))}
         return UnderWay(target_chunks, weight, received, gradients)
 
@@ -305,7 +303,8 @@ class StreamPipeline(Staged):
     def overlapped(self) -> Iterator[None]:
         """Return a context in which the stages work on their own streams.
 
-        They wait for the work before the context, and the work after it waits for them.
+        The streams wait for work that was issued before the context, and work that is issued after
+        the context waits for the streams.
         """
         for lane in self.lanes:
             lane.follow()

@@ -36,7 +36,7 @@ class Recorder:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.cuda = devices[0].type == "cuda"
-        self._devices: list[int] = []
+        self._devices = []
         if self.cuda:
             self._devices = [device.index for device in dict.fromkeys(devices)]
         self._steps: deque[list[tuple[int, Action, int, Moment, Moment]]] = deque(maxlen=KEPT)
@@ -98,7 +98,7 @@ class Recorder:
         return steps
 
     def _now(self, index: int) -> Moment:
-        """Return one moment as time of the CPU's clock and as event of an idle device."""
+        """Return one moment as a time of the host's clock and as an event of the idle device."""
         torch.cuda.synchronize(index)
         with torch.cuda.device(index):
             _, event = self._mark()
@@ -122,7 +122,7 @@ class Recorder:
         host_end, end_event = end
         start = moment - begin_event.elapsed_time(event) / 1e3
         stop = moment - end_event.elapsed_time(event) / 1e3
-        # The host was still launching the action while the device worked on it.
+        # Time in which the host was still launching the action while the device worked on it.
         launching = max(0.0, min(stop, host_end) - max(start, host_begin))
         return Span(worker, action, start, stop, launching)
 
@@ -140,7 +140,7 @@ def trace_events(steps: Sequence[Sequence[Span]]) -> dict[str, Any]:
     """
     all_spans = [span for spans in steps for span in spans]
     origin = min(span.begin for span in all_spans)
-    events: list[dict[str, Any]] = []
+    events = []
     for worker in sorted({span.worker for span in all_spans}):
         name = {"name": f"worker {worker}"}
         events.append({"name": "process_name", "ph": "M", "pid": worker, "args": name})
@@ -216,10 +216,9 @@ def draw_step(path: Path, spans: Sequence[Span]) -> None:
     worker_count = len(set(workers.values()))
     axes.set_title(format_title(spans, worker_count), color=plots.INK)
     drawn_kinds = {span.action.kind for span in spans}
-    handles = []
-    for kind, colour in COLOURS.items():
-        if kind in drawn_kinds:
-            handles.append(Patch(color=colour, label=NAMES[kind]))
+    handles = [
+        Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in NAMES if kind in drawn_kinds
+    ]
     axes.legend(
         handles=handles,
         loc="upper left",

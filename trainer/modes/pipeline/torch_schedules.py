@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -160,8 +161,7 @@ def list_actions(
         microbatches,
         loss_fn=lambda outputs, targets: outputs,
     )
-    order = torch_schedule.pipeline_order
-    return [list(convert_actions(order[rank])) for rank in range(workers)]
+    return [list(convert_actions(torch_schedule.pipeline_order[rank])) for rank in range(workers)]
 
 
 def predict_step_and_bubble(
@@ -189,21 +189,16 @@ def predict_step_and_bubble(
     return orders.measure_length(spans), orders.compute_idle_share(spans, workers)
 
 
-class unwrap_stage_errors:
-    """Context that raises a stage's original error instead of torch's error about the stage.
+@contextmanager
+def unwrap_stage_errors() -> Iterator[None]:
+    """Return a context that raises a stage's original error instead of torch's error about it.
 
     Torch's error describes tensors. The original has the reason, for example that a device is out
     of memory.
     """
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        _: Any,
-    ) -> None:
-        if isinstance(error, RuntimeError) and error.__cause__ is not None:
+    try:
+        yield
+    except RuntimeError as error:
+        if error.__cause__ is not None:
             raise error.__cause__ from None
+        raise

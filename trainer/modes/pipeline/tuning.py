@@ -136,10 +136,7 @@ class Tuner:
         if len(plans) > 1:
             best, trials = self._run_trials(plans, costs)
         seconds, bubble = self._predict(best, costs)
-        fitting = []
-        for plan, trial in trials.items():
-            if trial.fits:
-                fitting.append({**asdict(plan), **asdict(trial)})
+        fitting = [asdict(plan) | asdict(trial) for plan, trial in trials.items() if trial.fits]
         return best, {
             "key": build_key(self.traced, self.recipe, self.pipe),
             "plan": asdict(best),
@@ -343,9 +340,7 @@ def _move_cuts(
     moving: Sequence[int],
     possible: Sequence[str],
 ) -> Iterator[Cuts]:
-    """Yield `cuts` with every possible placement of the cuts at the consecutive indices
-    `moving`.
-    """
+    """Yield `cuts` with each possible placement of the cuts at the consecutive indices `moving`."""
     first = moving[0]
     last = moving[-1]
     low = 0
@@ -363,7 +358,7 @@ def describe_too_little_memory(
     microbatches: int,
     fitting: int | None = None,
 ) -> DeviceMemoryError:
-    """Make the error that memory is too small, with arguments that reduce it.
+    """Return the error that memory is too small, with arguments that need less memory.
 
     Args:
         pipe: constraints on the plan.

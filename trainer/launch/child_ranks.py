@@ -30,20 +30,21 @@ def train_in_children(
     nproc: str | None = None,
     modules: Mapping[str, bytes] | None = None,
 ) -> dict[str, Any]:
-    """Train a mode of several processes from the Python API.
+    """Train in a mode that uses several processes, for a caller of the Python API.
 
     Args:
         recipe: recipe of the run.
         plugin: value of the argument plugin=.
         nproc: value of the argument nproc=.
-        modules: contents of files that ranks can import, such as the module `plugin`, by file name.
+        modules: contents of Python files by file name, which ranks can import. One of them may be
+            the module `plugin`.
 
     Returns:
         The contents of the run's result.json.
 
     Raises:
-        TrainerError: the kind that belongs to the child's exit code, with the line that it printed;
-            `Interrupted` after Ctrl-C.
+        TrainerError: the training failed. The exit code of the child determines the subclass
+            (`Interrupted` after Ctrl-C), and the message is the line that the child printed.
     """
     if recipe.output:
         folder = Path(recipe.output).expanduser()

@@ -34,9 +34,9 @@ def list_blocks(model: nn.Module) -> list[Block]:
 
     A block is a child of the model, or of a list in the model (`nn.Sequential`, `nn.ModuleList`),
     or of a module whose lists contain more than half of all weights. Examples are a residual block,
-    an encoder layer, and a single convolution. Loose parameters, such as normalisation between
-    blocks, position embeddings and class tokens, belong to the block before them, or else to the
-    first block. A parameter that is used twice is listed once.
+    an encoder layer, and a single convolution. Loose parameters, such as those of normalization
+    between blocks, position embeddings and class tokens, belong to the block before them, or to the
+    first block if there is none before them. A parameter that is used twice is listed once.
     """
     rows: list[Block] = []
     # Loose parameters before the first block.
@@ -107,9 +107,9 @@ def freeze(
 
     Args:
         model: Changed in place.
-        wanted: Number of first blocks to freeze. If negative, minus the number of last blocks to
-            train. Or names or patterns of modules and parameters to freeze, such as `layer1` or
-            `encoder.layers.*.mlp`.
+        wanted: Number of blocks to freeze, counted from the first one. A negative number is minus
+            the number of blocks at the end that stay trainable. A list has names or patterns of
+            modules and parameters to freeze, such as `layer1` or `encoder.layers.*.mlp`.
         name: The model's name, for messages.
 
     Raises:
@@ -201,7 +201,7 @@ def list_frozen(model: nn.Module) -> list[str]:
 
 
 def list_frozen_norms(model: nn.Module) -> list[_NormBase]:
-    """List the normalisation layers with running statistics that `freeze` froze."""
+    """List the normalization layers whose running statistics `freeze` froze."""
     layers = []
     for layer in model.modules():
         if isinstance(layer, _NormBase) and keeps_statistics(layer):
@@ -212,7 +212,7 @@ def list_frozen_norms(model: nn.Module) -> list[_NormBase]:
 def refreeze(model: nn.Module) -> None:
     """Freeze again what `freeze` froze, because the model's own `train` may have changed it.
 
-    Dropout inside a frozen normalisation layer stays active.
+    Dropout inside a frozen normalization layer stays active.
     """
     for layer in list_frozen_norms(model):
         # `eval()` would also switch the children of the layer.
@@ -229,7 +229,7 @@ def keeps_statistics(layer: nn.Module) -> bool:
 
 
 def _find_frozen_norms(model: nn.Module) -> Iterator[_NormBase]:
-    """Yield frozen batch normalisation, and frozen instance normalisation that tracks statistics.
+    """Yield frozen batch normalization, and frozen instance normalization that tracks statistics.
 
     A layer without weight and bias is frozen if the module that contains it is frozen. If only a
     part of that module is frozen, the layer is frozen if the last layer with parameters before it

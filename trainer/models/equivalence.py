@@ -23,12 +23,12 @@ from trainer.models.reachable import Reachable
 from trainer.models.undisturbed import is_plain, read_generator_states, restore_after
 from trainer.recipe.text import list_some
 
-# Maximum relative error of equal tensors. Model and replacement run the same operations on one
-# device, so different computations lead to larger errors.
+# Maximum relative error of tensors that count as equal, by precision. Model and replacement run the
+# same operations on one device, so a larger error means that they compute something different.
 TOLERANCE = {"fp32": 1e-5, "tf32": 1e-5, "bf16": 1e-4, "fp16": 1e-4}
 AS_IT_IS = "mode=ddp, which runs the model as it is"
 # Maximum error of a CUDA graph replay, as a multiple of the error between two replays. Two replays
-# differ if a kernel adds numbers up in a random order.
+# differ if a kernel adds numbers in a nondeterministic order.
 NOISE = 8
 # Number of elements that are multiplied at a time, so that they fit the CPU's cache.
 CHUNK_SIZE = 2**17
@@ -375,5 +375,5 @@ def list_changing_state(passes: Passes) -> list[str]:
 
 
 def draws_random_numbers(passes: Passes) -> bool:
-    """Return whether passes on the CPU draw from torch's generator."""
+    """Return whether the passes drew random numbers from torch's CPU generator."""
     return "random state of torch" in _find_counters(passes)

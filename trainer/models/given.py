@@ -26,8 +26,8 @@ class ModelBuilder:
     """Builder of a model from a user's module or function.
 
     A module is copied with its weights, so that a run does not change the caller's module. A
-    function or class is called with num_classes, channels and image_size, if it has parameters of
-    that name.
+    function or class is called with those of the arguments num_classes, channels and image_size
+    for which it has a parameter.
     """
 
     def __init__(self, source: nn.Module | Callable[..., nn.Module]) -> None:
@@ -61,7 +61,11 @@ class ModelBuilder:
 
     @property
     def name(self) -> str:
-        """Name in recipes and run directories. torchvision's own functions keep theirs."""
+        """Name of the model in recipes and run directories.
+
+        A function of torchvision keeps its name. Any other function that has the name of a small
+        model or of a torchvision model gets the prefix `my_`.
+        """
         source = self.source
         while isinstance(source, functools.partial):
             source = source.func

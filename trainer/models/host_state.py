@@ -31,7 +31,8 @@ def read_host_state(
 
     Args:
         modules: The modules that run.
-        on_device: Types of the devices that compute. "cpu" if it replaces a GPU in a test.
+        on_device: Types of the devices that compute. It contains "cpu" only in tests in which the
+            CPU replaces a GPU.
     """
     state = read_generator_states()
     if "cpu" in on_device:
@@ -109,7 +110,7 @@ def read_settings(modules: Sequence[nn.Module]) -> dict[str, object]:
 
 
 def find_own_hook(modules: Sequence[nn.Module]) -> str | None:
-    """Return the name of a hook of the user for messages, or None.
+    """Return the name of the first hook that the user registered, for messages, or None.
 
     A replay does not run the Python code of hooks.
     """

@@ -18,8 +18,8 @@ from trainer.saving.weights import read_metadata
 def add_pretrained_input(recipe: Recipe) -> Recipe:
     """Return a recipe with the preprocessing of its initial weights.
 
-    If the recipe trains on photos, its open keys of `data` get the values of the run in
-    `model.init_from`, of torchvision's weights, or of timm's model.
+    If the recipe trains on photos, the keys of `data` that it leaves open get the values of the run
+    in `model.init_from`, of torchvision's weights, or of timm's model.
 
     Raises:
         RecipeError: The weights are not published, or timm is not installed.
@@ -52,7 +52,10 @@ def add_pretrained_input(recipe: Recipe) -> Recipe:
 
 
 def _read_stored(source: str) -> dict[str, Any]:
-    """Read keys of `data` from the metadata of weights. Empty if the data were not images."""
+    """Read keys of `data` from the metadata of weights.
+
+    The result is empty if the metadata cannot be read, or if the data were not images.
+    """
     stored = {}
     try:
         metadata = read_metadata(find_run(source))

@@ -132,7 +132,8 @@ class Reachable:
             if id(value) not in registered:
                 self.values.append((name, value))
             if id(value) in seen:
-                # An attribute may select one of several known objects, such as a training phase.
+                # Record which object it is, because an attribute may select one of several known
+                # objects, such as a training phase.
                 self.plain.setdefault(name, f"the {seen[id(value)][0]}")
                 continue
             seen[id(value)] = name, value
@@ -175,8 +176,8 @@ def _are_same(entries: Entries, others: Entries) -> bool:
 def _plain(value: Any) -> object:
     """Return a plain value that changes when `value` does, or None for other kinds of objects.
 
-    The result is a number, a text, a length (with the keys of a dictionary), the name of code, or
-    the position of an iterator.
+    The result is a number, a string, a length (with the keys of a dictionary), the name of a class
+    or function, or the position of an iterator.
     """
     if isinstance(value, NUMBERS):
         if isinstance(value, float | np.floating):
@@ -272,7 +273,7 @@ def _outline(part: Any) -> object:
 
 def _duplicate(iterator: Any) -> Any:
     """Return a copy of an `itertools.count`, or the iterator itself if it is of another type."""
-    # The text of a counter is no literal if it counts objects other than numbers.
+    # If a counter counts objects other than numbers, its `repr` cannot be parsed.
     with suppress(ValueError):
         # Python 3.14 and later cannot copy iterators of itertools, so the text is parsed.
         if isinstance(iterator, itertools.count):

@@ -72,7 +72,8 @@ def bare(
 def read_preset(model: ModelRecipe) -> tuple[Any, Any, Any]:
     """Return mean, standard deviation and image size of a model's preprocessing in timm.
 
-    A value is None if timm does not have it. The image size is also None for random weights.
+    A value is None if timm does not list it. The image size is also None for random weights, which
+    no size suits better than another.
 
     Raises:
         RecipeError: timm is not installed.

@@ -74,7 +74,7 @@ def is_installed_command() -> bool:
 
 
 def exit_on_signal(number: int, _: FrameType | None) -> None:
-    """Exit with the code that a signal also has while a run trains."""
+    """Exit with the exit code that this signal also causes while a run trains."""
     os._exit(130 if number == signal.SIGINT else 143)
 
 

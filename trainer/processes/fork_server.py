@@ -1,9 +1,9 @@
 """Fork server, from which loader workers, pool workers and ranks are forked in milliseconds.
 
-This process itself cannot be forked, because the child would hang after OpenMP or CUDA has started.
-Signals to the whole process group (Ctrl-C, torchrun's SIGTERM, a closed terminal) are meant for the
-parent, which still finishes its step and saves. They are therefore blocked in the server from its
-start, and in its children until these ignore them.
+This process itself cannot be forked, because a child that is forked after OpenMP or CUDA has
+started hangs. Signals to the whole process group (Ctrl-C, torchrun's SIGTERM, a closed terminal)
+are meant for the parent, which still finishes its step and saves. They are therefore blocked in the
+server from its start, and in each child until the child ignores or handles them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SIGNALS = {signal.SIGINT, signal.SIGTERM, *early.SAVE_AND_GO}
 EXIT_SECONDS = 0.5
 # Exit code that multiprocessing reports for a worker whose server is gone.
 SERVER_GONE_CODE = 255
-# Variable with which Python does not import modules from the working directory.
+# Environment variable that keeps Python from importing modules from the working directory.
 SAFE = "PYTHONSAFEPATH"
 # Maximum length in bytes of the path of a folder for sockets. The path of a socket has at most 107
 # bytes, and Python appends up to 32.
@@ -49,8 +49,8 @@ def start_server(*preload: str) -> Any:
     pickling.forget_stdin()
     context = multiprocessing.get_context("forkserver")
     server: Any = forkserver._forkserver
-    # The list of a user's program is kept. The default is to import `__main__`, which may have any
-    # side effect.
+    # If the user's program has chosen modules, its list is kept. The default list is replaced,
+    # because it would import `__main__`, which may have any side effect.
     if server._preload_modules == ["__main__"]:
         optional = ("torchvision", "trainer.data.photos.photo_reader")
         imported = [name for name in optional if name in sys.modules]

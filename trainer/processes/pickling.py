@@ -55,7 +55,7 @@ def has_unimportable_main() -> bool:
 
 
 def forget_stdin() -> None:
-    """Remove the file name "<stdin>" of a program that Python reads from stdin.
+    """Remove the file name "<stdin>" from `__main__` if Python reads the program from stdin.
 
     multiprocessing would try to run a file of that name in the child process.
     """

@@ -32,9 +32,9 @@ KINDS = {
     "too_short": "a list of {min_length}",
     "too_long": "a list of {max_length}",
 }
-# Our keys -> names in torchvision's references, timm, Lightning, Keras, Ultralytics and Hugging
-# Face. The names must have the same meaning: the batch size of one GPU, for example, is not
-# `batch_size`.
+# Our keys -> names in torchvision's reference scripts, timm, Lightning, Keras, Ultralytics and
+# Hugging Face. Only names with the same meaning are listed: the batch size of one GPU, for example,
+# is not our `batch_size`.
 _THEIRS = {
     "recipe": "config cfg",
     "nproc": "num_gpus nproc_per_node",
@@ -111,6 +111,7 @@ def explain_invalid(
         if _key(details, defaults).partition("[")[0] == key:
             same_key.append(details)
     best = max(same_key, key=_rank, default=first)
+    # A key that accepts certain words and other types has an error for each. Name all of them.
     if len(same_key) > 1 and best["type"] == "literal_error":
         types = [details["type"] for details in same_key]
         kinds = [KINDS[kind] for kind in types if kind in KINDS]
@@ -127,7 +128,8 @@ def explain_invalid(
 def _key(details: ErrorDetails, defaults: Mapping[str, Any]) -> str:
     """Return the dotted key of an error.
 
-    Pydantic's location continues below the key with the type that it tried, which is dropped.
+    If a key accepts several types, pydantic's location also contains the type that it tried. Such
+    parts below the key are dropped.
     """
     key = ""
     for part in details["loc"]:

@@ -1,7 +1,8 @@
 """Names of models, data sets and tasks, checked without importing their modules.
 
-The check runs early. It is skipped with a plugin, whose names are not known yet, and the package
-that builds the object checks the name again. `Registry` is for the user's own models, data sets and
+The check runs before slow imports, so that a typo is reported immediately. It is skipped for a run
+with a plugin, because the names that the plugin registers are not known yet. The package that
+builds the object checks the name again. `Registry` contains the user's own models, data sets and
 tasks.
 """
 
@@ -83,7 +84,8 @@ TASKS = {
 }
 # Suffixes of files with weights, of this program and others.
 WEIGHTS_FILES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".pth.tar")
-# Models of torchvision with auxiliary heads. Their weights set transform_input.
+# Models of torchvision with auxiliary heads. With published weights, they are built with
+# transform_input=True.
 AUXILIARY = ("googlenet", "inception_v3")
 # Prefix of the names of timm's models.
 TIMM = "timm:"

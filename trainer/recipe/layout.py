@@ -57,7 +57,7 @@ class Layout:
 
     @property
     def workers(self) -> int:
-        """Number of ranks or devices over which the stages of one replica are distributed."""
+        """Number of ranks, or of devices of a single process, that share the stages of a model."""
         if self.processes > 1:
             return checks.ranks_per_pipeline(self.recipe, self.processes)
         return len(self.devices)

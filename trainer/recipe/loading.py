@@ -29,7 +29,7 @@ from trainer.recipe.removed import refuse_removed, replace_removed
 from trainer.recipe.schema import EXTENDS, NAMELESS, Recipe, validated
 from trainer.recipe.text import flatten, format_value, not_utf8, one_line
 
-# Origin of keys on the command line, in messages.
+# Origin of the keys that the user typed on the command line or passed as keywords.
 YOURS = "your words"
 
 Source = str | Path | Mapping[str, Any] | Recipe | None
@@ -125,6 +125,7 @@ def _layers(
     chain = list[Layer]()
     if isinstance(recipe, str | Path):
         path = find_recipe(str(recipe))
+        # All runs have a file of this name, so a run is called by the name of its folder.
         if path.name == "recipe.yaml":
             name = path.parent.name
         else:
@@ -175,7 +176,8 @@ def _merged(below: Mapping[Any, Any], above: Mapping[Any, Any], prefix: str = ""
         was_section = isinstance(under, Mapping)
         if is_section and was_section:
             tree[name] = _merged(tree[name], value, f"{key}.")
-        # If one is a section and the other a value, the wrong one stays, which the check refuses.
+        # If only one of the two is a section, the one with the wrong type is kept, so that the
+        # check of the merged recipe reports it.
         elif under is None or is_section == was_section or is_section == (key in defaults()):
             tree[name] = value
     return tree

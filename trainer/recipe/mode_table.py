@@ -103,7 +103,7 @@ TRAITS: dict[str, Traits] = {
         many_devices=True,
         exchanges="copies",
         refuses={
-            "sync_bn": "nn.DataParallel's replicas live for one pass and cannot synchronise; use "
+            "sync_bn": "nn.DataParallel's replicas live for one pass and cannot synchronize; use "
             "mode=ddp",
             "compile": "nn.DataParallel copies the module again for every pass; use mode=ddp",
             "compress": DDP_GRADIENTS,

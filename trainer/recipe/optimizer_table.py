@@ -19,7 +19,8 @@ class OptimizerTraits:
         keys: keys of the recipe's section `optimizer` that not all optimizers read. The class has
             arguments with these names.
         fused: True if the class accepts `fused=True`. A fused step changes nothing if the flag
-            `found_inf` is set. `undo_failed_steps` has the same effect for all other classes.
+            `found_inf` of the gradient scaler is set. For all other classes, `undo_failed_steps`
+            has the same effect.
         state: names of the tensors that the first step creates for each parameter, filled with
             zeros. `step` is 0-dim, and the others have the shape of the parameter.
         momentum_state: names of further tensors, created if optimizer.momentum is above 0.

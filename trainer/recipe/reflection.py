@@ -13,8 +13,8 @@ from trainer.recipe.mode_table import MODES, TRAITS
 from trainer.recipe.schema import Recipe, key_fields, readers
 from trainer.recipe.text import flatten, format_yaml
 
-# Keys and sections that do nothing in training with some values of another key: first the keys,
-# then the other key and its values. A plugin's data set is not listed, as it may read any key.
+# Keys that have no effect in training if another key has one of some values: the keys, the other
+# key, and these values. A plugin's data set may read any key, so it is never among the values.
 _IDLE_WITH = (
     ("augment.crop_padding", "augment.crop", "none resized"),
     ("augment.crop_scale", "augment.crop", "none pad"),
@@ -35,6 +35,7 @@ _IDLE_WITH = (
         " ".join(mode for mode, traits in TRAITS.items() if not traits.micro_batches),
     ),
 )
+# Key or section -> the other key, and the values with which the key or section has no effect.
 IDLE: dict[str, tuple[str, list[str]]] = {}
 for _keys, _chooser, _values in _IDLE_WITH:
     IDLE |= dict.fromkeys(_keys.split(), (_chooser, _values.split()))
@@ -202,10 +203,10 @@ def describe_restart(old: Recipe, new: Recipe) -> str | None:
 def changed_keys(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
     """Return the keys that differ and must not differ in a resumed run, with (old, new) values."""
     free = set(FREE_ON_RESUME)
-    # The weights of the teachers are compared; their path may change.
+    # Resuming compares the weights of the teachers, so their path may change.
     if None not in (old.distill.teacher, new.distill.teacher):
         free |= {"distill.teacher"}
-    # The cache stores the same pixels wherever it is if its format is set.
+    # If the format of the cache is set, images have the same pixels with and without the cache.
     if old.data.cache_format is not None:
         free |= {"data.cache"}
     # Only columns that were typed are compared, because earlier versions searched for the columns.

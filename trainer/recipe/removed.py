@@ -21,8 +21,8 @@ class Removed(NamedTuple):
         instead: `key=value` that replaces it in a file; empty to leave the key out.
         same: True if the replacement computes the same results, so that a run can be resumed. If
             False, only the run's weights can be used.
-        idle: default value of a removed key. It had no effect and is in every old run folder, so it
-            is not reported.
+        idle: default value of a removed key. Every old run folder contains the key with this value,
+            which had no effect, so it is not reported.
     """
 
     sentence: str

@@ -91,7 +91,7 @@ def list_some(names: Sequence[str], most: int = 4) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes values so that OmegaConf reads the same values."""
+    """YAML dumper whose output OmegaConf reads as the same values."""
 
 
 def _represented(dumper: _Dumper, text: str) -> yaml.ScalarNode:

@@ -126,7 +126,7 @@ class RunFolder(NullFolder):
         """
         try:
             owner = os.pread(self._lock, 200, 0).decode(errors="replace")
-        # The lock may be on something else than a regular file.
+        # The lock file may be a pipe or a device, which cannot be read at an offset.
         except OSError:
             owner = ""
         has_run = any(os.path.lexists(self.path / name) for name in ("recipe.yaml", "result.json"))
@@ -331,7 +331,7 @@ class RunFolder(NullFolder):
 
 
 def asked_to_restart(recipe: Recipe) -> bool:
-    """Ask the user at a terminal whether to train longer with a new cosine schedule.
+    """Ask the user at a terminal whether a resumed run may train longer with a new cosine schedule.
 
     Returns:
         True if the user agrees. False if the user refuses, if there is no terminal, or if resuming

@@ -23,7 +23,7 @@ def is_run(path: str | Path, files: tuple[str, ...] = RUN_FILES) -> bool:
 
     Args:
         path: path of a folder or a file.
-        files: a folder that contains a file of any of these names is a run.
+        files: names of files. A folder that contains at least one of them counts as a run.
     """
     if os.path.isdir(path):
         return any(os.path.isfile(os.path.join(path, name)) for name in files)

@@ -46,7 +46,8 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 
-# "slices" in the metadata: first row and shape of the complete tensor by name.
+# Type of the metadata entry "slices": for each shard, its first row in the complete tensor, and the
+# shape of the complete tensor.
 _SLICES = TypeAdapter(dict[str, tuple[NonNegativeInt, list[NonNegativeInt]]])
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.checks import refusal
-from trainer.recipe import MODES, TRAITS, Recipe, Schedule, checks, load
+from trainer.recipe import MODES, TRAITS, Recipe, checks, load
 from trainer.recipe.checks import (
     OPTIONS,
     SPLIT_BACKWARD,
@@ -30,6 +30,7 @@ from trainer.recipe.checks import (
     resolve_schedule,
 )
 from trainer.recipe.known_names import check_model_name, check_names
+from trainer.recipe.schema import Schedule
 
 SCHEDULES = get_args(Schedule)
 

@@ -79,12 +79,10 @@ def train_in_children(
             _signals_sent_to(child),
         ):
             errors = _Copy(child.stderr, lambda: sys.stderr)
-            printed = None
-            if is_redirected:
-                printed = _Copy(child.stdout, lambda: sys.stdout)
+            printed = _Copy(child.stdout, lambda: sys.stdout)
             child.wait()
         code = endings.public_code(child.returncode)
-        for copy in filter(None, (printed, errors)):
+        for copy in (printed, errors):
             copy.join(DRAIN_SECONDS)
     if code == 0:
         result: dict[str, Any] = json.loads((folder / "result.json").read_text())
@@ -115,6 +113,13 @@ class _Copy(threading.Thread):
     """Thread that copies the output of a child, except its error, which the caller raises."""
 
     def __init__(self, source: IO[str] | None, target: Callable[[], Any]) -> None:
+        """Start the thread.
+
+        Args:
+            source: output of the child. None if the child writes to the output of this process, so
+                that there is nothing to copy.
+            target: returns the stream to write to.
+        """
         super().__init__(name="output", daemon=True)
         self.source = source
         self.target = target

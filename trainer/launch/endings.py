@@ -117,7 +117,7 @@ def cause(error: BaseException, received: signal.Signals | None = None) -> str:
         return received.name
     if code == PeerError.code:
         file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        failures: dict[int, Ending] = {}
+        failures = {}
         if file:
             failures = reports(Path(file).parents[1], "*/error.json")
         for end in sorted(failures.values(), key=lambda end: end.time):
@@ -130,14 +130,14 @@ def cause(error: BaseException, received: signal.Signals | None = None) -> str:
 
 def reports(logs: Path, pattern: str = "*/attempt_*/*/error.json") -> dict[int, Ending]:
     """Return the failures that ranks of this node reported, by rank."""
-    endings: dict[int, Ending] = {}
+    endings = {}
     for path in logs.glob(pattern):
         with suppress(OSError, ValueError, KeyError, TypeError):
             message = json.loads(path.read_text())["message"]
-            code = message["errorCode"]
             extra = message["extraInfo"]
             rank = extra["rank"]
-            endings[rank] = Ending(rank, code, extra["py_callstack"], extra["time"])
+            line = extra["py_callstack"]
+            endings[rank] = Ending(rank, message["errorCode"], line, extra["time"])
     return endings
 
 

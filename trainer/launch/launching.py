@@ -363,7 +363,7 @@ def _ending(torchrun: Callable[[], object], logs: Path, launch: Launch) -> Endin
         # The server died while it was asked to fork a rank.
         return server_killed
     except ChildFailedError as failed:
-        failures: dict[int, Ending] = {}
+        failures = {}
         for rank, failure in failed.failures.items():
             if failure.exitcode == fork_server.SERVER_GONE_CODE:
                 failures[rank] = server_killed

@@ -178,7 +178,7 @@ def _read_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
             f"NNODES={high}, or start torchrun yourself"
         )
     if "NNODES" in variables:
-        return {**variables, "NNODES": low}
+        variables["NNODES"] = low
     return variables
 
 

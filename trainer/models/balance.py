@@ -118,7 +118,7 @@ def balance(
     ways: list[tuple[int, float, tuple[int, ...]] | None]
     ways = [(0, end, ()) if end <= limit else None for end in ends]
     for _ in range(stages - 1):
-        longer_ways: list[tuple[int, float, tuple[int, ...]] | None] = []
+        longer_ways = []
         for i, end in enumerate(ends):
             candidates = []
             for j, way in enumerate(ways[:i]):

@@ -40,7 +40,7 @@ def list_blocks(model: nn.Module) -> list[Block]:
     """
     rows: list[Block] = []
     # Loose parameters before the first block.
-    waiting: list[str] = []
+    waiting = []
     half = sum(p.numel() for p in model.parameters()) / 2
     for name, parameters, is_loose in _iterate_parts(model, "", half):
         if is_loose and not rows:
@@ -117,7 +117,7 @@ def freeze(
             train.
     """
     parameters = dict(model.named_parameters())
-    chosen: set[str] = set()
+    chosen = set()
     if isinstance(wanted, int):
         rows = list_blocks(model)
         count = wanted if wanted > 0 else len(rows) + wanted
@@ -140,11 +140,11 @@ def freeze(
     for module in model.modules():
         # The names are stored in the module, because copies of a parameter, and FSDP's shards of
         # it, lose its attributes.
-        names_here = []
-        for key, parameter in module.named_parameters(recurse=False):
-            if parameter in frozen_parameters:
-                names_here.append(key)
-        module.frozen_names = names_here  # type: ignore[assignment]
+        own_parameters = module.named_parameters(recurse=False)
+        frozen_names = [
+            name for name, parameter in own_parameters if parameter in frozen_parameters
+        ]
+        module.frozen_names = frozen_names  # type: ignore[assignment]
     refreeze(model)
     for norm in _find_frozen_norms(model):
         norm.keeps_statistics = True  # type: ignore[assignment]
@@ -162,7 +162,7 @@ def _match(
         if any(fnmatchcase(path, pattern) for path in _list_paths(name)):
             matches.append(name)
     if not matches:
-        paths: list[str] = []
+        paths = []
         for name in names:
             paths += _list_paths(name)
         children = dict.fromkeys(name.partition(".")[0] for name in names)
@@ -183,7 +183,7 @@ def _list_paths(name: str) -> list[str]:
 
 def list_frozen(model: nn.Module) -> list[str]:
     """List the frozen modules, and the frozen parameters of other modules."""
-    names: list[str] = []
+    names = []
 
     def visit(module: nn.Module, prefix: str) -> None:
         for name, parameter in module.named_parameters(recurse=False):
@@ -202,11 +202,8 @@ def list_frozen(model: nn.Module) -> list[str]:
 
 def list_frozen_norms(model: nn.Module) -> list[_NormBase]:
     """List the normalization layers whose running statistics `freeze` froze."""
-    layers = []
-    for layer in model.modules():
-        if isinstance(layer, _NormBase) and keeps_statistics(layer):
-            layers.append(layer)
-    return layers
+    norms = [layer for layer in model.modules() if isinstance(layer, _NormBase)]
+    return [layer for layer in norms if keeps_statistics(layer)]
 
 
 def refreeze(model: nn.Module) -> None:

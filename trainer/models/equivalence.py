@@ -120,7 +120,7 @@ def observe(
             initial_objects[name] = value
 
     def read_state(reachable: Reachable) -> Tensors:
-        state: Tensors = {}
+        state = {}
         for name, parameter in parameters.items():
             is_unchanged = torch.equal(parameter, originals[name][0])
             state[f"change of {name}"] = None if is_unchanged else parameter.detach().clone()
@@ -135,7 +135,7 @@ def observe(
             state[f"buffer {name}"] = buffer.clone()
         return state
 
-    plain = list[dict[str, object]]()
+    plain = []
     try:
         with restore_after([model], inputs[0].device), torch.enable_grad():
             for parameter in parameters.values():
@@ -350,7 +350,7 @@ def sketch_tensors(named: Mapping[str, Tensor]) -> dict[str, Sketch]:
             product += math.cos(index) * products.sum()
             squares += numbers.square().sum()
         rows.setdefault(real.device, {})[name] = torch.stack([product, squares.sqrt()])
-    sketches: dict[str, Sketch] = {}
+    sketches = {}
     for rows_on_device in rows.values():
         numbers_on_host = torch.stack([*rows_on_device.values()]).tolist()
         for name, (host_product, norm) in zip(rows_on_device, numbers_on_host, strict=True):

@@ -168,7 +168,7 @@ def _select_parameters(source: Callable[..., Any]) -> list[str]:
         parameters = inspect.signature(source).parameters.values()
     except (TypeError, ValueError):
         return []
-    bound: dict[str, Any] = {}
+    bound = {}
     if isinstance(source, functools.partial):
         bound = source.keywords
     selected = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -38,8 +38,7 @@ def read_host_state(
     if "cpu" in on_device:
         # On a CPU that replaces a GPU, this generator belongs to the device.
         del state["random state of torch"]
-    for number, module in enumerate(modules):
-        suffix = f" ({number})" if len(modules) > 1 else ""
+    for suffix, module in _number_modules(modules):
         reachable = Reachable([module])
         for name, attribute in read_plain_attributes(module, reachable).items():
             state[name + suffix] = attribute
@@ -55,12 +54,18 @@ def read_host_state(
 
 def list_held_tensors(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Return the buffers and attributes that a pass may change in place, by names for messages."""
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
     for number, module in enumerate(modules):
         for name, value in [*_name_buffers(module), *Reachable([module]).values]:
             if isinstance(value, Tensor) and is_plain(value):
                 tensors[f"{name} ({number})"] = value
     return tensors
+
+
+def _number_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each module after a suffix for names, which is empty if there is only one module."""
+    for number, module in enumerate(modules):
+        yield f" ({number})" if len(modules) > 1 else "", module
 
 
 def _name_buffers(module: nn.Module) -> list[tuple[str, Any]]:
@@ -99,9 +104,8 @@ def read_settings(modules: Sequence[nn.Module]) -> dict[str, object]:
 
     These are attributes, training flags, which parameters train, and a hook of the user.
     """
-    state: dict[str, object] = {}
-    for number, module in enumerate(modules):
-        suffix = f" ({number})" if len(modules) > 1 else ""
+    state = {}
+    for suffix, module in _number_modules(modules):
         for name, attribute in read_plain_attributes(module).items():
             state[name + suffix] = attribute
         for name, part in module.named_modules():

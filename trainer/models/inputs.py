@@ -28,7 +28,7 @@ def add_pretrained_input(recipe: Recipe) -> Recipe:
         recipe = recipe.replace(model__weights=weights)
     if recipe.data.name not in OWN_PHOTOS:
         return recipe
-    arguments: dict[str, Any] = {}
+    arguments = {}
     if recipe.model.init_from is not None and (stored := _read_stored(recipe.model.init_from)):
         # If the number of channels differs, mean and deviation will be measured.
         if (recipe.data.channels or 3) not in (1, 3, stored["channels"]):

@@ -113,7 +113,7 @@ def select_unlike(
     known: Callable[[nn.Module], bool],
 ) -> dict[str, nn.Module]:
     """Return the layers for which `known` is False. `known` is called once per kind of layer."""
-    answers: dict[Any, bool] = {}
+    answers = {}
     others = {}
     for name, layer in layers.items():
         options = []
@@ -139,7 +139,7 @@ def acts_as_batch_norm(layer: nn.Module) -> bool:
         return True
     if not isinstance(layer, _BatchNorm):
         return False
-    calls: list[bool] = []
+    calls = []
 
     def count(inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         calls.append(kwargs["training"] if "training" in kwargs else args[4])

@@ -36,7 +36,7 @@ def list_runs(model: nn.Module) -> list[Run]:
     A part is a block that contains layers. In a plain `nn.Sequential`, it is a convolution or
     linear layer with the layers that follow it, up to the next convolution or linear layer.
     """
-    runs: dict[Run, None] = {}
+    runs = {}
     for block in list_blocks(model):
         if not block.name:
             continue
@@ -125,13 +125,13 @@ def recompute(
             del block.forward
         block.forward = wrap(run, block.forward)
     for parent, forwards in by_sequential.items():
-        replacements: dict[nn.Module, list[Forward]] = {}
+        replacements = {}
         for run, forward in forwards.items():
             first, *others = map(model.get_submodule, run)
             replacements[first] = [forward]
             replacements |= {other: [] for other in others}
         sequential = model.get_submodule(parent)
-        parts: list[Forward] = []
+        parts = []
         for child in sequential.children():
             parts += replacements.get(child, [child])
         sequential.forward = _chain(parts)
@@ -159,8 +159,7 @@ def compile_call(forward: Forward, name: str) -> Forward:
         return forward(*args, **kwargs)
 
     run.__code__ = run.__code__.replace(co_name=f"forward_{name}")
-    compiled_run: Forward = torch.compile(run)
-    return compiled_run
+    return torch.compile(run)
 
 
 def checkpoint_forward(

@@ -241,8 +241,6 @@ class ReplayedForward:
         tensors += list_held_tensors(self._modules).values()
         addresses = [tensor.data_ptr() for tensor in tensors]
         hooks = [[*part._forward_hooks, *part._forward_pre_hooks] for part in parts]
-        plain = {}
-        for name, value in read_settings(self._modules).items():
-            if not name.startswith("mode of"):
-                plain[name] = value
+        settings = read_settings(self._modules)
+        plain = {name: settings[name] for name in settings if not name.startswith("mode of")}
         return addresses, hooks, plain, parts, cuda_graphs.recoveries

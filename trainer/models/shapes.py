@@ -20,7 +20,7 @@ SIMPLE = (bool, int, float, str, torch.dtype)
 
 def copy_to_meta(model: nn.Module) -> nn.Module:
     """Copy a model to the meta device. Its values are not copied."""
-    memo: dict[int, Any] = {}
+    memo = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         if not is_lazy(tensor) and tensor.is_leaf:
             shape = tensor.detach().to("meta")

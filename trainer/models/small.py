@@ -109,7 +109,7 @@ class SmallResNet(nn.Module):
         width = 16
         stages = []
         for planes in (16, 32, 64):
-            stage: list[nn.Module] = []
+            stage = []
             for _ in range(blocks):
                 stride = 1
                 shortcut = None
@@ -187,7 +187,7 @@ def _build_fast_cnn(
     """
     if min(sides(image_size)) < 16:
         widths = widths[:-1]
-    layers: list[nn.Module] = [Whitening(channels), nn.GELU()]
+    layers = [Whitening(channels), nn.GELU()]
     inputs = 8 * channels
     for width in widths:
         first = nn.Conv2d(inputs, width, 3, padding=1, bias=False)

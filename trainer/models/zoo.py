@@ -269,7 +269,7 @@ def count_shared_classes(
     Returns:
         None if outputs cannot be matched by name.
     """
-    stored_classes: list[str] = []
+    stored_classes = []
     if recipe.init_from:
         stored_classes = _read_class_names(read_metadata(find_run(recipe.init_from)))
     outputs = getattr(model.get_submodule(find_head(model)), "weight", ())
@@ -490,7 +490,7 @@ def select_fitting_weights(
     model: nn.Module,
     weights: Mapping[str, Weight],
     source: str,
-    whole: bool = False,
+    whole: bool,
 ) -> dict[str, Weight]:
     """Return the weights that `load_weights` loads, under the model's names.
 
@@ -504,7 +504,7 @@ def select_fitting_weights(
     for name, tensor in tensors.items():
         if name in weights:
             saved[id(tensor)] = weights[name]
-    stored: dict[str, Weight] = {}
+    stored = {}
     for name, tensor in tensors.items():
         if id(tensor) in saved:
             stored[name] = saved[id(tensor)]

@@ -191,7 +191,7 @@ class Engine:
 
         None waits without a limit.
         """
-        ready: set[PoolWorker | None] = {key.data for key, _ in self._selector.select(timeout)}
+        ready = {key.data for key, _ in self._selector.select(timeout)}
         with suppress(BlockingIOError):
             while os.read(self._woken, 4096):
                 pass

@@ -8,7 +8,6 @@ Workers and ranks are forked by `fork_server` instead.
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import signal
 import subprocess
@@ -203,15 +202,15 @@ def run_command(
 def run_together(
     commands: Sequence[Sequence[str]],
     environment: Mapping[str, str],
-    output: IO[str] | None = None,
-    seconds: float = math.inf,
+    output: IO[str],
+    seconds: float,
 ) -> list[int | None]:
     """Run commands at the same time until all have succeeded or one has failed.
 
     Args:
         commands: commands, see `run_command`.
         environment: environment variables.
-        output: file for stdout and stderr. None uses those of this process.
+        output: file for stdout and stderr.
         seconds: timeout.
 
     Returns:
@@ -222,12 +221,15 @@ def run_together(
         PeerError: the commands did not end in time.
     """
     end = time.monotonic() + seconds
-    errors = None if output is None else subprocess.STDOUT
     with ExitStack() as stack:
         running = []
         for command in commands:
             process = run_command(
-                command, environment, stdin=subprocess.DEVNULL, stdout=output, stderr=errors
+                command,
+                environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
             )
             running.append(stack.enter_context(process))
         while True:

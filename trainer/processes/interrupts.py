@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from trainer.errors import Interrupted, Preempted
 from trainer.processes import early, family, silence, stacks
@@ -265,7 +265,7 @@ class Interrupts:
         return self._ctrl_c.is_second(number)
 
     def _watch(self) -> None:
-        first: int | None = None
+        first = None
         received_at = 0.0
         while not self._done:
             poll_seconds = None if first is None else 0.05
@@ -437,7 +437,7 @@ def exit_python(code: int) -> None:
 def _is_profiled() -> bool:
     """Return whether a profiler or a coverage tool runs, which reports during the shutdown."""
     # Python 3.11 does not have `sys.monitoring`.
-    monitoring: Any = getattr(sys, "monitoring", None)
+    monitoring = getattr(sys, "monitoring", None)
     if monitoring is not None and any(monitoring.get_tool(number) for number in range(6)):
         return True
     return sys.gettrace() is not None or sys.getprofile() is not None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import Any
 
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe import IN_TURN, MEASURED, STREAMS, Recipe, flatten, format_neighbors
@@ -35,7 +34,7 @@ ENOUGH_IMAGES = 128
 MAX_LISTED_CHOICES = 8
 
 # Name of an option -> a key and a value that turn the option on.
-OPTIONS: dict[str, tuple[str, Any]] = {
+OPTIONS = {
     "fp16": ("precision", "fp16"),
     "bf16": ("precision", "bf16"),
     "tf32": ("precision", "tf32"),
@@ -342,10 +341,11 @@ def microbatch_counts(recipe: Recipe, processes: int) -> list[int]:
                 "can be"
             )
         return [int(section.microbatches)]
-    possible = []
-    for count in range(1, rows + 1):
-        if rows % count == 0 and not _explain_refusal(schedule, count, recipe, processes):
-            possible.append(count)
+    possible = [
+        count
+        for count in range(1, rows + 1)
+        if rows % count == 0 and not _explain_refusal(schedule, count, recipe, processes)
+    ]
     what = f"{rows} images a step"
     if count_local_batches(recipe, processes) > 1:
         what += " and replica"

@@ -24,8 +24,15 @@ if TYPE_CHECKING:
     from trainer.recipe import Recipe
 
 SMALL_MODELS = (
-    *("mlp", "cnn", "cnn_gn", "vit_tiny", "resnet8", "resnet20"),
-    *("fast_cnn", "fast_cnn_mirrored", "fast_cnn_small"),
+    "mlp",
+    "cnn",
+    "cnn_gn",
+    "vit_tiny",
+    "resnet8",
+    "resnet20",
+    "fast_cnn",
+    "fast_cnn_mirrored",
+    "fast_cnn_small",
 )
 DATASETS = (
     "digits",
@@ -161,7 +168,7 @@ def timm_models() -> Sequence[str]:
 def _find_registered(package: str, pattern: str) -> Sequence[str]:
     """Return the functions that a package registers; empty if it is not installed."""
     spec = find_spec(package)
-    names: list[str] = []
+    names = []
     if spec is None:
         return ()
     for folder in spec.submodule_search_locations or ():

@@ -122,7 +122,7 @@ def _layers(
 ) -> tuple[str, list[Layer]]:
     """Return the recipe's name, and the layers to merge, lowest first."""
     name = NAMELESS
-    chain = list[Layer]()
+    chain = []
     if isinstance(recipe, str | Path):
         path = find_recipe(str(recipe))
         # All runs have a file of this name, so a run is called by the name of its folder.

@@ -89,7 +89,7 @@ WHOLE_MATRICES = (
     "it needs whole matrices, but a rank has only some of their rows; use adamw, or mode=ddp"
 )
 
-TRAITS: dict[str, Traits] = {
+TRAITS = {
     "single": Traits(
         when=("one device. All other modes are tested against it",),
         reference=True,

@@ -38,7 +38,7 @@ class OptimizerTraits:
     scales_lr: bool = False
 
 
-OPTIMIZERS: dict[str, OptimizerTraits] = {
+OPTIMIZERS = {
     "sgd": OptimizerTraits(
         "SGD",
         keys=("momentum", "nesterov"),

@@ -197,7 +197,7 @@ def split_arguments(
         RecipeError: an option is repeated or empty.
     """
     values: dict[str, str] = {}
-    rest: list[str] = []
+    rest = []
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or key not in names:

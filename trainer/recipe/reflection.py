@@ -45,9 +45,28 @@ for _traits in TRAITS.values():
 # A resumed run may change where it runs, what it writes and how long it waits, but not what a step
 # computes.
 FREE_ON_RESUME = {
-    *("mode", "devices", "threads", "timeout", "save", "logging", "resume", "output", "pipeline"),
-    *("fsdp", "predict", "graphs", "recompute", "shares", "stop", "grace", "accumulate"),
-    *("data.root", "data.workers", "data.check", "data.download", "data.cache_dir"),
+    "accumulate",
+    "data.cache_dir",
+    "data.check",
+    "data.download",
+    "data.root",
+    "data.workers",
+    "devices",
+    "fsdp",
+    "grace",
+    "graphs",
+    "logging",
+    "mode",
+    "output",
+    "pipeline",
+    "predict",
+    "recompute",
+    "resume",
+    "save",
+    "shares",
+    "stop",
+    "threads",
+    "timeout",
 }
 
 
@@ -162,11 +181,7 @@ def compare_recipes(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
     """Return the dotted keys in which two recipes differ, with their (old, new) values."""
     before = flatten(old.to_dict())
     now = flatten(new.to_dict())
-    pairs = {}
-    for key, value in now.items():
-        if before[key] != value:
-            pairs[key] = (before[key], value)
-    return pairs
+    return {key: (before[key], value) for key, value in now.items() if before[key] != value}
 
 
 def is_longer(old: Recipe, new: Recipe) -> bool:
@@ -214,8 +229,5 @@ def changed_keys(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
         free.add("data.image_column")
         if old.data.label_column is None:
             free.add("data.label_column")
-    changed = {}
-    for key, pair in compare_recipes(old, new).items():
-        if free.isdisjoint((key, key.partition(".")[0])):
-            changed[key] = pair
-    return changed
+    changes = compare_recipes(old, new)
+    return {key: changes[key] for key in changes if free.isdisjoint((key, key.partition(".")[0]))}

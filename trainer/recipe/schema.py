@@ -653,7 +653,7 @@ class Recipe(_Section):
 
         It omits the paths of this machine, the teacher and the loggers.
         """
-        omitted: dict[str, Any] = dict.fromkeys(("output", "resume", *LOCAL))
+        omitted = dict.fromkeys(("output", "resume", *LOCAL))
         tree = self.replace(distill={}, **omitted).to_dict()
         del tree["logging"]
         return tree

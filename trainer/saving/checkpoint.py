@@ -375,12 +375,9 @@ def checkpoints_in(folder: Path) -> list[Path]:
         raise SetupError(
             f"{folder} cannot be read ({error.strerror}); choose another folder with output=..."
         ) from error
-
-    def sort_key(path: Path) -> tuple[int, str]:
-        # The name alone would sort a step of nine digits before one of eight.
-        return int(path.name.removeprefix("step-")), path.name
-
-    return sorted(paths, key=sort_key, reverse=True)
+    # The name alone would sort a step of nine digits before one of eight.
+    paths.sort(key=lambda path: (int(path.name.removeprefix("step-")), path.name), reverse=True)
+    return paths
 
 
 def is_checkpoint(folder: Path) -> bool:

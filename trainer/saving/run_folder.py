@@ -365,7 +365,7 @@ def fresh_folder(recipe: Recipe) -> Path:
         SetupError: the folder cannot be created.
     """
     name = f"{recipe.name}-{recipe.mode}"
-    lock_files: list[Path] = []
+    lock_files = []
     if is_restart():
         lock_files = sorted(Path("runs").glob(f"{glob.escape(name)}-*/{LOCK}"), reverse=True)
     for lock_file in lock_files:

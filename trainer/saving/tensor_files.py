@@ -191,10 +191,9 @@ def serialize_shards(pieces: Mapping[str, Shard]) -> Iterator[memoryview]:
     The metadata entry "slices" maps the name of each shard that is not a complete tensor to its
     first row and the shape of the complete tensor.
     """
-    slices = {}
-    for name, piece in pieces.items():
-        if not piece.is_whole:
-            slices[name] = (piece.start, piece.shape)
+    slices = {
+        name: (piece.start, piece.shape) for name, piece in pieces.items() if not piece.is_whole
+    }
     metadata = {}
     if slices:
         metadata["slices"] = json.dumps(slices, sort_keys=True)

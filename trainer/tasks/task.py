@@ -37,12 +37,12 @@ class Task:
     """
 
     reads: ClassVar[Reads] = "class"
-    metric: ClassVar[str] = "loss"
-    larger_is_better: ClassVar[bool] = False
+    metric = "loss"
+    larger_is_better = False
     tells: ClassVar[tuple[str, ...]] = ()
     titles: ClassVar[Mapping[str, str]] = {}
     fractions: ClassVar[tuple[str, ...]] = ()
-    mixes: ClassVar[bool] = False
+    mixes = False
     uses: ClassVar[tuple[str, ...]] = ()
 
     def __init__(

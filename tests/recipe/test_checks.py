@@ -22,6 +22,7 @@ from trainer.recipe.checks import (
     SPLIT_BACKWARD,
     V_SHAPED,
     VIRTUAL,
+    check_names,
     check_options,
     check_processes,
     count_local_batches,
@@ -29,7 +30,7 @@ from trainer.recipe.checks import (
     ranks_per_pipeline,
     resolve_schedule,
 )
-from trainer.recipe.known_names import check_model_name, check_names
+from trainer.recipe.known_names import check_model_name
 from trainer.recipe.schema import Schedule
 
 SCHEDULES = get_args(Schedule)

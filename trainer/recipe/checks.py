@@ -11,9 +11,11 @@ from importlib.util import find_spec
 
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe import IN_TURN, MEASURED, STREAMS, Recipe, flatten, format_neighbors
+from trainer.recipe.known_names import DATASETS, TASKS, check_model_name
 from trainer.recipe.optimizer_table import MATRIX_OPTIMIZERS, OPTIMIZERS
 from trainer.recipe.recipe_files import format_argument
 from trainer.recipe.shares import check_shares, count_rows, fixed_shares
+from trainer.recipe.text import find_nearest
 from trainer.versions import SINCE, read_version, torch_has
 
 # Schedules in which rank r of P has the stages r and 2P - 1 - r.
@@ -460,6 +462,28 @@ def _join_choices(choices: list[int]) -> str:
     if others:
         return f"{', '.join(others)} or {last}"
     return last
+
+
+def check_names(recipe: Recipe) -> None:
+    """Check the names of the model, the data set and the task.
+
+    Raises:
+        RecipeError: a name is unknown. The message suggests the closest known name.
+    """
+    check_model_name(recipe.model.name)
+    for key, name, what, known_names in (
+        ("data.name", recipe.data.name, "a data set", DATASETS),
+        ("task.name", recipe.task.name, "a task", TASKS),
+    ):
+        if name not in known_names:
+            guess = find_nearest(name, known_names)
+            hint = ""
+            if guess:
+                hint = f"did you mean {key}={guess}? "
+            listed = ", ".join(known_names)
+            raise RecipeError(
+                f"{key}={name} is not {what}; {hint}known: {listed} (your own: plugin=my_module)"
+            )
 
 
 def check_loggers(recipe: Recipe) -> None:

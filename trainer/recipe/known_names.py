@@ -15,13 +15,10 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from trainer.errors import RecipeError
 from trainer.recipe.text import find_nearest
-
-if TYPE_CHECKING:
-    from trainer.recipe import Recipe
 
 SMALL_MODELS = (
     "mlp",
@@ -96,28 +93,6 @@ WEIGHTS_FILES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".pth.tar")
 AUXILIARY = ("googlenet", "inception_v3")
 # Prefix of the names of timm's models.
 TIMM = "timm:"
-
-
-def check_names(recipe: Recipe) -> None:
-    """Check the names of the model, the data set and the task.
-
-    Raises:
-        RecipeError: a name is unknown. The message suggests the closest known name.
-    """
-    check_model_name(recipe.model.name)
-    for key, name, what, known_names in (
-        ("data.name", recipe.data.name, "a data set", DATASETS),
-        ("task.name", recipe.task.name, "a task", TASKS),
-    ):
-        if name not in known_names:
-            guess = find_nearest(name, known_names)
-            hint = ""
-            if guess:
-                hint = f"did you mean {key}={guess}? "
-            listed = ", ".join(known_names)
-            raise RecipeError(
-                f"{key}={name} is not {what}; {hint}known: {listed} (your own: plugin=my_module)"
-            )
 
 
 def check_model_name(name: str) -> None:

@@ -1,7 +1,5 @@
 """Start ranks for a Python program: run `python -m trainer` in a child and return its result."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

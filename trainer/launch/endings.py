@@ -4,8 +4,6 @@ A rank writes its line into the file that torchrun reads. The launcher prints th
 cause and exits with its code.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -80,7 +78,7 @@ def first_cause(endings: Iterable[Ending]) -> Ending:
 
     def precedence(end: Ending) -> tuple[int, bool, bool, float, int]:
         # A late signal is not a cause, because torchrun kills ranks that do not react to SIGTERM.
-        # SIGABRT is none either, because NCCL sends it to a rank that waited for another rank.
+        # Nor is SIGABRT, because NCCL sends it to a rank that waited for another rank.
         was_killed = end.code < 0 and end.code != -signal.SIGABRT and end.time <= late
         # A rank that found a stopped rank knows the cause. It also wakes the stopped rank to write
         # its stacks. Python's faulthandler sometimes crashes then, which looks like a kill.

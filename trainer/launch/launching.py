@@ -6,8 +6,6 @@ server that has imported torch and this package once. The module does not import
 are started.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import math
@@ -174,7 +172,7 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch, max_restarts: in
         # mpirun bound this task to a part of the cores, and all ranks of the node start from it.
         with suppress(OSError):
             os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
-    # torchrun would set OMP_NUM_THREADS=1, which could not be told apart from the user's own 1.
+    # torchrun would set OMP_NUM_THREADS=1, which could not be distinguished from the user's own 1.
     threads = resources.choose_threads(recipe, launch.nproc)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     start_server()

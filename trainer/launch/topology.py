@@ -5,8 +5,6 @@ several nodes; the same variables with torchrun's prefix (PET_NPROC_PER_NODE); t
 or SLURM started; the devices of the recipe; the GPUs; the cores.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

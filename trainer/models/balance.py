@@ -1,7 +1,5 @@
 """Measure the cost of each block of a model, and cut the model into equally fast stages."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence

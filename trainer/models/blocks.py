@@ -1,7 +1,5 @@
 """List the blocks of a model, and freeze blocks or parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple

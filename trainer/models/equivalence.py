@@ -6,8 +6,6 @@ states are compared. The second pass shows differences in the state that the fir
 state is restored afterwards.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Models that the Python API accepts: modules, and functions that build them."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Trace a model to a graph that is correct in training and in evaluation."""
 
-from __future__ import annotations
-
 import operator
 import traceback
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """Read host state that a pass may change, which a CUDA graph replay would not change."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Collection, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Choose image size, channels, mean and standard deviation that suit the initial weights."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from typing import Any

@@ -1,7 +1,5 @@
 """Find normalization layers, and check whether a layer computes batch normalization."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any

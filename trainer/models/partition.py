@@ -5,8 +5,6 @@ et al., arXiv:2112.08429). A stage consists of the operations between two cuts. 
 buffers have the same names as in the model.
 """
 
-from __future__ import annotations
-
 import inspect
 import operator
 from collections import defaultdict

@@ -6,8 +6,6 @@ outputs of a replay are compared with those of an eager pass. A model that also 
 (waits for the device, draws random numbers, counts passes) runs eagerly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 

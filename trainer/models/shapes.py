@@ -1,7 +1,5 @@
 """Copy a model to torch's meta device, on which tensors have no values, or build it there."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import hashlib

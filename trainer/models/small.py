@@ -1,7 +1,5 @@
 """Small models for small images and for experiments."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

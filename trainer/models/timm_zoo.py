@@ -3,8 +3,6 @@
 timm is an optional dependency and is imported when one of its models is built.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

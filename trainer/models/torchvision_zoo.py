@@ -1,7 +1,5 @@
 """torchvision's classifiers by name, and their published weights."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext

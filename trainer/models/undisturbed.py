@@ -1,7 +1,5 @@
 """Restore the state of a model after passes that measure or check it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """Models by name: torchvision's classifiers, small models, timm's models and the user's own."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Mapping, Sequence

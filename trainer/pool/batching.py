@@ -4,8 +4,6 @@ The functions depend on measured speeds only: they use no clock and no process, 
 policy with simulated devices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 # Maximum seconds of a batch. A lost batch costs this time again, and so may the wait for the last

@@ -1,7 +1,5 @@
 """The pool's thread, which starts workers, receives answers, and replaces lost processes."""
 
-from __future__ import annotations
-
 import math
 import os
 import selectors

@@ -3,8 +3,6 @@
 The module imports next to nothing, so that the handlers are installed before slow imports.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -5,8 +5,6 @@ launcher as parent, find out from the kernel. Commands that this process starts 
 Workers and ranks are forked by `fork_server` instead.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

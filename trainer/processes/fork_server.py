@@ -6,8 +6,6 @@ are meant for the parent, which still finishes its step and saves. They are ther
 server from its start, and in each child until the child ignores or handles them.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

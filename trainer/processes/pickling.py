@@ -4,8 +4,6 @@ Another process cannot import a class that was defined in a notebook, in `python
 script. cloudpickle therefore sends the code of the class with the object.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

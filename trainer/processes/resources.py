@@ -3,8 +3,6 @@
 The module does not import torch at its top, because start-up code uses it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Mapping, Sequence

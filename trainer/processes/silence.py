@@ -8,8 +8,6 @@ waiting thread, as it does when a peer dies. Gloo raises nothing if a connection
 two operations. In that case the counting thread ends this process.
 """
 
-from __future__ import annotations
-
 import datetime
 import math
 import os

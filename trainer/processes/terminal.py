@@ -2,8 +2,6 @@
 explanations of long waits.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import os

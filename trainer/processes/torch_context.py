@@ -1,7 +1,5 @@
 """Isolate training from the torch context of the user's program: modes, flags and defaults."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

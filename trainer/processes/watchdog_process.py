@@ -7,8 +7,6 @@ because this does not need the lock, and the watchdog reads the number there. To
 program does not import other modules of `trainer`.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -3,8 +3,6 @@
 The checks run before anything heavy is imported. Their messages name a command that works.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from importlib.util import find_spec

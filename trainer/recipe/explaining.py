@@ -4,8 +4,6 @@ A message is one line that says what to type. An unknown key is compared with al
 names of settings in other libraries.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any

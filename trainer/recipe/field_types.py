@@ -1,7 +1,5 @@
 """Types of the values of recipe keys, with messages for invalid values."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Any, Literal
 

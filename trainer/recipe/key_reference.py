@@ -1,7 +1,5 @@
 """Reference of all keys of a recipe: default, values, comment and example, from the schema."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

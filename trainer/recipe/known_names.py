@@ -6,8 +6,6 @@ builds the object checks the name again. `Registry` contains the user's own mode
 tasks.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Describe how a planned run divides its model and its batches over processes and devices."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from trainer.recipe import checks

@@ -4,8 +4,6 @@ A recipe is checked completely before anything heavy is imported. `load` returns
 or raises a `RecipeError` that names the key and the closest value that works.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path

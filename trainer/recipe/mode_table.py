@@ -3,8 +3,6 @@
 A mode consists of a row here and of a class in `trainer.modes`, which computes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

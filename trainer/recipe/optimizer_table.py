@@ -3,8 +3,6 @@
 A new optimizer is a row. `trainer.optim.optimizers` builds the class that the row names.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")

@@ -3,8 +3,6 @@
 Input that would grow without limit is refused.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """Properties of keys: defaults, types, when a key has no effect, what a resumed run may change."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Keys and values that were removed. Files with them are still read; arguments are refused."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence

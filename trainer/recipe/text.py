@@ -1,7 +1,5 @@
 """Texts in messages about recipes: values as users type them, the closest key or size."""
 
-from __future__ import annotations
-
 import difflib
 import math
 import re

@@ -8,8 +8,6 @@ complete, even if the writer was killed. The hashes detect later damage. Loading
 memory, because files are hashed in chunks and tensors are views of memory-mapped files.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

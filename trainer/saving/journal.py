@@ -5,8 +5,6 @@ kill loses at most that second. A machine that loses power may leave a damaged l
 checksum at its end reveals.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import socket

@@ -1,7 +1,5 @@
 """Locks on folders. The kernel releases a lock when the process that owns it ends in any way."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import itertools

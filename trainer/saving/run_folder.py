@@ -3,8 +3,6 @@
 Only rank 0 has a run folder.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 import os

@@ -3,8 +3,6 @@
 The module does not import torch, so a mistyped name is reported without delay.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -6,8 +6,6 @@ has written in a further file in the same folder, and rank 0 seals the checkpoin
 all ranks exist. All ranks learn of a failed save at their next synchronization.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import time

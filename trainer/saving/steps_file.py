@@ -1,7 +1,5 @@
 """Write steps.csv of a run folder, and read one that may be damaged."""
 
-from __future__ import annotations
-
 import csv
 import errno
 import os

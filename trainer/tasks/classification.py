@@ -1,7 +1,5 @@
 """Tasks `classification`, one class for each image, and `multilabel`, any number of classes."""
 
-from __future__ import annotations
-
 import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Base class of all tasks, and the registry of tasks by name, which plugins extend."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Literal, TypeVar

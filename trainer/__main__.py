@@ -42,7 +42,7 @@ try:
     from trainer.processes import family, interrupts, resources
     from trainer.processes.interrupts import exit_now, exit_python
     from trainer.processes.rank import read_place
-    from trainer.recipe.known_names import check_names
+    from trainer.recipe.checks import check_names
     from trainer.recipe.recipe_files import parse_positive_integer, split_arguments
     from trainer.saving.files import open_streams
     from trainer.saving.run_folder import asked_to_restart

@@ -18,7 +18,7 @@ from trainer.commands.sweep.space import SearchSpace, parse_dimension
 from trainer.errors import RecipeError, SetupError
 from trainer.launch.topology import Launch, choose_launch
 from trainer.recipe import Recipe, checks, load
-from trainer.recipe.known_names import check_names
+from trainer.recipe.checks import check_names
 from trainer.recipe.recipe_files import split_arguments
 from trainer.telemetry import readable
 

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.checks import refusal
-from trainer.recipe import MODES, TRAITS, Recipe, Schedule, checks, load
+from trainer.recipe import MODES, TRAITS, Recipe, checks, load
 from trainer.recipe.checks import (
     OPTIONS,
     SPLIT_BACKWARD,
     V_SHAPED,
     VIRTUAL,
+    check_names,
     check_options,
     check_processes,
     count_local_batches,
@@ -29,7 +30,8 @@ from trainer.recipe.checks import (
     ranks_per_pipeline,
     resolve_schedule,
 )
-from trainer.recipe.known_names import check_model_name, check_names
+from trainer.recipe.known_names import check_model_name
+from trainer.recipe.schema import Schedule
 
 SCHEDULES = get_args(Schedule)
 

@@ -9,7 +9,7 @@ import pytest
 from tests.checks import refusal
 from tests.command_line import QUIET, ok, suggested, trainer
 from trainer.errors import RecipeError
-from trainer.recipe import load, origins
+from trainer.recipe.loading import load, origins
 
 
 def write(folder: Path, **files: str) -> None:

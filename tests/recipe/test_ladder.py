@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from trainer.recipe import MODES, checks, flatten, load, shipped_recipes
-from trainer.recipe.known_names import check_names
+from trainer.recipe.checks import check_names
 from trainer.recipe.recipe_files import split_arguments
 
 IMAGENET = [

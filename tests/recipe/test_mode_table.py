@@ -10,8 +10,8 @@ from typing import get_args
 import pytest
 
 import trainer
-from trainer.recipe import MODES, TRAITS, Traits, load
-from trainer.recipe.mode_table import Mode
+from trainer.recipe import MODES, TRAITS, load
+from trainer.recipe.mode_table import Mode, Traits
 
 HOME = Path(trainer.__file__).parent
 MODULES = [

@@ -20,8 +20,7 @@ from trainer.errors import PeerError, Preempted, RecipeError, SetupError
 from trainer.processes.interrupts import SAVE_SECONDS
 from trainer.processes.rank import read_place
 from trainer.recipe import Recipe, shipped_recipes
-from trainer.recipe.checks import check_processes
-from trainer.recipe.known_names import check_names
+from trainer.recipe.checks import check_names, check_processes
 from trainer.recipe.recipe_files import parse_positive_integer, split_arguments
 from trainer.recipe.text import format_value
 

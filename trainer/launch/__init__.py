@@ -1,5 +1,7 @@
-"""Start ranks: this process alone, ranks of the user's torchrun, or ranks that we start.
+"""Start the ranks of a run.
 
-Nothing here imports torch before ranks are started.
+The ranks are this process alone, those that the user's torchrun has started, or ranks that this
+package starts. The package does not import torch before it starts them.
+
 Imports: errors, recipe, devices, processes, saving.
 """

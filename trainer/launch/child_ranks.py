@@ -1,7 +1,5 @@
 """Start ranks for a Python program: run `python -m trainer` in a child and return its result."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -30,20 +28,21 @@ def train_in_children(
     nproc: str | None = None,
     modules: Mapping[str, bytes] | None = None,
 ) -> dict[str, Any]:
-    """Train a mode of several processes from the Python API.
+    """Train in a mode that uses several processes, for a caller of the Python API.
 
     Args:
         recipe: recipe of the run.
         plugin: value of the argument plugin=.
         nproc: value of the argument nproc=.
-        modules: contents of files that ranks can import, such as the module `plugin`, by file name.
+        modules: contents of Python files by file name, which ranks can import. One of them may be
+            the module `plugin`.
 
     Returns:
         The contents of the run's result.json.
 
     Raises:
-        TrainerError: the kind that belongs to the child's exit code, with the line that it printed;
-            `Interrupted` after Ctrl-C.
+        TrainerError: the training failed. The exit code of the child determines the subclass
+            (`Interrupted` after Ctrl-C), and the message is the line that the child printed.
     """
     if recipe.output:
         folder = Path(recipe.output).expanduser()
@@ -78,12 +77,10 @@ def train_in_children(
             _signals_sent_to(child),
         ):
             errors = _Copy(child.stderr, lambda: sys.stderr)
-            printed = None
-            if is_redirected:
-                printed = _Copy(child.stdout, lambda: sys.stdout)
+            printed = _Copy(child.stdout, lambda: sys.stdout)
             child.wait()
         code = endings.public_code(child.returncode)
-        for copy in filter(None, (printed, errors)):
+        for copy in (printed, errors):
             copy.join(DRAIN_SECONDS)
     if code == 0:
         result: dict[str, Any] = json.loads((folder / "result.json").read_text())
@@ -114,6 +111,13 @@ class _Copy(threading.Thread):
     """Thread that copies the output of a child, except its error, which the caller raises."""
 
     def __init__(self, source: IO[str] | None, target: Callable[[], Any]) -> None:
+        """Start the thread.
+
+        Args:
+            source: output of the child. None if the child writes to the output of this process, so
+                that there is nothing to copy.
+            target: returns the stream to write to.
+        """
         super().__init__(name="output", daemon=True)
         self.source = source
         self.target = target

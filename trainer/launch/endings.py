@@ -4,8 +4,6 @@ A rank writes its line into the file that torchrun reads. The launcher prints th
 cause and exits with its code.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -33,18 +31,18 @@ from trainer.processes.rank import read_place
 from trainer.processes.terminal import localize_commands
 from trainer.processes.watchdog_process import WATCHDOG_SIGNAL
 
-# The line of a run that ran out of memory contains this if smaller micro-batches may fit.
+# Part of the message of a run that ran out of memory, if smaller micro-batches may fit.
 SMALLER = "the next attempt takes more pieces"
 # Seconds that a run must train before micro-batches shrink again: a run that fails earlier would
 # fail with smaller ones as well.
 SMALLER_AFTER = 60.0
-# Seconds after the first failure from which a signal explains nothing: torchrun sends SIGKILL after
-# 30 seconds.
+# A rank that a signal kills more than this number of seconds after the first failure is not the
+# cause, because torchrun sends SIGKILL after 30 seconds.
 KILLED_LATE = 20.0
 # Name of the file that `note_completed` writes.
 COMPLETED = "completed"
 STOPPED = "it is stopped (SIGSTOP, Ctrl-Z, a debugger)"
-# Seconds in which the launcher notices that a rank has exited; it polls every 0.1 s.
+# Seconds within which the launcher notices that a rank has exited. It polls every 0.1 s.
 NOTICE_SECONDS = 0.3
 # Maximum delay, in seconds, of the start of rank 0 relative to another rank.
 START_SECONDS = 5.0
@@ -79,11 +77,11 @@ def first_cause(endings: Iterable[Ending]) -> Ending:
     late = min(end.time for end in endings) + KILLED_LATE
 
     def precedence(end: Ending) -> tuple[int, bool, bool, float, int]:
-        # A signal explains nothing if it came late: torchrun kills ranks that do not react to
-        # SIGTERM. Nor does SIGABRT, with which NCCL ends a rank that waited for another one.
+        # A late signal is not a cause, because torchrun kills ranks that do not react to SIGTERM.
+        # Nor is SIGABRT, because NCCL sends it to a rank that waited for another rank.
         was_killed = end.code < 0 and end.code != -signal.SIGABRT and end.time <= late
-        # A rank that found a stopped one knows the reason. It wakes that rank to write its stacks,
-        # and Python's faulthandler sometimes crashes there.
+        # A rank that found a stopped rank knows the cause. It also wakes the stopped rank to write
+        # its stacks. Python's faulthandler sometimes crashes then, which looks like a kill.
         names_stopped_rank = STOPPED in end.line
         rank_of_code = follows.get(public_code(end.code), 0)
         return (rank_of_code, not names_stopped_rank, not was_killed, end.time, end.rank)
@@ -94,7 +92,7 @@ def first_cause(endings: Iterable[Ending]) -> Ending:
 
 
 def public_code(code: int) -> int:
-    """Return the exit code that a shell sees for a code as `subprocess` returns it."""
+    """Convert an exit code of `subprocess` (negative after a signal) to that of a shell."""
     if code >= 0:
         return code
     # The rank received the signal before its handlers existed, or while Python could not run.
@@ -117,7 +115,7 @@ def cause(error: BaseException, received: signal.Signals | None = None) -> str:
         return received.name
     if code == PeerError.code:
         file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        failures: dict[int, Ending] = {}
+        failures = {}
         if file:
             failures = reports(Path(file).parents[1], "*/error.json")
         for end in sorted(failures.values(), key=lambda end: end.time):
@@ -130,14 +128,14 @@ def cause(error: BaseException, received: signal.Signals | None = None) -> str:
 
 def reports(logs: Path, pattern: str = "*/attempt_*/*/error.json") -> dict[int, Ending]:
     """Return the failures that ranks of this node reported, by rank."""
-    endings: dict[int, Ending] = {}
+    endings = {}
     for path in logs.glob(pattern):
         with suppress(OSError, ValueError, KeyError, TypeError):
             message = json.loads(path.read_text())["message"]
-            code = message["errorCode"]
             extra = message["extraInfo"]
             rank = extra["rank"]
-            endings[rank] = Ending(rank, code, extra["py_callstack"], extra["time"])
+            line = extra["py_callstack"]
+            endings[rank] = Ending(rank, message["errorCode"], line, extra["time"])
     return endings
 
 

@@ -1,12 +1,10 @@
 """Decide whether to start ranks, and run torch's launcher in this process.
 
-There is one launcher, torch's own. `start` calls it within this process, so that the exit code and
+The only launcher is torch's own. `start` calls it within this process, so that the exit code and
 the line of a failed rank reach the user unchanged. Ranks are forked within milliseconds from a
-server that has imported torch and this package once. Nothing here imports torch before ranks are
-started.
+server that has imported torch and this package once. The module does not import torch before ranks
+are started.
 """
-
-from __future__ import annotations
 
 import importlib
 import logging
@@ -35,7 +33,7 @@ from trainer.recipe import Recipe
 from trainer.recipe.checks import check_loggers, check_processes
 
 MAIN = "trainer.__main__"
-# Seconds after which a signal is raised again, in case torch swallowed the exception.
+# Seconds after which the exception for a signal is raised again, in case torch has caught it.
 RERAISE_SECONDS = 1.0
 # Variable that is set for runs whose losses are compared: see `training/randomness.py`.
 EXACT = "TRAINER_EXACT"
@@ -174,7 +172,7 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch, max_restarts: in
         # mpirun bound this task to a part of the cores, and all ranks of the node start from it.
         with suppress(OSError):
             os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
-    # torchrun would set 1, which could not be distinguished from the user's own 1.
+    # torchrun would set OMP_NUM_THREADS=1, which could not be distinguished from the user's own 1.
     threads = resources.choose_threads(recipe, launch.nproc)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     start_server()
@@ -202,7 +200,7 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch, max_restarts: in
     else:
         arguments += ["--rdzv_backend=static", f"--node_rank={launch.node_rank}"]
         arguments += [f"--master_addr={launch.master_addr}", f"--master_port={launch.master_port}"]
-    # torch logs 30 lines about a failure, which would bury our one.
+    # torch logs 30 lines about a failed rank, which would hide our one-line message.
     logging.disable()
     # The thread of torch's rendezvous may hold its own last reference, and try to join itself.
     show = sys.unraisablehook
@@ -253,7 +251,7 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch, max_restarts: in
 
 @contextmanager
 def passing_signals_on() -> Iterator[None]:
-    """Stop the ranks at the first signal, and kill them at a person's second Ctrl-C.
+    """Stop the ranks at the first signal, and kill them at the user's second Ctrl-C.
 
     torch's own handler raises at every copy of a signal: at the second one ranks receive SIGTERM,
     and at the third one the launcher exits and kills ranks that are still saving. After this block
@@ -287,8 +285,8 @@ def passing_signals_on() -> Iterator[None]:
             for rank in multiprocessing.active_children():
                 rank.kill()
         elif is_first or number == signal.SIGALRM:
-            # The code that is interrupted may catch every exception. In a callback, exceptions are
-            # lost.
+            # The interrupted code may catch this exception, and an exception in a callback is lost.
+            # The timer then causes it to be raised again.
             signal.setitimer(signal.ITIMER_REAL, RERAISE_SECONDS)
             raise Stop("stopped by a signal", signal.SIGTERM)
 
@@ -363,7 +361,7 @@ def _ending(torchrun: Callable[[], object], logs: Path, launch: Launch) -> Endin
         # The server died while it was asked to fork a rank.
         return server_killed
     except ChildFailedError as failed:
-        failures: dict[int, Ending] = {}
+        failures = {}
         for rank, failure in failed.failures.items():
             if failure.exitcode == fork_server.SERVER_GONE_CODE:
                 failures[rank] = server_killed
@@ -403,7 +401,7 @@ def _ending(torchrun: Callable[[], object], logs: Path, launch: Launch) -> Endin
 def start_server() -> None:
     """Start the process from which ranks are forked; it imports torch in parallel to this process.
 
-    Libraries in that process read the environment of this moment.
+    Libraries in that process see the environment variables that are set when it starts.
     """
     fork_server.start_server(MAIN, "trainer.training.loop", "torch.utils.tensorboard")
 

@@ -5,8 +5,6 @@ several nodes; the same variables with torchrun's prefix (PET_NPROC_PER_NODE); t
 or SLURM started; the devices of the recipe; the GPUs; the cores.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from trainer.recipe import Recipe
 
 # Maximum number of ranks on a CPU if neither the user nor a launcher sets it.
 CPU_RANKS = 2
+# Our variables, and the variables of torchrun with the same meaning.
 TORCHRUNS = {
     "NPROC": "PET_NPROC_PER_NODE",
     "NNODES": "PET_NNODES",
@@ -33,7 +32,8 @@ MPI = (
     ),
     ("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_RANK", "PMI_SIZE"),  # MPICH, Intel MPI
 )
-# Rank and size variables of launchers whose layout is not read: MVAPICH, jsrun, Flux.
+# Variables with the rank and the number of ranks, for launchers whose distribution of ranks over
+# nodes is not read: MVAPICH, jsrun, Flux.
 OTHERS = (
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
     ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
@@ -176,13 +176,13 @@ def _read_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
             f"NNODES={high}, or start torchrun yourself"
         )
     if "NNODES" in variables:
-        return {**variables, "NNODES": low}
+        variables["NNODES"] = low
     return variables
 
 
 def task_of_node(environment: Mapping[str, str]) -> int:
     """Return the local rank that mpirun or srun gave this process, or 0 without them."""
-    # Ranks of torchrun inherit the variables of a launcher around it.
+    # If mpirun or srun started torchrun, the ranks of torchrun inherit their variables.
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return 0
     names = [local for local, _, rank, size in MPI if {local, rank, size} <= set(environment)]
@@ -198,7 +198,7 @@ def task_of_node(environment: Mapping[str, str]) -> int:
 
 def tasks_started(environment: Mapping[str, str]) -> int:
     """Return the number of tasks that mpirun or srun started on all nodes, or 1 without them."""
-    # Ranks of torchrun inherit the variables of a launcher around it.
+    # If mpirun or srun started torchrun, the ranks of torchrun inherit their variables.
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return 1
     names = [*OTHERS, *((rank, size) for _, _, rank, size in MPI)]
@@ -244,7 +244,10 @@ def bound_by_mpi(environment: Mapping[str, str]) -> bool:
 
 
 def _read_mpi(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the layout that mpirun chose, or nothing unless it started several processes."""
+    """Return the ranks per node and the nodes that mpirun chose, as our variables.
+
+    The result is empty unless mpirun started several processes.
+    """
     for names in MPI:
         texts = [environment.get(name, "") for name in names]
         if not all(text.isdigit() for text in texts):
@@ -264,7 +267,7 @@ def _read_mpi(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _read_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the layout of a SLURM step (srun), or nothing outside of one."""
+    """Return the nodes and tasks of a SLURM step (srun) as our variables; empty outside a step."""
     nodes = environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES")
     if "SLURM_STEP_ID" not in environment or not nodes:
         return {}
@@ -278,7 +281,7 @@ def _read_slurm(environment: Mapping[str, str]) -> dict[str, str]:
         variables["MASTER_ADDR"] = first
     job = environment.get("SLURM_JOB_ID", "")
     if job.isdigit():
-        # Systems choose ephemeral ports above 30000: a job's port stays below them.
+        # Operating systems choose ephemeral ports above 30000, so the port of a job is lower.
         variables["MASTER_PORT"] = str(10000 + int(job) % 20000)
     return variables
 

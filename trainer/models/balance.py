@@ -1,7 +1,5 @@
 """Measure the cost of each block of a model, and cut the model into equally fast stages."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,13 +15,13 @@ from trainer.memory.measuring import Allocations, count_bytes
 from trainer.models.partition import Traced, resolve_cuts
 from trainer.models.undisturbed import restore_after
 
-# Seconds within this factor of each other count as equal, because timings vary by a percent.
+# Durations that differ by less than this factor count as equal, because timings vary by a percent.
 TIE = 1.01
 
 
 @dataclass(frozen=True)
 class BlockCost:
-    """Cost of a micro-batch in the block between two neighbouring cuts.
+    """Cost of a micro-batch in the block between two neighboring cuts.
 
     Attributes:
         forward: Duration of the forward pass in seconds.
@@ -83,9 +81,10 @@ def balance(
 ) -> tuple[int, ...]:
     """Cut a sequence of blocks into stages so that the slowest stage is as fast as possible.
 
-    The linear-partition dynamic programme (Skiena, The Algorithm Design Manual, section 8.5) runs
-    twice. The first run finds the duration of the slowest stage. The second run finds the cuts that
-    send the fewest bytes, among all cuts whose slowest stage takes at most 1 % longer.
+    The dynamic program for the linear partition problem (Skiena, The Algorithm Design Manual,
+    section 8.5) runs twice. The first run finds the duration of the slowest stage. The second run
+    finds the cuts that send the fewest bytes, among all cuts whose slowest stage takes at most 1 %
+    longer.
 
     Returns:
         Rising indices i of cuts between the blocks i and i + 1.
@@ -117,7 +116,7 @@ def balance(
     ways: list[tuple[int, float, tuple[int, ...]] | None]
     ways = [(0, end, ()) if end <= limit else None for end in ends]
     for _ in range(stages - 1):
-        longer_ways: list[tuple[int, float, tuple[int, ...]] | None] = []
+        longer_ways = []
         for i, end in enumerate(ends):
             candidates = []
             for j, way in enumerate(ways[:i]):
@@ -139,7 +138,7 @@ def time_blocks(
     run: Callable[[nn.Module, Tensor], Tensor] = lambda module, x: module(x),
     repeats: int = 3,
 ) -> list[BlockCost]:
-    """Measure the forward and backward pass of each block between neighbouring cuts.
+    """Measure the forward and backward pass of each block between neighboring cuts.
 
     The blocks run one after the other in training mode, as in a pipeline: the input of a block is
     the detached output of the block before. Gradients, running statistics, training flags and
@@ -193,8 +192,8 @@ def _measure(
     """Run a forward and backward pass.
 
     Returns:
-        The detached output, which is the input of the next block, and the cost. Its field `kept` is
-        0 unless `count_bytes` is True.
+        The detached output, which is the input of the next block, and the cost. The field `kept` of
+        the cost is 0 unless `counts_kept` is True.
     """
     parameters = [p for p in block.parameters() if p.requires_grad]
     allocations = None
@@ -217,7 +216,7 @@ def _measure(
 
 
 def _clock(device: torch.device) -> float:
-    """Synchronise the device and return the time in seconds."""
+    """Synchronize the device and return the time in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -1,7 +1,5 @@
 """List the blocks of a model, and freeze blocks or parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -34,13 +32,13 @@ def list_blocks(model: nn.Module) -> list[Block]:
 
     A block is a child of the model, or of a list in the model (`nn.Sequential`, `nn.ModuleList`),
     or of a module whose lists contain more than half of all weights. Examples are a residual block,
-    an encoder layer, and a single convolution. Loose parameters, such as normalisation between
-    blocks, position embeddings and class tokens, belong to the block before them, or else to the
-    first block. A parameter that is used twice is listed once.
+    an encoder layer, and a single convolution. Loose parameters, such as those of normalization
+    between blocks, position embeddings and class tokens, belong to the block before them, or to the
+    first block if there is none before them. A parameter that is used twice is listed once.
     """
     rows: list[Block] = []
     # Loose parameters before the first block.
-    waiting: list[str] = []
+    waiting = []
     half = sum(p.numel() for p in model.parameters()) / 2
     for name, parameters, is_loose in _iterate_parts(model, "", half):
         if is_loose and not rows:
@@ -107,9 +105,9 @@ def freeze(
 
     Args:
         model: Changed in place.
-        wanted: Number of first blocks to freeze. If negative, minus the number of last blocks to
-            train. Or names or patterns of modules and parameters to freeze, such as `layer1` or
-            `encoder.layers.*.mlp`.
+        wanted: Number of blocks to freeze, counted from the first one. A negative number is minus
+            the number of blocks at the end that stay trainable. A list has names or patterns of
+            modules and parameters to freeze, such as `layer1` or `encoder.layers.*.mlp`.
         name: The model's name, for messages.
 
     Raises:
@@ -117,7 +115,7 @@ def freeze(
             train.
     """
     parameters = dict(model.named_parameters())
-    chosen: set[str] = set()
+    chosen = set()
     if isinstance(wanted, int):
         rows = list_blocks(model)
         count = wanted if wanted > 0 else len(rows) + wanted
@@ -140,11 +138,11 @@ def freeze(
     for module in model.modules():
         # The names are stored in the module, because copies of a parameter, and FSDP's shards of
         # it, lose its attributes.
-        names_here = []
-        for key, parameter in module.named_parameters(recurse=False):
-            if parameter in frozen_parameters:
-                names_here.append(key)
-        module.frozen_names = names_here  # type: ignore[assignment]
+        own_parameters = module.named_parameters(recurse=False)
+        frozen_names = [
+            name for name, parameter in own_parameters if parameter in frozen_parameters
+        ]
+        module.frozen_names = frozen_names  # type: ignore[assignment]
     refreeze(model)
     for norm in _find_frozen_norms(model):
         norm.keeps_statistics = True  # type: ignore[assignment]
@@ -162,7 +160,7 @@ def _match(
         if any(fnmatchcase(path, pattern) for path in _list_paths(name)):
             matches.append(name)
     if not matches:
-        paths: list[str] = []
+        paths = []
         for name in names:
             paths += _list_paths(name)
         children = dict.fromkeys(name.partition(".")[0] for name in names)
@@ -183,7 +181,7 @@ def _list_paths(name: str) -> list[str]:
 
 def list_frozen(model: nn.Module) -> list[str]:
     """List the frozen modules, and the frozen parameters of other modules."""
-    names: list[str] = []
+    names = []
 
     def visit(module: nn.Module, prefix: str) -> None:
         for name, parameter in module.named_parameters(recurse=False):
@@ -201,18 +199,15 @@ def list_frozen(model: nn.Module) -> list[str]:
 
 
 def list_frozen_norms(model: nn.Module) -> list[_NormBase]:
-    """List the normalisation layers with running statistics that `freeze` froze."""
-    layers = []
-    for layer in model.modules():
-        if isinstance(layer, _NormBase) and keeps_statistics(layer):
-            layers.append(layer)
-    return layers
+    """List the normalization layers whose running statistics `freeze` froze."""
+    norms = [layer for layer in model.modules() if isinstance(layer, _NormBase)]
+    return [layer for layer in norms if keeps_statistics(layer)]
 
 
 def refreeze(model: nn.Module) -> None:
     """Freeze again what `freeze` froze, because the model's own `train` may have changed it.
 
-    Dropout inside a frozen normalisation layer stays active.
+    Dropout inside a frozen normalization layer stays active.
     """
     for layer in list_frozen_norms(model):
         # `eval()` would also switch the children of the layer.
@@ -229,7 +224,7 @@ def keeps_statistics(layer: nn.Module) -> bool:
 
 
 def _find_frozen_norms(model: nn.Module) -> Iterator[_NormBase]:
-    """Yield frozen batch normalisation, and frozen instance normalisation that tracks statistics.
+    """Yield frozen batch normalization, and frozen instance normalization that tracks statistics.
 
     A layer without weight and bias is frozen if the module that contains it is frozen. If only a
     part of that module is frozen, the layer is frozen if the last layer with parameters before it

@@ -6,8 +6,6 @@ states are compared. The second pass shows differences in the state that the fir
 state is restored afterwards.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,12 +21,12 @@ from trainer.models.reachable import Reachable
 from trainer.models.undisturbed import is_plain, read_generator_states, restore_after
 from trainer.recipe.text import list_some
 
-# Maximum relative error of equal tensors. Model and replacement run the same operations on one
-# device, so different computations lead to larger errors.
+# Maximum relative error of tensors that count as equal, by precision. Model and replacement run the
+# same operations on one device, so a larger error means that they compute something different.
 TOLERANCE = {"fp32": 1e-5, "tf32": 1e-5, "bf16": 1e-4, "fp16": 1e-4}
 AS_IT_IS = "mode=ddp, which runs the model as it is"
 # Maximum error of a CUDA graph replay, as a multiple of the error between two replays. Two replays
-# differ if a kernel adds numbers up in a random order.
+# differ if a kernel adds numbers in a nondeterministic order.
 NOISE = 8
 # Number of elements that are multiplied at a time, so that they fit the CPU's cache.
 CHUNK_SIZE = 2**17
@@ -120,7 +118,7 @@ def observe(
             initial_objects[name] = value
 
     def read_state(reachable: Reachable) -> Tensors:
-        state: Tensors = {}
+        state = {}
         for name, parameter in parameters.items():
             is_unchanged = torch.equal(parameter, originals[name][0])
             state[f"change of {name}"] = None if is_unchanged else parameter.detach().clone()
@@ -135,7 +133,7 @@ def observe(
             state[f"buffer {name}"] = buffer.clone()
         return state
 
-    plain = list[dict[str, object]]()
+    plain = []
     try:
         with restore_after([model], inputs[0].device), torch.enable_grad():
             for parameter in parameters.values():
@@ -350,7 +348,7 @@ def sketch_tensors(named: Mapping[str, Tensor]) -> dict[str, Sketch]:
             product += math.cos(index) * products.sum()
             squares += numbers.square().sum()
         rows.setdefault(real.device, {})[name] = torch.stack([product, squares.sqrt()])
-    sketches: dict[str, Sketch] = {}
+    sketches = {}
     for rows_on_device in rows.values():
         numbers_on_host = torch.stack([*rows_on_device.values()]).tolist()
         for name, (host_product, norm) in zip(rows_on_device, numbers_on_host, strict=True):
@@ -375,5 +373,5 @@ def list_changing_state(passes: Passes) -> list[str]:
 
 
 def draws_random_numbers(passes: Passes) -> bool:
-    """Return whether passes on the CPU draw from torch's generator."""
+    """Return whether the passes drew random numbers from torch's CPU generator."""
     return "random state of torch" in _find_counters(passes)

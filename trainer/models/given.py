@@ -1,7 +1,5 @@
 """Models that the Python API accepts: modules, and functions that build them."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect
@@ -26,8 +24,8 @@ class ModelBuilder:
     """Builder of a model from a user's module or function.
 
     A module is copied with its weights, so that a run does not change the caller's module. A
-    function or class is called with num_classes, channels and image_size, if it has parameters of
-    that name.
+    function or class is called with those of the arguments num_classes, channels and image_size
+    for which it has a parameter.
     """
 
     def __init__(self, source: nn.Module | Callable[..., nn.Module]) -> None:
@@ -61,7 +59,11 @@ class ModelBuilder:
 
     @property
     def name(self) -> str:
-        """Name in recipes and run directories. torchvision's own functions keep theirs."""
+        """Name of the model in recipes and run directories.
+
+        A function of torchvision keeps its name. Any other function that has the name of a small
+        model or of a torchvision model gets the prefix `my_`.
+        """
         source = self.source
         while isinstance(source, functools.partial):
             source = source.func
@@ -164,7 +166,7 @@ def _select_parameters(source: Callable[..., Any]) -> list[str]:
         parameters = inspect.signature(source).parameters.values()
     except (TypeError, ValueError):
         return []
-    bound: dict[str, Any] = {}
+    bound = {}
     if isinstance(source, functools.partial):
         bound = source.keywords
     selected = []

@@ -1,7 +1,5 @@
 """Trace a model to a graph that is correct in training and in evaluation."""
 
-from __future__ import annotations
-
 import operator
 import traceback
 from collections import Counter, defaultdict
@@ -95,9 +93,9 @@ class Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether a module is recorded as a single operation.
 
-        Leaves of fx are also leaves here. Further leaves are normalisation, modules without
+        Leaves of fx are also leaves here. Further leaves are normalization layers, modules without
         parameters that read `training`, such as stochastic depth, and modules with backward hooks,
-        which cannot be registered on proxies.
+        because such hooks cannot be registered on proxies.
         """
         if isinstance(m, torch.jit.ScriptModule):
             return True

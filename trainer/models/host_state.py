@@ -1,10 +1,8 @@
 """Read host state that a pass may change, which a CUDA graph replay would not change."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -31,14 +29,14 @@ def read_host_state(
 
     Args:
         modules: The modules that run.
-        on_device: Types of the devices that compute. "cpu" if it replaces a GPU in a test.
+        on_device: Types of the devices that compute. It contains "cpu" only in tests in which the
+            CPU replaces a GPU.
     """
     state = read_generator_states()
     if "cpu" in on_device:
         # On a CPU that replaces a GPU, this generator belongs to the device.
         del state["random state of torch"]
-    for number, module in enumerate(modules):
-        suffix = f" ({number})" if len(modules) > 1 else ""
+    for suffix, module in _number_modules(modules):
         reachable = Reachable([module])
         for name, attribute in read_plain_attributes(module, reachable).items():
             state[name + suffix] = attribute
@@ -54,12 +52,18 @@ def read_host_state(
 
 def list_held_tensors(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Return the buffers and attributes that a pass may change in place, by names for messages."""
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
     for number, module in enumerate(modules):
         for name, value in [*_name_buffers(module), *Reachable([module]).values]:
             if isinstance(value, Tensor) and is_plain(value):
                 tensors[f"{name} ({number})"] = value
     return tensors
+
+
+def _number_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each module after a suffix for names, which is empty if there is only one module."""
+    for number, module in enumerate(modules):
+        yield f" ({number})" if len(modules) > 1 else "", module
 
 
 def _name_buffers(module: nn.Module) -> list[tuple[str, Any]]:
@@ -98,9 +102,8 @@ def read_settings(modules: Sequence[nn.Module]) -> dict[str, object]:
 
     These are attributes, training flags, which parameters train, and a hook of the user.
     """
-    state: dict[str, object] = {}
-    for number, module in enumerate(modules):
-        suffix = f" ({number})" if len(modules) > 1 else ""
+    state = {}
+    for suffix, module in _number_modules(modules):
         for name, attribute in read_plain_attributes(module).items():
             state[name + suffix] = attribute
         for name, part in module.named_modules():
@@ -109,7 +112,7 @@ def read_settings(modules: Sequence[nn.Module]) -> dict[str, object]:
 
 
 def find_own_hook(modules: Sequence[nn.Module]) -> str | None:
-    """Return the name of a hook of the user for messages, or None.
+    """Return the name of the first hook that the user registered, for messages, or None.
 
     A replay does not run the Python code of hooks.
     """

@@ -1,7 +1,5 @@
 """Choose image size, channels, mean and standard deviation that suit the initial weights."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from typing import Any
@@ -18,8 +16,8 @@ from trainer.saving.weights import read_metadata
 def add_pretrained_input(recipe: Recipe) -> Recipe:
     """Return a recipe with the preprocessing of its initial weights.
 
-    If the recipe trains on photos, its open keys of `data` get the values of the run in
-    `model.init_from`, of torchvision's weights, or of timm's model.
+    If the recipe trains on photos, the keys of `data` that it leaves open get the values of the run
+    in `model.init_from`, of torchvision's weights, or of timm's model.
 
     Raises:
         RecipeError: The weights are not published, or timm is not installed.
@@ -28,7 +26,7 @@ def add_pretrained_input(recipe: Recipe) -> Recipe:
         recipe = recipe.replace(model__weights=weights)
     if recipe.data.name not in OWN_PHOTOS:
         return recipe
-    arguments: dict[str, Any] = {}
+    arguments = {}
     if recipe.model.init_from is not None and (stored := _read_stored(recipe.model.init_from)):
         # If the number of channels differs, mean and deviation will be measured.
         if (recipe.data.channels or 3) not in (1, 3, stored["channels"]):
@@ -52,7 +50,10 @@ def add_pretrained_input(recipe: Recipe) -> Recipe:
 
 
 def _read_stored(source: str) -> dict[str, Any]:
-    """Read keys of `data` from the metadata of weights. Empty if the data were not images."""
+    """Read keys of `data` from the metadata of weights.
+
+    The result is empty if the metadata cannot be read, or if the data were not images.
+    """
     stored = {}
     try:
         metadata = read_metadata(find_run(source))

@@ -1,6 +1,4 @@
-"""Find normalisation layers, and check whether a layer computes batch normalisation."""
-
-from __future__ import annotations
+"""Find normalization layers, and check whether a layer computes batch normalization."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -40,7 +38,10 @@ class BatchNormCalls(TorchFunctionMode):
 
 
 def list_statistics_layers(model: nn.Module) -> dict[str, _NormBase]:
-    """Return normalisation layers with running statistics that are not frozen, by first name."""
+    """Return the normalization layers with running statistics that are not frozen.
+
+    The keys are names in the model. A layer with several names is listed under the first one.
+    """
     layers = {}
     for name, layer in model.named_modules():
         if isinstance(layer, _NormBase) and _tracks_statistics(layer):
@@ -63,7 +64,10 @@ def buffers_besides_statistics(model: nn.Module) -> dict[str, Tensor]:
 
 
 def list_training_norms(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Return the batch normalisation that uses a batch's statistics in training, by first name."""
+    """Return the batch normalization layers that use the statistics of the batch in training.
+
+    The keys are names in the model. A layer with several names is listed under the first one.
+    """
     layers = {}
     for name, layer in model.named_modules():
         if isinstance(layer, _BatchNorm) and not keeps_statistics(layer):
@@ -72,10 +76,14 @@ def list_training_norms(model: nn.Module) -> dict[str, _BatchNorm]:
 
 
 def check_alone(model: nn.Module, exchanges: str = "nothing") -> None:
-    """Raise RecipeError for layers that are wrong if ranks do not run the same layers together.
+    """Check for layers that are wrong if ranks do not run the same layers at the same time.
 
-    SyncBatchNorm would hang, because the ranks it waits for may be at a different layer. The
+    SyncBatchNorm would hang, because the ranks that it waits for may be at a different layer. The
     running statistics of InstanceNorm would be those of a single rank.
+
+    Args:
+        model: The model.
+        exchanges: Data that the mode exchanges between ranks, see `Traits.exchanges`.
 
     Raises:
         RecipeError: The model has such a layer.
@@ -102,8 +110,8 @@ def select_unlike(
     layers: Mapping[str, nn.Module],
     known: Callable[[nn.Module], bool],
 ) -> dict[str, nn.Module]:
-    """Return the layers for which `known` is False. It is called once for each kind of layer."""
-    answers: dict[Any, bool] = {}
+    """Return the layers for which `known` is False. `known` is called once per kind of layer."""
+    answers = {}
     others = {}
     for name, layer in layers.items():
         options = []
@@ -119,7 +127,7 @@ def select_unlike(
 
 
 def acts_as_batch_norm(layer: nn.Module) -> bool:
-    """Return whether a layer is batch normalisation, possibly with an activation or dropout.
+    """Return whether a layer is batch normalization, possibly with an activation or dropout.
 
     Such a layer calls `torch.nn.functional.batch_norm` once, and rows interact only in that call.
     Its outputs in training do not depend on the running statistics, and the statistics move towards
@@ -129,7 +137,7 @@ def acts_as_batch_norm(layer: nn.Module) -> bool:
         return True
     if not isinstance(layer, _BatchNorm):
         return False
-    calls: list[bool] = []
+    calls = []
 
     def count(inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         calls.append(kwargs["training"] if "training" in kwargs else args[4])
@@ -175,8 +183,8 @@ def _run(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the outputs of a layer in training, and its buffers afterwards.
 
-    The running statistics are set to `start` first. The layer is restored. A copy is not used,
-    because a `forward` that was assigned to the layer may refer to the original.
+    The running statistics are set to `start` before the pass, and the layer is restored after it. A
+    copy is not used, because a `forward` that was assigned to the layer may refer to the original.
     """
     original_momentum = layer.momentum
     try:
@@ -219,7 +227,7 @@ def count_values_per_row(
     inputs: Tensor,
     layers: Mapping[str, nn.Module],
 ) -> dict[str, list[int]]:
-    """Count the values per channel that each layer normalises for one row, in each of its calls.
+    """Count the values per channel that each layer normalizes for one row, in each of its calls.
 
     Args:
         model: The model around the layers.

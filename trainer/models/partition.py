@@ -5,8 +5,6 @@ et al., arXiv:2112.08429). A stage consists of the operations between two cuts. 
 buffers have the same names as in the model.
 """
 
-from __future__ import annotations
-
 import inspect
 import operator
 from collections import defaultdict
@@ -72,8 +70,8 @@ def cut_points(
     for parameter in model.parameters():
         if id(parameter) in spans:
             first_uses.append(spans[id(parameter)][0])
-    groups: defaultdict[int, list[CutPoint]] = defaultdict(list)
-    live: set[fx.Node] = set()
+    groups = defaultdict(list)
+    live = set()
     for index, node in enumerate(nodes):
         if node.op != "get_attr":
             live.add(node)
@@ -98,7 +96,7 @@ def _find_spans(
     saved_ids = set(map(id, saved.values()))
     spans: dict[int, tuple[int, int]] = {}
     for index, node in enumerate(nodes):
-        used: list[Any] = []
+        used = []
         for read in node.all_input_nodes:
             if read.op == "get_attr" and read.target in saved:
                 used.append(saved[str(read.target)])
@@ -114,7 +112,7 @@ def _find_spans(
 
 def _is_several(value: fx.Node) -> bool:
     """Return whether the graph shows that a value is a tuple or a shape."""
-    name: Any = getattr(value.target, "__name__", value.target)
+    name = getattr(value.target, "__name__", value.target)
     if value.target is getattr:
         name = value.args[1]
     if name in _SEVERAL:
@@ -151,7 +149,7 @@ def _is_changed(
 
 def _find_written(node: fx.Node, model: nn.Module) -> object:
     """Return the value that an operation changes in place, or None."""
-    is_inplace: Any = False
+    is_inplace = False
     if node.op == "call_module" and node.target != BY_MODE:
         is_inplace = getattr(attribute(model, node.target), "inplace", False)
     elif node.op == "call_method":
@@ -214,7 +212,7 @@ class Traced:
         self._ends: list[tuple[int, fx.Node]] = []
         self.named: dict[str, str] = {}
         self.users: dict[str, int] = {}
-        cuts: list[str] = []
+        cuts = []
         for group in cut_points(self._nodes, model):
             usable = [point for point in group if point.usable]
             if usable:
@@ -237,7 +235,7 @@ class Traced:
         Raises:
             RecipeError: The cuts are not usable; see `resolve_cuts`.
         """
-        ends: list[tuple[int, Any]] = []
+        ends = []
         for cut in resolve_cuts(self, cuts, len(cuts) + 1):
             ends.append(self._ends[self.cuts.index(cut)])
         output = self._nodes[-1]
@@ -250,7 +248,7 @@ class Traced:
             start = end + 1
             received = sent
         owners: dict[int, fx.GraphModule] = {}
-        assigned_names = set[str]()
+        assigned_names = set()
         for stage in stages:
             for name, tensor in _iterate_tensors(stage):
                 assigned_names.add(name)
@@ -290,21 +288,20 @@ class Traced:
             if node.op not in ("placeholder", "get_attr", "output"):
                 copies[node] = graph.node_copy(node, copy_input)
         graph.output(copies[sent])
-        attributes: dict[str, Any] = {}
+        attributes = {}
         for node in graph.nodes:
             target = str(node.target)
-            if node.op in ("get_attr", "call_module") and target not in attributes:
-                attributes[target] = self._find_attribute(target)
+            if node.op not in ("get_attr", "call_module"):
+                continue
+            if target == BY_MODE:
+                attributes[target] = ByMode().train(self._model.training)
+            elif target in self._constants:
+                attributes[target] = self._constants[target]
+            else:
+                attributes[target] = attribute(self._model, target)
         stage = fx.GraphModule(attributes, graph)
         stage.training = self._model.training
         return stage
-
-    def _find_attribute(self, target: str) -> Any:
-        if target == BY_MODE:
-            return ByMode().train(self._model.training)
-        if target in self._constants:
-            return self._constants[target]
-        return attribute(self._model, target)
 
 
 def trace(model: nn.Module, name: str = "") -> Traced:

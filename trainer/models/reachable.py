@@ -29,6 +29,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -132,7 +133,8 @@ class Reachable:
             if id(value) not in registered:
                 self.values.append((name, value))
             if id(value) in seen:
-                # An attribute may select one of several known objects, such as a training phase.
+                # Record which object it is, because an attribute may select one of several known
+                # objects, such as a training phase.
                 self.plain.setdefault(name, f"the {seen[id(value)][0]}")
                 continue
             seen[id(value)] = name, value
@@ -161,22 +163,17 @@ class Reachable:
                 before = {}
                 for key, entry in entries.items():
                     before[key] = replacements.get(id(entry), entry)
-            if not _are_same(holder.read(), before):
+            now = holder.read()
+            # Keys must be equal and in the same order, and values must be the same objects.
+            if [*now] != [*before] or not all(map(operator.is_, now.values(), before.values())):
                 holder.write(before)
-
-
-def _are_same(entries: Entries, others: Entries) -> bool:
-    """Return whether two dictionaries have equal keys and identical values, in the same order."""
-    if [*entries] != [*others]:
-        return False
-    return all(map(operator.is_, entries.values(), others.values()))
 
 
 def _plain(value: Any) -> object:
     """Return a plain value that changes when `value` does, or None for other kinds of objects.
 
-    The result is a number, a text, a length (with the keys of a dictionary), the name of code, or
-    the position of an iterator.
+    The result is a number, a string, a length (with the keys of a dictionary), the name of a class
+    or function, or the position of an iterator.
     """
     if isinstance(value, NUMBERS):
         if isinstance(value, float | np.floating):
@@ -272,7 +269,7 @@ def _outline(part: Any) -> object:
 
 def _duplicate(iterator: Any) -> Any:
     """Return a copy of an `itertools.count`, or the iterator itself if it is of another type."""
-    # The text of a counter is no literal if it counts objects other than numbers.
+    # If a counter counts objects other than numbers, its `repr` cannot be parsed.
     with suppress(ValueError):
         # Python 3.14 and later cannot copy iterators of itertools, so the text is parsed.
         if isinstance(iterator, itertools.count):
@@ -284,24 +281,19 @@ def _duplicate(iterator: Any) -> Any:
 # --- holders
 
 
+@dataclass(eq=False)
 class Holder:
     """Readable and writable attributes of a value.
 
-    Args:
+    Attributes:
         prefix: Start of the attributes' names in messages.
         value: The object.
         names: Names of the attributes. None: all attributes that `vars` lists.
     """
 
-    def __init__(
-        self,
-        prefix: str,
-        value: Any,
-        names: Any = None,
-    ) -> None:
-        self.prefix = prefix
-        self.value = value
-        self.names = names
+    prefix: str
+    value: Any
+    names: Any = None
 
     def label(self, number: int, key: Any) -> str:
         """Return the name of an entry in messages."""
@@ -309,7 +301,7 @@ class Holder:
 
     def read(self) -> Entries:
         """Return the current entries."""
-        entries: Entries = {}
+        entries = {}
         if self.names is None:
             for key, entry in vars(self.value).items():
                 if key[:2] != "__" and key not in OF_MODULES:
@@ -327,7 +319,7 @@ class Holder:
     def write(self, entries: Entries) -> None:
         """Restore the entries that `read` returned before."""
         # The user's class may override `__setattr__`, so Python's own method is called.
-        owner: Any = type if isinstance(self.value, type) else object
+        owner = type if isinstance(self.value, type) else object
         # The attributes of these objects are stored in C++ or per thread.
         if isinstance(self.value, torch.jit.ScriptModule | threading.local):
             owner = type(self.value)
@@ -395,7 +387,7 @@ class Cache(Holder):
     """Arguments and results in the cache of `functools.lru_cache`."""
 
     def read(self) -> Entries:
-        entries: Entries = {}
+        entries = {}
         for part in gc.get_referents(self.value):
             if not callable(part) and (type(part) is not dict or not _has_links(part)):
                 entries[id(part)] = part
@@ -422,7 +414,7 @@ class Registered(Holder):
 
     def read(self) -> Entries:
         fields = vars(self.value)
-        entries: Entries = {}
+        entries = {}
         for registry in REGISTERED:
             for key, entry in fields[registry].items():
                 entries[registry, key] = entry
@@ -536,7 +528,7 @@ def _iterate_holders(name: str, value: Any) -> Iterator[Holder]:
 @functools.lru_cache(10_000)
 def _list_globals(code: types.CodeType) -> frozenset[str]:
     """Return the names of globals in the code of a function and of its nested functions."""
-    names = set[str]()
+    names = set()
     for instruction in dis.get_instructions(code):
         if instruction.opname in GLOBAL_NAMES:
             names.add(instruction.argval)

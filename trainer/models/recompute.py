@@ -36,7 +36,7 @@ def list_runs(model: nn.Module) -> list[Run]:
     A part is a block that contains layers. In a plain `nn.Sequential`, it is a convolution or
     linear layer with the layers that follow it, up to the next convolution or linear layer.
     """
-    runs: dict[Run, None] = {}
+    runs = {}
     for block in list_blocks(model):
         if not block.name:
             continue
@@ -68,7 +68,7 @@ def _split_sequential(
 ) -> Iterator[Run]:
     run: list[str] = []
     has_matrix_in_run = False
-    # The entry with None ends the last run.
+    # The last entry, None, completes the last run.
     for name, child in [*sequential.named_children(), ("", None)]:
         has_matrix = child is not None and any(p.ndim > 1 for p in child.parameters())
         is_apart = (
@@ -100,7 +100,7 @@ def recompute(
     Args:
         model: The model, which is changed in place. It may be a copy of a wrapped model.
         runs: The parts to wrap, from `list_runs`.
-        random: Whether the second computation draws the random numbers of the first.
+        random: Whether the second computation must draw the same random numbers as the first.
         compiles: Whether to compile each part of `runs` and `kept`.
         kept: Parts that keep their activations.
     """
@@ -125,13 +125,13 @@ def recompute(
             del block.forward
         block.forward = wrap(run, block.forward)
     for parent, forwards in by_sequential.items():
-        replacements: dict[nn.Module, list[Forward]] = {}
+        replacements = {}
         for run, forward in forwards.items():
             first, *others = map(model.get_submodule, run)
             replacements[first] = [forward]
             replacements |= {other: [] for other in others}
         sequential = model.get_submodule(parent)
-        parts: list[Forward] = []
+        parts = []
         for child in sequential.children():
             parts += replacements.get(child, [child])
         sequential.forward = _chain(parts)
@@ -159,8 +159,7 @@ def compile_call(forward: Forward, name: str) -> Forward:
         return forward(*args, **kwargs)
 
     run.__code__ = run.__code__.replace(co_name=f"forward_{name}")
-    compiled_run: Forward = torch.compile(run)
-    return compiled_run
+    return torch.compile(run)
 
 
 def checkpoint_forward(
@@ -180,8 +179,8 @@ def checkpoint_forward(
     def forward_anew(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # The second computation needs copies of lists, because a list that collects outputs, as in
-        # a DenseNet, grows.
+        # The second computation gets copies of lists in the arguments, because a list that collects
+        # outputs, as in a DenseNet, grows after this call.
         first_arguments = [(args, kwargs)]
         args, kwargs = tree_map(lambda value: value, (args, kwargs))
         states = host_random_states() if draws_on_host else None
@@ -190,8 +189,8 @@ def checkpoint_forward(
             if first_arguments:
                 args, kwargs = first_arguments.pop()
                 return forward(*args, **kwargs)
-            # This code runs once for each backward pass through the block. A model that computes
-            # gradients in its own forward has two.
+            # From the second call on, `run` recomputes, once for each backward pass through the
+            # block. A model that computes gradients in its own `forward` has two backward passes.
             with _keep_statistics(norms), ExitStack() as stack:
                 if states is not None:
                     stack.callback(set_host_random_states, *host_random_states())
@@ -223,7 +222,7 @@ def _may_draw_on_host(layer: nn.Module) -> bool:
 def _keep_statistics(norms: Sequence[_NormBase]) -> Iterator[None]:
     """Let a second pass over the same batch update copies of the running statistics.
 
-    Setting the momentum to 0 instead would compile the layers again.
+    A momentum of 0 would have the same effect, but would cause compiled layers to be recompiled.
     """
     originals = [(layer, {**layer._buffers}) for layer in norms if layer.training]
     try:

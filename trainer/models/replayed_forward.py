@@ -1,12 +1,10 @@
 """Run a model's forward pass without gradients eagerly, or replay it as a CUDA graph.
 
-One input shape is captured, after a few eager passes. All other shapes run eagerly. A replay
-repeats the kernels of the captured pass on the same memory. Therefore its outputs are compared with
-those of eager passes before it is used. A model that also acts on the host (waits for the device,
-draws random numbers, counts passes) runs eagerly.
+The pass for one input shape is captured, after a few eager passes. All other shapes run eagerly. A
+replay repeats the kernels of the captured pass on the same memory, so before a graph is used, the
+outputs of a replay are compared with those of an eager pass. A model that also acts on the host
+(waits for the device, draws random numbers, counts passes) runs eagerly.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -60,11 +58,12 @@ class ReplayedForward:
         self._device = device
         self._say = say
         self._warm = warm
-        # It never changes from True to False.
+        # Once this is True, it stays True.
         self._is_eager = not (wanted and cuda_graphs.has_cuda_graphs(device))
         self._is_paying = True
         self._recorder: StepRecorder | None = None
-        # The captured shape, or else that of the last pass; number of consecutive passes with it.
+        # The captured shape, or the shape of the last pass if nothing is captured, and the number
+        # of consecutive passes with this shape.
         self._shape: object = None
         self._passes = 0
         self._replay: Callable[[], None] | None = None
@@ -104,7 +103,7 @@ class ReplayedForward:
             if not isinstance(error, NotCapturable) and not is_out_of_memory(error):
                 raise
             reason = read_text(error).partition("\n")[0]
-        # Inside the handler, the traceback would keep memory alive.
+        # This is outside the handler, in which the traceback would keep device memory alive.
         self._give_up(reason)
         return self._forward(inputs)
 
@@ -231,7 +230,7 @@ class ReplayedForward:
         return state
 
     def _read_fingerprint(self) -> object:
-        """Return the state that a captured pass depends on. It is valid until the state changes."""
+        """Return the state on which the captured pass depends, to compare it with a later state."""
         tensors: list[Tensor] = []
         parts: list[nn.Module] = []
         for module in self._modules:
@@ -240,8 +239,6 @@ class ReplayedForward:
         tensors += list_held_tensors(self._modules).values()
         addresses = [tensor.data_ptr() for tensor in tensors]
         hooks = [[*part._forward_hooks, *part._forward_pre_hooks] for part in parts]
-        plain = {}
-        for name, value in read_settings(self._modules).items():
-            if not name.startswith("mode of"):
-                plain[name] = value
+        settings = read_settings(self._modules)
+        plain = {name: settings[name] for name in settings if not name.startswith("mode of")}
         return addresses, hooks, plain, parts, cuda_graphs.recoveries

@@ -1,6 +1,4 @@
-"""Copy a model to torch's meta device, or build it there. Its tensors then have no values."""
-
-from __future__ import annotations
+"""Copy a model to torch's meta device, on which tensors have no values, or build it there."""
 
 import copy
 import gc
@@ -20,7 +18,7 @@ SIMPLE = (bool, int, float, str, torch.dtype)
 
 def copy_to_meta(model: nn.Module) -> nn.Module:
     """Copy a model to the meta device. Its values are not copied."""
-    memo: dict[int, Any] = {}
+    memo = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         if not is_lazy(tensor) and tensor.is_leaf:
             shape = tensor.detach().to("meta")
@@ -49,8 +47,8 @@ def build_on_meta(make: Callable[[], nn.Module]) -> tuple[nn.Module | None, str]
     """Call `make` on the meta device.
 
     Returns:
-        The model and "". Or None and the reason why its values could not be copied to it later: its
-        code reads values, or a tensor is neither a parameter nor a buffer.
+        The model and an empty string. If values could not be loaded into the model later, None and
+        the reason: the code reads values, or a tensor is neither a parameter nor a buffer.
     """
     random_state = torch.get_rng_state()
     try:

@@ -1,7 +1,5 @@
 """Small models for small images and for experiments."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -42,9 +40,9 @@ def _build_cnn(
     channels: int,
     image_size: ImageSize,
 ) -> nn.Module:
-    """Build three 3x3 convolutions with normalisation, and pooling between them.
+    """Build three 3x3 convolutions with normalization, and pooling between them.
 
-    For images of at least 16 pixels, there are four convolutions.
+    For images of at least 16 pixels per side, there are four convolutions.
     """
     widths = [32, 64, 128]
     if min(sides(image_size)) >= 16:
@@ -109,7 +107,7 @@ class SmallResNet(nn.Module):
         width = 16
         stages = []
         for planes in (16, 32, 64):
-            stage: list[nn.Module] = []
+            stage = []
             for _ in range(blocks):
                 stride = 1
                 shortcut = None
@@ -140,7 +138,7 @@ class Whitening(nn.Module):
     Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU" (arXiv:2404.00498), section 3.2, uses
     the eigenvectors of the training patches' covariance. The filters here approximate those of
     photos without looking at data: the 2x2 Hadamard patterns of brightness and of two opponent
-    colours. BatchNorm scales each to variance 1. Nothing is trained.
+    colors. BatchNorm scales the output of each filter to variance 1. Nothing is trained.
 
     Shapes: (N, C, H, W) -> (N, 8 C, H - 1, W - 1).
     """
@@ -152,10 +150,10 @@ class Whitening(nn.Module):
         patterns = torch.tensor(
             [[1.0, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]
         ).div(2)
-        colours = torch.eye(channels)
+        colors = torch.eye(channels)
         if channels == 3:
-            colours = F.normalize(torch.tensor([[1.0, 1, 1], [1, 0, -1], [-1, 2, -1]]))
-        filters = torch.kron(colours, patterns).view(4 * channels, channels, 2, 2)
+            colors = F.normalize(torch.tensor([[1.0, 1, 1], [1, 0, -1], [-1, 2, -1]]))
+        filters = torch.kron(colors, patterns).view(4 * channels, channels, 2, 2)
         self.register_buffer("filters", filters)
         self.norm = nn.BatchNorm2d(4 * channels, affine=False)
 
@@ -187,7 +185,7 @@ def _build_fast_cnn(
     """
     if min(sides(image_size)) < 16:
         widths = widths[:-1]
-    layers: list[nn.Module] = [Whitening(channels), nn.GELU()]
+    layers = [Whitening(channels), nn.GELU()]
     inputs = 8 * channels
     for width in widths:
         first = nn.Conv2d(inputs, width, 3, padding=1, bias=False)
@@ -225,6 +223,6 @@ SMALL: dict[str, Builder] = {
     "resnet20": partial(SmallResNet, 3),
     "fast_cnn": fast_cnn,
     "fast_cnn_mirrored": fast_cnn_mirrored,
-    # Three eighths of the arithmetic, so that a CPU trains it in reasonable time.
+    # With three eighths of the arithmetic of fast_cnn, a CPU trains it in reasonable time.
     "fast_cnn_small": partial(_build_fast_cnn, (32, 128, 256)),
 }

@@ -3,8 +3,6 @@
 timm is an optional dependency and is imported when one of its models is built.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 
@@ -72,7 +70,8 @@ def bare(
 def read_preset(model: ModelRecipe) -> tuple[Any, Any, Any]:
     """Return mean, standard deviation and image size of a model's preprocessing in timm.
 
-    A value is None if timm does not have it. The image size is also None for random weights.
+    A value is None if timm does not list it. The image size is also None for random weights, which
+    no size suits better than another.
 
     Raises:
         RecipeError: timm is not installed.

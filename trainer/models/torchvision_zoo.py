@@ -1,7 +1,5 @@
 """torchvision's classifiers by name, and their published weights."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
@@ -43,12 +41,12 @@ def create(
     """Build a torchvision model, with published weights if the recipe and `starting` ask for them.
 
     Raises:
-        RecipeError: The weights are not published, or a model that normalises its inputs itself
-            would read other than 3 channels.
+        RecipeError: The weights are not published, or the images do not have the 3 channels that a
+            model with built-in input normalization needs.
         SetupError: The weights cannot be downloaded or read.
         AssertionError: The model cannot be built for images of that size.
     """
-    # These models convert three channels to the normalisation of their published weights.
+    # These models convert three channels to the normalization of their published weights.
     if channels != 3 and recipe.name in AUXILIARY:
         raise RecipeError(
             f"model.name={recipe.name} reads 3 channels and the images have {channels}: set "
@@ -57,7 +55,7 @@ def create(
     builder = torchvision.models.get_model_builder(recipe.name)
     options = _builder_options(recipe, image_size)
     if recipe.weights is None or recipe.init_from is not None or not starting:
-        # torchvision warns about slow initialisation if this option is not set.
+        # torchvision warns about slow initialization if this option is not set.
         if recipe.name in AUXILIARY:
             options["init_weights"] = True
         try:
@@ -230,7 +228,7 @@ def _builder_options(
         # The output of a model with auxiliary heads is a tuple.
         options["aux_logits"] = False
         if recipe.weights is not None:
-            # With this option the model converts its inputs to the normalisation of the weights.
+            # With this option the model converts its inputs to the normalization of the weights.
             options["transform_input"] = True
     return options
 
@@ -238,7 +236,7 @@ def _builder_options(
 def bare(recipe: ModelRecipe, num_classes: int, image_size: ImageSize) -> str:
     """Format the call that builds the same model with torchvision alone."""
     options = {"num_classes": num_classes, **_builder_options(recipe, image_size)}
-    # Initialising weights that are loaded afterwards wastes time.
+    # Initializing weights that are loaded afterwards wastes time.
     if recipe.name in AUXILIARY:
         options["init_weights"] = False
     arguments = ", ".join(f"{key}={value}" for key, value in options.items())
@@ -250,9 +248,7 @@ def replace_head(
     old: int,
     new: int,
 ) -> str:
-    """Replace the last linear or convolutional layer that has `old` outputs.
-
-    The new layer has `new` outputs.
+    """Replace the last linear or convolutional layer with `old` outputs by one with `new` outputs.
 
     Returns:
         Name of the layer in the model.

@@ -1,7 +1,5 @@
 """Restore the state of a model after passes that measure or check it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,7 +31,8 @@ def restore_after(
         devices: Devices whose random states are restored.
         weights: Whether to restore parameters that the user's code may write. This needs memory for
             a copy of them.
-        checked: The originals, if `modules` are copies. Then the originals are checked for changes.
+        checked: The originals, if `modules` are copies. The originals are then checked for changes
+            instead of the copies.
 
     Raises:
         RecipeError: The passes changed state that cannot be restored, such as the position of a

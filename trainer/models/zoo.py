@@ -1,7 +1,5 @@
 """Models by name: torchvision's classifiers, small models, timm's models and the user's own."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +29,7 @@ from trainer.tasks.classification import class_name
 Weight = TypeVar("Weight", Tensor, StoredTensor)
 
 USUAL_SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299, 384, 448, 512)
-# Marks the output of a model that cannot run on the meta device.
+# Result of `_run_on_meta` for a model that cannot run on the meta device.
 UNKNOWN = object()
 # Parts of torch's error messages for a model that reads values, has constants, or turns autocast
 # off on the device of its inputs. These are limits of the meta device, not faults of the model.
@@ -232,9 +230,9 @@ def resolve_weights(recipe: ModelRecipe) -> str | None:
     """Return the `weights` that determine how a model is built.
 
     These are the recipe's own, except for GoogLeNet and Inception v3 with `init_from`. Their
-    published weights need `transform_input`, which the tensors in a file do not show. Therefore the
-    weights are read from the recipe in the file's metadata. A file without a recipe is recognised
-    as published by its auxiliary heads for ImageNet.
+    published weights need `transform_input`, which cannot be seen from the tensors in a file.
+    Therefore `weights` is read from the recipe in the file's metadata. A file without a recipe
+    counts as published if it has auxiliary heads for the classes of ImageNet.
     """
     if recipe.init_from is None or recipe.name not in AUXILIARY:
         return recipe.weights
@@ -269,7 +267,7 @@ def count_shared_classes(
     Returns:
         None if outputs cannot be matched by name.
     """
-    stored_classes: list[str] = []
+    stored_classes = []
     if recipe.init_from:
         stored_classes = _read_class_names(read_metadata(find_run(recipe.init_from)))
     outputs = getattr(model.get_submodule(find_head(model)), "weight", ())
@@ -316,7 +314,7 @@ def _load_initial_weights(
         if key.endswith(".num_batches_tracked"):
             weights.setdefault(key, tensor)
     weights = _merge_by_class(weights, metadata, model, classes, outputs)
-    if filters := find_colour_filters(weights, model, channels):
+    if filters := find_color_filters(weights, model, channels):
         weights = {**weights, filters: torchvision_zoo.adapt_filters(weights[filters], channels)}
     try:
         load_weights(model, weights, f"init_from={source}")
@@ -339,14 +337,14 @@ def _load_initial_weights(
         raise CheckpointError(f"{error}, {trained_name}{hint}") from None
 
 
-def find_colour_filters(
+def find_color_filters(
     weights: Mapping[str, Tensor],
     model: nn.Module,
     channels: int,
 ) -> str:
     """Return the name of the first convolution's weight if it must be adapted, or else "".
 
-    It must be adapted if the stored weight has 3 input channels and the model has not.
+    It must be adapted if the stored weight has 3 input channels but the model has another number.
     """
     for name, part in model.named_modules():
         if isinstance(part, nn.Conv2d):
@@ -444,7 +442,7 @@ def _read_class_names(metadata: Mapping[str, str]) -> list[str]:
 
 
 def _read_model_section(metadata: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return the section `model` of the recipe in a file's metadata. Empty if it has none."""
+    """Return the section `model` of the recipe in a file's metadata; empty without a recipe."""
     recipe = _read_json(metadata, "recipe")
     section = recipe.get("model") if isinstance(recipe, dict) else None
     return section if isinstance(section, dict) else {}
@@ -490,7 +488,7 @@ def select_fitting_weights(
     model: nn.Module,
     weights: Mapping[str, Weight],
     source: str,
-    whole: bool = False,
+    whole: bool,
 ) -> dict[str, Weight]:
     """Return the weights that `load_weights` loads, under the model's names.
 
@@ -504,7 +502,7 @@ def select_fitting_weights(
     for name, tensor in tensors.items():
         if name in weights:
             saved[id(tensor)] = weights[name]
-    stored: dict[str, Weight] = {}
+    stored = {}
     for name, tensor in tensors.items():
         if id(tensor) in saved:
             stored[name] = saved[id(tensor)]
@@ -573,7 +571,7 @@ def _run_on_meta(
             ) from None
         raise AssertionError(str(error)) from None
     except LookupError:
-        # A hook may read what it has stored in the original, which this copy lacks.
+        # A hook may look up something that it has stored in the original but not in this copy.
         return UNKNOWN
 
 
@@ -585,8 +583,8 @@ def _find_working_size(
 ) -> ImageSize | None:
     """Return the next larger size in `USUAL_SIZES` that the model can read, or None.
 
-    An oblong size is first rounded up to multiples of 32, and then becomes a square of about its
-    shorter side.
+    For a size that is not square, the first candidate is the size rounded up to multiples of 32.
+    All further candidates are squares, from about the shorter side up.
     """
     height, width = sides(image_size)
     shorter = min(height, width)

@@ -1,6 +1,6 @@
-"""`DevicePool`: work on any list of devices, in order, streaming, without losing items.
+"""`DevicePool`: compute streams of items on any list of devices, in order and without losing items.
 
-It does not know images or models.
+The package knows neither images nor models.
 Imports: errors, devices, processes.
 """
 

@@ -4,18 +4,16 @@ The functions depend on measured speeds only: they use no clock and no process, 
 policy with simulated devices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
-# Maximum seconds of a batch: repeating a lost batch costs this time, and so may waiting for the
-# last batch.
+# Maximum seconds of a batch. A lost batch costs this time again, and so may the wait for the last
+# batch.
 MAX_BATCH_SECONDS = 0.15
-# Seconds of a batch below which sending the batch costs too much.
+# For batches that take fewer seconds than this, sending them costs too much.
 MIN_BATCH_SECONDS = 0.005
 # Maximum size of a batch in bytes, items and results together.
 MAX_BATCH_BYTES = 1 << 25
-# Minimum speedup per item that justifies a batch of twice the size.
+# Minimum ratio of speeds per item that justifies a batch of twice the size.
 MIN_GAIN = 1.05
 # Maximum number of items in flight, as a multiple of the items in one batch of each worker.
 WINDOW_BATCHES = 4

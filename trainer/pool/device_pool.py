@@ -155,7 +155,7 @@ class DevicePool:
         item_count = 0
         result_count = 0
         # An exception of `source`, which is raised after the results of all previous items.
-        source_error: Exception | None = None
+        source_error = None
         try:
             while True:
                 results = stream.get()
@@ -294,7 +294,7 @@ def _check_importable(function: Any) -> None:
 
     Another process cannot import such a function.
     """
-    main: Any = sys.modules["__main__"]
+    main = sys.modules["__main__"]
     pickling.forget_stdin()
     if getattr(function, "__module__", None) != "__main__" or isinstance(function, partial):
         return

@@ -1,7 +1,5 @@
 """The pool's thread, which starts workers, receives answers, and replaces lost processes."""
 
-from __future__ import annotations
-
 import math
 import os
 import selectors
@@ -21,7 +19,7 @@ from trainer.pool.worker import Kind
 
 # Maximum seconds of a setup, in which models may be downloaded and compiled.
 SETUP_SECONDS = 900.0
-# Maximum number of processes of a worker that may end without any result between them.
+# Maximum number of times that the process of a worker may end in a row without any result.
 MAX_STARTS = 10
 # Seconds between two checks whether to repeat the work of a slow device.
 REPEAT_CHECK_SECONDS = 0.02
@@ -52,8 +50,8 @@ class Engine:
         self.error: BaseException | None = None
         self._closing = False
         self._pid = os.getpid()
-        # Protects what callers' threads change. The lock must be reentrant, because a finalizer may
-        # run in any thread, also in one that has the lock.
+        # The lock protects the state that callers' threads change. It must be reentrant, because a
+        # finalizer may run in any thread, including one that holds the lock.
         self._lock = threading.RLock()
         self._woken, self._waker = os.pipe()
         # The pipe is closed together with the engine, not earlier: another thread may still write
@@ -191,7 +189,7 @@ class Engine:
 
         None waits without a limit.
         """
-        ready: set[PoolWorker | None] = {key.data for key, _ in self._selector.select(timeout)}
+        ready = {key.data for key, _ in self._selector.select(timeout)}
         with suppress(BlockingIOError):
             while os.read(self._woken, 4096):
                 pass

@@ -1,7 +1,5 @@
 """Worker processes as the parent sees them: a process, a pipe to it, and shared memory."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections import deque

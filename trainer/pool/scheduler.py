@@ -5,8 +5,6 @@ the front of the queue, so no item is lost. If two workers have the same chunk, 
 counts. All methods are called by the engine's thread, unless their docstring says otherwise.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Sequence

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -37,21 +37,21 @@ def _copy_leaf(leaf: Any) -> Any:
     return leaf
 
 
+@dataclass(eq=False)
 class Lane:
-    """A queue of items with their indices: all items of a stream, or those of one worker."""
+    """A queue of items with their indices: all items of a stream, or those of one worker.
 
-    def __init__(self, first: int = 0, step: int = 1, skip: int = 0) -> None:
-        """Create an empty queue.
+    Attributes:
+        next: index of the first item in the queue, or of the next one if the queue is empty.
+        step: difference between the indices of consecutive items.
+        skip: additional difference between the last item of a batch and the next item.
+        items: the items.
+    """
 
-        Args:
-            first: index of the first item.
-            step: difference between the indices of consecutive items.
-            skip: additional difference between the last item of a batch and the next item.
-        """
-        self.items: deque[Any] = deque()
-        self.next = first
-        self.step = step
-        self.skip = skip
+    next: int = 0
+    step: int = 1
+    skip: int = 0
+    items: deque[Any] = field(default_factory=deque)
 
     def take(self, count: int, stream: Stream) -> Chunk:
         """Remove the first `count` items and return them as a chunk of `stream`."""
@@ -83,10 +83,8 @@ class Chunk:
 
     def singles(self, tries: int) -> list[Chunk]:
         """Return one chunk for each item, with `tries` failed tries."""
-        chunks = []
-        for index, item in zip(self.indices, self.items, strict=True):
-            chunks.append(Chunk(self.stream, range(index, index + 1), [item], tries))
-        return chunks
+        pairs = zip(self.indices, self.items, strict=True)
+        return [Chunk(self.stream, range(index, index + 1), [item], tries) for index, item in pairs]
 
 
 class Stream:

@@ -13,6 +13,7 @@ import mmap
 import pickle
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,17 +80,20 @@ class Message(NamedTuple):
     seconds: float = 0.0
 
 
+@dataclass(eq=False)
 class Packed:
     """A pickled value with its buffers.
 
-    If `rows` is not 0, the value is a list of this number of tensors or arrays of equal shape, and
-    the body contains only their type and shape.
+    Attributes:
+        body: the pickle without the buffers.
+        buffers: bytes of the tensors and arrays.
+        rows: if not 0, the value is a list of this number of tensors or arrays of equal shape, and
+            the body contains only their type and shape.
     """
 
-    def __init__(self, body: bytes, buffers: Sequence[Any], rows: int = 0) -> None:
-        self.body = body
-        self.buffers = buffers
-        self.rows = rows
+    body: bytes
+    buffers: Sequence[Any]
+    rows: int = 0
 
     def open(self) -> Any:
         """Unpickle the value."""
@@ -321,8 +325,7 @@ def _view_bytes(value: Tensor | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if not flat.numel():
         return np.empty(0, np.uint8)
-    array: np.ndarray[Any, Any] = flat.view(torch.uint8).numpy()
-    return array
+    return flat.view(torch.uint8).numpy()
 
 
 def _view_tensor(buffer: Any, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:

@@ -3,8 +3,6 @@
 The module imports next to nothing, so that the handlers are installed before slow imports.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -74,7 +72,7 @@ def is_installed_command() -> bool:
 
 
 def exit_on_signal(number: int, _: FrameType | None) -> None:
-    """Exit with the code that a signal also has while a run trains."""
+    """Exit with the exit code that this signal also causes while a run trains."""
     os._exit(130 if number == signal.SIGINT else 143)
 
 

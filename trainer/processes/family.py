@@ -1,14 +1,11 @@
 """Parents, siblings and children of this process, as the kernel reports them. Linux only.
 
-A rank that is gone or stopped cannot report that. Its siblings, which have the same launcher as
-parent, find out from the kernel. Commands that this process starts never outlive it. Workers and
-ranks are forked by `fork_server` instead.
+A rank that is gone or stopped cannot report its own state. Its siblings, the ranks with the same
+launcher as parent, find out from the kernel. Commands that this process starts never outlive it.
+Workers and ranks are forked by `fork_server` instead.
 """
 
-from __future__ import annotations
-
 import ctypes
-import math
 import os
 import signal
 import subprocess
@@ -23,8 +20,9 @@ from trainer.errors import PeerError, SetupError
 from trainer.processes.rank import read_place
 from trainer.processes.watchdog_process import WATCHDOG_SIGNAL
 
-# Variable of all processes that `trainer` starts: the process id of the parent with which they die.
-# A rank that has it does not print, because our launcher prints for it.
+# Environment variable of all processes that `trainer` starts. It contains the process id of the
+# parent, and the process dies when this parent dies. A rank with this variable does not print how
+# it ended, because our launcher does.
 PARENT = "TRAINER_PARENT"
 # Exit code of a child whose parent has died before the child could ask to die with it.
 PARENT_DIED = 7
@@ -51,9 +49,9 @@ def die_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> 
     For the kernel, the parent is the thread that started this process.
 
     Args:
-        parent: process id of the parent. None selects the process of `trainer` or the torchrun that
-            started this one. A process that the user has started may outlive its parent, so None
-            does nothing there.
+        parent: process id of the parent. None selects the process of `trainer` or of torchrun that
+            has started this process. None does nothing in a process that the user has started,
+            because such a process may outlive its parent.
         number: signal.
     """
     if parent is None:
@@ -79,9 +77,10 @@ def launcher_prints() -> bool:
 def _is_adopted(parent: int) -> bool:
     """Return whether the torchrun of this rank has died, so that the rank has another parent.
 
-    torchrun does not tell its ranks its process id. It has torch in its memory, and a command
-    between torchrun and this process has the variables of a rank. The processes that adopt orphans
-    (init, the first process of a container, a session manager) have neither.
+    Ranks do not know the process id of torchrun, so the parent is identified by other signs. The
+    process of torchrun has mapped torch's libraries, and a command between torchrun and this
+    process has the environment variables of a rank. The processes that adopt orphans (init, the
+    first process of a container, a session manager) have neither.
 
     Args:
         parent: process id of the current parent.
@@ -201,15 +200,15 @@ def run_command(
 def run_together(
     commands: Sequence[Sequence[str]],
     environment: Mapping[str, str],
-    output: IO[str] | None = None,
-    seconds: float = math.inf,
+    output: IO[str],
+    seconds: float,
 ) -> list[int | None]:
     """Run commands at the same time until all have succeeded or one has failed.
 
     Args:
         commands: commands, see `run_command`.
         environment: environment variables.
-        output: file for stdout and stderr. None uses those of this process.
+        output: file for stdout and stderr.
         seconds: timeout.
 
     Returns:
@@ -220,12 +219,15 @@ def run_together(
         PeerError: the commands did not end in time.
     """
     end = time.monotonic() + seconds
-    errors = None if output is None else subprocess.STDOUT
     with ExitStack() as stack:
         running = []
         for command in commands:
             process = run_command(
-                command, environment, stdin=subprocess.DEVNULL, stdout=output, stderr=errors
+                command,
+                environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
             )
             running.append(stack.enter_context(process))
         while True:
@@ -240,9 +242,10 @@ def run_together(
 def start_companion(
     command: Sequence[str], fd: int, blocked: Iterable[int]
 ) -> subprocess.Popen[bytes]:
-    """Start a command that shares a file with this process and exits at the end of its stdin.
+    """Start a command that shares a file with this process.
 
-    The command stays in the process group of this process. Writing to its stdin never blocks.
+    The command must exit at the end of its stdin, to which this process can write without blocking.
+    It stays in the process group of this process.
 
     Args:
         command: the command.

@@ -1,12 +1,10 @@
 """Fork server, from which loader workers, pool workers and ranks are forked in milliseconds.
 
-This process itself cannot be forked, because the child would hang after OpenMP or CUDA has started.
-Signals to the whole process group (Ctrl-C, torchrun's SIGTERM, a closed terminal) are meant for the
-parent, which still finishes its step and saves. They are therefore blocked in the server from its
-start, and in its children until these ignore them.
+This process itself cannot be forked, because a child that is forked after OpenMP or CUDA has
+started hangs. Signals to the whole process group (Ctrl-C, torchrun's SIGTERM, a closed terminal)
+are meant for the parent, which still finishes its step and saves. They are therefore blocked in the
+server from its start, and in each child until the child ignores or handles them.
 """
-
-from __future__ import annotations
 
 import multiprocessing
 import os
@@ -24,12 +22,14 @@ from typing import Any
 from trainer.processes import early, family, pickling
 from trainer.processes.silence import call_within
 
+# The standard library's only object for a fork server. It has no public name or type.
+SERVER: Any = forkserver._forkserver
 SIGNALS = {signal.SIGINT, signal.SIGTERM, *early.SAVE_AND_GO}
 # Maximum number of seconds that a killed process needs to exit.
 EXIT_SECONDS = 0.5
 # Exit code that multiprocessing reports for a worker whose server is gone.
 SERVER_GONE_CODE = 255
-# Variable with which Python does not import modules from the working directory.
+# Environment variable that keeps Python from importing modules from the working directory.
 SAFE = "PYTHONSAFEPATH"
 # Maximum length in bytes of the path of a folder for sockets. The path of a socket has at most 107
 # bytes, and Python appends up to 32.
@@ -48,10 +48,9 @@ def start_server(*preload: str) -> Any:
     """
     pickling.forget_stdin()
     context = multiprocessing.get_context("forkserver")
-    server: Any = forkserver._forkserver
-    # The list of a user's program is kept. The default is to import `__main__`, which may have any
-    # side effect.
-    if server._preload_modules == ["__main__"]:
+    # If the user's program has chosen modules, its list is kept. The default list is replaced,
+    # because it would import `__main__`, which may have any side effect.
+    if SERVER._preload_modules == ["__main__"]:
         optional = ("torchvision", "trainer.data.photos.photo_reader")
         imported = [name for name in optional if name in sys.modules]
         modules = dict.fromkeys([*preload, *imported])
@@ -97,7 +96,7 @@ def start_process(process: Any) -> None:
     torch_reduce = ForkingPickler._extra_reducers[torch.UntypedStorage]  # type: ignore[attr-defined]
     # Pickling may create tensors, such as the state of a generator. Their storages must stay alive
     # until the process has received them.
-    storages = list[torch.UntypedStorage]()
+    storages = []
 
     def reduce_storage(storage: torch.UntypedStorage) -> Any:
         storages.append(storage)
@@ -119,10 +118,9 @@ def stop_server() -> None:
     The kernel then adds the CPU time of its children to that of this process. `compare` needs this
     to distinguish them from unrelated processes.
     """
-    server: Any = forkserver._forkserver
     # A server whose child hangs does not exit.
     with suppress(ChildProcessError, TimeoutError):
-        call_within(EXIT_SECONDS, server._stop)
+        call_within(EXIT_SECONDS, SERVER._stop)
 
 
 def _choose_folder() -> None:
@@ -163,13 +161,12 @@ def _leave_server() -> None:
 
     The child dies with the server and with the process that the server serves.
     """
-    server: Any = forkserver._forkserver
-    alive_fd = server._forkserver_alive_fd
+    alive_fd = SERVER._forkserver_alive_fd
     # The server exits when all processes have closed this descriptor.
     if alive_fd is not None:
         os.close(alive_fd)
-        server._forkserver_alive_fd = None
-        server._forkserver_address = None
+        SERVER._forkserver_alive_fd = None
+        SERVER._forkserver_address = None
     family.die_with_parent(os.getppid())
     served = multiprocessing.parent_process()
     # The served process may have died before this child could ask to die with it.

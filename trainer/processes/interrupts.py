@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from trainer.errors import Interrupted, Preempted
 from trainer.processes import early, family, silence, stacks
@@ -48,12 +48,12 @@ SAVE_RESERVE = 5.0
 # Signal that `trainer.train` sends to our launcher at the user's second Ctrl-C.
 SECOND_CTRL_C = WATCHDOG_SIGNAL
 PROGRAM = Path(__file__).with_name("watchdog_process.py")
-# Set if something was given up for which Python's own shutdown would wait, perhaps forever.
+# Set if this process has abandoned work for which Python's own shutdown would wait, maybe forever.
 skips_shutdown = threading.Event()
 
 
 class Watchdog:
-    """Small process that kills this rank if its Python cannot run: see `watchdog_process`.
+    """Small process that kills this rank if its Python code cannot run: see `watchdog_process`.
 
     It does nothing before `start` and after `stop`. It does not kill a rank that has not received a
     signal or that is saving.
@@ -157,8 +157,8 @@ class Interrupts:
             if read_place().size > 1:
                 self._watchdog.start(self._reader, self._handlers, self.grace)
             # torchrun dies if it receives a signal that it does not handle (SIGUSR1 and SIGUSR2
-            # unless it was started with --signals-to-handle), or three signals that it handles. Its
-            # ranks must then still save.
+            # unless it was started with --signals-to-handle), or three signals that it handles. The
+            # kernel then sends SIGTERM to its ranks, so that they still save.
             if read_place().launched and not family.launcher_prints():
                 family.die_with_parent(number=signal.SIGTERM)
             self._thread = threading.Thread(target=self._watch, name="interrupts", daemon=True)
@@ -265,7 +265,7 @@ class Interrupts:
         return self._ctrl_c.is_second(number)
 
     def _watch(self) -> None:
-        first: int | None = None
+        first = None
         received_at = 0.0
         while not self._done:
             poll_seconds = None if first is None else 0.05
@@ -386,8 +386,8 @@ def stop_between_runs(
 ) -> Iterator[None]:
     """Let the signals that stop a run raise KeyboardInterrupt in this block, as Ctrl-C does.
 
-    The block is a command that keeps the results of completed runs, and that continues with the
-    others when the user types the same command again.
+    The block is a command that keeps the results of completed runs. When the user types the same
+    command again, it continues with the runs that are missing.
 
     Args:
         then: end of the message.
@@ -437,7 +437,7 @@ def exit_python(code: int) -> None:
 def _is_profiled() -> bool:
     """Return whether a profiler or a coverage tool runs, which reports during the shutdown."""
     # Python 3.11 does not have `sys.monitoring`.
-    monitoring: Any = getattr(sys, "monitoring", None)
+    monitoring = getattr(sys, "monitoring", None)
     if monitoring is not None and any(monitoring.get_tool(number) for number in range(6)):
         return True
     return sys.gettrace() is not None or sys.getprofile() is not None

@@ -87,7 +87,7 @@ def align(offset: int) -> int:
 
 
 class OtherProcessError(Exception):
-    """The process id of an address belongs to another process here, as between two containers."""
+    """The process id of an address belongs to an unrelated process, for example in a container."""
 
 
 class Address(NamedTuple):

@@ -4,8 +4,6 @@ Another process cannot import a class that was defined in a notebook, in `python
 script. cloudpickle therefore sends the code of the class with the object.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 
@@ -55,7 +53,7 @@ def has_unimportable_main() -> bool:
 
 
 def forget_stdin() -> None:
-    """Remove the file name "<stdin>" of a program that Python reads from stdin.
+    """Remove the file name "<stdin>" from `__main__` if Python reads the program from stdin.
 
     multiprocessing would try to run a file of that name in the child process.
     """

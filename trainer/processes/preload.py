@@ -46,7 +46,8 @@ def _begin_child() -> None:
 
 
 sys.excepthook = show
-# The children live until the server has exited, and with torch Python's shutdown takes seconds.
+# Children live until the server has exited, so its exit must be fast. Python's own shutdown takes
+# seconds after torch was imported.
 atexit.register(lambda: exit_now(0) if _server else None)
 os.register_at_fork(after_in_child=_begin_child)
 # A new fork server has this variable. The server dies with the process that it names.

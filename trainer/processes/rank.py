@@ -4,8 +4,6 @@ No other module parses RANK and the related variables. The module does not impor
 start-up code can test for rank 0 without delay.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

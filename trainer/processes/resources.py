@@ -3,8 +3,6 @@
 The module does not import torch at its top, because start-up code uses it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Mapping, Sequence
@@ -92,11 +90,11 @@ def spin_briefly() -> None:
 
 
 def keep_freed_memory(largest: int | None = None) -> None:
-    """Let malloc of glibc reuse large blocks of memory.
+    """Make the `malloc` of glibc keep large freed blocks of memory and reuse them.
 
-    By default it returns a freed block to the kernel, which clears every page of the next block.
-    Clearing takes 6 to 14 % of a training step on a CPU, and up to half of the time for decoding a
-    photo.
+    By default, `malloc` returns a freed block to the kernel, and the kernel clears every page of
+    the next block. Clearing takes 6 to 14 % of a training step on a CPU, and up to half of the time
+    for decoding a photo.
 
     Args:
         largest: maximum size in bytes of a block that is kept. None keeps all blocks.

@@ -1,14 +1,12 @@
 """Limit the time for which other ranks may be silent, counted while this process is awake.
 
-The timeout of gloo continues while a whole job is stopped (SIGSTOP, SLURM's suspend, a freezer),
-and gloo never reuses a connection that has timed out. Gloo therefore gets a timeout of one year,
-and a thread counts the seconds in which a waiting thread uses no CPU time. At the limit, the thread
-shuts down the sockets for reading, so that gloo raises in the waiting thread, as it does when a
-peer dies. Gloo raises nothing if a connection was closed between two operations. In that case the
-counting thread ends this process.
+The timeout of gloo keeps running while a whole job is stopped (SIGSTOP, SLURM's suspend, a cgroup
+freezer), and gloo never reuses a connection that has timed out. Gloo therefore gets a timeout of
+one year, and a thread of this module counts the seconds in which a waiting thread uses no CPU time.
+At the limit, the counting thread shuts down the sockets for reading, so that gloo raises in the
+waiting thread, as it does when a peer dies. Gloo raises nothing if a connection was closed between
+two operations. In that case the counting thread ends this process.
 """
-
-from __future__ import annotations
 
 import datetime
 import math

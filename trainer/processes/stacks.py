@@ -3,8 +3,6 @@
 They are written to stderr if the run has no folder yet, or if its disk cannot be written.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import sys
 import time

@@ -2,8 +2,6 @@
 explanations of long waits.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import os
@@ -164,7 +162,7 @@ class _Terminal(io.FileIO):
 def outlive_terminal() -> None:
     """Let output to a closed terminal be discarded instead of raising an error.
 
-    A closed terminal sends SIGHUP, after which the run still saves and prints.
+    When the user closes a terminal, the run receives SIGHUP, and it still saves and prints then.
     """
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)

@@ -1,7 +1,5 @@
 """Isolate training from the torch context of the user's program: modes, flags and defaults."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,7 +18,7 @@ def _without_raising() -> Iterator[None]:
         # The caller's first filter is added last, because each call inserts a filter at the front
         # and the first filter that matches is used.
         for action, message, category, module, line in reversed(filters):
-            # A filter contains a text if Python's start-up created it, else a compiled pattern.
+            # A filter contains strings if Python's start-up created it, else compiled patterns.
             patterns = [str(getattr(part, "pattern", part or "")) for part in (message, module)]
             shown: Any = "default" if action == "error" else action
             warnings.filterwarnings(shown, patterns[0], category, patterns[1], line)

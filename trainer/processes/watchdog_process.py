@@ -1,13 +1,11 @@
-"""Program of the watchdog: a small process that kills a rank whose Python cannot run.
+"""Program of the watchdog: a small process that kills a rank whose Python code cannot run.
 
-Compiled code launches kernels while it holds the interpreter's lock. If a peer is gone, the queue
-of kernels fills up and the call never returns, so neither a signal handler nor a thread of the rank
-can run. Python still writes the number of a signal to the wake-up socket, for which it does not
-need the lock, and this process sees it there. The program does not import other modules of
-`trainer`.
+Compiled code launches kernels while it holds Python's global interpreter lock (GIL). If a peer is
+gone, the queue of kernels fills up and the launch never returns, so neither a signal handler nor a
+thread of the rank can run. Python still writes the number of a signal to the wake-up socket,
+because this does not need the lock, and the watchdog reads the number there. To start quickly, the
+program does not import other modules of `trainer`.
 """
-
-from __future__ import annotations
 
 import os
 import select
@@ -18,7 +16,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-# Seconds without an answer until a rank is killed that has nothing to save or has lost a peer.
+# Seconds without an answer after which a rank is killed if it has nothing to save or lost a peer.
 SILENT = 5.0
 # Seconds between two checks after a signal.
 LOOK = 0.1

@@ -5,8 +5,8 @@ Imports: errors, versions.
 """
 
 from trainer.recipe.field_types import DEVICE
-from trainer.recipe.loading import format_arguments, load, notes_on_idle, origins
-from trainer.recipe.mode_table import MODES, TRAITS, Traits
+from trainer.recipe.loading import format_arguments, load, notes_on_idle
+from trainer.recipe.mode_table import MODES, TRAITS
 from trainer.recipe.recipe_files import find_recipe, shipped_recipes
 from trainer.recipe.reflection import changed_keys, compare_recipes
 from trainer.recipe.schema import (
@@ -19,7 +19,6 @@ from trainer.recipe.schema import (
     ModelRecipe,
     OptimizerRecipe,
     Recipe,
-    Schedule,
 )
 from trainer.recipe.text import find_nearest, flatten, format_neighbors
 
@@ -36,8 +35,6 @@ __all__ = [
     "ModelRecipe",
     "OptimizerRecipe",
     "Recipe",
-    "Schedule",
-    "Traits",
     "changed_keys",
     "compare_recipes",
     "find_nearest",
@@ -47,6 +44,5 @@ __all__ = [
     "format_neighbors",
     "load",
     "notes_on_idle",
-    "origins",
     "shipped_recipes",
 ]

@@ -3,39 +3,38 @@
 The checks run before anything heavy is imported. Their messages name a command that works.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import Any
 
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe import IN_TURN, MEASURED, STREAMS, Recipe, flatten, format_neighbors
+from trainer.recipe.known_names import DATASETS, TASKS, check_model_name
 from trainer.recipe.optimizer_table import MATRIX_OPTIMIZERS, OPTIMIZERS
 from trainer.recipe.recipe_files import format_argument
 from trainer.recipe.shares import check_shares, count_rows, fixed_shares
+from trainer.recipe.text import find_nearest
 from trainer.versions import SINCE, read_version, torch_has
 
 # Schedules in which rank r of P has the stages r and 2P - 1 - r.
 V_SHAPED = ("zbv", "dualpipev")
-# Number of stages on each rank, for schedules with several.
+# Default number of stages on each rank, for schedules with more than one.
 VIRTUAL = dict.fromkeys(
     ("interleaved1f1b", "loopedbfs", "interleavedzerobubble", *V_SHAPED, MEASURED), 2
 )
 # Schedules that compute the gradients of inputs and of weights separately.
 SPLIT_BACKWARD = ("interleavedzerobubble", "zbv", "dualpipev")
-# Row of these schedules in the table of versions.
+# Name of the row for these schedules in the table `trainer.versions.SINCE`.
 TWO_PARTS = "backward passes in two parts"
-# Number of images per step and GPU below which launching kernels takes longer than running them.
+# With fewer images per step and GPU, launching the kernels takes longer than running them.
 FEW_IMAGES = 64
 # Number of images per step and GPU in a suggested batch.
 ENOUGH_IMAGES = 128
 # Maximum number of values in a message.
 MAX_LISTED_CHOICES = 8
 
-# Name of an option -> a key and a value that turn it on.
-OPTIONS: dict[str, tuple[str, Any]] = {
+# Name of an option -> a key and a value that turn the option on.
+OPTIONS = {
     "fp16": ("precision", "fp16"),
     "bf16": ("precision", "bf16"),
     "tf32": ("precision", "tf32"),
@@ -90,8 +89,9 @@ def divides_evenly(recipe: Recipe, count: int, accumulate: int | None = None) ->
     Args:
         recipe: the recipe.
         count: number of local batches.
-        accumulate: number of micro-batches of each; the recipe's by default.
+        accumulate: number of micro-batches per local batch; the recipe's by default.
     """
+    # The two images of a mixed pair must be in the same micro-batch.
     unit = (accumulate or recipe.pieces) * recipe.augment.together
     divisor = count * unit
     # Local batches of different sizes need not have the same number of images.
@@ -250,7 +250,12 @@ def explain_eager_steps(recipe: Recipe, processes: int) -> str | None:
 
 
 def _refuse(recipe: Recipe, refuses: Mapping[str, str]) -> None:
-    """Raise RecipeError if an option in `refuses`, which has the reasons, is on."""
+    """Raise RecipeError if the recipe turns on an option of `refuses`.
+
+    Args:
+        recipe: the recipe.
+        refuses: reason why the mode does not support an option, by the name of the option.
+    """
     values = flatten(recipe.to_dict())
     for option, reason in refuses.items():
         key, value = OPTIONS[option]
@@ -323,6 +328,7 @@ def microbatch_counts(recipe: Recipe, processes: int) -> list[int]:
     section = recipe.pipeline
     rows = recipe.batch_size // (count_local_batches(recipe, processes) * recipe.pieces)
     if schedule == STREAMS:
+        # Within one process, micro-batches need not have the same size.
         if section.split_size is not None:
             return [-(-rows // min(section.split_size, rows))]
         if section.microbatches == "auto":
@@ -335,10 +341,11 @@ def microbatch_counts(recipe: Recipe, processes: int) -> list[int]:
                 "can be"
             )
         return [int(section.microbatches)]
-    possible = []
-    for count in range(1, rows + 1):
-        if rows % count == 0 and not _explain_refusal(schedule, count, recipe, processes):
-            possible.append(count)
+    possible = [
+        count
+        for count in range(1, rows + 1)
+        if rows % count == 0 and not _explain_refusal(schedule, count, recipe, processes)
+    ]
     what = f"{rows} images a step"
     if count_local_batches(recipe, processes) > 1:
         what += " and replica"
@@ -396,6 +403,7 @@ def suggest_wider_batch(recipe: Recipe, cards: int, images: int | None = None) -
         images: number of images in the training set, which limits the batch.
     """
     local_batch = recipe.batch_size / cards
+    # In the other modes, a GPU does not compute a local batch of its own.
     is_replicated = recipe.traits.exchanges in ("gradients", "shards", "copies", "weights")
     if cards < 2 or local_batch >= FEW_IMAGES or not is_replicated:
         return None
@@ -414,7 +422,7 @@ def suggest_wider_batch(recipe: Recipe, cards: int, images: int | None = None) -
 
 
 def _microbatch_step(recipe: Recipe, processes: int) -> int:
-    """Return a number of micro-batches; the schedule accepts every multiple of this number."""
+    """Return a number of micro-batches such that the schedule accepts all multiples of it."""
     schedule = resolve_schedule(recipe, processes)
     ranks = ranks_per_pipeline(recipe, processes)
     if schedule in ("1f1b", "dualpipev"):
@@ -452,6 +460,28 @@ def _join_choices(choices: list[int]) -> str:
     if others:
         return f"{', '.join(others)} or {last}"
     return last
+
+
+def check_names(recipe: Recipe) -> None:
+    """Check the names of the model, the data set and the task.
+
+    Raises:
+        RecipeError: a name is unknown. The message suggests the closest known name.
+    """
+    check_model_name(recipe.model.name)
+    for key, name, what, known_names in (
+        ("data.name", recipe.data.name, "a data set", DATASETS),
+        ("task.name", recipe.task.name, "a task", TASKS),
+    ):
+        if name not in known_names:
+            guess = find_nearest(name, known_names)
+            hint = ""
+            if guess:
+                hint = f"did you mean {key}={guess}? "
+            listed = ", ".join(known_names)
+            raise RecipeError(
+                f"{key}={name} is not {what}; {hint}known: {listed} (your own: plugin=my_module)"
+            )
 
 
 def check_loggers(recipe: Recipe) -> None:

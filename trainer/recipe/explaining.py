@@ -4,10 +4,8 @@ A message is one line that says what to type. An unknown key is compared with al
 names of settings in other libraries.
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -32,9 +30,9 @@ KINDS = {
     "too_short": "a list of {min_length}",
     "too_long": "a list of {max_length}",
 }
-# Our keys -> names in torchvision's references, timm, Lightning, Keras, Ultralytics and Hugging
-# Face. The names must have the same meaning: the batch size of one GPU, for example, is not
-# `batch_size`.
+# Our keys -> names in torchvision's reference scripts, timm, Lightning, Keras, Ultralytics and
+# Hugging Face. Only names with the same meaning are listed: the batch size of one GPU, for example,
+# is not our `batch_size`.
 _THEIRS = {
     "recipe": "config cfg",
     "nproc": "num_gpus nproc_per_node",
@@ -90,7 +88,7 @@ WITHOUT_KEY = frozenset(_WITHOUT_KEY.split())
 def explain_invalid(
     error: ValidationError,
     defaults: Mapping[str, Any],
-    top: Iterable[str],
+    top: Sequence[str],
 ) -> tuple[str, str]:
     """Explain pydantic's first error.
 
@@ -106,14 +104,13 @@ def explain_invalid(
     first = all_details[0]
     key = _key(first, defaults)
     # Pydantic reports an error for each type that a key may have.
-    same_key = []
-    for details in all_details:
-        if _key(details, defaults).partition("[")[0] == key:
-            same_key.append(details)
+    same_key = [
+        details for details in all_details if _key(details, defaults).partition("[")[0] == key
+    ]
     best = max(same_key, key=_rank, default=first)
+    # A key that accepts certain words and other types has an error for each. Name all of them.
     if len(same_key) > 1 and best["type"] == "literal_error":
-        types = [details["type"] for details in same_key]
-        kinds = [KINDS[kind] for kind in types if kind in KINDS]
+        kinds = [KINDS[details["type"]] for details in same_key if details["type"] in KINDS]
         *others, last = kinds + _null(key, defaults)
         separator = " or "
         if others:
@@ -121,13 +118,14 @@ def explain_invalid(
         choices = ", ".join([*_choices(best), *others])
         return key, f"{key}={format_value(best['input'])} must be {choices}{separator}{last}"
     key = _key(best, defaults)
-    return key, _line(best, key, defaults, [*top])
+    return key, _line(best, key, defaults, top)
 
 
 def _key(details: ErrorDetails, defaults: Mapping[str, Any]) -> str:
     """Return the dotted key of an error.
 
-    Pydantic's location continues below the key with the type that it tried, which is dropped.
+    If a key accepts several types, pydantic's location also contains the type that it tried. Such
+    parts below the key are dropped.
     """
     key = ""
     for part in details["loc"]:

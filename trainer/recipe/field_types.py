@@ -1,7 +1,5 @@
 """Types of the values of recipe keys, with messages for invalid values."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Any, Literal
 
@@ -91,7 +89,7 @@ def _freeze(value: Any) -> Any:
 
 
 def _numbers(value: Any, low: float, high: float) -> list[float]:
-    """Return `value` if it is a list of numbers from `low` to `high`, or else an empty list."""
+    """Return `value` if it is a list of numbers from `low` to `high`, else an empty list."""
     if not isinstance(value, list):
         return []
     for number in value:
@@ -112,7 +110,7 @@ def _image_size(value: Any) -> Any:
         raise ValueError(
             f"must be pixels from 1 to {LARGEST_SIDE}, or height and width, as in [224,320]"
         )
-    # A square is always stored as one number, so that equal sizes compare as equal.
+    # A square is always stored as a single number, so that equal sizes compare as equal.
     if sides[0] == sides[1]:
         return sides[0]
     return [*sides]

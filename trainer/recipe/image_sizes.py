@@ -1,7 +1,5 @@
 """Sizes of images: pixels along each side of a square, or (height, width)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 # A square is always one number, as in recipes, files and users' models.

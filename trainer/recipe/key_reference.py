@@ -1,7 +1,5 @@
 """Reference of all keys of a recipe: default, values, comment and example, from the schema."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +41,7 @@ def keys() -> dict[str, Key]:
     for name, field in key_fields():
         default = format_yaml(defaults()[name])
         values = ", ".join(choices().get(name, ()))
-        # Everybody knows the values of a boolean.
+        # Readers know the values of a boolean, so they are not listed.
         if values in ("true, false", "true, false, null"):
             values = ""
         example = _example(name, field.examples or ())
@@ -61,9 +59,12 @@ def sections() -> dict[str, str]:
 
 
 def _example(name: str, examples: Sequence[Any]) -> str:
-    """Format an example of a key, after the arguments that make a run read the key.
+    """Format arguments that set a key, with the arguments before them that make a run read it.
 
-    The value is an example of the schema, or any value that is not the default, or the default.
+    Args:
+        name: dotted name of the key.
+        examples: examples of the schema. The first one that is not the default is used, else
+            another possible value, else the default.
     """
     values = []
     for example in (defaults()[name], *examples):

@@ -1,11 +1,10 @@
 """Names of models, data sets and tasks, checked without importing their modules.
 
-The check runs early. It is skipped with a plugin, whose names are not known yet, and the package
-that builds the object checks the name again. `Registry` is for the user's own models, data sets and
+The check runs before slow imports, so that a typo is reported immediately. It is skipped for a run
+with a plugin, because the names that the plugin registers are not known yet. The package that
+builds the object checks the name again. `Registry` contains the user's own models, data sets and
 tasks.
 """
-
-from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -14,17 +13,21 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from trainer.errors import RecipeError
 from trainer.recipe.text import find_nearest
 
-if TYPE_CHECKING:
-    from trainer.recipe import Recipe
-
 SMALL_MODELS = (
-    *("mlp", "cnn", "cnn_gn", "vit_tiny", "resnet8", "resnet20"),
-    *("fast_cnn", "fast_cnn_mirrored", "fast_cnn_small"),
+    "mlp",
+    "cnn",
+    "cnn_gn",
+    "vit_tiny",
+    "resnet8",
+    "resnet20",
+    "fast_cnn",
+    "fast_cnn_mirrored",
+    "fast_cnn_small",
 )
 DATASETS = (
     "digits",
@@ -83,32 +86,11 @@ TASKS = {
 }
 # Suffixes of files with weights, of this program and others.
 WEIGHTS_FILES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".pth.tar")
-# Models of torchvision with auxiliary heads. Their weights set transform_input.
+# Models of torchvision with auxiliary heads. With published weights, they are built with
+# transform_input=True.
 AUXILIARY = ("googlenet", "inception_v3")
 # Prefix of the names of timm's models.
 TIMM = "timm:"
-
-
-def check_names(recipe: Recipe) -> None:
-    """Check the names of the model, the data set and the task.
-
-    Raises:
-        RecipeError: a name is unknown. The message suggests the closest known name.
-    """
-    check_model_name(recipe.model.name)
-    for key, name, what, known_names in (
-        ("data.name", recipe.data.name, "a data set", DATASETS),
-        ("task.name", recipe.task.name, "a task", TASKS),
-    ):
-        if name not in known_names:
-            guess = find_nearest(name, known_names)
-            hint = ""
-            if guess:
-                hint = f"did you mean {key}={guess}? "
-            listed = ", ".join(known_names)
-            raise RecipeError(
-                f"{key}={name} is not {what}; {hint}known: {listed} (your own: plugin=my_module)"
-            )
 
 
 def check_model_name(name: str) -> None:
@@ -159,7 +141,7 @@ def timm_models() -> Sequence[str]:
 def _find_registered(package: str, pattern: str) -> Sequence[str]:
     """Return the functions that a package registers; empty if it is not installed."""
     spec = find_spec(package)
-    names: list[str] = []
+    names = []
     if spec is None:
         return ()
     for folder in spec.submodule_search_locations or ():

@@ -1,7 +1,5 @@
 """Describe how a planned run divides its model and its batches over processes and devices."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from trainer.recipe import checks
@@ -57,7 +55,7 @@ class Layout:
 
     @property
     def workers(self) -> int:
-        """Number of ranks or devices over which the stages of one replica are distributed."""
+        """Number of ranks, or of devices of a single process, that share the stages of a model."""
         if self.processes > 1:
             return checks.ranks_per_pipeline(self.recipe, self.processes)
         return len(self.devices)

@@ -4,8 +4,6 @@ A recipe is checked completely before anything heavy is imported. `load` returns
 or raises a `RecipeError` that names the key and the closest value that works.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -29,7 +27,7 @@ from trainer.recipe.removed import refuse_removed, replace_removed
 from trainer.recipe.schema import EXTENDS, NAMELESS, Recipe, validated
 from trainer.recipe.text import flatten, format_value, not_utf8, one_line
 
-# Origin of keys on the command line, in messages.
+# Origin of the keys that the user typed on the command line or passed as keywords.
 YOURS = "your words"
 
 Source = str | Path | Mapping[str, Any] | Recipe | None
@@ -122,9 +120,10 @@ def _layers(
 ) -> tuple[str, list[Layer]]:
     """Return the recipe's name, and the layers to merge, lowest first."""
     name = NAMELESS
-    chain = list[Layer]()
+    chain = []
     if isinstance(recipe, str | Path):
         path = find_recipe(str(recipe))
+        # All runs have a file of this name, so a run is called by the name of its folder.
         if path.name == "recipe.yaml":
             name = path.parent.name
         else:
@@ -175,7 +174,8 @@ def _merged(below: Mapping[Any, Any], above: Mapping[Any, Any], prefix: str = ""
         was_section = isinstance(under, Mapping)
         if is_section and was_section:
             tree[name] = _merged(tree[name], value, f"{key}.")
-        # If one is a section and the other a value, the wrong one stays, which the check refuses.
+        # If only one of the two is a section, the one with the wrong type is kept, so that the
+        # check of the merged recipe reports it.
         elif under is None or is_section == was_section or is_section == (key in defaults()):
             tree[name] = value
     return tree

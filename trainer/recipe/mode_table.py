@@ -3,8 +3,6 @@
 A mode consists of a row here and of a class in `trainer.modes`, which computes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -89,7 +87,7 @@ WHOLE_MATRICES = (
     "it needs whole matrices, but a rank has only some of their rows; use adamw, or mode=ddp"
 )
 
-TRAITS: dict[str, Traits] = {
+TRAITS = {
     "single": Traits(
         when=("one device. All other modes are tested against it",),
         reference=True,
@@ -103,7 +101,7 @@ TRAITS: dict[str, Traits] = {
         many_devices=True,
         exchanges="copies",
         refuses={
-            "sync_bn": "nn.DataParallel's replicas live for one pass and cannot synchronise; use "
+            "sync_bn": "nn.DataParallel's replicas live for one pass and cannot synchronize; use "
             "mode=ddp",
             "compile": "nn.DataParallel copies the module again for every pass; use mode=ddp",
             "compress": DDP_GRADIENTS,

@@ -3,8 +3,6 @@
 A new optimizer is a row. `trainer.optim.optimizers` builds the class that the row names.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
@@ -19,7 +17,8 @@ class OptimizerTraits:
         keys: keys of the recipe's section `optimizer` that not all optimizers read. The class has
             arguments with these names.
         fused: True if the class accepts `fused=True`. A fused step changes nothing if the flag
-            `found_inf` is set. `undo_failed_steps` has the same effect for all other classes.
+            `found_inf` of the gradient scaler is set. For all other classes, `undo_failed_steps`
+            has the same effect.
         state: names of the tensors that the first step creates for each parameter, filled with
             zeros. `step` is 0-dim, and the others have the shape of the parameter.
         momentum_state: names of further tensors, created if optimizer.momentum is above 0.
@@ -37,7 +36,7 @@ class OptimizerTraits:
     scales_lr: bool = False
 
 
-OPTIMIZERS: dict[str, OptimizerTraits] = {
+OPTIMIZERS = {
     "sgd": OptimizerTraits(
         "SGD",
         keys=("momentum", "nesterov"),

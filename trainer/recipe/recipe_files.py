@@ -3,8 +3,6 @@
 Input that would grow without limit is refused.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
@@ -19,9 +17,10 @@ from trainer.errors import RecipeError, remove_secrets
 from trainer.recipe.reflection import list_key_types
 from trainer.recipe.text import find_nearest, format_value, format_yaml, one_line
 
-# OmegaConf uses PyYAML's loader in C if it is installed. Only this loader accepts a tab before a
-# value, so files must be checked with the same one.
+# OmegaConf uses PyYAML's C loader if it is installed. Unlike the loader in Python, it accepts a tab
+# before a value, so the checks here must use the same loader.
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+# Limits of a recipe file: bytes, YAML aliases, and nesting. The longest recipe is far below them.
 MAX_BYTES = 256 * 1024
 MAX_ALIASES = 20
 MAX_DEPTH = 20
@@ -164,7 +163,7 @@ def check_shape(text: str, name: str) -> None:
 
 
 def _explained(error: Exception) -> str:
-    """Explain an error in a file's YAML: the line, and the correct form."""
+    """Explain a YAML error of a file: the line number, the problem, and what to write."""
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return one_line(error)
@@ -196,7 +195,7 @@ def split_arguments(
         RecipeError: an option is repeated or empty.
     """
     values: dict[str, str] = {}
-    rest: list[str] = []
+    rest = []
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or key not in names:

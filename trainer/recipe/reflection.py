@@ -1,7 +1,5 @@
 """Properties of keys: defaults, types, when a key has no effect, what a resumed run may change."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,8 +11,8 @@ from trainer.recipe.mode_table import MODES, TRAITS
 from trainer.recipe.schema import Recipe, key_fields, readers
 from trainer.recipe.text import flatten, format_yaml
 
-# Keys and sections that do nothing in training with some values of another key: first the keys,
-# then the other key and its values. A plugin's data set is not listed, as it may read any key.
+# Keys that have no effect in training if another key has one of some values: the keys, the other
+# key, and these values. A plugin's data set may read any key, so it is never among the values.
 _IDLE_WITH = (
     ("augment.crop_padding", "augment.crop", "none resized"),
     ("augment.crop_scale", "augment.crop", "none pad"),
@@ -35,6 +33,7 @@ _IDLE_WITH = (
         " ".join(mode for mode, traits in TRAITS.items() if not traits.micro_batches),
     ),
 )
+# Key or section -> the other key, and the values with which the key or section has no effect.
 IDLE: dict[str, tuple[str, list[str]]] = {}
 for _keys, _chooser, _values in _IDLE_WITH:
     IDLE |= dict.fromkeys(_keys.split(), (_chooser, _values.split()))
@@ -44,9 +43,28 @@ for _traits in TRAITS.values():
 # A resumed run may change where it runs, what it writes and how long it waits, but not what a step
 # computes.
 FREE_ON_RESUME = {
-    *("mode", "devices", "threads", "timeout", "save", "logging", "resume", "output", "pipeline"),
-    *("fsdp", "predict", "graphs", "recompute", "shares", "stop", "grace", "accumulate"),
-    *("data.root", "data.workers", "data.check", "data.download", "data.cache_dir"),
+    "accumulate",
+    "data.cache_dir",
+    "data.check",
+    "data.download",
+    "data.root",
+    "data.workers",
+    "devices",
+    "fsdp",
+    "grace",
+    "graphs",
+    "logging",
+    "mode",
+    "output",
+    "pipeline",
+    "predict",
+    "recompute",
+    "resume",
+    "save",
+    "shares",
+    "stop",
+    "threads",
+    "timeout",
 }
 
 
@@ -161,11 +179,7 @@ def compare_recipes(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
     """Return the dotted keys in which two recipes differ, with their (old, new) values."""
     before = flatten(old.to_dict())
     now = flatten(new.to_dict())
-    pairs = {}
-    for key, value in now.items():
-        if before[key] != value:
-            pairs[key] = (before[key], value)
-    return pairs
+    return {key: (before[key], value) for key, value in now.items() if before[key] != value}
 
 
 def is_longer(old: Recipe, new: Recipe) -> bool:
@@ -202,10 +216,10 @@ def describe_restart(old: Recipe, new: Recipe) -> str | None:
 def changed_keys(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
     """Return the keys that differ and must not differ in a resumed run, with (old, new) values."""
     free = set(FREE_ON_RESUME)
-    # The weights of the teachers are compared; their path may change.
+    # Resuming compares the weights of the teachers, so their path may change.
     if None not in (old.distill.teacher, new.distill.teacher):
         free |= {"distill.teacher"}
-    # The cache stores the same pixels wherever it is if its format is set.
+    # If the format of the cache is set, images have the same pixels with and without the cache.
     if old.data.cache_format is not None:
         free |= {"data.cache"}
     # Only columns that were typed are compared, because earlier versions searched for the columns.
@@ -213,8 +227,5 @@ def changed_keys(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
         free.add("data.image_column")
         if old.data.label_column is None:
             free.add("data.label_column")
-    changed = {}
-    for key, pair in compare_recipes(old, new).items():
-        if free.isdisjoint((key, key.partition(".")[0])):
-            changed[key] = pair
-    return changed
+    changes = compare_recipes(old, new)
+    return {key: changes[key] for key in changes if free.isdisjoint((key, key.partition(".")[0]))}

@@ -1,7 +1,5 @@
 """Keys and values that were removed. Files with them are still read; arguments are refused."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,8 +19,8 @@ class Removed(NamedTuple):
         instead: `key=value` that replaces it in a file; empty to leave the key out.
         same: True if the replacement computes the same results, so that a run can be resumed. If
             False, only the run's weights can be used.
-        idle: default value of a removed key. It had no effect and is in every old run folder, so it
-            is not reported.
+        idle: default value of a removed key. Every old run folder contains the key with this value,
+            which had no effect, so it is not reported.
     """
 
     sentence: str
@@ -32,7 +30,7 @@ class Removed(NamedTuple):
 
 
 # Removed "key" or "key=value" -> its replacement.
-REMOVED: dict[str, Removed] = {
+REMOVED = {
     "data.workers=auto": Removed(
         "leave it out for a process per core, or give a number", "data.workers=null"
     ),
@@ -110,7 +108,13 @@ def replace_removed(tree: dict[Any, Any], label: str) -> dict[Any, Any]:
             change += ", which computes otherwise"
         if not _idle(argument, row) and (label, argument) not in _reported:
             _reported.add((label, argument))
-            _report(f"{label}: {format_value(argument)} is no more, and {change}: {row.sentence}")
+            line = f"{label}: {format_value(argument)} is no more, and {change}: {row.sentence}"
+            # Our launcher and all ranks read the same recipe, so only one process prints the line:
+            # the launcher, or rank 0 if there is no launcher.
+            if "TRAINER_LAUNCHER" not in os.environ and os.environ.get("RANK", "0") == "0":
+                # The terminal may have been closed.
+                with suppress(OSError):
+                    print(f"trainer: {line}", file=sys.stderr, flush=True)
     return tree
 
 
@@ -136,12 +140,3 @@ def _without(tree: Mapping[Any, Any], path: Sequence[str]) -> dict[Any, Any]:
     if not rest or not copy[name]:
         del copy[name]
     return copy
-
-
-def _report(line: str) -> None:
-    """Print a line on the terminal, in one process of a run only."""
-    # Our launcher and all ranks read the same recipe. Rank 0 prints if there is no launcher.
-    if "TRAINER_LAUNCHER" not in os.environ and os.environ.get("RANK", "0") == "0":
-        # The terminal may have been closed.
-        with suppress(OSError):
-            print(f"trainer: {line}", file=sys.stderr, flush=True)

@@ -95,8 +95,8 @@ def listed(key: str) -> str:
 
 
 class _Section(BaseModel):
-    # Strict, because a text such as "1e3" is not meant as a number. Frozen, because a recipe
-    # that changes after its checks would not be checked.
+    # Strict, because a text such as "1e3" is not meant as a number. Frozen, because changes after
+    # the checks would not be checked.
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, protected_namespaces=(), allow_inf_nan=False
     )
@@ -188,7 +188,7 @@ class DataRecipe(_Section):
     )
     channels: Positive | None = key(
         None,
-        "1 gray, 3 colour; to 64 of TIFF and .npy files; null: the data set's own, 1 or 3",
+        "1 gray, 3 color; to 64 of TIFF and .npy files; null: the data set's own, 1 or 3",
         5,
         le=MOST_CHANNELS,
     )
@@ -298,7 +298,7 @@ class OptimizerRecipe(_Section):
         0.0005,
     )
     norm_weight_decay: Amount | None = key(
-        None, "weight decay of normalisation layers and biases; null: same as weight_decay", 0.0
+        None, "weight decay of normalization layers and biases; null: same as weight_decay", 0.0
     )
     betas: list[Decay] = key(
         [0.9, 0.999],
@@ -437,7 +437,7 @@ class LocalSGDRecipe(_Section):
 
     @property
     def momentum(self) -> float:
-        """Momentum of the outer optimizer, `outer_momentum` if set."""
+        """Momentum of the outer optimizer: `outer_momentum`, or its default."""
         if self.outer_momentum is not None:
             return self.outer_momentum
         # The defaults are the best values on CIFAR-10, see the guide's page `modes`.
@@ -450,7 +450,7 @@ class LocalSGDRecipe(_Section):
         """Number of copies of the weights that the outer optimizer stores."""
         if self.momentum > 0:
             return 2
-        # The step is just the average if the learning rate is 1.
+        # With learning rate 1 the new weights are the average, so no old weights are needed.
         if self.outer_lr == 1.0:
             return 0
         return 1
@@ -624,14 +624,20 @@ class Recipe(_Section):
 
     @property
     def pieces(self) -> int:
-        """Number of micro-batches, `accumulate`; 1 for auto, which a run replaces by a number."""
+        """Number of micro-batches per local batch: `accumulate`, or 1 if it is auto.
+
+        A run replaces auto by a number.
+        """
         if self.accumulate == "auto":
             return 1
         return int(self.accumulate)
 
     @property
     def processes(self) -> Processes:
-        """Number of processes that train; `either` for a pipeline without a schedule."""
+        """Whether one process trains or several: `one`, `many`, or `either`.
+
+        The mode decides. A pipeline without a schedule can run in either.
+        """
         if self.traits.processes != "either" or self.pipeline.schedule is None:
             return self.traits.processes
         if self.pipeline.schedule == STREAMS:
@@ -647,7 +653,7 @@ class Recipe(_Section):
 
         It omits the paths of this machine, the teacher and the loggers.
         """
-        omitted: dict[str, Any] = dict.fromkeys(("output", "resume", *LOCAL))
+        omitted = dict.fromkeys(("output", "resume", *LOCAL))
         tree = self.replace(distill={}, **omitted).to_dict()
         del tree["logging"]
         return tree

@@ -1,7 +1,5 @@
 """Sizes of the local batches in whole images, from the proportions in the key `shares`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from fractions import Fraction

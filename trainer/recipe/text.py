@@ -1,7 +1,5 @@
 """Texts in messages about recipes: values as users type them, the closest key or size."""
 
-from __future__ import annotations
-
 import difflib
 import math
 import re
@@ -91,7 +89,7 @@ def list_some(names: Sequence[str], most: int = 4) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes values so that OmegaConf reads the same values."""
+    """YAML dumper whose output OmegaConf reads as the same values."""
 
 
 def _represented(dumper: _Dumper, text: str) -> yaml.ScalarNode:

@@ -8,8 +8,6 @@ complete, even if the writer was killed. The hashes detect later damage. Loading
 memory, because files are hashed in chunks and tensors are views of memory-mapped files.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -41,14 +39,14 @@ from trainer.saving.tensor_files import (
 )
 
 MANIFEST = "manifest.json"
-# Maximum size in bytes. The history of a run, which the manifest contains, is far smaller.
+# Maximum size of a manifest in bytes. The history of a run, which it contains, is far smaller.
 MAX_MANIFEST = 64 * 2**20
 _NAME = re.compile(r"step-([0-9]{8,})")
 _LEFTOVER = re.compile(r"step-[0-9]{8,}\.tmp-.+")
 # Names in a manifest have no slash and no leading dot, so they cannot point outside the folder.
 _STEM = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
-# Pattern of a file with shards of one rank ("model-00001"). "rank-00001" does not match, because it
-# contains the per-rank state, which is not sharded.
+# Pattern of the name of a file with shards of one rank ("model-00001"). It does not match
+# "rank-00001", the file with the state that each rank has for itself.
 OF_RANK = re.compile(r"(?!rank-)\w+-[0-9]{5,}")
 _SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n\}\n\Z')
 
@@ -365,22 +363,19 @@ def build_state(path: Path, manifest: Manifest, file: Callable[[str], str | Path
     return state
 
 
-def checkpoints_in(home: Path) -> list[Path]:
-    """Return the folders in `home` that have the name of a checkpoint, newest first."""
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the folders in `folder` that have the name of a checkpoint, newest first."""
     try:
-        paths = [path for path in home.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+        paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise SetupError(
-            f"{home} cannot be read ({error.strerror}); choose another folder with output=..."
+            f"{folder} cannot be read ({error.strerror}); choose another folder with output=..."
         ) from error
-
-    def sort_key(path: Path) -> tuple[int, str]:
-        # The name alone would sort a step of nine digits before one of eight.
-        return int(path.name.removeprefix("step-")), path.name
-
-    return sorted(paths, key=sort_key, reverse=True)
+    # The name alone would sort a step of nine digits before one of eight.
+    paths.sort(key=lambda path: (int(path.name.removeprefix("step-")), path.name), reverse=True)
+    return paths
 
 
 def is_checkpoint(folder: Path) -> bool:

@@ -6,8 +6,6 @@ block. A file that cannot be used is skipped with a warning, and a file that can
 the run with a one-line error.
 """
 
-from __future__ import annotations
-
 import csv
 import errno
 import json

@@ -5,8 +5,6 @@ kill loses at most that second. A machine that loses power may leave a damaged l
 checksum at its end reveals.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import socket
@@ -39,9 +37,11 @@ RESTART = "waiting to be restarted"
 COMPLETED = "completed"
 # Cause of an attempt that could not write one: SIGKILL, too little memory, or a power failure.
 KILLED = "killed"
-# A run with a lasting problem would otherwise fill its journal with the same sentence.
+# Maximum number of problems in a line. A run with a lasting problem would otherwise fill its
+# journal with the same sentence.
 MAX_NOTICES = 20
-# The journal is on a disk that may be slow or shared, so its line is not written at every step.
+# Minimum number of seconds between two writes of the line. The disk may be slow or shared, so the
+# line is not written at every step.
 WRITE_SECONDS = 1.0
 
 
@@ -307,7 +307,7 @@ def compute_goodput(
         if attempt.resumed is not None:
             kept_step = min(kept_step, attempt.resumed)
     for before, after in pairwise(attempts):
-        # The time until a user prolongs a completed run is not time spent waiting.
+        # The time until the user resumes a completed run with more epochs is not waiting time.
         if before.end == COMPLETED:
             remarks.append(f"{before.end} and later continued: the time between is left out")
             continue

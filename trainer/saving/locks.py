@@ -1,7 +1,5 @@
 """Locks on folders. The kernel releases a lock when the process that owns it ends in any way."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import itertools
@@ -90,13 +88,14 @@ def is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def is_locked(folder: Path, name: str = ".lock") -> bool:
+def is_locked(folder: Path) -> bool:
     """Return whether a living process has locked a folder, without changing the folder.
 
     Locks of processes on another machine are visible only if the file system shares them.
     """
     try:
-        lock = os.open(folder / name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+        lock = os.open(folder / ".lock", flags)
     except OSError:
         return False
     try:

@@ -3,8 +3,6 @@
 Only rank 0 has a run folder.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 import os
@@ -126,7 +124,7 @@ class RunFolder(NullFolder):
         """
         try:
             owner = os.pread(self._lock, 200, 0).decode(errors="replace")
-        # The lock may be on something else than a regular file.
+        # The lock file may be a pipe or a device, which cannot be read at an offset.
         except OSError:
             owner = ""
         has_run = any(os.path.lexists(self.path / name) for name in ("recipe.yaml", "result.json"))
@@ -331,7 +329,7 @@ class RunFolder(NullFolder):
 
 
 def asked_to_restart(recipe: Recipe) -> bool:
-    """Ask the user at a terminal whether to train longer with a new cosine schedule.
+    """Ask the user at a terminal whether a resumed run may train longer with a new cosine schedule.
 
     Returns:
         True if the user agrees. False if the user refuses, if there is no terminal, or if resuming
@@ -365,7 +363,7 @@ def fresh_folder(recipe: Recipe) -> Path:
         SetupError: the folder cannot be created.
     """
     name = f"{recipe.name}-{recipe.mode}"
-    lock_files: list[Path] = []
+    lock_files = []
     if is_restart():
         lock_files = sorted(Path("runs").glob(f"{glob.escape(name)}-*/{LOCK}"), reverse=True)
     for lock_file in lock_files:

@@ -3,8 +3,6 @@
 The module does not import torch, so a mistyped name is reported without delay.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -23,7 +21,7 @@ def is_run(path: str | Path, files: tuple[str, ...] = RUN_FILES) -> bool:
 
     Args:
         path: path of a folder or a file.
-        files: a folder that contains a file of any of these names is a run.
+        files: names of files. A folder that contains at least one of them counts as a run.
     """
     if os.path.isdir(path):
         return any(os.path.isfile(os.path.join(path, name)) for name in files)

@@ -6,8 +6,6 @@ has written in a further file in the same folder, and rank 0 seals the checkpoin
 all ranks exist. All ranks learn of a failed save at their next synchronization.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import time
@@ -27,8 +25,8 @@ from trainer.saving.files import read_json, remove, report_write_errors, write_a
 from trainer.saving.tensor_files import map_shards
 from trainer.saving.weights import save_weights
 
-# Seconds that rank 0 waits for the files of other ranks if the run ends with an error. The other
-# ranks may have failed before they wrote their files.
+# Seconds that rank 0 waits for the files of other ranks if the run ends with an error, because the
+# other ranks may have failed before they wrote their files.
 LEAVING = 3.0
 
 

@@ -1,7 +1,5 @@
 """Write steps.csv of a run folder, and read one that may be damaged."""
 
-from __future__ import annotations
-
 import csv
 import errno
 import os
@@ -43,7 +41,7 @@ def read_steps(path: Path) -> tuple[list[dict[str, str]], int]:
     Raises:
         OSError: the file cannot be read, or is far larger than that of any run.
     """
-    by_step: dict[int, dict[str, str]] = {}
+    by_step = {}
     damaged = 0
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > MAX_STEPS_FILE:

@@ -46,7 +46,8 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 
-# "slices" in the metadata: first row and shape of the complete tensor by name.
+# Type of the metadata entry "slices": for each shard, its first row in the complete tensor, and the
+# shape of the complete tensor.
 _SLICES = TypeAdapter(dict[str, tuple[NonNegativeInt, list[NonNegativeInt]]])
 
 
@@ -190,10 +191,9 @@ def serialize_shards(pieces: Mapping[str, Shard]) -> Iterator[memoryview]:
     The metadata entry "slices" maps the name of each shard that is not a complete tensor to its
     first row and the shape of the complete tensor.
     """
-    slices = {}
-    for name, piece in pieces.items():
-        if not piece.is_whole:
-            slices[name] = (piece.start, piece.shape)
+    slices = {
+        name: (piece.start, piece.shape) for name, piece in pieces.items() if not piece.is_whole
+    }
     metadata = {}
     if slices:
         metadata["slices"] = json.dumps(slices, sort_keys=True)

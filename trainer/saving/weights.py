@@ -1,7 +1,5 @@
 """Read and write weights files, such as last.safetensors and best.safetensors of a run."""
 
-from __future__ import annotations
-
 import os
 import zipfile
 from collections.abc import Callable, Iterable, Mapping

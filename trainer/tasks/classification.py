@@ -1,7 +1,5 @@
 """Tasks `classification`, one class for each image, and `multilabel`, any number of classes."""
 
-from __future__ import annotations
-
 import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
@@ -30,7 +28,7 @@ MIN_CLASSES_FOR_TOP5 = 10
 def class_name(text: str) -> str:
     """Normalize a class name to composed letters (Unicode NFC).
 
-    File systems and programs encode the same letter in two ways.
+    Some file systems and programs store a letter with an accent as one character, others as two.
     """
     return unicodedata.normalize("NFC", text)
 
@@ -122,7 +120,7 @@ class Classification(ClassTask):
         counts = torch.bincount(targets, minlength=len(self.names)).double()
         present_classes = counts.count_nonzero()
         weights = counts.sum() / (present_classes * counts)
-        # A class without samples has an infinite quotient.
+        # The weight of a class without samples would be infinite.
         return torch.where(counts > 0, weights, 0)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -218,9 +216,13 @@ class Classification(ClassTask):
 
 
 def largest(outputs: Tensor, count: int) -> Tensor:
-    """Return the indices of the `count` largest of the outputs (N, classes) of each sample.
+    """Return the classes with the `count` largest outputs of each sample, (N, count).
 
-    The largest comes first. Equal outputs keep their order, so that the first is `argmax`.
+    The largest comes first. Equal outputs keep their order, so the first class is the `argmax`.
+
+    Args:
+        outputs: outputs of the model, (N, classes).
+        count: number of classes to return.
     """
     # topk does not keep the order of equal values.
     order = outputs.sort(dim=1, descending=True, stable=True).indices
@@ -308,7 +310,8 @@ class Multilabel(ClassTask):
         predicted = outputs > 0
         labels = targets > 0.5
         return {
-            # The function returns a mean over samples and classes.
+            # `binary_cross_entropy_with_logits` returns the mean over samples and classes.
+            # `metrics` needs a sum over samples.
             "loss": binary_cross_entropy_with_logits(outputs, targets) * len(targets),
             "both": (predicted & labels).sum(0),
             "either": predicted.sum(0) + labels.sum(0),

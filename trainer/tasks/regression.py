@@ -1,7 +1,5 @@
 """Task `regression`: one or more numbers for each image."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Base class of all tasks, and the registry of tasks by name, which plugins extend."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Literal, TypeVar
@@ -37,12 +35,12 @@ class Task:
     """
 
     reads: ClassVar[Reads] = "class"
-    metric: ClassVar[str] = "loss"
-    larger_is_better: ClassVar[bool] = False
+    metric = "loss"
+    larger_is_better = False
     tells: ClassVar[tuple[str, ...]] = ()
     titles: ClassVar[Mapping[str, str]] = {}
     fractions: ClassVar[tuple[str, ...]] = ()
-    mixes: ClassVar[bool] = False
+    mixes = False
     uses: ClassVar[tuple[str, ...]] = ()
 
     def __init__(

@@ -25,7 +25,7 @@ from trainer.models.zoo import (
     build,
     count_shared_classes,
     describe_order_match,
-    find_colour_filters,
+    find_color_filters,
     select_fitting_weights,
 )
 from trainer.recipe import Recipe
@@ -303,7 +303,7 @@ def describe_start(recipe: Recipe, data: Datasets, model: nn.Module) -> dict[str
         adapts_filters = recipe.model.weights is not None
         if source:
             weights, _ = read_weights(find_run(source))
-            if find_colour_filters(weights, model, data.channels):
+            if find_color_filters(weights, model, data.channels):
                 adapts_filters = True
         if adapts_filters:
             change = "summed" if data.channels == 1 else "repeated in turn"

@@ -21,8 +21,9 @@ from trainer.errors import RecipeError, TrainerError
 from trainer.launch import launching
 from trainer.processes import resources
 from trainer.recipe import MODES, TRAITS, Recipe
+from trainer.recipe.checks import check_names
 from trainer.recipe.image_sizes import typed_size
-from trainer.recipe.known_names import DATASETS, check_names
+from trainer.recipe.known_names import DATASETS
 from trainer.recipe.loading import Source
 
 OWN_ARGUMENTS = ("recipe", "modes", "repeats", "nproc", "plugin", "output", "resume", "steps")

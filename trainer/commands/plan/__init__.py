@@ -18,7 +18,7 @@ from trainer.errors import RecipeError
 from trainer.launch import launching
 from trainer.processes.terminal import say
 from trainer.recipe import Recipe
-from trainer.recipe.known_names import check_names
+from trainer.recipe.checks import check_names
 from trainer.recipe.recipe_files import split_arguments
 from trainer.telemetry import readable
 

@@ -22,7 +22,8 @@ from trainer.launch import launching
 from trainer.launch.topology import Launch
 from trainer.processes import resources
 from trainer.recipe import Recipe
-from trainer.recipe.known_names import OWN_PHOTOS, check_names
+from trainer.recipe.checks import check_names
+from trainer.recipe.known_names import OWN_PHOTOS
 from trainer.recipe.recipe_files import parse_value
 from trainer.recipe.reflection import list_key_types
 from trainer.recipe.text import format_value

@@ -65,7 +65,7 @@ class Sums:
         for name, shape in shapes.items():
             part = self.parts.get(name, torch.zeros(shape))
             values.append(part.cpu().double().flatten())
-        values.append(torch.tensor([float(self.count)]).double())
+        values.append(torch.tensor([self.count], dtype=torch.float64))
         summed = world.sum_(torch.cat(values))
         count = int(summed[-1])
         if not count:

@@ -1,7 +1,5 @@
 """Entry point of `python -m trainer`: arguments -> command -> exit code."""
 
-from __future__ import annotations
-
 import sys
 
 if __name__ == "__main__" and not sys.flags.safe_path:

@@ -5,8 +5,6 @@ type instead. `__main__` prints the message and exits with `code`; the Python AP
 exception. Scripts depend on the exit codes, so a code never changes.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

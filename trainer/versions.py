@@ -4,8 +4,6 @@ Versions are compared only in this file. After raising the lowest torch in pypro
 the rows of `SINCE` that it satisfies, and the calls of `torch_has` with these rows.
 """
 
-from __future__ import annotations
-
 import re
 from importlib import metadata
 from typing import NamedTuple

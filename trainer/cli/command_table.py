@@ -1,7 +1,5 @@
 """The table of commands, which dispatch, grammar and completion read."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

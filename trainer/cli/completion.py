@@ -4,8 +4,6 @@ The script contains the lists, so that pressing Tab starts no Python; the shell 
 files and folders. The templates are next to this file, and both shells share `completion.sh`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

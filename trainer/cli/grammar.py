@@ -3,8 +3,6 @@
 An error is one line that says what to type.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import re

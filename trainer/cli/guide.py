@@ -1,7 +1,5 @@
 """Commands `guide` and `--help`: pages from the folder `trainer/guide/`."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import re

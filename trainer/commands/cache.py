@@ -1,7 +1,5 @@
 """Command `cache`, which lists and deletes caches of photos."""
 
-from __future__ import annotations
-
 import errno
 import os
 import time

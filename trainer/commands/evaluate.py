@@ -1,7 +1,5 @@
 """The command `evaluate`: evaluate a trained run again, on other data or other devices."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Trained runs as Python objects: `trainer.load("runs/first").predict(["photo.jpg"])`."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Generator, Sequence
 from contextlib import closing

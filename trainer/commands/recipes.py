@@ -5,8 +5,6 @@ it for editors with the YAML language server: VS Code with Red Hat's YAML extens
 Helix.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from trainer.errors import RecipeError

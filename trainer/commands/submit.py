@@ -5,8 +5,6 @@ arguments are checked as in training, for the requested nodes instead of this ma
 command needs neither a GPU nor torch.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

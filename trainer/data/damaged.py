@@ -6,8 +6,6 @@ photos among themselves, and each uses several threads to hide the latency of th
 seems incomplete is decoded as for evaluation, so that a readable photo is not reported as damaged.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Sequence

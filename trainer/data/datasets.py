@@ -1,7 +1,5 @@
 """Data sets by name, with targets for the recipe's task."""
 
-from __future__ import annotations
-
 import copy
 import gzip
 import math

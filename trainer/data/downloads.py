@@ -4,8 +4,6 @@ One process per node downloads. The data folder is `data.root`, else $TRAINER_DA
 ~/.cache/trainer.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil

@@ -6,8 +6,6 @@ shard's path, kind, size and modification time, and two numbers whose meaning de
 separated by zero bytes.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """Feeds: sources of a loader's batches, either in memory or in files that workers read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ They are seeded for each sample of each epoch, so that their numbers depend neit
 nor on the samples that it read before.
 """
 
-from __future__ import annotations
-
 import random
 import types
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Conversion of items and data sets from the formats of torch, torchvision and Hugging Face."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any

@@ -4,8 +4,6 @@ The samples of a global batch, and their augmentation, are the same for any numb
 loader workers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Data sets of users: functions that a plugin registers, and images in memory."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Conversion of users' arrays, lists and single numbers to tensors."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Assign devices to processes, from the recipe and the numbers of local ranks and GPUs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal

@@ -4,8 +4,6 @@ Every run does this at its start, and so does `python -m trainer doctor`. On a m
 GPU, torch is not imported. The module `health` checks whether the GPUs compute correctly.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import warnings

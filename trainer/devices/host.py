@@ -3,8 +3,6 @@
 The load comes from counters of the Linux kernel. On systems without them, it is not measured.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import time

@@ -1,7 +1,5 @@
 """Set torch's switches for a recipe's `precision`, and find the precision of a device."""
 
-from __future__ import annotations
-
 import torch
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -1,7 +1,5 @@
 """Grids of ranks with named dimensions, as in torch's `DeviceMesh`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Create the world of a rank from its recipe."""
 
-from __future__ import annotations
-
 from trainer.devices import health
 from trainer.devices.assignment import assign_devices, number_devices
 from trainer.distributed.world import World

@@ -1,7 +1,5 @@
 """Peak, free and total memory of a device, and of /dev/shm, in bytes."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

@@ -4,8 +4,6 @@ The command `plan` measures passes of a model on fake tensors. A pipeline measur
 blocks that it times.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

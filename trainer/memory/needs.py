@@ -1,7 +1,5 @@
 """Compute how much memory several passes need on a device, or the shards of a model."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """Predict the memory of a run on each device and on the host, and its size on disk."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -9,8 +9,6 @@ of the original. A forked child process cannot use CUDA or gloo, and cannot run 
 its parent has run one.
 """
 
-from __future__ import annotations
-
 import array
 import ast
 import contextvars

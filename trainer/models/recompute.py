@@ -7,8 +7,6 @@ the `forward` of a block is wrapped. Compiled code is inside the checkpoint, as 
 own random numbers are then the same in both computations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any

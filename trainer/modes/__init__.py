@@ -5,8 +5,6 @@ Imports: errors, versions, recipe, devices, tasks, memory, processes, distribute
 telemetry, data.
 """
 
-from __future__ import annotations
-
 from trainer.data import DataShare
 from trainer.distributed.world import World
 from trainer.modes.base import Strategy

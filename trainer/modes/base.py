@@ -8,8 +8,6 @@ everything else. The contract has three interfaces:
 - `Measures` in `measures.py`: what is timed and reported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The context of a mode: the arguments of its constructor, and what follows from them alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field

@@ -9,8 +9,6 @@ the statistics of the latest micro-batch. These are copied after each forward pa
 all of its layers at once and outside of compiled code, and combined at the end of the mini-batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`dp`: `nn.DataParallel`, for comparison. One process copies the model to all GPUs every pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

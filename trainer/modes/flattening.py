@@ -1,7 +1,5 @@
 """Flattening of many tensors into one tensor per data type, so that ranks send few messages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import torch

@@ -9,8 +9,6 @@ Torch's DTensors stay in this file. Optimizer, moving average, clipping and chec
 of this rank, as plain parameters that share the DTensors' storage.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial

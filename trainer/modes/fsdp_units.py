@@ -1,7 +1,5 @@
 """Units of a model for `fsdp`: modules whose parameters are gathered together, and their checks."""
 
-from __future__ import annotations
-
 import gc
 import time
 import weakref

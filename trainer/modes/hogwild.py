@@ -4,8 +4,6 @@ Recht, Re, Wright and Niu, "Hogwild!: A Lock-Free Approach to Parallelizing Stoc
 Descent" (arXiv:1106.5730).
 """
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Mapping, Sequence
 

@@ -3,8 +3,6 @@
 Stich, "Local SGD Converges Fast and Communicates Little" (arXiv:1805.09767).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch

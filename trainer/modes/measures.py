@@ -3,8 +3,6 @@
 The defaults are right for a mode without communication.
 """
 
-from __future__ import annotations
-
 import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple

@@ -6,8 +6,6 @@ gradients of the whole model times the number of ranks. The comparison itself is
 `models.equivalence`.
 """
 
-from __future__ import annotations
-
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence

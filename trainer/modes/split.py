@@ -1,7 +1,5 @@
 """`split`: a model that is too large for one device, in stages that work one after another."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -4,8 +4,6 @@ The defaults are right for a rank that has the whole model. Optimizer states are
 `parameter//key`, and lie on the same rank as their parameter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial

@@ -6,8 +6,6 @@ ranks' rows (Ioffe and Szegedy, arXiv:1502.03167). `nn.SyncBatchNorm` is not use
 refuses the CPU and waits for the device three times per layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ The training loop calls `build_learning_rate` and `MovingAverage`, and `training
 `Updater`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol

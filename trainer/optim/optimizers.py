@@ -4,8 +4,6 @@ Every rank builds the optimizer for its own parameters. Checkpoints store the st
 the parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

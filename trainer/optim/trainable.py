@@ -1,7 +1,5 @@
 """Roles of parameters, found in the whole model because a pipeline stage has only a part of it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 Functions that are called within a step never wait for a device.
 """
 
-from __future__ import annotations
-
 import time
 from array import array
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Floating point operations of a model, and published peak rates of GPUs."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Sequence

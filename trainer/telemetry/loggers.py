@@ -4,8 +4,6 @@ Both libraries store values, send them in the background and retry by themselves
 and imported on first use.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

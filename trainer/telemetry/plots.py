@@ -5,8 +5,6 @@ of color vision can distinguish. Black is left out and yellow is darker, because
 on dark pages, and the original yellow on light ones. Matplotlib is imported on first use.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -9,8 +9,6 @@ time for kernel launches, the next measurement corrects the shares, until all ra
 time.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

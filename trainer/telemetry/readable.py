@@ -3,8 +3,6 @@
 Amounts are written as 24GiB or 10GB/s.
 """
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections.abc import Container, Sequence

@@ -4,8 +4,6 @@ All functions are pure. A wrong warning does more harm than a missing one, so a 
 reach any of the limits.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress

@@ -3,8 +3,6 @@
 Rank 0 has a `Tracker` and every other rank a `NullTracker`, so no caller checks its rank.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Mapping

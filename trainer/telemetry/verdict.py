@@ -4,8 +4,6 @@ All functions are pure. The parts of a step lie on its critical path. Work that 
 computing costs no time, so only the time that a step waits for it is counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args

@@ -3,8 +3,6 @@
 If the ranks are other processes, the registered objects that the recipe names are sent to them.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

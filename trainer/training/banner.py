@@ -1,7 +1,5 @@
 """The banner: lines about what is about to run, on the terminal and in TensorBoard."""
 
-from __future__ import annotations
-
 import shlex
 import textwrap
 from collections.abc import Mapping, Sequence

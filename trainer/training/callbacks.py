@@ -3,8 +3,6 @@
 A callback may end the run and log values.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Measurements for the verdict of a finished run, from its timers and from a probe of a step."""
 
-from __future__ import annotations
-
 import time
 
 import torch

@@ -3,8 +3,6 @@
 `Mistakes` also collects the worst predictions and the confusion matrix.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

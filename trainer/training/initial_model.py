@@ -1,7 +1,5 @@
 """The initial model on the CPU, built from the recipe, and its start weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress

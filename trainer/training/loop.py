@@ -1,7 +1,5 @@
 """The training loop. `setup` creates the objects that it uses."""
 
-from __future__ import annotations
-
 import gc
 import math
 import time

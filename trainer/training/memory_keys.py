@@ -9,8 +9,6 @@ With `recompute=auto`, a GPU recomputes the activations of the first blocks of t
 blocks as possible so that a step fits the GPU's memory.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import shlex

@@ -4,8 +4,6 @@ The functions do not wait for a device, except in the first steps of a process. 
 communication of their own, except to name a slow rank.
 """
 
-from __future__ import annotations
-
 import math
 import socket
 from collections.abc import Mapping, Sequence

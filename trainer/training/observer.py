@@ -1,7 +1,5 @@
 """The observer of a run on one rank: timers, logs, warnings, and properties of the whole model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from trainer.devices.host import Strain, StrainMeter

@@ -3,8 +3,6 @@
 All ranks restore the same parts, in the order of `PARTS`.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import math

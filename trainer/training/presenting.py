@@ -4,8 +4,6 @@ Rank 0 draws them once at the start and once at the end, from the values of all 
 milliseconds. Text is drawn in matplotlib's font and shortened to the available space.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Seeds and states of random number generators, which checkpoints save."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import random

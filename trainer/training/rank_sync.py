@@ -1,7 +1,5 @@
 """Exchange of loss, failures, signals and times between training ranks, about once a second."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ bits. A model that writes its weights in a forward pass, from the images of one 
 without an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Reports of a run: logged values, a program's callback, printed lines, and result.json."""
 
-from __future__ import annotations
-
 import platform
 import shlex
 import time

@@ -1,7 +1,5 @@
 """The keys of `result.json`, which scripts rely on: keys are added, never renamed or removed."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, TypedDict
 
 

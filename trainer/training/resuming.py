@@ -4,8 +4,6 @@ A rank reads the checkpoint from its disk, or receives the files from rank 0 if 
 Every rank must call these functions.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import tempfile

@@ -1,7 +1,5 @@
 """The objects of a run on one rank: configuration, state, and observer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ its attempts. For the training set and the validation split, a checkpoint contai
 samples, a hash of their names and targets, and the sizes and hashed contents of some files.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

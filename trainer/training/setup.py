@@ -10,8 +10,6 @@
 The commands that evaluate and measure share `start_process`, `create_task` and `place_model`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager

@@ -5,8 +5,6 @@ change as soon as speeds are measured, because a step has the same images with a
 worker has its own images, the shares change only at the start of an epoch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Saving a step: copy to host memory while training pauses, then write while training continues."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

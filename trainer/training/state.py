@@ -1,7 +1,5 @@
 """The configuration of a run on one rank, and the state that training changes."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 from typing import Any

@@ -11,8 +11,6 @@ nothing. Then a replay repeats the last eager step from its initial state (`step
 only if it ends in the same state are later steps replayed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field

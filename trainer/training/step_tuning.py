@@ -1,7 +1,5 @@
 """The choice between eager steps and CUDA graph replays by measurement, for graphs=auto."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median

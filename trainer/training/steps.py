@@ -4,8 +4,6 @@ A CPU needs nothing else. If the device has CUDA graphs and the recipe allows th
 `step_graphs.GraphSteps`, which replays captured kernels instead.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from trainer.data import Batch

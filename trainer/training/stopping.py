@@ -1,7 +1,5 @@
 """Conditions that end a run: its last step, or no better metric for `stop.patience` epochs."""
 
-from __future__ import annotations
-
 import math
 
 from trainer.errors import RecipeError

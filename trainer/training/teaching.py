@@ -1,7 +1,5 @@
 """The teacher of `distill.teacher`: a trained model whose outputs are added to the targets."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

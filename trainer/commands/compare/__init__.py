@@ -4,8 +4,6 @@ Each mode runs in fresh processes, as a user would start it. Repeats of all mode
 and a table shows which differences of speed are more than noise.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Mapping, Sequence

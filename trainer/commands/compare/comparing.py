@@ -1,7 +1,5 @@
 """Run one comparison: start the runs, read their results, and report at the end."""
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

@@ -4,8 +4,6 @@
 files, and `draw` makes a picture.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 An entry that cannot run on this machine stores the reason.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections import Counter

@@ -4,8 +4,6 @@ The check compares the first losses of a mode with those of `single`, step by st
 `EntryFigures` are keys of compare.json, which scripts read, so they never change.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The file is checked against the model. Arguments are checked before torch is imported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

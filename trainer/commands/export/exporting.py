@@ -1,7 +1,5 @@
 """Export of models, with one function for each format and a check of the file's outputs."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -5,8 +5,6 @@ The model has shapes but no values, so a plan for eight GPUs takes seconds on a 
 torch is imported.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Size and shape of a data set, determined without reading its images."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

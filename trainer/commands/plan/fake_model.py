@@ -4,8 +4,6 @@ Nothing is allocated or computed: fake tensors run the shape functions of the re
 autograd, as training would run the operators.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

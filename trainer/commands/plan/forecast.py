@@ -1,7 +1,5 @@
 """Traffic between devices in a step, and the predicted duration of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Keys that depend on the memory of a planned run: values of auto keys, and suggestions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

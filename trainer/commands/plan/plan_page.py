@@ -1,7 +1,5 @@
 """The printed page of a plan."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Processes, devices and batch division of a planned run, on any machine."""
 
-from __future__ import annotations
-
 import os
 
 from trainer.devices.assignment import assign_devices, count_named_cards, number_devices

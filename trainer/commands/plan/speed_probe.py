@@ -4,8 +4,6 @@ Processes that compute alone would be too fast: ranks of one machine share its m
 its caches. So there are as many processes as the plan has, if the machine has the cores or GPUs.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@
 seconds, and None means unknown.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """The function `trainer.predict`: run a model on inputs over a list of devices."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress

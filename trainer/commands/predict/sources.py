@@ -1,7 +1,5 @@
 """Sources of images to label: directories, files, lists of paths, stdin, or a data set's split."""
 
-from __future__ import annotations
-
 import io
 import os
 import sys

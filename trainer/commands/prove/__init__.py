@@ -6,8 +6,6 @@ resumes after a stop. All training runs are started through the command line, as
 them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 Each figure is compared with that of a bare PyTorch loop, and with a physical limit if one is known.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Functions that `prove` runs in several processes at the same time, one on each device."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

@@ -6,8 +6,6 @@ is meant for an issue, so it contains no path and no name of a user or a host. T
 `prove` lists the keys of `proof.json`, which scripts read.
 """
 
-from __future__ import annotations
-
 import getpass
 import hashlib
 import json

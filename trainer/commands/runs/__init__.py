@@ -4,8 +4,6 @@ All run folders are read, no matter which user wrote them or how the run ended. 
 imported.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ traceback. The page shows the arguments of the run, its results, where its time 
 to type next.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

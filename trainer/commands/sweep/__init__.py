@@ -5,8 +5,6 @@ metric is computed on the validation split, or is images/s. Finished runs are ke
 command resumes a stopped sweep.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import time

@@ -1,7 +1,5 @@
 """Results of a sweep: the ranking of its trials, claims about the best one, tables and chart."""
 
-from __future__ import annotations
-
 import math
 import re
 import shlex

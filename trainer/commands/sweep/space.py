@@ -4,8 +4,6 @@ A key varies over a list of values, `optimizer.lr=[0.01,0.1]`, or over a range,
 `optimizer.lr=0.001..1`, which Optuna's TPE sampler samples.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

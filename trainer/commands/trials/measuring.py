@@ -4,8 +4,6 @@ Each process calls the same function and writes its result to a folder. This mod
 program of such a process: `python -m trainer.commands.trials.measuring FOLDER RANK`.
 """
 
-from __future__ import annotations
-
 import datetime
 import math
 import os

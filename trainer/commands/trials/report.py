@@ -1,7 +1,5 @@
 """Output of the commands that run trials: tables, files, progress lines, and the machine."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shlex

@@ -6,8 +6,6 @@ repeat i of the other: anything that slows the machine for a minute slows both. 
 *shown* if its confidence interval lies wholly beyond a margin that nobody would switch modes for.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Data sets of shards (data.name=shards): opening, division into splits, and names of classes."""
 
-from __future__ import annotations
-
 import glob
 import os
 import random

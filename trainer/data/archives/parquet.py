@@ -6,8 +6,6 @@ start for small images, in evaluation and in the build of a cache, therefore rea
 Training without a cache reads a group for each image.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections import OrderedDict

@@ -6,8 +6,6 @@ file. Samples with any other kind of label are refused, because a class is never
 without .cls and .json files, every image is a sample, and its directory is its class.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import posixpath

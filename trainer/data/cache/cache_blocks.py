@@ -14,8 +14,6 @@ renamed block, is therefore detected as damage, and damaged pixels never reach a
 Files are read, not mapped: reading a mapped file that was truncated kills the process with SIGBUS.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from contextlib import suppress

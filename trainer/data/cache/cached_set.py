@@ -6,8 +6,6 @@ it to the disk and renames it. The kernel releases the lock of a process that di
 process can build the block. After a build was killed, the next one builds only the missing blocks.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

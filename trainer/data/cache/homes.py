@@ -6,8 +6,6 @@
     <key>.block     photos (see `cache_blocks`)
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

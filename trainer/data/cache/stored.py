@@ -5,8 +5,6 @@ photos, so a block with changed photos gets a new name. A photo that was replace
 size and time is detected from the origins that the block contains (`cache_blocks.ORIGIN`).
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import time

@@ -1,7 +1,5 @@
 """Tables with the labels of a folder's images: data.labels=FILE.csv."""
 
-from __future__ import annotations
-
 import csv
 import io
 import math

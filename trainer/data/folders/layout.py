@@ -4,8 +4,6 @@ If a folder has no validation part, a fraction of each class is drawn as validat
 images are drawn every time.
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import io

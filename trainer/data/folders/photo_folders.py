@@ -3,8 +3,6 @@
 The module `layout` describes the layouts of folders that are understood.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

@@ -1,7 +1,5 @@
 """Contents of folders of photos: class folders, sorted images, and counts of ignored files."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Conversion and checks of the targets of samples that are read one at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Copies from host memory to a device that overlap with its computation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Image decoding: from a file, a Pillow image or a user's item to a uint8 tensor."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

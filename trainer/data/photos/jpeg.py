@@ -5,8 +5,6 @@ torchcodec is imported when the first JPEG is decoded, and needs no FFmpeg for i
 it works with all versions of torch from 2.11 on that are built for the same CUDA version.
 """
 
-from __future__ import annotations
-
 import io
 import warnings
 from collections.abc import Callable

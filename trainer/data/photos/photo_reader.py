@@ -3,8 +3,6 @@
 `as_pictures` converts samples back to pictures for people.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

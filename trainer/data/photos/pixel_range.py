@@ -5,8 +5,6 @@ It never depends on the values of a single image, because a dark photo would the
 as a bright one.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple

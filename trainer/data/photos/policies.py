@@ -11,8 +11,6 @@ largest size for which this module is used on a CPU. On a GPU, image-by-image pr
 about ten kernels per image.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from itertools import groupby

@@ -1,7 +1,5 @@
 """Images of any number of channels: NumPy arrays, and TIFF files of several bands or pages."""
 
-from __future__ import annotations
-
 import io
 import math
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Number of loader workers per rank, from the numbers of cores and open files, and the memory."""
 
-from __future__ import annotations
-
 import resource
 
 from trainer.devices import host

@@ -3,8 +3,6 @@
 All modes with stages use this module. Their cuts are chosen and checked in `stages`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from statistics import fmean

@@ -4,8 +4,6 @@ F and B are the forward and backward pass of one micro-batch on one stage. Some 
 into I, the gradients of inputs, and W, the gradients of weights.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

@@ -6,8 +6,6 @@ belongs to replica r and has one or more of its stages. Schedules are torch's
 of our own, because some of torch's schedules cannot evaluate.
 """
 
-from __future__ import annotations
-
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence

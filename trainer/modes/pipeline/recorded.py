@@ -13,8 +13,6 @@ The source and target of a copy are memory that only the captured pass uses. Gra
 copies that are still running, so `Edge.order_passes` makes each pass wait for those of the last.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Comparison of the stages with the whole model, before they move to their devices."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

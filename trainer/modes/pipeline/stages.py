@@ -1,7 +1,5 @@
 """Choice of a model's cuts: the model is traced, its stages are checked, and plans are timed."""
 
-from __future__ import annotations
-
 import gc
 import math
 import time

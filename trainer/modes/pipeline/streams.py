@@ -6,8 +6,6 @@ so that a copy delays only the stage that needs it. CPU devices stand in for GPU
 one action at a time. The module `recorded` captures a pass in CUDA graphs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Times come from the CPU's clock or from GPU events.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections import deque

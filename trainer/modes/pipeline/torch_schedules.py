@@ -3,8 +3,6 @@
 A schedule assigns stages to workers and orders the work of each worker.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

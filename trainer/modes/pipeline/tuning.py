@@ -1,7 +1,5 @@
 """Choice of a pipeline's cuts and number of micro-batches, by measurements on its own devices."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress

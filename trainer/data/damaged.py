@@ -101,7 +101,7 @@ def _search_share(
     All ranks have already decoded data sets that are kept in memory, so rank 0 reports their
     failures.
     """
-    damaged: list[Damaged] = []
+    damaged = []
     blocks = []
     for split, part in (("train", data.train), ("val", data.val)):
         if isinstance(part, ImageSet) and world.is_main:

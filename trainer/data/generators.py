@@ -63,7 +63,7 @@ class Generators:
         for number, generator in enumerate(self):
             own_key = (key + number * 0x9E3779B97F4A7C15) % 2**64
             if isinstance(generator, np.random.Generator):
-                bits: Any = generator.bit_generator
+                bits = generator.bit_generator
                 bits.state = type(bits)(own_key).state
             elif isinstance(generator, torch.Generator):
                 generator.manual_seed(own_key >> 1)

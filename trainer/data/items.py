@@ -140,7 +140,7 @@ def unwrap_datasets(part: Any) -> list[Any]:
     if isinstance(part, Subset):
         return unwrap_datasets(part.dataset)
     if isinstance(part, ConcatDataset):
-        inner: list[Any] = []
+        inner = []
         for each in part.datasets:
             inner += unwrap_datasets(each)
         return inner

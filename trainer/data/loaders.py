@@ -200,7 +200,7 @@ class Loader:
         self._feeds.clear()
         skip = recipe.data.on_error == "skip"
         splits = []
-        sources: list[PhotoSource] = []
+        sources = []
         for part, augment, needed in (
             (datasets.train, recipe.augment, share.inputs),
             (datasets.val, AugmentRecipe(), share.inputs and share.counted),

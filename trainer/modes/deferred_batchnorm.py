@@ -160,7 +160,7 @@ class DeferredStatistics:
         if len(set(self._momenta)) == 1 and self._momenta[0] is not None:
             return self._momenta[0]
         counts = dict(zip(self._counting_layers(), tracked, strict=True))
-        rates: list[Any] = []
+        rates = []
         for layer, momentum in zip(self.layers, self._momenta, strict=True):
             if momentum is None:
                 rates.append(counts[layer].reciprocal())

@@ -126,7 +126,7 @@ class MuonAdamW(torch.optim.Optimizer):
         updates = direction.to(matrices[0].dtype).contiguous().unbind()
         # The factor makes steps as long as AdamW's (Liu et al., see the class).
         longer_side = max(matrices[0].shape)
-        lr: Any = rates.times(0.2 * math.sqrt(longer_side))
+        lr = rates.times(0.2 * math.sqrt(longer_side))
         # The fused kernel accepts the rate as a number or a tensor, and skips the update if the
         # flag is set.
         torch._fused_sgd_(

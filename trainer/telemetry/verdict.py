@@ -186,7 +186,7 @@ class _Findings:
 def compute_shares(measured: StepParts) -> dict[Part, float]:
     """Return the share of each part of a step. The time not accounted for counts as computing."""
     remaining = measured.step
-    parts: dict[Part, float] = {}
+    parts = {}
 
     def take(name: Part, seconds: float) -> None:
         nonlocal remaining
@@ -269,7 +269,7 @@ def _render_text(findings: _Findings) -> str:
     machine_kinds = {kind for kind in warnings if kind == "cores" or kind.startswith("rank ")}
     lines = [warnings[kind] for kind in sorted(warnings, key=machine_kinds.__contains__)]
     sentence = _describe_step(findings)
-    too_short: list[str] = []
+    too_short = []
     if findings.bound in ("compute", "bubble", "optimizer"):
         sentence = "; ".join([sentence, *_describe_launches(findings.measured)])
         if not findings.has_mixed_computing and not findings.is_sharded:

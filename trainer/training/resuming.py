@@ -136,7 +136,7 @@ def _receive_files(
 ) -> checkpoint.State | None:
     """Broadcast every file from rank 0. Return the state on ranks whose checkpoint `is_missing`."""
     with ExitStack() as closing:
-        received: dict[str, BinaryIO] = {}
+        received = {}
         for name, entry in manifest.files.items():
             source = None
             if world.is_main:

@@ -402,7 +402,7 @@ def decoded(
         SetupError: images cannot be read.
     """
     images = torch.empty(len(folder), *sides(size), channels, dtype=torch.uint8)
-    failures: dict[int, str] = {}
+    failures = {}
     # Several threads would be slower: with small images, they compete for the interpreter lock.
     for index in range(len(folder)):
         try:

@@ -298,7 +298,7 @@ class Reader:
         index: Array,
     ) -> Report:
         draws = PhotoDraws(self.augment, self.seed, epoch, index)
-        failures: list[Unreadable] = []
+        failures = []
         attempts = NEIGHBOURS if self.skip else 1
         for row, place in enumerate(index.tolist()):
             prepare = partial(draws.apply, row, size=self.size)
@@ -321,7 +321,7 @@ class Reader:
         labels: Tensor,
         index: Array,
     ) -> Report:
-        failures: list[Unreadable] = []
+        failures = []
         prepare = partial(prepare_for_evaluation, size=self.size)
         row = 0
         for sample in index.tolist():

@@ -37,7 +37,7 @@ def record_steps(policy: Any) -> Callable[[Tensor], list[Step]]:
 
     The draws depend only on the size of the image.
     """
-    steps: list[Step] = []
+    steps = []
 
     def record(image: Tensor, operation: str, magnitude: float, **_: Any) -> Tensor:
         steps.append((operation, magnitude))

@@ -238,7 +238,7 @@ class ProcessPipeline(Staged):
                 "that use a weight more than once or are recomputed (recompute=true): there it "
                 "fills no bubble"
             )
-        kind: Any = SCHEDULES[plan.schedule]
+        kind = SCHEDULES[plan.schedule]
         options = {"loss_fn": self._loss_of_microbatch, "scale_grads": False}
         if plan.schedule == MEASURED:
             options["stage_seconds"] = plan.stage_seconds

@@ -146,14 +146,14 @@ def list_actions(
             microbatches,
         )
     # The constructor of a schedule reads only these attributes of a stage.
-    placeholder: Any = SimpleNamespace(
+    placeholder = SimpleNamespace(
         num_stages=workers * virtual,
         group_size=workers,
         group_rank=0,
         submod=nn.Identity(),
         has_backward=True,
     )
-    schedule_class: Any = SCHEDULES[schedule]
+    schedule_class = SCHEDULES[schedule]
     torch_schedule = schedule_class(
         [placeholder] * virtual,
         microbatches,

@@ -102,12 +102,7 @@ class Findings:
         if text not in self.problems:
             self.problems.append(text)
 
-    def trying(
-        self,
-        what: str,
-        check: Callable[..., T],
-        *args: object,
-    ) -> T | None:
+    def trying(self, what: str, check: Callable[..., T], *args: object) -> T | None:
         """Run a check.
 
         Args:
@@ -174,7 +169,7 @@ def check_cards(report: Findings) -> int:
         The number of GPUs; 0 if any of them does not compute.
     """
     here = cards.detect()
-    if here.fault is not None:
+    if here.fault:
         report.problem(str(here.fault))
     if not here.count:
         reason = "training runs on the CPU"

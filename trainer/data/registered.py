@@ -291,7 +291,7 @@ def _build_item_datasets(
         )
         for part, role in zip(parts, ROLES, strict=True)
     )
-    if spec is not None:
+    if spec:
         return _build_tensor_datasets(data, train, val, names, spec, target)
     channels, size, notes = image_shape(recipe, shapes)
     if channels not in (1, 3) and (data.mean is None or data.std is None):

@@ -9,10 +9,7 @@ from trainer.recipe import DEVICE, Recipe
 
 
 def assign_devices(
-    recipe: Recipe,
-    local_size: int,
-    cuda: int,
-    nodes: int = 1,
+    recipe: Recipe, local_size: int, cuda: int, nodes: int = 1
 ) -> list[tuple[str, ...]]:
     """Return the devices of each local rank.
 
@@ -83,9 +80,7 @@ def named_devices(recipe: Recipe, cuda: int) -> list[str]:
 
 
 def prediction_devices(
-    devices: Sequence[str] | Literal["auto"],
-    cuda: int,
-    cores: int,
+    devices: Sequence[str] | Literal["auto"], cuda: int, cores: int
 ) -> list[str]:
     """Return the device of each prediction worker. For `auto`, there is one worker for each GPU.
 
@@ -105,10 +100,7 @@ def prediction_devices(
     return names
 
 
-def resolve_devices(
-    devices: Sequence[str] | Literal["auto"],
-    cuda: int,
-) -> list[str]:
+def resolve_devices(devices: Sequence[str] | Literal["auto"], cuda: int) -> list[str]:
     """Return the full names of `devices`. For "auto", these are all GPUs.
 
     Raises:

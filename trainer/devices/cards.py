@@ -13,13 +13,7 @@ from dataclasses import dataclass
 from trainer.errors import RecipeError, SetupError, TrainerError
 
 # Values of CUDA_VISIBLE_DEVICES that hide all GPUs. SLURM sets the last one.
-NONE_VISIBLE = {
-    "",
-    "-1",
-    "none",
-    "void",
-    "nodevfiles",
-}
+NONE_VISIBLE = {"", "-1", "none", "void", "nodevfiles"}
 REINSTALL = "pip install --force-reinstall torch torchvision"
 NO_NCCL = (
     f"this torch has no NCCL, which ranks on GPUs communicate through: {REINSTALL}, or train with "

@@ -108,9 +108,7 @@ class StepRecorder:
                 waits.append(f"{warning.filename}:{warning.lineno}")
 
     def record(
-        self,
-        work: Callable[[], Made],
-        stream: torch.cuda.Stream | None = None,
+        self, work: Callable[[], Made], stream: torch.cuda.Stream | None = None
     ) -> tuple[Callable[[], None], Made]:
         """Capture `work`.
 

@@ -55,4 +55,4 @@ def create(context: Context) -> Strategy:
     return find_strategy_class(context.recipe, context.world)(context)
 
 
-__all__ = ["STRATEGIES", "Context", "Strategy", "compute_data_share", "create"]
+__all__ = ["Context", "Strategy"]

@@ -69,10 +69,6 @@ class OuterSGD:
             torch._foreach_add_(self.outer_weights, gradients, alpha=-self.lr)
             torch._foreach_copy_(self.weights, self.outer_weights)
 
-    def has_changed_weights(self) -> bool:
-        """Return True if the weights have changed since the last step. Waits for the device."""
-        return not all(map(torch.equal, self.weights, self.outer_weights))
-
     def state(self) -> dict[str, Tensor]:
         """Return the live state tensors as `parameter//key`."""
         tensors = {}
@@ -128,8 +124,10 @@ class LocalSGD(Strategy):
         # change the weights. For the same reason there is no outer step if no worker has trained
         # since the last one.
         self._average(tensors, tensors, exact=True)
-        if self.outer and self.outer.has_changed_weights():
-            self.outer.step()
+        outer = self.outer
+        # The comparison waits for the device.
+        if outer and not all(map(torch.equal, outer.weights, outer.outer_weights)):
+            outer.step()
         self.has_equal_weights = True
 
     def outer_state(self) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Roles of parameters, found in the whole model because a pipeline stage has only a part of it."""
+"""Roles of parameters, found in the whole model because a pipeline stage has only some layers."""
 
 from collections.abc import Mapping
 from typing import NamedTuple

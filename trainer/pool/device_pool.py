@@ -318,10 +318,7 @@ def _name(function: Any) -> str:
 
 
 def _make_starter(
-    method: str,
-    worker: Callable[..., Any],
-    arguments: Sequence[Any],
-    count: int,
+    method: str, worker: Callable[..., Any], arguments: Sequence[Any], count: int
 ) -> Callable[[PoolWorker], ProcessHandle]:
     """Return a function that starts the process of one of `count` workers.
 

@@ -29,12 +29,7 @@ class ProcessHandle:
     """
 
     def __init__(
-        self,
-        context: Any,
-        definition: Definition,
-        device: str,
-        threads: int,
-        name: str,
+        self, context: Any, definition: Definition, device: str, threads: int, name: str
     ) -> None:
         """Start the process.
 

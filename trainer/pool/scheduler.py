@@ -72,11 +72,7 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        workers: Sequence[PoolWorker],
-        batching: Batching,
-        round_robin: bool,
-        retries: int,
+        self, workers: Sequence[PoolWorker], batching: Batching, round_robin: bool, retries: int
     ) -> None:
         self.workers = workers
         self.batching = batching

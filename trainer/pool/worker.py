@@ -67,10 +67,7 @@ class Caller:
     """Calls the user's worker for batches and jobs, and converts exceptions to `Failure`s."""
 
     def __init__(
-        self,
-        worker: Callable[..., Any],
-        arguments: Sequence[Any],
-        device: torch.device,
+        self, worker: Callable[..., Any], arguments: Sequence[Any], device: torch.device
     ) -> None:
         """Create the user's worker and call its setup."""
         enter(device)
@@ -121,8 +118,7 @@ class Caller:
             return Failure.of(error)
 
     def job(
-        self,
-        call: Callable[[], tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]],
+        self, call: Callable[[], tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
     ) -> Any:
         """Run a job, and return its result or a `Failure`.
 
@@ -261,9 +257,7 @@ def serve(connection: Connection, slots: list[MemoryFile], caller: Caller) -> No
 
 
 def _receive_tasks(
-    connection: Connection,
-    slots: list[MemoryFile],
-    caller: Caller,
+    connection: Connection, slots: list[MemoryFile], caller: Caller
 ) -> Iterator[tuple[Message, Opener]]:
     """Yield the parent's messages until it closes the pipe."""
     while True:
@@ -282,8 +276,7 @@ def _receive_tasks(
 
 
 def _receive_ahead(
-    tasks: Iterator[tuple[Message, Opener]],
-    caller: Caller,
+    tasks: Iterator[tuple[Message, Opener]], caller: Caller
 ) -> Iterator[tuple[Message, Opener]]:
     """Receive tasks in a thread, which prepares batches while this thread computes.
 

@@ -177,12 +177,7 @@ def run_command(
     try:
         # A new session keeps the terminal from sending Ctrl-C to the child, too.
         child = subprocess.Popen(
-            command,
-            text=True,
-            errors="replace",
-            env=variables,
-            start_new_session=True,
-            **streams,
+            command, text=True, errors="replace", env=variables, start_new_session=True, **streams
         )
     except OSError as error:
         raise SetupError(f"{command[0]} cannot be started ({error.strerror})") from None

@@ -86,9 +86,7 @@ WITHOUT_KEY = frozenset(_WITHOUT_KEY.split())
 
 
 def explain_invalid(
-    error: ValidationError,
-    defaults: Mapping[str, Any],
-    top: Sequence[str],
+    error: ValidationError, defaults: Mapping[str, Any], top: Sequence[str]
 ) -> tuple[str, str]:
     """Explain pydantic's first error.
 

@@ -154,7 +154,7 @@ TRAITS = {
         },
         refuses_processes={
             "graphs": "its stages wait for messages of each other within a step; type python -m "
-            "trainer ... without torchrun and nproc=, or graphs=auto",
+            "trainer ... without torchrun and nproc=, or graphs=auto"
         },
     ),
     "fsdp": Traits(

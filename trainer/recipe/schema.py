@@ -328,14 +328,10 @@ class ScheduleRecipe(_Section):
         [5],
     )
     step_epochs: Positive = key(
-        30,
-        f"{listed('schedule.step_epochs')}: epochs between changes, counted after the warm-up",
+        30, f"{listed('schedule.step_epochs')}: epochs between changes, counted after the warm-up"
     )
     gamma: float = key(
-        0.1,
-        f"{listed('schedule.gamma')}: factor of the learning rate at each change",
-        gt=0,
-        le=1,
+        0.1, f"{listed('schedule.gamma')}: factor of the learning rate at each change", gt=0, le=1
     )
 
     @property
@@ -350,9 +346,7 @@ class TaskRecipe(_Section):
     """The prediction that the network makes for an image."""
 
     name: str = key(
-        "classification",
-        f"{', '.join(TASKS)}, or one that a plugin registers",
-        "multilabel",
+        "classification", f"{', '.join(TASKS)}, or one that a plugin registers", "multilabel"
     )
 
 
@@ -430,9 +424,7 @@ class LocalSGDRecipe(_Section):
         gt=0,
     )
     outer_momentum: Decay | None = key(
-        None,
-        "Nesterov momentum of these steps; 0: none; null: 0.5 if every is given, else 0",
-        0.5,
+        None, "Nesterov momentum of these steps; 0: none; null: 0.5 if every is given, else 0", 0.5
     )
 
     @property

@@ -158,7 +158,7 @@ class Saver:
             return None
         self._thread.join()
         self._thread = None
-        if self.error is not None:
+        if self.error:
             return None
         cost = Cost(*self._result, self.blocked)
         self.costs.append(cost)

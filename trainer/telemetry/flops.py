@@ -105,7 +105,7 @@ def pass_flops(
     """Count the floating point operations of a forward pass on the meta device.
 
     Args:
-        model: The model. A copy of it is used.
+        model: The model, which is copied.
         shape: Shape of the batch.
         backward: Whether to count the backward pass, too.
 

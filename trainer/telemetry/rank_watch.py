@@ -4,8 +4,8 @@ Both use the times that each rank measured for its own samples. This module uses
 clock.
 
 A healthy run must not get a warning, so each limit is far above random variation. The time of a
-rank is assumed to be proportional to its number of images. If part of it is constant, such as the
-time for kernel launches, the next measurement corrects the shares, until all ranks need the same
+rank is assumed to be proportional to its number of images. If that time has a constant part, such
+as kernel launches, the next measurement corrects the shares, until all ranks need the same
 time.
 """
 

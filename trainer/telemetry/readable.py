@@ -99,7 +99,7 @@ def format_score(metric: str, value: float | None) -> str:
 
 
 def format_duration(seconds: float | None) -> str:
-    """Format seconds in the largest unit of which there are two or more: "90.0 s", but "2 min"."""
+    """Format seconds in the largest unit with a value of 2 or more: "90.0 s", but "2 min"."""
     if seconds is None:
         return "-"
     for length, unit in UNITS:

@@ -197,21 +197,21 @@ class Tracker(NullTracker):
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Log values by their TensorBoard tags at an optimizer step."""
-        if self._events is not None:
+        if self._events:
             with report_write_errors(self.path):
                 self._events.scalars(arrange_tags(values, self._metric), step)
-        if self._loggers is not None:
+        if self._loggers:
             self._loggers.scalars(values, step)
 
     def show(self, summary: Any, step: int) -> None:
         """Log a TensorBoard summary of another kind, for example a picture."""
-        if self._events is not None:
+        if self._events:
             with report_write_errors(self.path):
                 self._events.add(summary, step)
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Write a row of steps.csv."""
-        if self._steps is not None:
+        if self._steps:
             # While this run was suspended, another run may have claimed the folder.
             self.folder.check()
             with report_write_errors(self.path):
@@ -285,7 +285,7 @@ class Tracker(NullTracker):
     def result(self, result: Mapping[str, Any]) -> None:
         """Replace result.json, and send the result to the loggers."""
         self.folder.write_result(result)
-        if self._loggers is not None:
+        if self._loggers:
             self._loggers.result(result)
 
     def keep(self, name: str, text: Callable[[], str]) -> None:
@@ -301,9 +301,9 @@ class Tracker(NullTracker):
     def flush(self) -> None:
         """Write all logged values to disk, so that they are as recent as a checkpoint."""
         with report_write_errors(self.path):
-            if self._steps is not None:
+            if self._steps:
                 self._steps.sync()
-            if self._events is not None:
+            if self._events:
                 self._events.sync()
 
     def close(self) -> None:

@@ -305,7 +305,7 @@ def _describe_step(findings: _Findings) -> str:
         if setting.workers is None:
             sentence += ", which are prepared in the training process"
         reading = setting.reading
-        if reading is not None:
+        if reading:
             whole = reading.whole
             sentence += (
                 f": a reader spends {reading.read / whole:.0%} on reading files, "

@@ -142,12 +142,7 @@ def diagnose(
 
 
 def _measure_device_seconds(
-    state: TrainState,
-    weight: float,
-    step: float,
-    data_wait: float,
-    update: float,
-    budget: float,
+    state: TrainState, weight: float, step: float, data_wait: float, update: float, budget: float
 ) -> tuple[float, float] | None:
     """Measure a step's passes and its update on devices that wait for no launch. Collective.
 

@@ -91,8 +91,8 @@ def evaluate(
 
     Args:
         strategy: The mode that holds the model.
-        batches: This rank's share of the validation split, in batches of full shape of which
-            `count` rows are real.
+        batches: This rank's share of the validation split, in batches of full shape. The
+            first `count` rows of a batch are real.
         world: The ranks.
         boundary: Called after every batch with the number of evaluated batches.
         look: Called with outputs and batch, on ranks that have outputs.

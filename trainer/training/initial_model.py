@@ -121,10 +121,7 @@ def _build_whole_on_rank_0(
 
 
 def build_for_dataset(
-    recipe: Recipe,
-    task: Task,
-    data: Datasets,
-    starting: bool = True,
+    recipe: Recipe, task: Task, data: Datasets, starting: bool = True
 ) -> nn.Module:
     """Return the recipe's model for a data set, on the CPU.
 
@@ -162,7 +159,7 @@ def build_for_sizes(
         image_size: Size of an image in pixels.
         plain: Shape and type of inputs that are not images.
         starting: Whether to load the weights that the recipe starts from.
-        classes: Names of the classes, by which start weights of the last layer are matched.
+        classes: Names of the classes, to match start weights of the last layer.
     """
     inputs = None
     if plain:
@@ -180,10 +177,7 @@ def build_for_sizes(
 
 
 def broadcast_weights(
-    model: nn.Module,
-    name: str,
-    world: World,
-    say: Callable[[str], None],
+    model: nn.Module, name: str, world: World, say: Callable[[str], None]
 ) -> None:
     """Copy rank 0's weights to every rank. Collective.
 
@@ -218,10 +212,7 @@ def broadcast_weights(
 
 
 def check_task(
-    task: Task,
-    model: nn.Module,
-    data: Datasets,
-    warn: Callable[[str], None] | None,
+    task: Task, model: nn.Module, data: Datasets, warn: Callable[[str], None] | None
 ) -> None:
     """Run a user's task on two random samples, so that its errors show before an epoch is trained.
 

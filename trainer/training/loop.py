@@ -34,11 +34,7 @@ from trainer.training import (
 )
 from trainer.training.callbacks import Callbacks
 from trainer.training.evaluation import Mistakes, Sums, evaluate, strip_prefix
-from trainer.training.memory_keys import (
-    adapt_recipe,
-    explain_out_of_memory,
-    undo_on_out_of_memory,
-)
+from trainer.training.memory_keys import adapt_recipe, explain_out_of_memory, undo_on_out_of_memory
 from trainer.training.rank_sync import RankSync
 from trainer.training.results import Result
 from trainer.training.run import Run

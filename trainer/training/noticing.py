@@ -1,4 +1,4 @@
-"""Warnings about problems of a run, each of which is printed once.
+"""Warnings about problems of a run. Each is printed once.
 
 The functions do not wait for a device, except in the first steps of a process. They do not need
 communication of their own, except to name a slow rank.
@@ -48,11 +48,7 @@ def note_classes(task: Task, noticed: Noticed, sums: Sums) -> None:
 
 
 def watch_ranks(
-    resolved: Resolved,
-    noticed: Noticed,
-    step: int,
-    steps: int,
-    ranks: Sequence[Sequence[float]],
+    resolved: Resolved, noticed: Noticed, step: int, steps: int, ranks: Sequence[Sequence[float]]
 ) -> None:
     """Warn of a rank that has been slow for a while.
 

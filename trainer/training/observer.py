@@ -63,12 +63,7 @@ class Observer:
     """Timers, logs and observations of a run. A checkpoint holds none of them."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        world: World,
-        tracker: NullTracker,
-        ledger: Ledger,
-        model: ModelFacts,
+        self, recipe: Recipe, world: World, tracker: NullTracker, ledger: Ledger, model: ModelFacts
     ) -> None:
         """Create the timers. `ledger` has counted since the process began to work."""
         self.tracker = tracker

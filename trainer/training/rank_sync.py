@@ -96,11 +96,7 @@ class RankSync:
         is_warm = timer.seen - steps >= recipe.logging.warmup_steps
         if is_warm:
             window_steps, window_seconds, window_wait = self._window
-            self._window = (
-                window_steps + steps,
-                window_seconds + seconds,
-                window_wait + data_wait,
-            )
+            self._window = (window_steps + steps, window_seconds + seconds, window_wait + data_wait)
         count = max(1, steps)
         first = timer.seen <= count
         step_seconds = seconds / count

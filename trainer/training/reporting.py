@@ -321,10 +321,7 @@ def build_result(
     if speed.throughput is not None:
         rate = speed.throughput.samples_per_sec
         mfu = _compute_mfu(observer.model, rate)
-        figures["throughput"] |= {
-            "per_device": rate / world.count(),
-            "threads": world.threads,
-        }
+        figures["throughput"] |= {"per_device": rate / world.count(), "threads": world.threads}
     plain: Result = without_nan(
         {
             "recipe": recipe.name,

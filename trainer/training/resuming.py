@@ -111,11 +111,7 @@ def on_every_rank(
     return state
 
 
-def check_here(
-    path: Path,
-    raw: bytes,
-    files: checkpoint.Fingerprint,
-) -> checkpoint.State | None:
+def check_here(path: Path, raw: bytes, files: checkpoint.Fingerprint) -> checkpoint.State | None:
     """Return the checkpoint with manifest `raw`, or None if this rank does not find it complete.
 
     If this rank sees the very files of rank 0, whose fingerprint is `files`, it does not hash them
@@ -181,10 +177,7 @@ def _temporary(path: Path) -> Iterator[BinaryIO]:
 
 
 def extend_recipe(
-    recipe: Recipe,
-    shorter: Recipe,
-    saved: checkpoint.State,
-    per_epoch: int,
+    recipe: Recipe, shorter: Recipe, saved: checkpoint.State, per_epoch: int
 ) -> Recipe:
     """Return the recipe of a run that continues after its `shorter` recipe has ended.
 

@@ -149,7 +149,7 @@ def check_same_images(world: World, data: Datasets) -> None:
 
 
 def identify_images(world: World, data: Datasets, state: State | None) -> dict[str, Tensor]:
-    """Return tensors by which rank 0 can recognize the images later. Collective.
+    """Return tensors that let rank 0 recognize the images later. Collective.
 
     Raises:
         SetupError: The classes differ from those of the checkpoint `state`, or most photos of some

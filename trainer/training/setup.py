@@ -163,10 +163,7 @@ def claim(
 
 
 def note_end(
-    tracker: NullTracker,
-    ledger: Ledger,
-    interrupts: Interrupts,
-    error: BaseException | None,
+    tracker: NullTracker, ledger: Ledger, interrupts: Interrupts, error: BaseException | None
 ) -> None:
     """Write the cause to the journal if this attempt ends with an error."""
     if error is not None:
@@ -252,11 +249,7 @@ def read_kept_shares(recipe: Recipe, state: State | None, world: World) -> tuple
     return tuple(divide_within_limits(total, saved["numbers"], 1, [total] * world.size))
 
 
-def build_speed_recipe(
-    recipe: Recipe,
-    data: Datasets,
-    say: Callable[[str], None],
-) -> Recipe:
+def build_speed_recipe(recipe: Recipe, data: Datasets, say: Callable[[str], None]) -> Recipe:
     """Return the recipe of a speed measurement, for a run whose data is missing.
 
     The measurement trains 20 steps on synthetic images, with the model, global batch size and image
@@ -446,9 +439,7 @@ def describe_cards(world: World, precision: str) -> dict[str, tuple[float | None
 
 
 def compute_utilisation_base(
-    model: nn.Module,
-    data: Datasets,
-    cards: Mapping[str, tuple[float | None, bool]],
+    model: nn.Module, data: Datasets, cards: Mapping[str, tuple[float | None, bool]]
 ) -> tuple[float | None, int]:
     """Return the total peak FLOP/s of all GPUs and the FLOPs of training on one image.
 

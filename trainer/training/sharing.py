@@ -60,11 +60,7 @@ def choose_rows(
 
 
 def _divide_rows(
-    resolved: Resolved,
-    share: DataShare,
-    rows: Sequence[int],
-    minimum: int,
-    speeds: Sequence[float],
+    resolved: Resolved, share: DataShare, rows: Sequence[int], minimum: int, speeds: Sequence[float]
 ) -> list[int]:
     """Return each rank's rows in proportion to its speed, limited by its memory. Collective.
 

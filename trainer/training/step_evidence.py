@@ -171,10 +171,7 @@ class StepResult(NamedTuple):
 
 
 def find_difference(
-    evidence: Evidence,
-    live: Mapping[str, Tensor],
-    precision: str,
-    replay: Callable[[], StepResult],
+    evidence: Evidence, live: Mapping[str, Tensor], precision: str, replay: Callable[[], StepResult]
 ) -> str | None:
     """Return the first difference between a replay and the eager step, or None if they are equal.
 

@@ -105,11 +105,7 @@ class GraphSteps(EagerSteps):
     """Training steps that are captured after a few eager steps, and replayed afterwards."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        strategy: Strategy,
-        updater: Updater,
-        say: Callable[[str], None],
+        self, recipe: Recipe, strategy: Strategy, updater: Updater, say: Callable[[str], None]
     ) -> None:
         # None after the run has given up captures.
         self.recorder: StepRecorder | None = cuda_graphs.StepRecorder(strategy.device)
@@ -283,13 +279,7 @@ class GraphSteps(EagerSteps):
             )
         self._evidence = Evidence(lr, copy_named(state))
 
-    def _observed_pass(
-        self,
-        evidence: Evidence,
-        batch: Batch,
-        weight: float,
-        sync: bool,
-    ) -> Tensor:
+    def _observed_pass(self, evidence: Evidence, batch: Batch, weight: float, sync: bool) -> Tensor:
         """Compute an eager pass, and give up captures if a replay could not compute it."""
         assert self.recorder
         before = self._host_state()

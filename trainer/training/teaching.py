@@ -107,13 +107,7 @@ class Teacher(Task):
     (arXiv:1503.02531), section 2.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        data: Datasets,
-        device: torch.device,
-        needed: bool,
-    ) -> None:
+    def __init__(self, task: Task, data: Datasets, device: torch.device, needed: bool) -> None:
         """Load the teacher of the task's recipe.
 
         Args:

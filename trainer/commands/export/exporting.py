@@ -22,7 +22,7 @@ from trainer.errors import (
     is_out_of_memory,
     read_text,
 )
-from trainer.recipe.image_sizes import ImageSize, in_pixels, sides
+from trainer.recipe.image_sizes import in_pixels, sides
 from trainer.recipe.known_names import TASKS
 from trainer.saving.weights import write_whole
 from trainer.training.trained import Trained, create_task_without_loss
@@ -91,7 +91,13 @@ def load(path: Path, words: Sequence[str]) -> ExportSource:
         size = preparation.image_size
         shorter = preparation.shorter_side
         resizing["shorter_side"] = shorter
-        resizing["resize"] = _describe_resizing(shorter, size)
+        if isinstance(shorter, int):
+            target = f"the shorter side to {shorter} pixels"
+        else:
+            target = COVERED.format(in_pixels(shorter))
+        resizing["resize"] = (
+            f"{target}, bilinear with antialiasing, then {in_pixels(size)} cut out of the centre"
+        )
         inputs = TensorSpec((facts.channels, *sides(size)), inputs.dtype)
     task = create_task_without_loss(recipe, classes)
     spec = None if facts.mean else inputs
@@ -114,20 +120,7 @@ def load(path: Path, words: Sequence[str]) -> ExportSource:
     return ExportSource(model, inputs, metadata)
 
 
-def _describe_resizing(shorter: ImageSize, size: ImageSize) -> str:
-    if isinstance(shorter, int):
-        target = f"the shorter side to {shorter} pixels"
-    else:
-        target = COVERED.format(in_pixels(shorter))
-    return f"{target}, bilinear with antialiasing, then {in_pixels(size)} cut out of the centre"
-
-
-def export(
-    path: Path,
-    kind: str,
-    target: Path,
-    words: Sequence[str],
-) -> str:
+def export(path: Path, kind: str, target: Path, words: Sequence[str]) -> str:
     """Export weights to a file, which is written after its content was checked.
 
     Args:

@@ -93,12 +93,7 @@ class FakeModel:
             `recompute=true`. None: all.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        images: DatasetFacts,
-        recomputed: int | None = None,
-    ) -> None:
+    def __init__(self, layout: Layout, images: DatasetFacts, recomputed: int | None = None) -> None:
         recipe = layout.recipe
         self.recipe = recipe
         self.images = images
@@ -243,10 +238,7 @@ class FakeModel:
         return trace(self.model, self.recipe.model.name)
 
     def cut(
-        self,
-        layout: Layout,
-        microbatches: int | None = None,
-        costs: Sequence[BlockCost] = (),
+        self, layout: Layout, microbatches: int | None = None, costs: Sequence[BlockCost] = ()
     ) -> Cut:
         """Cut the model as the recipe says, or so that the slowest stage is as fast as possible.
 

@@ -58,7 +58,7 @@ def compute_traffic(fake: FakeModel, layout: Layout, cut: Cut | None) -> Traffic
     recipe = layout.recipe
     count = layout.processes
     resident = fake.resident(fake.model)
-    if cut is not None:
+    if cut:
         sent = sum(stage.sent for stage in cut.stages[:-1])
         crossing = 2.0 * cut.microbatches * recipe.pieces * sent
         return Traffic(count_ring_sends(layout.data_shares) * max(cut.gradients), crossing=crossing)
@@ -148,10 +148,7 @@ class Forecast:
 
 
 def forecast(
-    fake: FakeModel,
-    layout: Layout,
-    measured: Timings,
-    bandwidth: float | None,
+    fake: FakeModel, layout: Layout, measured: Timings, bandwidth: float | None
 ) -> Forecast:
     """Predict a step of the layout.
 
@@ -229,12 +226,7 @@ def _predict_exchange(fake: FakeModel, layout: Layout, measured: Timings) -> tup
     )
 
 
-def _predict_cut(
-    fake: FakeModel,
-    layout: Layout,
-    measured: Timings,
-    microbatches: int,
-) -> Forecast:
+def _predict_cut(fake: FakeModel, layout: Layout, measured: Timings, microbatches: int) -> Forecast:
     recipe = layout.recipe
     rows = -(-layout.rows // microbatches)
     costs = measured.blocks[rows]

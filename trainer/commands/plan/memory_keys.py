@@ -13,9 +13,7 @@ from trainer.recipe.layout import Layout
 
 
 def choose_recompute(
-    fake: FakeModel,
-    layout: Layout,
-    memory: int | None,
+    fake: FakeModel, layout: Layout, memory: int | None
 ) -> tuple[FakeModel, Layout]:
     """Choose a value for recompute=auto, as training does.
 
@@ -40,11 +38,7 @@ def choose_recompute(
     return recompute_blocks(find_fewest(len(fake.runs), may_fit))
 
 
-def predict_peak_without_recompute(
-    fake: FakeModel,
-    layout: Layout,
-    cut: Cut | None,
-) -> int | None:
+def predict_peak_without_recompute(fake: FakeModel, layout: Layout, cut: Cut | None) -> int | None:
     """Return the peak memory in bytes of the fullest device if recompute were false.
 
     The result is None if the recipe does not recompute activations.
@@ -58,11 +52,7 @@ def predict_peak_without_recompute(
     return fullest(footprint(plain_fake, layout, cut))
 
 
-def choose_accumulate(
-    fake: FakeModel,
-    layout: Layout,
-    memory: int | None,
-) -> Layout:
+def choose_accumulate(fake: FakeModel, layout: Layout, memory: int | None) -> Layout:
     """Choose a value for accumulate=auto, as training does.
 
     It is the smallest number of micro-batches with which the run fits, or the largest number if it
@@ -81,11 +71,7 @@ def choose_accumulate(
     return changed
 
 
-def suggest_arguments(
-    fake: FakeModel,
-    layout: Layout,
-    memory: int,
-) -> list[dict[str, Any]]:
+def suggest_arguments(fake: FakeModel, layout: Layout, memory: int) -> list[dict[str, Any]]:
     """Return arguments with which the run fits `memory` bytes, each with its peak memory in bytes.
 
     Arguments that do not change the mathematics come first.

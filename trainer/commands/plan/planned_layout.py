@@ -10,11 +10,7 @@ from trainer.recipe import TRAITS, Recipe, checks
 from trainer.recipe.layout import Layout
 
 
-def lay_out(
-    recipe: Recipe,
-    nproc: str | int | None = None,
-    gpus: bool = False,
-) -> Layout:
+def lay_out(recipe: Recipe, nproc: str | int | None = None, gpus: bool = False) -> Layout:
     """Assign the recipe to processes and devices.
 
     Args:
@@ -54,9 +50,7 @@ def _count_planned_gpus(recipe: Recipe, processes: int, gpus: bool) -> int:
 
 
 def lay_out_modes(
-    recipe: Recipe,
-    nproc: str | int | None = None,
-    gpus: bool = False,
+    recipe: Recipe, nproc: str | int | None = None, gpus: bool = False
 ) -> dict[str, Layout | RecipeError]:
     """Return the layout of each mode on the same number of devices, or why it cannot run there."""
     available = resources.count_cuda_devices()

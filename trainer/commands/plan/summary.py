@@ -70,7 +70,7 @@ def summarize(
     cut = None
     prediction = None
     assumptions = _list_assumptions(fake, layout, images, is_auto)
-    if measured is not None:
+    if measured:
         timings = speed_probe.measure_here(layout, images, plugin)
         predicted = forecast.forecast(fake, layout, timings, bandwidth)
         cut = predicted.cut
@@ -172,10 +172,7 @@ def _summarize_stages(fake: FakeModel, layout: Layout, cut: Cut) -> Plan:
 
 
 def _summarize_traffic(
-    fake: FakeModel,
-    layout: Layout,
-    cut: Cut | None,
-    bandwidth: float | None,
+    fake: FakeModel, layout: Layout, cut: Cut | None, bandwidth: float | None
 ) -> Plan:
     """Summarise the traffic of a step, and its duration at a stated bandwidth."""
     recipe = layout.recipe
@@ -217,10 +214,7 @@ def list_commands(recipe: Recipe, layout: Layout, words: Sequence[str]) -> list[
 
 
 def _list_assumptions(
-    fake: FakeModel,
-    layout: Layout,
-    images: DatasetFacts,
-    is_auto: bool,
+    fake: FakeModel, layout: Layout, images: DatasetFacts, is_auto: bool
 ) -> list[str]:
     """List what the figures assume."""
     recipe = layout.recipe
@@ -272,10 +266,7 @@ def _list_assumptions(
 
 
 def _plan_mode(
-    fake: FakeModel,
-    mode: str,
-    layout: Layout | RecipeError,
-    memory: int | None,
+    fake: FakeModel, mode: str, layout: Layout | RecipeError, memory: int | None
 ) -> Plan:
     """Return the row of one mode on the same number of devices, or why it cannot run there.
 
@@ -297,7 +288,7 @@ def _plan_mode(
     except RecipeError as error:
         return {**row, "error": str(error)}
     traffic = forecast.compute_traffic(fake, layout, cut)
-    if cut is not None:
+    if cut:
         row["bubble"] = cut.ideal
         if layout.recipe.traits.one_stage_at_a_time:
             row["bubble"] = 1 - 1 / layout.workers

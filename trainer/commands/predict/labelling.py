@@ -64,11 +64,7 @@ class LabelModel:
 
     @classmethod
     def read(
-        cls,
-        path: Path,
-        words: Sequence[str],
-        photos: Sequence[str] = (),
-        split: bool | None = None,
+        cls, path: Path, words: Sequence[str], photos: Sequence[str] = (), split: bool | None = None
     ) -> LabelModel:
         """Read the weights of a run or a checkpoint.
 

@@ -301,12 +301,7 @@ class Rows:
 class SpeedLines:
     """Printer of the progress and the speed of each device every few seconds."""
 
-    def __init__(
-        self,
-        count: int | None,
-        logging: LoggingRecipe,
-        devices: Sequence[str],
-    ) -> None:
+    def __init__(self, count: int | None, logging: LoggingRecipe, devices: Sequence[str]) -> None:
         """Print the first line.
 
         Args:

@@ -114,10 +114,7 @@ def _yield_tensors(inputs: Iterable[Any]) -> Iterator[Any]:
 
 
 def _stream(
-    model: nn.Module,
-    inputs: Iterable[Any],
-    devices: Sequence[str],
-    batch_size: int | None,
+    model: nn.Module, inputs: Iterable[Any], devices: Sequence[str], batch_size: int | None
 ) -> Iterator[Any]:
     """Yield the outputs of a pool of workers.
 

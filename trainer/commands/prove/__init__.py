@@ -67,7 +67,7 @@ def find_devices(text: str | None) -> Devices:
     """
     detected = cards.detect()
     if text in (None, "auto"):
-        if detected.fault is not None:
+        if detected.fault:
             raise detected.fault
         names = [f"cuda:{n}" for n in range(detected.count)] or ["cpu"] * CPU_PROCESSES
     else:

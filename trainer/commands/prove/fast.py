@@ -136,9 +136,7 @@ def measure_rates(runner: CheckRunner) -> Outcome:
 
 
 def find_slow_devices(
-    devices: Devices,
-    rates: Sequence[Sequence[float]],
-    what: str,
+    devices: Devices, rates: Sequence[Sequence[float]], what: str
 ) -> Iterator[str]:
     """Yield a line for each device that is slower than others of its kind, or than it was before.
 
@@ -278,11 +276,7 @@ def _measure_speed(network: Network, count: int, runner: CheckRunner) -> Outcome
 
 
 def build_arguments(
-    where: Sequence[str],
-    network: Network,
-    count: int,
-    options: Json,
-    steps: int,
+    where: Sequence[str], network: Network, count: int, options: Json, steps: int
 ) -> list[str]:
     """Return the arguments of a timed run on synthetic images, without features that slow it down.
 

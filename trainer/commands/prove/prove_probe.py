@@ -56,12 +56,7 @@ def make_pattern(size: int, dtype: torch.dtype, rank: int, ranks: int) -> Tensor
     return (numbers % modulus).to(dtype)
 
 
-def compare(
-    actual: Tensor,
-    expected: Tensor,
-    what: str,
-    errors: list[str],
-) -> int:
+def compare(actual: Tensor, expected: Tensor, what: str, errors: list[str]) -> int:
     """Compare two tensors, append a sentence to `errors` if they differ, and return 1."""
     actual = actual.cpu()
     if not torch.equal(actual, expected):
@@ -194,12 +189,7 @@ def links(measurer: Measurer) -> Json:
 
 
 def step_of(
-    measurer: Measurer,
-    batch: int,
-    model: str,
-    size: int,
-    classes: int,
-    precision: str,
+    measurer: Measurer, batch: int, model: str, size: int, classes: int, precision: str
 ) -> Callable[[bool], Any]:
     """Return a function that trains one step on a fixed batch of images on this device.
 

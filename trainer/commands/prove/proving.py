@@ -47,11 +47,7 @@ PATH = re.compile(r"(?<![\w:/.~-])~?(?:/(?!dev/|proc/|sys/)[\w.@+~-]+)(?:/[\w.@+
 MARKS = {"right": "right", "wrong": "**WRONG**", "measured": "", "not here": "not here"}
 
 
-def list_bindings(
-    machine: Json,
-    versions: Json,
-    devices: tuple[str, ...],
-) -> dict[str, str]:
+def list_bindings(machine: Json, versions: Json, devices: tuple[str, ...]) -> dict[str, str]:
     """Return the conditions under which a proof is valid: machine, versions and devices.
 
     Machine and versions are digests, because the file may be passed on to others.
@@ -286,12 +282,7 @@ def build_proof(
     }
 
 
-def summarize(
-    devices: Devices,
-    rows: Sequence[Json],
-    times: float | None,
-    slow: str | None,
-) -> str:
+def summarize(devices: Devices, rows: Sequence[Json], times: float | None, slow: str | None) -> str:
     """Return the last line: whether training is correct, the speedup, and what costs most speed.
 
     Args:

@@ -167,10 +167,7 @@ def train(
 
 
 def train_single(
-    runner: CheckRunner,
-    name: str = "single",
-    *words: str,
-    model: str = "cnn_gn",
+    runner: CheckRunner, name: str = "single", *words: str, model: str = "cnn_gn"
 ) -> Traces:
     """Train twenty steps with mode=single on the first device."""
     train(runner, name, ["mode=single", *runner.devices.first(), *words], model)
@@ -237,7 +234,10 @@ def list_modes(devices: Devices) -> Iterator[Mode]:
             if schedule == STREAMS:
                 continue
             words = (
-                *list_pipeline_arguments(devices),
+                "mode=pipeline",
+                # Two stages each; the pipelines divide the batch among themselves.
+                *devices.in_ranks(count // 2 * 2),
+                "pipeline.stages=2",
                 f"pipeline.schedule={schedule}",
                 "pipeline.microbatches=4",
             )
@@ -247,14 +247,6 @@ def list_modes(devices: Devices) -> Iterator[Mode]:
         if not traits.same_maths:
             own = ["nproc=2", "threads=1"] if traits.shared_memory else workers
             yield Mode(mode, (f"mode={mode}", *own), same=False)
-
-
-def list_pipeline_arguments(devices: Devices) -> list[str]:
-    """Return the arguments of a run with as many two-stage pipelines as the devices allow.
-
-    The pipelines divide each batch among themselves.
-    """
-    return ["mode=pipeline", *devices.in_ranks(devices.count // 2 * 2), "pipeline.stages=2"]
 
 
 def _check_mode(mode: Mode, runner: CheckRunner) -> Outcome:
@@ -376,10 +368,7 @@ def _compare_numbers(actual: Sequence[float], expected: Sequence[float]) -> floa
     return _find_largest([abs(a - b) / max(abs(b), 1e-12) for a, b in pairs])
 
 
-def _compare_tensors(
-    actual: Mapping[str, Tensor],
-    expected: Mapping[str, Tensor],
-) -> float:
+def _compare_tensors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """Return the largest distance of a tensor from the expected one, relative to its norm.
 
     A thousandth of the norm of all tensors together is added to the norm, so that tiny tensors do
@@ -399,10 +388,7 @@ def _compare_tensors(
 
 
 def compare_traces(
-    actual: Traces,
-    expected: Traces,
-    bounds: Mapping[str, float],
-    todo: str,
+    actual: Traces, expected: Traces, bounds: Mapping[str, float], todo: str
 ) -> Outcome:
     """Return whether the traces of two runs are within `bounds` of each other."""
     deviations = {}
@@ -422,12 +408,7 @@ def compare_traces(
     return right(f"relative differences: {', '.join(shown)}", **figures)
 
 
-def compare_bits(
-    actual: Traces,
-    expected: Traces,
-    other: str,
-    todo: str,
-) -> Outcome:
+def compare_bits(actual: Traces, expected: Traces, other: str, todo: str) -> Outcome:
     """Return whether the results of two runs are equal to the last bit."""
     different = [name for name, value in compute_differences(actual, expected).items() if value]
     # Two runs that ended early must not pass, even if their results are equal.

@@ -204,7 +204,7 @@ def find_run(name: str) -> RunSummary:
             paths = [path for path in (path, HOME / path) if os.path.lexists(path)]
     for path in paths:
         run = read_run(path)
-        if run is not None:
+        if run:
             return run
     hint = "python -m trainer runs lists those below ./runs"
     if paths:

@@ -266,10 +266,7 @@ class SearchSpace:
             state = states.FAIL if value is None else states.COMPLETE
             study.add_trial(
                 optuna.trial.create_trial(
-                    state=state,
-                    value=value,
-                    params=params,
-                    distributions=distributions,
+                    state=state, value=value, params=params, distributions=distributions
                 )
             )
         params = study.ask(distributions).params

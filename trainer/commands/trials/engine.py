@@ -150,7 +150,7 @@ class TrialEngine:
                 time.sleep(MOMENT)
                 for running in list(self._running):
                     outcome = self._poll(running)
-                    if outcome is not None:
+                    if outcome:
                         self._running.remove(running)
                         # Leaving the stack kills a run that exceeded the timeout.
                         running.stack.close()
@@ -208,7 +208,7 @@ class TrialEngine:
             if trial is None:
                 return
             outcome = self._load_outcome(trial)
-            if outcome is not None:
+            if outcome:
                 on_outcome(trial, outcome)
             else:
                 self._running.append(self._start(trial, min(free)))
@@ -249,7 +249,7 @@ class TrialEngine:
             return None
         if code == 0:
             outcome = self._load_outcome(running.trial)
-            if outcome is not None:
+            if outcome:
                 return replace(outcome, seconds=seconds)
         line = find_failure(log_path(self.path(running.trial)), code)
         if code < 0:
@@ -329,7 +329,7 @@ def claim_folder(
     with choose_folder(output, default, kind, find_refusal) as path:
         # Another process may have written files before this process locked the folder.
         error = find_refusal(path)
-        if error is not None:
+        if error:
             raise error
         content = {**read_json_or_empty(path / file), "asked": asked}
         if command:

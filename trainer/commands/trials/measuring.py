@@ -31,7 +31,7 @@ from trainer.telemetry.clocks import synchronise
 
 
 def _read_seconds_per_thread() -> float:
-    """Return the CPU time of this process, summed over its threads."""
+    """Return the CPU time of this process, averaged over torch's threads."""
     return time.process_time() / torch.get_num_threads()
 
 

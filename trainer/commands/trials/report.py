@@ -29,11 +29,7 @@ BUSY_FRACTION = 0.05
 
 
 def write_tables(
-    folder: Path,
-    name: str,
-    report: Json,
-    page: str,
-    rows: Sequence[Sequence[Any]] = (),
+    folder: Path, name: str, report: Json, page: str, rows: Sequence[Sequence[Any]] = ()
 ) -> None:
     """Write NAME.json, NAME.md and, if there are `rows`, NAME.csv. Each is replaced atomically."""
     write_json(folder / f"{name}.json", report)

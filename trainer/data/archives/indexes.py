@@ -183,7 +183,7 @@ def load_or_make(
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(".part")
         with locks.claim_file(draft) as draft_file:
-            if draft_file is not None:
+            if draft_file:
                 np.savez(draft_file, about=np.frombuffer(text, np.uint8), **arrays)
                 draft_file.flush()
                 os.replace(draft, path)

@@ -170,7 +170,7 @@ def remove(path: str | Path, descriptor: int) -> bool:
     with locks.claim_file(path.with_suffix(DRAFT)) as draft:
         if not locks.is_at(descriptor, path):
             return True
-        if draft is not None:
+        if draft:
             os.unlink(path)
         return draft is not None
 

@@ -192,7 +192,7 @@ def photos(
     Args:
         recipe: the recipe.
         before: the split of an earlier run, if any.
-        train: training images; all images if `val` is None.
+        train: training images; all images without `val`.
         val: validation images; if None, they are drawn from `train`.
         names: names of the classes or values.
         holdout: description of `val` for the user.

@@ -74,7 +74,7 @@ class LeftOut(Counter[str]):
 def what_reads(suffix: str) -> str | None:
     """Return advice on how to make images with this suffix readable.
 
-    The result is None or empty if the suffix is not one of images, or if they can be read.
+    The result is empty or None for a suffix that is not one of images, or that can be read.
     """
     lower = suffix.lower()
     return register_heif() if lower in HEIF else NEEDS.get(lower)

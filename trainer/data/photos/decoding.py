@@ -120,7 +120,7 @@ def open_encoded(
                     choose_page(opened)
                 return Picture.of(from_pillow_upright(opened, channels, pixel_range))
     values, kind, orientation = read_stack(data, channels)
-    if kind is not None:
+    if kind:
         values = as_bytes(values, kind, pixel_range)
     pixels = torch.from_numpy(np.ascontiguousarray(values))
     return Picture.of(_turn(pixels.permute(2, 0, 1), orientation))

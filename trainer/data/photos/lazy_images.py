@@ -17,7 +17,7 @@ from trainer.recipe.image_sizes import ImageSize, sides
 # Top, left, height, width, in pixels of the whole image.
 Box = tuple[int, int, int, int]
 
-# Factors by which a decoder can scale an image down.
+# Denominators of the scales at which a JPEG decoder can read an image.
 FACTORS = (8, 4, 2)
 # Maximum ratio of the longer side to the shorter one. A more elongated image would fill the memory
 # when its shorter side is enlarged.

@@ -369,7 +369,7 @@ class Reader:
 def as_pictures(datasets: Datasets, inputs: Tensor) -> Tensor | None:
     """Convert normalized inputs (n, C, H, W) back to pictures (n, H, W, 1 or 3) uint8.
 
-    The result is None if the inputs are not images.
+    Returns None for inputs that are not images.
     """
     if datasets.plain or inputs.dim() != 4:
         return None

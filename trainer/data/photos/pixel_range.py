@@ -244,7 +244,7 @@ class PixelValues:
     def notes(self) -> dict[str, str]:
         """Return notes for the run's banner, by title."""
         notes = {}
-        if self._first is not None:
+        if self._first:
             _, kind = self._first
             black, white = self.wanted or kind.natural
             text = f"are {kind.what}, of which {black:g} becomes black and {white:g} white"

@@ -202,10 +202,10 @@ def test_an_example_lies_in_memory_as_a_batch_does(channels, channels_last, rows
             np.zeros((2, 4), np.int64),
         ),
     )
-    example = Example(rows, TensorSpec((channels, 6, 6), torch.float32)).random(
+    example = Example(rows, TensorSpec((channels, 6, 6), torch.float32)).batch(
         CPU, rows, channels_last
     )
-    assert example.stride() == batch.stride() == mixed.stride()
+    assert example.inputs.stride() == batch.stride() == mixed.stride()
 
 
 @pytest.mark.parametrize("policy", ["trivial", "rand", "autoaugment"])

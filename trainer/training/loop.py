@@ -148,7 +148,6 @@ def train_epoch(run: Run, epoch: int) -> None:
     per_epoch = run.resolved.steps_per_epoch
     rate = build_learning_rate(recipe, per_epoch, state.total_steps - state.step_offset)
     loss_weight = 1 / run.loader.samples_per_step
-
     save_every = recipe.save.every_steps
     start = state.position.step_in_epoch
     stop = min(per_epoch, start + state.total_steps - state.position.step)

@@ -47,7 +47,6 @@ class Run:
         self.world = resolved.world
         self.task = resolved.task
         self.datasets = resolved.datasets
-
         self.teacher = resolved.teacher
         self.tracker = observer.tracker
         self.timer = observer.timer

@@ -51,9 +51,12 @@ def test_problems_are_printed_last_and_exit_with_3(quick, monkeypatch, capsys):
         "statvfs",
         lambda path: SimpleNamespace(f_frsize=2**20, f_blocks=64, f_bavail=60),
     )
-    monkeypatch.setattr(
-        doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**39, total=2**40)
-    )
+
+    def disk_usage(path):
+        free = 60 * 2**20 if str(path) == "/dev/shm" else 2**39
+        return SimpleNamespace(free=free, total=2**40)
+
+    monkeypatch.setattr(doctor.shutil, "disk_usage", disk_usage)
     monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda number: (256, 4096))
     assert doctor.command([]) == 3

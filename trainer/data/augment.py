@@ -75,7 +75,10 @@ class Auto:
         return self.policy(image)
 
     def batch(self, images: Tensor) -> Tensor:
-        """Augment images (n, H, W, C) uint8 in place. The results equal those of single calls."""
+        """Augment images (n, H, W, C) uint8 in place, with the same draws as single calls.
+
+        The results equal those of single calls within the limits that `policies` describes.
+        """
         if self.policy is None:
             return images
         pixels = images.shape[1] * images.shape[2]
@@ -300,14 +303,18 @@ class DeviceTransform:
         if self.device.type == "cuda":
             mask = self._inside(boxes, inputs.shape[-2:])
             return inputs.masked_fill_(mask, 0)
-        # On a CPU, a mask over the whole batch takes five times as long, as few images are erased.
+        # On a CPU, a mask over the whole batch takes five times as long, because only few images
+        # are erased.
         for row in np.flatnonzero(boxes[:, 2]):
             top, left, height, width = boxes[row].tolist()
             inputs[row, :, top : top + height, left : left + width] = 0
         return inputs
 
     def mix(self, inputs: Tensor, mix: Mix) -> Tensor:
-        """Mix the pixels of images 2k and 2k + 1. The last one of an odd number is unchanged."""
+        """Mix the pixels of images 2k and 2k + 1.
+
+        If the number of images is odd, the last image is unchanged.
+        """
         pairs = self._pairs(inputs, mix)
         other = pairs.flip(1)
         away = self._column(1 - mix.blend)[:, :, None, None, None]

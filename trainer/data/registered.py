@@ -44,7 +44,8 @@ from trainer.saving.files import escape_non_utf8
 from trainer.tasks import Task
 from trainer.tasks.classification import class_name
 
-# Number of items of a user's data set that are read to choose an image size.
+# Minimum number of items of a user's data set that are read to choose an image size, unless it has
+# fewer. Less than twice as many are read.
 ITEMS_INSPECTED = 16
 ROLES = ("training set", "held-out set")
 SPLIT = "the held-out part that its function returns"
@@ -151,7 +152,8 @@ def _choose_names(
     sets, or else from the targets.
 
     Raises:
-        RecipeError: the names number the classes differently.
+        RecipeError: the data sets or the user assign different numbers to the same classes, or the
+            names are unknown.
     """
     kind = tasks.find_task_class(recipe)
     where = f"data.name={recipe.data.name}"
@@ -386,8 +388,8 @@ def _inspect_items(
     Items that cannot be read are skipped here. The error is reported when they are read later.
 
     Returns:
-        (channels, height, width) of the images; the shape and type of the inputs if they are not
-        images, else None; the shape and type of a target.
+        (shapes, spec, target): (channels, height, width) of each image; the shape and type of the
+        inputs if they are not images, else None; the shape and type of a target.
     """
     shapes = []
     specs = []
@@ -435,7 +437,7 @@ def _build_tensor_datasets(
 
 
 def measure_statistics(images: Tensor) -> tuple[Numbers, Numbers]:
-    """Return the mean and standard deviation of each channel, over at most 10,000 images."""
+    """Return the mean and standard deviation of each channel, over fewer than 20,000 images."""
     pixels = images[:: max(1, len(images) // 10_000)].double() / 255
     mean = pixels.mean((0, 2, 3))
     std = pixels.std((0, 2, 3)).clamp_min(1e-3)

@@ -140,7 +140,7 @@ def _check_accuracy(state: RunState, recipe: Recipe) -> str | None:
     last = state.validation[-STANDSTILL_EPOCHS:]
     warm_steps = state.step - state.warmup
     is_early = min(len(last), len(state.warm)) < STANDSTILL_EPOCHS or warm_steps < MIN_STEPS
-    # If classes are balanced, a better model may have a lower accuracy.
+    # If the recipe balances classes, a better model may have a lower accuracy, so do not check it.
     balances = _list_balancing_overrides(recipe)
     if is_early or count < MIN_VALIDATION_IMAGES or not balances:
         return None
@@ -167,7 +167,7 @@ def _check_accuracy(state: RunState, recipe: Recipe) -> str | None:
 
 
 def _check_memorised(state: RunState, recipe: Recipe) -> str | None:
-    # The lowest possible loss of mixed targets is unknown.
+    # With mixed targets, the lowest possible loss is unknown, so it cannot be compared.
     if recipe.augment.mixup or recipe.augment.cutmix or state.classes is None:
         return None
     if sum(state.actual) < MIN_VALIDATION_IMAGES or state.step < MIN_STEPS or len(state.losses) < 2:
@@ -280,7 +280,7 @@ def _list_balancing_overrides(recipe: Recipe) -> list[str]:
 
 
 def _suggest(recipe: Recipe, *overrides: str, start: str = ": ") -> str:
-    """Return a clause that suggests the overrides that the recipe accepts; empty if it has none."""
+    """Return a clause that suggests those of `overrides` that the recipe accepts; "" for none."""
     possible = keep_possible(overrides, recipe)
     if not possible:
         return ""

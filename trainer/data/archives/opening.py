@@ -225,8 +225,8 @@ def classes_of(
         held_out: (samples,) bool, whether each sample belongs to the validation split.
 
     Returns:
-        The names of all classes; (samples,) int64 indices into these names, -1 for no class; and
-        notes for a run's banner.
+        (names, labels, notes): the names of all classes; (samples,) int64 indices into `names`, -1
+        for no class; and notes for a run's banner.
 
     Raises:
         SetupError: the classes of the shards or of the splits do not match.
@@ -258,7 +258,7 @@ def classes_of(
 
 
 def _used_texts(texts: Sequence[str], codes: Array) -> set[str]:
-    """Return the texts at these indices, without the empty text."""
+    """Return the strings of `texts` at the indices `codes`, without -1 and the empty string."""
     return {texts[code] for code in np.unique(codes) if code >= 0} - {""}
 
 
@@ -270,7 +270,7 @@ def _outermost(
 ) -> list[str]:
     """Return for each path the outermost directory below the path that all used paths share.
 
-    The result is an empty text for a path that has no such directory.
+    The result is an empty string for a path that has no such directory.
 
     Args:
         root: directory that contains all shards, for error messages.
@@ -282,7 +282,8 @@ def _outermost(
         SetupError: the directories are splits such as train and val, not classes.
     """
     used_paths = [paths[code] for code in used]
-    # `commonprefix` compares the items of tuples. It would compare the characters of text.
+    # `commonprefix` compares the items of tuples, here whole names of directories. Paths as strings
+    # would be compared character by character.
     shared = os.path.commonprefix(used_paths)  # noqa: RUF071
     depths = [len(path) - 1 for path in used_paths]
     depth = max(0, min([len(shared), *depths]))
@@ -302,7 +303,14 @@ def _outermost(
 
 
 def _join_tables(tables: Iterable[tuple[list[str], Array]]) -> tuple[list[str], Array]:
-    """Join tables of texts into one table, and convert the indices into them; -1 is kept."""
+    """Join tables of strings into one table without duplicates.
+
+    Args:
+        tables: strings and indices into them; -1 stands for no string.
+
+    Returns:
+        (strings, indices): the joined table, and all indices, converted to the joined table.
+    """
     joined: dict[str, int] = {}
     joined_codes = [np.empty(0, np.int64)]
     for table, table_codes in tables:
@@ -414,7 +422,7 @@ def list_shards(folder: str) -> Iterator[str]:
 
 
 def packed_or_remote(root: str) -> str | None:
-    """Return what is wrong if `root` is a packed archive or a URL, or None if it is neither."""
+    """Return a phrase for messages if `root` is a packed archive or a URL; None otherwise."""
     if re.match(r"\w+://", root):
         return (
             "an address, and images are read from this machine: download it first, and type "

@@ -219,7 +219,7 @@ def parse_sample(sample: list[Member], left: LeftOut) -> tuple[str | None, list[
         left: counts the files that are neither images nor labels.
 
     Returns:
-        The class, or None if the sample has no label, and the images.
+        (label, images): the class, or None if the sample has no class, and the images.
 
     Raises:
         ValueError: the label is not understood, or one class belongs to several images.

@@ -214,9 +214,9 @@ def parse_jpeg_header(data: Bytes) -> tuple[int, int, int, list[int]]:
     """Read the segments of a JPEG up to its pixels.
 
     Returns:
-        Height and width in the frame header, or 0 and 0 without one; the orientation, 1 to 8, which
-        Pillow finds in EXIF or else in XMP data, by default 1; and the positions of the segments
-        that contain such data.
+        (height, width, orientation, tags): height and width in the frame header, or 0 and 0 without
+        such a header; the orientation, 1 to 8, which Pillow finds in EXIF or else in XMP data, by
+        default 1; and the positions of the segments that may contain EXIF or XMP data.
     """
     start = 2
     end = len(data) - 8
@@ -320,8 +320,8 @@ def convert_channels(images: Tensor, channels: int) -> Tensor:
 
 
 def describe_failure(error: BaseException) -> str:
-    """Return a short text about why something could not be read."""
-    # The message of this error contains the address of a Python object.
+    """Return a phrase for messages that says why a file or item could not be read."""
+    # Replace the message of this error, which contains the address of a Python object.
     if isinstance(error, UnidentifiedImageError):
         return "cannot identify image file"
     if isinstance(error, OSError) and error.strerror:
@@ -336,7 +336,7 @@ def decode_item(
     channels: int,
     pixel_range: Range | None = None,
 ) -> Tensor:
-    """Convert the image of a user's item to what `PhotoSource.read` returns.
+    """Convert the image of a user's item to (channels, height, width) uint8.
 
     Args:
         image: a uint8 tensor (C, H, W) or a Pillow image.
@@ -344,7 +344,7 @@ def decode_item(
         pixel_range: the recipe's data.pixel_range.
 
     Raises:
-        TypeError: the image is something else.
+        TypeError: the image has another type, or another number of channels.
     """
     if isinstance(image, Image.Image):
         return from_pillow_upright(image, channels, pixel_range)

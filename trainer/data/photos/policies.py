@@ -7,8 +7,8 @@ last bit, which a test checks.
 
 On one CPU thread, torchvision's image-by-image processing takes 2.7 to 3.0 times as long for 256
 images of 32 x 32, 1.5 to 1.8 times for 64 x 64, and 0.6 times for 224 x 224. `BATCHED` is the
-largest size for which this module is used on a CPU. On a GPU, image-by-image processing launches
-about ten kernels per image.
+largest size for which this module is used on a CPU. On a GPU, this module is used for all sizes,
+because image-by-image processing launches about ten kernels per image.
 """
 
 import math
@@ -35,7 +35,8 @@ Step = tuple[str, float]
 def record_steps(policy: Any) -> Callable[[Tensor], list[Step]]:
     """Return a function that draws the steps of `policy` for an image without applying them.
 
-    The draws depend only on the size of the image.
+    The draws depend only on the size of the image. Afterwards, `policy` itself no longer changes
+    images, because this function replaces the method that applies a step.
     """
     steps = []
 

@@ -41,7 +41,8 @@ def read_stack(data: Values, channels: int | None) -> tuple[Values, PixelKind | 
         channels: the expected number of channels; None accepts any number.
 
     Returns:
-        (H, W, C) values, their kind (None for bytes), and the EXIF orientation.
+        (values, kind, orientation): the pixels (H, W, C), their type (None for bytes), and the EXIF
+        orientation.
 
     Raises:
         ValueError: the file cannot be read, or has other channels.

@@ -107,7 +107,7 @@ class Request:
         key: the batch.
         worker: the worker that reads the batch.
         slot: index of the worker's slot that receives the batch.
-        report: result of the read; None until the worker has answered.
+        report: result of the read; None until the worker has sent it.
         is_dropped: whether the batch is no longer needed.
     """
 
@@ -296,7 +296,7 @@ class Workers:
         return min(candidates, key=lambda worker: len(worker.requests), default=None)
 
     def _listen(self, seconds: float) -> None:
-        """Receive the answers of workers, and wait at most `seconds` for the first."""
+        """Receive the reports of workers, and wait at most `seconds` for the first report."""
         busy: dict[Any, Worker] = {
             worker.connection: worker for worker in self._workers if worker.requests
         }
@@ -314,7 +314,7 @@ class Workers:
     def _drop(self) -> None:
         """Drop all requests.
 
-        If a worker is still reading a batch, its slot becomes free when the worker answers.
+        If a worker is still reading a batch, its slot becomes free when the worker has read it.
         """
         for request in self._requests:
             request.is_dropped = True

@@ -221,7 +221,8 @@ def resize_crops(batch: Tensor, boxes: Tensor) -> Tensor:
     """
     height, width = batch.shape[1:3]
     top, left, h, w = boxes.to(torch.float32).unbind(1)
-    # affine_grid multiplies matrices, which a GPU may round to TF32 if they are float32.
+    # affine_grid multiplies matrices, which a GPU may round to TF32 if they are float32, so use
+    # float64 on a GPU.
     kind = torch.float64 if batch.device.type == "cuda" else torch.float32
     theta = torch.zeros(len(batch), 2, 3, device=batch.device, dtype=kind)
     theta[:, 0, 0] = w / width
@@ -284,7 +285,8 @@ class DeviceTransform:
         if not self.channels_last:
             images = images.permute(0, 3, 1, 2).contiguous()
         on_cpu = self.device.type == "cpu"
-        # NumPy allocates huge pages. With torch's small ones, page faults take half of the time.
+        # NumPy allocates huge pages. With the small pages that torch allocates, page faults take
+        # half of the time.
         if on_cpu:
             inputs = torch.from_numpy(np.empty(images.shape, np.float32))
         else:

@@ -37,7 +37,8 @@ def count_steps_per_epoch(
 
     The number is the same on all shares. Normally, it is the number of full global batches. If
     every sample is used (`share.every_sample`), it is the number of steps that the largest share
-    needs for its samples. With equal shares, a step has batch_size / `share.count` samples of each.
+    needs for its samples. With equal shares, a step has batch_size / `share.count` samples of each
+    share.
 
     Raises:
         RecipeError: there are fewer images than a global batch, or a micro-batch would be empty.

@@ -58,12 +58,12 @@ def register_dataset(name: str) -> Callable[[Maker], Maker]:
     """Register a data set as `data.name=name`.
 
     The decorated function accepts the recipe's `data` section and returns (train, val, names).
-    `names` are the names of the classes, or of a regression's values. It can also be their number,
-    or None if the data sets contain names. `train` and `val` are both pairs of tensors or arrays
-    (inputs, targets) or TensorDatasets, which are kept in memory, or both map-style data sets of
-    items (input, target) or {"image": input, "label": target}, which loader workers read. The
-    random numbers that an item draws (from torch, NumPy, random, or generators among the data set's
-    attributes) depend only on seed, epoch and index.
+    `names` contains the names of the classes, or of a regression's values. Instead, it can be their
+    number, or None if the data sets contain names. `train` and `val` are both pairs of tensors or
+    arrays (inputs, targets) or TensorDatasets, which are kept in memory, or both map-style data
+    sets of items (input, target) or {"image": input, "label": target}, which loader workers read.
+    The random numbers that an item draws (from torch, NumPy, random, or generators among the data
+    set's attributes) depend only on seed, epoch and index.
 
     Images are uint8 tensors (N, C, H, W) with C = 1 or 3. The input of an item is one image
     (C, H, W) of any size, or a Pillow image. Inputs of another type reach the model unchanged, and

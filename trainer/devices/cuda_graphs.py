@@ -114,7 +114,8 @@ class StepRecorder:
 
         Args:
             work: Function that computes on the device.
-            stream: Stream on which `work` was run before. The default is the side stream.
+            stream: Stream to capture on, on which `work` was run before. The default is the side
+                stream.
 
         Returns:
             (replay, result): a function that replays the work, and the result of `work`. Each

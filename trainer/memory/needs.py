@@ -129,8 +129,8 @@ def count_teacher_bytes(
 ) -> int:
     """Return the size in bytes of a teacher's weights, or of their shard, on each rank.
 
-    The teacher is sharded if it is larger than the rank's shard of the student, including the
-    gradients and the optimizer state.
+    The teacher is sharded if it is larger than a rank's shard of the student's weights, gradients
+    and optimizer state, which `COPIES` estimates.
 
     Args:
         teacher: Size of the teacher's weights in bytes.

@@ -38,8 +38,10 @@ class Throughput:
     """Images per second.
 
     Attributes:
-        samples_per_sec: Mean over all measured windows.
-        std: Standard deviation over windows, weighted by their durations; None for one window.
+        samples_per_sec: Mean over all measured windows, or over all steps if there are fewer than
+            two windows.
+        std: Standard deviation over the same windows or steps, weighted by their durations; None
+            for a single step.
     """
 
     samples_per_sec: float

@@ -336,7 +336,7 @@ def _parse_number(text: str) -> int:
 
 
 def _name_numbers(root: Path, indexes: Sequence[ArchiveIndex], numbers: Array) -> list[str]:
-    """Return the names of classes that are numbers.
+    """Return the names of the classes if the labels in the shards are numbers.
 
     Names come from the shards, or from the file `LIST` next to the shards. If neither exists, the
     numbers are the names.

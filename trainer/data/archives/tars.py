@@ -65,7 +65,7 @@ def index(shard: Archive) -> ArchiveIndex:
         SetupError: the shard is damaged, or its samples are not understood.
         OSError: the shard cannot be read.
     """
-    # The suffixes that can be read depend on the libraries of this environment.
+    # The suffixes that can be read depend on the installed libraries, and so does the index.
     suffixes = " ".join(sorted({ARRAY, *readable_suffixes()}))
     return load_or_make(shard, f"tar {suffixes}", read_index)
 

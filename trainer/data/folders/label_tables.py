@@ -177,7 +177,7 @@ def read_rows(
     for number, cells in lines:
         file = plain(cells[image])
         if os.path.isabs(file):
-            # An image that is listed under two names must be recognized.
+            # Use one form of path, so that an image that is listed twice is recognized.
             file = os.path.relpath(file, root.absolute())
         if not (root / file).is_file():
             raise SetupError(
@@ -212,7 +212,7 @@ def targets_of(
     Args:
         path: the table, for error messages.
         columns: names of the columns with labels.
-        parts: the rows for training, for validation, and all others.
+        parts: the rows of the training split, of the validation split, and all other rows.
         reads: the kind of labels that the task needs.
 
     Returns:

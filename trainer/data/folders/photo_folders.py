@@ -59,7 +59,7 @@ GRAY = ("1", "L", "LA", "I", "I;16", "I;16B", "F")
 MAX_LISTED_CLASSES = 12
 # Maximum number of unreadable images that a message names in addition to the first one.
 MAX_LISTED_FAILURES = 3
-# Ratio of the largest class to the smallest one from which on data.balance is suggested.
+# Minimum ratio of the largest class to the smallest class for which data.balance is suggested.
 UNBALANCED_RATIO = 5
 
 # Channels, height and width.

@@ -107,12 +107,12 @@ def open_encoded(
         if height and width:
             size = (width, height) if orientation >= 5 else (height, width)
             if tags:
-                # Some decoders turn the image as these segments say, and `_turn` would do it again.
-                # Change the type of the segments to one that no decoder reads.
+                # Some decoders turn the image as these segments say, and `_turn` would turn it
+                # again. Change the type of the segments to a type that no decoder reads.
                 data = data.copy()
                 data[[start + 1 for start in tags]] = 0xEC
             return Picture(*size, partial(_decode_jpeg, data, channels, orientation))
-    # Pillow reads only some kinds of TIFF files. `read_stack` tries the others.
+    # Pillow reads only some kinds of TIFF files. `read_stack` tries all files that Pillow refuses.
     with without_warnings(), contextlib.suppress(UnidentifiedImageError):
         if not stack:
             with Image.open(io.BytesIO(data.data), formats=list_formats()) as opened:
@@ -232,7 +232,8 @@ def parse_jpeg_header(data: Bytes) -> tuple[int, int, int, list[int]]:
         if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
             high, low, wide, narrow = data[start + 5 : start + 9].tolist()
             size = (256 * high + low, 256 * wide + narrow)
-        # A fill byte is one byte long, and a marker without payload two. Others state their length.
+        # A fill byte is one byte long, and a marker without payload two bytes. All other segments
+        # contain their length.
         step = 1 if kind == 0xFF else 2
         if kind != 0xFF and kind != 0x01 and not 0xD0 <= kind <= 0xD8:
             step += 256 * int(data[start + 2]) + int(data[start + 3])

@@ -245,8 +245,8 @@ class Reader:
             images: (slots, rows, H, W, C) uint8.
             labels: (slots, rows, ...).
             recipe: the recipe.
-            plain: whether inputs are not images. Then they are buffered as the data set returns
-                them.
+            plain: True if inputs are not images, in which case the buffers receive them as the data
+                set returns them.
         """
         self.source = source
         self.images = images

@@ -362,7 +362,8 @@ class Workers:
     def _describe_death(self, worker: Worker) -> str:
         worker.process.join(POLL_SECONDS)
         code = worker.process.exitcode or 0
-        # A killed worker has a negative exit code, or a special one if the fork server was killed.
+        # A killed worker has a negative exit code, or `SERVER_GONE_CODE` if the fork server was
+        # killed. Any other positive code means that it failed to start.
         if code > 0 and code != fork_server.SERVER_GONE_CODE:
             return (
                 "loader workers failed to start; their error is printed above. They import the "

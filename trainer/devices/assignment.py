@@ -13,9 +13,9 @@ def assign_devices(
 ) -> list[tuple[str, ...]]:
     """Return the devices of each local rank.
 
-    Each rank gets one device. If the mode uses several devices in one process, that process gets
-    all of them. Without a GPU, all stages of a split model run on the CPU. Workers of local SGD may
-    share a device.
+    Each rank gets one device. If a single process runs a mode of several devices, it gets all
+    devices, or one device for each stage of a split model. Without a GPU, all stages of a split
+    model run on the CPU. Workers of local SGD may share a device.
 
     Args:
         recipe: The recipe.

@@ -277,8 +277,8 @@ def _render_text(findings: _Findings) -> str:
         sentence = "; ".join([sentence, *_describe_launches(findings.measured)])
         if not findings.has_mixed_computing and not findings.is_sharded:
             too_short = _describe_communication(findings.measured)
-    # Suggest nothing if other processes use the cores or a rank is slow: the shares of the step
-    # then depend on the machine, and not on the recipe alone.
+    # The text suggests no overrides if other processes use the cores or a rank is slow: the shares
+    # of the step then depend on the machine, and not on the recipe alone.
     if findings.overrides and not machine_kinds:
         start = ". T" if ": " in sentence or "; " in sentence else ": t"
         sentence += f"{start}ry {_describe_overrides(findings)}"

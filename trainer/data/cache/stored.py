@@ -316,7 +316,7 @@ def measure_reading(
     photo_format = format_of(recipe, size, channels)
 
     def measure(row: int, index: int) -> tuple[float, float, float, float]:
-        """Return the seconds for a photo as the fields of `Reading`."""
+        """Return the fields of `Reading` for a photo: (read, decode, transform, cached)."""
         start = time.perf_counter()
         open_seconds = 0.0
         decode_seconds = list[float]()

@@ -85,7 +85,7 @@ def open_table(recipe: Recipe, before: Before) -> Datasets:
 
     The table is a CSV file with a header. One column contains the path of an image below data.root;
     it is the first column unless the recipe names another one. A column `split` may contain train,
-    val or test. All other columns are labels.
+    val or test. All other columns are labels, unless data.label_column names the labels.
 
     Raises:
         SetupError: the table cannot be read, or does not match the images or the task.

@@ -143,6 +143,8 @@ def held_out_of(
 def layout_of(root: Path, left: LeftOut, test: bool) -> ClassFolders:
     """Find the directories of training and validation images in `root`.
 
+    If `root` itself has the name of a training part, the validation images may be next to `root`.
+
     Args:
         root: the user's data.root.
         left: counts ignored files.

@@ -92,7 +92,7 @@ def covering_size(
     width: int,
     box: ImageSize,
 ) -> tuple[int, int]:
-    """Return the smallest size that has the proportions of height x width and covers `box`.
+    """Return the smallest (height, width) that has the proportions of an image and covers `box`.
 
     If the box is a square, its side is the shorter side, as in torchvision's Resize(side).
     """

@@ -228,7 +228,7 @@ class PhotoFeed:
     def _read_in_order(self, filled: Iterator[Filled], keys: list[Key]) -> PaddedBatches:
         for (inputs, labels, report), key in zip(filled, keys, strict=True):
             rows = self._add_report(report, key)
-            # These labels may still be in use when the slot is filled again for a later batch.
+            # Copy the labels, which may still be in use when the slot is filled for a later batch.
             yield inputs[:rows], labels[:rows].clone(), report.rows
 
     def _read_overlapped(

@@ -492,7 +492,7 @@ class Loader:
                 size,
             )
             first, _ = self._spans[piece]
-            # A micro-batch may be shorter than its span.
+            # Use the length of the micro-batch, which may be shorter than its span.
             mix = whole.rows(first, first + len(index))
             if share.targets:
                 targets = self._transform.mix_targets(self._task.shares(targets), mix)

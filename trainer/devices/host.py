@@ -12,7 +12,7 @@ from pathlib import Path
 
 PROC = Path("/proc")
 GROUPS = Path("/sys/fs/cgroup")
-# Memory limits of a control group, in bytes, from this value on mean that there is no limit.
+# A memory limit of a control group of at least this number of bytes means that there is no limit.
 UNLIMITED = 1 << 60
 # Seconds per tick of the kernel's counters.
 TICK = 1 / (os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100)
@@ -68,7 +68,8 @@ def memory_limit() -> int | None:
 
 def _list_groups(controller: str) -> list[Path]:
     """List the directories of this process's control groups (cgroup v1 and v2), innermost first."""
-    # In a container, the files of the process's group are in the root directory.
+    # Always include the root directories: in a container, they contain the files of the process's
+    # own group.
     lines = ["0::/", f"1:{controller}:/"]
     lines += _read_text(PROC / "self" / "cgroup").splitlines()
     folders = set[Path]()

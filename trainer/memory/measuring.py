@@ -106,7 +106,7 @@ def measure_pass(
         saved = allocations.live
         forward_peak = allocations.peak
         gradient = torch.empty_like(out)
-        # The output of a frozen module has no gradient.
+        # The output of a frozen module has no gradient, so there is no backward pass.
         if out.requires_grad:
             torch.autograd.backward(out, gradient)
     for leaf in (*parameters, inputs):
@@ -190,7 +190,7 @@ def _estimate_scratch(
     """
     outs = weight.shape[0] // groups
     ins = weight.shape[1]
-    # Tensors in the memory format channels_last are not contiguous.
+    # Tensors in the memory format channels_last are not contiguous, so oneDNN copies the gradient.
     is_reordered = not (inputs.is_contiguous() and weight.is_contiguous())
     is_depthwise_3x3 = outs == ins == 1 and tuple(weight.shape[2:]) == (3, 3)
     copies = 1.0

@@ -223,7 +223,8 @@ def _predict_shard(
         # Gradients stay allocated from one pass to the next.
         passing = activations
     else:
-        # Shards of gradients are allocated as activations are freed.
+        # Shards of gradients are allocated as activations are freed, so a pass needs memory for the
+        # larger of both only.
         passing = max(activations, resident.gradients)
         fixed -= resident.gradients
     peak = fixed + images + gathered + passing

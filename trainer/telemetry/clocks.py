@@ -118,15 +118,16 @@ class StepTimer:
         self.steps = array("d")
         # Seconds of each warm-up step after the first, for runs that have no measured step.
         self.early = array("d")
-        # Seconds of waiting for data in [measured, early] steps.
+        # Seconds of waiting for data in [measured steps, warm-up steps].
         self.waits = [0.0, 0.0]
-        # Upper bound of the seconds of waiting for launches in [measured, early] steps.
+        # Upper bound of the seconds of waiting for launches in [measured steps, warm-up steps].
         self.launches = [0.0, 0.0]
         # Number of steps and seconds of each measured window.
         self.windows: list[tuple[int, float]] = []
         # Number of windows before the latest call of `lap`.
         self._lap = 0
-        # Seconds of the optimizer in (measured, early) steps, if it was timed in the step.
+        # Seconds of the optimizer in each step in which it was timed: (measured steps, warm-up
+        # steps).
         self.updates: tuple[array[float], array[float]] = (array("d"), array("d"))
         # Upper bound of the fraction of the last window in which the device waited for launches.
         self.latest_launches = 0.0
@@ -142,7 +143,7 @@ class StepTimer:
         self._resumed: dict[int, torch.cuda.Event] = {}
         self._mark = 0.0
         self._asked = 0.0
-        # End of each step, its seconds of waiting for data, and those of its optimizer.
+        # (end, seconds of waiting for data, seconds of the optimizer) of each step in this window.
         self._pending: list[tuple[float, float, float]] = []
         self.start()
 
@@ -478,7 +479,7 @@ class Ledger:
         self._ended = self.read_seconds()[STEPS]
 
     def note_peers(self, seconds: float) -> None:
-        """Count `seconds` of steps, spent waiting for ranks that waited for data, as data waits."""
+        """Move `seconds` from steps to data: this rank waited for ranks that waited for data."""
         self._peers += seconds
         self._move(seconds, STEPS, DATA)
 

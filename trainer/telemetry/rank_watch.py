@@ -13,7 +13,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-# Number of successive windows in which a rank must be slow, and minimum seconds of a window.
+# Number of successive windows in which a rank must be slow before a warning, and minimum seconds of
+# a window.
 WINDOWS = 6
 WINDOW = 10.0
 # Minimum number of measurements in a window. If steps take seconds, the window gets longer.

@@ -165,7 +165,8 @@ def load_or_make(
         "time": shard.time,
     }
     status = os.stat(shard.path)
-    # Size and modification time do not reveal every replacement of a shard.
+    # Size and modification time do not reveal every replacement of a shard, so also compare the
+    # inode and the change time.
     about |= {"inode": status.st_ino, "changed": status.st_ctime_ns}
     # The file is a zip with checksums. Reading a damaged file can raise any exception. The index is
     # then made again.
@@ -179,7 +180,8 @@ def load_or_make(
     contents = dict(vars(index))
     arrays = {key: contents.pop(key) for key in ARRAYS}
     text = json.dumps({**about, "contents": contents}).encode()
-    # The disk may be full, or the data folder may belong to another user.
+    # If the disk is full, or the data folder belongs to another user, the index is not stored, and
+    # is made again next time.
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(".part")

@@ -36,7 +36,8 @@ EXAMPLE = (
 )
 # File next to the shards with the names of classes 0, 1, ..., one per line.
 LIST = "classes.txt"
-# Number of threads that make indexes. More threads than cores help, as they wait for the disk.
+# Number of threads that make indexes. More threads than cores help, because threads mostly wait for
+# the disk.
 THREADS = 16
 
 IndexedShard = tuple[Archive, ArchiveIndex]
@@ -203,7 +204,7 @@ def _load_index(path: str) -> IndexedShard:
         shard = Archive.of(path)
         return shard, _reader(path).index(shard)
     except SetupError:
-        # SetupError is a subclass of OSError.
+        # SetupError is a subclass of OSError, which the next clause would wrap again.
         raise
     except OSError as error:
         raise SetupError(f"{path} cannot be read ({error.strerror or error})") from None

@@ -99,7 +99,7 @@ def read_index(shard: Archive) -> ArchiveIndex:
     additional_images = list[str]()
     with open(shard.path, "rb", HEADER_BYTES) as file:
         if hasattr(os, "posix_fadvise"):
-            # Without this, the system reads ahead and so reads the images, too.
+            # Without this call, the system reads ahead, and therefore reads the images, too.
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         try:
             for _, sample in groupby(list_files(file, shard.size, left), lambda member: member.key):
@@ -192,7 +192,7 @@ def list_members(file: BinaryIO, size: int) -> Iterator[tarfile.TarInfo]:
                 raise ValueError(f"the shard is cut off or damaged at {member.name}")
             yield member
             offset = archive.offset
-            # tarfile would keep all members in memory.
+            # Otherwise, tarfile would keep all members in memory.
             archive.members.clear()  # type: ignore[attr-defined]
     except (tarfile.TarError, OverflowError, RecursionError) as error:
         raise ValueError(

@@ -319,8 +319,8 @@ def build_block(home: str, key: bytes, paths: Sequence[bytes], photo_format: For
                 )
             os.replace(draft, path)
         except FileNotFoundError:
-            # Locks on a network disk may not be visible to other machines. Another machine may have
-            # renamed this draft.
+            # Locks on a network disk may not be visible to other machines. If another machine has
+            # renamed this draft, the block exists, and nothing is left to do.
             if not path.exists():
                 raise
 

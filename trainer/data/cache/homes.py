@@ -72,7 +72,7 @@ def opened(data: DataRecipe, how: Format, packing: Packing) -> tuple[Path, int]:
                 # The directory was deleted before it was locked.
                 os.close(lock)
         else:
-            # The path may be a link to a missing file.
+            # All attempts failed, for example because the path is a link to a missing file.
             raise FileNotFoundError(errno.ENOENT, "it cannot be made", str(path))
     except OSError as error:
         raise unwritable(above, error) from None
@@ -117,7 +117,7 @@ def name_of(data: DataRecipe, how: Format) -> str:
     The name also depends on the table of labels, because the table selects the photos.
     """
     whole = os.path.realpath(Path(data.root or ".").expanduser())
-    # `data.root` may be a long pattern.
+    # `data.root` may be a long pattern, so keep only the last 40 characters of its name.
     name = re.sub(r"[^\w.-]+", "_", Path(whole).name)[-40:]
     key = "\0".join((whole, data.labels or "", data.image_column or "", str(how)))
     return f"{name}-{xxhash.xxh3_64_hexdigest(os.fsencode(key))}"

@@ -184,7 +184,8 @@ def remove_changed(path: str, paths: Sequence[bytes]) -> None:
         if len(moved):
             updated = origins.copy()
             updated["placing"] = locations
-            # The cache may belong to another user and be read-only.
+            # If the cache belongs to another user and is read-only, the origins stay as they are,
+            # and the contents are compared again next time.
             with suppress(OSError), open(path, "r+b") as current:
                 if os.path.sameopenfile(file.fileno(), current.fileno()):
                     current.seek(len(paths) * cache_blocks.ENTRY.itemsize)

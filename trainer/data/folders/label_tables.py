@@ -190,7 +190,7 @@ def read_rows(
                 _check_cell(
                     f"{path}, line {number}", cell, root, reads != "values" and column in labels
                 )
-        # An image with two labels could be in both the training and the validation split.
+        # Refuse an image in two lines: it could be in both the training and the validation split.
         if file in rows:
             advice = "keep one of them"
             if reads == "classes":

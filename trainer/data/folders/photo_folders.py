@@ -266,7 +266,7 @@ def header_shapes(folder: EncodedPhotos, values: PixelValues, channels: int | No
     shapes = []
     indices = np.linspace(0, len(folder) - 1, min(MAX_HEADERS, len(folder)))
     for index in indices.astype(int):
-        # Training reports images that cannot be read.
+        # Skip images that cannot be read: training reports them.
         with suppress(Exception), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             address = folder.address(index)

@@ -220,7 +220,8 @@ def parse_jpeg_header(data: Bytes) -> tuple[int, int, int, list[int]]:
     """
     start = 2
     end = len(data) - 8
-    # Pillow reads the orientation from the `info` of an image.
+    # Collect EXIF and XMP data in an empty image, because Pillow reads the orientation from the
+    # `info` of an image.
     metadata = Image.Image()
     size = (0, 0)
     tags = []

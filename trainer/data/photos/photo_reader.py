@@ -29,7 +29,7 @@ from trainer.recipe.image_sizes import ImageSize, sides
 TINY = 64
 # Whether torch resizes uint8 on this CPU without a conversion to float.
 VECTORISED = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-# Number of samples to try, starting with the wanted one, until one can be read.
+# Maximum number of samples to try, starting with the requested sample, until one can be read.
 NEIGHBOURS = 100
 
 # Number of the reader; epoch, or None for evaluation; sample indices, in training modulo the number
@@ -377,6 +377,6 @@ def as_pictures(datasets: Datasets, inputs: Tensor) -> Tensor | None:
     std = torch.tensor(datasets.std)[:, None, None]
     pixels = inputs.detach().float().cpu() * std + mean
     images = (255 * pixels).round().clamp(0, 255).to(torch.uint8)
-    # Keep the first three channels, or only the first one of two.
+    # Keep the first three channels. If there are only two, keep only the first channel.
     channels = 3 if images.shape[1] >= 3 else 1
     return images[:, :channels].permute(0, 2, 3, 1).contiguous()

@@ -343,7 +343,8 @@ class Workers:
                     f"the data set cannot be sent to loader workers ({error}); "
                     "define its class in a module, or set data.workers=0"
                 ) from None
-            # A lambda, or a class that is defined in a function, must be pickled by value.
+            # Pickle the data set by value and try again: a lambda, or a class that is defined in a
+            # function, cannot be pickled by name.
             for source in by_name:
                 source.by_value = True  # type: ignore[attr-defined]
             return self._start()

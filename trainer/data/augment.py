@@ -75,7 +75,10 @@ class Auto:
         return self.policy(image)
 
     def batch(self, images: Tensor) -> Tensor:
-        """Augment images (n, H, W, C) uint8 in place. The results equal those of single calls."""
+        """Augment images (n, H, W, C) uint8 in place, with the same draws as single calls.
+
+        The results equal those of single calls within the limits that `policies` describes.
+        """
         if self.policy is None:
             return images
         pixels = images.shape[1] * images.shape[2]
@@ -218,7 +221,8 @@ def resize_crops(batch: Tensor, boxes: Tensor) -> Tensor:
     """
     height, width = batch.shape[1:3]
     top, left, h, w = boxes.to(torch.float32).unbind(1)
-    # affine_grid multiplies matrices, which a GPU may round to TF32 if they are float32.
+    # affine_grid multiplies matrices, which a GPU may round to TF32 if they are float32, so use
+    # float64 on a GPU.
     kind = torch.float64 if batch.device.type == "cuda" else torch.float32
     theta = torch.zeros(len(batch), 2, 3, device=batch.device, dtype=kind)
     theta[:, 0, 0] = w / width
@@ -281,7 +285,8 @@ class DeviceTransform:
         if not self.channels_last:
             images = images.permute(0, 3, 1, 2).contiguous()
         on_cpu = self.device.type == "cpu"
-        # NumPy allocates huge pages. With torch's small ones, page faults take half of the time.
+        # NumPy allocates huge pages. With the small pages that torch allocates, page faults take
+        # half of the time.
         if on_cpu:
             inputs = torch.from_numpy(np.empty(images.shape, np.float32))
         else:
@@ -300,14 +305,18 @@ class DeviceTransform:
         if self.device.type == "cuda":
             mask = self._inside(boxes, inputs.shape[-2:])
             return inputs.masked_fill_(mask, 0)
-        # On a CPU, a mask over the whole batch takes five times as long, as few images are erased.
+        # On a CPU, a mask over the whole batch takes five times as long, because only few images
+        # are erased.
         for row in np.flatnonzero(boxes[:, 2]):
             top, left, height, width = boxes[row].tolist()
             inputs[row, :, top : top + height, left : left + width] = 0
         return inputs
 
     def mix(self, inputs: Tensor, mix: Mix) -> Tensor:
-        """Mix the pixels of images 2k and 2k + 1. The last one of an odd number is unchanged."""
+        """Mix the pixels of images 2k and 2k + 1.
+
+        If the number of images is odd, the last image is unchanged.
+        """
         pairs = self._pairs(inputs, mix)
         other = pairs.flip(1)
         away = self._column(1 - mix.blend)[:, :, None, None, None]

@@ -58,7 +58,7 @@ def find_damaged(
     recipe: Recipe,
     world: World,
 ) -> Datasets:
-    """Search a data set for damaged photos. Collective.
+    """Search a data set for damaged photos. All ranks must call this function together.
 
     Returns:
         The data set with the attribute `damaged` and a note, the same on all ranks.

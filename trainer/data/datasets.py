@@ -38,7 +38,7 @@ MOVING = ("crop", "hflip", "auto")
 
 
 def open_datasets(recipe: Recipe, before: Before = NOTHING_BEFORE) -> Datasets:
-    """Find the data set of `recipe.data`, or download it if that is allowed.
+    """Open the data set of `recipe.data`, or download it if data.download allows this.
 
     Every rank calls this function. No process group is needed.
 
@@ -48,7 +48,7 @@ def open_datasets(recipe: Recipe, before: Before = NOTHING_BEFORE) -> Datasets:
 
     Raises:
         RecipeError: there is no such data set, or it does not fit the recipe.
-        SetupError: its files are not here, or cannot be read.
+        SetupError: the files of the data set are missing, or cannot be read.
     """
     # An unknown task is refused before anything is opened.
     kind = tasks.find_task_class(recipe)

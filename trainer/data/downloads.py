@@ -95,7 +95,8 @@ def _load(source: Published, root: Path) -> Loaded | None:
         train = source.maker(root, train=True)
         val = source.maker(root, train=False)
     except RuntimeError:
-        # torchvision raises this if files are missing or have the wrong checksum.
+        # torchvision raises this error if files are missing or have the wrong checksum. The caller
+        # may then download them again.
         return None
     except (OSError, ValueError, EOFError, AssertionError, pickle.UnpicklingError) as error:
         raise SetupError(

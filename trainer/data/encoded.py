@@ -31,7 +31,8 @@ from trainer.saving import files
 
 # Number of bytes in each block that `hash_content` reads.
 BLOCK = 2**14
-# Number of blocks that cover an image of up to 1 MiB, and number of blocks to read at each start.
+# Numbers of blocks for `hash_content`: WHOLE covers images of up to 1 MiB completely, and FEW is
+# small enough for a check of all images at each start of a run.
 WHOLE, FEW = 64, 2
 READ = {tars.KIND: tars.encoded, parquet.KIND: parquet.encoded}
 
@@ -73,7 +74,7 @@ def compute_identity(address: bytes) -> bytes:
     try:
         status = os.stat(address)
     except OSError:
-        # The file, or the target of a link, is missing. Training reports that.
+        # The file, or the target of a link, is missing. Training reports the missing image.
         return b"%b\0-1\0-1" % address
     return b"%b\0%d\0%d" % (address, status.st_size, status.st_mtime_ns)
 

@@ -32,8 +32,8 @@ Copying = tuple[Copy, Copy, Report]
 class MemoryFeed:
     """Batches of samples in memory, indexed when they are needed.
 
-    A rank has no inputs or no labels if it does not need them. All feeds return images
-    (n, H, W, C) uint8, or other inputs (n, ...), and labels (n, ...) on the device.
+    All feeds return images (n, H, W, C) uint8, or other inputs (n, ...), and labels (n, ...) on the
+    device. Inputs or labels that the rank does not need are empty tensors.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class PhotoFeed:
     def _read_in_order(self, filled: Iterator[Filled], keys: list[Key]) -> PaddedBatches:
         for (inputs, labels, report), key in zip(filled, keys, strict=True):
             rows = self._add_report(report, key)
-            # These labels may still be in use when the slot is filled again for a later batch.
+            # Copy the labels, which may still be in use when the slot is filled for a later batch.
             yield inputs[:rows], labels[:rows].clone(), report.rows
 
     def _read_overlapped(
@@ -267,6 +267,9 @@ class PhotoFeed:
         """Add the failures of a batch and return its number of rows.
 
         In evaluation, this is the number of rows of a full batch, including padding.
+
+        Raises:
+            SetupError: an image cannot be read, and data.on_error=stop.
         """
         self.failures += report.failures
         self.uncached += report.uncached

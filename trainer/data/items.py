@@ -77,7 +77,7 @@ def move_channels_first(images: Tensor, dimensions: int) -> Tensor:
 
 
 def to_tensors(part: Any) -> tuple[Tensor, Tensor] | None:
-    """Return a data set in memory as a pair of tensors (inputs, targets); None for others."""
+    """Return a data set in memory as tensors (inputs, targets); None for any other data set."""
     if isinstance(part, TensorDataset) and len(part.tensors) == 2:
         part = part.tensors
     if isinstance(part, Subset) and (whole := to_tensors(part.dataset)) is not None:

@@ -37,7 +37,8 @@ def count_steps_per_epoch(
 
     The number is the same on all shares. Normally, it is the number of full global batches. If
     every sample is used (`share.every_sample`), it is the number of steps that the largest share
-    needs with batch_size / count images per step.
+    needs for its samples. With equal shares, a step has batch_size / `share.count` samples of each
+    share.
 
     Raises:
         RecipeError: there are fewer images than a global batch, or a micro-batch would be empty.
@@ -56,7 +57,8 @@ def count_steps_per_epoch(
         return samples // recipe.batch_size
 
     def count_steps(batch_size: int) -> int:
-        # Unequal shares are proportional to their rows, and their count need not divide the batch.
+        # The samples of unequal shares are proportional to their rows of a batch, so every share
+        # needs as many steps as all shares together. `share.count` need not divide `batch_size`.
         if fixed_shares(recipe):
             return -(-samples // batch_size)
         # If the shares are equal, the last one also gets the remainder.
@@ -66,7 +68,7 @@ def count_steps_per_epoch(
     def fills_micro_batches(batch_size: int) -> bool:
         """Return whether the smallest share has a sample for each micro-batch of each step.
 
-        A larger batch size means fewer steps.
+        A larger batch size leads to fewer steps, and therefore to more samples in each step.
         """
         rows: Sequence[int] = ()
         if fixed_shares(recipe):
@@ -276,7 +278,8 @@ class Loader:
     def skipped(self) -> int:
         """Number of times that an unreadable image was replaced (training) or skipped (evaluation).
 
-        On a share without inputs, this is 0. The rank that needs the same images counts them.
+        On a rank that needs no images, or needs them only for a teacher, this is 0. The rank on
+        which the model reads the same images counts them.
         """
         if self._share.inputs and self._share.counted:
             return sum(len(feed.failures) for feed in self._feeds)
@@ -286,7 +289,7 @@ class Loader:
     def uncached(self) -> int:
         """Number of times that a photo was prepared because the cache lacked it.
 
-        As in `skipped`, only the rank that needs the images counts them.
+        As in `skipped`, only the rank on which the model reads the images counts them.
         """
         if self._share.inputs and self._share.counted:
             return sum(feed.uncached for feed in self._feeds)
@@ -397,8 +400,12 @@ class Loader:
         """Yield the batches of the validation set, padded to their full shape.
 
         All shares together evaluate each sample once, in the same number of batches. With
-        data.on_error=skip, `count` does not include unreadable images, except on a share that reads
-        no images. The first batches of the training epoch `then` are prefetched.
+        data.on_error=skip, `Batch.count` does not include unreadable images. A rank that reads no
+        files cannot know which images are unreadable, so its `Batch.count` includes them.
+
+        Args:
+            then: epoch of the training that follows. Workers read its first batches while the last
+                batches of the evaluation are used. None to read nothing in advance.
         """
         train, val = self._feeds
         spans = self.evaluation_spans
@@ -411,10 +418,15 @@ class Loader:
             yield Batch(inputs, self._targets(labels), count, samples)
 
     def _samples(self, span: range, count: int) -> Sequence[int] | None:
-        """Return the validation samples in the batch that was just read.
+        """Return the indices of the validation samples in the batch that was just read.
 
-        The batch contains `count` samples of `span`. The others could not be read. The result is
-        None if the data set does not name them.
+        Args:
+            span: indices of the samples that the batch should contain.
+            count: number of these samples that could be read.
+
+        Returns:
+            The indices of the samples that could be read. None if they cannot be identified,
+            because the data set has no paths, or several samples have the same path.
         """
         if count == len(span):
             return span
@@ -480,7 +492,7 @@ class Loader:
                 size,
             )
             first, _ = self._spans[piece]
-            # A micro-batch may be shorter than its span.
+            # Use the length of the micro-batch, which may be shorter than its span.
             mix = whole.rows(first, first + len(index))
             if share.targets:
                 targets = self._transform.mix_targets(self._task.shares(targets), mix)

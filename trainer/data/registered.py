@@ -44,7 +44,8 @@ from trainer.saving.files import escape_non_utf8
 from trainer.tasks import Task
 from trainer.tasks.classification import class_name
 
-# Number of items of a user's data set that are read to choose an image size.
+# Minimum number of items of a user's data set that are read to choose an image size, unless it has
+# fewer. Less than twice as many are read.
 ITEMS_INSPECTED = 16
 ROLES = ("training set", "held-out set")
 SPLIT = "the held-out part that its function returns"
@@ -57,12 +58,12 @@ def register_dataset(name: str) -> Callable[[Maker], Maker]:
     """Register a data set as `data.name=name`.
 
     The decorated function accepts the recipe's `data` section and returns (train, val, names).
-    `names` are the names of the classes, or of a regression's values. It can also be their number,
-    or None if the data sets contain names. `train` and `val` are both pairs of tensors or arrays
-    (inputs, targets) or TensorDatasets, which are kept in memory, or both map-style data sets of
-    items (input, target) or {"image": input, "label": target}, which loader workers read. The
-    random numbers that an item draws (from torch, NumPy, random, or generators among the data set's
-    attributes) depend only on seed, epoch and index.
+    `names` contains the names of the classes, or of a regression's values. Instead, it can be their
+    number, or None if the data sets contain names. `train` and `val` are both pairs of tensors or
+    arrays (inputs, targets) or TensorDatasets, which are kept in memory, or both map-style data
+    sets of items (input, target) or {"image": input, "label": target}, which loader workers read.
+    The random numbers that an item draws (from torch, NumPy, random, or generators among the data
+    set's attributes) depend only on seed, epoch and index.
 
     Images are uint8 tensors (N, C, H, W) with C = 1 or 3. The input of an item is one image
     (C, H, W) of any size, or a Pillow image. Inputs of another type reach the model unchanged, and
@@ -151,7 +152,8 @@ def _choose_names(
     sets, or else from the targets.
 
     Raises:
-        RecipeError: the names number the classes differently.
+        RecipeError: the data sets or the user assign different numbers to the same classes, or the
+            names are unknown.
     """
     kind = tasks.find_task_class(recipe)
     where = f"data.name={recipe.data.name}"
@@ -386,8 +388,8 @@ def _inspect_items(
     Items that cannot be read are skipped here. The error is reported when they are read later.
 
     Returns:
-        (channels, height, width) of the images; the shape and type of the inputs if they are not
-        images, else None; the shape and type of a target.
+        (shapes, spec, target): (channels, height, width) of each image; the shape and type of the
+        inputs if they are not images, else None; the shape and type of a target.
     """
     shapes = []
     specs = []
@@ -435,7 +437,7 @@ def _build_tensor_datasets(
 
 
 def measure_statistics(images: Tensor) -> tuple[Numbers, Numbers]:
-    """Return the mean and standard deviation of each channel, over at most 10,000 images."""
+    """Return the mean and standard deviation of each channel, over fewer than 20,000 images."""
     pixels = images[:: max(1, len(images) // 10_000)].double() / 255
     mean = pixels.mean((0, 2, 3))
     std = pixels.std((0, 2, 3)).clamp_min(1e-3)

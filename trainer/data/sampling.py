@@ -448,9 +448,10 @@ def draw_mix(
 ) -> Mix:
     """Draw mixup (Zhang et al. 2017) and cutmix (Yun et al. 2019) for one global batch.
 
-    If both are enabled, each pair uses one of them with probability one half. The box of cutmix has
-    1 - lambda of the image's area and is clipped at the border. The weights of the labels follow
-    from the clipped area.
+    If both are enabled, each pair uses mixup or cutmix with probability one half each. Each pair
+    draws a weight from Beta(alpha, alpha): in mixup, the weight of an image's own pixels and label;
+    in cutmix, the fraction of an image outside the box. The box is clipped at the border, and the
+    weights of the labels follow from the clipped area.
 
     Args:
         pairs: number of pairs of images in the global batch.

@@ -21,7 +21,7 @@ class Batch:
     """A micro-batch on the device.
 
     Attributes:
-        inputs: (N, ...). Images are (N, C, H, W) float32, normalised, and channels_last in memory
+        inputs: (N, ...). Images are (N, C, H, W) float32, normalized, and channels_last in memory
             if the recipe asks for it. Empty on a share that needs no inputs.
         targets: (N, ...) in the form of the task: for example class indices (N,) int64, or float32
             soft targets under mixup and cutmix. Empty on a share that needs no targets.
@@ -127,10 +127,11 @@ class DataShare:
         count: number of shares.
         inputs: whether this rank needs the images; only the first stage of a pipeline does.
         targets: whether this rank needs the labels; only the last stage of a pipeline does.
-        every_sample: instead of a part of every global batch, the share is a contiguous part of the
-            epoch's permutation, and uses each of its samples once per epoch (local SGD, Hogwild).
-        counted: whether the images of this share count. It is False on the last stage of a pipeline
-            that reads the images only for a teacher. That stage reads no validation images.
+        every_sample: if True, the share is a contiguous part of the epoch's permutation, and each
+            of its samples is used once per epoch (local SGD, Hogwild). If False, it is a part of
+            every global batch.
+        counted: whether a rank with `inputs` counts unreadable images and reads validation images.
+            False on the last stage of a pipeline that reads training images only for a teacher.
         numbers: proportions of all shares of a batch (`recipe.shares`); empty for equal shares.
     """
 

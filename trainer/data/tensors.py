@@ -9,7 +9,8 @@ from torch import Tensor
 
 from trainer.errors import RecipeError
 
-# torch supports few operations on unsigned numbers of 16 bits and more.
+# Signed types to which targets are converted, because torch supports few operations on unsigned
+# numbers of 16 bits and more.
 SIGNED = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
 
 

@@ -13,9 +13,9 @@ def assign_devices(
 ) -> list[tuple[str, ...]]:
     """Return the devices of each local rank.
 
-    Each rank gets one device. If the mode uses several devices in one process, that process gets
-    all of them. Without a GPU, all stages of a split model run on the CPU. Workers of local SGD may
-    share a device.
+    Each rank gets one device. If a single process runs a mode of several devices, it gets all
+    devices, or one device for each stage of a split model. Without a GPU, all stages of a split
+    model run on the CPU. Workers of local SGD may share a device.
 
     Args:
         recipe: The recipe.
@@ -73,7 +73,11 @@ def count_named_cards(devices: Sequence[str]) -> int:
 
 
 def named_devices(recipe: Recipe, cuda: int) -> list[str]:
-    """Return the devices in the recipe, or all devices of the machine for devices=auto."""
+    """Return the devices in the recipe, or for devices=auto all GPUs of the machine.
+
+    If there are none, or if devices=auto and the processes share weights in the CPU's memory, the
+    result is ["cpu"].
+    """
     if recipe.devices == "auto" and recipe.traits.shared_memory:
         return ["cpu"]
     return resolve_devices(recipe.devices, cuda) or ["cpu"]
@@ -126,7 +130,7 @@ def resolve_devices(devices: Sequence[str] | Literal["auto"], cuda: int) -> list
 
 
 def _assign_to_one_process(recipe: Recipe, names: list[str]) -> tuple[str, ...]:
-    """Return the devices of a mode with one process. A staged model has one for each stage."""
+    """Return the devices of a mode with one process: for a staged model, one for each stage."""
     if not recipe.traits.staged:
         return tuple(names)
     stages = recipe.pipeline.stages

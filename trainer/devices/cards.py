@@ -35,8 +35,8 @@ class Cards:
 def detect() -> Cards:
     """Count the GPUs that torch can use.
 
-    torch is imported only if a device node of the driver exists. It is not a fault if the machine
-    has no GPU, or if CUDA_VISIBLE_DEVICES hides all of them.
+    torch is imported only if `list_device_nodes` finds a file. It is not a fault if the machine has
+    no GPU, or if CUDA_VISIBLE_DEVICES hides all of them.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = None
@@ -90,7 +90,13 @@ def detect() -> Cards:
 
 
 def list_device_nodes() -> tuple[list[str], list[str]]:
-    """List the device nodes of NVIDIA GPUs, and other files that may be due to a GPU."""
+    """List the files by which drivers show that this machine has GPUs.
+
+    Returns:
+        (nodes, possible_nodes): `nodes` are the device nodes of NVIDIA GPUs. `possible_nodes` do
+        not prove that torch can use a GPU: the device node of AMD's compute driver, if it is
+        loaded, and one directory for each NVIDIA GPU that the driver has detected.
+    """
     nodes = sorted(glob.glob("/dev/nvidia[0-9]*"))
     # Windows Subsystem for Linux has a single node for all GPUs.
     if not nodes and glob.glob("/usr/lib/wsl/lib/libcuda.so*"):
@@ -117,10 +123,14 @@ def _openable(nodes: Iterable[str]) -> list[str]:
 
 
 def count_runtime_devices() -> tuple[int, str]:
-    """Return the number of devices that the CUDA runtime counts, and the reason if it is 0.
+    """Count the devices that the CUDA runtime can use.
 
-    `torch.cuda.device_count()` calls the driver's management library instead. That library also
-    counts GPUs that have failed, partitioned GPUs (MIG) as one, and GPUs whose driver is too old.
+    `torch.cuda.device_count()` asks the driver's management library instead. That library also
+    counts GPUs that have failed and GPUs whose driver is too old, and it counts a GPU that is
+    partitioned by MIG as one.
+
+    Returns:
+        (count, reason): the number of devices, and the reason if it is 0, otherwise "".
     """
     import torch
 

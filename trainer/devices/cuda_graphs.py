@@ -114,11 +114,12 @@ class StepRecorder:
 
         Args:
             work: Function that computes on the device.
-            stream: Stream on which `work` was run before. The default is the side stream.
+            stream: Stream to capture on, on which `work` was run before. The default is the side
+                stream.
 
         Returns:
-            A function that replays the work, and the result of `work`. Each replay overwrites the
-            tensors of the result.
+            (replay, result): a function that replays the work, and the result of `work`. Each
+            replay overwrites the tensors of `result`.
 
         Raises:
             NotCapturable: The work waits for the device, draws random numbers on the host, or
@@ -143,8 +144,8 @@ class StepRecorder:
         gc.disable()
         try:
             with torch.cuda.stream(stream or self.stream):
-                # Other threads (photo readers, loggers, NCCL's watchdog) call CUDA during the
-                # capture.
+                # "thread_local" allows other threads (photo readers, loggers, NCCL's watchdog) to
+                # call CUDA during the capture.
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 try:
                     result = work()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 PROC = Path("/proc")
 GROUPS = Path("/sys/fs/cgroup")
-# Memory limits of a control group, in bytes, from this value on mean that there is no limit.
+# A memory limit of a control group of at least this number of bytes means that there is no limit.
 UNLIMITED = 1 << 60
 # Seconds per tick of the kernel's counters.
 TICK = 1 / (os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100)
@@ -54,7 +54,10 @@ def free_memory() -> int:
 
 
 def memory_limit() -> int | None:
-    """Return the lowest memory limit of this process's control groups in bytes, or None."""
+    """Return the lowest memory limit, in bytes, of this process's control groups.
+
+    The result is None if no group has a limit.
+    """
     limits = []
     for folder in _list_groups("memory"):
         limit = _read_number(folder, "memory.max", "memory.limit_in_bytes")
@@ -65,7 +68,8 @@ def memory_limit() -> int | None:
 
 def _list_groups(controller: str) -> list[Path]:
     """List the directories of this process's control groups (cgroup v1 and v2), innermost first."""
-    # In a container, the files of the process's group are in the root directory.
+    # Always include the root directories: in a container, they contain the files of the process's
+    # own group.
     lines = ["0::/", f"1:{controller}:/"]
     lines += _read_text(PROC / "self" / "cgroup").splitlines()
     folders = set[Path]()
@@ -112,8 +116,9 @@ class Strain:
 
     Attributes:
         seconds: Seconds since the creation of the meter.
-        others: Fraction of the cores' time that other programs used. It is 0 if no thread of this
-            process had to wait for a core.
+        others: Fraction of the cores' time that other virtual machines used if it is at least
+            `MAX_WAITING`, otherwise the fraction that other programs used. The latter counts as 0
+            if no thread of this process waited for a core for `MAX_WAITING` of the time.
     """
 
     seconds: float = 0.0
@@ -148,11 +153,12 @@ class StrainMeter:
         stolen = (stolen - self._stolen) / cores
         if stolen >= MAX_WAITING * seconds:
             return min(1.0, stolen / seconds)
-        # If no thread waited for a core, other programs did no harm.
+        # If no thread waited for a core for long, other programs did not slow this process down.
         if longest_wait < MAX_WAITING * seconds:
             return 0.0
         root = os.getppid() if self._processes > 1 else os.getpid()
-        # Before the measurement, each process used about as much CPU time as this one.
+        # Subtract the CPU time before the measurement, of which each process is assumed to have
+        # used as much as this one.
         own_seconds = _read_family_seconds(root) - self._processes * self._own_seconds
         return max(0.0, (busy - self._busy - own_seconds) / cores / seconds)
 
@@ -175,10 +181,11 @@ def _read_waits() -> dict[str, float]:
 
 
 def read_core_seconds() -> tuple[float, float]:
-    """Return the busy seconds and the stolen seconds of the cores that this process may use.
+    """Return the times of the cores that this process may use, summed since the machine started.
 
-    Busy seconds include those of other programs. In stolen seconds, the host ran other virtual
-    machines.
+    Returns:
+        (busy, stolen): the seconds in which the cores ran any program of this machine, and the
+        seconds in which the host ran other virtual machines on them instead.
     """
     busy = stolen = 0.0
     cores = {f"cpu{core}" for core in list_cores()}

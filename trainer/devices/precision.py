@@ -1,4 +1,4 @@
-"""Set torch's switches for a recipe's `precision`, and find the precision of a device."""
+"""Set torch's switches for a recipe's `precision`, and find the precision that a device uses."""
 
 import torch
 

@@ -11,8 +11,8 @@ import torch
 from trainer.devices import host
 from trainer.errors import SetupError
 
-# Fraction of a device's memory that a run may allocate. The CUDA context, workspaces of libraries
-# and fragmentation use the rest.
+# Fraction of a device's memory that a run may allocate. The remaining memory is for the CUDA
+# context, workspaces of libraries and fragmentation.
 USABLE = 0.9
 # Directory of the shared memory through which loader workers pass batches.
 SHARED_MEMORY = "/dev/shm"

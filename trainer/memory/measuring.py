@@ -65,7 +65,7 @@ class Pass(NamedTuple):
             do not count.
         forward: Peak during the forward pass.
         peak: Peak during the forward and backward pass.
-        received: Size of the inputs, if another stage sent them.
+        received: Size of the inputs if another stage sent them, otherwise 0.
     """
 
     saved: int
@@ -92,7 +92,7 @@ def measure_pass(
         loss: Function that computes the tensor to differentiate from the outputs.
         known: Further tensors that exist before the pass and do not count.
         gradients: Whether to allocate gradients before the pass, so that they do not count.
-        cpu: Whether to count the scratch memory that oneDNN allocates for convolutions.
+        cpu: Whether peaks include the scratch memory that oneDNN allocates for convolutions.
     """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     existing = [*module.parameters(), *module.buffers(), inputs, *known]
@@ -106,7 +106,7 @@ def measure_pass(
         saved = allocations.live
         forward_peak = allocations.peak
         gradient = torch.empty_like(out)
-        # The output of a frozen module has no gradient.
+        # The output of a frozen module has no gradient, so there is no backward pass.
         if out.requires_grad:
             torch.autograd.backward(out, gradient)
     for leaf in (*parameters, inputs):
@@ -117,8 +117,8 @@ def measure_pass(
 class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context manager that adds up the sizes of the storages that operations allocate.
 
-    A storage counts from the first operation that returns a tensor with it until it is freed, which
-    a weak reference reports. Storages of `known` tensors do not count.
+    A storage counts from the first operation that returns a tensor with this storage until the
+    storage is freed, which a weak reference reports. Storages of `known` tensors do not count.
 
     Attributes:
         live: Size in bytes of the storages that exist now.
@@ -190,7 +190,7 @@ def _estimate_scratch(
     """
     outs = weight.shape[0] // groups
     ins = weight.shape[1]
-    # Tensors in the memory format channels_last are not contiguous.
+    # Tensors in the memory format channels_last are not contiguous, so oneDNN copies the gradient.
     is_reordered = not (inputs.is_contiguous() and weight.is_contiguous())
     is_depthwise_3x3 = outs == ins == 1 and tuple(weight.shape[2:]) == (3, 3)
     copies = 1.0

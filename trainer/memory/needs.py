@@ -1,4 +1,4 @@
-"""Compute how much memory several passes need on a device, or the shards of a model."""
+"""Compute the memory that several passes, or the shards of a model, need on a device."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
@@ -93,8 +93,8 @@ def measure_peak(
             live += memory.received + memory.saved
         else:
             peak = max(peak, live + memory.peak - memory.saved)
-            # "I" computes only the gradients of the inputs. A later action computes those of the
-            # weights, from the same activations.
+            # "I" computes only the gradients of the inputs. A later action computes the gradients
+            # of the weights from the same activations, so they stay allocated until then.
             if kind != "I":
                 live -= memory.received + memory.saved
     return peak
@@ -129,8 +129,8 @@ def count_teacher_bytes(
 ) -> int:
     """Return the size in bytes of a teacher's weights, or of their shard, on each rank.
 
-    The teacher is sharded if it is larger than the rank's shard of the student, including the
-    gradients and the optimizer state.
+    The teacher is sharded if it is larger than a rank's shard of the student's weights, gradients
+    and optimizer state, which `COPIES` estimates.
 
     Args:
         teacher: Size of the teacher's weights in bytes.

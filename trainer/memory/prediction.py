@@ -71,12 +71,15 @@ class PlannedModel(Protocol):
         layout: Layout,
         cut: Any = None,
     ) -> StagedModel:
-        """Cut the model at `cut`, or as the recipe says."""
+        """Cut the model into stages at `cut`, or as the recipe says if `cut` is None."""
 
 
 @dataclass(frozen=True)
 class Device:
     """Predicted size in bytes of the tensors on one device.
+
+    The fields from `parameters` to `buffers` are those of `Resident`, summed over the stages on the
+    device. `teacher` is the size of the weights of distill.teacher.
 
     Attributes:
         device: Name of the device, with a number if several ranks or stages share it.
@@ -105,7 +108,7 @@ class Limit:
     Attributes:
         bytes: Total number of bytes.
         usable: Number of bytes that a run can use.
-        source: Where the number comes from, for the user.
+        source: Phrase for messages that says where the number of bytes comes from.
     """
 
     bytes: int
@@ -220,7 +223,8 @@ def _predict_shard(
         # Gradients stay allocated from one pass to the next.
         passing = activations
     else:
-        # Shards of gradients are allocated as activations are freed.
+        # Shards of gradients are allocated as activations are freed, so a pass needs memory for the
+        # larger of both only.
         passing = max(activations, resident.gradients)
         fixed -= resident.gradients
     peak = fixed + images + gathered + passing
@@ -300,14 +304,14 @@ def own_memory(
     layout: Layout,
     count: int,
 ) -> tuple[int, str] | None:
-    """Return the memory in bytes of each of `count` devices of this machine, with a note.
+    """Return the memory of each of `count` devices of this machine.
 
     CPU devices share the machine's free memory equally. If GPUs differ, the one with the least
     memory counts.
 
     Returns:
-        The bytes, and a description of their source for the user. None if the layout uses GPUs and
-        this machine has no GPU.
+        (memory, source): the bytes of each device, and a phrase for messages that says where this
+        number comes from. None if the layout uses GPUs and this machine has no GPU.
     """
     if layout.kind == "cuda":
         available = range(cards.detect().count)
@@ -343,10 +347,10 @@ def find_limit(
     layout: Layout,
     memory: int | None,
 ) -> Limit | None:
-    """Return the memory of each device, and how many bytes a run can use.
+    """Return the memory of each device, and how many bytes of it a run can use.
 
-    Fragmentation and libraries use a tenth of the memory. On small GPUs, CUDA contexts and NCCL use
-    more than that.
+    A tenth of the memory is reserved for fragmentation and libraries, or the memory of CUDA
+    contexts and NCCL if that is more, as on small GPUs.
 
     Args:
         devices: Predicted memory of the devices.
@@ -397,8 +401,9 @@ def assess(
         cut: Where to cut a model into stages; None for the cut of the recipe.
 
     Returns:
-        The devices, their limit, and whether all devices fit. The last two are None if the memory
-        of the devices is not known.
+        (devices, limit, fits): the predicted memory of each device, the memory that each device
+        has, and whether the prediction fits on all devices. `limit` and `fits` are None if the
+        memory of the devices is not known.
     """
     devices = footprint(model, layout, cut)
     limit = find_limit(devices, layout, memory)
@@ -417,7 +422,7 @@ def disk(
     weights = resident.parameters + count_saved_buffers(model.model)
     state = {"model": weights, "optimizer": resident.optimizer, "ema": resident.ema}
     per_rank = sum(state.get(kind, 0) for kind in layout.recipe.traits.per_rank_state)
-    # If replicas differ, a checkpoint also has some kinds of state for each rank.
+    # If replicas differ, a checkpoint contains some kinds of state once more for each rank.
     outer = _count_outer(resident, layout)
     checkpoint = sum(state.values()) + layout.processes * per_rank + outer
     # An old checkpoint is deleted only when the new one is complete, so there is one more than

@@ -27,7 +27,7 @@ def synchronise(devices: Sequence[torch.device]) -> None:
 
 
 def record_event() -> torch.cuda.Event:
-    """Record a CUDA event with its time on the current stream."""
+    """Record a CUDA event that measures time on the current stream, and return it."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
@@ -38,8 +38,10 @@ class Throughput:
     """Images per second.
 
     Attributes:
-        samples_per_sec: Mean over all measured windows.
-        std: Standard deviation over windows, weighted by their durations; None for one window.
+        samples_per_sec: Mean over all measured windows, or over all steps if there are fewer than
+            two windows.
+        std: Standard deviation over the same windows or steps, weighted by their durations; None
+            for a single step.
     """
 
     samples_per_sec: float
@@ -48,7 +50,13 @@ class Throughput:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Duration of a step in seconds."""
+    """Statistics of the durations of steps, in seconds.
+
+    Attributes:
+        mean: Mean of all steps.
+        std: Standard deviation; None for a single step.
+        p95: 95th percentile of the last million steps.
+    """
 
     mean: float
     std: float | None
@@ -110,15 +118,16 @@ class StepTimer:
         self.steps = array("d")
         # Seconds of each warm-up step after the first, for runs that have no measured step.
         self.early = array("d")
-        # Seconds of waiting for data in [measured, early] steps.
+        # Seconds of waiting for data in [measured steps, warm-up steps].
         self.waits = [0.0, 0.0]
-        # Upper bound of the seconds of waiting for launches in [measured, early] steps.
+        # Upper bound of the seconds of waiting for launches in [measured steps, warm-up steps].
         self.launches = [0.0, 0.0]
         # Number of steps and seconds of each measured window.
         self.windows: list[tuple[int, float]] = []
         # Number of windows before the latest call of `lap`.
         self._lap = 0
-        # Seconds of the optimizer in (measured, early) steps, if it was timed in the step.
+        # Seconds of the optimizer in each step in which it was timed: (measured steps, warm-up
+        # steps).
         self.updates: tuple[array[float], array[float]] = (array("d"), array("d"))
         # Upper bound of the fraction of the last window in which the device waited for launches.
         self.latest_launches = 0.0
@@ -134,7 +143,7 @@ class StepTimer:
         self._resumed: dict[int, torch.cuda.Event] = {}
         self._mark = 0.0
         self._asked = 0.0
-        # End of each step, its seconds of waiting for data, and those of its optimizer.
+        # (end, seconds of waiting for data, seconds of the optimizer) of each step in this window.
         self._pending: list[tuple[float, float, float]] = []
         self.start()
 
@@ -195,10 +204,11 @@ class StepTimer:
         self._pending.append((now, waited, now - self._mark))
 
     def stop(self) -> tuple[int, float, float]:
-        """Synchronise and close the window.
+        """Synchronize the devices and close the window.
 
         Returns:
-            The window's number of steps, its seconds, and its seconds of waiting for data.
+            (steps, seconds, waited): the number of steps in the window, its duration, and the
+            seconds of this duration that were spent waiting for data.
         """
         if not self._pending:
             self.start()
@@ -271,7 +281,7 @@ class StepTimer:
         return bounds
 
     def lap(self) -> tuple[int, float]:
-        """Return the number of steps measured since the last call, and their seconds."""
+        """Return the number and total seconds of the steps measured since the last call."""
         fresh = self.windows[self._lap :]
         self._lap = len(self.windows)
         return sum(steps for steps, _ in fresh), sum(seconds for _, seconds in fresh)
@@ -294,7 +304,8 @@ class StepTimer:
     def summary(self, batch_size: float) -> Speed:
         """Return the speed over all measured windows.
 
-        If the run ended within its warm-up, these are all steps except the first.
+        If the run ended within its warm-up, no window was measured, and the speed is that of all
+        steps except the first.
 
         Args:
             batch_size: Images per step.
@@ -320,7 +331,7 @@ class StepTimer:
             StepTime(
                 mean=sum(steps) / len(steps),
                 std=step_std,
-                # torch.quantile refuses larger tensors.
+                # torch.quantile refuses very large tensors, so only the last million steps count.
                 p95=times[-1_000_000:].quantile(0.95).item(),
             ),
             self.waits[short] / sum(steps),
@@ -330,15 +341,15 @@ class StepTimer:
 
 
 class Stopwatch:
-    """Clock for blocks of code: a context manager that measures one block in `every`.
+    """Context manager that measures the time of one of every `every` blocks of code.
 
-    Only the method `seconds` waits for a device.
+    Only the methods `seconds` and `lap` wait for a device.
     """
 
     def __init__(self, device: torch.device, every: int = 1) -> None:
         self.cuda = device.type == "cuda"
         self.every = every
-        # Number of all blocks, and of the measured ones.
+        # Number of all blocks, and number of measured blocks.
         self._seen = 0
         self._blocks = 0
         self._lap = (0.0, 0)
@@ -405,7 +416,7 @@ class Ledger:
         self._first: float | None = None
         # Seconds of all steps up to the end of the last window.
         self._ended = 0.0
-        # Seconds of waiting for peers that waited for data.
+        # Seconds in which this rank waited for other ranks that waited for data.
         self._peers = 0.0
 
     def start_part(self, part: str, at: float | None = None) -> str:
@@ -468,7 +479,7 @@ class Ledger:
         self._ended = self.read_seconds()[STEPS]
 
     def note_peers(self, seconds: float) -> None:
-        """Note `seconds` of waiting for peers that themselves waited for data."""
+        """Move `seconds` from steps to data: this rank waited for ranks that waited for data."""
         self._peers += seconds
         self._move(seconds, STEPS, DATA)
 

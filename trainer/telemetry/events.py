@@ -29,11 +29,11 @@ from trainer.saving.files import (
     temporary_path,
 )
 
-# The module imports torch, which the command `runs` does without.
+# `trainer.saving.checkpoint` imports torch. The command `runs` uses this module without torch.
 if TYPE_CHECKING:
     from trainer.saving.checkpoint import Position
 
-# Steps, seconds since training began, values.
+# Steps, seconds since the first event of the run, and values.
 Curve = tuple[list[float], list[float], list[float]]
 # Number of seconds after which logged values are flushed, so that TensorBoard can read them.
 FLUSH_SECONDS = 10.0
@@ -112,7 +112,8 @@ class Events(AppendFile):
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         folder.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads the files of a directory in the order of their names.
+        # TensorBoard reads the files of a directory in the order of their names, so the name of a
+        # new file must sort last.
         writer = f"{socket.gethostname()}.{os.getpid()}{suffix}"
         name = f"events.out.tfevents.{_choose_next_time(folder):.6f}.{writer}"
         self._file = (folder / name).open("xb")
@@ -198,7 +199,7 @@ def read_events(
                     raise ValueError("a record's checksum differs")
                 yield Event.FromString(data)
                 count += 1
-    # Errors of protobuf and of files have no common base class.
+    # Errors of protobuf and of files have no common base class, so catch any exception.
     except Exception as error:
         warn(f"{path} is left out after {count} events: {describe_error(error)}")
 
@@ -248,7 +249,8 @@ def trim_events(
                 writer.write(event.SerializeToString())
             file.flush()
             os.fsync(file.fileno())
-        # An open TensorBoard reads this file: if it disappeared, later files would not be read.
+        # Replace the newest file instead of removing it: a TensorBoard that is open reads this
+        # file, and would read no later file if it disappeared.
         replace_file(draft, old[-1])
     finally:
         draft.unlink(missing_ok=True)

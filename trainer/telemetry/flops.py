@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.devices.precision import resolve_precision
 
-# Published figures of GPUs, from NVIDIA's data sheets; for GeForce and RTX, from the white papers
-# on Ampere (GA102), Ada and Blackwell. The key is the name that torch reports, because the figures
-# of a chip depend on the form factor, and there are none for a MIG partition. The first columns are
+# Published rates of GPUs, from NVIDIA's data sheets; for GeForce and RTX, from the white papers on
+# Ampere (GA102), Ada and Blackwell. The key is the name that torch reports, because the rates of a
+# chip depend on the form factor, and there are none for a MIG partition. The first columns are
 # dense peak rates in TFLOP/s: fp32 without tensor cores, 16-bit formats with fp32 accumulation, and
 # "-" for a format that the GPU only emulates. The last column is the memory bandwidth in GB/s, for
 # the GPUs on which the command `prove` compares it.
@@ -51,7 +51,7 @@ CARDS = """
 
 
 def look_up_published(card: str, column: str) -> float | None:
-    """Return the figure of a GPU in a column of `CARDS`, in FLOP/s or B/s; None if unknown."""
+    """Return the rate of a GPU in a column of `CARDS`, in FLOP/s or B/s; None if unknown."""
     lines = CARDS.strip().splitlines()
     (_, titles), *rows = [line.split("|") for line in lines]
     for name, figures in rows:
@@ -87,8 +87,8 @@ def _convolution_backward(
 ) -> int:
     """Count the operations of a convolution's backward pass.
 
-    The gradient of the input and that of the weight cost one forward pass each. FlopCounterMode's
-    own formula ignores groups.
+    The gradient of the input and the gradient of the weight each cost as much as a forward pass.
+    This replaces FlopCounterMode's own formula, which ignores groups.
     """
     is_transposed = rest[4]
     output_mask = rest[7]

@@ -1,4 +1,4 @@
-"""Logging to Weights & Biases and MLflow: the values of TensorBoard, the recipe, and final figures.
+"""Logging to Weights & Biases and MLflow: the values of TensorBoard, the recipe, and final numbers.
 
 Both libraries store values, send them in the background and retry by themselves. They are optional,
 and imported on first use.
@@ -105,7 +105,7 @@ class MlflowRun:
 
         self._id = load_or_create_id(folder, "mlflow", address, create_run)
         client.update_run(self._id, status="RUNNING")
-        # A resumed run already has parameters, and MLflow refuses to change them.
+        # A resumed run already has parameters, which MLflow refuses to change, so log only others.
         logged = client.get_run(self._id).data.params
         params = []
         for key, value in flatten(recipe.to_dict()).items():
@@ -167,7 +167,7 @@ class Loggers:
         self._result = dict(result)
 
     def close(self) -> None:
-        """Log the final figures and wait until everything is sent."""
+        """Log the numbers of result.json, and wait until all values are sent."""
         self._each(lambda run: run.finish(self._result))
         self._runs = {}
 
@@ -203,7 +203,7 @@ def load_or_create_id(
     Args:
         folder: Run folder, in which the id is stored.
         name: Name of the logger.
-        where: Project or server. A stored id of another project or server is not used.
+        where: Project or server of the run. An id that was stored for another one is not used.
         make: Function that creates an id.
     """
     stored = read_json_or_empty(folder / f"{name}.json")

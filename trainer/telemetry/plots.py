@@ -1,15 +1,16 @@
 """Charts with a transparent background and mid-gray ink, readable on light and on dark pages.
 
 The colors are those of Okabe and Ito, "Color Universal Design" (2008), which people with any kind
-of color vision can distinguish. Black is left out and yellow is darker, because black would vanish
-on dark pages, and the original yellow on light ones. Matplotlib is imported on first use.
+of color vision can distinguish, with two changes: violet replaces black, which would vanish on dark
+pages, and yellow is darker, because the original would vanish on light pages. Matplotlib is
+imported on first use.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# The contrast ratio is 4.3 to white, and 4.4 to GitHub's dark page.
+# Gray for text and axes. Its contrast ratio is 4.3 to white, and 4.4 to GitHub's dark page.
 INK = "#7a7a7a"
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#8c6bb1", "#cc79a7", "#b5a800")
 
@@ -27,7 +28,7 @@ def create_figure(
         columns: Number of axes next to each other.
 
     Returns:
-        The figure and its axes.
+        (figure, axes): the figure, and a list of its `columns` axes.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,7 +1,7 @@
 """Detection of slow ranks, and choice of batch shares with which all ranks need the same time.
 
 Both use the times that each rank measured for its own samples. This module uses neither torch nor a
-clock.
+clock. A division, below, is a choice of the number of samples that each rank gets of a batch.
 
 A healthy run must not get a warning, so each limit is far above random variation. The time of a
 rank is assumed to be proportional to its number of images. If that time has a constant part, such
@@ -13,7 +13,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-# Number of successive windows in which a rank must be slow, and minimum seconds of a window.
+# Number of successive windows in which a rank must be slow before a warning, and minimum seconds of
+# a window.
 WINDOWS = 6
 WINDOW = 10.0
 # Minimum number of measurements in a window. If steps take seconds, the window gets longer.
@@ -211,9 +212,11 @@ class ShareWatch:
         return better
 
     def lasting(self, rows: Sequence[int], divide: Divide) -> list[int] | None:
-        """Return better numbers of samples if most windows agree that they are faster, else None.
+        """Return better numbers of samples, computed from windows, or None.
 
-        The arguments are those of `first`. All windows since the last division count.
+        The result is None if there are fewer than `WINDOWS` windows, or if they do not agree that
+        the new numbers are faster. Windows that were compared once are not used again. The
+        arguments are those of `first`.
         """
         if len(self._windows) < WINDOWS:
             return None
@@ -244,7 +247,9 @@ def compute_gain(
     rows: Sequence[int],
     new_rows: Sequence[int],
 ) -> float:
-    """Return the speedup of a step by new numbers of samples. The slowest rank sets its time.
+    """Return the speedup of a step by new numbers of samples.
+
+    The slowest rank determines the time of a step.
 
     Args:
         seconds: Time of each rank for its current samples.

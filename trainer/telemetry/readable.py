@@ -1,4 +1,4 @@
-"""Formatting of numbers, texts and tables for people, and parsing of amounts.
+"""Formatting of numbers, text and tables for people, and parsing of amounts.
 
 Amounts are written as 24GiB or 10GB/s.
 """
@@ -15,7 +15,7 @@ from trainer.processes import terminal
 FRACTIONS = ("top1", "top5", "f1", "f1_macro")
 # Maximum width of a table in characters.
 MAX_WIDTH = 100
-# Titles whose texts are commands or paths. They stay on one line so that they can be copied.
+# Titles of commands and paths, which are not wrapped, so that they can be copied.
 UNWRAPPED_TITLES = ("best", "details", "labels", "result", "timeline", "watch", "weights", "worst")
 # Seconds of each unit of time, from the largest unit on.
 UNITS = ((86_400 * 365, "y"), (86_400, "d"), (3_600, "h"), (60, "min"))
@@ -81,7 +81,7 @@ def escape_control_characters(text: str) -> str:
 
 
 def format_number(value: float | None) -> str:
-    """Format a number with three or more digits and thousands separators."""
+    """Format a number with up to three digits, or from 100 on as an integer such as "1,234"."""
     if value is None:
         return "-"
     if abs(value) >= 99.95:

@@ -16,7 +16,7 @@ from trainer.recipe.recipe_files import parse_value
 from trainer.recipe.text import list_some
 from trainer.telemetry.rank_watch import Lag
 
-# Minimum number of steps for a warning about learning: shorter runs are only tests whether training
+# Minimum number of steps for a warning about learning. Shorter runs only test whether training
 # works at all.
 MIN_STEPS = 50
 # Minimum number of validation images, in total and of one class, for a meaningful accuracy.
@@ -30,8 +30,8 @@ GUESSING_FACTOR = 1.1
 # Minimum ratio of the loss to its lowest value so far for a warning. Random variation between
 # epochs is far smaller.
 GROWTH_FACTOR = 1.5
-# Maximum distance of a perfect training loss from the lowest possible one. It corresponds to a
-# probability of 95 % for the right class.
+# Maximum excess of the training loss over the lowest possible loss for which training counts as
+# perfect. It corresponds to a probability of 95 % for the right class.
 MAX_PERFECT_LOSS = 0.05
 # Minimum validation error for the warning that the training set was memorized. A model that
 # generalizes has a lower error, or a training loss that is not near zero.
@@ -140,7 +140,7 @@ def _check_accuracy(state: RunState, recipe: Recipe) -> str | None:
     last = state.validation[-STANDSTILL_EPOCHS:]
     warm_steps = state.step - state.warmup
     is_early = min(len(last), len(state.warm)) < STANDSTILL_EPOCHS or warm_steps < MIN_STEPS
-    # If classes are balanced, a better model may have a lower accuracy.
+    # If the recipe balances classes, a better model may have a lower accuracy, so do not check it.
     balances = _list_balancing_overrides(recipe)
     if is_early or count < MIN_VALIDATION_IMAGES or not balances:
         return None
@@ -167,7 +167,7 @@ def _check_accuracy(state: RunState, recipe: Recipe) -> str | None:
 
 
 def _check_memorised(state: RunState, recipe: Recipe) -> str | None:
-    # The lowest possible loss of mixed targets is unknown.
+    # With mixed targets, the lowest possible loss is unknown, so it cannot be compared.
     if recipe.augment.mixup or recipe.augment.cutmix or state.classes is None:
         return None
     if sum(state.actual) < MIN_VALIDATION_IMAGES or state.step < MIN_STEPS or len(state.losses) < 2:
@@ -194,7 +194,7 @@ def _check_never_predicted(state: RunState, recipe: Recipe) -> str | None:
     if not state.before or state.step - state.warmup < MIN_STEPS or not is_late:
         return None
     largest = max(state.actual) / sum(state.actual)
-    # A model that has learned nothing has no problem with particular classes.
+    # If the model has hardly learned anything, its problem is not a particular class.
     if state.validation[-1]["top1"] <= 1.5 * largest:
         return None
     unnamed = range(len(state.names), len(state.actual))
@@ -280,7 +280,7 @@ def _list_balancing_overrides(recipe: Recipe) -> list[str]:
 
 
 def _suggest(recipe: Recipe, *overrides: str, start: str = ": ") -> str:
-    """Return a clause that suggests the overrides that the recipe accepts; empty if it has none."""
+    """Return a clause that suggests those of `overrides` that the recipe accepts; "" for none."""
     possible = keep_possible(overrides, recipe)
     if not possible:
         return ""

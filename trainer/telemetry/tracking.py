@@ -40,7 +40,7 @@ class NullTracker:
     folder = NullFolder()
     journal = NullJournal()
     path: Path | None = None
-    # Whether TensorBoard is enabled, so that pictures and texts must be created for it.
+    # Whether TensorBoard is enabled, so that summaries such as pictures must be created for it.
     shows = False
 
     def say(self, text: str, style: str = "") -> None: ...
@@ -109,11 +109,12 @@ class Tracker(NullTracker):
         texts: Mapping[str, str],
         lines: int | None = None,
     ) -> int:
-        """Print texts next to their titles, wrapped to the width of the terminal.
+        """Print strings next to their titles, wrapped to the width of the terminal.
 
         Args:
-            texts: Texts by title.
-            lines: Maximum number of lines of a text. Longer texts are left out. None for no limit.
+            texts: String to print by title.
+            lines: Maximum number of lines of a string. Longer strings are left out. None for no
+                limit.
 
         Returns:
             The number of printed lines.
@@ -129,18 +130,19 @@ class Tracker(NullTracker):
         return count
 
     def row(self, cells: Mapping[str, str], best: bool) -> None:
-        """Print the figures of an epoch in columns. The titles of the columns are printed once.
+        """Print the metrics of an epoch in columns. The titles of the columns are printed once.
 
         Args:
-            cells: Formatted figures by the titles of their columns.
-            best: Whether this is the best epoch so far. Its figures are printed in bold.
+            cells: Formatted values by the titles of their columns.
+            best: Whether this is the best epoch so far, whose row is printed in bold.
         """
         if not self._widths:
             for title, cell in cells.items():
                 self._widths[title] = max(MIN_COLUMN, len(title), len(cell))
             self._widths["epoch"] = max(len("epoch"), len(cells["epoch"]))
             while sum(self._widths.values()) + 2 * len(self._widths) > table_width():
-                # Metrics end at the third column from the right, followed by time and speed.
+                # The table is too wide, so leave out its last metric, which is the third column
+                # from the right: time and speed follow.
                 last_metric = [*self._widths][-3]
                 del self._widths[last_metric]
             titles = [title.rjust(width) for title, width in self._widths.items()]
@@ -265,7 +267,7 @@ class Tracker(NullTracker):
         This does nothing if the display was updated a short time ago.
 
         Args:
-            parts: Texts to show. Empty ones are left out.
+            parts: Strings to show next to each other. Empty strings are left out.
             step: Number of steps done, for the bar.
         """
         now = time.perf_counter()
@@ -283,7 +285,7 @@ class Tracker(NullTracker):
         self._bar.set_description_str(text)
 
     def result(self, result: Mapping[str, Any]) -> None:
-        """Replace result.json, and send the result to the loggers."""
+        """Replace result.json, and set the result that the loggers send when they are closed."""
         self.folder.write_result(result)
         if self._loggers:
             self._loggers.result(result)
@@ -299,7 +301,7 @@ class Tracker(NullTracker):
             write_atomically(self.path / name, text)
 
     def flush(self) -> None:
-        """Write all logged values to disk, so that they are as recent as a checkpoint."""
+        """Write steps.csv and TensorBoard's values to disk, so that they match a checkpoint."""
         with report_write_errors(self.path):
             if self._steps:
                 self._steps.sync()

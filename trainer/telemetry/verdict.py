@@ -43,19 +43,22 @@ class StepParts:
 
     Attributes:
         step: Mean duration of a step.
-        data: Waiting for images.
-        optimizer: Optimizer, weight average and clearing gradients, without waiting for launches.
-        launches: Lower bound of the time that GPUs wait for the host to launch kernels.
-        launches_at_most: Upper bound of the same time if it was not measured.
-        logging: Synchronizing the ranks and writing, averaged over all steps.
-        communication: Communication between ranks that computing does not hide; None if it was
+        data: Time in a step that a rank waits for images, the maximum over ranks.
+        optimizer: Time of the optimizer, the weight average and clearing gradients, except the part
+            of this time that `launches` contains.
+        launches: Lower bound of the time that GPUs wait for the host to launch kernels; 0 if it was
             not measured.
+        launches_at_most: Upper bound of the time that GPUs wait for the host to launch kernels; 0
+            if `launches` was measured, and on CPUs.
+        logging: Time of synchronizing the ranks and writing logs, averaged over all steps.
+        communication: Time of communication between ranks that computing does not hide, or the
+            upper bound that `at_most` describes; None if it was not measured.
         at_most: Whether `communication` is the time of one isolated all-reduce, which computing may
             partly hide.
-        bubble: Idle share of the workers' time, in a step without waiting for images and without
-            the optimizer.
-        bubble_at_most: Upper bound of `bubble`: the idle share if GPUs waited for every launch
-            within their stages.
+        bubble: Fraction of the time of a pipeline's workers that is idle, in a step without waiting
+            for images and without the optimizer; 0 without stages.
+        bubble_at_most: Upper bound of `bubble`: its value if GPUs waited for every launch within
+            their stages. It is equal to `bubble` if `launches` was measured.
         busy: Working time of each stage in a step; empty without stages.
     """
 
@@ -74,7 +77,7 @@ class StepParts:
 
 @dataclass(frozen=True)
 class Reading:
-    """Seconds that one process needs for a photo.
+    """Seconds that one process needs to prepare a photo.
 
     Attributes:
         read: Reading the file.
@@ -129,7 +132,7 @@ class Verdict:
         run: Share of each part of the run; the shares add up to 1.
         step_seconds: Mean duration of a step.
         reading: Reading times of photos if the step waits for them.
-        unmeasured: Text about times that could not be measured, if any.
+        unmeasured: Text about times that could not be measured; None if there are none.
         probe_seconds: Seconds that the measurements took.
     """
 
@@ -151,7 +154,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class _Findings:
-    """Input of the functions that write the text of a verdict."""
+    """Arguments of the functions that write the text of a verdict."""
 
     measured: StepParts
     recipe: Recipe
@@ -274,7 +277,8 @@ def _render_text(findings: _Findings) -> str:
         sentence = "; ".join([sentence, *_describe_launches(findings.measured)])
         if not findings.has_mixed_computing and not findings.is_sharded:
             too_short = _describe_communication(findings.measured)
-    # If other processes use the cores, the shares of the step do not depend on the recipe alone.
+    # The text suggests no overrides if other processes use the cores or a rank is slow: the shares
+    # of the step then depend on the machine, and not on the recipe alone.
     if findings.overrides and not machine_kinds:
         start = ". T" if ": " in sentence or "; " in sentence else ": t"
         sentence += f"{start}ry {_describe_overrides(findings)}"
@@ -339,7 +343,8 @@ def _describe_overrides(findings: _Findings) -> str:
     reading = findings.setting.reading
     if reading is None or CACHE not in findings.overrides:
         return text
-    # The step gets faster by as much as reading does, at most until it never waits for images.
+    # The step waits for images, so its speed grows by the same factor as the speed of reading, but
+    # only until the step no longer waits for images.
     without_waiting = 1 / max(1 - findings.step["data"], 0.01)
     speedup = min(reading.whole / reading.cached, without_waiting)
     return text.replace(CACHE, f"{CACHE} ({speedup:.1f} times the images/s)")
@@ -456,7 +461,8 @@ def _list_remedies(
         return [larger]
     if bound == "logging":
         return [f"logging.every_steps={10 * recipe.logging.every_steps}"]
-    # Faster arithmetic would not be noticed while GPUs wait for launches.
+    # While GPUs wait for launches, faster arithmetic does not make the step faster, so only
+    # suggest overrides that reduce the number of launches or their share of the step.
     is_launching = bound == "launches" or _compute_launch_wait(measured) >= BOUND_SHARE
     graphs = []
     if is_launching and setting.may_replay:

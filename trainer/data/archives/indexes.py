@@ -1,4 +1,4 @@
-"""Shards as files that must not change, and their indexes.
+"""Shards, which must not change during a run, and their indexes.
 
 An index lists the samples of a shard: names, classes, and the positions of the images. Indexes are
 stored in the data folder, because reading all headers of a shard takes long. The name of an index
@@ -165,9 +165,11 @@ def load_or_make(
         "time": shard.time,
     }
     status = os.stat(shard.path)
-    # Size and modification time do not reveal every replacement of a shard.
+    # Size and modification time do not reveal every replacement of a shard, so also compare the
+    # inode and the change time.
     about |= {"inode": status.st_ino, "changed": status.st_ctime_ns}
-    # The file is a zip with checksums; reading a damaged one can raise any exception.
+    # The file is a zip with checksums. Reading a damaged file can raise any exception. The index is
+    # then made again.
     with suppress(Exception), open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
         stored_about = json.loads(stored["about"].tobytes())
         contents = stored_about.pop("contents")
@@ -178,7 +180,8 @@ def load_or_make(
     contents = dict(vars(index))
     arrays = {key: contents.pop(key) for key in ARRAYS}
     text = json.dumps({**about, "contents": contents}).encode()
-    # The disk may be full, or the data folder may belong to another user.
+    # If the disk is full, or the data folder belongs to another user, the index is not stored, and
+    # is made again next time.
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(".part")

@@ -36,7 +36,8 @@ EXAMPLE = (
 )
 # File next to the shards with the names of classes 0, 1, ..., one per line.
 LIST = "classes.txt"
-# Number of threads that make indexes. More threads than cores help, as they wait for the disk.
+# Number of threads that make indexes. More threads than cores help, because threads mostly wait for
+# the disk.
 THREADS = 16
 
 IndexedShard = tuple[Archive, ArchiveIndex]
@@ -203,7 +204,7 @@ def _load_index(path: str) -> IndexedShard:
         shard = Archive.of(path)
         return shard, _reader(path).index(shard)
     except SetupError:
-        # SetupError is a subclass of OSError.
+        # SetupError is a subclass of OSError, which the next clause would wrap again.
         raise
     except OSError as error:
         raise SetupError(f"{path} cannot be read ({error.strerror or error})") from None
@@ -225,8 +226,8 @@ def classes_of(
         held_out: (samples,) bool, whether each sample belongs to the validation split.
 
     Returns:
-        The names of all classes; (samples,) int64 indices into these names, -1 for no class; and
-        notes for a run's banner.
+        (names, labels, notes): the names of all classes; (samples,) int64 indices into `names`, -1
+        for no class; and notes for a run's banner.
 
     Raises:
         SetupError: the classes of the shards or of the splits do not match.
@@ -258,7 +259,7 @@ def classes_of(
 
 
 def _used_texts(texts: Sequence[str], codes: Array) -> set[str]:
-    """Return the texts at these indices, without the empty text."""
+    """Return the strings of `texts` at the indices `codes`, without -1 and the empty string."""
     return {texts[code] for code in np.unique(codes) if code >= 0} - {""}
 
 
@@ -270,7 +271,7 @@ def _outermost(
 ) -> list[str]:
     """Return for each path the outermost directory below the path that all used paths share.
 
-    The result is an empty text for a path that has no such directory.
+    The result is an empty string for a path that has no such directory.
 
     Args:
         root: directory that contains all shards, for error messages.
@@ -282,7 +283,8 @@ def _outermost(
         SetupError: the directories are splits such as train and val, not classes.
     """
     used_paths = [paths[code] for code in used]
-    # `commonprefix` compares the items of tuples. It would compare the characters of text.
+    # `commonprefix` compares the items of tuples, here whole names of directories. Paths as strings
+    # would be compared character by character.
     shared = os.path.commonprefix(used_paths)  # noqa: RUF071
     depths = [len(path) - 1 for path in used_paths]
     depth = max(0, min([len(shared), *depths]))
@@ -302,7 +304,14 @@ def _outermost(
 
 
 def _join_tables(tables: Iterable[tuple[list[str], Array]]) -> tuple[list[str], Array]:
-    """Join tables of texts into one table, and convert the indices into them; -1 is kept."""
+    """Join tables of strings into one table without duplicates.
+
+    Args:
+        tables: strings and indices into them; -1 stands for no string.
+
+    Returns:
+        (strings, indices): the joined table, and all indices, converted to the joined table.
+    """
     joined: dict[str, int] = {}
     joined_codes = [np.empty(0, np.int64)]
     for table, table_codes in tables:
@@ -328,7 +337,7 @@ def _parse_number(text: str) -> int:
 
 
 def _name_numbers(root: Path, indexes: Sequence[ArchiveIndex], numbers: Array) -> list[str]:
-    """Return the names of classes that are numbers.
+    """Return the names of the classes if the labels in the shards are numbers.
 
     Names come from the shards, or from the file `LIST` next to the shards. If neither exists, the
     numbers are the names.
@@ -414,7 +423,7 @@ def list_shards(folder: str) -> Iterator[str]:
 
 
 def packed_or_remote(root: str) -> str | None:
-    """Return what is wrong if `root` is a packed archive or a URL, or None if it is neither."""
+    """Return a phrase for messages if `root` is a packed archive or a URL; None otherwise."""
     if re.match(r"\w+://", root):
         return (
             "an address, and images are read from this machine: download it first, and type "

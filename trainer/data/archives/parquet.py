@@ -26,7 +26,7 @@ from trainer.data.photos.decoding import Bytes, describe_failure
 from trainer.errors import SetupError, load_extra
 
 KIND = b"parquet"
-# Maximum number of bytes of row groups that a process keeps.
+# Maximum number of bytes of row groups that a process keeps. The latest group is always kept.
 CACHE_BYTES = 2**28
 # Names of pyarrow's types of bytes and of text.
 BYTES_TYPES = ("binary", "large_binary", "binary_view")
@@ -165,12 +165,12 @@ def label_column(schema: Any) -> str | None:
 
 
 _LOCK = threading.Lock()
-# The most recently read images: arrays of pyarrow, by shard and row group, the oldest first.
+# pyarrow arrays of the most recently read images, by shard and row group, the oldest group first.
 _GROUPS: OrderedDict[tuple[Archive, int], Any] = OrderedDict()
 
 
 def images_of(shard: Archive, group: int) -> Any:
-    """Return the images of a row group as an array of bytes of pyarrow.
+    """Return the encoded images of a row group as a pyarrow array of bytes.
 
     Raises:
         Exception: pyarrow can raise any exception.

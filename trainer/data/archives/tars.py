@@ -65,7 +65,7 @@ def index(shard: Archive) -> ArchiveIndex:
         SetupError: the shard is damaged, or its samples are not understood.
         OSError: the shard cannot be read.
     """
-    # The suffixes that can be read depend on the libraries of this environment.
+    # The suffixes that can be read depend on the installed libraries, and so does the index.
     suffixes = " ".join(sorted({ARRAY, *readable_suffixes()}))
     return load_or_make(shard, f"tar {suffixes}", read_index)
 
@@ -99,7 +99,7 @@ def read_index(shard: Archive) -> ArchiveIndex:
     additional_images = list[str]()
     with open(shard.path, "rb", HEADER_BYTES) as file:
         if hasattr(os, "posix_fadvise"):
-            # Without this, the system reads ahead and so reads the images, too.
+            # Without this call, the system reads ahead, and therefore reads the images, too.
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         try:
             for _, sample in groupby(list_files(file, shard.size, left), lambda member: member.key):
@@ -192,7 +192,7 @@ def list_members(file: BinaryIO, size: int) -> Iterator[tarfile.TarInfo]:
                 raise ValueError(f"the shard is cut off or damaged at {member.name}")
             yield member
             offset = archive.offset
-            # tarfile would keep all members in memory.
+            # Otherwise, tarfile would keep all members in memory.
             archive.members.clear()  # type: ignore[attr-defined]
     except (tarfile.TarError, OverflowError, RecursionError) as error:
         raise ValueError(
@@ -219,7 +219,7 @@ def parse_sample(sample: list[Member], left: LeftOut) -> tuple[str | None, list[
         left: counts the files that are neither images nor labels.
 
     Returns:
-        The class, or None if the sample has no label, and the images.
+        (label, images): the class, or None if the sample has no class, and the images.
 
     Raises:
         ValueError: the label is not understood, or one class belongs to several images.

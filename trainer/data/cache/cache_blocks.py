@@ -87,7 +87,7 @@ def write(
     Args:
         file: the empty file.
         key: name of the block, which the hashes cover.
-        photos: `count` photos; None for one that could not be prepared.
+        photos: `count` photos; None stands for a photo that could not be prepared.
         count: number of photos.
         origins: bytes to write after the table: see `marked`.
 

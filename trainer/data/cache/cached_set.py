@@ -74,7 +74,8 @@ def cached(
         closing: stack that releases the lock on the cache when it is closed.
 
     Returns:
-        The data set, and the recipe with the format and size of the cache.
+        (data, recipe): the data set that reads from the cache, and the recipe with the format and
+        size of the cache.
 
     Raises:
         RecipeError: the photos are not files of this machine, or the format cannot store them.
@@ -140,7 +141,11 @@ def _open_complete(
     say: Callable[[str], None],
     closing: ExitStack,
 ) -> tuple[Path, Packing]:
-    """Open the cache of the photos, build its missing blocks, and return its directory."""
+    """Open the cache of the photos, and build its missing blocks.
+
+    Returns:
+        (home, packing): the directory of the cache, and the assignment of photos to blocks.
+    """
     packing = pack(folders, photo_format)
     home, lock = homes.opened(recipe.data, photo_format, packing)
     closing.callback(os.close, lock)
@@ -222,7 +227,7 @@ def build(
         photo_format: the form in which photos are stored.
         home: directory of the cache.
         workers: number of processes.
-        show: whether to show a progress bar instead of lines.
+        show: whether to show the progress.
         patience: seconds without a new block after which waiting for another process fails.
 
     Raises:
@@ -314,8 +319,8 @@ def build_block(home: str, key: bytes, paths: Sequence[bytes], photo_format: For
                 )
             os.replace(draft, path)
         except FileNotFoundError:
-            # Locks on a network disk may not be visible to other machines. Another machine may have
-            # renamed this draft.
+            # Locks on a network disk may not be visible to other machines. If another machine has
+            # renamed this draft, the block exists, and nothing is left to do.
             if not path.exists():
                 raise
 

@@ -49,7 +49,7 @@ def opened(data: DataRecipe, how: Format, packing: Packing) -> tuple[Path, int]:
         packing: the blocks of the current photos.
 
     Returns:
-        The directory, and the descriptor of its lock, which the caller must close.
+        (path, lock): the directory, and the descriptor of its lock, which the caller must close.
 
     Raises:
         SetupError: the directory cannot be created.
@@ -72,7 +72,7 @@ def opened(data: DataRecipe, how: Format, packing: Packing) -> tuple[Path, int]:
                 # The directory was deleted before it was locked.
                 os.close(lock)
         else:
-            # The path may be a link to a missing file.
+            # All attempts failed, for example because the path is a link to a missing file.
             raise FileNotFoundError(errno.ENOENT, "it cannot be made", str(path))
     except OSError as error:
         raise unwritable(above, error) from None
@@ -102,8 +102,9 @@ def _clear(path: Path, keep: Set[str]) -> None:
     with suppress(OSError):
         for name in os.listdir(path):
             if name.endswith(cache_blocks.DRAFT):
-                # A worker of a killed run may still be writing this draft, so remove it only if it
-                # can be locked. The worker would otherwise rename a draft of ours.
+                # `claim_file` removes the draft at its end, but only if it can lock the draft. A
+                # worker of a killed run may still be writing this draft. If it were removed, the
+                # worker would later rename a new draft that has the same name.
                 with locks.claim_file(path / name):
                     pass
             elif name.endswith(cache_blocks.SUFFIX) and name not in keep:
@@ -113,10 +114,10 @@ def _clear(path: Path, keep: Set[str]) -> None:
 def name_of(data: DataRecipe, how: Format) -> str:
     """Return the name of a data set's cache directory.
 
-    It depends on the table of labels, too, because the table selects the photos.
+    The name also depends on the table of labels, because the table selects the photos.
     """
     whole = os.path.realpath(Path(data.root or ".").expanduser())
-    # `data.root` may be a long pattern.
+    # `data.root` may be a long pattern, so keep only the last 40 characters of its name.
     name = re.sub(r"[^\w.-]+", "_", Path(whole).name)[-40:]
     key = "\0".join((whole, data.labels or "", data.image_column or "", str(how)))
     return f"{name}-{xxhash.xxh3_64_hexdigest(os.fsencode(key))}"

@@ -1,8 +1,8 @@
 """Photos in the cache: their format, their division into blocks, and reading them.
 
 The name of a block is a hash of the format and of the paths, sizes and modification times of its
-photos, so a block with changed photos gets a new name. A photo that was replaced by one of the same
-size and time is detected from the origins that the block contains (`cache_blocks.ORIGIN`).
+photos, so a block with changed photos gets a new name. If a photo was replaced by another photo of
+the same size and time, the origins in the block reveal it (`cache_blocks.ORIGIN`).
 """
 
 import errno
@@ -108,9 +108,10 @@ class Packing:
 def pack(folders: Sequence[EncodedPhotos], photo_format: Format) -> Packing:
     """Divide the photos of all folders together into blocks.
 
-    A block ends after a photo if the hash of the photo's path says so. Adding or removing a photo
-    therefore changes only the block of that photo. Source: content-defined chunking in
-    Muthitacharoen, Chen and Mazieres, "A low-bandwidth network file system", 2001, page 4.
+    A block ends after a photo if the hash of the photo's path is divisible by `PHOTOS_PER_BLOCK`,
+    or if the block is full. Adding or removing a photo therefore changes only blocks near it. This
+    is like content-defined chunking in Muthitacharoen, Chen and Mazieres, "A low-bandwidth network
+    file system", 2001, page 4, which hashes the bytes of files instead of paths.
     """
     paths = [[*map(folder.address, range(len(folder)))] for folder in folders]
     blocks: list[list[bytes]] = [[]]
@@ -150,7 +151,7 @@ def origins_of(paths: Sequence[bytes]) -> Array:
 
 
 def remove_changed(path: str, paths: Sequence[bytes]) -> None:
-    """Remove a block if one of its photos was replaced by one of the same size and time.
+    """Remove a block if one of its photos was replaced by another photo of the same size and time.
 
     The inode and the change time of a file say whether the file may have been replaced. Its content
     then says whether the photo is a different one or an exact copy, for example after a whole data
@@ -183,7 +184,8 @@ def remove_changed(path: str, paths: Sequence[bytes]) -> None:
         if len(moved):
             updated = origins.copy()
             updated["placing"] = locations
-            # The cache may belong to another user and be read-only.
+            # If the cache belongs to another user and is read-only, the origins stay as they are,
+            # and the contents are compared again next time.
             with suppress(OSError), open(path, "r+b") as current:
                 if os.path.sameopenfile(file.fileno(), current.fileno()):
                     current.seek(len(paths) * cache_blocks.ENTRY.itemsize)
@@ -315,7 +317,7 @@ def measure_reading(
     photo_format = format_of(recipe, size, channels)
 
     def measure(row: int, index: int) -> tuple[float, float, float, float]:
-        """Return the seconds to read, decode and transform a photo, and to do so from the cache."""
+        """Return the fields of `Reading` for a photo: (read, decode, transform, cached)."""
         start = time.perf_counter()
         open_seconds = 0.0
         decode_seconds = list[float]()

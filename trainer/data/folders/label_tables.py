@@ -69,7 +69,8 @@ class Row(NamedTuple):
     Attributes:
         number: number of the line in the file, from 1.
         file: path of the image below data.root.
-        part: train, val or test, if the line says so.
+        part: train, val or test, from the column `split`, or without this column from the first
+            directory of `file`; None if it names no part.
         cells: the image's labels.
     """
 
@@ -84,7 +85,7 @@ def open_table(recipe: Recipe, before: Before) -> Datasets:
 
     The table is a CSV file with a header. One column contains the path of an image below data.root;
     it is the first column unless the recipe names another one. A column `split` may contain train,
-    val or test. All other columns are labels.
+    val or test. All other columns are labels, unless data.label_column names the labels.
 
     Raises:
         SetupError: the table cannot be read, or does not match the images or the task.
@@ -141,7 +142,8 @@ def read_rows(
         data: names of columns.
 
     Returns:
-        Names of the columns with labels, all rows, and whether rows say to which part they belong.
+        (columns, rows, divides): names of the columns with labels, all rows, and whether the table
+        has a column `split` or any row has a part.
 
     Raises:
         SetupError: the table is not valid, or an image does not exist.
@@ -175,7 +177,7 @@ def read_rows(
     for number, cells in lines:
         file = plain(cells[image])
         if os.path.isabs(file):
-            # An image that is listed under two names must be recognized.
+            # Use one form of path, so that an image that is listed twice is recognized.
             file = os.path.relpath(file, root.absolute())
         if not (root / file).is_file():
             raise SetupError(
@@ -188,7 +190,7 @@ def read_rows(
                 _check_cell(
                     f"{path}, line {number}", cell, root, reads != "values" and column in labels
                 )
-        # An image with two labels could be in both the training and the validation split.
+        # Refuse an image in two lines: it could be in both the training and the validation split.
         if file in rows:
             advice = "keep one of them"
             if reads == "classes":
@@ -210,18 +212,19 @@ def targets_of(
     Args:
         path: the table, for error messages.
         columns: names of the columns with labels.
-        parts: the rows for training, for validation, and all others.
+        parts: the rows of the training split, of the validation split, and all other rows.
         reads: the kind of labels that the task needs.
 
     Returns:
-        Names of classes or values, targets of the training and of the validation rows, and notes
-        for a run's banner.
+        (names, targets, notes): names of the classes or values; the targets of the training rows
+        and of the validation rows; and notes for a run's banner.
 
     Raises:
         SetupError: the labels do not match the task.
     """
     train, val, _ = parts
-    # Look at the labels of all rows, so that the classes do not depend on the validation split.
+    # If an image can have several classes, all rows determine the classes, so that the classes do
+    # not depend on the validation split.
     cells = [row.cells[0] for row in chain(*parts) if row.cells]
     if reads == "class" and len(columns) == 1:
         named = class_names((row.cells[0] for row in train), (row.cells[0] for row in val))
@@ -361,7 +364,8 @@ def _records(path: Path, text: str) -> Iterator[Line]:
     lines = []
     if '"' in text:
         lines = io.StringIO(text, newline="").readlines()
-    # The csv module, in strict mode, refuses blanks between a closing quote and the separator.
+    # Remove blanks between a closing quote and the separator, which the csv module refuses in
+    # strict mode.
     tidy = (
         re.sub(r'(?<=") +(?=[,\t\r\n]|$)', "", line) if '" ' in line else line for line in lines
     )

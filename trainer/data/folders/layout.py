@@ -1,7 +1,7 @@
 """Layout of a folder of photos: training and validation parts, and names and order of classes.
 
 If a folder has no validation part, a fraction of each class is drawn as validation images. The same
-images are drawn every time.
+seed always draws the same images.
 """
 
 import csv
@@ -60,7 +60,7 @@ class ClassNames(NamedTuple):
 
     Attributes:
         names: sorted names.
-        places: index in `names` of each text that stands for a class.
+        places: index in `names` by each spelling of a class.
         notes: notes for a run's banner.
     """
 
@@ -120,7 +120,7 @@ def held_out_of(
         where: path of the data, for the error message.
 
     Returns:
-        The part, if any, and notes for a run's banner.
+        (part, notes): the chosen part, or None if neither exists, and notes for a run's banner.
 
     Raises:
         SetupError: there is no test part, but the user requires it.
@@ -142,6 +142,8 @@ def held_out_of(
 
 def layout_of(root: Path, left: LeftOut, test: bool) -> ClassFolders:
     """Find the directories of training and validation images in `root`.
+
+    If `root` itself has the name of a training part, the validation images may be next to `root`.
 
     Args:
         root: the user's data.root.
@@ -272,9 +274,9 @@ NOTHING_BEFORE = Before()
 def draw(names: Sequence[str], labels: Array, fraction: float, seed: int) -> Array:
     """Draw the validation images of a data set.
 
-    Whether an image is drawn depends only on the names of the images of its class and the seed, not
-    on the order of files or on other classes. At least one image of each class is drawn, and at
-    least one is left for training. From a class with a single image, none is drawn.
+    Whether an image is drawn depends only on the names of the images of its class, `fraction` and
+    `seed`, not on the order of files or on other classes. Each class keeps at least one image for
+    training, and at least one is drawn from each class with two or more images.
 
     Args:
         names: names of the images.
@@ -304,7 +306,8 @@ def hold_out(
     """Choose the validation images: those of an earlier run, or a new draw.
 
     Returns:
-        (images,) bool, whether each image is a validation image, and a description for the user.
+        (chosen, description): (images,) bool, whether each image is a validation image, and a
+        description of the split for the user.
 
     Raises:
         SetupError: validation images of the earlier run are missing, or no image can be drawn.

@@ -59,7 +59,7 @@ GRAY = ("1", "L", "LA", "I", "I;16", "I;16B", "F")
 MAX_LISTED_CLASSES = 12
 # Maximum number of unreadable images that a message names in addition to the first one.
 MAX_LISTED_FAILURES = 3
-# Ratio of the largest class to the smallest one from which on data.balance is suggested.
+# Minimum ratio of the largest class to the smallest class for which data.balance is suggested.
 UNBALANCED_RATIO = 5
 
 # Channels, height and width.
@@ -192,7 +192,7 @@ def photos(
     Args:
         recipe: the recipe.
         before: the split of an earlier run, if any.
-        train: training images; all images without `val`.
+        train: training images, or all images if `val` is None.
         val: validation images; if None, they are drawn from `train`.
         names: names of the classes or values.
         holdout: description of `val` for the user.
@@ -266,7 +266,7 @@ def header_shapes(folder: EncodedPhotos, values: PixelValues, channels: int | No
     shapes = []
     indices = np.linspace(0, len(folder) - 1, min(MAX_HEADERS, len(folder)))
     for index in indices.astype(int):
-        # Training reports images that cannot be read.
+        # Skip images that cannot be read: training reports them.
         with suppress(Exception), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             address = folder.address(index)
@@ -294,15 +294,20 @@ def shape_of(image: Image.Image) -> Shape:
 
 
 def image_shape(recipe: Recipe, shapes: list[Shape]) -> tuple[int, ImageSize, dict[str, str]]:
-    """Return channels and size of the model's images, and a note about the choice.
+    """Choose the number of channels and the size of the model's images.
 
-    The recipe's values are used if they are set. Otherwise small square images of equal size keep
-    their size, and gray images stay gray. All other images become 3 x 224 x 224. So do images for
-    pretrained weights and for torchvision's models, which were designed for this shape.
+    The recipe's values are used if they are set. Otherwise, images become 3 x 224 x 224, with two
+    exceptions. Square images of one size below 224 keep their size, except with `model.weights` and
+    for a model of torchvision with `model.init_from`. Gray images stay gray, except with these
+    options and for all models of torchvision, which were designed for 3 channels.
 
     Args:
         recipe: the recipe.
         shapes: shapes of some of the images.
+
+    Returns:
+        (channels, size, notes): the number of channels, the size, and a note about the choice for
+        a run's banner.
     """
     data = recipe.data
     model = recipe.model
@@ -342,7 +347,8 @@ def measured_photos(
     Pixel values are counted as integers, so that every rank computes exactly the same result.
 
     Returns:
-        Mean and standard deviation of each channel, and the number of measured images.
+        (mean, std, looked): mean and standard deviation of each channel, and the number of measured
+        images.
 
     Raises:
         SetupError: no image can be read.

@@ -72,9 +72,9 @@ class LeftOut(Counter[str]):
 
 
 def what_reads(suffix: str) -> str | None:
-    """Return advice on how to make images with this suffix readable.
+    """Return advice on how to read files with this suffix, which are not read at present.
 
-    The result is empty or None for a suffix that is not one of images, or that can be read.
+    The result is None for a suffix without advice, and empty for HEIF photos that can be read.
     """
     lower = suffix.lower()
     return register_heif() if lower in HEIF else NEEDS.get(lower)

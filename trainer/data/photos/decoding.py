@@ -107,12 +107,12 @@ def open_encoded(
         if height and width:
             size = (width, height) if orientation >= 5 else (height, width)
             if tags:
-                # Some decoders turn the image as these segments say, and `_turn` would do it again.
-                # Change the type of the segments to one that no decoder reads.
+                # Some decoders turn the image as these segments say, and `_turn` would turn it
+                # again. Change the type of the segments to a type that no decoder reads.
                 data = data.copy()
                 data[[start + 1 for start in tags]] = 0xEC
             return Picture(*size, partial(_decode_jpeg, data, channels, orientation))
-    # Pillow reads only some kinds of TIFF files. `read_stack` tries the others.
+    # Pillow reads only some kinds of TIFF files. `read_stack` tries all files that Pillow refuses.
     with without_warnings(), contextlib.suppress(UnidentifiedImageError):
         if not stack:
             with Image.open(io.BytesIO(data.data), formats=list_formats()) as opened:
@@ -214,13 +214,14 @@ def parse_jpeg_header(data: Bytes) -> tuple[int, int, int, list[int]]:
     """Read the segments of a JPEG up to its pixels.
 
     Returns:
-        Height and width in the frame header, or 0 and 0 without one; the orientation, 1 to 8, which
-        Pillow finds in EXIF or else in XMP data, by default 1; and the positions of the segments
-        that contain such data.
+        (height, width, orientation, tags): height and width in the frame header, or 0 and 0 without
+        such a header; the orientation, 1 to 8, which Pillow finds in EXIF or else in XMP data, by
+        default 1; and the positions of the segments that may contain EXIF or XMP data.
     """
     start = 2
     end = len(data) - 8
-    # Pillow reads the orientation from the `info` of an image.
+    # Collect EXIF and XMP data in an empty image, because Pillow reads the orientation from the
+    # `info` of an image.
     metadata = Image.Image()
     size = (0, 0)
     tags = []
@@ -232,7 +233,8 @@ def parse_jpeg_header(data: Bytes) -> tuple[int, int, int, list[int]]:
         if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
             high, low, wide, narrow = data[start + 5 : start + 9].tolist()
             size = (256 * high + low, 256 * wide + narrow)
-        # A fill byte is one byte long, and a marker without payload two. Others state their length.
+        # A fill byte is one byte long, and a marker without payload two bytes. All other segments
+        # contain their length.
         step = 1 if kind == 0xFF else 2
         if kind != 0xFF and kind != 0x01 and not 0xD0 <= kind <= 0xD8:
             step += 256 * int(data[start + 2]) + int(data[start + 3])
@@ -320,8 +322,8 @@ def convert_channels(images: Tensor, channels: int) -> Tensor:
 
 
 def describe_failure(error: BaseException) -> str:
-    """Return a short text about why something could not be read."""
-    # The message of this error contains the address of a Python object.
+    """Return a phrase for messages that says why a file or item could not be read."""
+    # Replace the message of this error, which contains the address of a Python object.
     if isinstance(error, UnidentifiedImageError):
         return "cannot identify image file"
     if isinstance(error, OSError) and error.strerror:
@@ -336,7 +338,7 @@ def decode_item(
     channels: int,
     pixel_range: Range | None = None,
 ) -> Tensor:
-    """Convert the image of a user's item to what `PhotoSource.read` returns.
+    """Convert the image of a user's item to (channels, height, width) uint8.
 
     Args:
         image: a uint8 tensor (C, H, W) or a Pillow image.
@@ -344,7 +346,7 @@ def decode_item(
         pixel_range: the recipe's data.pixel_range.
 
     Raises:
-        TypeError: the image is something else.
+        TypeError: the image has another type, or another number of channels.
     """
     if isinstance(image, Image.Image):
         return from_pillow_upright(image, channels, pixel_range)

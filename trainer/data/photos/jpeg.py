@@ -80,7 +80,7 @@ def _build_fallback(why: str) -> Codec:
 
 def _decode_with_torchvision(data: Tensor, channels: int) -> Tensor:
     if not hasattr(torchvision_io, "decode_jpeg"):
-        # The caller then tries Pillow.
+        # The caller catches this error and tries Pillow.
         raise RuntimeError("no JPEG decoder except Pillow is installed")
     mode = torchvision_io.ImageReadMode.GRAY
     if channels == 3:

@@ -36,7 +36,7 @@ class Picture:
         width: width of the whole image in pixels.
         decode: function that returns the image as (C, h, w) uint8 for a factor of `FACTORS`, or 1.
             With factor 1, it has its full size, or the size in which it is stored. With another
-            factor, its sides may be shorter by at most that factor.
+            factor, it may be smaller, but each side has at least about 1 / factor of its length.
     """
 
     height: int

@@ -29,7 +29,7 @@ from trainer.recipe.image_sizes import ImageSize, sides
 TINY = 64
 # Whether torch resizes uint8 on this CPU without a conversion to float.
 VECTORISED = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-# Number of samples to try, starting with the wanted one, until one can be read.
+# Maximum number of samples to try, starting with the requested sample, until one can be read.
 NEIGHBOURS = 100
 
 # Number of the reader; epoch, or None for evaluation; sample indices, in training modulo the number
@@ -92,7 +92,7 @@ def covering_size(
     width: int,
     box: ImageSize,
 ) -> tuple[int, int]:
-    """Return the smallest size that has the proportions of height x width and covers `box`.
+    """Return the smallest (height, width) that has the proportions of an image and covers `box`.
 
     If the box is a square, its side is the shorter side, as in torchvision's Resize(side).
     """
@@ -245,8 +245,8 @@ class Reader:
             images: (slots, rows, H, W, C) uint8.
             labels: (slots, rows, ...).
             recipe: the recipe.
-            plain: whether inputs are not images. Then they are buffered as the data set returns
-                them.
+            plain: True if inputs are not images, in which case the buffers receive them as the data
+                set returns them.
         """
         self.source = source
         self.images = images
@@ -377,6 +377,6 @@ def as_pictures(datasets: Datasets, inputs: Tensor) -> Tensor | None:
     std = torch.tensor(datasets.std)[:, None, None]
     pixels = inputs.detach().float().cpu() * std + mean
     images = (255 * pixels).round().clamp(0, 255).to(torch.uint8)
-    # Keep the first three channels, or only the first one of two.
+    # Keep the first three channels. If there are only two, keep only the first channel.
     channels = 3 if images.shape[1] >= 3 else 1
     return images[:, :channels].permute(0, 2, 3, 1).contiguous()

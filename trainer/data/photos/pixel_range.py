@@ -1,8 +1,8 @@
-"""Conversion of pixels that are not bytes: which of their values are black and white.
+"""Conversion to bytes of pixels that are not bytes, and the choice of their black and white.
 
-This is decided once for a whole data set, by the recipe's data.pixel_range or by the kind of file.
-It never depends on the values of a single image, because a dark photo would then become as bright
-as a bright one.
+The pixel values that become black and white are chosen once for a whole data set, by the recipe's
+data.pixel_range or by the type of the pixels. They never depend on the values of a single image,
+because a dark photo would then become as bright as a bright one.
 """
 
 from collections import defaultdict
@@ -15,18 +15,18 @@ from PIL import Image, UnidentifiedImageError
 from trainer.errors import SetupError
 from trainer.recipe import DataRecipe
 
-# Values of black and of white.
+# Pixel values of black and of white.
 Range = tuple[float, float]
 Values = np.ndarray[Any, Any]
 
-# Ranges of 16-bit numbers and of real numbers, unless the recipe sets another one.
+# Black and white of 16-bit integers and of floating-point numbers if data.pixel_range is not set.
 WHOLE = (0.0, 65535.0)
 REAL = (0.0, 1.0)
-# Tolerance as a fraction of the range: filters may overshoot slightly above white or below black.
+# Tolerance as a fraction of white: filters may overshoot slightly above white or below black.
 BEYOND = 0.05
-# If the brightest value of a data set is below white / DARK, that white is probably wrong.
+# If the brightest value of a data set is below white / DARK, the value of white is probably wrong.
 DARK = 4
-# Usual values of white.
+# Usual values of white: 1 for floating point, and the maxima of 8, 10, 12, 14 and 16 bits.
 WHITES = (1, 255, 1023, 4095, 16383, 65535)
 # Tags of a TIFF file.
 BITS, PHOTOMETRIC, SAMPLES, PLANES, SAMPLE_FORMAT = 258, 262, 277, 284, 339
@@ -43,9 +43,9 @@ class PixelKind(NamedTuple):
     """The type of an image's pixels.
 
     Attributes:
-        what: a description for messages.
-        natural: black and white, unless the recipe sets other values.
-        colour: whether the image has colors of 16 bits per channel. Pillow keeps the upper 8 bits.
+        what: name of the type in messages, such as "16-bit numbers".
+        natural: (black, white) pair of pixel values, used if data.pixel_range is not set.
+        colour: whether the image has color channels of 16 bits. Pillow keeps only the upper 8 bits.
     """
 
     what: str
@@ -54,13 +54,14 @@ class PixelKind(NamedTuple):
 
 
 def find_pixel_kind(image: Image.Image) -> PixelKind | None:
-    """Return the type of an image's pixels, None for bytes.
+    """Return the type of an image's pixels, or None if they are bytes.
 
     Call this before the image is loaded. Afterwards, Pillow no longer knows the type in the file.
 
     Raises:
-        ValueError: the pixels are numbers that cannot be read here.
-        UnidentifiedImageError: Pillow misreads the planes of this file.
+        ValueError: the pixels are signed, have 12 or 32 bits, or have 16 bits of which 0 is white.
+        UnidentifiedImageError: the TIFF file stores each channel as a separate plane, and has more
+            than 4 channels or more than 8 bits per channel, which Pillow misreads.
     """
     tags = getattr(image, "tag_v2", {})
     if tags.get(PLANES) == 2:
@@ -68,7 +69,8 @@ def find_pixel_kind(image: Image.Image) -> PixelKind | None:
         if has_many_samples or np.max(tags.get(BITS, 8)) > 8:
             raise UnidentifiedImageError
     is_signed = 2 in np.atleast_1d(tags.get(SAMPLE_FORMAT, 1))
-    # Pillow scales a PPM to 16 bits by the white of each file.
+    # Pillow also uses mode "I" for a PPM of 16 bits, which it scales to 0 to 65,535 by the maximum
+    # in the file's header.
     has_32_bits = image.mode == "I" and image.format != "PPM"
     is_unusual = False
     if image.mode.startswith("I;16"):
@@ -90,7 +92,7 @@ def find_pixel_kind(image: Image.Image) -> PixelKind | None:
 
 
 def find_value_kind(values: Values) -> PixelKind | None:
-    """Return the type of an array's pixels, None for bytes.
+    """Return the type of an array's pixels, or None if they are bytes.
 
     Raises:
         ValueError: the type of the array is not uint8, uint16 or floating point.
@@ -111,10 +113,12 @@ def as_bytes(
 ) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Scale values linearly, black to 0 and white to 255, and clip values outside this range.
 
+    NaN and infinity count as 0.
+
     Raises:
         ValueError: `pixel_range` is None, and values lie outside the natural range of `kind`.
     """
-    # Pillow does the same with colors of 16 bits.
+    # Keep the upper 8 bits, as Pillow does for colors of 16 bits.
     if pixel_range is None and kind.natural == WHOLE:
         return (values >> 8).astype(np.uint8)
     values = np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
@@ -134,13 +138,19 @@ def is_beyond(
     high: float,
     natural: Range,
 ) -> bool:
-    """Return whether values from `low` to `high` exceed the range from black to white."""
+    """Return whether values from `low` to `high` exceed a range by more than the tolerance.
+
+    Args:
+        low: smallest value.
+        high: largest value.
+        natural: values of black, which is 0, and of white.
+    """
     white = natural[1]
     return low < -BEYOND * white or high > white * (1 + BEYOND)
 
 
 def suggest_range(low: float, high: float) -> str:
-    """Return the option to type for values from `low` to `high`, for messages."""
+    """Return the part of a message that suggests a data.pixel_range for `low` to `high`."""
     white = next((white for white in WHITES if high <= white * (1 + BEYOND)), high)
     if 0 < high < white / DARK:
         white = high
@@ -152,13 +162,13 @@ def suggest_range(low: float, high: float) -> str:
 
 
 class PixelValues:
-    """The range of the values in some images of a set.
+    """Range of the pixel values in the inspected images of a data set.
 
     Attributes:
-        wanted: the recipe's data.pixel_range.
+        wanted: the recipe's data.pixel_range; None if it is not set.
         count: number of images whose pixels are not bytes.
-        animated: number of images with several frames.
-        holes: number of images with values that are not finite.
+        animated: number of images with several frames, except TIFF files.
+        holes: number of images with NaN or infinity.
         channels: names of the images by their number of channels. The number 0 stands for images
             that can be read with one or three channels.
     """
@@ -174,14 +184,14 @@ class PixelValues:
         self._high = 0.0
 
     def add(self, image: Image.Image, where: str) -> None:
-        """Add an image that is not loaded yet. It is loaded only if its values may matter.
+        """Add an image that is not loaded yet, and load it only if `seen` needs its values.
 
         Raises:
             ValueError: the pixels cannot be read.
         """
         kind = find_pixel_kind(image)
         self.channels[0].append(where)
-        # The pages of a TIFF file are checked elsewhere.
+        # `stacks.choose_page` checks the pages of a TIFF file when the file is read.
         if image.format != "TIFF" and getattr(image, "is_animated", False):
             self.animated += 1
         self.seen(kind, lambda: np.asarray(image), where)
@@ -192,14 +202,22 @@ class PixelValues:
         load: Callable[[], Values],
         where: str,
     ) -> None:
-        """Add the values of an image. `load` returns them, and is called only if they matter."""
+        """Add the values of an image.
+
+        Args:
+            kind: type of the pixels; None for bytes, which have no range to check.
+            load: function that returns the pixel values. It is called only if they can change the
+                results of `check` and `notes`.
+            where: name of the image for messages.
+        """
         if kind is None:
             return
         self.count += 1
         self._first = self._first or (where, kind)
         if kind.natural == REAL and not np.isfinite(load()).all():
             self.holes += 1
-        # Once a 16-bit image is bright enough, no other value changes the decision.
+        # After one 16-bit image that is bright enough, `check` accepts 16-bit images with any
+        # values, so further images need not be loaded.
         is_bright = kind.natural == WHOLE and self._high >= WHOLE[1] / DARK
         if self.wanted is not None or is_bright:
             return
@@ -212,7 +230,7 @@ class PixelValues:
         self._high = max(self._high, float(values.max(initial=0)))
 
     def check(self, channels: int) -> None:
-        """Refuse images that have other channels, or whose black and white are unknown.
+        """Refuse images with other channels, or with values that do not fit black and white.
 
         Raises:
             SetupError: no image has `channels` channels, or data.pixel_range must be set.

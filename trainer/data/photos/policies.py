@@ -1,14 +1,14 @@
 """Automatic augmentation of whole batches.
 
 The policies and their random draws are those of torchvision, but each operation here runs once for
-many images. It accepts images (n, C, H, W) uint8 and one magnitude per image. On the CPU, for
-images of at least 8 x 8 pixels, its results equal those of torchvision for single images to the
+many images. An operation accepts images (n, C, H, W) uint8 and one magnitude per image. On the CPU,
+for images of at least 8 x 8 pixels, its results equal those of torchvision for single images to the
 last bit, which a test checks.
 
-On one CPU thread, torchvision's image-by-image processing takes 2.7 to 3.0 times as long for 256
-images of 32 x 32, 1.5 to 1.8 times for 64 x 64, and 0.6 times for 224 x 224. `BATCHED` is the
-largest size for which this module is used on a CPU. On a GPU, image-by-image processing launches
-about ten kernels per image.
+On one CPU thread, torchvision's image-by-image processing of 256 images takes 2.7 to 3.0 times as
+long as this module for 32 x 32 pixels, 1.5 to 1.8 times for 64 x 64, and 0.6 times for 224 x 224.
+`BATCHED` is the largest size for which this module is used on a CPU. On a GPU, this module is used
+for all sizes, because image-by-image processing launches about ten kernels per image.
 """
 
 import math
@@ -35,7 +35,8 @@ Step = tuple[str, float]
 def record_steps(policy: Any) -> Callable[[Tensor], list[Step]]:
     """Return a function that draws the steps of `policy` for an image without applying them.
 
-    The draws depend only on the size of the image.
+    The draws depend only on the size of the image. Afterwards, `policy` itself no longer changes
+    images, because this function replaces the method that applies a step.
     """
     steps = []
 

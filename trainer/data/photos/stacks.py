@@ -41,7 +41,8 @@ def read_stack(data: Values, channels: int | None) -> tuple[Values, PixelKind | 
         channels: the expected number of channels; None accepts any number.
 
     Returns:
-        (H, W, C) values, their kind (None for bytes), and the EXIF orientation.
+        (values, kind, orientation): the pixels (H, W, C), their type (None for bytes), and the EXIF
+        orientation.
 
     Raises:
         ValueError: the file cannot be read, or has other channels.
@@ -60,7 +61,7 @@ def read_stack(data: Values, channels: int | None) -> tuple[Values, PixelKind | 
         try:
             values, orientation = _read_tiff(data)
         except LookupError:
-            # tifffile raises this for damaged files.
+            # tifffile raises LookupError for damaged files.
             raise ValueError("cannot identify image file") from None
     elif channels in (None, 1, 3):
         raise ValueError("cannot identify image file")
@@ -92,7 +93,7 @@ def choose_page(image: Image.Image) -> None:
         ValueError: the file has several pages, and none says which is the image.
     """
     pages = {}
-    # The data after the last page may be invalid.
+    # Stop at invalid data, which may follow the last page.
     with suppress(Exception):
         for number in range(getattr(image, "n_frames", 1)):
             image.seek(number)

@@ -107,7 +107,7 @@ class Request:
         key: the batch.
         worker: the worker that reads the batch.
         slot: index of the worker's slot that receives the batch.
-        report: result of the read; None until the worker has answered.
+        report: result of the read; None until the worker has sent it.
         is_dropped: whether the batch is no longer needed.
     """
 
@@ -296,7 +296,7 @@ class Workers:
         return min(candidates, key=lambda worker: len(worker.requests), default=None)
 
     def _listen(self, seconds: float) -> None:
-        """Receive the answers of workers, and wait at most `seconds` for the first."""
+        """Receive the reports of workers, and wait at most `seconds` for the first report."""
         busy: dict[Any, Worker] = {
             worker.connection: worker for worker in self._workers if worker.requests
         }
@@ -314,7 +314,7 @@ class Workers:
     def _drop(self) -> None:
         """Drop all requests.
 
-        If a worker is still reading a batch, its slot becomes free when the worker answers.
+        If a worker is still reading a batch, its slot becomes free when the worker has read it.
         """
         for request in self._requests:
             request.is_dropped = True
@@ -343,7 +343,8 @@ class Workers:
                     f"the data set cannot be sent to loader workers ({error}); "
                     "define its class in a module, or set data.workers=0"
                 ) from None
-            # A lambda, or a class that is defined in a function, must be pickled by value.
+            # Pickle the data set by value and try again: a lambda, or a class that is defined in a
+            # function, cannot be pickled by name.
             for source in by_name:
                 source.by_value = True  # type: ignore[attr-defined]
             return self._start()
@@ -362,7 +363,8 @@ class Workers:
     def _describe_death(self, worker: Worker) -> str:
         worker.process.join(POLL_SECONDS)
         code = worker.process.exitcode or 0
-        # A killed worker has a negative exit code, or a special one if the fork server was killed.
+        # A killed worker has a negative exit code, or `SERVER_GONE_CODE` if the fork server was
+        # killed. Any other positive code means that it failed to start.
         if code > 0 and code != fork_server.SERVER_GONE_CODE:
             return (
                 "loader workers failed to start; their error is printed above. They import the "

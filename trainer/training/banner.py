@@ -49,7 +49,7 @@ WARNINGS = (
 )
 # Titles of lines that only `runs show` prints.
 DETAILS = ("computes", "mode", "devices", "held out", "cuts", "readers", "folder")
-# Number of lines that the banner may have in addition to those that every run prints.
+# Number of lines that the banner may have in addition to the five that every run prints.
 SPARE_LINES = 3
 
 
@@ -58,8 +58,8 @@ def print_banner(
 ) -> None:
     """Print the most important of the banner's lines, and a command that prints all of them.
 
-    The banner has eight lines. It has more only if the lines of every run and those of `WARNINGS`,
-    which are never cut, need more.
+    The banner has at most eight lines. It has more only if the lines that every run prints, and
+    those of `WARNINGS`, need more, because they are always printed in full.
 
     Args:
         recipe: The recipe.
@@ -78,7 +78,7 @@ def print_banner(
     spare = max(1, SPARE_LINES - used)
     for title in warnings:
         spare -= tracker.print_lines({title: lines[title]})
-    # A line that needs more than the spare lines is not cut: `runs show` prints it.
+    # An entry that needs more than the spare lines is left out, and only `runs show` prints it.
     for title in titles:
         spare -= tracker.print_lines({title: lines[title]}, lines=spare)
     details = f"python -m trainer runs show {shlex.quote(str(tracker.path))}"
@@ -86,7 +86,7 @@ def print_banner(
 
 
 def summarize_devices(devices: Sequence[str]) -> str:
-    """Return a short text about devices, such as `4 x cuda`."""
+    """Summarize devices in a few words, such as `4 x cuda`."""
     kinds = {name.partition(":")[0] for name in devices}
     if len(devices) > 1 == len(kinds):
         return f"{len(devices)} x {kinds.pop()}"
@@ -217,7 +217,8 @@ def warn_of_small_batch_norm(strategy: Strategy, has_batch_norm: bool) -> str | 
     """Return a suggestion if BatchNorm normalizes too few images at a time.
 
     Returns:
-        None if there are enough images, or if they are the recipe's whole batch.
+        The suggestion. None if there are enough images, if they are the recipe's whole batch, or if
+        the model has no BatchNorm.
     """
     recipe = strategy.recipe
     share_count = strategy.share.count

@@ -18,8 +18,9 @@ from trainer.training.observer import ModelFacts
 from trainer.training.state import Resolved
 from trainer.versions import VERSION
 
-# Below 16 images per batch the error of ResNet-50 on ImageNet grows: by 1 point at 8 images, by 4
-# points at 4, by 11 points at 2 (Wu and He, "Group Normalization", arXiv:1803.08494, table 2).
+# If BatchNorm normalizes fewer than 16 images at a time, the error of ResNet-50 on ImageNet grows:
+# by 1 point at 8 images per GPU, by 4 points at 4, by 11 points at 2 (Wu and He, "Group
+# Normalization", arXiv:1803.08494, table 2).
 MIN_BATCH_NORM_IMAGES = 16
 # Titles of lines that a user may want to act on before training. They are printed in full.
 WARNINGS = (

@@ -91,7 +91,8 @@ def diagnose(
                 [step - data_wait - sum(device_seconds), update - device_seconds[1]],
                 dtype=torch.float64,
             )
-            # The smallest value of all ranks counts: the others wait for the slowest.
+            # The smallest value of all ranks counts, because the values of other ranks include
+            # waiting for the slowest rank.
             smallest = -world.max_(-beyond_device)
             launches, update_launches = smallest.clamp(0.0, launches_at_most).tolist()
             update_launches = min(launches, update_launches, -negative_update)

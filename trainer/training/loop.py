@@ -48,8 +48,8 @@ def run(
 
     Args:
         recipe: The complete recipe.
-        own_process: Whether a second Ctrl-C, or a signal while another rank is lost, may end the
-            process immediately.
+        own_process: Whether this process exists only for this run. Then a second Ctrl-C, or a
+            signal while another rank is lost, may end the process immediately.
         program_callbacks: Callback of the calling program. The default is the callback of the
             program that started this rank.
 

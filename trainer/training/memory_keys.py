@@ -101,7 +101,7 @@ def describe_needs(resolved: Resolved, state: TrainState) -> str:
     resident = count_bytes(*(tensor for tensor in tensors if tensor.device.type == device_type))
     count = state.strategy.share.count
     remedies = []
-    # If accumulate is auto, all numbers of micro-batches have been tried.
+    # If accumulate is auto, all numbers of micro-batches have been tried, so none is suggested.
     if recipe.accumulate != "auto":
         numbers = range(recipe.pieces + 1, recipe.batch_size // count + 1)
         more = next((n for n in numbers if divides_evenly(recipe, count, n)), None)
@@ -243,8 +243,8 @@ def _recall_number(
         build_probe: Builds a run for the error message if there is no larger number.
 
     Returns:
-        The number. If no number that is possible now is stored, 1 on a CPU, and None on a GPU,
-        where trial passes must find it.
+        The number. If the file has no valid number, the result is 1 on a CPU, and None on a GPU,
+        where trial passes must find the number.
 
     Raises:
         DeviceMemoryError: Memory ran out with the largest numbers, so none is at least twice that.

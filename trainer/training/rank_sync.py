@@ -146,7 +146,7 @@ class RankSync:
             loss: This rank's sum of losses.
             bad: Whether a loss or gradient of this rank was not finite.
             first: Whether this is the first step or batch, which takes longer than others.
-            rank_seconds: This rank's row of `SyncedState.ranks`.
+            rank_seconds: This rank's row of `SyncedState.ranks`, or None if it is not measured.
         """
         world = self.resolved.world
         saver = self.snapshots.saver

@@ -201,7 +201,7 @@ def find_difference(
         copy_into(live, evidence.before)
         noise = dict(first.distances(replay(), evidence.before))
         for name, distance in too_far.items():
-            # This form also reports a distance or noise that is NaN.
+            # Unlike `>`, the condition `not <=` also holds if the distance or the noise is NaN.
             if not distance <= NOISE * noise[name]:
                 return f"{name} is {distance:.2g} of its norm apart"
         return None

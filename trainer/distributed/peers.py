@@ -28,7 +28,7 @@ NCCL_PEERS = (
 )
 # Complete error messages of torch's stores when a peer does not answer.
 STORES = ("Wait timeout", "Socket Timeout")
-# Gloo's messages begin with a position in its source code.
+# Pattern of the position in gloo's source code with which its error messages begin.
 PLACE = r"\[(enforce fail at )?\S*gloo/\S+:\d+\]"
 # Prefix that torch adds to an error in the callback of a future, such as DDP's communication hook.
 CALLBACK = "Got the following error when running the callback: RuntimeError: "
@@ -44,7 +44,8 @@ class translate_peer_errors:
     """
 
     def __init__(self, patience: float | None = None) -> None:
-        """
+        """Store the timeout of the block.
+
         Args:
             patience: seconds for which other ranks may be silent. None selects the `timeout` of the
                 process group.
@@ -73,8 +74,8 @@ class translate_peer_errors:
             raise SetupError(setting) from error
         if waited or is_broken_collective(error):
             line = describe_lost_peer(waited or error)
-            # If the group does not exist yet, a peer has never joined, and the stacks of this rank
-            # would not show why.
+            # Stacks are dumped for silent peers only. If the group does not exist yet, a peer has
+            # never joined, and the stacks of this rank would not show why.
             is_silent = waited or "time" in str(error).lower()
             if is_silent and dist.is_initialized():
                 line += stacks.dump(line)
@@ -244,15 +245,16 @@ def check_devices(devices: Iterable[torch.device], rank: int, size: int, seconds
         devices: devices of this rank.
         rank: rank of this process.
         size: number of ranks.
-        seconds: timeout.
+        seconds: timeout in seconds.
 
     Raises:
-        PeerError: a device did not complete its work in time.
+        PeerError: a device did not complete its work in time. The process then exits without
+            Python's shutdown.
     """
     hung = health.find_unfinished(dict.fromkeys(devices), seconds)
     if hung is None:
         return
-    # Python's own shutdown would wait for the device.
+    # Python's own shutdown would wait for the device, so it is skipped when the process exits.
     interrupts.skips_shutdown.set()
     if size > 1:
         line = f"rank {rank}: {hung} has hung, or waits for another rank's"

@@ -37,8 +37,8 @@ Made = TypeVar("Made")
 DATA_PATIENCE = 86400.0
 # Timeout in seconds of the first exchange, after all ranks have met at their store.
 FIRST_EXCHANGE = 60.0
-# NCCL's watchdog aborts the process at its timeout. This is added to that timeout, so that gloo
-# raises an error first, which can be reported.
+# Time that is added to NCCL's timeout, at which NCCL's watchdog aborts the process. So gloo, whose
+# timeout ends earlier, raises an error first, which can be reported.
 NCCL_LATER = timedelta(seconds=120)
 MET = "all ranks are there, and wait for the first answer from each other"
 
@@ -51,9 +51,10 @@ class World:
         place: rank of this process and number of ranks.
         device: first device of this rank.
         threads: number of CPU threads.
-        devices: name of the device of each rank in rank order, once `connect` has returned.
+        devices: names of the devices of this rank. Once `connect` has joined several ranks, the
+            name of the first device of each rank, in rank order.
         local_devices: all devices of this rank.
-        shared: whether ranks of this machine share a GPU.
+        shared: whether ranks share a GPU, on this machine or, after `connect`, on any machine.
         nccl: whether tensors on GPUs are exchanged by NCCL.
         timeout: seconds for which a rank or a device may be silent, once `connect` was called.
         grid: coordinates of this rank.
@@ -222,9 +223,10 @@ class World:
         )
 
     def agree(self, store: Store) -> None:
-        """Check that all ranks use the same type of device, and set `shared` for all.
+        """Check that all ranks use the same type of device, and set `shared` equally on all ranks.
 
-        All ranks must create the group with the same backend, but machines may differ.
+        All ranks must create the group with the same backend, which depends on both, but machines
+        may differ.
 
         Raises:
             SetupError: only some ranks have a GPU.
@@ -327,7 +329,7 @@ class World:
         return (self.grid.size(along) if along else self.size) > 1
 
     def broadcast_object(self, value: Any) -> Any:
-        """Return the value of rank 0 on every rank.
+        """Return the value of rank 0 on every rank. Collective.
 
         Args:
             value: small object that can be pickled. Use `broadcast_` for tensors.
@@ -342,6 +344,8 @@ class World:
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks in rank order on rank 0, and an empty list elsewhere.
 
+        Collective.
+
         Args:
             value: small object that can be pickled.
         """
@@ -353,7 +357,7 @@ class World:
         return boxes or []
 
     def gather_tensors(self, named: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Gather named tensors on the CPU of rank 0.
+        """Gather named tensors on the CPU of rank 0. Collective.
 
         The tensors are sent one by one, because pickling all of them would need twice their memory.
 
@@ -387,9 +391,9 @@ class World:
         return gathered
 
     def wait_for(self, value: Any) -> list[Any]:
-        """Return the values of all ranks in rank order on every rank.
+        """Return the values of all ranks in rank order on every rank. Collective.
 
-        The timeout is one day, for ranks that prepare their data.
+        The timeout is DATA_PATIENCE, for ranks that prepare their data or run user code.
 
         Args:
             value: small object that can be pickled.
@@ -417,7 +421,7 @@ class World:
             result = make()
         except TrainerError as error:
             own_error = error
-        # A rank that has failed must not skip this, because the other ranks would wait for it.
+        # A rank that has failed must take part in this exchange, for which the other ranks wait.
         errors = [*filter(None, self.wait_for(own_error))]
         if errors:
             raise own_error or errors[0]
@@ -472,8 +476,8 @@ class World:
         """Check that all ranks are alive and that the GPUs of this rank complete their work.
 
         Call this before the host waits for a device: a GPU that waits for a lost peer never
-        finishes. For the same reason the ranks communicate on the CPU. If the rank's device is a
-        CPU, this does nothing. Collective.
+        finishes. For the same reason the ranks communicate on the CPU here. If the rank's device is
+        a CPU, this does nothing. Collective.
 
         Raises:
             PeerError: a rank is gone, or a rank or a device was silent for `timeout` seconds.

@@ -54,7 +54,7 @@ class MuonAdamW(torch.optim.Optimizer):
             matrices: parameters for Muon; AdamW trains the others.
             lr: learning rate of both.
             momentum: momentum of Muon, 0 to 1.
-            nesterov: use Nesterov momentum in Muon.
+            nesterov: whether Muon uses Nesterov momentum.
             **adamw_options: further arguments of AdamW.
         """
         muon_groups = []
@@ -145,7 +145,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 class _MatrixUpdate(NamedTuple):
-    """Weight, momentum buffer and gradient, each as a matrix with a row per output.
+    """Weight, momentum buffer and gradient, each as a matrix with a row per output channel.
 
     Weight and buffer are views, which the step updates in place.
     """
@@ -192,7 +192,9 @@ class _StepRates:
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Approximate the nearest orthogonal matrix of each matrix, in bf16 like torch's Muon.
+    """Approximate the nearest semi-orthogonal matrix of each matrix, in bf16 like torch's Muon.
+
+    The singular values of the result are only roughly 1.
 
     Args:
         matrices: N matrices, (N, rows, columns).
@@ -201,7 +203,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
         The approximations, of the same shape.
     """
     x = matrices.bfloat16()
-    # The iteration multiplies by the smaller of the two Gram matrices.
+    # Tall matrices are transposed, so that the iteration multiplies by the smaller Gram matrix.
     is_tall = x.shape[1] > x.shape[2]
     if is_tall:
         x = x.mT

@@ -33,7 +33,8 @@ def build_learning_rate(recipe: Recipe, steps_per_epoch: int, total: int) -> Cal
     """Build the learning rate as a pure function of the optimizer step, counted from 0.
 
     The values equal those of torch's chained schedulers: a linear warm-up, then the schedule of the
-    recipe. A cosine restarts at the highest rate (Loshchilov and Hutter, arXiv:1608.03983).
+    recipe. At a restart, a cosine begins again at the peak rate (Loshchilov and Hutter,
+    arXiv:1608.03983).
 
     Args:
         recipe: the recipe with the schedule.
@@ -97,7 +98,8 @@ class _DeviceGroup(NamedTuple):
     Attributes:
         parameters: the parameters.
         flag: becomes 1 if a gradient is not finite, 0-dim.
-        scale: always 1, 0-dim. The check also divides the gradients by this loss scale.
+        scale: always 1, 0-dim. The check also multiplies the gradients by this number, the inverse
+            of a loss scale.
     """
 
     parameters: list[nn.Parameter]
@@ -106,13 +108,13 @@ class _DeviceGroup(NamedTuple):
 
 
 class Updater:
-    """Applies gradients: finite check or fp16 scaler, clipping, optimizer step.
+    """Update of the weights: finite check or fp16 scaler, clipping, optimizer step.
 
-    Only the method `is_bad` waits for the device. The flag `bad`, a tensor on it, is never reset:
-    after the first gradient that is not finite, optimizers skip every update, so the weights keep
-    their last good values. In fp16 an overflow is ordinary: the scaler lowers its scale and skips
-    one step. Training in fp16 has failed if the loss is not finite, which sets the flag, or if the
-    scale is below `MIN_SCALE`.
+    Only the method `is_bad` waits for the device. The flag `bad`, a tensor on the device, is never
+    reset: after the first gradient that is not finite, the optimizer skips every update, so the
+    weights keep their last good values. In fp16, gradients do not set the flag, because an overflow
+    is ordinary: the scaler lowers its scale and skips one step. Training in fp16 has failed if the
+    loss is not finite, which sets the flag, or if the scale is below `MIN_SCALE`.
     """
 
     def __init__(
@@ -141,8 +143,8 @@ class Updater:
         self.frozen: dict[str, nn.Parameter] = {}
         self._set_optimizer(optimizer)
         if scaler:
-            # The scaler creates its state at the first call, which a rank without a loss would
-            # never make.
+            # The scaler creates its state in the first call of `scale`. A rank without a loss would
+            # never call it.
             scaler.scale(self.bad)
 
     def _set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -150,8 +152,8 @@ class Updater:
         self.parameters = []
         for group in optimizer.param_groups:
             self.parameters += group["params"]
-        # A split model has parameters on several devices. Each device has its own flag, and `bad`
-        # becomes their maximum.
+        # A split model has parameters on several devices. Each device has its own flag, and in each
+        # step `bad` becomes the maximum of all flags.
         self.device_groups: dict[torch.device, _DeviceGroup] = {}
         for p in self.parameters:
             if p.device not in self.device_groups:
@@ -195,10 +197,10 @@ class Updater:
         """Take one optimizer step with the current gradients.
 
         Args:
-            loss: loss of this step, 0-dim. It sets `bad` in fp16. In all other precisions the
-                gradients set `bad`.
+            loss: loss of this step, 0-dim. In fp16, a loss that is not finite sets `bad`. In all
+                other precisions, a gradient that is not finite does.
             exchange: operations on the gradient of the whole model.
-            want_norm: compute the norm even if the recipe does not clip it.
+            want_norm: whether to compute the norm even if the recipe does not clip it.
 
         Returns:
             The norm of the gradient before clipping, or None if it was not computed.
@@ -227,12 +229,14 @@ class Updater:
             self.bad.copy_(torch.maximum(self.bad, is_bad_loss))
             self.scaler.unscale_(self.optimizer)
             flags: dict[Any, Tensor] = self.scaler._found_inf_per_device(self.optimizer)
-            # A pipeline stage whose parameters are all frozen has neither gradients nor flags.
+            # A pipeline stage whose parameters are all frozen has neither gradients nor flags, but
+            # must take part in the exchange of flags.
             if not flags:
                 flags[self.bad.device] = torch.zeros_like(self.bad)
             first, *others = flags.values()
             _merge_flags(first, others)
-            # torch adds the flags, and a fused optimizer does not recognize a sum of 2.
+            # torch adds the flags of all devices, and a fused optimizer skips its update only if
+            # the sum is 1. So all flags except the first, which is their maximum, become 0.
             for flag in others:
                 flag.zero_()
             exchange.reduce_overflow(first)
@@ -287,7 +291,8 @@ class MovingAverage:
         self.live = dict(tensors)
         self.decay = decay
         self.average = {}
-        # Names of averaged tensors, and of counters, which are copied.
+        # Names of floating-point tensors, which are averaged, and of integer tensors (counters),
+        # which are copied.
         self._floats = []
         self._integers = []
         for name, tensor in tensors.items():
@@ -307,7 +312,7 @@ class MovingAverage:
             update_averages(averages, weights, step)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the averages by name. Integer tensors (counters) have their current values."""
+        """Return the averages by name. Integer tensors (counters) are copies of current values."""
         for name in self._integers:
             self.average[name].copy_(self.live[name])
         return self.average

@@ -50,8 +50,8 @@ class LearningRates:
             if rate not in self.tensors:
                 self.tensors[rate] = torch.zeros((), device=device)
             group["lr"] = self.tensors[rate]
-            # Torch requires this option for a capture, and refuses it for optimizers on a CPU that
-            # are not fused.
+            # Torch requires `capturable` to capture a step. On a CPU, it refuses this option for
+            # optimizers that are not fused.
             if "capturable" in group:
                 group["capturable"] = bool(group.get("fused")) or device.type == "cuda"
 
@@ -77,8 +77,8 @@ def build_parameter_groups(
     """Group the parameters that train or have a `state`, in the format of torch's optimizers.
 
     All parameters of a group have the same weight decay and the same factor of the learning rate,
-    `rate`. One-dimensional parameters (normalization layers and biases) may have their own weight
-    decay.
+    `rate`. For one-dimensional parameters (normalization layers and biases), the recipe may set the
+    weight decay `norm_weight_decay`.
     """
     parameters_by_kind: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, p in parameters.items():

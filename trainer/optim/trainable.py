@@ -34,7 +34,7 @@ def find_roles(model: nn.Module, recipe: Recipe) -> Roles:
     """Determine the roles of a whole model's parameters.
 
     Raises:
-        RecipeError: the optimizer needs weight matrices, and none of the model's trains.
+        RecipeError: the optimizer trains weight matrices, and the model has none that train.
     """
     decay = recipe.optimizer.layer_decay
     rates: dict[str, float] = {}
@@ -60,7 +60,7 @@ def list_hidden_matrices(model: nn.Module, recipe: Recipe) -> frozenset[str]:
     the outputs.
 
     Raises:
-        RecipeError: all of these weights are frozen, or the model has none of them.
+        RecipeError: the model has no weight that Muon trains, or all of them are frozen.
     """
     convolutions = {}
     excluded = {f"{find_head(model)}.weight"}

@@ -34,7 +34,7 @@ from trainer.training.callbacks import Callbacks, OnEpoch
 from trainer.training.randomness import restore_global_state
 from trainer.training.results import Result
 
-# Keys of a dictionary of data sets.
+# Keys of the training set, and of the validation set, in a dictionary that `train` gets as `data`.
 TRAINING = ("train", "training")
 HELD_OUT = ("val", "valid", "validation", "test")
 # Files that are sent to ranks: pickled objects, and the plugin module that registers them.
@@ -86,7 +86,9 @@ class GivenData:
     """Data set function that returns the data that a program passes to `train`."""
 
     def __init__(self, source: Any) -> None:
-        """Check `source`, which is a pair of sets or a function that returns one.
+        """Store `source`, which is data as `train` accepts it, or a function that returns data.
+
+        The result of a function is checked when the run calls it.
 
         Raises:
             RecipeError: `source` is neither.
@@ -116,7 +118,11 @@ class GivenData:
 
 
 def _split_source(source: Any) -> tuple[Any, Any, Any]:
-    """Return training set, validation set, and the class names, their number or None."""
+    """Return `(training, validation, classes)`: `classes` are names, their number, or None.
+
+    Raises:
+        RecipeError: `source` has another form.
+    """
     fault = f"is {type(source).__name__}"
     if isinstance(source, Mapping):
         training = next((source[name] for name in TRAINING if name in source), None)
@@ -145,8 +151,8 @@ def pack_for_ranks(recipe: Recipe, plugin: str | None, calls: Callbacks) -> dict
     """Pickle the callback, and the registered objects that the recipe names, for other processes.
 
     Returns:
-        Contents of files by name, empty without such objects. The ranks must load the file of the
-        module `MODULE` as a plugin.
+        Contents of files by name. The ranks must load the file of the module `MODULE` as a plugin.
+        The dictionary is empty if there is nothing to send.
 
     Raises:
         RecipeError: An object cannot be pickled.
@@ -184,7 +190,8 @@ def receive(module: str, plugin: str | None) -> None:
     file = Path(module).with_name(SENT)
     parts: dict[str, tuple[str, bytes]] = pickle.loads(file.read_bytes())
     for what, (name, content) in parts.items():
-        # Unpickling may import a module that registers the object itself.
+        # Unpickling may import a module that registers the object itself, so an object is only
+        # registered if its name is still free.
         value = pickle.loads(content)
         if what == "model" and zoo.find_registered(name) is None:
             register_model(name)(value)

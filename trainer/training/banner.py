@@ -18,8 +18,9 @@ from trainer.training.observer import ModelFacts
 from trainer.training.state import Resolved
 from trainer.versions import VERSION
 
-# Below 16 images per batch the error of ResNet-50 on ImageNet grows: by 1 point at 8 images, by 4
-# points at 4, by 11 points at 2 (Wu and He, "Group Normalization", arXiv:1803.08494, table 2).
+# If BatchNorm normalizes fewer than 16 images at a time, the error of ResNet-50 on ImageNet grows:
+# by 1 point at 8 images per GPU, by 4 points at 4, by 11 points at 2 (Wu and He, "Group
+# Normalization", arXiv:1803.08494, table 2).
 MIN_BATCH_NORM_IMAGES = 16
 # Titles of lines that a user may want to act on before training. They are printed in full.
 WARNINGS = (
@@ -49,7 +50,7 @@ WARNINGS = (
 )
 # Titles of lines that only `runs show` prints.
 DETAILS = ("computes", "mode", "devices", "held out", "cuts", "readers", "folder")
-# Number of lines that the banner may have in addition to those that every run prints.
+# Number of lines that the banner may have in addition to the five that every run prints.
 SPARE_LINES = 3
 
 
@@ -58,8 +59,8 @@ def print_banner(
 ) -> None:
     """Print the most important of the banner's lines, and a command that prints all of them.
 
-    The banner has eight lines. It has more only if the lines of every run and those of `WARNINGS`,
-    which are never cut, need more.
+    The banner has at most eight lines. It has more only if the lines that every run prints, and
+    those of `WARNINGS`, need more, because they are always printed in full.
 
     Args:
         recipe: The recipe.
@@ -78,7 +79,7 @@ def print_banner(
     spare = max(1, SPARE_LINES - used)
     for title in warnings:
         spare -= tracker.print_lines({title: lines[title]})
-    # A line that needs more than the spare lines is not cut: `runs show` prints it.
+    # An entry that needs more than the spare lines is left out, and only `runs show` prints it.
     for title in titles:
         spare -= tracker.print_lines({title: lines[title]}, lines=spare)
     details = f"python -m trainer runs show {shlex.quote(str(tracker.path))}"
@@ -86,7 +87,7 @@ def print_banner(
 
 
 def summarize_devices(devices: Sequence[str]) -> str:
-    """Return a short text about devices, such as `4 x cuda`."""
+    """Summarize devices in a few words, such as `4 x cuda`."""
     kinds = {name.partition(":")[0] for name in devices}
     if len(devices) > 1 == len(kinds):
         return f"{len(devices)} x {kinds.pop()}"
@@ -217,7 +218,8 @@ def warn_of_small_batch_norm(strategy: Strategy, has_batch_norm: bool) -> str | 
     """Return a suggestion if BatchNorm normalizes too few images at a time.
 
     Returns:
-        None if there are enough images, or if they are the recipe's whole batch.
+        The suggestion. None if there are enough images, if they are the recipe's whole batch, or if
+        the model has no BatchNorm.
     """
     recipe = strategy.recipe
     share_count = strategy.share.count

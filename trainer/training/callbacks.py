@@ -30,7 +30,7 @@ class CallbackAnswer:
 
 @dataclass(frozen=True)
 class EpochReport:
-    """Report of an epoch that is trained and evaluated. The figures cover all ranks.
+    """Report of an epoch that was trained and evaluated. Loss and metrics cover all ranks.
 
     Attributes:
         epoch: Number of epochs done, from 1.

@@ -23,7 +23,7 @@ from trainer.training.observer import Observer
 from trainer.training.reporting import compute_idle_share, list_seconds
 from trainer.training.state import Resolved, TrainState
 
-# Maximum duration of the probes, as a fraction of the duration of the run.
+# Maximum duration of each probe, as a fraction of the duration of this attempt.
 BUDGET = 0.01
 # Upper bound of a GPU's cycles per second. The probe may hold a device for longer than needed, but
 # not for a shorter time.
@@ -43,9 +43,9 @@ def diagnose(
 
     Args:
         resolved: The configuration of a finished run.
-        state: Its state. A measurement may overwrite the state of the optimizer.
-        observer: Its timers.
-        loader: Its loader.
+        state: State of the run. A probe may change the optimizer's state and the moving average.
+        observer: Timers of the run.
+        loader: Loader of the run's images.
         graphs_might_help: Whether CUDA graphs might make the steps faster.
 
     Returns:
@@ -69,8 +69,9 @@ def diagnose(
     data_wait = speed.data_wait_fraction * step
     update = timer.update_seconds()
     launch_bound = (speed.launch_bound_fraction or 0.0) * step
-    # A rank that waits for images or launches delays all others, so the largest value counts. The
-    # smallest optimizer time counts, because some ranks wait in it for the last stage.
+    # A rank that waits for images or launches delays all others, so the largest value counts. Of
+    # the optimizer times the smallest counts, because they include waiting for the last stage on
+    # the ranks of the other stages.
     rank_seconds = torch.tensor([data_wait, -update, launch_bound], dtype=torch.float64)
     data, negative_update, launches_at_most = world.max_(rank_seconds).tolist()
     pipeline = strategy.result_fields().get("pipeline") or {}
@@ -79,8 +80,8 @@ def diagnose(
     probe_start = time.perf_counter()
     launches = 0.0
     update_launches = 0.0
-    # Only measured if GPUs may wait for launches. Rank 0 decides for all, because the ranks' step
-    # times differ.
+    # The devices are only probed if GPUs may wait for launches. Rank 0 decides for all ranks,
+    # because their step times differ.
     if world.broadcast_object(launches_at_most >= NEGLIGIBLE_SHARE * step):
         device_seconds = _measure_device_seconds(
             state, 1 / loader.samples_per_step, step, data_wait, update, budget
@@ -90,7 +91,8 @@ def diagnose(
                 [step - data_wait - sum(device_seconds), update - device_seconds[1]],
                 dtype=torch.float64,
             )
-            # The smallest value of all ranks counts: the others wait for the slowest.
+            # The smallest value of all ranks counts, because the values of other ranks include
+            # waiting for the slowest rank.
             smallest = -world.max_(-beyond_device)
             launches, update_launches = smallest.clamp(0.0, launches_at_most).tolist()
             update_launches = min(launches, update_launches, -negative_update)
@@ -148,27 +150,30 @@ def _measure_device_seconds(
 
     The host issues a micro-batch of random inputs, at a learning rate of 0, while a sleep kernel
     holds the devices, so that they find all kernels queued when they start. All ranks start
-    together. The queue of a device holds about a thousand kernels. With more of them the device may
-    still wait for some, so the measured time can be too long, but not too short. Weights and
-    buffers keep their values. The optimizer's state does not, but nothing reads it any more.
+    together. The queue of a device holds about a thousand kernels. If there are more, the device
+    may still wait for some of them, so the measured time can be too long, but not too short.
+    Weights and buffers keep their values. The optimizer's state and the moving average do not, but
+    nothing reads them any more.
 
     Args:
         state: State of a finished run.
         weight: Factor of the loss of one sample.
         step: Seconds of a step, including `data_wait` and `update`.
-        data_wait: Seconds of a step that its ranks waited for data.
+        data_wait: Seconds of a step in which this rank waited for data.
         update: Seconds of the optimizer's update.
         budget: Seconds that the measurement may take.
 
     Returns:
-        Seconds of the passes and of the update, or None if the budget is too small.
+        `(passes, update)`: The seconds of a step's passes and of its update. None if the budget is
+        too small.
     """
     strategy = state.strategy
     world = strategy.world
     recipe = strategy.recipe
     pieces = recipe.pieces
     seconds = (step - data_wait - update) / pieces + update
-    # Two rounds need `seconds` each, and holding the devices in the second needs `seconds` too.
+    # Two rounds need `seconds` each. Holding the devices in the second needs `seconds` at a clock
+    # rate of CYCLES, and twice as long at half that rate.
     if not world.broadcast_object(4 * seconds < budget):
         return None
     batch = strategy.context.example.batch(world.device, channels_last=recipe.channels_last)

@@ -1,6 +1,6 @@
 """Evaluation of a model on the validation split. Every sample counts exactly once.
 
-`Mistakes` also collects the worst predictions and the confusion matrix.
+`evaluate` computes the metrics. `Mistakes` collects the worst predictions and a confusion matrix.
 """
 
 import math
@@ -25,13 +25,16 @@ ROWS = 10_000
 
 
 class Sums:
-    """Sums of a task's metrics in float64. They are divided once, after all batches and ranks."""
+    """Sums over samples in float64, from which a task computes its metrics.
+
+    The metrics are computed once, from the sums over all batches and ranks.
+    """
 
     def __init__(self, task: Task) -> None:
         self.task = task
         self.count = 0
         self.parts: dict[str, Tensor] = {}
-        # Sums over all ranks, which `metrics` sets.
+        # Sums over all ranks; empty until `metrics` sets them.
         self.whole: dict[str, Tensor] = {}
 
     def add(self, outputs: Tensor, targets: Tensor, count: int) -> None:
@@ -49,11 +52,13 @@ class Sums:
                 self.parts[name] = total + batch_sum
 
     def metrics(self, world: World) -> tuple[dict[str, float], int]:
-        """Return the task's metrics over the samples of all ranks, and the number of samples.
+        """Compute the task's metrics over the samples of all ranks. Collective.
 
-        Collective; the result is the same on every rank.
+        Returns:
+            `(metrics, count)`: The metrics by name and the number of samples, the same on every
+            rank. All metrics are NaN if there is no sample.
         """
-        # A rank without outputs has no sums, so it takes their names from the other ranks.
+        # A rank without outputs has no sums, so it gets their names and shapes from other ranks.
         local_shapes = {name: part.shape for name, part in self.parts.items()}
         rank_shapes = world.gather(local_shapes)
         shapes: dict[str, torch.Size] = next(filter(None, rank_shapes), {})
@@ -87,12 +92,14 @@ def evaluate(
     sums: Sums | None = None,
     forward: Callable[[Tensor], Tensor | None] | None = None,
 ) -> dict[str, float]:
-    """Compute the task's metrics of the model, whose weights must be synchronized. Collective.
+    """Compute the task's metrics of the model on the validation split. Collective.
+
+    Call `strategy.sync_weights` first, so that all ranks evaluate the same weights.
 
     Args:
         strategy: The mode that holds the model.
-        batches: This rank's share of the validation split, in batches of full shape. The
-            first `count` rows of a batch are real.
+        batches: This rank's part of the validation split, in batches of full shape. The first
+            `Batch.count` rows of a batch are samples, and the other rows are padding.
         world: The ranks.
         boundary: Called after every batch with the number of evaluated batches.
         look: Called with outputs and batch, on ranks that have outputs.
@@ -100,9 +107,9 @@ def evaluate(
         forward: Forward pass to use instead of the strategy's, as `build_forward` returns it.
 
     Returns:
-        The task's metrics under names with the prefix `val_`, and `val_samples`. For a
-        classification these are `val_loss`, the mean cross-entropy without label smoothing, and
-        the fractions `val_top1` and `val_top5`.
+        The task's metrics under names with the prefix `val_`, and the number of samples as
+        `val_samples`. The metrics of a classification are `val_loss`, the mean cross-entropy
+        without label smoothing, and the fractions `val_top1` and `val_top5`.
     """
     strategy.train(False)
     if sums is None:
@@ -123,7 +130,7 @@ def evaluate(
 
 
 def build_forward(strategy: Strategy, say: Callable[[str], None]) -> ReplayedForward:
-    """Return the forward pass, which replays a CUDA graph if mode and recipe allow it."""
+    """Return the mode's forward pass, which replays a CUDA graph if mode and recipe allow it."""
     recipe = strategy.recipe
     refuses = "graphs" in recipe.traits.refuses or recipe.traits.staged
     allowed = recipe.graphs is not False and not refuses
@@ -139,12 +146,12 @@ def strip_prefix(values: Mapping[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Mistake:
-    """A validation sample of one class, and its prediction.
+    """A validation sample and its prediction, which may be right.
 
     Attributes:
-        label_probability: Predicted probability of its class.
+        label_probability: Predicted probability of the sample's class.
         place: Index of the sample in the validation split.
-        target: Index of its class.
+        target: Index of the sample's class.
         predicted: Index of the predicted class.
         predicted_probability: Predicted probability of the predicted class.
     """
@@ -157,19 +164,27 @@ class Mistake:
 
 
 class Mistakes:
-    """Wrong predictions of a classification, collected without waiting for the device."""
+    """Collector of the worst predictions of a classification, and of its confusion matrix.
+
+    The worst predictions have the lowest probabilities of the sample's class. If a split has few
+    wrong predictions, right ones are among them. `add` does not wait for the device.
+    """
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        # Counts of (actual, predicted) pairs, for at most CLASSES classes.
+        # Number of samples of each (actual, predicted) pair of classes: flat, and as a matrix after
+        # `gathered`. None if there are more than CLASSES classes.
         self.pairs: Tensor | None = None
-        # Columns of mistakes, in the order of the fields of `Mistake`.
+        # For each batch, the values of its samples, one tensor for each field of `Mistake`.
         self._worst: list[tuple[Tensor, ...]] = []
         self._row_count = 0
         self._possible = True
 
     def add(self, outputs: Tensor, batch: Batch) -> None:
-        """Add a batch. Ignore it if the task has no classes, or if a task of the user raises."""
+        """Add a batch.
+
+        If the task has no classes, or a user's task raises an error, this rank collects nothing.
+        """
         if not batch.count or not self._possible:
             return
         try:
@@ -214,9 +229,10 @@ class Mistakes:
         return tuple(column[worst_rows] for column in columns)
 
     def gathered(self, world: World) -> list[Mistake]:
-        """Return the worst mistakes of all ranks on rank 0, worst first, at most ROWS.
+        """Return on rank 0 the worst predictions of all ranks, and [] on other ranks. Collective.
 
-        Afterwards `pairs` counts the samples of all ranks. Collective.
+        The list has at most ROWS predictions, the worst first. Afterwards `pairs` on rank 0 is a
+        (classes, classes) matrix of the samples of all ranks, and None on other ranks.
         """
         local = None
         if self._possible and (self._worst or self.pairs is not None):

@@ -46,11 +46,20 @@ def build_initial_model(
 ) -> nn.Module:
     """Build the model, with its start weights unless a checkpoint will be restored. Collective.
 
-    If the mode shards the weights, only rank 0's model has values. The mode copies them to the
-    other ranks.
+    If the mode shards the weights and the model can be built on the meta device, only rank 0's
+    model has values. The mode copies them to the other ranks.
+
+    Args:
+        recipe: The recipe.
+        task: The task.
+        data: The data sets, which determine the sizes of inputs and outputs.
+        state: The checkpoint that will be restored, if any.
+        world: The ranks.
+        say: Prints a warning.
 
     Raises:
         CheckpointError: The checkpoint belongs to another model.
+        RecipeError: The user's task fails, or the model has other shapes on another rank.
     """
     is_divided = world.size > 1 or recipe.pieces > 1 or recipe.traits.micro_batches
     warn = say if is_divided and world.is_main else None
@@ -90,8 +99,8 @@ def _build_whole_on_rank_0(
 ) -> nn.Module:
     """Build the model by `make` on rank 0, and without values on the other ranks. Collective.
 
-    The other ranks call `make_without_weights` on the meta device. A model that cannot be built
-    there is built with values on every rank.
+    The other ranks call `make_without_weights` on the meta device. A rank where this fails, or
+    results in another model, builds the model with values.
     """
     states = read_random_states()
     model, reason = world.all_or_none(
@@ -157,7 +166,7 @@ def build_for_sizes(
         names: Number of classes or values.
         channels: Number of channels of an image.
         image_size: Size of an image in pixels.
-        plain: Shape and type of inputs that are not images.
+        plain: Shape and type of inputs that are not images. None for images.
         starting: Whether to load the weights that the recipe starts from.
         classes: Names of the classes, to match start weights of the last layer.
     """
@@ -181,7 +190,8 @@ def broadcast_weights(
 ) -> None:
     """Copy rank 0's weights to every rank. Collective.
 
-    Before, the weights may differ, because a model may use a random generator that is not seeded.
+    Each rank builds the model from the same seed. Its weights still differ from rank to rank if the
+    model uses a random generator that is not seeded.
 
     Raises:
         RecipeError: The weights of the ranks have different shapes.
@@ -216,7 +226,8 @@ def check_task(
 ) -> None:
     """Run a user's task on two random samples, so that its errors show before an epoch is trained.
 
-    `warn` is called if dividing a batch would change the loss.
+    `warn` is called if the loss of a divided batch differs from that of the whole batch. If it is
+    None, this is not checked.
 
     Raises:
         RecipeError: The task fails, or does not compute a metric that it names.
@@ -231,7 +242,8 @@ def check_task(
             sums = task.sums(outputs, batch.targets)
             doubles = {key: part.double() for key, part in sums.items()}
             keys = task.metrics(doubles, 2).keys()
-    # Metrics of two samples may divide by zero, because some classes have no sample.
+    # Metrics of two samples may divide by zero, because some classes have no sample. Then there is
+    # nothing more to check.
     except ArithmeticError:
         return
     except RecipeError:
@@ -257,8 +269,9 @@ def check_task(
 def _is_loss_a_mean(task: Task, outputs: Tensor, data: Datasets) -> bool:
     """Return whether the loss of a batch is the weighted mean of the losses of its two parts.
 
-    The outputs are random, in the shape of `outputs`. The targets come from the whole training set.
-    The result is True if the loss cannot be computed.
+    The loss is computed from random outputs in the shape of `outputs`, and from targets of samples
+    that are evenly spaced in the training set. The result is True if the loss is not finite or
+    cannot be computed.
     """
     # Numbers of samples in the first part and in the whole batch.
     few = 2

@@ -48,8 +48,8 @@ def run(
 
     Args:
         recipe: The complete recipe.
-        own_process: Whether a second Ctrl-C, or a signal while another rank is lost, may end the
-            process immediately.
+        own_process: Whether this process exists only for this run. Then a second Ctrl-C, or a
+            signal while another rank is lost, may end the process immediately.
         program_callbacks: Callback of the calling program. The default is the callback of the
             program that started this rank.
 
@@ -62,7 +62,7 @@ def run(
         if not isinstance(outcome, Recipe):
             return outcome
         recipe = outcome
-        # The ended attempt still holds device memory until its cycles are collected.
+        # Reference cycles keep the device memory of the ended attempt until they are collected.
         gc.collect()
         torch.cuda.empty_cache()
         last_shortage = time.monotonic()
@@ -73,8 +73,8 @@ def _attempt(
 ) -> Result | Recipe:
     """Train to the end, or until memory runs out.
 
-    The arguments are those of `run`, and `last_shortage`: the `time.monotonic()` at which memory
-    ran out in an earlier attempt.
+    The arguments are those of `run`, and `last_shortage`: the value of `time.monotonic()` when
+    memory ran out in the previous attempt, or -inf in the first attempt.
 
     Returns:
         The result, or the recipe to resume with if memory ran out and smaller micro-batches may
@@ -82,7 +82,7 @@ def _attempt(
     """
     this: Run | None = None
     with Interrupts(own_process, recipe.grace) as interrupts, ExitStack() as closing:
-        # Later errors of the calling program do not belong to this run's stack files.
+        # Stacks of later errors in the calling program must not go to this run's folder.
         if not own_process:
             closing.callback(stacks.write_to, None)
         try:
@@ -99,7 +99,7 @@ def _attempt(
             if this is None:
                 raise
             next_recipe = adapt_recipe(this, error, last_shortage)
-            # Other ranks may be gone, so nothing here is collective and nothing is saved.
+            # The lines below save nothing and call no collective, because other ranks may be gone.
             note_end(this.tracker, this.ledger, interrupts, error)
             with interrupts.saving():
                 this.saver.leave()
@@ -131,7 +131,8 @@ def loop(run: Run) -> None:
         epoch_start = time.perf_counter()
         with run.ledger.span(STEPS):
             train_epoch(run, epoch)
-        # Compiling the evaluation may take longer than the grace period after a signal.
+        # Compiling the evaluation may take longer than the grace period after a signal, so the
+        # training of this epoch is saved first.
         if run.recipe.compile and epoch == first_epoch:
             with run.ledger.span("saving"):
                 run.snapshots.save()
@@ -240,7 +241,7 @@ def update_shares(run: Run, epoch_begins: bool) -> bool:
     example = replace(strategy.context.example, rows=rows[share.index])
     strategy.context = replace(strategy.context, example=example)
     run.loader.set_shares(strategy.share.numbers)
-    # Captured steps, timers and observations are for the old shapes.
+    # Captured steps, timers and observations are for the old shapes, so they start from scratch.
     run.steps.forget()
     run.forward.close()
     run.noticed.ranks = RankWatch()
@@ -335,9 +336,9 @@ def measure(
 
     Args:
         run: The run.
-        mistakes: Collector for the worst predictions.
-        next_epoch: Epoch that will be trained next. Its first batches are read during the
-            evaluation.
+        mistakes: Collector for the worst predictions. None if they are not needed.
+        next_epoch: Epoch that will be trained next, whose first batches are read during the
+            evaluation. None if no epoch follows.
 
     Returns:
         The metrics, as `evaluate` returns them.
@@ -376,9 +377,9 @@ def measure(
 
 
 def note_skipped(run: Run) -> None:
-    """Add the unreadable images and uncached photos of this epoch to the history, over all ranks.
+    """Add the numbers of unreadable images and uncached photos to the history. Collective.
 
-    Collective.
+    The numbers are those of all ranks since the last call.
     """
     counts = torch.tensor([run.loader.skipped, run.loader.uncached])
     total = run.world.sum_((counts - run.counted).double())

@@ -1,12 +1,13 @@
 """Choose `accumulate` and `recompute` by the memory of a run's devices, and recover if it runs out.
 
 With `accumulate=auto`, a batch is divided into the smallest number of micro-batches whose passes
-fit the device of every rank. Trial passes before the first step find this number, starting with few
-images. The run folder stores the number, which is used again on the same devices. If memory runs
-out in training, the run or its next attempt resumes with at least twice as many micro-batches.
+fit the device of every rank. On GPUs, trial passes before the first step find this number, starting
+with the smallest micro-batches. On CPUs, there are no trials: the number is 1 until memory runs
+out. The run folder stores the number, which is used again on the same devices. If memory runs out
+in training, the run or its next attempt resumes with at least twice as many micro-batches.
 
-With `recompute=auto`, a GPU recomputes the activations of the first blocks of the model: of as few
-blocks as possible so that a step fits the GPU's memory.
+With `recompute=auto`, a GPU recomputes the activations of the first N blocks of the model, with the
+smallest N for which a step fits the GPU's memory. On CPUs, no block is recomputed.
 """
 
 import gc
@@ -69,7 +70,7 @@ KEPT = "accumulate"
 
 @contextmanager
 def explain_out_of_memory(resolved: Resolved, state: TrainState) -> Iterator[None]:
-    """Raise DeviceMemoryError, with keys to change, if memory runs out in this block."""
+    """Raise DeviceMemoryError, which suggests keys to change, if memory runs out in this block."""
     try:
         yield
     except Exception as error:
@@ -81,7 +82,10 @@ def explain_out_of_memory(resolved: Resolved, state: TrainState) -> Iterator[Non
 
 
 def describe_needs(resolved: Resolved, state: TrainState) -> str:
-    """Return a message with the memory of the weights, and with keys that need less memory."""
+    """Return an out-of-memory message, with suggestions for keys that need less memory.
+
+    The message also reports the memory of weights, gradients and optimizer state.
+    """
     recipe = resolved.recipe
     world = resolved.world
     traits = recipe.traits
@@ -97,7 +101,7 @@ def describe_needs(resolved: Resolved, state: TrainState) -> str:
     resident = count_bytes(*(tensor for tensor in tensors if tensor.device.type == device_type))
     count = state.strategy.share.count
     remedies = []
-    # If accumulate is auto, all numbers of micro-batches have been tried.
+    # If accumulate is auto, all numbers of micro-batches have been tried, so none is suggested.
     if recipe.accumulate != "auto":
         numbers = range(recipe.pieces + 1, recipe.batch_size // count + 1)
         more = next((n for n in numbers if divides_evenly(recipe, count, n)), None)
@@ -159,16 +163,17 @@ def list_possible_numbers(opened: Opened) -> list[int]:
 
 
 def find_double(numbers: list[int], before: int) -> int | None:
-    """Return the first of `numbers` that is at least twice `before`."""
+    """Return the first of `numbers` that is at least twice `before`, or None."""
     return next((number for number in numbers if number >= 2 * before), None)
 
 
 def resolve_and_build(opened: Opened, build: Callable[[Resolved], Run]) -> Run:
     """Choose `recompute` and `accumulate` if they are auto, then build the run. Collective.
 
-    On a GPU, accumulate=auto needs a probe: a run that is built for a single micro-batch, and whose
-    passes are measured. If one micro-batch fits, and the run is not compiled, the probe is the run
-    to train. In all other cases it is deleted before the run to train is built.
+    On a GPU, accumulate=auto needs a probe unless the run folder contains the number: a run that is
+    built for a single micro-batch, and whose passes are measured. If one micro-batch fits, and the
+    run is not compiled, the probe is the run to train. In all other cases the probe is deleted
+    before the run to train is built.
 
     Args:
         opened: The configuration without values that depend on memory.
@@ -197,11 +202,12 @@ def resolve_and_build(opened: Opened, build: Callable[[Resolved], Run]) -> Run:
         )
 
     purpose = describe_purpose(recipe.recompute)
-    # Earlier versions stored the typed value of `recompute`, which may be auto.
+    # Earlier versions stored the typed value of `recompute`, which may be auto, so both are valid.
     purposes = purpose, describe_purpose(opened.recipe.recompute)
 
     def build_probe() -> Run:
-        # The probe is not compiled, because torch would compile each size of a micro-batch.
+        # The probe is not compiled, because torch would compile it again for each size of a
+        # micro-batch.
         return build(resolve(recipe.replace(compile=False)))
 
     number = _recall_number(opened, tuned.get(KEPT), purposes, build_probe)
@@ -231,13 +237,17 @@ def _recall_number(
 
     Args:
         opened: The configuration of the run.
-        kept: The value of `KEPT` in the tuning file.
-        purposes: Texts with the devices and keys that determine the number. One of them must be
+        kept: The value of `KEPT` in the tuning file, or None.
+        purposes: Strings with the devices and keys that determine the number. One of them must be
             stored with the number.
         build_probe: Builds a run for the error message if there is no larger number.
 
     Returns:
-        None if passes must be measured. On a CPU, they are not measured, and the result is 1.
+        The number. If the file has no valid number, the result is 1 on a CPU, and None on a GPU,
+        where trial passes must find the number.
+
+    Raises:
+        DeviceMemoryError: Memory ran out with the largest numbers, so none is at least twice that.
     """
     world = opened.world
     numbers = list_possible_numbers(opened)
@@ -283,6 +293,11 @@ def _measure_load(run: Run, rows: int, passes: int) -> float:
 
     If the result is larger than 1, the passes do not fit. The state of the run is restored.
     Collective.
+
+    Args:
+        run: The probe.
+        rows: Number of images of this rank's micro-batch.
+        passes: Number of trial passes.
     """
     strategy = run.strategy
     world = run.world
@@ -300,7 +315,7 @@ def _measure_load(run: Run, rows: int, passes: int) -> float:
                     run.teacher.teach(batch)
                 strategy.forward_backward(batch, 1 / run.recipe.batch_size, sync=not apart)
         except Exception as error:
-            # If passes communicate, the peers wait for this rank, so it must fail.
+            # If passes communicate, the other ranks wait for this rank, so the run must fail.
             if not apart or not is_out_of_memory(error):
                 raise
             load = math.inf
@@ -320,7 +335,7 @@ def _measure_load(run: Run, rows: int, passes: int) -> float:
 def undo_on_out_of_memory(run: Run) -> Iterator[None]:
     """Undo the changes of the passes in this block if memory runs out with accumulate=auto.
 
-    This is not possible with several ranks, because they wait for each other's passes.
+    With several ranks nothing is undone, because the other ranks wait for the failed pass.
     """
     if KEPT not in run.strategy.tuned or run.world.size > 1:
         yield
@@ -350,7 +365,9 @@ def adapt_recipe(run: Run, error: BaseException, since: float) -> Recipe | None:
         since: The value of `time.monotonic()` when memory ran out in an earlier attempt.
 
     Returns:
-        None if the run must end.
+        The recipe. None if the run must end: after any other error, with several ranks, without
+        accumulate=auto, without a larger number of micro-batches, without a checkpoint, or less
+        than SMALLER_AFTER seconds after `since`.
     """
     path = run.tracker.path
     is_short = (
@@ -383,7 +400,8 @@ def choose_recompute(opened: Opened) -> tuple[Recipe, int | None]:
     """Choose `recompute` if it is auto. A CPU recomputes no block. Collective.
 
     Returns:
-        The recipe, and the number of first blocks that are recomputed. None means all.
+        `(recipe, count)`: The recipe with the chosen `recompute`, and the number N of blocks if it
+        was auto: the first N blocks of the model are recomputed. None if it was not auto.
 
     Raises:
         RecipeError: Blocks must be recomputed, but another key of the recipe does not allow it.
@@ -431,7 +449,7 @@ def _build_without_values(opened: Opened) -> nn.Module:
 def count_blocks_to_recompute(
     model: nn.Module, recipe: Recipe, example: Example, memory: float, processes: int
 ) -> int:
-    """Return how many first blocks must be recomputed so that a step fits `memory` bytes.
+    """Return the smallest N for which a step fits if the first N blocks are recomputed.
 
     Args:
         model: The model.
@@ -441,8 +459,8 @@ def count_blocks_to_recompute(
         processes: Number of ranks.
 
     Returns:
-        The number of all blocks if a step does not fit, and 0 if the model cannot run without
-        values, so that its memory is not known.
+        The number N. It is the number of all blocks if no N fits, and 0 if the model cannot run
+        without values, so that its memory is not known.
     """
     shards = count_weight_shards(recipe, processes)
     runs = list_runs(model)

@@ -26,20 +26,23 @@ from trainer.training.evaluation import Sums
 from trainer.training.observer import Noticed
 from trainer.training.state import Resolved, TrainState
 
-# Maximum number of elements of a tensor attribute that is compared. Larger ones hold data.
+# Maximum number of elements of a tensor attribute that is compared. A larger tensor is assumed to
+# hold data, not state.
 LARGEST_STATE = 10**6
 NOT_SAVED = (
     "no checkpoint contains it, so this resumed run started without it; keep it in a buffer "
     "(register_buffer())"
 )
-# Seconds of load by other processes below which the warning is printed at the end of the run.
+# Seconds from the start of a run in which a warning about other processes is not printed yet,
+# because their load may be short. If it lasts, the warning is printed later.
 LONG = 10.0
 
 
 def note_classes(task: Task, noticed: Noticed, sums: Sums) -> None:
     """Store an evaluation's counts per class in `noticed.classes`.
 
-    The counts are only stored for tasks that have the default metrics of a classification.
+    Only the counts of tasks whose method `metrics` is that of `Classification` are stored. Those of
+    the last two evaluations are kept.
     """
     names = {"actual", "predicted"}
     if names <= sums.whole.keys() and type(task).metrics is Classification.metrics:
@@ -50,7 +53,7 @@ def note_classes(task: Task, noticed: Noticed, sums: Sums) -> None:
 def watch_ranks(
     resolved: Resolved, noticed: Noticed, step: int, steps: int, ranks: Sequence[Sequence[float]]
 ) -> None:
-    """Warn of a rank that has been slow for a while.
+    """Warn of a rank that was slow in several successive windows of `RankWatch`.
 
     Collective if a rank is named. All ranks name it at the same step, because they have the same
     measurements.
@@ -88,7 +91,7 @@ def print_new_warnings(resolved: Resolved, state: TrainState, noticed: Noticed) 
     """Print a line for each current problem that was not printed before."""
     update_warnings(resolved, state, noticed, over=False)
     for kind, sentence in noticed.warnings.items():
-        # A short disturbance by other processes is only worth a line at the end of the run.
+        # `strain.seconds` is the time since the run was built.
         is_due = kind != "cores" or noticed.strain.seconds > LONG
         if kind not in noticed.announced and is_due:
             noticed.announced.add(kind)
@@ -96,7 +99,7 @@ def print_new_warnings(resolved: Resolved, state: TrainState, noticed: Noticed) 
 
 
 def update_warnings(resolved: Resolved, state: TrainState, noticed: Noticed, over: bool) -> None:
-    """Replace the warnings by those of the current problems. `over` is True at the run's end."""
+    """Set the warnings to the lasting and the current ones. `over` is True at the run's end."""
     facts = _facts(resolved, state, noticed, over)
     noticed.warnings = noticed.lasting | symptoms.find_symptoms(facts, resolved.recipe)
 
@@ -144,8 +147,8 @@ def compare_passes(resolved: Resolved, strategy: Strategy, noticed: Noticed) -> 
     """Warn of state and weights that each pass changes, except statistics such as BatchNorm's.
 
     A step of several micro-batches changes such state several times, so it differs from a step of
-    the whole batch. A resumed run does not have such state, because a checkpoint contains only
-    weights and buffers.
+    the whole batch. A resumed run starts without any such state that is neither a weight nor a
+    buffer, because a checkpoint contains only these.
     """
     modules = strategy.modules()
     is_resumed = resolved.checkpoint is not None
@@ -168,8 +171,9 @@ def compare_passes(resolved: Resolved, strategy: Strategy, noticed: Noticed) -> 
         elif is_plain(value):
             flat = value.cpu().reshape(-1)
             after[name] = flat.view(torch.uint8).numpy().tobytes()
-    # Between two passes of a step nothing writes weights, except the passes themselves and, with
-    # hogwild, other ranks.
+    # In a new run, the compared passes belong to one step, so only the passes themselves can have
+    # changed the weights. In a resumed run, an update may lie between the passes. With hogwild,
+    # other ranks write the weights at any time.
     if not is_resumed and not resolved.recipe.traits.shared_memory:
         sketches = sketch_tensors(strategy.named_parameters())
         after |= {f"weight {name}": sketch for name, sketch in sketches.items()}
@@ -186,7 +190,10 @@ def compare_passes(resolved: Resolved, strategy: Strategy, noticed: Noticed) -> 
 
 
 def compare_epochs(resolved: Resolved, strategy: Strategy) -> None:
-    """Warn of state that the model's own `train()` changes, which a resumed run does not have."""
+    """Warn of state that the model's own `train()` changes and no checkpoint contains.
+
+    A resumed run starts without such state.
+    """
     modules = strategy.modules()
     if not any(_overrides_train(part) for module in modules for part in module.modules()):
         return

@@ -12,20 +12,25 @@ from trainer.telemetry.tracking import NullTracker
 
 @dataclass
 class Noticed:
-    """Observations and warnings of a run, the same on every rank.
+    """Observations and warnings of a run.
+
+    `meter`, `announced` and `state_seen` belong to this rank alone.
 
     Attributes:
-        meter: Measures what keeps this machine from computing, since the run was built.
-        strain: The worst strain of all ranks at the end of the last epoch.
-        classes: Number of validation samples of each class (`actual`) and of predictions of each
-            class (`predicted`), in the last two epochs. Empty if the task does not count them.
-        warnings: Sentences about current problems, by kind.
+        meter: Measures the load by other programs on this machine, since the run was built.
+        strain: The highest load by other programs on any rank since the run was built, as measured
+            at the end of the last epoch or of the run.
+        classes: The counts of the last two evaluations, older first: the number of validation
+            samples of each class (`actual`), and of predictions of each class (`predicted`). Empty
+            if the task does not count them.
+        warnings: Sentences about current problems and those of `lasting`, by kind.
         announced: Kinds of problems that were printed already.
-        lasting: Warnings about problems that have passed since, by kind.
+        lasting: Sentences about slow ranks, by kind, which remain even if the problem passes.
         ranks: Detects a rank that delays the others, if all do the same work.
-        passes_to_compare: Number of passes whose state remains to be compared with the pass before.
-        state_seen: State after the last compared pass, by names for messages.
-        shares: Measures the speed of each rank, with shares=auto.
+        passes_to_compare: Number of passes that `noticing.compare_passes` still has to inspect. The
+            first one only fills `state_seen`.
+        state_seen: State after the last inspected pass, by names for messages.
+        shares: Measures the speed of each rank. None without shares=auto, or with a single rank.
     """
 
     meter: StrainMeter
@@ -42,14 +47,16 @@ class Noticed:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Properties of the whole model, taken before a mode divides it.
+    """Properties of the whole model, computed before a mode divides it.
 
     Attributes:
         parameters: Number of parameters.
-        batch_norm: Whether the model has BatchNorm layers that train.
-        notes: Banner lines about frozen parameters and parameter groups.
-        training_flops: FLOPs of training on one sample. 0 if the peak of the devices is unknown.
-        peak_flops: Peak FLOP/s of all devices together.
+        batch_norm: Whether any BatchNorm layer uses batch statistics in training.
+        notes: Banner lines by title, about start weights, frozen parameters, learning rates, and
+            GPUs that emulate bf16.
+        training_flops: FLOPs of training on one sample. 0 if they or `peak_flops` are unknown.
+        peak_flops: Peak FLOP/s of all GPUs together. None on CPUs, or if the peak or
+            `training_flops` is unknown.
     """
 
     parameters: int
@@ -65,14 +72,14 @@ class Observer:
     def __init__(
         self, recipe: Recipe, world: World, tracker: NullTracker, ledger: Ledger, model: ModelFacts
     ) -> None:
-        """Create the timers. `ledger` has counted since the process began to work."""
+        """Create the timers. `ledger` has counted since this attempt began."""
         self.tracker = tracker
         self.ledger = ledger
         self.model = model
         self.ledger.devices = world.local_devices
         self.timer = StepTimer(world.local_devices, recipe.logging.warmup_steps)
         self.noticed = Noticed(StrainMeter(world.place.local_size))
-        # Peak bytes by device name.
+        # Peak memory in bytes by device name, for the devices of all ranks.
         self.memory: dict[str, int] = {}
         # Lines about what is about to run, by title.
         self.banner_lines: dict[str, str] = {}

@@ -35,10 +35,10 @@ class Part:
 
     Attributes:
         name: Name of the part's file, without its ending.
-        saved_by: The ranks that save tensors. "main" is rank 0. "all" are all ranks, each of which
-            saves its shards of the whole model's tensors. "each" are all ranks too, but the tensors
-            of a rank belong to that rank alone.
-        trains: Whether the tensors are on the device during training.
+        saved_by: The ranks that save tensors. With "main", rank 0 saves the tensors. With "all",
+            the ranks save the shards of the whole model's tensors, each shard once. With "each",
+            every rank saves tensors that belong to that rank alone.
+        trains: Whether an out-of-memory message counts the tensors as device memory of training.
     """
 
     name = ""
@@ -58,7 +58,7 @@ class Part:
         return {}
 
     def facts(self) -> dict[str, Any]:
-        """Return values for the manifest, which is JSON."""
+        """Return values for the checkpoint's manifest, a JSON file."""
         return {}
 
     def restore(self, saved: State) -> None:
@@ -165,7 +165,8 @@ class TrainingPosition(Part):
 
     An epoch may have a different number of steps after the mode has changed (local SGD, Hogwild).
     Then the run resumes at the same fraction of the epoch. The step number continues from the
-    checkpoint, and the learning rate depends on the epoch.
+    checkpoint. The learning rate depends on the position in the epochs, which is the step number
+    minus `TrainState.step_offset`.
     """
 
     def facts(self) -> dict[str, Any]:
@@ -197,7 +198,7 @@ class TrainingPosition(Part):
             epoch -= 1
             step_in_epoch = saved_per_epoch - remaining
         if saved_per_epoch != per_epoch:
-            # Rounding down stays below the end of the epoch, unless the run was at its end.
+            # Rounding down keeps an unfinished epoch unfinished.
             step_in_epoch = step_in_epoch * per_epoch // saved_per_epoch
             state.step_offset = step - (epoch * per_epoch + step_in_epoch)
         state.position = Position(step, epoch, step_in_epoch)
@@ -269,7 +270,7 @@ class RunHistory(Part):
     def restore(self, saved: State) -> None:
         state = self.state
         history = saved.facts["history"]
-        # Versions before there were tasks saved the best top-1 accuracy under its own name.
+        # Versions without tasks saved the best top-1 accuracy as `best_top1`.
         best = history.get("best", history.get("best_top1"))
         state.history = TypeAdapter(History).validate_python(history | {"best": best})
         # `TrainingPosition.restore` has reopened an epoch, so its mean loss becomes a sum again.
@@ -283,8 +284,8 @@ class RunHistory(Part):
 class RankState(Part):
     """State of one rank, saved to its own file.
 
-    The state consists of random states, losses since the last logged step, and the parts that
-    differ between the ranks of the mode.
+    The state consists of random states, losses since the last logged step, and the parts that the
+    mode names in `per_rank_state`, because they differ between its ranks.
     """
 
     saved_by = "each"
@@ -319,14 +320,15 @@ class RankState(Part):
     def restore(self, saved: State) -> None:
         saved_topology = saved.facts["topology"]
         topology = describe_random_topology(self.recipe, self.world)
-        # Older checkpoints do not name the number of stages.
+        # Older checkpoints do not name the number of stages, so only saved keys are compared.
         if saved_topology != {key: topology[key] for key in topology if key in saved_topology}:
             self.say(
                 f"  saved as {saved_topology}, resumed as {topology}: random numbers (dropout) are "
                 "drawn from new seeds"
             )
             seed_ranks(self.recipe.seed + self.state.position.step, self.world.rank)
-            # No rank corresponds to one that saved its losses, so rank 0 restores their sum.
+            # The saved ranks do not correspond to those of this run. So rank 0 restores the sum of
+            # the losses of all saved ranks, and the other ranks restore zeros.
             rank_losses = [
                 _rank_tensors(saved, rank)["unlogged"]
                 for rank in range(saved_topology["world_size"])
@@ -348,7 +350,8 @@ class RankState(Part):
         self._restore_losses(stored["unlogged"])
 
     def _restore_losses(self, losses: Tensor) -> None:
-        # Earlier versions saved NaN for steps that they left out because they were not finite.
+        # Earlier versions saved NaN for steps that they left out because they were not finite. Such
+        # steps have no loss to log.
         losses = losses[~losses.isnan()]
         self.state.unlogged = list(losses.to(self.world.device).unbind())
 
@@ -393,9 +396,10 @@ def hash_user_code() -> dict[str, str]:
 
 
 def describe_random_topology(recipe: Recipe, world: World) -> dict[str, Any]:
-    """Return the mode and sizes that the random streams of the ranks depend on.
+    """Return the mode and the sizes of the rank grid.
 
-    They decide which data, and which part of the model, a rank computes.
+    They decide which data and which part of the model each rank computes, so saved random states
+    are valid only with the same mode and sizes.
     """
     dimensions = dict(world.grid.sizes)
     dimensions.pop("replicas", None)

@@ -1,7 +1,8 @@
 """Pictures of a run in TensorBoard: images as the model sees them, and a confusion matrix.
 
-Rank 0 draws them once at the start and once at the end, from the values of all ranks. Drawing takes
-milliseconds. Text is drawn in matplotlib's font and shortened to the available space.
+Rank 0 draws its first batch at the start, and at the end the confusion matrix over the samples of
+all ranks. Drawing takes milliseconds. Text is drawn in matplotlib's font and shortened to the
+available space.
 """
 
 import io
@@ -30,7 +31,8 @@ from trainer.training.state import Resolved
 # Maximum number of samples of the first batch that are shown, and of their pixels together.
 SEEN = 32
 PIXELS = 2**22
-# Pixels of an image's side: smaller images are enlarged to TILE, larger ones reduced to LARGEST.
+# Sides of drawn images in pixels: smaller images are enlarged by a whole number to about TILE, and
+# images larger than LARGEST are reduced to LARGEST.
 TILE = 72
 LARGEST = 128
 # Maximum width in pixels of a class name next to a matrix (ROOM) and of a row of images (SHEET),
@@ -51,9 +53,10 @@ Numbers = npt.NDArray[Any]
 
 
 def show_first_batch(tracker: NullTracker, datasets: Datasets, task: Task, batch: Batch) -> None:
-    """Show the first batch as the model sees it, augmented, with labels if this rank has them.
+    """Show the first batch as the model sees it: augmented, with labels if this rank reads them.
 
-    Only the first step waits for the drawing, and no reported speed includes that step.
+    Only the first step waits for the drawing. With logging.warmup_steps > 0, no reported speed
+    includes that step.
     """
     if not tracker.shows:
         return
@@ -125,7 +128,7 @@ def format_caption(task: Task, classes: Sequence[str], target: Tensor) -> str:
     if task.reads == "values" or target.dim() == 0:
         values = target.flatten().tolist()
         return ", ".join(f"{value:.4g}" for value in values[:3])
-    # The target is a mixture of classes, such as that of mixup.
+    # The target is a mixture of classes, such as mixup makes.
     values = target.tolist()
     shares = [(share, index) for index, share in enumerate(values) if share > 0]
     texts = []
@@ -198,7 +201,7 @@ def draw_grid(images: Numbers, captions: Sequence[str]) -> EncodedImage:
 
     Args:
         images: (n, H, W, C) uint8, with 1 or 3 channels. Small images are enlarged to about TILE.
-        captions: One text for each image, or none.
+        captions: A caption for each image, or an empty sequence.
     """
     height, width = images.shape[1:3]
     longest = max(height, width)
@@ -232,9 +235,14 @@ def draw_grid(images: Numbers, captions: Sequence[str]) -> EncodedImage:
 
 
 def draw_confusion(matrix: Numbers, names: Sequence[str]) -> EncodedImage:
-    """Draw a confusion matrix of counts (actual, predicted).
+    """Draw a confusion matrix.
 
     The color of a cell shows its fraction of the samples of its row.
+
+    Args:
+        matrix: (classes, classes) counts, with a row for each actual class and a column for each
+            predicted class.
+        names: Names of the classes.
     """
     count = len(matrix)
     is_written = count <= WRITTEN
@@ -260,7 +268,7 @@ def draw_confusion(matrix: Numbers, names: Sequence[str]) -> EncodedImage:
             strength = float(shares[row, column])
             full_colour = RIGHT
             if row != column:
-                # The root makes rare mistakes visible.
+                # The square root makes rare mistakes visible.
                 strength = strength**0.5
                 full_colour = WRONG
             colour = tuple(round(245 + (part - 245) * strength) for part in full_colour)

@@ -31,10 +31,10 @@ def seed_everything(seed: int, deterministic: bool, compiled: bool = False) -> N
             # By default the compiler times several kernels and chooses the fastest. A process that
             # resumes might choose a different one.
             importlib.import_module("torch._inductor.config").deterministic = True  # type: ignore[attr-defined]
-    # This also overrides the setting of the calling program, which must not change a run.
+    # False is set too, because the setting of the calling program must not change a run.
     torch.use_deterministic_algorithms(deterministic)
     # cuDNN's benchmark chooses different kernels for different shapes, and these round differently.
-    # So it is off in the runs whose losses `compare` compares with each other.
+    # TRAINER_EXACT switches the benchmark off in runs whose losses the command `compare` compares.
     torch.backends.cudnn.benchmark = not deterministic and "TRAINER_EXACT" not in os.environ
 
 
@@ -47,9 +47,9 @@ def seed_ranks(seed: int, rank: int) -> None:
 
 @contextmanager
 def restore_global_state() -> Iterator[None]:
-    """Restore generators, number of threads and torch's global switches after this block.
+    """Restore random generators, number of threads and torch's global switches after this block.
 
-    A run changes all of these, and the program that calls it may rely on them.
+    A run changes all of these, and the program that calls `train` may rely on them.
     """
     is_initialized = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = []
@@ -60,7 +60,8 @@ def restore_global_state() -> Iterator[None]:
     benchmark = torch.backends.cudnn.benchmark
     debug_mode = torch.get_deterministic_debug_mode()
     tf32 = None
-    # Reading these attributes raises if the program has set TF32 by torch's newer attributes.
+    # Reading these attributes raises if the program has set TF32 by torch's newer attributes. Then
+    # TF32 is not restored.
     with suppress(RuntimeError):
         tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     compiler: Any = sys.modules.get("torch._inductor.config")
@@ -68,7 +69,7 @@ def restore_global_state() -> Iterator[None]:
     try:
         yield
     finally:
-        # The run may have imported the compiler.
+        # The module is looked up again, because the run may have imported it.
         compiler = sys.modules.get("torch._inductor.config")
         if compiler:
             compiler.deterministic = compiler_deterministic
@@ -81,7 +82,10 @@ def restore_global_state() -> Iterator[None]:
 
 
 def read_random_states(devices: Sequence[torch.device] = ()) -> dict[str, Tensor]:
-    """Return the states of this rank's generators: the CPU's, and those of its local `devices`."""
+    """Return the states of the generators of Python, NumPy and torch.
+
+    Torch has a generator on the CPU, and one on each CUDA device of `devices`.
+    """
     _, python, _ = random.getstate()
     numpy = np.random.get_state(legacy=False)["state"]
     states = {
@@ -101,7 +105,7 @@ def restore_random_states(
     """Restore the states that `read_random_states` has returned.
 
     Returns:
-        The devices whose generators were not saved, and which keep their present state.
+        The CUDA devices for which `states` has no state. Their generators keep the present state.
     """
     random.setstate((3, tuple(states["python"].tolist()), None))
     key = states["numpy"].numpy().astype(np.uint32)

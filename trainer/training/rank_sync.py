@@ -18,7 +18,7 @@ class RankReport(NamedTuple):
 
     Attributes:
         loss: Sum of the losses of the steps since the last logged step.
-        seconds: Seconds of a step.
+        seconds: Seconds of a step, or of a batch of an evaluation.
         bad: Whether a loss or gradient was not finite.
         interrupted: Whether Ctrl-C was received.
         stopped: Whether any signal was received.
@@ -41,11 +41,11 @@ class SyncedState:
         loss: Loss summed over the ranks and the steps since the last logged step. 0 within an
             evaluation.
         finite: Whether all losses and gradients of these steps were finite.
-        stop: The error to stop with, if a signal was received.
-        ranks: For each rank the seconds of a step, of waiting for data in it, and of its forward
-            pass. Empty unless all ranks do the same work.
-        window: This rank's steps, seconds, and seconds of waiting for data since the last logged
-            step, without warm-up.
+        stop: Type of the error to stop with if a rank received a signal, or else None.
+        ranks: For each rank the seconds of a step, the seconds of waiting for data in a step, and
+            the seconds of a forward pass. Empty unless all ranks do the same work.
+        window: This rank's number of steps, their seconds, and their seconds of waiting for data,
+            since the last logged step and without warm-up steps.
     """
 
     loss: float
@@ -76,7 +76,10 @@ class RankSync:
         self._window = (0, 0.0, 0.0)
 
     def after_step(self, log: bool) -> SyncedState:
-        """Synchronise after a training step, with the losses since the last logged step.
+        """Synchronize after a training step. Collective.
+
+        Args:
+            log: Whether this step is logged, so that the next window starts after it.
 
         Raises:
             NotFiniteError: A loss or gradient of some rank is not finite. Raised on every rank.
@@ -119,7 +122,7 @@ class RankSync:
             if noticed.shares:
                 noticed.shares.add(steps, synced.ranks)
             if is_warm:
-                # The all-reduce of each rank waits for the rank that waits longest for data.
+                # In the all-reduce, each rank waits for the rank that waited longest for data.
                 longest_wait = steps * max(rank[1] for rank in synced.ranks)
                 ledger.note_peers(max(0.0, longest_wait - data_wait))
         if log:
@@ -143,7 +146,7 @@ class RankSync:
             loss: This rank's sum of losses.
             bad: Whether a loss or gradient of this rank was not finite.
             first: Whether this is the first step or batch, which takes longer than others.
-            rank_seconds: This rank's row of `SyncedState.ranks`.
+            rank_seconds: This rank's row of `SyncedState.ranks`, or None if it is not measured.
         """
         world = self.resolved.world
         saver = self.snapshots.saver

@@ -20,8 +20,8 @@ from trainer.training.steps import EagerSteps
 
 # Number of elements that are multiplied at a time. More would not fit the CPU's cache.
 CHUNK = 2**17
-# Minimum length of a run whose gradients are compared. In shorter runs the comparison would take
-# more than 0.5 % of the time.
+# Minimum number of steps of this process, and minimum seconds of the run, before gradients are
+# compared. In shorter runs the comparison would take more than 0.5 % of the time.
 LONG_STEPS = 1000
 LONG_SECONDS = 60.0
 # Allowed difference relative to a tensor's norm. Different devices may sum the norm of the gradient
@@ -39,8 +39,9 @@ def compute_digests(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     factors = torch.arange(1, 2 * CHUNK, 2, device=device) ** 7
     digests = [factors[:0]]
     for tensor in tensors:
-        # Longer elements are viewed as several of 32 bits. Modulo 2**64, the topmost bit times any
-        # odd factor is the same number, so two changed signs would cancel each other.
+        # Elements longer than 32 bits are viewed as several 32-bit integers. Otherwise, modulo
+        # 2**64, the topmost bit times any odd factor would be the same number, so two changed signs
+        # would cancel each other.
         integer = getattr(torch, f"int{8 * min(4, tensor.element_size())}")
         bits = tensor.detach().reshape(-1).view(integer)
         while len(bits) > 1:
@@ -67,10 +68,10 @@ class ReplicaComparison:
     next: int = 1
 
     def compare_again(self) -> None:
-        """Compare the replicas, and in a long run also the gradient. Collective.
+        """Compare the weights of the replicas, and in a long run also their gradients. Collective.
 
         Raises:
-            RecipeError: The replicas differ. Raised on every rank.
+            RecipeError: Weights or gradients differ by more than rounding. Raised on every rank.
         """
         strategy = self.state.strategy
         timer = self.observer.timer
@@ -78,9 +79,9 @@ class ReplicaComparison:
             self.compare()
             if timer.seen < LONG_STEPS:
                 return
-            # CUDA graphs read gradients at fixed addresses, and a pass here would move them. The
-            # ranks decide together, because each of them captures its step, and counts seconds, by
-            # itself.
+            # CUDA graphs read gradients at fixed addresses, and a pass here would move them. So
+            # gradients are compared only if no rank has captured a step. The ranks decide together,
+            # because each of them captures its steps and counts seconds by itself.
             is_unfit = self.steps.has_captured or self.state.seconds() < LONG_SECONDS
             if not strategy.world.is_any(is_unfit):
                 strategy.check_gradients()
@@ -124,7 +125,7 @@ class ReplicaComparison:
         """Warn of a buffer that differs between ranks because their passes see different images.
 
         BatchNorm's statistics are left out. Rank 0's buffers replace those of the other ranks, so a
-        memory bank or a codebook learns from only a part of each batch. Collective.
+        memory bank or a codebook would learn from only a part of each batch. Collective.
         """
         strategy = self.state.strategy
         announced = self.observer.noticed.announced

@@ -29,7 +29,7 @@ from trainer.training.state import History, Resolved, TrainState
 from trainer.training.stopping import describe_end
 from trainer.versions import VERSION
 
-# Maximum number of suggestions at the end of a run; `runs show` prints all of them.
+# Maximum number of suggestions that the end of a run prints. `runs show` prints all of them.
 SUGGESTIONS = 3
 # Keys of the earlier result that are kept if a resumed run has no step left to train.
 KEPT_KEYS = (
@@ -53,7 +53,7 @@ def log_step(
     speed: float | None,
     window: tuple[int, float, float],
 ) -> None:
-    """Write a logged step's values to TensorBoard and its row to steps.csv. Collective.
+    """Write the values of a step to TensorBoard, and its row to steps.csv. Collective.
 
     Speeds are left out during warm-up.
 
@@ -62,10 +62,10 @@ def log_step(
         observer: Timer and tracker of the run.
         loss: Mean loss of the steps since the last logged step.
         lr: Learning rate.
-        norm: Norm of the gradient.
+        norm: Norm of the gradient before clipping, 0-dim. None if it was not computed.
         speed: Images per second of all devices, or None during warm-up.
-        window: Steps, seconds, and seconds of waiting for data since the last logged step, without
-            warm-up.
+        window: Number of steps, their seconds, and their seconds of waiting for data, since the
+            last logged step and without warm-up steps.
     """
     steps, seconds, data_wait = window
     tracker = observer.tracker
@@ -140,7 +140,7 @@ def compute_images_per_second(
 def compute_idle_share(strategy: Strategy, measured: float) -> float:
     """Return the fraction of a step in which devices idle because they wait for other stages.
 
-    `measured` is the fraction that a pipeline has measured.
+    `measured` is the fraction that a pipeline has measured; 0 without a pipeline.
     """
     world = strategy.world
     if world.size == 1 and world.device.type == "cpu":
@@ -165,9 +165,10 @@ def build_epoch_row(
     epoch: int,
     seconds: float,
 ) -> dict[str, str]:
-    """Return an epoch's figures by their titles.
+    """Return an epoch's row of the printed table, as strings by the title of the column.
 
-    `seconds` is the duration of the whole epoch. The images per second do not count its evaluation.
+    `seconds` is the duration of the whole epoch with its evaluation. The images per second leave
+    out the time of the evaluation.
     """
     epochs = resolved.recipe.epochs
     row = {
@@ -257,7 +258,7 @@ def _describe_best(task: Task, history: History) -> str:
 
 
 def list_seconds(ledger: Ledger) -> dict[str, float]:
-    """Return the seconds of this attempt by activity. Time without one counts as "steps"."""
+    """Return the seconds of this attempt by activity. All remaining time counts as "steps"."""
     spent = ledger.read_seconds()
     total = time.perf_counter() - ledger.start_time
     start_up = sum(seconds for name, seconds in spent.items() if name.startswith(START))
@@ -271,8 +272,8 @@ def list_seconds(ledger: Ledger) -> dict[str, float]:
 def summarize_saves(costs: Sequence[Cost]) -> dict[str, float] | None:
     """Return the number of saves of this attempt and their mean seconds, or None without saves.
 
-    `blocked_s` is the mean time for which training pauses for a save, and `seconds` that of the
-    whole save.
+    `blocked_s` is the mean number of seconds for which training pauses for a save. `seconds` is the
+    mean number of seconds until a save is written.
     """
     count = len(costs)
     if not count:
@@ -300,7 +301,7 @@ def build_result(
         state: The state of the run.
         observer: Timers and warnings of the run.
         samples_per_step: Mean number of images of a step.
-        graphs: How steps are computed now, from `EagerSteps.kind`.
+        graphs: How steps are computed now, "launched" or "replayed": see `EagerSteps.kind`.
         save_costs: Costs of the saves of this attempt.
         status: "running", "completed", "preempted" or "failed".
         error: One line about the error that ended the run, if any.
@@ -377,7 +378,7 @@ def build_result(
 
 
 def list_versions() -> dict[str, str | None]:
-    """Return the versions of the packages that the figures depend on."""
+    """Return the versions of the packages that metrics and speeds depend on."""
     return {
         "trainer": VERSION,
         "python": platform.python_version(),

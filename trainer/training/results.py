@@ -4,7 +4,7 @@ from typing import Annotated, Any, TypedDict
 
 
 class Metrics(TypedDict, total=False):
-    """The metrics in `result.json`. A user's own task names its metrics in the same way.
+    """The metrics in `result.json`. The names of a user's own metrics have the same prefixes.
 
     A value is null until an epoch has been evaluated.
     """
@@ -22,7 +22,7 @@ class Metrics(TypedDict, total=False):
 
 
 class Result(Metrics):
-    """The content of `result.json`: these keys, the task's metrics, and `data_parallel` with dp."""
+    """The content of `result.json`. With mode=dp, there is also the key `data_parallel`."""
 
     recipe: Annotated[str, "name of the recipe"]
     mode: Annotated[str, "as in the recipe"]

@@ -1,7 +1,7 @@
 """Resuming a run: find the newest checkpoint, make it available on every rank, and restore it.
 
 A rank reads the checkpoint from its disk, or receives the files from rank 0 if they are not there.
-Every rank must call these functions.
+All ranks must call `find_newest`, `on_every_rank` and `restore` at the same time.
 """
 
 import hashlib
@@ -65,8 +65,8 @@ def find_newest(tracker: NullTracker, world: World, recipe: Recipe) -> checkpoin
         )
     state = on_every_rank(loaded, world)
     if state is None and recipe.output is not None:
-        # A node that joins a restarted job later has counted no restarts, so this is not the only
-        # condition.
+        # The number of restarts is not the only condition, because it is 0 on a node that joins a
+        # restarted job later.
         is_resumed = recipe.resume is not None or world.place.restarts > 0 or is_restart()
         rank = 0
         if is_resumed:
@@ -89,8 +89,9 @@ def on_every_rank(
     """Return on every rank the checkpoint that rank 0 has `loaded`. Collective.
 
     A rank reads the checkpoint from its own disk if it finds the files there that rank 0 has
-    hashed, or complete copies of them. Rank 0 sends the files in chunks to all other ranks, such as
-    those of a machine that does not share the run folder. These ranks store temporary copies.
+    hashed, or complete copies of them. If any rank does not, because its machine does not share the
+    run folder, rank 0 broadcasts the files in chunks. The ranks without them store temporary
+    copies.
 
     Raises:
         CheckpointError: Rank 0's files changed in the meantime.
@@ -114,8 +115,8 @@ def on_every_rank(
 def check_here(path: Path, raw: bytes, files: checkpoint.Fingerprint) -> checkpoint.State | None:
     """Return the checkpoint with manifest `raw`, or None if this rank does not find it complete.
 
-    If this rank sees the very files of rank 0, whose fingerprint is `files`, it does not hash them
-    again.
+    If the files have the fingerprint `files`, they are those that rank 0 has hashed, and are not
+    hashed again.
     """
     try:
         if checkpoint.read_manifest(path) != raw:

@@ -1,4 +1,4 @@
-"""The objects of a run on one rank: configuration, state, and observer."""
+"""All objects of a run on one rank, in the class `Run`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,8 +53,8 @@ class Run:
         self.ledger = observer.ledger
         self.noticed = observer.noticed
         self.strategy = state.strategy
-        # The first pass may fill caches, such as a table, which are no state of the model. So only
-        # the second pass is compared, with the state after the first.
+        # The first pass may fill caches, such as a table, which are no state of the model. So the
+        # state after the second pass is compared with the state after the first.
         if self.resolved.checkpoint or self.recipe.pieces > 1:
             self.noticed.passes_to_compare = 2
         if self.recipe.shares == "auto" and self.world.size > 1:
@@ -64,14 +64,15 @@ class Run:
         self.snapshots = Snapshots(resolved, state, self.interrupts, self.timer, replicas)
         self.saver = self.snapshots.saver
         self.forward = build_forward(self.strategy, self.tracker.say)
-        # Passes change these buffers in addition to gradients, so they are restored if memory runs
-        # out. `repeatable` is then True, because the state is the one before the step.
+        # Passes may change these buffers, so they are restored if memory runs out in a pass. Then
+        # `repeatable` becomes True: the state is that before the failed passes and can be saved.
         buffers: list[Tensor] = []
         for module in self.strategy.modules():
             buffers += filter(is_plain, module.buffers())
         self.buffers = group_by_type(buffers)
         self.repeatable = False
-        # Unreadable images and uncached photos of this rank that the history counts already.
+        # Numbers of unreadable images and of uncached photos of this rank, (2,), that the history
+        # counts already.
         self.counted = torch.zeros(2, dtype=torch.int64)
 
 

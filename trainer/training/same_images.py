@@ -1,8 +1,9 @@
 """Checks that all ranks and all attempts of a run read the same images.
 
-Machines may have different copies, and files may be added or deleted while a run starts or between
-its attempts. For the training set and the validation split, a checkpoint contains the number of
-samples, a hash of their names and targets, and the sizes and hashed contents of some files.
+Machines may have different copies of the data, and files may be added or deleted while a run starts
+or between its attempts. A checkpoint therefore contains, for the training set and the validation
+split, the number of samples, a hash of their names and targets, and the sizes and content hashes of
+some photos.
 """
 
 import hashlib
@@ -28,11 +29,11 @@ from trainer.saving.checkpoint import State
 from trainer.tasks.classification import class_name
 from trainer.training.state import Resolved
 
-# Number of photos of a data set whose sizes and contents are kept.
+# Maximum number of photos of a split whose sizes and content hashes a checkpoint contains.
 SIZED = 256
-# Threads that read these photos. They spend their time waiting for the disk.
+# Number of threads that hash these photos. Each of them mostly waits for the disk.
 WAITING = 16
-# Maximum number of bytes of a sample in memory that are hashed.
+# Maximum number of bytes that are hashed of each sample of a data set of tensors.
 LOOKED_AT = 1024
 ROLES = {"train": "training", "val": "held out"}
 REMEDY = (
@@ -44,10 +45,10 @@ def hash_contents(data: Datasets) -> dict[str, Tensor]:
     """Return int64 tensors that identify the images.
 
     Returns:
-        `train_images` has the number of training samples, a hash of all samples, and the sizes of
-        some files in bytes. `train_contents` has hashes of the contents of these files. Files in
-        Parquet are left out, because reading them would take long. `val_images` and `val_contents`
-        have the same values of the validation split.
+        `train_images` has the number of training samples, the result of `_hash_part`, and the sizes
+        of some photos in bytes. `train_contents` has hashes of the contents of these photos. A
+        missing photo has size -1 and hash 0. So does a photo in a Parquet file, which would take
+        long to read. `val_images` and `val_contents` have the same values for the validation split.
     """
     tensors = {}
     sources = data.sources or (data.train, data.val)
@@ -69,26 +70,27 @@ def _hash_content(address: bytes, size: int) -> int:
 
 
 def _find_changed(now: Mapping[str, Tensor], before: Mapping[str, Tensor], role: str) -> Tensor:
-    """Return a mask of the chosen photos whose bytes have changed."""
+    """Return a mask over the photos of `_choose_photos`: True if size or content hash differ."""
     images = f"{role}_images"
     contents = f"{role}_contents"
     different = now[images][2:] != before[images][2:]
-    # Earlier versions kept only the sizes.
+    # Checkpoints of earlier versions contain only the sizes.
     if contents in before:
         different |= now[contents] != before[contents]
     return different
 
 
 def _choose_photos(count: int) -> list[int]:
-    """Return the indices, out of `count`, of the photos whose sizes and contents are kept."""
+    """Return the indices of up to SIZED photos, evenly spaced over `count` photos."""
     indices = np.linspace(0, count - 1, min(SIZED, count))
     return [int(index) for index in indices]
 
 
 def _hash_part(part: Any) -> int:
-    """Hash the names of photos, or the values of tensors, and their targets.
+    """Hash the targets of a split, and the names of its photos or the values of its tensors.
 
-    For items of a user's data set, hash the targets and files that the data set lists.
+    For a user's data set of other items, hash the targets and file names that it lists, if any. The
+    result is 0 if the data set raises an error.
     """
     if isinstance(part, EncodedPhotos):
         return int(part.digest()[:15], 16)
@@ -120,7 +122,11 @@ def _hash_part(part: Any) -> int:
 
 
 def check_same_images(world: World, data: Datasets) -> None:
-    """Raise SetupError on every rank if the data of any rank differs from rank 0's. Collective."""
+    """Check that all ranks have the same number, classes, shape and names of images. Collective.
+
+    Raises:
+        SetupError: The data of a rank differs from rank 0's. Raised on every rank.
+    """
     digests = [part.digest()[:8] for part in (data.train, data.val) if hasattr(part, "digest")]
     facts = {
         "training images": f"{len(data.train):,}",
@@ -149,18 +155,22 @@ def check_same_images(world: World, data: Datasets) -> None:
 
 
 def identify_images(world: World, data: Datasets, state: State | None) -> dict[str, Tensor]:
-    """Return tensors that let rank 0 recognize the images later. Collective.
+    """Compare the images with those of the checkpoint `state`, if any. Collective.
+
+    Returns:
+        The tensors of `hash_contents` on rank 0, which later checkpoints contain; {} on other
+        ranks.
 
     Raises:
-        SetupError: The classes differ from those of the checkpoint `state`, or most photos of some
-            classes have changed. Raised on every rank.
+        SetupError: The classes differ from those of the checkpoint, or more than half of the
+            checked photos of a class have changed. Raised on every rank.
     """
     samples = hash_contents(data) if world.is_main else {}
     if state is None:
         return samples
     classes = list(data.classes)
     saved_classes = state.facts.get("classes")
-    # Older checkpoints do not name the classes.
+    # Older checkpoints do not name the classes, so these cannot be compared.
     if isinstance(saved_classes, list):
         saved_classes = [class_name(str(name)) for name in saved_classes]
     else:
@@ -182,7 +192,8 @@ def identify_images(world: World, data: Datasets, state: State | None) -> dict[s
     for role, part in zip(roles, sources, strict=False):
         images = samples[f"{role}_images"]
         saved_images = before.get(f"{role}_images")
-        # Only photos whose names and labels are the same are compared.
+        # Photos are only compared if the split has the same number, names and labels of photos as
+        # before, and if each label is one class.
         if (
             saved_images is None
             or len(images) == 2
@@ -209,7 +220,7 @@ def report_changes(resolved: Resolved, total_steps: int, state: State) -> None:
     """Print how the images have changed since the checkpoint `state` was saved."""
     saved = state.tensors.get("samples")
     samples = resolved.samples
-    # Old checkpoints have no samples. Ranks other than 0 leave the report to rank 0.
+    # Old checkpoints have no `samples`, and ranks other than 0 leave the report to rank 0.
     if not saved or not samples:
         return
     changes = list[str]()
@@ -219,7 +230,7 @@ def report_changes(resolved: Resolved, total_steps: int, state: State) -> None:
         count = int(images[0])
         saved_images = saved.get(f"{role}_images")
         if saved_images is None:
-            # Older checkpoints have one number for each sample.
+            # Older checkpoints have one number for each sample instead of a count.
             saved_count = len(saved[role])
         else:
             saved_count = int(saved_images[0])

@@ -69,7 +69,8 @@ from trainer.training.same_images import check_same_images, identify_images
 from trainer.training.state import Opened, Resolved, TrainState
 from trainer.training.teaching import Teacher
 
-# Number of steps of a run that measures speed on synthetic images, because its data is missing.
+# Maximum number of steps of a run that measures speed on synthetic images because its data is
+# missing.
 SPEED_STEPS = 20
 
 
@@ -105,9 +106,9 @@ class Claim:
         world: The connected ranks.
         tracker: The writer of the run folder on rank 0; a tracker without effects on other ranks.
         resolved_keys: Values that the resumed run has chosen for open keys of its recipe.
-        before: The validation images of the resumed run.
-        shorter: The recipe of the resumed run, if this run trains longer.
-        ledger: Account of how this process spends its time.
+        before: The validation split of the resumed run.
+        shorter: The recipe of the resumed run if this run trains longer, or else None.
+        ledger: Seconds of this attempt by activity.
     """
 
     world: World
@@ -194,7 +195,7 @@ def open_run(typed: Recipe, claim: Claim, closing: ExitStack) -> Opened:
         recipe = resuming.extend_recipe(recipe, claim.shorter, state, steps)
     if recipe.shares == "auto":
         share = replace(share, numbers=read_kept_shares(recipe, state, world))
-    # A resumed run has looked for damaged images when it was started.
+    # A resumed run has been checked for damaged images when it was first started.
     if state is None:
         data = find_damaged(data, recipe, world)
     samples = identify_images(world, data, state)
@@ -234,7 +235,8 @@ def read_kept_shares(recipe: Recipe, state: State | None, world: World) -> tuple
     """Return the shares that the run measured before it was resumed.
 
     Returns:
-        An empty tuple if the shares were not measured, or were measured on different devices.
+        The share of each rank in units of `count_units`. The tuple is empty if the shares were not
+        measured, or were measured on different devices.
     """
     saved = {}
     if state:
@@ -252,8 +254,8 @@ def read_kept_shares(recipe: Recipe, state: State | None, world: World) -> tuple
 def build_speed_recipe(recipe: Recipe, data: Datasets, say: Callable[[str], None]) -> Recipe:
     """Return the recipe of a speed measurement, for a run whose data is missing.
 
-    The measurement trains 20 steps on synthetic images, with the model, global batch size and image
-    size of `recipe`.
+    The measurement trains at most SPEED_STEPS steps on synthetic images, with the model, global
+    batch size and image size of `recipe`.
     """
     steps = min(SPEED_STEPS, recipe.max_steps or SPEED_STEPS)
     say(
@@ -328,7 +330,7 @@ def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, ledg
 
 
 def collect_model_facts(model: nn.Module, resolved: Resolved) -> ModelFacts:
-    """Return the properties of the whole model for the banner and the speed figures. Collective."""
+    """Return the properties of the whole model for the banner and speed reports. Collective."""
     recipe = resolved.recipe
     data = resolved.datasets
     cards = describe_cards(resolved.world, recipe.precision)
@@ -403,7 +405,10 @@ def current_result(
 
 
 def place_model(context: Context, model: nn.Module) -> tuple[Strategy, Updater]:
-    """Create the mode of `model`, and the optimizer of this rank's parameters. Collective."""
+    """Create the mode that trains `model`, and the updater of this rank's parameters. Collective.
+
+    The mode moves the model to the devices of the ranks, and may divide it.
+    """
     recipe = context.recipe
     if context.world.size > 1:
         check_alone(model, recipe.traits.exchanges)
@@ -422,9 +427,11 @@ def place_model(context: Context, model: nn.Module) -> tuple[Strategy, Updater]:
 
 
 def describe_cards(world: World, precision: str) -> dict[str, tuple[float | None, bool]]:
-    """Return the peak FLOP/s of all GPUs by name, and whether they emulate `precision`. Collective.
+    """Describe the GPUs of all ranks. Collective.
 
-    A GPU that several ranks share counts once. On CPU the result is empty.
+    Returns:
+        `{name: (peak, emulates)}`: For each GPU its peak FLOP/s, None if unknown, and whether it
+        emulates `precision`. A GPU that several ranks share is contained once. Empty on CPUs.
     """
     if world.device.type != "cuda":
         return {}
@@ -441,10 +448,11 @@ def describe_cards(world: World, precision: str) -> dict[str, tuple[float | None
 def compute_utilisation_base(
     model: nn.Module, data: Datasets, cards: Mapping[str, tuple[float | None, bool]]
 ) -> tuple[float | None, int]:
-    """Return the total peak FLOP/s of all GPUs and the FLOPs of training on one image.
+    """Return the two numbers from which the utilization of the GPUs is computed.
 
     Returns:
-        None and 0 if either is unknown.
+        `(peak, flops)`: The peak FLOP/s of all GPUs together, and the FLOPs of training on one
+        image. `(None, 0)` if either is unknown.
     """
     peaks = [peak for peak, _ in cards.values() if peak is not None]
     if not peaks or len(peaks) < len(cards):

@@ -24,12 +24,13 @@ from trainer.training.state import Resolved, TrainState
 def choose_rows(
     resolved: Resolved, state: TrainState, observer: Observer, epoch_begins: bool
 ) -> list[int] | None:
-    """Choose new numbers of rows of the ranks if measured speeds suggest it. Collective.
+    """Choose how many rows each rank computes, if measured speeds suggest a change. Collective.
 
     Called when an epoch begins, and between steps of an epoch that has steps left.
 
     Returns:
-        The rows of a micro-batch that each rank computes from now on, or None without a change.
+        The number of rows of a micro-batch that each rank computes from now on, or None if nothing
+        changes.
     """
     recipe = resolved.recipe
     share = state.strategy.share
@@ -64,6 +65,8 @@ def _divide_rows(
 ) -> list[int]:
     """Return each rank's rows in proportion to its speed, limited by its memory. Collective.
 
+    If a worker with its own images would have too few of them, the present rows are returned.
+
     Args:
         resolved: The configuration of the run.
         share: This rank's share of the data.
@@ -73,7 +76,7 @@ def _divide_rows(
     """
     recipe = resolved.recipe
     world = resolved.world
-    # Number of images of a rank that augmentations such as mixup combine.
+    # Number of images that augmentations such as mixup combine. The rows of a rank are a multiple.
     together = recipe.augment.together
     least = min(max(1, minimum // together), min(rows) // together)
     capacity = _count_fitting_images(recipe, world, rows[world.rank])
@@ -81,7 +84,7 @@ def _divide_rows(
     most = [max(pair) // together for pair in zip(capacities, rows, strict=True)]
     numbers = divide_within_limits(count_units(recipe), speeds, least, most)
     new_rows = [together * number for number in numbers]
-    # Workers with their own images need one image for each micro-batch of an epoch.
+    # A worker with its own images needs at least one for each micro-batch of an epoch.
     if share.every_sample:
         samples = len(resolved.datasets.train)
         needed = resolved.steps_per_epoch * recipe.pieces
@@ -95,8 +98,8 @@ def _divide_rows(
 def _count_fitting_images(recipe: Recipe, world: World, rows: int) -> int:
     """Return the number of images of a micro-batch that fit this rank's device.
 
-    The number is extrapolated from the memory that `rows` images needed. On a CPU it is not
-    limited, because all ranks use the same memory.
+    The number is extrapolated from the memory that `rows` images needed. On a CPU the result is the
+    global batch size, which is no limit, because all ranks use the same memory.
     """
     device = world.device
     if device.type != "cuda":

@@ -24,7 +24,8 @@ from trainer.training.parts import PARTS
 from trainer.training.replicas import ReplicaComparison
 from trainer.training.state import Resolved, TrainState
 
-# Tensors by the name of their file, without its ending, and then by plain name.
+# Shards by plain name, for each part of a checkpoint. The keys are the names of the parts' files
+# without their endings.
 Parts = dict[str, dict[str, Shard]]
 
 
@@ -54,8 +55,8 @@ class Snapshots:
         """Start to save the present step, after the previous save has ended. Collective.
 
         Args:
-            weights: Names of files of weights to write.
-            sealed: Whether to write a checkpoint.
+            weights: Names of the files of weights to write, without the ending `.safetensors`.
+            sealed: Whether to write a checkpoint, unless there is one of this step.
 
         Raises:
             NotFiniteError: A weight, buffer or optimizer state is NaN or infinite. Raised on every
@@ -98,8 +99,8 @@ class Snapshots:
     def finish_saving(self) -> None:
         """Wait for the save that is being written. Collective.
 
-        Rank 0 waits last, because its thread waits for the files of the other ranks. If one of
-        these has failed, that thread stops waiting.
+        Rank 0 waits last, because its thread waits for the files of the other ranks. If another
+        rank has failed, the thread stops waiting.
 
         Raises:
             TrainerError: The save failed on some rank. Raised on every rank.
@@ -117,7 +118,7 @@ class Snapshots:
             try:
                 world.raise_any(saver.error)
             except Exception:
-                # No rank writes to the draft any more, so that it can be removed.
+                # No rank writes to the draft any more, so it can be removed.
                 saver.remove_draft()
                 raise
 
@@ -161,8 +162,8 @@ class Snapshots:
         to the checkpoint from which it is resumed.
 
         Returns:
-            The run folder, the folder for files of a checkpoint (if any), and whether it will be
-            sealed as a checkpoint.
+            `(folder, draft, sealed)`: The run folder; the folder for the files of a checkpoint,
+            None if there are none; whether the draft will be sealed as a checkpoint.
         """
         tracker = self.resolved.tracker
         folder = tracker.path
@@ -179,14 +180,14 @@ class Snapshots:
 
 
 def on_host(saver: Saver, parts: Parts, devices: Sequence[torch.device]) -> Parts:
-    """Copy tensors to host memory, so that training may change them. Empty ones are left out."""
+    """Copy shards to host memory, so that training may change them. Empty shards are left out."""
     copies: Parts = {}
     for stem, pieces in parts.items():
         for name, piece in pieces.items():
             if piece.is_whole or len(piece.local):
                 local = saver.to_host(stem, name, piece.local)
                 copies.setdefault(stem, {})[name] = piece._replace(local=local)
-    # The copies are asynchronous.
+    # The copies from GPUs are asynchronous.
     synchronise(devices)
     return copies
 
@@ -196,10 +197,10 @@ def _send_to_writers(
 ) -> tuple[Parts, frozenset[int]]:
     """Send tensors to rank 0 from ranks that cannot write to the draft. Collective.
 
-    Such a rank is on a machine that does not share the run folder.
+    A rank cannot write if its machine does not share the run folder.
 
     Returns:
-        The tensors that this rank writes, and the ranks that write.
+        `(parts, writers)`: The shards that this rank writes, and the ranks that write.
     """
     can_write = torch.zeros(world.size)
     if world.is_main or (draft and os.access(draft, os.W_OK)):

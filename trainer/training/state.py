@@ -29,13 +29,13 @@ class Opened:
         share: This rank's share of the data.
         steps_per_epoch: Number of steps of an epoch.
         tracker: Writer of the run folder on rank 0; a tracker without effects on other ranks.
-        checkpoint: The checkpoint to resume.
+        checkpoint: The checkpoint to resume, or None for a new run.
         samples: Tensors that identify the images, from `same_images.identify_images`. Empty on
             ranks other than 0.
         speed_only: Whether synthetic images replace missing data. Then the run measures its speed
             and saves no checkpoint.
         longer: Whether the run trains longer than planned when its checkpoint was saved.
-        teacher: The teacher of distill.teacher.
+        teacher: The teacher of distill.teacher, if any.
     """
 
     recipe: Recipe
@@ -59,7 +59,8 @@ class Resolved(Opened):
     Attributes:
         recipe: The recipe. `recompute` is not auto, and `accumulate` is auto only if a batch is a
             single micro-batch.
-        recomputed: Number of first blocks whose activations are recomputed. None: all blocks.
+        recomputed: With `recompute`, the number N of blocks that are recomputed: the first N blocks
+            of the model. None: all blocks.
         tuned: Measurements of earlier attempts, from the run folder.
     """
 
@@ -74,16 +75,17 @@ class History:
     Attributes:
         losses: Mean training loss of each epoch.
         validation: Metrics of the last evaluated epoch, as `evaluate` returns them.
-        latest: Metrics of the last epochs.
-        best: Best value of the task's metric.
-        best_epoch: Epoch of `best`, from 0.
+        latest: Metrics of the last STANDSTILL_EPOCHS evaluated epochs, under the task's own names.
+        best: Best value of the task's metric, or None before the first evaluation.
+        best_epoch: Epoch of `best`, counted from 0, or None before the first evaluation.
         epoch_loss: Sum of the logged step losses of the present epoch.
-        epoch_steps: Number of these steps.
+        epoch_steps: Number of steps whose losses `epoch_loss` contains.
         seconds: Seconds of all attempts up to the checkpoint.
-        skipped: Number of unreadable images.
-        uncached: Number of photos that a cache did not hold.
-        logged: Last values that a program's callback logged.
-        nonfinite: Steps that an earlier version left out because they were not finite.
+        skipped: Number of times that an unreadable image was replaced or left out.
+        uncached: Number of times that a photo was not in the cache and was prepared again.
+        logged: Last value that a program's callback logged under each name.
+        nonfinite: Numbers of the steps that an earlier version of the program left out because a
+            loss or gradient was not finite.
         lr_factor: Factor of the learning rate, which callbacks of earlier versions could change.
     """
 
@@ -119,11 +121,12 @@ class TrainState:
             self.average = MovingAverage(self.weights(), recipe.ema)
         self.position = Position(0, 0, 0)
         self.history = History()
-        # Losses of the steps since the last logged step, on the device: reading them would wait.
+        # Losses of the steps since the last logged step, 0-dim. They stay on the device, because
+        # reading them in every step would wait for it.
         self.unlogged: list[Tensor] = []
         self.total_steps = count_total_steps(recipe, resolved.steps_per_epoch)
-        # Another mode may cut an epoch into more steps. This is the number of steps that a resumed
-        # run has counted beyond those of this mode's epochs.
+        # Number of steps so far minus the number that this mode needs for the same epochs. It is
+        # not 0 if a run was resumed in another mode, with another number of steps in an epoch.
         self.step_offset = 0
 
     def weights(self) -> dict[str, Tensor]:

@@ -1,8 +1,9 @@
 """Proof that a CUDA graph replay computes the same step as eager execution.
 
-The last eager step before a capture leaves its evidence: the state it began with, its
-micro-batches, and its gradients. A replay from the same state must leave the same weights, buffers,
-optimizer state, losses and random numbers.
+The last eager step before a capture leaves its evidence: the state before it, its micro-batches and
+gradients, and the state after it. A replay from the same state must lead to the same losses,
+gradients, weights, buffers and optimizer state, up to rounding, and to the same states of the
+random generators.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ULP = 2.0**-22
 def collect_live_state(model_state: ModelState, updater: Updater) -> dict[str, Tensor]:
     """Return all tensors that a step reads and changes, by names for messages.
 
-    Gradients, and the memory of the step itself, are left out.
+    Gradients, and the tensors that exist only within the step, are left out.
     """
     parameters = model_state.named_parameters()
     state = {f"weight {name}": parameter.data for name, parameter in parameters.items()}
@@ -43,7 +44,7 @@ def collect_live_state(model_state: ModelState, updater: Updater) -> dict[str, T
 def read_random_states(devices: Sequence[torch.device]) -> list[Tensor]:
     """Return the states of the devices' generators, without waiting for a device.
 
-    A step does not change the generators of the host.
+    The generators of the host are left out, because a step that changes them cannot be captured.
     """
     states = []
     for device in dict.fromkeys(devices):
@@ -90,7 +91,7 @@ class Evidence:
         before: State before the step.
         passes: The passes.
         gradients: Gradients of this rank's passes alone.
-        reduced: Gradients as the optimizer reads them.
+        reduced: Gradients as the optimizer reads them, summed over the ranks.
         after: State after the update, before anything else, such as an averaging, changes it.
         usual: Whether the micro-batches have the same shapes as those of the previous step.
     """
@@ -106,8 +107,8 @@ class Evidence:
     def is_finite(self) -> bool:
         """Return whether all losses and gradients are finite.
 
-        The update of a step that is not, such as the first steps of fp16, is skipped. Then there is
-        no change to compare.
+        The update of a step that is not finite is skipped, as in the first steps in fp16. Then
+        there is no change to compare.
         """
         tensors = [eager.loss for eager in self.passes]
         tensors += [gradient for gradient in self.reduced if gradient is not None]
@@ -116,7 +117,7 @@ class Evidence:
 
 
 def shape_of(batch: Batch) -> tuple[object, ...]:
-    """Return the layout of a batch, for which a captured pass can be replayed."""
+    """Return shapes, strides and types of a batch. A captured pass needs batches of equal ones."""
     return tuple((part.shape, part.stride(), part.dtype) for part in (batch.inputs, batch.targets))
 
 
@@ -144,9 +145,10 @@ class StepResult(NamedTuple):
     def distances(
         self, other: StepResult, before: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, float]]:
-        """Yield the distance of each tensor from that of another result, relative to its norm.
+        """Yield `(name, distance)` for each tensor: its distance from the tensor of `other`.
 
-        For weights it is the distance of their changes since `before`.
+        Distances are relative to the norm of the tensor. For a weight, the changes since the state
+        `before` are compared.
         """
         norms = [float(gradient.norm()) for gradient in self.gradients if gradient is not None]
         largest = max(norms, default=0.0)
@@ -193,12 +195,13 @@ def find_difference(
         too_far = {name: far for name, far in distances if far > TOLERANCE[precision]}
         if not too_far:
             return None
-        # Kernels may differ from run to run, so a second replay measures the noise of the first.
+        # Results of the same kernels may differ, so the distance of a second replay from the first
+        # measures this noise.
         first = StepResult(first.losses, copy_list(first.gradients), copy_named(first.state))
         copy_into(live, evidence.before)
         noise = dict(first.distances(replay(), evidence.before))
         for name, distance in too_far.items():
-            # This form also reports a distance or noise that is NaN.
+            # Unlike `>`, the condition `not <=` also holds if the distance or the noise is NaN.
             if not distance <= NOISE * noise[name]:
                 return f"{name} is {distance:.2g} of its norm apart"
         return None

@@ -1,10 +1,10 @@
 """Computation of training steps by replaying CUDA graphs that were captured once.
 
-The work that consists of hundreds of kernels is captured: the forward and backward pass of a
-micro-batch (the first of a step, and one that adds to its gradients, if there are several), and the
-optimizer's part, from the finite check to the new weights. Values that depend on the number of the
-step stay outside the graphs or are tensors: inputs, learning rate, moving average. Communication,
-timers and everything that ranks agree on stay outside too.
+Work that consists of hundreds of kernels is captured: the forward and backward pass of a
+micro-batch, and the update, from the finite check to the new weights. The first micro-batch of a
+step has a graph of its own, because the passes of later micro-batches add to its gradients. Values
+that depend on the number of the step stay outside the graphs or are tensors: inputs, learning rate,
+moving average. Communication, timers and everything that ranks agree on stay outside too.
 
 The first steps are eager: they choose kernels, compile, and allocate memory. A capture computes
 nothing. Then a replay repeats the last eager step from its initial state (`step_evidence`), and
@@ -46,12 +46,14 @@ from trainer.training.step_evidence import (
 from trainer.training.step_tuning import StepTuner
 from trainer.training.steps import EagerSteps
 
-# Number of eager steps of a process before a step is captured.
+# Number of eager steps of a process, the last of which is captured. With graphs=auto, TIMED_STEPS
+# more steps are eager.
 WARMUP_STEPS = 4
 # Maximum number of steps in a row that cannot be captured, because their micro-batches have other
 # shapes than those of the step before, or because they are not finite.
 MAX_TRIES = 8
-# Maximum number of copies of state and gradients that the comparison needs at the same time.
+# Maximum number of copies of state and gradients that exist at the same time while a replay is
+# compared with an eager step.
 MAX_COPIES = 5
 
 
@@ -60,9 +62,9 @@ class CapturedPass:
     """A captured forward and backward pass.
 
     Attributes:
-        batch: Static inputs and targets of the graph.
+        batch: Inputs and targets that the graph reads, always at the same addresses.
         weight: Factor of the loss of one sample.
-        loss: Static output of the graph.
+        loss: The loss, 0-dim. Each replay overwrites it.
         replay: Replays the graph.
     """
 
@@ -77,12 +79,13 @@ class CapturedStep:
     """A captured step.
 
     Attributes:
-        passes: Passes by whether they are the first of a step, and by the layout of the batch.
+        passes: Captured passes. The key is whether the pass is the first of a step, and the layout
+            of the micro-batch.
         gradients: Gradients of the optimizer's parameters, which replays write.
-        loss: Static loss that the optimizer's part reads.
-        norm: Norm of the gradient, if it is clipped.
-        update: Replays the optimizer's part. None if that part is eager.
-        made_for: Addresses of all tensors that do not belong to the graph, and settings.
+        loss: Loss that the captured update reads, 0-dim, always at the same address.
+        norm: Norm of the gradient, which a captured update with clipping writes. Otherwise None.
+        update: Replays the update. None if updates are eager.
+        made_for: The addresses and settings that the graphs depend on, by names for messages.
     """
 
     passes: dict[tuple[bool, object], CapturedPass] = field(default_factory=dict)
@@ -109,14 +112,14 @@ class GraphSteps(EagerSteps):
     ) -> None:
         # None after the run has given up captures.
         self.recorder: StepRecorder | None = cuda_graphs.StepRecorder(strategy.device)
-        # A graph belongs to one device, so for a model on several the optimizer's part is eager.
+        # A graph belongs to one device, so the update of a model on several devices is eager.
         self._devices = strategy.world.local_devices
         self._one_device = len(set(self._devices)) == 1
         super().__init__(strategy, updater)
         self.recipe = recipe
         self._say = say
         strategy.is_timed_by_graphs = True
-        # Why steps are eager although they could have been captured.
+        # Reason why captures were given up, or None.
         self._reason: str | None = None
         # Value of `cuda_graphs.recoveries` when the step was captured.
         self._recoveries = 0
@@ -144,10 +147,10 @@ class GraphSteps(EagerSteps):
         )
 
     def check(self) -> None:
-        """Check at the start of an epoch that the captured step is still valid.
+        """Check at the start of an epoch that the captured step is still valid. Collective.
 
         Its tensors must be at the same addresses, and the settings that the model reads must be the
-        same. Collective if several ranks may capture.
+        same. Otherwise, or if another rank has given up captures, this rank gives them up.
         """
         super().check()
         # A rank with eager steps would delay the others, so either all ranks replay or none.
@@ -165,7 +168,7 @@ class GraphSteps(EagerSteps):
 
     @property
     def should_capture(self) -> bool:
-        """Whether the step before should be captured now."""
+        """Whether the previous step should be captured now."""
         return self._evidence is not None and self._evidence.usual
 
     @property
@@ -173,7 +176,10 @@ class GraphSteps(EagerSteps):
         return self.captured is not None
 
     def capture(self) -> None:
-        """Capture the previous step, whose results are known, and verify the capture."""
+        """Capture the previous step, whose results are known, and verify the capture.
+
+        A step that is not finite is not captured. If a capture fails, all later steps are eager.
+        """
         evidence = self._evidence
         self._evidence = None
         assert evidence
@@ -186,7 +192,8 @@ class GraphSteps(EagerSteps):
         self._micro_step = 0
         if self.recorder is None:
             return
-        # A failed capture may replace a generator's state, from which captured graphs still draw.
+        # A failed capture, such as that of an evaluation, may replace the state of a generator.
+        # Graphs that were captured before would still draw from the old state, so they are dropped.
         if self.captured and self._recoveries != cuda_graphs.recoveries:
             self._forget()
         self._shapes_before = self._shapes
@@ -219,7 +226,8 @@ class GraphSteps(EagerSteps):
             if captured_pass:
                 self._replays = True
                 return self._replay(captured_pass, batch, micro_step)
-            # Gradients of a replayed step before this eager one still exist.
+            # The gradients of an earlier replayed step still exist, and this eager step must not
+            # add to them.
             if micro_step == 0 and self.captured:
                 self.updater.zero_grad()
             if self._evidence:
@@ -424,7 +432,7 @@ class GraphSteps(EagerSteps):
 
     def _choose_faster(self, tuner: StepTuner) -> None:
         """Note the end of a step, and keep the faster kind of step once both have been timed."""
-        # The optimizer's part may have given up captures.
+        # The update of this step may have given up captures.
         if self.recorder is None:
             return
         seconds = tuner.add(self.recorder.record_event(), self._replays)
@@ -449,7 +457,7 @@ class GraphSteps(EagerSteps):
             self._give_up("there is not enough memory to capture it")
 
     def _give_up(self, reason: str) -> None:
-        """Compute all following kernels eagerly.
+        """Give up captures for `reason`, and compute everything from now on eagerly.
 
         This is possible in the middle of a step too, because its gradients stay at their addresses.
         """
@@ -461,7 +469,10 @@ class GraphSteps(EagerSteps):
         self.recorder = None
 
     def forget(self) -> None:
-        """Drop the captured step: micro-batches have other shapes, or other parameters train."""
+        """Drop the captured step, because other micro-batch shapes or other parameters follow.
+
+        A later step may be captured again.
+        """
         if self.recorder:
             self._forget()
 
@@ -469,13 +480,15 @@ class GraphSteps(EagerSteps):
         self.captured = None
         self._evidence = None
         self._tries = 0
-        # The rest of a step still needs its gradients.
+        # In the middle of a step, its remaining part still needs the gradients.
         if self._micro_step == 0:
             self.updater.zero_grad()
 
     def _addresses_and_settings(self) -> dict[str, object]:
-        """Return the addresses of the tensors that a captured step reads or changes, except its own
-        memory, and the settings that the model reads.
+        """Return the addresses and settings that a captured step depends on, by name.
+
+        These are the addresses of all tensors that it reads or changes, except the memory of its
+        graphs, and the settings that the model reads.
         """
         tensors = collect_live_state(self.strategy, self.updater)
         tensors |= {f"rate {rate}": tensor for rate, tensor in self.rates.tensors.items()}

@@ -27,16 +27,20 @@ class StepTuner:
     """Timer of eager steps and of replayed steps in the same run."""
 
     def __init__(self) -> None:
-        # Moments at the ends of steps.
+        # Events at the ends of eager steps and of replayed steps.
         self._eager_ends: list[Any] = []
         self._replay_ends: list[Any] = []
 
     def add(self, end: Any, is_replay: bool) -> StepSeconds | None:
-        """Note the end of a step, a moment from `StepRecorder.record_event`.
+        """Note the end of a step.
+
+        Args:
+            end: Event from `StepRecorder.record_event`.
+            is_replay: Whether the step was replayed.
 
         Returns:
-            The seconds of both kinds of steps, once enough replays are timed. The host waits for
-            the device to read them.
+            The seconds of both kinds of steps, for which the host waits for the device, or None
+            until enough replays are timed.
         """
         ends = self._replay_ends if is_replay else self._eager_ends
         ends.append(end)
@@ -46,6 +50,6 @@ class StepTuner:
 
 
 def _median_seconds(ends: Sequence[Any]) -> float:
-    """Return the median seconds of the last TIMED_STEPS steps, from the moments at their ends."""
+    """Return the median seconds of the last TIMED_STEPS steps, from the events at their ends."""
     recent = pairwise(ends[-TIMED_STEPS - 1 :])
     return median(cuda_graphs.seconds_between(start, end) for start, end in recent)

@@ -1,7 +1,7 @@
 """Computation of training steps by kernels that Python launches one by one.
 
-A CPU needs nothing else. If the device has CUDA graphs and the recipe allows them, a run uses
-`step_graphs.GraphSteps`, which replays captured kernels instead.
+If the device supports CUDA graphs and the recipe allows them, a run uses `step_graphs.GraphSteps`
+instead, which replays captured kernels. A CPU does not support them.
 """
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from trainer.optim.optimizers import LearningRates
 
 
 class EagerSteps:
-    """Training steps on the device, as the training loop computes them.
+    """Computation of training steps, kernel by kernel.
 
     The loop calls `check` at the start of an epoch. In each step it calls `begin`, then
     `forward_backward` for each micro-batch, then `update`.
@@ -29,7 +29,10 @@ class EagerSteps:
         self.rates = LearningRates(self.updater.optimizer)
 
     def check(self) -> None:
-        """Read the optimizer's groups again if it was built again because more weights train."""
+        """Use the groups of a new optimizer, if the updater has built one.
+
+        The updater does so when the set of trained parameters changes, and when a run is resumed.
+        """
         if self.rates.groups is not self.updater.optimizer.param_groups:
             self._set_rates()
 
@@ -42,10 +45,14 @@ class EagerSteps:
         return self.strategy.forward_backward(batch, weight, sync)
 
     def update(self, loss: Tensor, want_norm: bool) -> Tensor | None:
-        """Update the weights from reduced gradients.
+        """Update the weights from gradients that are summed over the ranks.
+
+        Args:
+            loss: Loss of this step, 0-dim.
+            want_norm: Whether to compute the norm even if the recipe does not clip it.
 
         Returns:
-            The gradient's norm before clipping, if it is clipped or `want_norm`.
+            The norm of the gradient before clipping, 0-dim, or None if it was not computed.
         """
         norm = self.updater.step(loss, self.strategy, want_norm)
         self.updater.zero_grad()
@@ -62,7 +69,7 @@ class EagerSteps:
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Drop the captured step: micro-batches have other shapes, or other parameters train."""
+        """Drop the captured step, because other micro-batch shapes or other parameters follow."""
 
     @property
     def has_captured(self) -> bool:
@@ -71,7 +78,7 @@ class EagerSteps:
 
     @property
     def kind(self) -> str | None:
-        """How steps are computed: "launched" or "replayed". None if the device has no graphs."""
+        """How steps are computed: "launched" or "replayed". None without support of CUDA graphs."""
         return "launched" if cuda_graphs.has_cuda_graphs(self.strategy.device) else None
 
     @property

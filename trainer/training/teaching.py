@@ -1,4 +1,4 @@
-"""The teacher of `distill.teacher`: a trained model whose outputs are added to the targets."""
+"""The teacher of `distill.teacher`: a trained model whose outputs are a second training target."""
 
 import json
 import re
@@ -33,7 +33,8 @@ from trainer.training.randomness import read_random_states, restore_random_state
 from trainer.training.trained import Trained, create_task_without_loss
 
 IMAGENET_CLASSES = torchvision.models.ResNet18_Weights.DEFAULT.meta["categories"]
-# The first and the last class folder of ImageNet, which are in the order of IMAGENET_CLASSES.
+# The first and the last name of ImageNet's class folders. Sorted by these names, the folders have
+# the order of IMAGENET_CLASSES.
 FIRST = "n01440764"
 LAST = "n15075141"
 WHOLE = ", whole on each device that has outputs"
@@ -48,10 +49,11 @@ def load_teacher(
         recipe: The recipe of the run.
         inputs: Shape and type of the run's inputs.
         outputs: Number of outputs of the run's model.
-        starting: Whether to fetch published weights.
+        starting: Whether a published model gets its published weights, or else random ones.
 
     Raises:
-        TrainerError: There is no such teacher, or it has another number of classes.
+        TrainerError: There is no such teacher, or a published model has another number of classes
+            than `outputs`.
     """
     name = str(recipe.distill.teacher)
     is_timm = name.startswith(TIMM)
@@ -89,19 +91,19 @@ def load_teacher(
         }
         return Trained(Path(name), weights, metadata, own, own)
     except TrainerError as error:
-        # The rest of such a message suggests other start weights, which concerns the model that
-        # trains, not the teacher.
+        # The end of a message about weights suggests other start weights. This is cut off, because
+        # it concerns the model that trains, not the teacher.
         message = re.split(", (?:or|and) start ", str(error))[0]
         raise type(error)(f"distill.teacher={name}: {message}") from None
 
 
 class Teacher(Task):
-    """The teacher, and a task whose loss combines the run's task and the teacher's outputs.
+    """The teacher, and a task whose loss combines the run's own loss with the teacher's outputs.
 
     The teacher runs on each training batch in evaluation mode and in its own precision. The targets
     of a batch and the teacher's outputs are columns of one tensor, which is passed wherever targets
-    are passed: to ranks, micro-batches, captured steps, the last stage. float32 represents all
-    class indices exactly.
+    are passed: to ranks, micro-batches, captured steps and the last pipeline stage. Its type is
+    float32, which represents all class indices exactly.
 
     Reference: Hinton, Vinyals and Dean, "Distilling the Knowledge in a Neural Network"
     (arXiv:1503.02531), section 2.
@@ -129,13 +131,15 @@ class Teacher(Task):
         facts = trained.facts
         own = trained.own
         classes = facts.classes or ()
-        # A folder of ImageNet names its classes by numbers, in the order of the published names.
+        # ImageNet's class folders have names such as n01440764. Sorted, they have the order of the
+        # published class names, so these are replaced by the names of the folders.
         imagenet_folders = [FIRST, *data.classes[1:-1], LAST]
         if [*classes] == IMAGENET_CLASSES and sorted(data.classes) == imagenet_folders:
             classes = data.classes
         self._check(trained, classes, data)
         matches = match_by_name(classes, data.classes)
-        # Indices of the teacher's outputs in the order of this run's classes.
+        # Indices of the teacher's outputs in the order of this run's classes. None if the order is
+        # the same, or if the classes cannot be matched by their names.
         self._order: Tensor | None = None
         if matches is not None and classes != data.classes:
             others = range(len(classes), self._outputs)
@@ -151,13 +155,15 @@ class Teacher(Task):
         values = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
         digest = xxhash.xxh3_64_hexdigest(torch.cat(values).numpy().data)
         self.facts = [digest, own.precision, [*facts.mean], [*facts.std]]
-        # The mode measures free memory later, and must not count the teacher's memory as free.
+        # A teacher that the mode does not shard moves to the device now: the mode measures free
+        # memory later, and must not count the teacher's memory as free.
         if needed and self.recipe.traits.exchanges != "shards":
             model.to(device)
         self._model = model if needed else None
-        # The model, or the wrapper that the mode has put around it.
+        # The teacher's model, or the wrapper that the mode puts around it in `place`. None if this
+        # rank does not need the teacher.
         self._run: Any = self._model
-        # Bytes of the whole model on this rank.
+        # Size of the teacher's weights in bytes. 0 if this rank does not need the teacher.
         self.size = 0
         if needed:
             self.size = count_bytes(*trained.weights.values())
@@ -175,7 +181,8 @@ class Teacher(Task):
         if matches is None and classes != data.classes:
             self.note += ", classes matched by their order"
         self.note += WHOLE
-        # Factor and offset from the run's normalized pixels to those of the teacher.
+        # Factor and offset that convert the run's normalized pixels to those of the teacher. None
+        # if both normalize pixels by the same mean and std.
         self._affine: tuple[Tensor, Tensor] | None = None
         if (facts.mean, facts.std) != (data.mean, data.std):
             mean = _place_channel_values(data.mean, device)
@@ -227,9 +234,10 @@ class Teacher(Task):
 
     @torch.no_grad()
     def teach(self, batch: Batch) -> Batch:
-        """Return the batch with the teacher's outputs appended to its targets, as (N, ...) float32.
+        """Return the batch with the teacher's outputs appended to its targets.
 
-        The teacher sees the same augmented inputs as the model.
+        The new targets are (N, columns) float32. The teacher sees the same augmented inputs as the
+        model. A rank that computes no loss gets the batch back unchanged.
         """
         if self._run is None:
             return batch
@@ -255,7 +263,8 @@ class Teacher(Task):
         """
         target_columns = targets.shape[1] - self._outputs
         hard, soft = targets.tensor_split([target_columns], 1)
-        # Mixed classes have a column for each class, and stay as they are.
+        # A single column of classes becomes (N,) integers again. Mixed classes have a column for
+        # each class, and stay as they are.
         if not self._target_spec.shape and hard.shape[1] == 1:
             hard = hard[:, 0].to(self._target_spec.dtype)
         soft_loss = self._task.soft_loss(outputs, soft, self._temperature)

@@ -62,8 +62,8 @@ ANYWHERE = {"devices": "auto", "mode": "ddp", "shares": None}
 class WeightFacts(BaseModel):
     """Metadata of weights: their classes and inputs, within bounds.
 
-    The file may be damaged, or come from an untrusted source. Older files have fewer values. If the
-    inputs are not images, `mean` and `std` are empty.
+    Bounds are checked, because the file may be damaged, or come from an untrusted source. Older
+    files have fewer values. If the inputs are not images, `mean` and `std` are empty.
     """
 
     classes: ClassNames | None = None
@@ -103,9 +103,9 @@ class WeightFacts(BaseModel):
     def shorter(self, size: ImageSize) -> ImageSize:
         """Return the size that an image is resized to before `size` is cropped from its center.
 
-        Older files do not record it.
+        If the metadata does not record that size, as in older files, the default is computed.
         """
-        # Training cropped nothing.
+        # The evaluation of the run cropped nothing.
         if self.shorter_side == self.image_size:
             return size
         if self.shorter_side and size == self.image_size:
@@ -162,8 +162,8 @@ class Trained:
         path: Path of the weights.
         weights: Tensors by plain name.
         metadata: Metadata of the file.
-        own: Recipe that the weights were trained with.
-        recipe: That recipe with the arguments of a command.
+        own: Recipe of the run, in which the values of ANYWHERE replace devices, mode and shares.
+        recipe: Recipe `own`, changed by the arguments of a command.
     """
 
     path: Path
@@ -199,10 +199,12 @@ class Trained:
         return WeightFacts.read(self.path, metadata)
 
     def preparation(self) -> tuple[tuple[str, ...], Preparation]:
-        """Return the names of the classes and how images are prepared, from the metadata alone.
+        """Return `(classes, preparation)`: the class names, and how images are prepared.
+
+        Both come from the metadata and the recipe. The data is not opened.
 
         Raises:
-            CheckpointError: The metadata does not name the classes.
+            CheckpointError: The metadata does not name the classes, or the inputs are not images.
         """
         facts = self.facts
         if facts.classes is None or not facts.mean:
@@ -290,7 +292,7 @@ def read_recipe(path: Path, metadata: Mapping[str, str]) -> Recipe:
             recipe = recipe.replace(
                 data__root=data.root, data__labels=data.labels, data__cache_dir=data.cache_dir
             )
-    # RecipeError is a ValueError.
+    # RecipeError is a ValueError, so it is caught as well.
     except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} contains a recipe that cannot be used ({error})") from None
     return recipe

@@ -39,7 +39,7 @@ class Replica(nn.Module):
 class DataParallel(Strategy):
     """`nn.DataParallel` over the devices of the process.
 
-    Without CUDA, torch calls the module on the CPU with the whole batch.
+    On a CPU, the module is called with the whole batch, as torch does without CUDA.
     """
 
     def connect(self) -> None:

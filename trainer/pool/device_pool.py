@@ -78,8 +78,9 @@ class DevicePool:
             `batch_size` is set) and job i to worker i % len(devices).
         start_method: "forkserver", with which a worker starts in a tenth of a second, or "spawn".
         item_timeout: maximum seconds per item, after which the worker process counts as hung and is
-            replaced; None for no limit. A batch may take `item_timeout` plus four times its usual
-            time. The limit does not apply to jobs.
+            replaced; None for no limit. A batch of n items may take n times `item_timeout`, but
+            at most `item_timeout` plus four times its usual time once the speed of the device is
+            known. The limit does not apply to jobs.
         retries: maximum number of tries per item. The items of a failed batch are repeated
             separately. A batch whose process died is repeated unchanged; after `retries` deaths,
             its items are repeated separately, once.
@@ -142,7 +143,8 @@ class DevicePool:
             PredictionError: the setup of a worker failed, or the pool was closed.
             Exception: an exception of `items`, raised after the results of all previous items.
         """
-        # Items of a sequence exist at the same time. Other iterables may reuse one buffer.
+        # Items of a sequence exist at the same time. Other iterables may reuse one buffer, so their
+        # items are copied.
         if isinstance(items, Tensor | np.ndarray | list | tuple):
             source = iter(items)
         else:
@@ -193,7 +195,7 @@ class DevicePool:
         """Run one job, `function(*args, **kwargs)`, on a worker.
 
         In the job, the worker's device is the current CUDA device, and `current_device()` returns
-        it. A job whose process is lost is repeated.
+        it. A job whose process is lost is repeated, up to `retries` tries.
 
         Returns:
             A Future. An exception of the job is set on it, with the worker's traceback as a note.

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from trainer.errors import PredictionError, is_out_of_memory, read_text
 
-# Maximum number of characters of a message or traceback that are sent. A longer traceback loses its
-# beginning. Also the maximum size in bytes of a pickled exception.
+# Maximum number of characters of a message or traceback, and maximum number of bytes of a pickled
+# exception. A longer message loses its end and a longer traceback its beginning. A larger exception
+# is not sent.
 MAX_LENGTH = 20_000
 
 

@@ -21,7 +21,7 @@ class ProcessHandle:
     The thread that starts the process calls all methods. The process dies with that thread.
 
     Attributes:
-        connection: this end of the pipe.
+        connection: the parent's end of the pipe.
         slots: shared memory for tasks and answers.
         free: indices of unused slots.
         lost: whether the process has closed its end of the pipe.
@@ -62,7 +62,7 @@ class ProcessHandle:
         extent = store(packed, self.slots[number])
         # The slot stays free if `store` fails.
         self.free.popleft()
-        # A process that died is reported by `ended`.
+        # An error means that the process has died, which `ended` reports.
         with suppress(OSError):
             self.connection.send(Message(extent, kind, number))
 
@@ -82,7 +82,10 @@ class ProcessHandle:
         return answers
 
     def ended(self) -> str:
-        """Return how the process ended, or an empty string while it runs."""
+        """Return how the process ended, or that it closed its pipe.
+
+        The string is empty while the process runs.
+        """
         if self.lost:
             self.process.join(0.5)
         code = self.process.exitcode

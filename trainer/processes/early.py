@@ -25,8 +25,8 @@ class CtrlC:
     second Ctrl-C would end the run without saving.
 
     Args:
-        routes: maximum number of copies of a Ctrl-C by the signal as which they arrive. Copies may
-            arrive after any delay.
+        routes: for each signal that a Ctrl-C may arrive as, the maximum number of copies. Copies
+            may arrive after any delay.
     """
 
     def __init__(self, routes: dict[int, int]) -> None:
@@ -85,7 +85,8 @@ def install_handlers() -> None:
         signal.signal(signal.SIGINT, exit_on_signal)
         # launch.sh starts this process with SIGINT blocked.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    # The kernel does not deliver SIGTERM to the first process of a container without a handler.
+    # Without a handler, the kernel would not deliver these signals to the first process of a
+    # container.
     for number in (signal.SIGTERM, *SAVE_AND_GO):
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, exit_on_signal)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from trainer.errors import SetupError
 
-# Process id of the launcher, in ranks whose parent process is another one: the fork server.
+# Environment variable with the process id of the launcher, in ranks whose parent process is not the
+# launcher but the fork server.
 LAUNCHER = "TRAINER_LAUNCHER"
 
 
@@ -105,7 +106,10 @@ def read_elastic_nodes() -> str:
 
 
 def find_elastic_problems() -> str:
-    """Return which settings an elastic torchrun lacks. The result is empty if it lacks none."""
+    """Return advice about the settings that an elastic torchrun lacks.
+
+    The string is empty if no setting is missing, or if no elastic torchrun is known to be in use.
+    """
     if not read_elastic_nodes():
         return ""
     missing = []

@@ -61,7 +61,7 @@ class Wait:
 
     Attributes:
         limit: maximum number of seconds of silence.
-        leave: ends this process. It is called with `limit`.
+        leave: function that ends this process. It is called with `limit`.
         thread: id of the thread that waits.
         silent_seconds: seconds since the thread last used CPU time.
         is_over: whether the limit was reached.
@@ -78,7 +78,11 @@ class Wait:
         self._cpu_seconds = -1.0
 
     def check(self, seconds: float) -> bool:
-        """Add `seconds` to the silence if the thread was idle, and return whether it is over."""
+        """Add `seconds` to the silence if the thread was idle, else end the silence.
+
+        Returns:
+            Whether the limit was reached, in this call or an earlier one.
+        """
         cpu_seconds = time.clock_gettime(self._clock)
         used = cpu_seconds - self._cpu_seconds
         if used < BUSY_SECONDS and not self._is_in_standard_library():
@@ -101,7 +105,7 @@ class Wait:
         return module.partition(".")[0] in sys.stdlib_module_names
 
 
-# The limit of the current process group, or an empty list.
+# A list with the limit of the current process group in seconds; empty if no limit is set.
 _limits: list[float] = []
 _waits: list[Wait] = []
 
@@ -126,10 +130,10 @@ def begin_wait(limit: float | None, leave: Callable[[float], object]) -> Wait | 
 
     Args:
         limit: maximum number of seconds. None selects the limit of the process group.
-        leave: ends this process. It is called with the limit if gloo does not raise.
+        leave: function that ends this process. It is called with the limit if gloo does not raise.
 
     Returns:
-        The argument for `end_wait`.
+        The argument for `end_wait`; None if no limit is set.
     """
     if not _limits:
         return None

@@ -279,7 +279,7 @@ class DistributedDataParallel(Strategy):
     def find_probe_inputs(self, is_users_model: bool) -> tuple[Tensor, bool]:
         """Find inputs that the model accepts, and check whether a pass leaves parameters unused.
 
-        If it does, DDP has to search for unused parameters in each pass, which costs time per
+        If a pass does, DDP has to search for unused parameters in each pass, which costs time per
         parameter. In a model of the user's own code, the unused parameters may vary by chance or
         with the number of samples, so such a model runs several passes.
 
@@ -287,7 +287,7 @@ class DistributedDataParallel(Strategy):
             is_users_model: True if a class of the model is defined outside of installed libraries.
 
         Returns:
-            The inputs, and True if some trained parameter got no gradient.
+            (inputs, has_unused): the inputs, and True if some trained parameter got no gradient.
         """
         inputs = self.context.sample(2)
         try:
@@ -313,8 +313,8 @@ class DistributedDataParallel(Strategy):
     def _leaves_parameters_unused(self, inputs: Tensor) -> bool:
         """Return True if some trained parameter gets no gradient in a pass over `inputs`.
 
-        The pass is not compiled: it would be compiled as one graph here, but DDP cuts the graph at
-        its buckets.
+        The pass is not compiled: here the model would be compiled as one graph, but under DDP the
+        compiler cuts the graph at DDP's buckets.
         """
         with torch.compiler.set_stance("force_eager"):
             self._pass(inputs)
@@ -362,7 +362,10 @@ class DistributedDataParallel(Strategy):
         )
 
     def sync_weights(self, averages: Mapping[str, Tensor]) -> None:
-        """Copy rank 0's buffers and their averages to the other ranks, whose buffers are stale."""
+        """Copy rank 0's buffers and their moving averages to the other ranks.
+
+        Before the copy, the buffers of the other ranks are stale.
+        """
         if self.wrapped is not None or self.exchanges_after_passes:
             self.broadcast_buffers(averages)
 
@@ -385,8 +388,8 @@ class DistributedDataParallel(Strategy):
 
         The time is the difference between passes with and without DDP, which alternate. If `budget`
         is too short for a pair of passes, a single all-reduce of the same number of bytes is timed
-        instead. That is an upper bound, because the backward pass may hide a part of it. If the
-        all-reduce runs after the backward pass, it is always timed by itself.
+        instead. This duration is an upper bound, because the backward pass may hide a part of the
+        all-reduce. If the all-reduce runs after the backward pass, it is always timed by itself.
         """
         if self.exchanges_after_passes:
             # The backward pass hides no communication, because the all-reduce runs after it.

@@ -215,7 +215,7 @@ class FullyShardedDataParallel(Strategy):
         for name, parameter in self.sharded.items():
             if parameter.grad is not None:
                 self._local[name].grad = _get_local_rows(parameter.grad)
-                # Otherwise torch would add the next step's gradient to this one.
+                # Drop the gradient, to which torch would otherwise add that of the next step.
                 parameter.grad = None
 
     def forward(self, inputs: Tensor) -> Tensor | None:
@@ -223,7 +223,10 @@ class FullyShardedDataParallel(Strategy):
             return super().forward(inputs)
 
     def sync_weights(self, averages: Mapping[str, Tensor]) -> None:
-        """Copy rank 0's buffers and their averages to the other ranks, whose buffers are stale."""
+        """Copy rank 0's buffers and their moving averages to the other ranks.
+
+        Before the copy, the buffers of the other ranks are stale.
+        """
         self.order.compare()
         self.broadcast_buffers(averages)
 
@@ -244,8 +247,9 @@ class FullyShardedDataParallel(Strategy):
         try:
             yield
         finally:
-            # Torch frees a unit's gathered weights only in a backward pass. Without this call, the
-            # next training pass would use the gathered averages.
+            # Units that are not resharded after their forward pass, such as the root's, keep their
+            # gathered weights until a backward pass. Without this call, the next training pass
+            # would use the gathered averages.
             for unit in self._sharded_modules():
                 unit.reshard()
             synchronise(self.readers)

@@ -126,7 +126,7 @@ def copy_views(
     inputs: Any,
     outputs: Any,
 ) -> Any:
-    """Replace outputs that are views by copies. This is a forward hook.
+    """Replace outputs that are views by copies. The function is a forward hook.
 
     An operation that changes a view in place removes torch's hook from the view. The backward pass
     would then use weights that are already freed.

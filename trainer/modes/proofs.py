@@ -46,8 +46,8 @@ def observe_whole(context: Context, model: nn.Module) -> tuple[Passes, int] | No
     """Run two training passes of the whole model on rank 0 and observe them. Collective.
 
     Returns:
-        On rank 0 the passes, and the number of samples of each pass. None on the other ranks, or if
-        the model does not fit on the device.
+        (passes, rows) on rank 0: the passes, and the number of samples of each pass. None on the
+        other ranks, or if the model does not fit on the device.
     """
     name = f"model.name={context.recipe.model.name}"
     most = context.example.rows
@@ -244,7 +244,8 @@ def _own_rows(state: ModelState, gradients: Tensors) -> tuple[Tensors, float]:
         gradients: on rank 0 the whole model's gradients; empty on other ranks.
 
     Returns:
-        The rows by name, and the norm of all gradients multiplied by the number of ranks.
+        (rows, norm): the rows by name, and the norm of all gradients multiplied by the number of
+        ranks.
     """
     world = state.world
     types: dict[str, torch.dtype | None] = {}

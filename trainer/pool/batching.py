@@ -25,7 +25,8 @@ REPEAT_RATIO = 4.0
 class WorkerSpeed:
     """Measured speed of one worker, and the batch size that suits it.
 
-    The batch size doubles as long as larger batches are faster per item.
+    The batch size doubles until larger batches are not faster per item, or take too much time or
+    memory.
 
     Attributes:
         size: number of items of the next batch.

@@ -249,7 +249,7 @@ class DevicePool:
 
 
 def check_devices(devices: Sequence[str | torch.device]) -> list[torch.device]:
-    """Return the devices with these names.
+    """Return the devices that `devices` names.
 
     Raises:
         RecipeError: this machine does not have one of the devices.
@@ -309,7 +309,7 @@ def _check_importable(function: Any) -> None:
 
 def _pickling_error(function: Any, error: BaseException) -> RecipeError:
     text = " ".join(str(error).split())
-    # The message about sparse tensors already says what to type.
+    # The message about sparse tensors already says what to type, so it gets no hint.
     if ".to_dense()" not in text:
         text += f": {PICKLE_HINT}"
     return RecipeError(f"{_name(function)} cannot be sent to another process: {text}")
@@ -368,5 +368,6 @@ def end_of_program() -> None:
         engine.close()
 
 
-# Use the import, which matters for the order of exit handlers only.
+# `util` is imported only for the order of exit handlers. This statement uses the import, so that
+# linters do not report it.
 assert util

@@ -21,7 +21,7 @@ from trainer.pool.worker import Kind
 SETUP_SECONDS = 900.0
 # Maximum number of times that the process of a worker may end in a row without any result.
 MAX_STARTS = 10
-# Seconds between two checks whether to repeat the work of a slow device.
+# Seconds between two checks of whether to repeat the work of a slow device.
 REPEAT_CHECK_SECONDS = 0.02
 # Seconds that idle processes have to end by themselves before they are killed.
 GRACE_SECONDS = 1.0

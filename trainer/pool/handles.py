@@ -18,7 +18,8 @@ DEPTH = 2
 class ProcessHandle:
     """A worker process.
 
-    The thread that starts the process calls all methods. The process dies with that thread.
+    The thread that starts the process calls all methods. A process that is spawned dies with this
+    thread, and a process that is forked dies with the fork server.
 
     Attributes:
         connection: the parent's end of the pipe.

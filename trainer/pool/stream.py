@@ -42,7 +42,8 @@ class Lane:
     """A queue of items with their indices: all items of a stream, or those of one worker.
 
     Attributes:
-        next: index of the first item in the queue, or of the next one if the queue is empty.
+        next: index of the first item in the queue, or of the next item to come if the queue is
+            empty.
         step: difference between the indices of consecutive items.
         skip: additional difference between the indices of the last item of a chunk and of the first
             item of the next chunk.

@@ -27,7 +27,11 @@ from trainer.processes.memory_file import MemoryFile
 
 
 class Kind(IntEnum):
-    """Kind of a message. READY and BROKEN report whether the worker's setup succeeded."""
+    """Kind of a message.
+
+    READY reports that the worker's setup succeeded, and BROKEN that it failed. BATCH and JOB are
+    the kinds of tasks, and of the answers to them.
+    """
 
     READY = 0
     BROKEN = 1

@@ -34,7 +34,7 @@ SAFE = "PYTHONSAFEPATH"
 # Maximum length in bytes of the path of a folder for sockets. The path of a socket has at most 107
 # bytes, and Python appends up to 32.
 MAX_FOLDER_LENGTH = 70
-# Variable with the process id of the process with which the server dies, or 0.
+# Environment variable with the process id of the process with which the server dies, or 0.
 SERVED_PID = "TRAINER_FORK_PARENT"
 
 

@@ -107,7 +107,7 @@ def keep_freed_memory(largest: int | None = None) -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(m_trim_threshold, 2**31 - 1)
         if largest is None:
-            # A block with its own mapping would be unmapped when it is freed.
+            # No block gets its own mapping, which would be unmapped when the block is freed.
             libc.mallopt(m_mmap_max, 0)
         else:
             libc.mallopt(m_mmap_threshold, largest)

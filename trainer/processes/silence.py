@@ -96,7 +96,8 @@ class Wait:
     def _is_in_standard_library(self) -> bool:
         """Return whether the thread is inside the standard library.
 
-        There it does not wait for a rank but, for example, for a compiler in another process.
+        A thread inside the standard library does not wait for a rank but, for example, for a
+        compiler in another process.
         """
         frame = sys._current_frames().get(self.thread)
         if frame is None:
@@ -116,7 +117,7 @@ def set_limit(limit: float) -> datetime.timedelta:
     Returns:
         The timeout for gloo.
     """
-    # macOS does not report the CPU time of a thread.
+    # macOS does not report the CPU time of a thread, so gloo counts the silence there.
     if not hasattr(time, "pthread_getcpuclockid"):
         return datetime.timedelta(seconds=limit)
     if not _limits:

@@ -1,6 +1,7 @@
 """Write stacks and tracebacks to a file of the run folder instead of the screen.
 
-They are written to stderr if the run has no folder yet, or if its disk cannot be written.
+Stacks are written to stderr if the run has no folder yet, or if the file cannot be written. For a
+traceback, `append` then returns None.
 """
 
 import faulthandler

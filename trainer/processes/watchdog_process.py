@@ -74,7 +74,8 @@ def watch(wakeup: socket.socket, rank: int, grace: float, signals: set[int]) -> 
                 numbers = wakeup.recv(1 << 12, socket.MSG_PEEK | socket.MSG_DONTWAIT)
                 is_signalled = not signals.isdisjoint(numbers)
             answered_at = now
-            # Numbers of other signals may stay in the socket for a long time.
+            # Numbers of other signals may stay in the socket for a long time, in which `select`
+            # would return immediately.
             time.sleep(LOOK)
         patience = SILENT
         if peers is not None and all(_is_alive(pid) for pid in peers):

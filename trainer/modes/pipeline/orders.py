@@ -71,12 +71,11 @@ def as_ready(
 ) -> list[list[Action]]:
     """Order each worker's actions by list scheduling (Graham 1966).
 
-    A worker that is free starts the first action whose dependencies have finished.
-
-    A worker prefers forward passes, and among them those of its last stage. Several limits on the
-    number of micro-batches in flight are tried, and the smallest limit within 1 % of the shortest
-    step is used. A stage processes micro-batches in ascending order, so that sums of gradients do
-    not depend on the measured times.
+    A free worker starts an action whose dependencies have finished. The worker prefers forward
+    passes, and among them those of its last stage. Several limits on the number of micro-batches in
+    flight are tried, and the smallest limit within 1 % of the shortest step is used. A stage
+    processes micro-batches in ascending order, so that sums of gradients do not depend on the
+    measured times.
 
     Args:
         holders: the worker of each stage.
@@ -291,7 +290,7 @@ def compute_ideal_bubble(
     """Compute the bubble of equal stages: the fraction (p - 1) / (v m + p - 1) of the whole step.
 
     Narayanan et al. (arXiv:2104.04473, section 2.2) divide the same idle time by the time of a step
-    without a bubble instead, which is (p - 1) / (v m).
+    without a bubble instead, and get (p - 1) / (v m).
 
     Args:
         workers: number p of workers.

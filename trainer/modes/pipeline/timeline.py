@@ -42,7 +42,7 @@ class Recorder:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Return a context without recording, because an event in a CUDA graph has no time."""
+        """Return a context without recording: the time of an event in a CUDA graph is not known."""
         self._is_on = False
         try:
             yield

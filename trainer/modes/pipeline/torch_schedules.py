@@ -181,7 +181,8 @@ def predict_step_and_bubble(
             another worker.
 
     Returns:
-        Duration of the step in seconds, and its bubble: the fraction of time in which workers wait.
+        (seconds, bubble): duration of the step in seconds, and fraction of the workers' time in
+        which they wait.
     """
     order = list_actions(schedule, workers, len(stages) // workers, microbatches, stages)
     spans = orders.simulate(order, orders.key_seconds(stages), transfer)

@@ -98,14 +98,15 @@ class Tuner:
     # Function that runs a plan. Its time is infinite if memory is too small.
     trial: Callable[[Plan], Trial]
     say: Callable[[str], None]
-    # Number of free bytes of each worker.
+    # Number of free bytes of the worker that has the fewest.
     free_bytes: float = math.inf
 
     def find_plan(self) -> tuple[Plan, dict[str, Any]]:
         """Choose a plan: values of the recipe, and the fastest values where the recipe has `auto`.
 
         Returns:
-            The plan, and its entry in the run folder: key, prediction and trials.
+            (plan, entry): the plan, and its entry in the run folder with the key, the plan, the
+            prediction, the times of the stages, and the trials that fit into memory.
 
         Raises:
             DeviceMemoryError: memory is too small for all plans that were tried.
@@ -150,7 +151,7 @@ class Tuner:
         plan: Plan,
         costs: Mapping[int, Sequence[BlockCost]],
     ) -> tuple[float, float]:
-        """Predict the duration in seconds of a step and its bubble, without transfers."""
+        """Predict (seconds, bubble) of a step, without the time of transfers."""
         seconds = sum_stage_seconds(self.traced, plan.cuts, costs[plan.microbatches])
         return predict_step_and_bubble(plan.schedule, self.pipe.workers, plan.microbatches, seconds)
 

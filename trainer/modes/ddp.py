@@ -174,7 +174,8 @@ class DistributedDataParallel(Strategy):
             **options,
         )
         if self.recipe.ddp.compress == "bf16":
-            # Torch checks the type annotations of a hook, which a lambda does not have.
+            # The hook is a lambda, because torch checks the type annotations of a hook, and a
+            # lambda has none.
             self.wrapped.register_comm_hook(
                 self.world.size, lambda ranks, bucket: average_in_bf16(bucket, ranks)
             )

@@ -61,7 +61,7 @@ def find_deferrable(
             "the statistics of a whole batch cannot be computed from its micro-batches: "
             f"{remedy}"
         )
-    # A layer that is never called has no statistics.
+    # Layers that are never called are left out, because they have no statistics.
     return {layer: seen[name][0] for name, layer in layers.items() if seen[name]}
 
 

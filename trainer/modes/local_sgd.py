@@ -74,7 +74,7 @@ class OuterSGD:
         tensors = {}
         for name, outer_weight in zip(self._names, self.outer_weights, strict=True):
             tensors[f"{name}//anchor"] = outer_weight
-        # The list of velocities is empty if the momentum is 0.
+        # The lengths may differ (strict=False): the list of velocities is empty if momentum is 0.
         for name, velocity in zip(self._names, self.velocities, strict=False):
             tensors[f"{name}//velocity"] = velocity
         return tensors
@@ -206,7 +206,8 @@ class LocalSGD(Strategy):
                     message = message * weight
                 else:
                     message = message.long() * self.world.is_main
-                # NCCL raises an error if ranks share a GPU, so they exchange messages on the CPU.
+                # NCCL raises an error if ranks share a GPU, so such ranks exchange messages on the
+                # CPU.
                 if self.world.shared:
                     message = message.cpu()
                 unflatten_into(self.world.sum_(message), [targets[i] for i in bucket])

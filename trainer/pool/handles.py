@@ -100,7 +100,8 @@ class ProcessHandle:
         self.process.join(grace)
         self.process.kill()
         self.process.join(2)
-        # A killed process can still be running, in a system call that cannot be interrupted.
+        # `close` raises if the killed process still runs, in a system call that cannot be
+        # interrupted.
         with suppress(ValueError):
             self.process.close()
         self.slots.clear()

@@ -294,10 +294,10 @@ def _receive_tasks(
 def _receive_ahead(
     tasks: Iterator[tuple[Message, Opener]], caller: Caller
 ) -> Iterator[tuple[Message, Opener]]:
-    """Iterate over `tasks` in a new thread, which prepares batches while the caller computes.
+    """Return an iterator over `tasks`, which a new thread receives and prepares.
 
-    The queue between the threads cannot grow without limit, because the parent sends at most one
-    task per slot.
+    The calling thread can compute meanwhile. The queue between the two threads cannot grow without
+    limit, because the parent sends at most one task per slot.
     """
     received: queue.SimpleQueue[tuple[Message, Opener] | None] = queue.SimpleQueue()
 

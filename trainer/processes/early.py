@@ -83,7 +83,7 @@ def install_handlers() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, exit_on_signal)
-        # launch.sh starts this process with SIGINT blocked.
+        # launch.sh starts this process with SIGINT blocked until a handler is installed.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # Without a handler, the kernel would not deliver these signals to the first process of a
     # container.

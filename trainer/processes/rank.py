@@ -43,7 +43,7 @@ class Place:
 
 
 def read_place(environment: Mapping[str, str] = os.environ) -> Place:
-    """Read the variables of torchrun, which other launchers set too.
+    """Read the variables of torchrun, which other launchers may set too.
 
     Raises:
         SetupError: a variable is not a number.

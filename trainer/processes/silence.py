@@ -29,7 +29,7 @@ GLOO_TIMEOUT = datetime.timedelta(days=365)
 CHECK_SECONDS = 0.25
 # Seconds between two checks of the thread in `call_within`.
 POLL_SECONDS = 0.1
-# Seconds in which gloo must raise after reads were shut down.
+# Seconds in which gloo must raise after reads were shut down. Otherwise this process ends.
 RAISE_SECONDS = 3.0
 # A thread that uses more seconds of CPU time than this between two checks is working.
 BUSY_SECONDS = 0.001
@@ -49,7 +49,7 @@ class AwakeClock:
     def seconds(self) -> float:
         """Return the number of seconds since this clock was created."""
         now = time.monotonic()
-        # A longer interval means that this process was stopped.
+        # A longer interval means that this process was stopped, so the excess does not count.
         self._awake += min(now - self._last_call, 2 * CHECK_SECONDS)
         self._last_call = now
         return self._awake

@@ -116,7 +116,8 @@ class LocalStages(Strategy):
     def named_parameters(self) -> dict[str, nn.Parameter]:
         local: dict[str, nn.Parameter] = {}
         for stage in self.stages.values():
-            # Tied parameters have several names, of which `parameter_names` contains one.
+            # All names of tied parameters are listed, because `parameter_names` contains one of
+            # them only.
             local.update(stage.named_parameters(remove_duplicate=False))
         return {name: local[name] for name in self.parameter_names if name in local}
 

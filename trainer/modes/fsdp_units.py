@@ -145,8 +145,9 @@ class Order:
     would receive the weights and gradients of a different block, or hang.
 
     In the first `FIRST_PASSES` passes ranks compare each exchange before it starts. Later they
-    compare a digest of all exchanges after every `every` passes, and before weights are evaluated
-    or saved. If the digests differ, every rank raises the error that `refuse` returns.
+    compare a digest of all exchanges at the end of each pass whose number is a multiple of `every`,
+    and before weights are evaluated or saved. If the digests differ, every rank raises the error
+    that `refuse` returns.
     """
 
     def __init__(

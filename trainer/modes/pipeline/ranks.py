@@ -417,7 +417,7 @@ class ProcessPipeline(Staged):
         self._weight = weight
         self._losses.clear()
         # Copy the buffers that a pass may read from the first replica to the others. With several
-        # micro-batches this is not needed: `check_stages` has refused models whose passes change
+        # micro-batches no copy is needed: `check_stages` has refused models whose passes change
         # such buffers.
         if self._broadcasts and self.plan.microbatches == 1:
             self.sync_weights({})
@@ -502,7 +502,7 @@ class ProcessPipeline(Staged):
     def sync_weights(self, averages: Mapping[str, Tensor]) -> None:
         """Copy the buffers of the first replica, and their moving averages, to the other replicas.
 
-        They differ before the copy, because the BatchNorm statistics of a replica are those of its
-        own local batches.
+        The buffers differ before the copy, because the BatchNorm statistics of a replica are those
+        of its own local batches.
         """
         self.broadcast_buffers(averages, "replicas")

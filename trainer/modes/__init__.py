@@ -26,7 +26,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "ddp": DistributedDataParallel,
     "split": Split,
     "pipeline": CapturablePipeline,
-    # There are no ranks to shard over in a single process.
+    # A single process has no ranks to shard over, so its `fsdp` is mode `single`.
     "fsdp": Strategy,
     "local_sgd": LocalSGD,
     "hogwild": Hogwild,

@@ -219,7 +219,7 @@ class Strategy(ModelState, Measures):
     def train(self, training: bool = True) -> None:
         """Switch between training and evaluation.
 
-        Normalization layers that `model.freeze` names keep their statistics in training too.
+        Normalization layers that `model.freeze` names do not update their statistics in training.
         """
         self.module.train(training)
         refreeze(self.module)
@@ -233,7 +233,7 @@ class Strategy(ModelState, Measures):
             True if the set of trained parameters has changed since the last call.
 
         Raises:
-            RecipeError: the set has changed, and the mode cannot change what trains.
+            RecipeError: the set has changed, and the mode cannot adapt to the change.
         """
         flags = self._read_flags()
         if flags == self._trained:
@@ -254,11 +254,11 @@ class Strategy(ModelState, Measures):
         """Adapt to a changed set of trained parameters. Collective.
 
         Raises:
-            RecipeError: the mode cannot change what trains.
+            RecipeError: the mode cannot change the set of trained parameters.
         """
 
     def train_for_probe(self) -> None:
-        """Switch to training for a pass that only measures, with the same trained parameters."""
+        """Switch to training for a pass that only measures, without changing what is trained."""
         self.train()
         for parameter, trains in self._trained.items():
             parameter.requires_grad_(trains)
@@ -289,8 +289,8 @@ class Strategy(ModelState, Measures):
         """Capture `forward_backward` of `batch` in a CUDA graph.
 
         Returns:
-            A function that replays the pass on the current values of the batch's tensors, and the
-            tensor that holds the loss.
+            (replay, loss): a function that replays the pass on the current values of the batch's
+            tensors, and the tensor into which the pass writes its loss.
 
         Raises:
             NotCapturable: the pass cannot be captured; nothing was computed.

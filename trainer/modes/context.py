@@ -30,7 +30,8 @@ class Context:
     samples: int = 0
     # Part of every global batch that this rank reads; None means `Strategy.data_share`.
     share: DataShare | None = None
-    # Loss scaling of fp16, applied before the backward pass.
+    # Function that multiplies a loss by the loss scale of fp16, called before the backward pass;
+    # None for other precisions.
     scale: Callable[[Tensor], Tensor] | None = None
     # Earlier measurements (`Strategy.tuned`) that determine how the mode runs.
     tuned: Mapping[str, Any] = field(default_factory=dict)

@@ -38,16 +38,17 @@ from trainer.versions import torch_has
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
-# Maximum number of pairs of passes, with and without communication, that measure its time.
+# Maximum number of timed pairs of passes, one with and one without communication.
 MEASURED_PAIRS = 8
-# Number of passes that search for unused parameters, because they may vary from pass to pass.
+# Number of passes that search a model of the user's own code for unused parameters, because these
+# may vary from pass to pass. Other models need one pass.
 PROBE_PASSES = 4
 
 
 def read_in_training(model: nn.Module) -> bool:
     """Return True if a training step may read buffers, so that ranks must share them in each step.
 
-    In training BatchNorm only writes its buffers, so its ranks need not share them in each step:
+    In training BatchNorm only writes its buffers, so ranks need not share them in each step:
     `sync_weights` copies rank 0's buffers to the other ranks.
     """
     holders = {}
@@ -58,10 +59,10 @@ def read_in_training(model: nn.Module) -> bool:
 
 
 def average_in_bf16(bucket: GradBucket, ranks: int) -> torch.futures.Future[Tensor]:
-    """Average a bucket over all ranks, sent as bf16, so that every rank gets the same numbers.
+    """Average the gradients of a bucket over all ranks, which send them as bf16.
 
-    Torch's `bf16_compress_hook` is similar, but divides after rounding, and raises on a torch
-    without CUDA.
+    All ranks get the same average. Torch's `bf16_compress_hook` is similar, but divides the rounded
+    gradients before the sum, and raises on a torch without CUDA.
     """
     gradients = bucket.buffer()
     summed = dist.all_reduce(gradients.bfloat16(), async_op=True).get_future()
@@ -93,7 +94,8 @@ def swallow_unused_warning() -> None:
 class DistributedDataParallel(Strategy):
     """Wrap the module in `torch.nn.parallel.DistributedDataParallel`.
 
-    Gradients are views of DDP's buckets, and passes use `no_sync` while they accumulate.
+    Gradients are views of DDP's buckets. If a step has several passes, all except the last one use
+    `no_sync`.
     """
 
     wrapped: nn.parallel.DistributedDataParallel | None = None
@@ -118,7 +120,8 @@ class DistributedDataParallel(Strategy):
         if self.world.size == 1:
             return
         self.wrapped = None
-        # A pass of a user's own code may change weights, and the unused parameters may vary.
+        # A model of the user's own code is run several times, because the unused parameters may
+        # vary. Weights are restored afterwards, because such code may change them in a pass.
         is_users_model = any(is_own(type(part)) for part in self.module.modules())
         with translate_peer_errors(), restore_after([self.module], self.device, weights=True):
             inputs, has_unused = self.find_probe_inputs(is_users_model)
@@ -137,7 +140,8 @@ class DistributedDataParallel(Strategy):
                     self._replicate(inputs, find_unused_parameters=has_unused)
             except RuntimeError as error:
                 # Torch's search for unused parameters marks those inside a reentrant checkpoint as
-                # ready, and the backward pass marks them a second time.
+                # ready, and the backward pass marks them a second time. A static graph does not
+                # need the search.
                 if not has_unused or "ready only once" not in str(error):
                     raise
                 # A static graph fails inside the reducer when gradients accumulate.
@@ -159,8 +163,8 @@ class DistributedDataParallel(Strategy):
         broadcast_option = "broadcast_buffers"
         if torch_has("forward_sync_buffers"):
             broadcast_option = "forward_sync_buffers"
-        # The model's own forward may have unfrozen parameters, and DDP reads the flags only once,
-        # in its constructor.
+        # Restore `requires_grad` first: the model's own `forward` may have unfrozen parameters, and
+        # DDP reads the flags only once, in its constructor.
         self.train_for_probe()
         options: dict[str, Any] = {broadcast_option: self._broadcasts, **graph}
         self.wrapped = nn.parallel.DistributedDataParallel(
@@ -170,7 +174,8 @@ class DistributedDataParallel(Strategy):
             **options,
         )
         if self.recipe.ddp.compress == "bf16":
-            # Torch checks the type annotations of a hook, which a lambda does not have.
+            # The hook is a lambda, because torch checks the type annotations of a hook, and a
+            # lambda has none.
             self.wrapped.register_comm_hook(
                 self.world.size, lambda ranks, bucket: average_in_bf16(bucket, ranks)
             )
@@ -181,7 +186,8 @@ class DistributedDataParallel(Strategy):
         # order of a sum in gloo depends on a gradient's position in its bucket. Two passes make
         # the buckets of a new run equal those of a resumed one.
         if self.recipe.compile:
-            # Inputs of a different shape than those of a step would be compiled in addition.
+            # Use inputs of the shape of a step, because another shape would be compiled in
+            # addition.
             inputs = self.context.sample()
         for _ in range(2):
             self._pass(inputs)
@@ -189,7 +195,8 @@ class DistributedDataParallel(Strategy):
     def check_gradients(self) -> None:
         if self.wrapped is None:
             return
-        # DDP copies rank 0's buffers to all ranks before a pass, so the same is done without DDP.
+        # DDP copies rank 0's buffers to all ranks before a pass. The passes without DDP must start
+        # from the same buffers.
         if self._broadcasts:
             self.broadcast_buffers({})
         alone = self._gradients_of(self.module)
@@ -202,7 +209,8 @@ class DistributedDataParallel(Strategy):
         tolerance = SHARDED_TOLERANCE["bf16" if self.recipe.ddp.compress else self.recipe.precision]
         floor = FLOOR * get_total_norm([*alone.values()]).item()
         error = None
-        # A model may use a parameter in some passes only.
+        # Compare only parameters that got a gradient in all three passes, because a model may use a
+        # parameter in some passes only.
         for name in alone.keys() & together.keys() & repeated.keys():
             noise = relative_error(alone[name], repeated[name], floor)
             allowed = max(tolerance, NOISE * noise)
@@ -272,7 +280,7 @@ class DistributedDataParallel(Strategy):
     def find_probe_inputs(self, is_users_model: bool) -> tuple[Tensor, bool]:
         """Find inputs that the model accepts, and check whether a pass leaves parameters unused.
 
-        If it does, DDP has to search for unused parameters in each pass, which costs time per
+        If a pass does, DDP has to search for unused parameters in each pass, which costs time per
         parameter. In a model of the user's own code, the unused parameters may vary by chance or
         with the number of samples, so such a model runs several passes.
 
@@ -280,13 +288,14 @@ class DistributedDataParallel(Strategy):
             is_users_model: True if a class of the model is defined outside of installed libraries.
 
         Returns:
-            The inputs, and True if some trained parameter got no gradient.
+            (inputs, has_unused): the inputs, and True if some trained parameter got no gradient.
         """
         inputs = self.context.sample(2)
         try:
             has_unused = self._leaves_parameters_unused(inputs)
         except Exception as error:
-            # The model may need more than two samples, for example to cut a batch into parts.
+            # Try again with a whole micro-batch: the model may need more than two samples, for
+            # example to cut a batch into parts.
             if is_out_of_memory(error):
                 raise
             self.module.zero_grad()
@@ -305,8 +314,8 @@ class DistributedDataParallel(Strategy):
     def _leaves_parameters_unused(self, inputs: Tensor) -> bool:
         """Return True if some trained parameter gets no gradient in a pass over `inputs`.
 
-        The pass is not compiled: it would be compiled as one graph here, but DDP cuts the graph at
-        its buckets.
+        The pass is not compiled: here the model would be compiled as one graph, but under DDP the
+        compiler cuts the graph at DDP's buckets.
         """
         with torch.compiler.set_stance("force_eager"):
             self._pass(inputs)
@@ -333,7 +342,8 @@ class DistributedDataParallel(Strategy):
         if self.wrapped is None:
             return super().forward_backward(batch, weight, sync)
         with translate_peer_errors(), nullcontext() if sync else self.wrapped.no_sync():
-            # DDP divides the sum of gradients by the number of ranks, as `weight` does already.
+            # DDP divides the sum of gradients by the number of ranks. `weight` contains this
+            # division already, so it is multiplied by the number of ranks.
             size = self.world.size
             loss = super().forward_backward(batch, weight * size, sync) / size
         if sync:
@@ -353,7 +363,10 @@ class DistributedDataParallel(Strategy):
         )
 
     def sync_weights(self, averages: Mapping[str, Tensor]) -> None:
-        """Copy rank 0's buffers and their averages to the other ranks, whose buffers are stale."""
+        """Copy rank 0's buffers and their moving averages to the other ranks.
+
+        Before the copy, the buffers of the other ranks are stale.
+        """
         if self.wrapped is not None or self.exchanges_after_passes:
             self.broadcast_buffers(averages)
 
@@ -376,8 +389,8 @@ class DistributedDataParallel(Strategy):
 
         The time is the difference between passes with and without DDP, which alternate. If `budget`
         is too short for a pair of passes, a single all-reduce of the same number of bytes is timed
-        instead. That is an upper bound, because the backward pass may hide a part of it. If the
-        all-reduce runs after the backward pass, it is always timed by itself.
+        instead. This duration is an upper bound, because the backward pass may hide a part of the
+        all-reduce. If the all-reduce runs after the backward pass, it is always timed by itself.
         """
         if self.exchanges_after_passes:
             # The backward pass hides no communication, because the all-reduce runs after it.
@@ -418,7 +431,7 @@ class DistributedDataParallel(Strategy):
             times[uses_ddp].append(time.perf_counter() - start)
             self.module.zero_grad()
         self.wrapped = wrapped
-        # The first pass of each kind warms up.
+        # Leave out the initial 0.0 and the first pass of each kind, which warms up.
         with_ddp = statistics.median(times[True][2:])
         without = statistics.median(times[False][2:])
         return Communication(self.average_over_ranks(max(0.0, with_ddp - without)))

@@ -5,8 +5,9 @@ which evaluation uses, are deferred to the end of the mini-batch, so that they a
 whole mini-batch. The idea is torchgpipe's (Kim et al., arXiv:2004.09910, section 3.3).
 
 The layers are not replaced. During a mini-batch they have momentum 1, so that their buffers contain
-the statistics of the latest micro-batch. These are copied after each forward pass of a stage, for
-all of its layers at once and outside of compiled code, and combined at the end of the mini-batch.
+the statistics of the latest micro-batch. The statistics are copied after each forward pass of a
+stage, for all of its layers at once and outside of compiled code, and combined at the end of the
+mini-batch.
 """
 
 from collections.abc import Sequence
@@ -60,7 +61,7 @@ def find_deferrable(
             "the statistics of a whole batch cannot be computed from its micro-batches: "
             f"{remedy}"
         )
-    # A layer that is never called has no statistics.
+    # Layers that are never called are left out, because they have no statistics.
     return {layer: seen[name][0] for name, layer in layers.items() if seen[name]}
 
 

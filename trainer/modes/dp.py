@@ -39,14 +39,15 @@ class Replica(nn.Module):
 class DataParallel(Strategy):
     """`nn.DataParallel` over the devices of the process.
 
-    Without CUDA, torch calls the module on the CPU with the whole batch.
+    On a CPU, the module is called with the whole batch, as torch does without CUDA.
     """
 
     def connect(self) -> None:
         super().connect()
         self.passes_through = self.device.type != "cuda"
         self.wrapped: nn.Module = Replica(self.module, self.context.in_precision, self.recomputed)
-        # Torch would use GPUs even if `devices` in the recipe is the CPU.
+        # On a CPU, nn.DataParallel is not used: if the machine has GPUs, it would use them although
+        # `devices` in the recipe is the CPU.
         if not self.passes_through:
             device_ids = [device.index for device in self.world.local_devices]
             self.wrapped = nn.DataParallel(self.wrapped, device_ids)

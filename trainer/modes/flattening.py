@@ -33,11 +33,12 @@ def unflatten_into(row: Tensor, tensors: list[Tensor]) -> None:
 
 
 def apply_collective(tensors: Iterable[Tensor], collective: Callable[[Tensor], Tensor]) -> None:
-    """Apply a collective to tensors in place, with one message per data type.
+    """Apply a collective to tensors in place, with one message per device and data type.
 
     Args:
         tensors: tensors of any shapes and types.
-        collective: function that returns the reduced or received flat tensor.
+        collective: function that returns the reduced or received flat tensor, from this rank's flat
+            tensor.
     """
     for group in group_by_type(tensors):
         unflatten_into(collective(flatten_tensors(group)), group)

@@ -2,11 +2,12 @@
 
 The parameters of a block are gathered only while the block computes.
 
-Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel" (arXiv:2304.11277),
-by torch's `fully_shard` (docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
+The method is that of Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data
+Parallel" (arXiv:2304.11277). Torch's `fully_shard` implements it
+(docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
 
-Torch's DTensors stay in this file. Optimizer, moving average, clipping and checkpoints see the rows
-of this rank, as plain parameters that share the DTensors' storage.
+Only this file and `fsdp_units` handle torch's DTensors. Optimizer, moving average, clipping and
+checkpoints see the rows of this rank, as plain parameters that share the DTensors' storage.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -53,7 +54,8 @@ class FullyShardedDataParallel(Strategy):
     """
 
     divided_along = "shards"
-    # Devices that copy weights from the host. The weights must not change before the copies end.
+    # Devices that copy weights from the host; empty without `fsdp.offload`. The weights must not
+    # change before the copies end.
     readers: Sequence[torch.device] = ()
 
     def to_device(self, model: nn.Module) -> None:
@@ -101,7 +103,8 @@ class FullyShardedDataParallel(Strategy):
             self.readers = [self.device]
         self.mesh = self.world.mesh()
         whole_storages = []
-        # A comparison makes the hosts wait for each other, so on GPUs it is done less often.
+        # A comparison makes the hosts wait for each other, so on GPUs, after the first passes, the
+        # ranks compare their order in every 64th pass only.
         self.order = Order(self._refuse, every=1 if self.device.type == "cpu" else 64)
         with translate_peer_errors(), _explain_errors(self._refuse):
             for name in [*self.units, ""]:
@@ -212,7 +215,7 @@ class FullyShardedDataParallel(Strategy):
         for name, parameter in self.sharded.items():
             if parameter.grad is not None:
                 self._local[name].grad = _get_local_rows(parameter.grad)
-                # Otherwise torch would add the next step's gradient to this one.
+                # Drop the gradient, to which torch would otherwise add that of the next step.
                 parameter.grad = None
 
     def forward(self, inputs: Tensor) -> Tensor | None:
@@ -220,7 +223,10 @@ class FullyShardedDataParallel(Strategy):
             return super().forward(inputs)
 
     def sync_weights(self, averages: Mapping[str, Tensor]) -> None:
-        """Copy rank 0's buffers and their averages to the other ranks, whose buffers are stale."""
+        """Copy rank 0's buffers and their moving averages to the other ranks.
+
+        Before the copy, the buffers of the other ranks are stale.
+        """
         self.order.compare()
         self.broadcast_buffers(averages)
 
@@ -241,8 +247,9 @@ class FullyShardedDataParallel(Strategy):
         try:
             yield
         finally:
-            # Torch frees a unit's gathered weights only in a backward pass. Without this call, the
-            # next training pass would use the gathered averages.
+            # Units that are not resharded after their forward pass, such as the root's, keep their
+            # gathered weights until a backward pass. Without this call, the next training pass
+            # would use the gathered averages.
             for unit in self._sharded_modules():
                 unit.reshard()
             synchronise(self.readers)
@@ -383,7 +390,7 @@ def mark_training(
     unit: nn.Module,
     *_: Any,
 ) -> None:
-    """Call `mark` if `unit` is in training mode. This is a forward hook.
+    """Call `mark` if `unit` is in training mode. Used as a forward pre-hook and a forward hook.
 
     Torch gathers the unit's weights before its forward pre-hooks and frees them after its forward
     hooks, so that the time between two marks is computation only.

@@ -34,7 +34,8 @@ def find_units(model: nn.Module) -> list[str]:
     """List the names of the blocks that are units. All other parameters belong to the root's unit.
 
     The root's unit contains blocks that share parameters with other modules (tied weights), blocks
-    whose `forward` is never called, and blocks with less than `TINY` of the parameters.
+    without a `forward` of their own (such as nn.ModuleList), blocks made by torch.jit.script, and
+    blocks with less than `TINY` of the parameters.
     """
     total = sum(parameter.numel() for parameter in model.parameters())
     holders: dict[nn.Parameter, set[str]] = {}
@@ -101,7 +102,7 @@ def find_kept_parameter(before: Sequence[tuple[str, Storage]]) -> str | None:
         alive = next((name for name, storage in before if storage() is not None), None)
         if alive is None:
             return None
-        # Reference cycles may keep a storage alive.
+        # Reference cycles may keep a storage alive until they are collected.
         gc.collect()
         # Gloo's thread releases the tensors that it has sent after a short delay.
         time.sleep(0.1)
@@ -125,7 +126,7 @@ def copy_views(
     inputs: Any,
     outputs: Any,
 ) -> Any:
-    """Replace outputs that are views by copies. This is a forward hook.
+    """Replace outputs that are views by copies. The function is a forward hook.
 
     An operation that changes a view in place removes torch's hook from the view. The backward pass
     would then use weights that are already freed.
@@ -144,8 +145,9 @@ class Order:
     would receive the weights and gradients of a different block, or hang.
 
     In the first `FIRST_PASSES` passes ranks compare each exchange before it starts. Later they
-    compare a digest of all exchanges after every `every` passes, and before weights are evaluated
-    or saved. If the digests differ, every rank raises the error that `refuse` returns.
+    compare a digest of all exchanges at the end of each pass whose number is a multiple of `every`,
+    and before weights are evaluated or saved. If the digests differ, every rank raises the error
+    that `refuse` returns.
     """
 
     def __init__(
@@ -187,7 +189,8 @@ class Order:
         """Compare the exchanges of all ranks, and raise on every rank if they differ. Collective.
 
         Args:
-            names: names of the latest units, for the error.
+            names: names of the latest unit, or of the parameters that got a gradient in the latest
+                pass, for the error.
         """
         # The maximum of the negative digests is minus the smallest digest, so the sum is 0 only if
         # all digests are equal.

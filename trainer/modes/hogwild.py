@@ -117,7 +117,7 @@ def move(
     Parameters remain the same objects and keep their shapes and strides (channels_last).
 
     Args:
-        tensors: the same tensors on every rank.
+        tensors: tensors of this rank, with the same order and shapes on every rank.
         memory: memory of at least the size that `compute_byte_offsets` returns.
         fill: True to write the tensors' values into the memory first.
     """

@@ -29,8 +29,8 @@ class OuterSGD:
         g = x - w;   v = momentum * v + g;   x = x - lr * (g + momentum * v)
 
     and each worker continues from x. This is `torch.optim.SGD(nesterov=True)` on the outer gradient
-    g. SlowMo (Wang et al., arXiv:1910.00643) uses plain momentum instead of Nesterov's, in units of
-    the learning rate.
+    g. SlowMo (Wang et al., arXiv:1910.00643) differs: it uses plain momentum instead of Nesterov's,
+    and divides g by the workers' learning rate.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class OuterSGD:
             torch._foreach_copy_(self.weights, self.outer_weights)
 
     def state(self) -> dict[str, Tensor]:
-        """Return the live state tensors as `parameter//key`."""
+        """Return the state tensors themselves, not copies, by the name `parameter//key`."""
         tensors = {}
         for name, outer_weight in zip(self._names, self.outer_weights, strict=True):
             tensors[f"{name}//anchor"] = outer_weight
-        # The list of velocities is empty if the momentum is 0.
+        # The lengths may differ (strict=False): the list of velocities is empty if momentum is 0.
         for name, velocity in zip(self._names, self.velocities, strict=False):
             tensors[f"{name}//velocity"] = velocity
         return tensors
@@ -120,12 +120,13 @@ class LocalSGD(Strategy):
 
     def after_epoch(self, averages: Mapping[str, Tensor]) -> None:
         tensors = [*self._weights(), *averages.values()]
-        # A run that is stopped here averages a second time after it is resumed, which must not
-        # change the weights. For the same reason there is no outer step if no worker has trained
-        # since the last one.
+        # The average is exact, because a run that is stopped here averages a second time after it
+        # is resumed, which must not change the weights. For the same reason there is no outer step
+        # if no worker has trained since the last outer step.
         self._average(tensors, tensors, exact=True)
         outer = self.outer
-        # The comparison waits for the device.
+        # The comparison waits for the device, so it is made once per epoch only, not in
+        # `after_step`.
         if outer and not all(map(torch.equal, outer.weights, outer.outer_weights)):
             outer.step()
         self.has_equal_weights = True
@@ -205,7 +206,8 @@ class LocalSGD(Strategy):
                     message = message * weight
                 else:
                     message = message.long() * self.world.is_main
-                # NCCL raises an error if ranks share a GPU, so they exchange messages on the CPU.
+                # NCCL raises an error if ranks share a GPU, so such ranks exchange messages on the
+                # CPU.
                 if self.world.shared:
                     message = message.cpu()
                 unflatten_into(self.world.sum_(message), [targets[i] for i in bucket])

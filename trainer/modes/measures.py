@@ -1,6 +1,7 @@
 """Measurements and reports of a mode: times, the timeline, and lines of the banner.
 
-The defaults are right for a mode without communication.
+The banner is what a run prints before it trains. The defaults are right for a mode without
+communication.
 """
 
 import time
@@ -27,7 +28,7 @@ class Communication(NamedTuple):
 
 
 class Measures:
-    """Measurements of a mode, for the banner, result.json, TensorBoard and the verdict."""
+    """Measurements of a mode, for the banner, result.json, TensorBoard and `telemetry.verdict`."""
 
     world: World
     device: torch.device
@@ -50,7 +51,8 @@ class Measures:
         # `step_graphs` sets this to True because it measures whole passes itself. Passes that may
         # be replayed contain no collective, so their times are comparable too.
         self.is_timed_by_graphs = False
-        # Description of the blocks whose activations are recomputed, for reports.
+        # Description of the blocks whose activations are recomputed, for reports; None if no block
+        # recomputes.
         self.recompute_description: str | None = None
 
     def watched_forward(self) -> AbstractContextManager[None]:
@@ -110,7 +112,8 @@ class Measures:
         message = torch.zeros(size // 4, device=self.device)
         synchronise([self.device])
         seconds = 0.0
-        # The first all-reduce also connects the ranks and allocates memory.
+        # The first all-reduce also connects the ranks and allocates memory. Its time is returned
+        # only if the budget is too short for a second one.
         for _ in range(2):
             if seconds > budget / 2:
                 break

@@ -46,8 +46,8 @@ def observe_whole(context: Context, model: nn.Module) -> tuple[Passes, int] | No
     """Run two training passes of the whole model on rank 0 and observe them. Collective.
 
     Returns:
-        On rank 0 the passes and their number of samples. None on the other ranks, or if the model
-        does not fit on the device.
+        (passes, rows) on rank 0: the passes, and the number of samples of each pass. None on the
+        other ranks, or if the model does not fit on the device.
     """
     name = f"model.name={context.recipe.model.name}"
     most = context.example.rows
@@ -84,8 +84,8 @@ def recompute_proven(
     Args:
         context: recipe, world and example of the mode that trains the model.
         model: the whole model, on the CPU.
-        runs: names of the blocks that recompute.
-        kept: names of the remaining blocks.
+        runs: for each group of modules that recomputes its activations, the names of the modules.
+        kept: the same for all other groups, which keep their activations.
 
     Returns:
         True if some block in `runs` draws random numbers. False if none does, or if memory is too
@@ -226,7 +226,8 @@ def check_sharded(
     # Only rank 0 has observed the whole model. The other ranks compare their gradients only.
     passes = (whole[0] if whole else sharded)._replace(gradients=expected)
     if state.recipe.sync_bn:
-        # The statistics cover the samples of all ranks, which changes the divisor of the variance.
+        # The running variance is not compared: under sync_bn it covers the samples of all ranks,
+        # which changes the divisor of the unbiased variance.
         for layer in list_training_norms(state.module):
             for tensors in (*passes.tensors, *sharded.tensors):
                 tensors.pop(f"buffer {layer}.running_var", None)
@@ -243,7 +244,8 @@ def _own_rows(state: ModelState, gradients: Tensors) -> tuple[Tensors, float]:
         gradients: on rank 0 the whole model's gradients; empty on other ranks.
 
     Returns:
-        The rows by name, and the norm of all gradients multiplied by the number of ranks.
+        (rows, norm): the rows by name, and the norm of all gradients multiplied by the number of
+        ranks.
     """
     world = state.world
     types: dict[str, torch.dtype | None] = {}

@@ -32,7 +32,7 @@ class ModelState:
         self.device = self.world.device
         # Device of parameters, gradients and optimizer states between passes.
         self.gradient_device = self.device
-        # True if the replicas' weights are equal to the bit after the latest step.
+        # True if the replicas' weights are bitwise equal after the latest step.
         self.has_equal_weights = self.recipe.traits.same_maths
 
     def modules(self) -> list[nn.Module]:
@@ -85,7 +85,7 @@ class ModelState:
             named: tensors of this rank by plain name.
 
         Raises:
-            ValueError: `saved` lacks a tensor or has another shape; no tensor is copied.
+            ValueError: `saved` lacks a tensor, or has it in another shape; no tensor is copied.
         """
         layout = self.layout(named)
         for name, piece in layout.items():
@@ -96,7 +96,10 @@ class ModelState:
                 piece.local.copy_(piece.rows_of(saved[name]))
 
     def outer_state(self) -> dict[str, Tensor]:
-        """Return the state of the mode's own optimizer by checkpoint name; equal on all ranks."""
+        """Return the state of the outer optimizer of `local_sgd` by checkpoint name.
+
+        The state is equal on all ranks. It is empty in modes without an outer optimizer.
+        """
         return {}
 
     def load_outer_state(self, saved: Mapping[str, StoredTensor]) -> None:

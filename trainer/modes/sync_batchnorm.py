@@ -83,12 +83,13 @@ def global_batch_norm(
 def _compute_statistics(inputs: Tensor) -> tuple[Tensor, Tensor]:
     """Compute mean and biased variance of this rank's samples, at least in single precision."""
     precision = torch.promote_types(inputs.dtype, torch.float32)
-    # The compiler fuses `var_mean` into one loop.
+    # `var_mean` is used in compiled code, because the compiler fuses it into one loop.
     if torch.compiler.is_compiling():
         axes = [axis for axis in range(inputs.dim()) if axis != 1]
         variance, mean = torch.var_mean(inputs.to(precision), axes, correction=0)
         return mean, variance
-    # Torch computes in the precision of the running statistics, so placeholders are passed.
+    # Torch computes in the precision of the running statistics, so placeholders of this precision
+    # are passed.
     unused = torch.zeros(2, inputs.shape[1], dtype=precision, device=inputs.device)
     mean, variance = torch.batch_norm_update_stats(inputs, unused[0], unused[1], 0.0)
     return mean, variance

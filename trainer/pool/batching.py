@@ -1,4 +1,4 @@
-"""Batch sizes of a pool's workers, and the choice whether a worker should accept more items.
+"""Batch sizes of a pool's workers, and the choice of how many items a worker accepts next.
 
 The functions depend on measured speeds only: they use no clock and no process, so tests can run the
 policy with simulated devices.
@@ -6,10 +6,11 @@ policy with simulated devices.
 
 from collections.abc import Mapping, Sequence
 
-# Maximum seconds of a batch. A lost batch costs this time again, and so may the wait for the last
-# batch.
+# Maximum seconds of a batch. This time is lost if the batch has to be repeated, and up to this time
+# the other workers may wait for the last batch.
 MAX_BATCH_SECONDS = 0.15
-# For batches that take fewer seconds than this, sending them costs too much.
+# Minimum seconds of a batch. Shorter batches grow even if larger ones are not faster per item,
+# because sending many short batches costs too much.
 MIN_BATCH_SECONDS = 0.005
 # Maximum size of a batch in bytes, items and results together.
 MAX_BATCH_BYTES = 1 << 25
@@ -24,7 +25,8 @@ REPEAT_RATIO = 4.0
 class WorkerSpeed:
     """Measured speed of one worker, and the batch size that suits it.
 
-    The batch size doubles as long as larger batches are faster per item.
+    The batch size doubles until larger batches are not faster per item, or take too much time or
+    memory.
 
     Attributes:
         size: number of items of the next batch.
@@ -171,8 +173,8 @@ class Batching:
     def again(self, idle: int, holder: int, items: int, elapsed: float) -> bool:
         """Return whether an idle worker should repeat a batch that another worker still has.
 
-        The pool uses the result that arrives first. Devices of one kind are equally fast and never
-        repeat each other's batches.
+        The pool uses the result that arrives first. Devices of one kind count as equally fast, and
+        never repeat each other's batches.
 
         Args:
             idle: index of the idle worker.

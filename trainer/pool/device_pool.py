@@ -78,8 +78,9 @@ class DevicePool:
             `batch_size` is set) and job i to worker i % len(devices).
         start_method: "forkserver", with which a worker starts in a tenth of a second, or "spawn".
         item_timeout: maximum seconds per item, after which the worker process counts as hung and is
-            replaced; None for no limit. A batch may take `item_timeout` plus four times its usual
-            time. The limit does not apply to jobs.
+            replaced; None for no limit. A batch of n items may take n times `item_timeout`, but
+            at most `item_timeout` plus four times its usual time once the speed of the device is
+            known. The limit does not apply to jobs.
         retries: maximum number of tries per item. The items of a failed batch are repeated
             separately. A batch whose process died is repeated unchanged; after `retries` deaths,
             its items are repeated separately, once.
@@ -142,7 +143,8 @@ class DevicePool:
             PredictionError: the setup of a worker failed, or the pool was closed.
             Exception: an exception of `items`, raised after the results of all previous items.
         """
-        # Items of a sequence exist at the same time. Other iterables may reuse one buffer.
+        # Items of a sequence exist at the same time. Other iterables may reuse one buffer, so their
+        # items are copied.
         if isinstance(items, Tensor | np.ndarray | list | tuple):
             source = iter(items)
         else:
@@ -193,7 +195,7 @@ class DevicePool:
         """Run one job, `function(*args, **kwargs)`, on a worker.
 
         In the job, the worker's device is the current CUDA device, and `current_device()` returns
-        it. A job whose process is lost is repeated.
+        it. A job whose process is lost is repeated, up to `retries` tries.
 
         Returns:
             A Future. An exception of the job is set on it, with the worker's traceback as a note.
@@ -247,7 +249,7 @@ class DevicePool:
 
 
 def check_devices(devices: Sequence[str | torch.device]) -> list[torch.device]:
-    """Return the devices with these names.
+    """Return the devices that `devices` names.
 
     Raises:
         RecipeError: this machine does not have one of the devices.
@@ -307,7 +309,7 @@ def _check_importable(function: Any) -> None:
 
 def _pickling_error(function: Any, error: BaseException) -> RecipeError:
     text = " ".join(str(error).split())
-    # The message about sparse tensors already says what to type.
+    # The message about sparse tensors already says what to type, so it gets no hint.
     if ".to_dense()" not in text:
         text += f": {PICKLE_HINT}"
     return RecipeError(f"{_name(function)} cannot be sent to another process: {text}")
@@ -366,5 +368,6 @@ def end_of_program() -> None:
         engine.close()
 
 
-# Use the import, which matters for the order of exit handlers only.
+# `util` is imported only for the order of exit handlers. This statement uses the import, so that
+# linters do not report it.
 assert util

@@ -21,9 +21,9 @@ from trainer.pool.worker import Kind
 SETUP_SECONDS = 900.0
 # Maximum number of times that the process of a worker may end in a row without any result.
 MAX_STARTS = 10
-# Seconds between two checks whether to repeat the work of a slow device.
+# Seconds between two checks of whether to repeat the work of a slow device.
 REPEAT_CHECK_SECONDS = 0.02
-# Seconds in which idle processes may end by themselves before they are killed.
+# Seconds that idle processes have to end by themselves before they are killed.
 GRACE_SECONDS = 1.0
 
 
@@ -39,8 +39,8 @@ class Engine:
         """Start the thread.
 
         Args:
-            start: starts the process of a worker.
-            scheduler: assigns tasks to the workers.
+            start: function that starts the process of a worker.
+            scheduler: object that assigns tasks to the workers.
             item_timeout: seconds per item after which a process counts as hung; None for no limit.
         """
         self.start = start
@@ -69,7 +69,7 @@ class Engine:
 
     def wake(self) -> None:
         """Wake the engine's thread."""
-        # A full pipe wakes the thread, too.
+        # If the pipe is full, the bytes in it wake the thread.
         with suppress(BlockingIOError):
             os.write(self._waker, b"x")
 
@@ -89,7 +89,7 @@ class Engine:
         return stream
 
     def close_stream(self, stream: Stream) -> None:
-        """Drop the items of a stream and the answers that are still to come."""
+        """Drop the items of a stream, and its results that are still to arrive."""
         stream.closed = True
         with self._lock:
             if stream in self.scheduler.streams:
@@ -117,7 +117,10 @@ class Engine:
             raise PredictionError("the DevicePool is closed: create a new one")
 
     def close(self) -> None:
-        """End all processes and wait for them. Does nothing in a fork, which has no processes."""
+        """End all processes, and wait at most 10 s for the thread that ends them.
+
+        In a fork of the process that created the pool, nothing is done.
+        """
         if self._is_forked():
             return
         with self._lock:
@@ -169,7 +172,7 @@ class Engine:
             handle.kill(max(0.0, deadline - time.monotonic()))
         for worker in self.workers:
             worker.handle = None
-        # Free the arguments of the worker class.
+        # Free the arguments of the worker class, to which this function refers.
         del self.start
         self._selector.close()
 
@@ -187,7 +190,7 @@ class Engine:
     def _listen(self, timeout: float | None) -> None:
         """Wait at most `timeout` seconds for answers, ended processes and callers, and handle them.
 
-        None waits without a limit.
+        If `timeout` is None, the wait has no limit.
         """
         ready = {key.data for key, _ in self._selector.select(timeout)}
         with suppress(BlockingIOError):
@@ -262,7 +265,7 @@ class Engine:
         for worker in self.workers:
             if self._deadline(worker) > time.monotonic():
                 continue
-            # The answer may have arrived just now.
+            # Check for an answer that has arrived just now, before the process is replaced.
             self._receive(worker)
             if self._deadline(worker) <= time.monotonic():
                 limit = f"the {SETUP_SECONDS:g} s of a setup"

@@ -9,15 +9,17 @@ from dataclasses import dataclass
 
 from trainer.errors import PredictionError, is_out_of_memory, read_text
 
-# Maximum number of characters of a message or traceback that are sent. A longer traceback loses its
-# beginning. Also the maximum size in bytes of a pickled exception.
+# Maximum number of characters of a message or traceback, and maximum number of bytes of a pickled
+# exception. A longer message loses its end and a longer traceback its beginning. A larger exception
+# is not sent.
 MAX_LENGTH = 20_000
 
 
 class ItemError(PredictionError):
     """An item that failed in every try.
 
-    The `__cause__` is the exception in the worker, if it can be pickled.
+    The `__cause__` is the exception in the worker; None if it cannot be pickled, or if the process
+    died or hung.
 
     Attributes:
         index: index of the item in the stream, from 0.
@@ -53,7 +55,8 @@ class Failure:
         traceback: traceback as text.
         memory: whether a device or the machine was out of memory.
         whole: whether the batch failed as a whole, perhaps because of one of its items.
-        pickled: the pickled exception; empty if it cannot be pickled.
+        pickled: the pickled exception; empty if it is longer than `MAX_LENGTH` or cannot be
+            unpickled.
     """
 
     message: str

@@ -18,10 +18,11 @@ DEPTH = 2
 class ProcessHandle:
     """A worker process.
 
-    The thread that starts the process calls all methods. The process dies with that thread.
+    The thread that starts the process calls all methods. A process that is spawned dies with this
+    thread, and a process that is forked dies with the fork server.
 
     Attributes:
-        connection: this end of the pipe.
+        connection: the parent's end of the pipe.
         slots: shared memory for tasks and answers.
         free: indices of unused slots.
         lost: whether the process has closed its end of the pipe.
@@ -62,7 +63,7 @@ class ProcessHandle:
         extent = store(packed, self.slots[number])
         # The slot stays free if `store` fails.
         self.free.popleft()
-        # A process that died is reported by `ended`.
+        # An error means that the process has died, which `ended` reports.
         with suppress(OSError):
             self.connection.send(Message(extent, kind, number))
 
@@ -82,7 +83,10 @@ class ProcessHandle:
         return answers
 
     def ended(self) -> str:
-        """Return how the process ended, or an empty string while it runs."""
+        """Return how the process ended, or that it closed its pipe.
+
+        The string is empty while the process runs.
+        """
         if self.lost:
             self.process.join(0.5)
         code = self.process.exitcode
@@ -96,7 +100,8 @@ class ProcessHandle:
         self.process.join(grace)
         self.process.kill()
         self.process.join(2)
-        # A killed process can still be running, in a system call that cannot be interrupted.
+        # `close` raises if the killed process still runs, in a system call that cannot be
+        # interrupted.
         with suppress(ValueError):
             self.process.close()
         self.slots.clear()

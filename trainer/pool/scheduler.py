@@ -30,11 +30,11 @@ class PoolWorker:
 
     Attributes:
         index: index of the worker in the pool.
-        device: name of its device.
-        handle: its present process, if any.
+        device: name of the worker's device.
+        handle: present process of the worker; None while the worker has no process.
         ready: whether the setup of the present process has finished.
-        queue: its tasks, the oldest first. The worker computes the oldest task.
-        since: time at which it started the oldest task, or its setup.
+        queue: tasks of the worker, the oldest first. The worker computes the oldest task.
+        since: time, by `time.monotonic`, at which the worker started the oldest task or its setup.
         starts: number of processes started since the last result.
         done: number of items and jobs done.
         replaced: number of processes that were replaced.
@@ -52,13 +52,13 @@ class PoolWorker:
 
     @property
     def queued_items(self) -> int:
-        """Number of items in its queue. Callers' threads may read this."""
+        """Number of items in the worker's queue. Callers' threads may read this property."""
         # Iterate over a copy: the engine's thread may change the queue meanwhile.
         return sum(len(task.items) for task in list(self.queue) if isinstance(task, Chunk))
 
     @property
     def has_job(self) -> bool:
-        """Whether it computes a job, so that it is busy for an unknown time."""
+        """Whether the worker computes a job, so that it is busy for an unknown time."""
         return bool(self.queue) and isinstance(self.queue[0], Job)
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ class PoolWorker:
 class Scheduler:
     """Assigns the chunks of streams and the jobs to workers.
 
-    Tasks go to free workers, or to each worker in turn with `round_robin`.
+    Tasks go to free workers, or with `round_robin` to each worker in turn.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class Scheduler:
     def lanes(self) -> list[Lane]:
         """Return the lanes of a new stream: one, or one for each worker with round_robin.
 
-        With round_robin, consecutive items belong to consecutive workers; with a fixed batch size,
-        consecutive batches do.
+        With round_robin, consecutive items belong to consecutive workers. If the batch size is
+        fixed, consecutive batches do instead.
         """
         width = self.batching.fixed
         count = len(self.workers)
@@ -165,9 +165,10 @@ class Scheduler:
         """
         lane = stream.lanes[self._lane(worker)]
         size = self.batching.size(worker.index)
-        # Set this before counting: an item that arrives after the count then wakes this thread.
+        # Set `wanted` before the items are counted: an item that arrives after the count then wakes
+        # this thread.
         stream.wanted = max(stream.wanted, size)
-        # Read this before counting: no item arrives after the end.
+        # Read `ended` before the items are counted: if it is True, no item arrives after the count.
         ended = stream.ended
         pending = len(lane.items)
         if pending < size and not ended and not self._accepts_less(stream, pending):
@@ -187,10 +188,10 @@ class Scheduler:
         return lane.take(count, stream)
 
     def _accepts_less(self, stream: Stream, pending: int) -> bool:
-        """Return whether to take less than a full batch.
+        """Return whether to take less than a full batch, although the iterable has not ended.
 
-        That is the case if the caller waits for results, or if the batch has been incomplete for
-        `LINGER_SECONDS`.
+        The result is True if the caller waits for results, or if the batch has been incomplete for
+        `LINGER_SECONDS`. It is always False if the batch size is fixed.
         """
         if not pending or self.batching.fixed:
             return False
@@ -232,7 +233,7 @@ class Scheduler:
         worker.handle.send(Kind.JOB, job.call)
 
     def _repeat_slow_chunk(self, worker: PoolWorker) -> bool:
-        """Assign a chunk that a slow device of another kind still has to a fast idle worker.
+        """Assign to an idle worker a chunk that a slow device of another kind still has.
 
         Returns False if there is no such chunk.
         """
@@ -277,7 +278,7 @@ class Scheduler:
             task.stream.deliver(task, packed.open)
 
     def _retry_failures(self, worker: PoolWorker, chunk: Chunk, packed: Packed) -> None:
-        """Deliver the results of a chunk, and repeat or report its failures."""
+        """Deliver the results of a chunk, and repeat or report its items that failed."""
         try:
             results = packed.open()
         except BaseException as error:
@@ -300,17 +301,18 @@ class Scheduler:
                 self._retry_item(worker, single, result)
 
     def _retry_item(self, worker: PoolWorker, single: Chunk, failure: Failure) -> None:
-        """Repeat an item that failed by itself, or report it after `retries` tries."""
+        """Repeat an item that was the reason for a failure, or report it after `retries` tries."""
         if single.tries < self.retries:
             single.stream.again[self._lane(worker)].append(single)
             return
-        # The item was the reason for lost processes, not the worker.
+        # The item was the reason for lost processes, so they do not count towards the maximum after
+        # which the worker itself is given up.
         if worker.done:
             worker.starts = min(worker.starts, 1)
         single.stream.deliver(single, ItemError.of(single.indices.start, failure))
 
     def rescue(self, worker: PoolWorker, reason: str) -> None:
-        """Put the tasks of a lost process at the front of the queue.
+        """Put the tasks of a lost process at the front of the queue, or report their last failure.
 
         Only the oldest task may be the reason for the loss, because the others had not started.
 

@@ -42,9 +42,11 @@ class Lane:
     """A queue of items with their indices: all items of a stream, or those of one worker.
 
     Attributes:
-        next: index of the first item in the queue, or of the next one if the queue is empty.
+        next: index of the first item in the queue, or of the next item to come if the queue is
+            empty.
         step: difference between the indices of consecutive items.
-        skip: additional difference between the last item of a batch and the next item.
+        skip: additional difference between the indices of the last item of a chunk and of the first
+            item of the next chunk.
         items: the items.
     """
 
@@ -90,8 +92,9 @@ class Chunk:
 class Stream:
     """Items and results of one call of `map`.
 
-    The caller's thread puts items in and takes results out; the engine's thread does the rest. Both
-    only append to deques and pop from them, so no lock is needed.
+    The caller's thread calls `put`, `end`, `get` and `wait`. The engine's thread takes the items,
+    and calls `deliver` and `fail`. Both threads only append to deques and pop from them, so no lock
+    is needed.
 
     Attributes:
         window: maximum number of items in flight; the engine changes it.
@@ -100,7 +103,8 @@ class Stream:
         news: set when results or an error arrive.
         wanted: number of items that the engine waits for; 0 if it waits for none.
         since: time at which the engine first saw less than a full batch; 0 if it has not.
-        due: time at which the engine accepts less than a full batch, if any.
+        due: time at which the engine will accept less than a full batch; None if it does not wait
+            for that time.
         ended: whether the iterable is exhausted.
         waiting: whether the caller waits for results, so that it does not put items in.
         closed: whether the caller needs no more results.
@@ -119,9 +123,9 @@ class Stream:
         Args:
             ordered: whether results are returned in the order of the items.
             lanes: one queue, or one for each worker.
-            wake: wakes the engine's thread.
+            wake: function that wakes the engine's thread.
             window: maximum number of items in flight.
-            width: number of items of every batch, if it is fixed.
+            width: number of items of every batch; None if the number is not fixed.
         """
         self.ordered = ordered
         self.lanes = lanes
@@ -160,7 +164,8 @@ class Stream:
     def get(self) -> Any:
         """Return the next results as a list, or the next `ItemError`, or None if neither is there.
 
-        Raises the error that ended the pool, once no results are left.
+        Raises:
+            BaseException: the error that ended the pool, once no results are left.
         """
         arrived = self.arrived
         early = self._early
@@ -234,7 +239,7 @@ class Job:
     """A call of `submit`.
 
     Attributes:
-        future: receives the result or the error.
+        future: Future on which the result or the error is set.
         call: the pickled function with its arguments.
         lane: index of the job's queue.
         tries: number of tries in which the worker was lost.

@@ -52,7 +52,8 @@ class Extent(NamedTuple):
         end: offset after the last byte.
         body: size of the body in bytes.
         buffers: number of buffers.
-        rows: if not 0, the only buffer contains this number of results of equal shape.
+        rows: number of tensors or arrays of equal shape that the only buffer contains; 0 if the
+            value was pickled in another way than as rows of one shape.
     """
 
     start: int = 0
@@ -63,14 +64,14 @@ class Extent(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A message through a worker's pipe, in either direction.
+    """A message through a worker's pipe: a task for the worker, or the worker's answer to it.
 
     Attributes:
-        extent: position of the task or answer in the slot.
-        kind: a `Kind`.
+        extent: position in the slot of the task's items, or of the answer's results.
+        kind: value of `worker.Kind`.
         slot: index of the slot.
-        failures: number of failures among the results.
-        seconds: time that the worker computed.
+        failures: number of failures among the results of an answer; 0 in a task.
+        seconds: time in seconds that the worker needed for an answer; 0 in a task.
     """
 
     extent: Extent
@@ -87,8 +88,8 @@ class Packed:
     Attributes:
         body: the pickle without the buffers.
         buffers: bytes of the tensors and arrays.
-        rows: if not 0, the value is a list of this number of tensors or arrays of equal shape, and
-            the body contains only their type and shape.
+        rows: number of tensors or arrays, if the value is a list of these with equal shapes and the
+            body contains only their type and shape; 0 for all other values.
     """
 
     body: bytes
@@ -114,7 +115,8 @@ class Packed:
 def pack(value: Any) -> Packed:
     """Pickle a value.
 
-    Tensors lose their gradient. They are contiguous and on the CPU after unpickling.
+    Tensors lose their gradients. After unpickling they are contiguous and on the CPU, except
+    subclasses of Tensor and other tensors that torch itself pickles.
 
     Raises:
         TypeError: the value contains a sparse tensor.
@@ -243,7 +245,11 @@ class _Rows:
 
     @classmethod
     def of(cls, values: Any) -> _Rows | None:
-        """Return None if the values differ in shape or type, or have no bytes."""
+        """Prepare to write `values` as one block.
+
+        Returns None if the values differ in shape or type, have no bytes, or consist of more than
+        their bytes, such as arrays of Python objects.
+        """
         first = values[0] if len(values) else None
         if isinstance(first, Tensor):
             is_stacked = isinstance(values, Tensor)

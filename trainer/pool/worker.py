@@ -27,7 +27,11 @@ from trainer.processes.memory_file import MemoryFile
 
 
 class Kind(IntEnum):
-    """Kind of a message. READY and BROKEN report whether the worker's setup succeeded."""
+    """Kind of a message.
+
+    READY reports that the worker's setup succeeded, and BROKEN that it failed. BATCH and JOB are
+    the kinds of tasks, and of the answers to them.
+    """
 
     READY = 0
     BROKEN = 1
@@ -97,7 +101,7 @@ class Caller:
         """Compute a batch.
 
         Args:
-            items: returns the items.
+            items: function that returns the items.
 
         Returns:
             A result or a `Failure` for each item, or a list of one `Failure` for the whole batch.
@@ -123,7 +127,8 @@ class Caller:
         """Run a job, and return its result or a `Failure`.
 
         Args:
-            call: returns the function with its arguments.
+            call: function that returns the job's function with its positional and keyword
+                arguments.
         """
         try:
             enter(self.device)
@@ -171,6 +176,10 @@ class Definition:
     """The user's worker and its arguments in shared memory.
 
     They are pickled once and mapped by every process, so weights are in memory only once.
+
+    Attributes:
+        slot: shared memory with the pickled worker and arguments.
+        extent: position of the pickled worker and arguments in `slot`.
     """
 
     slot: MemoryFile
@@ -183,7 +192,11 @@ class Definition:
         return cls(slot, store(pack((worker, tuple(arguments))), slot))
 
     def open(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Unpickle worker and arguments. Memory to which this process writes is copied for it."""
+        """Unpickle the worker and its arguments.
+
+        Tensors are views of the shared memory. Pages to which this process writes are copied for
+        this process.
+        """
         packed = fetch(self.slot.private(), self.extent, copy=False)
         worker_and_arguments: tuple[Callable[..., Any], tuple[Any, ...]] = packed.open()
         return worker_and_arguments
@@ -214,7 +227,7 @@ def main(
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(environment)
-    # Forked workers would all start with the random state of the fork server.
+    # Seed NumPy again, because forked workers all start with the random state of the fork server.
     np.random.seed()
     torch.set_num_threads(threads)
     try:
@@ -259,7 +272,10 @@ def serve(connection: Connection, slots: list[MemoryFile], caller: Caller) -> No
 def _receive_tasks(
     connection: Connection, slots: list[MemoryFile], caller: Caller
 ) -> Iterator[tuple[Message, Opener]]:
-    """Yield the parent's messages until it closes the pipe."""
+    """Yield each message of the parent with a function that returns the items, or the job's call.
+
+    The iterator ends when the parent closes the pipe.
+    """
     while True:
         try:
             message = connection.recv()
@@ -278,9 +294,10 @@ def _receive_tasks(
 def _receive_ahead(
     tasks: Iterator[tuple[Message, Opener]], caller: Caller
 ) -> Iterator[tuple[Message, Opener]]:
-    """Receive tasks in a thread, which prepares batches while this thread computes.
+    """Return an iterator over `tasks`, which a new thread receives and prepares.
 
-    The queue cannot grow without limit, because the parent sends at most one task per slot.
+    The calling thread can compute meanwhile. The queue between the two threads cannot grow without
+    limit, because the parent sends at most one task per slot.
     """
     received: queue.SimpleQueue[tuple[Message, Opener] | None] = queue.SimpleQueue()
 
@@ -292,7 +309,8 @@ def _receive_ahead(
                 # Otherwise the thread would keep the batch's memory until the next task.
                 del task
         finally:
-            # After an error, too: the worker then ends, and the pool replaces it.
+            # None ends the worker's loop. After an error, the process then ends, and the pool
+            # replaces it.
             received.put(None)
 
     threading.Thread(target=listen, name="listening", daemon=True).start()
@@ -312,7 +330,7 @@ def _compute_batch(caller: Caller, items: Opener) -> tuple[Packed, int]:
     """Compute a batch, and return the pickled results and the number of failures among them."""
     results = caller.batch(items)
     if not (isinstance(results, list) and any(type(result) is Failure for result in results)):
-        # If a result does not pickle, the lines below find it.
+        # If a result does not pickle, the lines below find it and replace it by a `Failure`.
         with suppress(BaseException):
             return pack_rows(results), 0
     results = [*map(_ensure_picklable, results)]

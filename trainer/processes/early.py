@@ -25,8 +25,8 @@ class CtrlC:
     second Ctrl-C would end the run without saving.
 
     Args:
-        routes: maximum number of copies of a Ctrl-C by the signal as which they arrive. Copies may
-            arrive after any delay.
+        routes: for each signal that a Ctrl-C may arrive as, the maximum number of copies. Copies
+            may arrive after any delay.
     """
 
     def __init__(self, routes: dict[int, int]) -> None:
@@ -83,9 +83,10 @@ def install_handlers() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, exit_on_signal)
-        # launch.sh starts this process with SIGINT blocked.
+        # launch.sh starts this process with SIGINT blocked until a handler is installed.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    # The kernel does not deliver SIGTERM to the first process of a container without a handler.
+    # Without a handler, the kernel would not deliver these signals to the first process of a
+    # container.
     for number in (signal.SIGTERM, *SAVE_AND_GO):
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, exit_on_signal)

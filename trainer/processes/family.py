@@ -29,7 +29,8 @@ PARENT_DIED = 7
 # Name in /proc of a forked rank, followed by its number. Its environment in /proc is that of the
 # fork server, so it does not contain RANK.
 RANK_NAME = "rank "
-# Frequent causes of signals that nobody sent deliberately, for messages.
+# For each signal that may end a process, its frequent cause if nobody sent it on purpose. Messages
+# add the cause to the name of the signal.
 CAUSES = {
     "SIGKILL": " (the system may be short of memory)",
     "SIGABRT": " (NCCL does this if another rank is lost or silent; so does a library that finds "
@@ -86,7 +87,8 @@ def _is_adopted(parent: int) -> bool:
         parent: process id of the current parent.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or not os.path.isdir(f"/proc/{parent}"):
-        # A parent outside of this container has the id 0. Nobody adopts orphans there.
+        # A parent outside of this container has the id 0. Orphans are not adopted from outside, so
+        # such a parent is still the first one.
         return False
     with suppress(OSError):
         if "libtorch" in _read(parent, "maps"):

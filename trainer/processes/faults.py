@@ -2,12 +2,12 @@
 
 `TRAINER_FAULT` is `kind@rank:step` or `kind@save:point`, or several of these separated by commas.
 
-Kinds are `kill` (SIGKILL), `hang` (sleep forever), `nan` (the inputs of a step become NaN), `oom`
-(raise what torch raises when memory is exhausted) and `full` (raise what a full disk raises).
-Points of the checkpoint writer are `tmp`, `write`, `fsync`, `rename` and `prune`; `save#1` instead
-of `save` selects rank 1. Instead of a step, `trial-4` selects the measurement of a pipeline with 4
-micro-batches. A job that torchrun has restarted has no faults, so that a test can observe its
-recovery. If the variable is not set, `is_active` is False, and call sites only test that.
+Kinds are `kill` (SIGKILL), `hang` (sleep for days), `nan` (the inputs of a step become NaN), `oom`
+(raise a MemoryError) and `full` (raise the OSError of a full disk). Points of the checkpoint writer
+are `tmp`, `write`, `fsync`, `rename` and `prune`; `save#1` instead of `save` selects rank 1.
+Instead of a step, `trial-4` selects the measurement of a pipeline with 4 micro-batches. A job that
+torchrun has restarted has no faults, so that a test can observe its recovery. If the variable is
+not set, `is_active` is False, and call sites test this flag only.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def trigger(place: object, moment: object) -> bool:
 
     Args:
         place: rank, or "save".
-        moment: training step, or point of the checkpoint writer.
+        moment: training step, "trial-" with a number of micro-batches, or point of the checkpoint
+            writer.
 
     Returns:
         Whether the caller must trigger the fault itself, because its kind is `nan`.

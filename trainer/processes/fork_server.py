@@ -34,12 +34,12 @@ SAFE = "PYTHONSAFEPATH"
 # Maximum length in bytes of the path of a folder for sockets. The path of a socket has at most 107
 # bytes, and Python appends up to 32.
 MAX_FOLDER_LENGTH = 70
-# Variable with the process id of the process with which the server dies, or 0.
+# Environment variable with the process id of the process with which the server dies, or 0.
 SERVED_PID = "TRAINER_FORK_PARENT"
 
 
 def start_server(*preload: str) -> Any:
-    """Start the fork server if necessary, and return the multiprocessing context for workers.
+    """Start the fork server unless it runs, and return the multiprocessing context for workers.
 
     Args:
         preload: modules that the server imports in addition to torch, if this call starts it. The
@@ -63,13 +63,14 @@ def start_server(*preload: str) -> Any:
         # Starting the tracker unblocks SIGINT and SIGTERM, so the mask is set again afterwards.
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_SETMASK, {*mask, *SIGNALS})
-        # If another thread starts the server, the kernel would kill the server when that thread
-        # ends.
+        # The server dies with this process only if the main thread starts the server. If another
+        # thread starts it, the kernel would kill it when that thread ends.
         is_main_thread = threading.current_thread() is threading.main_thread()
         os.environ[SERVED_PID] = str(os.getpid() if is_main_thread else 0)
         _choose_folder()
-        # A file such as random.py in the working directory would hide the module of the standard
-        # library.
+        # Keep the server from importing from the working directory, where a file such as random.py
+        # would hide the module of the standard library. If `trainer` itself is imported from there,
+        # the server needs it.
         if Path.cwd() != Path(__file__).parents[2]:
             os.environ[SAFE] = "1"
         forkserver.ensure_running()
@@ -113,12 +114,12 @@ def start_process(process: Any) -> None:
 
 
 def stop_server() -> None:
-    """Stop the server and wait until it has exited.
+    """Stop the server, and wait at most `EXIT_SECONDS` until it has exited.
 
-    The kernel then adds the CPU time of its children to that of this process. `compare` needs this
-    to distinguish them from unrelated processes.
+    The kernel then adds the CPU time of the server's children to that of this process. The command
+    `compare` needs this sum to distinguish the children from unrelated processes.
     """
-    # A server whose child hangs does not exit.
+    # A server whose child hangs does not exit, so the wait has a limit.
     with suppress(ChildProcessError, TimeoutError):
         call_within(EXIT_SECONDS, SERVER._stop)
 
@@ -126,7 +127,8 @@ def stop_server() -> None:
 def _choose_folder() -> None:
     """Choose the folder for the server's socket.
 
-    This is the temporary directory, or /tmp if its path is too long for a socket.
+    The folder is in the temporary directory, or in /tmp if the path of the temporary directory is
+    too long for a socket.
     """
     before = tempfile.tempdir
     if len(os.fsencode(tempfile.gettempdir())) > MAX_FOLDER_LENGTH:

@@ -1,10 +1,10 @@
 """Handle signals that ask a run to save and exit.
 
-A signal sets a flag, and the ranks agree on the flag at the end of a step. This fails if Python is
-inside a collective and waits for a peer that is gone, because signal handlers cannot run then. A
-watcher thread therefore receives signals through a socket, waits for the end of the step, and after
-a timeout writes the stacks and exits. If that thread cannot run either, the watchdog process kills
-the rank.
+A signal sets a flag, and the ranks agree on the flag at the end of a step. This does not work if
+Python is inside a collective and waits for a peer that is gone, because signal handlers cannot run
+then. A watcher thread therefore receives signals through a socket, waits for the end of the step,
+and after a timeout writes the stacks of all threads and exits. If the watcher thread cannot run
+either, the watchdog process kills the rank.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ skips_shutdown = threading.Event()
 
 
 class Watchdog:
-    """Small process that kills this rank if its Python code cannot run: see `watchdog_process`.
+    """Small process that kills this rank if the rank's Python code cannot run.
 
-    It does nothing before `start` and after `stop`. It does not kill a rank that has not received a
-    signal or that is saving.
+    The program of the process is `watchdog_process`. It runs between `start` and `stop`, and does
+    not kill a rank that has not received a signal or that is saving.
     """
 
     def __init__(self) -> None:
@@ -81,8 +81,8 @@ class Watchdog:
         """Report the state of this rank to the process.
 
         Args:
-            line: "alive" after a signal, "saving" at the start of a save, "saved" at its end, or
-                the process ids of all ranks on this machine when training starts.
+            line: "alive" after a signal, "saving" at the start of a save, "saved" at the end of a
+                save, or the process ids of all ranks on this machine when training starts.
         """
         if self._process is not None and self._process.stdin is not None:
             # The user or the system may have killed the process.
@@ -116,19 +116,21 @@ class Interrupts:
     minutes. Outside the main thread, such as in a thread of a notebook, nothing is installed.
 
     Attributes:
-        received: first signal that was received, if any.
+        received: first signal that was received; None before a signal.
         own_process: whether this process belongs to the run, so that it may exit.
         grace: seconds that a step may still take after a signal.
-        nothing_new: returns whether a checkpoint contains all trained steps.
-        last_words: called with the cause before this process exits.
+        nothing_new: function that returns whether a checkpoint contains all trained steps.
+        last_words: function that is called with the cause before this process exits.
     """
 
     def __init__(self, own_process: bool = True, grace: float = GRACE) -> None:
-        """
+        """Prepare the context manager, which handles signals within its block only.
+
         Args:
             own_process: whether this process may exit. In the user's program, a second Ctrl-C
                 raises KeyboardInterrupt instead.
-            grace: seconds that a step may still take after a signal.
+            grace: seconds that a step may still take after a signal. If torchrun would kill this
+                process earlier, the attribute `grace` is smaller.
         """
         self.received: signal.Signals | None = None
         self.own_process = own_process
@@ -157,14 +159,14 @@ class Interrupts:
             if read_place().size > 1:
                 self._watchdog.start(self._reader, self._handlers, self.grace)
             # torchrun dies if it receives a signal that it does not handle (SIGUSR1 and SIGUSR2
-            # unless it was started with --signals-to-handle), or three signals that it handles. The
-            # kernel then sends SIGTERM to its ranks, so that they still save.
+            # unless it was started with --signals-to-handle), or three signals that it handles. Ask
+            # the kernel for a SIGTERM at that time, so that this rank still saves.
             if read_place().launched and not family.launcher_prints():
                 family.die_with_parent(number=signal.SIGTERM)
             self._thread = threading.Thread(target=self._watch, name="interrupts", daemon=True)
             self._thread.start()
             if signal.getsignal(family.STACKS) is signal.SIG_DFL:
-                # A daemon may have closed stderr.
+                # Without stderr, which a daemon may have closed, stacks cannot be written.
                 with suppress(AttributeError, ValueError, OSError):
                     faulthandler.register(family.STACKS)
         return self
@@ -208,8 +210,12 @@ class Interrupts:
         A save that is in progress when the signal arrives is completed first, so two saves count.
 
         Args:
-            step_seconds: duration of a step.
-            save_seconds: duration of a save.
+            step_seconds: duration of a step in seconds.
+            save_seconds: duration of a save in seconds.
+
+        Returns:
+            The warning, or an empty string if the time is long enough or a warning was returned
+            before.
         """
         sigkill = seconds_to_sigkill()
         available = min(self.grace + SAVE_SECONDS, sigkill)
@@ -272,8 +278,9 @@ class Interrupts:
             readable, _, _ = select.select([self._reader], [], [], poll_seconds)
             if readable:
                 # The socket receives a byte for every signal with a handler, including SIGCHLD of
-                # DataLoader and signals of plugins. The bytes are only peeked at first, so that the
-                # watchdog sees them until Python runs. `recv` removes them without the lock.
+                # DataLoader and signals of plugins. The first `recv` leaves the bytes in the
+                # socket, where the watchdog sees them too. They are removed only after this `recv`
+                # has returned, which needs Python's lock (GIL) and so proves that Python can run.
                 waiting = self._reader.recv(1 << 12, socket.MSG_PEEK)
                 arrived = [number for number in waiting if number in self._handlers]
                 if arrived:
@@ -296,7 +303,7 @@ class Interrupts:
                     self._leave(stopped_by, "")
                 if waited > self.grace:
                     self._leave(stopped_by, f"no step's end within {self.grace:g} s")
-            # Files that this rank is writing are completed.
+            # A rank that is saving and does not wait for other ranks completes its files.
             elif not silence.is_waiting():
                 continue
             if waited <= LOST_PEER_SECONDS:
@@ -331,13 +338,14 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def ctrl_c_routes() -> dict[int, int]:
-    """Return for each signal the number of copies in which a Ctrl-C reaches this process.
+    """Return, by signal, the number of copies of one Ctrl-C that reach this process.
 
-    A rank may receive it from outside (`srun`, a terminal) and from its launcher. The second copy
-    may arrive seconds later on a busy machine, so time alone cannot identify a second Ctrl-C.
+    A rank may receive a Ctrl-C from outside (`srun`, a terminal) and from its launcher. The second
+    copy may arrive seconds later on a busy machine, so time alone cannot identify a second Ctrl-C.
     torchrun forwards the first SIGINT as SIGINT and the second one as SIGTERM. If a process of
-    `trainer` started this one, that process counts instead: our launcher kills its ranks at the
-    second Ctrl-C, and `trainer.train(nproc=)` sends `SECOND_CTRL_C` to the launcher.
+    `trainer` started this process, the result is empty, because the parent counts instead: our
+    launcher kills its ranks at the second Ctrl-C, and `trainer.train(nproc=)` sends `SECOND_CTRL_C`
+    to the launcher.
     """
     if family.PARENT in os.environ:
         return {}
@@ -390,7 +398,7 @@ def stop_between_runs(
     command again, it continues with the runs that are missing.
 
     Args:
-        then: end of the message.
+        then: end of the error's message, after the signal.
 
     Raises:
         Interrupted: the user pressed Ctrl-C.
@@ -425,7 +433,10 @@ def exit_now(code: int) -> NoReturn:
 
 
 def exit_python(code: int) -> None:
-    """Exit as `sys.exit` does, but skip the shutdown of torch, which takes a second."""
+    """Exit as `sys.exit` does, but skip the shutdown of torch, which takes a second.
+
+    The shutdown is not skipped if another thread must end first, or if a profiler reports in it.
+    """
     threads = [thread for thread in threading.enumerate() if not thread.daemon]
     is_alone = threads == [threading.main_thread()]
     if "torch" in sys.modules and is_alone and not _is_profiled():
@@ -436,7 +447,7 @@ def exit_python(code: int) -> None:
 
 def _is_profiled() -> bool:
     """Return whether a profiler or a coverage tool runs, which reports during the shutdown."""
-    # Python 3.11 does not have `sys.monitoring`.
+    # Python 3.11 does not have `sys.monitoring`, so only the older hooks are checked there.
     monitoring = getattr(sys, "monitoring", None)
     if monitoring is not None and any(monitoring.get_tool(number) for number in range(6)):
         return True

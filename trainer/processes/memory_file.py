@@ -24,7 +24,7 @@ class MemoryFile:
 
     Attributes:
         descriptor: file descriptor in this process. Maps stay valid after it is closed.
-        close: closes the descriptor.
+        close: function that closes the descriptor.
         memory: map of the file.
     """
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from trainer.errors import RecipeError
 
-# Whether this process has received objects by value. Its own children cannot import their classes.
+# Whether this process has received objects by value. Children of this process cannot import the
+# classes of such objects.
 has_received_objects = False
 
 STAY = "give a function that makes it, or stay in this process, mode=single data.workers=0"
@@ -21,7 +22,7 @@ def pickle_by_value(value: Any, what: str, instead: str = STAY) -> bytes:
     Args:
         value: the object.
         what: name of the object, for the message.
-        instead: advice to the user, for the message.
+        instead: what the user can do instead, for the message.
 
     Returns:
         Bytes for `pickle.loads`.

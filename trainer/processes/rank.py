@@ -1,7 +1,7 @@
 """Rank and job of this process, from the environment variables that its launcher sets.
 
-No other module parses RANK and the related variables. The module does not import torch, so that
-start-up code can test for rank 0 without delay.
+Only `read_place` parses RANK together with the related variables. The module does not import torch,
+so that start-up code can test for rank 0 without delay.
 """
 
 import os
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from trainer.errors import SetupError
 
-# Process id of the launcher, in ranks whose parent process is another one: the fork server.
+# Environment variable with the process id of the launcher, in ranks whose parent process is not the
+# launcher but the fork server.
 LAUNCHER = "TRAINER_LAUNCHER"
 
 
@@ -25,7 +26,8 @@ class Place:
         local_rank: index of this rank on its machine.
         local_size: number of ranks on this machine.
         restarts: number of times that torchrun has restarted this job.
-        launched: whether torchrun started this process.
+        launched: whether a launcher (torchrun, ours or another one) started this process, which is
+            recognized by the variables RANK and WORLD_SIZE.
     """
 
     rank: int = 0
@@ -41,7 +43,7 @@ class Place:
 
 
 def read_place(environment: Mapping[str, str] = os.environ) -> Place:
-    """Read the variables of torchrun.
+    """Read the variables of torchrun, which other launchers may set too.
 
     Raises:
         SetupError: a variable is not a number.
@@ -105,7 +107,10 @@ def read_elastic_nodes() -> str:
 
 
 def find_elastic_problems() -> str:
-    """Return which settings an elastic torchrun lacks. The result is empty if it lacks none."""
+    """Return advice about the settings that an elastic torchrun lacks.
+
+    The string is empty if no setting is missing, or if no elastic torchrun is known to be in use.
+    """
     if not read_elastic_nodes():
         return ""
     missing = []
@@ -125,7 +130,7 @@ def read_start_ticks(pid: int) -> int:
     """Return the start time of a process in clock ticks since boot.
 
     Raises:
-        OSError, IndexError: the kernel does not report it.
+        OSError, IndexError: the kernel does not report the start time.
     """
     with open(f"/proc/{pid}/stat", errors="replace") as stat:
         return int(stat.read().rpartition(")")[2].split()[19])
@@ -135,7 +140,7 @@ def read_boot_id() -> str:
     """Return an identifier of the last boot of this machine.
 
     Raises:
-        OSError: the kernel does not report it.
+        OSError: the kernel does not report the identifier.
     """
     with open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()

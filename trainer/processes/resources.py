@@ -55,7 +55,7 @@ def choose_threads(
 ) -> int:
     """Return the number of CPU threads for each process.
 
-    This is `threads` of the recipe, else OMP_NUM_THREADS, else the number of cores divided by
+    The result is `threads` of the recipe, else OMP_NUM_THREADS, else the number of cores divided by
     `local_size`. torchrun itself sets OMP_NUM_THREADS=1, so the value 1 is ignored under a torchrun
     that the user has started.
 
@@ -80,10 +80,11 @@ def spin_briefly() -> None:
     Call this before torch is loaded.
 
     Idle threads of GNU OpenMP spin 300,000 times, which takes milliseconds. On a machine that other
-    processes use, they occupy the core that the thread they wait for needs. Measured with a tiny
-    net and two threads on two cores, 10,000 spins are 2.4 to 6.5 times as fast as the default next
-    to ten busy processes, and as fast on an idle machine. There, 1,000 spins reach 0.8 times and no
-    spins 0.55 times the default's speed.
+    processes use, the spinning threads occupy the core that the thread they wait for needs.
+    Measured with a tiny net and two threads on two cores: next to ten busy processes, training with
+    10,000 spins is 2.4 to 6.5 times as fast as with the default. On an idle machine, the speed with
+    10,000 spins equals that with the default, with 1,000 spins it is 0.8 times and without spins
+    0.55 times as high.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
@@ -106,10 +107,10 @@ def keep_freed_memory(largest: int | None = None) -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(m_trim_threshold, 2**31 - 1)
         if largest is None:
-            # A block with its own mapping would be unmapped when it is freed.
+            # No block gets its own mapping, which would be unmapped when the block is freed.
             libc.mallopt(m_mmap_max, 0)
         else:
             libc.mallopt(m_mmap_threshold, largest)
     except (OSError, AttributeError):
-        # Other C libraries do not have `mallopt`.
+        # Other C libraries do not have `mallopt`, so nothing is changed.
         return

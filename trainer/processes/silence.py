@@ -29,7 +29,7 @@ GLOO_TIMEOUT = datetime.timedelta(days=365)
 CHECK_SECONDS = 0.25
 # Seconds between two checks of the thread in `call_within`.
 POLL_SECONDS = 0.1
-# Seconds in which gloo must raise after reads were shut down.
+# Seconds in which gloo must raise after reads were shut down. Otherwise this process ends.
 RAISE_SECONDS = 3.0
 # A thread that uses more seconds of CPU time than this between two checks is working.
 BUSY_SECONDS = 0.001
@@ -49,7 +49,7 @@ class AwakeClock:
     def seconds(self) -> float:
         """Return the number of seconds since this clock was created."""
         now = time.monotonic()
-        # A longer interval means that this process was stopped.
+        # A longer interval means that this process was stopped, so the excess does not count.
         self._awake += min(now - self._last_call, 2 * CHECK_SECONDS)
         self._last_call = now
         return self._awake
@@ -61,7 +61,7 @@ class Wait:
 
     Attributes:
         limit: maximum number of seconds of silence.
-        leave: ends this process. It is called with `limit`.
+        leave: function that ends this process. It is called with `limit`.
         thread: id of the thread that waits.
         silent_seconds: seconds since the thread last used CPU time.
         is_over: whether the limit was reached.
@@ -78,7 +78,11 @@ class Wait:
         self._cpu_seconds = -1.0
 
     def check(self, seconds: float) -> bool:
-        """Add `seconds` to the silence if the thread was idle, and return whether it is over."""
+        """Add `seconds` to the silence if the thread was idle, else end the silence.
+
+        Returns:
+            Whether the limit was reached, in this call or an earlier one.
+        """
         cpu_seconds = time.clock_gettime(self._clock)
         used = cpu_seconds - self._cpu_seconds
         if used < BUSY_SECONDS and not self._is_in_standard_library():
@@ -92,7 +96,8 @@ class Wait:
     def _is_in_standard_library(self) -> bool:
         """Return whether the thread is inside the standard library.
 
-        There it does not wait for a rank but, for example, for a compiler in another process.
+        A thread inside the standard library does not wait for a rank but, for example, for a
+        compiler in another process.
         """
         frame = sys._current_frames().get(self.thread)
         if frame is None:
@@ -101,7 +106,7 @@ class Wait:
         return module.partition(".")[0] in sys.stdlib_module_names
 
 
-# The limit of the current process group, or an empty list.
+# A list with the limit of the current process group in seconds; empty if no limit is set.
 _limits: list[float] = []
 _waits: list[Wait] = []
 
@@ -112,7 +117,7 @@ def set_limit(limit: float) -> datetime.timedelta:
     Returns:
         The timeout for gloo.
     """
-    # macOS does not report the CPU time of a thread.
+    # macOS does not report the CPU time of a thread, so gloo counts the silence there.
     if not hasattr(time, "pthread_getcpuclockid"):
         return datetime.timedelta(seconds=limit)
     if not _limits:
@@ -126,10 +131,10 @@ def begin_wait(limit: float | None, leave: Callable[[float], object]) -> Wait | 
 
     Args:
         limit: maximum number of seconds. None selects the limit of the process group.
-        leave: ends this process. It is called with the limit if gloo does not raise.
+        leave: function that ends this process. It is called with the limit if gloo does not raise.
 
     Returns:
-        The argument for `end_wait`.
+        The argument for `end_wait`; None if no limit is set.
     """
     if not _limits:
         return None

@@ -1,6 +1,7 @@
 """Write stacks and tracebacks to a file of the run folder instead of the screen.
 
-They are written to stderr if the run has no folder yet, or if its disk cannot be written.
+Stacks are written to stderr if the run has no folder yet, or if the file cannot be written. For a
+traceback, `append` then returns None.
 """
 
 import faulthandler
@@ -40,19 +41,22 @@ def dump(why: str) -> str:
         why: reason, which becomes the title of the entry.
 
     Returns:
-        The end of a message that names the file. Empty if the stacks were written to stderr.
+        The end of a message, which names the file; empty if the stacks were written to stderr.
     """
     path = _write(f": {why}", lambda file: faulthandler.dump_traceback(file, all_threads=True))
     if path is not None:
         return f"; what it was doing is in {path}"
-    # A daemon may have closed stderr.
+    # Without stderr, which a daemon may have closed, the stacks are lost.
     with suppress(AttributeError, ValueError, OSError):
         faulthandler.dump_traceback(sys.stderr, all_threads=True)
     return ""
 
 
 def _write(title: str, content: Callable[[TextIO], object]) -> Path | None:
-    """Append an entry to this rank's file, and return its path. None if that is not possible."""
+    """Append an entry to this rank's file, and return the file's path.
+
+    Returns None if the run has no folder or the file cannot be written.
+    """
     for folder in _folders:
         path = folder / f"stacks-rank{read_place().rank}.txt"
         with suppress(OSError), path.open("a", encoding="utf-8") as file:

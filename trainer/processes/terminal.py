@@ -1,5 +1,5 @@
-"""Output to the user's terminal: safe text, commands that work here, styles, questions, and
-explanations of long waits.
+"""Output to the user's terminal: text without control characters, commands that the user can type,
+styles, questions, and explanations of long waits.
 """
 
 import errno
@@ -21,7 +21,7 @@ BOLD = "1"
 DIM = "2"
 RED = "31"
 GREEN = "1;32"
-# Default number of seconds until a wait is explained.
+# Default number of seconds after which `explain_delay` prints.
 PATIENCE = 5.0
 
 
@@ -34,11 +34,11 @@ def escape_control_characters(text: str) -> str:
 
 
 def localize_commands(text: str) -> str:
-    """Replace control characters, and rewrite commands in a text to those that work here.
+    """Replace control characters, and rewrite the commands in `text` to those that work here.
 
     The user types `./launch.sh` or `trainer` instead of `python -m trainer`, depending on how this
     program was installed. The Python of launch.sh is not on the shell's path, so commands that
-    install packages name it.
+    install packages name this Python by its path.
     """
     text = escape_control_characters(text)
     command = os.environ.get("TRAINER_COMMAND")
@@ -46,7 +46,7 @@ def localize_commands(text: str) -> str:
         return text
     board = os.environ.get("TRAINER_TENSORBOARD", f"{command} tensorboard")
     text = text.replace("python -m trainer", command).replace("python -m tensorboard.main", board)
-    # Environments created by uv do not contain pip.
+    # Environments created by uv do not contain pip, so uv installs into them.
     python = shlex.quote(sys.executable)
     if find_spec("pip"):
         install = f"{python} -m pip install"
@@ -56,7 +56,7 @@ def localize_commands(text: str) -> str:
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Print a text after `localize_commands` has rewritten it."""
+    """Print `text`, rewritten by `localize_commands`."""
     print(localize_commands(text), end=end, flush=True)
 
 
@@ -83,7 +83,7 @@ def ask_permission(command: str, what: str, question: str) -> bool:
         print()
         return False
     except KeyboardInterrupt:
-        # The cursor is still on the line of the question.
+        # End the line of the question, on which the cursor still is.
         print()
         raise Interrupted("stopped by Ctrl-C; nothing was done") from None
 
@@ -115,9 +115,9 @@ def can_overwrite(stream: TextIO | None) -> bool:
 
 
 def add_style(text: str, style: str) -> str:
-    """Add a style to a text for stdout.
+    """Add an ANSI style to a string for stdout.
 
-    The text is unchanged if stdout does not show styles, or if NO_COLOR (no-color.org) is set.
+    The string is unchanged if stdout does not show styles, or if NO_COLOR (no-color.org) is set.
     """
     if style and can_overwrite(sys.stdout) and not os.environ.get("NO_COLOR"):
         return f"\033[{style}m{text}\033[0m"
@@ -129,7 +129,7 @@ def explain_delay(what: Callable[[], str], after: float = PATIENCE) -> Iterator[
     """Print an explanation to stderr if the block takes longer than `after` seconds.
 
     Args:
-        what: function that returns the explanation. An empty text is not printed.
+        what: function that returns the explanation. An empty string is not printed.
         after: delay in seconds.
     """
 
@@ -160,9 +160,9 @@ class _Terminal(io.FileIO):
 
 
 def outlive_terminal() -> None:
-    """Let output to a closed terminal be discarded instead of raising an error.
+    """Discard output to a closed terminal instead of raising an error.
 
-    When the user closes a terminal, the run receives SIGHUP, and it still saves and prints then.
+    When the user closes a terminal, the run receives SIGHUP. The run still saves and prints then.
     """
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)

@@ -16,7 +16,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
-# Seconds without an answer after which a rank is killed if it has nothing to save or lost a peer.
+# Seconds without a line from the rank, after a signal, until it is killed if it has not started to
+# train or a peer is gone.
 SILENT = 5.0
 # Seconds between two checks after a signal.
 LOOK = 0.1
@@ -33,11 +34,13 @@ def watch(wakeup: socket.socket, rank: int, grace: float, signals: set[int]) -> 
     Args:
         wakeup: socket to which Python writes the numbers of signals.
         rank: process id of the rank.
-        grace: seconds without an answer until a rank is killed whose peers are alive.
+        grace: seconds without a line from the rank, after a signal, until it is killed if its peers
+            are alive; at least `SILENT`.
         signals: numbers of the signals that ask the rank to exit.
 
     Returns:
-        Number of seconds for which the rank did not answer, or 0 if it has exited.
+        Number of seconds since the last line of the rank or the signal, or 0 if the rank has
+        exited.
     """
     is_signalled = False
     is_saving = False
@@ -66,12 +69,13 @@ def watch(wakeup: socket.socket, rank: int, grace: float, signals: set[int]) -> 
             if line[:1].isdigit():
                 peers = line.split()
         if wakeup in ready:
-            # If the rank has read the socket in the meantime, it is empty.
+            # The socket is empty if the rank has read the number in the meantime.
             with suppress(BlockingIOError):
                 numbers = wakeup.recv(1 << 12, socket.MSG_PEEK | socket.MSG_DONTWAIT)
                 is_signalled = not signals.isdisjoint(numbers)
             answered_at = now
-            # Numbers of other signals may stay in the socket for a long time.
+            # Numbers of other signals may stay in the socket for a long time, in which `select`
+            # would return immediately.
             time.sleep(LOOK)
         patience = SILENT
         if peers is not None and all(_is_alive(pid) for pid in peers):
@@ -96,7 +100,7 @@ def main(fd: str, rank: str, grace: str, *signals: str) -> None:
             "without saving"
         )
         print(f"trainer: rank {name}: {line}", file=sys.stderr, flush=True)
-        # The user's program may handle the first signal.
+        # SIGKILL follows, because the user's program may handle the first signal.
         for number in (WATCHDOG_SIGNAL, signal.SIGKILL):
             if os.getppid() == int(rank):
                 os.kill(int(rank), number)

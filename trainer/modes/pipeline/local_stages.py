@@ -35,10 +35,12 @@ class LocalStages(Strategy):
         # Result of `find_deferrable`: number of values per channel in one sample, by layer.
         self.deferrable_layers: dict[nn.Module, int] = {}
         self.deferred: dict[nn.Module, DeferredStatistics] = {}
-        # Modules that stay in evaluation when the model trains (True), and the reverse (False).
+        # Modules that are in evaluation while the model trains (key True), and modules that are in
+        # training while the model is evaluated (key False).
         self.exceptions: dict[bool, WeakSet[nn.Module]]
-        # Names of the whole model's parameters in their order, and of its saved tensors.
+        # Names of the whole model's parameters, in their order.
         self.parameter_names: list[str]
+        # Names of the tensors in the whole model's `state_dict`.
         self.saved_names: set[str]
         self.forget_figures()
 
@@ -84,8 +86,8 @@ class LocalStages(Strategy):
         Args:
             stage: a stage on the device of `inputs`.
             inputs: a micro-batch of the stage's input.
-            rows: number of images of the micro-batch, by default `split_size`. The first dimension
-                of `inputs` may differ from it.
+            rows: number of images of the micro-batch, by default `split_size()`. The first
+                dimension of `inputs` may differ from this number.
             run: function that calls the stage, by default `Context.in_precision`.
         """
         run = run or self.context.in_precision
@@ -114,7 +116,8 @@ class LocalStages(Strategy):
     def named_parameters(self) -> dict[str, nn.Parameter]:
         local: dict[str, nn.Parameter] = {}
         for stage in self.stages.values():
-            # Tied parameters have several names, of which `parameter_names` contains one.
+            # All names of tied parameters are listed, because `parameter_names` contains one of
+            # them only.
             local.update(stage.named_parameters(remove_duplicate=False))
         return {name: local[name] for name in self.parameter_names if name in local}
 
@@ -157,8 +160,10 @@ class LocalStages(Strategy):
     def forget_figures(self) -> None:
         """Delete all measurements, for example those of eager steps when CUDA graphs begin."""
         self.recorder = Recorder(self.world.local_devices)
-        # Bubble of each measured step, and the fraction of its time in which work was launched.
+        # Bubble of each measured step.
         self._bubbles: list[float] = []
+        # Fraction of the workers' time, for each measured step, in which a host was still launching
+        # an action's kernels.
         self._launching: list[float] = []
         self._recent: list[list[Span]] = []
         self._busy: list[float] = []
@@ -196,7 +201,10 @@ class LocalStages(Strategy):
         return busy
 
     def timeline(self) -> list[list[Span]]:
-        """Return the spans of the first replica, by the clock that ranks of one machine share."""
+        """Return the spans of the first replica on rank 0, and an empty list on other ranks.
+
+        The clock of the spans is the same for all ranks of one machine.
+        """
         gathered = self.world.gather(self._recent if self.share.index == 0 else None)
         ranks = [steps for steps in gathered if steps is not None]
         merged = []
@@ -221,7 +229,8 @@ class LocalStages(Strategy):
         measured = None
         at_most = None
         if self._bubbles:
-            # The first value may be that of the first step, which warms up.
+            # Leave out the first value if there are more: its step may be the first one of the run,
+            # which warms up.
             measured = fmean(self._bubbles[1:] or self._bubbles)
             at_most = measured + fmean(self._launching[1:] or self._launching)
         return {
@@ -239,8 +248,8 @@ class LocalStages(Strategy):
                     virtual,
                 ),
                 "bubble_predicted": self.tuned["predicted"]["bubble"],
-                # Means over all workers and over a few steps of each logged window. The upper bound
-                # assumes that GPUs were idle while work was launched.
+                # Means over all workers and over the last step of each logged window. The upper
+                # bound counts GPUs as idle while a host was still launching an action's kernels.
                 "bubble_measured": measured,
                 "bubble_at_most": at_most,
                 # Working time in seconds of each stage in the latest measured step.

@@ -52,7 +52,8 @@ def one_forward_one_backward(
 ) -> list[Action]:
     """Alternate forward and backward passes, 1F1B (Narayanan et al., arXiv:2104.04473).
 
-    The number of micro-batches in flight on a stage is one more than the number of stages after it.
+    At most `stages - stage` micro-batches are in flight on a stage: one more than the number of
+    stages after it.
     """
     ahead = min(stages - stage, microbatches)
     actions = [Action("F", stage, m) for m in range(ahead)]
@@ -68,12 +69,13 @@ def as_ready(
     stages: StageSeconds,
     microbatches: int,
 ) -> list[list[Action]]:
-    """Order each worker's actions by list scheduling (Graham 1966): it starts what is ready.
+    """Order each worker's actions by list scheduling (Graham 1966).
 
-    A worker prefers forward passes, and among them those of its last stage. Several limits on the
-    number of micro-batches in flight are tried, and the smallest limit within 1 % of the shortest
-    step is used. A stage processes micro-batches in ascending order, so that sums of gradients do
-    not depend on the measured times.
+    A free worker starts an action whose dependencies have finished. The worker prefers forward
+    passes, and among them those of its last stage. Several limits on the number of micro-batches in
+    flight are tried, and the smallest limit within 1 % of the shortest step is used. A stage
+    processes micro-batches in ascending order, so that sums of gradients do not depend on the
+    measured times.
 
     Args:
         holders: the worker of each stage.
@@ -110,9 +112,9 @@ def _list_schedule(
         The spans of all workers, sorted by begin.
     """
     last = len(holders) - 1
-    # Queues contain micro-batches in ascending order, with the time at which they became ready. A
-    # worker takes the next action from its first queue that is not empty: forward passes come
-    # first, and late stages first.
+    # Queues contain micro-batches in ascending order, with the time at which each becomes ready. A
+    # worker takes the next action from the first of its queues whose first micro-batch is ready.
+    # Queues of forward passes come first, and among them those of late stages.
     ready: dict[tuple[str, int], deque[tuple[int, float]]] = {}
     for kind in "FB":
         for stage in reversed(range(len(holders))):
@@ -268,7 +270,8 @@ def compute_idle_share(
     Args:
         spans: the actions of one step.
         workers: number of workers.
-        launching: True for the upper bound, where workers are idle while the host launches work.
+        launching: True to count the time in which a host was still launching an action's kernels as
+            idle, which is an upper bound of the bubble; False to count it as busy.
     """
     if not spans:
         return 0.0
@@ -284,7 +287,10 @@ def compute_ideal_bubble(
     microbatches: int,
     virtual: int = 1,
 ) -> float:
-    """Compute (p - 1) / (v m + p - 1), the bubble of equal stages (arXiv:2104.04473, 2.2).
+    """Compute the bubble of equal stages: the fraction (p - 1) / (v m + p - 1) of the whole step.
+
+    Narayanan et al. (arXiv:2104.04473, section 2.2) divide the same idle time by the time of a step
+    without a bubble instead, and get (p - 1) / (v m).
 
     Args:
         workers: number p of workers.

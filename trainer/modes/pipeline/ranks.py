@@ -68,7 +68,8 @@ class _ContiguousGradient(torch.autograd.Function):
 class Wire(nn.Module):
     """A stage whose inputs and outputs have the layout of messages between ranks.
 
-    Messages are contiguous, and channels_last images are sent as (N, H, W, C).
+    Messages are contiguous. Tensors (N, C, H, W) are sent as (N, H, W, C), which needs no copy if
+    they are channels_last.
     """
 
     def __init__(
@@ -93,8 +94,8 @@ class Wire(nn.Module):
         if not self._is_last and out.dim() == 4:
             out = out.permute(0, 2, 3, 1)
         out = out.contiguous()
-        # Schedules that split the backward pass detach the sent tensor in place, which torch
-        # refuses for a view.
+        # A view is cloned, because schedules that split the backward pass detach the sent tensor in
+        # place, which torch refuses for a view.
         if out._is_view():
             return out.clone()
         return out
@@ -134,8 +135,8 @@ class ProcessPipeline(Staged):
         )
 
     def to_device(self, model: nn.Module) -> None:
-        # Torch would warn on each rank that the messages of a group are serialized, which is
-        # intended.
+        # Suppress torch's warning on each rank that the messages of a group are serialized, which
+        # is intended.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         groups = 1 + torch_has("gradients through a group of their own")
         self.world.arrange(
@@ -217,17 +218,20 @@ class ProcessPipeline(Staged):
                 output_args=samples[index + 1],
                 group=self.pipe_group,
             )
-            # Older versions of torch refuse channels_last images of one channel.
+            # Older versions of torch refuse channels_last images of one channel, so their check of
+            # inputs is replaced by a function that does nothing.
             if not torch_has("stage inputs of any layout"):
                 setattr(stage, "_validate_fwd_input", lambda *_: None)  # noqa: B010
-            # Torch's own option would create groups without the recipe's timeout. Torch 2.14 reads
-            # the first attribute, and torch 2.15 the second.
+            # Private attributes select the group for gradients, because torch's own option would
+            # create groups without the recipe's timeout. Torch 2.14 reads `_upstream_group`, and
+            # torch 2.15 calls `_get_p2p_group`.
             stage._upstream_group = self.back_group
             setattr(stage, "_get_p2p_group", find_group)  # noqa: B010
             splits_backward = plan.schedule in SPLIT_BACKWARD and index > 0
             if splits_backward and not self._can_split_backward(stage, samples[index]):
-                # If a stage has `dw_builder`, torch computes all gradients in the input pass, and
-                # calls the builder's result as the weight pass.
+                # Do not split the backward pass of this stage: with `dw_builder`, torch computes
+                # all gradients in the input pass, and calls the builder's result as the weight
+                # pass, which does nothing here.
                 stage.dw_builder = lambda: lambda: None
                 unsplit.append(index)
             self._record_times(stage, index)
@@ -255,15 +259,15 @@ class ProcessPipeline(Staged):
         stage: PipelineStage,
         stage_input: Tensor,
     ) -> bool:
-        """Return True if the backward pass in two parts, inputs then weights, equals the whole one.
+        """Return True if a split backward pass (inputs, then weights) gives the same gradients.
 
         Torch starts the second part at the operations that read a weight. If one weight is read
         twice in a row, the path between the two operations belongs to several weights, and the
         first of them frees it (torch 2.14).
 
         Args:
-            stage: a stage after the first.
-            stage_input: a micro-batch of its input.
+            stage: any stage except the first of the model.
+            stage_input: a micro-batch of the stage's input.
         """
         # The second part would recompute the activations of the stage for every weight.
         if self.recipe.recompute:
@@ -272,7 +276,8 @@ class ProcessPipeline(Staged):
         received = stage_input.detach().requires_grad_()
         leaves = [received]
         leaves += [weight for weight in stage.submod.parameters() if weight.requires_grad]
-        # Torch raises many types of errors for stages that it cannot split.
+        # Torch raises many types of errors for stages that it cannot split. The result is then
+        # False.
         with suppress(Exception), restore_after(self.modules(), self.device):
             self.train()
             output = stage.submod(received)
@@ -312,7 +317,7 @@ class ProcessPipeline(Staged):
                     stage_input.requires_grad_(training and index > 0)
                     with torch.set_grad_enabled(training):
                         out = wire(stage_input)
-                    # `backward` would write gradients into the parameters.
+                    # Call `grad`, because `backward` would write gradients into the parameters.
                     if out.requires_grad:
                         trained = [p for p in wire.parameters() if p.requires_grad]
                         torch.autograd.grad(out, trained, torch.ones_like(out), allow_unused=True)
@@ -347,7 +352,7 @@ class ProcessPipeline(Staged):
         message = self.context.sample(rows)
         samples = [message]
         for index, stage in enumerate(all_stages):
-            # BatchNorm does not change its statistics in evaluation.
+            # The pass runs in evaluation, in which BatchNorm does not change its statistics.
             stage.to(self.device).train(False)
             received = message.detach().requires_grad_(index > 0)
             with restore_after([stage], self.device):
@@ -366,7 +371,8 @@ class ProcessPipeline(Staged):
             message = out.detach().requires_grad_()
             samples.append(message)
             if index not in self.local_stages:
-                # The device may be too small for the whole model.
+                # Stages of other ranks return to the CPU, because the device may be too small for
+                # the whole model.
                 stage.to("cpu")
         return samples
 
@@ -410,8 +416,9 @@ class ProcessPipeline(Staged):
     ) -> Tensor:
         self._weight = weight
         self._losses.clear()
-        # Models whose passes change such buffers are refused with several micro-batches, so a
-        # broadcast is not needed then.
+        # Copy the buffers that a pass may read from the first replica to the others. With several
+        # micro-batches no copy is needed: `check_stages` has refused models whose passes change
+        # such buffers.
         if self._broadcasts and self.plan.microbatches == 1:
             self.sync_weights({})
         arguments = (batch.inputs,) if 0 in self.local_stages else ()
@@ -426,7 +433,8 @@ class ProcessPipeline(Staged):
     def reduce_gradients(self) -> None:
         """Sum the gradients over the replicas, with one all-reduce per data type.
 
-        This time counts as communication. Messages between stages count as bubble.
+        The time of this sum counts as communication. The time of messages between stages counts as
+        bubble.
         """
         if self.share.count == 1:
             return
@@ -439,8 +447,8 @@ class ProcessPipeline(Staged):
 
         NCCL executes operations in the order in which they are issued, and a send may not end
         before its receive begins. With several stages per rank, micro-batches return to the first
-        rank. The ring of ranks can hold as many of them as there are other ranks, so a wave has
-        that many. With more of them, every rank would send and no rank would receive.
+        rank. The ring of ranks can hold one micro-batch less than it has ranks, so a wave has this
+        number of micro-batches. With more, every rank would send and no rank would receive.
 
         Returns:
             The logits on the rank of the last stage; None on other ranks.
@@ -492,8 +500,9 @@ class ProcessPipeline(Staged):
         return self.world.rank - self.pipe_rank + pipe_rank
 
     def sync_weights(self, averages: Mapping[str, Tensor]) -> None:
-        """Copy the buffers of the first replica to the other replicas.
+        """Copy the buffers of the first replica, and their moving averages, to the other replicas.
 
-        The BatchNorm statistics of a replica are those of its own local batches.
+        The buffers differ before the copy, because the BatchNorm statistics of a replica are those
+        of its own local batches.
         """
         self.broadcast_buffers(averages, "replicas")

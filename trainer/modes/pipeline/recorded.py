@@ -1,7 +1,7 @@
 """CUDA graphs of a pipeline's pass in one process, which `training.step_graphs` replays.
 
 If all stages are on one device, the pass is one graph, which forks into the stages' streams and
-joins them again. It is launched once, and its stages overlap as in eager steps.
+joins them again. The graph is launched once per pass, and its stages overlap as in eager steps.
 
 A graph has memory and random numbers of one device. If each stage has a device of its own, every
 action (the forward or backward pass of one micro-batch on a stage) is a graph on its stage's
@@ -10,7 +10,8 @@ edges and events copy tensors between devices. The graphs of one device run one 
 because they share a memory pool.
 
 The source and target of a copy are memory that only the captured pass uses. Graphs do not wait for
-copies that are still running, so `Edge.order_passes` makes each pass wait for those of the last.
+copies that are still running, so `Edge.order_passes` makes each pass wait for the copies of the
+previous pass.
 """
 
 from collections.abc import Callable
@@ -51,12 +52,14 @@ class RecordedActions:
         self._last_targets = batch.targets.to(lanes[-1].device, copy=True)
         minibatch = pipeline.begin(batch.inputs, self._last_targets, weight)
         self._unit = minibatch.gradients[len(lanes) - 1, 0]
-        # Action, its replay, and source and target of its copy if any.
+        # For each action: the function that replays it, and the source and target of the copy of
+        # its result, or None if it has no result to send.
         self._actions: list[tuple[Action, Replay, tuple[Tensor, Tensor] | None]] = []
         for action in pipeline.order(len(minibatch.targets)):
             kind, stage, m = action
             if kind == "B" and (stage, m) not in minibatch.gradients:
-                # This stage and all stages before it are frozen.
+                # Skip this backward pass, for which there is no gradient: this stage and all stages
+                # before it are frozen, or the next stage detaches its input.
                 continue
             lane = lanes[stage]
             stage_recorder = recorder.get_recorder(lane.device)

@@ -1,4 +1,4 @@
-"""Comparison of the stages with the whole model, before they move to their devices."""
+"""Comparison of the stages with the whole model, before the stages move to their devices."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -30,7 +30,7 @@ from trainer.modes.pipeline.local_stages import LocalStages
 
 
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context that records the storages of all tensors that operations read or write."""
+    """Context that records the storages of all tensors that are arguments of operations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -56,9 +56,9 @@ def find_users(
     blocks: Sequence[nn.Module],
     trackers: Sequence[StorageTracker],
 ) -> None:
-    """Find the block that uses each tensor, and add it to `traced.users`.
+    """Find tensors that only a hook or closure uses, and add their blocks to `traced.users`.
 
-    A hook or closure may use tensors that the model's graph does not show.
+    The model's graph does not show these uses, so `traced` assigns such a tensor to the last block.
 
     Args:
         model_name: value of `model.name`, for the error.
@@ -68,7 +68,8 @@ def find_users(
         trackers: the storages that each block used in its passes.
 
     Raises:
-        RecipeError: a block uses a tensor that another block trains or changes.
+        RecipeError: a block uses a tensor that belongs to another block, and either several blocks
+            use the tensor or it does not belong to the last block.
     """
     owned = []
     for block in blocks:
@@ -101,7 +102,7 @@ def check_stages(
     Args:
         stages: the mode, which runs the blocks.
         model: the whole model, on the CPU.
-        traced: the graph of the model. The function adds `traced.users`.
+        traced: the graph of the model. The function adds entries to `traced.users`.
 
     Returns:
         True if the model draws random numbers. False if it does not, or if the CPU's memory is too

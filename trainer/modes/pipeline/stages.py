@@ -23,17 +23,17 @@ from trainer.modes.pipeline.tuning import Pipe, Plan, Trial
 from trainer.processes import faults
 from trainer.telemetry.clocks import synchronise
 
-# Minimum and maximum number of steps of a trial. The first step warms up and is not counted.
+# Minimum and maximum number of steps of a trial. The first step warms up, and its time is not used.
 MIN_TRIAL_STEPS = 2
 MAX_TRIAL_STEPS = 50
-# Maximum duration in seconds of a trial that has the minimum number of steps.
+# A trial with the minimum number of steps ends as soon as its steps took this number of seconds.
 TRIAL_SECONDS = 0.5
 
 
 class Staged(LocalStages):
     """A model in stages, whose cuts come from the recipe, the run folder or measurements."""
 
-    # Number of micro-batches of the last trial that did not run out of memory.
+    # Number of micro-batches of the last trial that did not run out of memory, or None.
     _last_fitting: int | None = None
 
     def to_device(self, model: nn.Module) -> None:
@@ -85,7 +85,7 @@ class Staged(LocalStages):
 
     def connect(self) -> None:
         forget_memory(self.world.local_devices)
-        # This reference would keep the stages of other ranks in memory.
+        # Drop the whole model, which would keep the stages of other ranks in memory.
         del self.model
         super().connect()
 
@@ -126,11 +126,11 @@ class Staged(LocalStages):
         return [BlockCost(math.inf, math.inf, 0)] * blocks
 
     def find_free_bytes(self) -> float:
-        """Return the minimum number of free bytes of a worker, over all workers. Collective."""
+        """Return the number of free bytes of the worker that has the fewest. Collective."""
         devices = set(self.world.local_devices)
         workers_per_device = len(self.world.local_devices) // len(devices) * self.world.sharing()
         free = min(free_memory(device) for device in devices) / workers_per_device
-        # The minimum over ranks is the maximum of the negative values.
+        # The minimum over ranks is minus the maximum of the negative values.
         negative = torch.tensor(-free, dtype=torch.float64)
         return -self.world.max_(negative).item()
 

@@ -31,7 +31,7 @@ def _make_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class StageStream:
-    """The device of a stage and the stream on which the stage computes."""
+    """The device of a stage, and the CUDA stream on which the stage computes (None on a CPU)."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -40,24 +40,27 @@ class StageStream:
             self.stream = _make_stream(device)
 
     def working(self) -> AbstractContextManager[object]:
-        """Return a context in which operations are issued to this stage's stream."""
+        """Return a context in which operations are issued to this stage's stream.
+
+        On a CPU the context changes nothing.
+        """
         if self.stream:
             return torch.cuda.stream(self.stream)
         return nullcontext()
 
     def follow(self) -> None:
-        """Let later operations of this stage wait for the device's current stream."""
+        """Make this stage wait for the work that was issued to the device's current stream."""
         if self.stream:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def lead(self) -> None:
-        """Let later operations on the device's current stream wait for this stage."""
+        """Make the device's current stream wait for the work that was issued to this stage."""
         if self.stream:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
 
 class Edge:
-    """Copies from the device of one stage to the device of a neighboring stage."""
+    """Connection that copies tensors from one stage's device to that of a neighboring stage."""
 
     def __init__(
         self,
@@ -67,8 +70,8 @@ class Edge:
         self.source = source
         self.target = target
         if source.stream:
-            # Stages of one device share a copy stream, because a capture must join each stream that
-            # it forks into.
+            # If both stages are on one device, one copy stream serves both ends: a CUDA graph
+            # capture must join every stream that it forks into, and `copy` joins the second only.
             first = _make_stream(source.device)
             second = first
             if source.device != target.device:
@@ -88,7 +91,7 @@ class Edge:
                 `order_passes`); by default new memory.
 
         Returns:
-            The detached copy.
+            The copy, detached. On CPU devices without `into`, it shares the memory of `tensor`.
         """
         tensor = tensor.detach()
         if self.source.stream is None or self.target.stream is None:
@@ -98,8 +101,8 @@ class Edge:
         ready = self.source.stream.record_event()
         for stream in self.streams:
             stream.wait_event(ready)
-        # Torch copies between devices on the source's current stream, and within a device on the
-        # innermost stream of these contexts.
+        # Both copy streams become current: torch issues a copy between devices to the current
+        # stream of the source device, and a copy within a device to the innermost of these streams.
         with torch.cuda.stream(self.streams[0]), torch.cuda.stream(self.streams[1]):
             if delay_cycles:
                 torch.cuda._sleep(delay_cycles)  # type: ignore[no-untyped-call]
@@ -116,10 +119,10 @@ class Edge:
         return moved
 
     def order_passes(self) -> None:
-        """Order passes that copy from and to the same memory.
+        """Make the next pass wait before it overwrites memory that the previous pass still uses.
 
-        Copies of the next pass wait for operations that read their targets, and the source stage
-        waits for copies of the tensors that it overwrites.
+        The next copies wait for the target stage, which reads the memory into which they write. The
+        source stage waits for the previous copies, which read the memory into which it writes.
         """
         if self.source.stream and self.target.stream:
             for stream in self.streams:
@@ -131,14 +134,17 @@ class Edge:
 class UnderWay:
     """State of a mini-batch in flight. Keys of the dictionaries are (stage, micro-batch)."""
 
+    # Targets of each micro-batch.
     targets: Sequence[Tensor]
+    # Factor of the summed loss.
     weight: float
-    # Inputs of the stages.
+    # Input of each stage.
     received: dict[tuple[int, int], Tensor]
-    # Gradients of the stages' outputs.
+    # Gradient of each stage's output.
     gradients: dict[tuple[int, int], Tensor]
-    # Outputs of the stages, kept until their backward pass.
+    # Output of each stage, kept until its backward pass. The output of the last stage is the loss.
     sent: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    # Loss of each micro-batch, 0-dim, detached.
     losses: list[Tensor] = field(default_factory=list)
 
 
@@ -151,8 +157,8 @@ class StreamPipeline(Staged):
         return Pipe(workers, (("streams", workers),), rows, counts)
 
     def setup(self, model: nn.Module) -> None:
-        # Trials share these streams, because torch's allocator keeps memory for every stream that
-        # ever existed.
+        # The streams are created once and not for each trial, because torch's allocator keeps
+        # memory for every stream that ever existed.
         self.lanes = [StageStream(device) for device in self.world.local_devices]
         self.edges: dict[tuple[int, int], Edge] = {}
         for left in range(len(self.lanes) - 1):
@@ -280,12 +286,18 @@ class StreamPipeline(Staged):
 
     @contextmanager
     def working(self, action: Action) -> Iterator[None]:
-        """Return a context in which operations belong to `action`, and record their time."""
+        """Return a context that issues operations to the stream of the action's stage.
+
+        The recorder times the operations in the context as `action`.
+        """
         with self.lanes[action.stage].working(), self.recorder.action(action.stage, action):
             yield
 
     def outputs(self, inputs: Tensor) -> Tensor:
-        """Run only forward passes: each micro-batch through all stages, which overlap on GPUs."""
+        """Run each micro-batch through all stages, without a backward pass.
+
+        Stages overlap on GPUs.
+        """
         outputs = []
         with self.overlapped():
             for chunk in self._cut(inputs):
@@ -313,8 +325,8 @@ class StreamPipeline(Staged):
     def _cut(self, tensor: Tensor) -> Sequence[Tensor]:
         """Cut a mini-batch into micro-batches.
 
-        With `pipeline.split_size` the last micro-batch may be smaller. Otherwise their sizes differ
-        by at most 1.
+        With `pipeline.split_size` the last micro-batch may be smaller. Otherwise the sizes of the
+        micro-batches differ by at most 1.
         """
         size = self.recipe.pipeline.split_size
         if size is not None:

@@ -20,16 +20,16 @@ from trainer.telemetry.clocks import record_event
 
 # Maximum number of steps that a recorder keeps. Older steps are deleted.
 KEPT = 8
-# Time of the host's clock, and the CUDA event that was recorded at that time.
+# Time of the host's clock, and the CUDA event that was recorded at that time (None on a CPU).
 Moment = tuple[float, Any]
 NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 COLOURS = dict(zip(NAMES, plots.COLOURS, strict=False))
 
 
 class Recorder:
-    """Recorder of the actions since the last call of `steps`.
+    """Recorder of the actions of the latest `KEPT` steps since the last call of `steps`.
 
-    Only `steps` waits for a device.
+    Only the method `steps` waits for a device.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -42,7 +42,7 @@ class Recorder:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Return a context without recording, because an event in a CUDA graph has no time."""
+        """Return a context without recording: the time of an event in a CUDA graph is not known."""
         self._is_on = False
         try:
             yield
@@ -51,7 +51,7 @@ class Recorder:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Return a context whose actions are recorded as one step, or as one of its passes."""
+        """Return a context whose actions are recorded as one step, or as one of a step's passes."""
         if self._is_on:
             self._steps.append([])
         yield
@@ -126,7 +126,7 @@ class Recorder:
 
 
 def write(folder: Path, steps: Sequence[Sequence[Span]]) -> None:
-    """Write timeline.json with all steps and timeline.png with the last one."""
+    """Write timeline.json with all steps and timeline.png with the last step."""
     write_atomically(folder / "timeline.json", json.dumps(trace_events(steps)) + "\n")
     draw_step(folder / "timeline.png", steps[-1])
 

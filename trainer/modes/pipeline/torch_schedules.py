@@ -64,7 +64,7 @@ SCHEDULES = {
 }
 for name in list_refused_schedules():
     SCHEDULES.pop(name, None)
-# Torch logs whole schedules in addition to the errors that it raises.
+# Silence torch's log, which contains whole schedules in addition to the errors that torch raises.
 logging.getLogger(schedules.__name__).setLevel(logging.CRITICAL)
 LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 
@@ -145,7 +145,8 @@ def list_actions(
             stages or [(1.0, 2.0)] * (workers * virtual),
             microbatches,
         )
-    # The constructor of a schedule reads only these attributes of a stage.
+    # A placeholder replaces the stages, because the constructor of a schedule reads only these
+    # attributes of a stage.
     placeholder = SimpleNamespace(
         num_stages=workers * virtual,
         group_size=workers,
@@ -180,7 +181,8 @@ def predict_step_and_bubble(
             another worker.
 
     Returns:
-        Duration of the step in seconds, and its bubble: the fraction of time in which workers wait.
+        (seconds, bubble): duration of the step in seconds, and fraction of the workers' time in
+        which they wait.
     """
     order = list_actions(schedule, workers, len(stages) // workers, microbatches, stages)
     spans = orders.simulate(order, orders.key_seconds(stages), transfer)

@@ -25,7 +25,8 @@ from trainer.recipe import MEASURED, Recipe
 
 # Numbers of micro-batches per worker: fewer leave a bubble, more make micro-batches too small.
 CANDIDATES = (2, 3, 4, 6, 8, 12)
-# Number of plans that are run: those with the shortest predicted steps.
+# Number of plans with the shortest predicted steps that are run. The best plan of each schedule is
+# run in addition.
 FINALISTS = 3
 # Maximum relative difference to the fastest plan for plans that are run again.
 CLOSE = 0.1
@@ -41,7 +42,8 @@ class Plan:
     cuts: Cuts
     microbatches: int
     schedule: str
-    # Forward and backward time of each stage in seconds, for the measured schedule.
+    # Forward and backward time of each stage in seconds, if the schedule is the measured one; else
+    # empty.
     stage_seconds: tuple[tuple[float, float], ...] = ()
 
     @property
@@ -71,11 +73,11 @@ class Pipe:
 
 @dataclass(frozen=True)
 class Trial:
-    """Measurement of a plan: times in seconds."""
+    """Measurement of a plan."""
 
-    # Duration of a step.
+    # Duration of a step in seconds; infinite if memory was too small.
     seconds: float
-    # Working time of each stage in a step.
+    # Working time in seconds of each stage in a step.
     busy: tuple[float, ...]
 
     @property
@@ -96,14 +98,15 @@ class Tuner:
     # Function that runs a plan. Its time is infinite if memory is too small.
     trial: Callable[[Plan], Trial]
     say: Callable[[str], None]
-    # Number of free bytes of each worker.
+    # Number of free bytes of the worker that has the fewest.
     free_bytes: float = math.inf
 
     def find_plan(self) -> tuple[Plan, dict[str, Any]]:
         """Choose a plan: values of the recipe, and the fastest values where the recipe has `auto`.
 
         Returns:
-            The plan, and its entry in the run folder: key, prediction and trials.
+            (plan, entry): the plan, and its entry in the run folder with the key, the plan, the
+            prediction, the times of the stages, and the trials that fit into memory.
 
         Raises:
             DeviceMemoryError: memory is too small for all plans that were tried.
@@ -148,7 +151,7 @@ class Tuner:
         plan: Plan,
         costs: Mapping[int, Sequence[BlockCost]],
     ) -> tuple[float, float]:
-        """Predict the duration in seconds of a step and its bubble, without transfers."""
+        """Predict (seconds, bubble) of a step, without the time of transfers."""
         seconds = sum_stage_seconds(self.traced, plan.cuts, costs[plan.microbatches])
         return predict_step_and_bubble(plan.schedule, self.pipe.workers, plan.microbatches, seconds)
 
@@ -159,10 +162,11 @@ class Tuner:
         microbatches: int,
         costs: Sequence[BlockCost],
     ) -> Plan:
-        """Make a plan with the cuts of the recipe, or with cuts that minimize the time of a step.
+        """Make a plan with the recipe's cuts, or with cuts that a search finds if they are "auto".
 
         The search starts from stages with equal times. Then each cut, and each pair of neighboring
-        cuts, moves to the position with the shortest step, until no move shortens the step.
+        cuts, moves to the position with the shortest predicted step, until no move shortens the
+        predicted step.
         """
         traced = self.traced
         workers = self.pipe.workers
@@ -202,8 +206,8 @@ class Tuner:
     def _probe_blocks(self, candidates: Sequence[int]) -> dict[int, list[BlockCost]]:
         """Measure the blocks for each number of micro-batches, from small to large micro-batches.
 
-        The measurements stop at the first micro-batch that does not fit, or that cannot fit by the
-        memory of the previous one.
+        The measurements stop at the first size of micro-batches that does not fit, or that cannot
+        fit by an estimate from the memory of the previous size.
         """
         measured: dict[int, list[BlockCost]] = {}
         for m in reversed(candidates):
@@ -266,9 +270,9 @@ class Tuner:
     ) -> tuple[Plan, dict[Plan, Trial]]:
         """Run the plans with the best predictions, and return the fastest plan with all trials.
 
-        At least one plan of each schedule is run. The fastest is run again with cuts that follow
-        from its measured times. Plans that are close to the fastest are run again until the fastest
-        does not change.
+        At least one plan of each schedule is run. If the recipe's cuts are "auto", the fastest plan
+        gets new cuts from its measured times and is run again, at most twice. Plans that are close
+        to the fastest are run again until the fastest does not change, at most `ROUNDS` times.
         """
         trials: dict[Plan, Trial] = {}
 
@@ -290,8 +294,8 @@ class Tuner:
         chosen = run(*sorted(finalists, key=lambda plan: -plan.microbatches))
         if not trials[chosen].fits:
             raise describe_too_little_memory(self.pipe, chosen.microbatches)
-        # The probe measured one block at a time, but stages that work at the same time slow each
-        # other.
+        # The cuts are chosen again, because the probe measured one block at a time, but stages that
+        # work at the same time slow each other down.
         for _ in range(2 if self.recipe.pipeline.cuts == "auto" else 0):
             costs_in_step = self._correct(chosen, trials[chosen].busy, costs[chosen.microbatches])
             plan = self._make_plan(
@@ -393,7 +397,7 @@ def recall_plan(
     """
     if tuned.get("key") != key or not {"predicted", "trials"} <= tuned.keys():
         return None
-    # A damaged entry is ignored.
+    # A damaged entry is ignored, so that a new plan is measured.
     with suppress(ValidationError):
         plan = TypeAdapter(Plan).validate_python(tuned.get("plan"))
         if {*plan.cuts} <= {*traced.cuts}:

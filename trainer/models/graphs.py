@@ -137,7 +137,7 @@ class Tracer(fx.Tracer):
 
 @dataclass(frozen=True)
 class Recording:
-    """A model's graph, and the constants of tracing by their names in the graph."""
+    """A model's graph, and the constants that tracing computed, by their names in the graph."""
 
     graph: fx.Graph
     constants: dict[str, Any]

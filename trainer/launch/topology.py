@@ -87,7 +87,7 @@ def choose_launch(
     variables = {key: value for key, value in environment.items() if value}
     from_launcher = _read_mpi(variables) or _read_slurm(variables)
     if not from_launcher:
-        # Kubernetes numbers the pods of an indexed job.
+        # Kubernetes numbers the pods of an indexed job. There is one pod for each node.
         from_launcher = {"NODE_RANK": variables.get("JOB_COMPLETION_INDEX", "")}
     set_by_launcher = {key: value for key, value in from_launcher.items() if value}
     variables = {**set_by_launcher, **_read_torchrun(variables), **variables}

@@ -96,7 +96,7 @@ def explain_invalid(
         top: keys and sections of the top level.
 
     Returns:
-        The dotted key, and one line that says what to type.
+        (key, line): the dotted key, and one line that says what to type.
     """
     all_details = error.errors(include_url=False)
     first = all_details[0]
@@ -135,7 +135,10 @@ def _key(details: ErrorDetails, defaults: Mapping[str, Any]) -> str:
 
 
 def _rank(details: ErrorDetails) -> tuple[bool, ...]:
-    """Rank the errors of a key: our own message, then an item of a list, then a choice."""
+    """Return the precedence of an error among those of its key; the largest is reported.
+
+    Our own messages come first, then errors of an item in a list, then invalid choices.
+    """
     return (
         details["type"] == "value_error",
         isinstance(details["loc"][-1], int),

@@ -72,7 +72,7 @@ def load(recipe: Source = None, *words: str, **keywords: Any) -> Recipe:
 
 
 def notes_on_idle(recipe: Source = None, *words: str, **keywords: Any) -> list[str]:
-    """Return a line for each key without effect that the user typed or wrote into a file.
+    """Return a sentence for each key without effect that the user typed or wrote into a file.
 
     A key in a file is not reported if the user typed the value that makes it have no effect, such
     as another mode.
@@ -118,7 +118,7 @@ def _read(path: Path) -> dict[Any, Any]:
 def _layers(
     recipe: Source, words: Iterable[str], keywords: Mapping[str, Any]
 ) -> tuple[str, list[Layer]]:
-    """Return the recipe's name, and the layers to merge, lowest first."""
+    """Return (name, layers): the recipe's name, and the layers to merge, lowest first."""
     name = NAMELESS
     chain = []
     if isinstance(recipe, str | Path):

@@ -31,7 +31,7 @@ def find_recipe(name: str, folder: Path = Path(), said: str = "recipe=") -> Path
 
     Args:
         name: name of a shipped recipe, a file, or a run folder.
-        folder: folder of relative paths.
+        folder: folder that relative paths start from.
         said: text before the name in messages, such as "mine.yaml: extends: ".
 
     Raises:
@@ -189,7 +189,7 @@ def split_arguments(
         names: names of the options.
 
     Returns:
-        The values of the options by name, and the other arguments.
+        (values, rest): the values of the options by name, and the other arguments.
 
     Raises:
         RecipeError: an option is repeated or empty.
@@ -225,7 +225,8 @@ def parse_positive_integer(key: str, value: int | str | None) -> int | None:
 def parse_value(key: str, text: str) -> Any:
     """Parse the value of an argument `key=text`.
 
-    Text is used unchanged if the key accepts text, with quotes and spaces in paths.
+    If the key accepts strings, `text` is the value, including its quotes and spaces. Exceptions are
+    null, and numbers, booleans and lists for keys that accept these, too.
 
     Raises:
         RecipeError: the value would grow without limit.

@@ -321,7 +321,7 @@ def compute_goodput(
         else:
             gap = after.time - (after.now - after.began) - before.time
         seconds[RESTART] += max(0.0, gap)
-        # Clocks of different machines may differ by a second, so a smaller gap is not reported.
+        # Clocks of different machines may differ by a second, so only a larger step is reported.
         if gap < -1 and not is_same_boot:
             remarks.append(
                 f"a clock went back {-gap:.0f} s from one attempt to the next: no time between "

@@ -37,7 +37,7 @@ SMALLER = "the next attempt takes more pieces"
 # fail with smaller ones as well.
 SMALLER_AFTER = 60.0
 # A rank that a signal kills more than this number of seconds after the first failure is not the
-# cause, because torchrun sends SIGKILL after 30 seconds.
+# cause: torchrun sends SIGKILL to the ranks that are left 30 seconds after a failure, or later.
 KILLED_LATE = 20.0
 # Name of the file that `note_completed` writes.
 COMPLETED = "completed"

@@ -288,7 +288,7 @@ def _read_slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 def first_host(text: str) -> str:
     """Return the first host of SLURM's compressed list: n08 for "n[08-10,2],gpu1"."""
-    # The pattern matches an empty text, too.
+    # The pattern also matches an empty string, so there is always exactly one match.
     [first] = re.findall(r"^(?:\[[^]]*\]|[^,\[])*", text)
     name = re.sub(r"\[(\d+)[^]]*\]", r"\1", first)
     if "[" in name:

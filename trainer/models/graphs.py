@@ -93,9 +93,9 @@ class Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether a module is recorded as a single operation.
 
-        Leaves of fx are also leaves here. Further leaves are normalization layers, modules without
-        parameters that read `training`, such as stochastic depth, and modules with backward hooks,
-        because such hooks cannot be registered on proxies.
+        Leaves of fx are also leaves here. Further leaves are scripted modules, normalization
+        layers, modules without parameters that read `training`, such as stochastic depth, and
+        modules with backward hooks, because such hooks cannot be registered on proxies.
         """
         if isinstance(m, torch.jit.ScriptModule):
             return True

@@ -79,7 +79,7 @@ def build_on_meta(make: Callable[[], nn.Module]) -> tuple[nn.Module | None, str]
 
 
 def compute_digest(model: nn.Module) -> str:
-    """Return a digest of a model's modules and plain attributes, and of its tensors' types."""
+    """Return a digest of a model's modules, plain attributes, and tensors without their values."""
     lines: list[Any] = []
     for name, module in model.named_modules(remove_duplicate=False):
         plain = {key: value for key, value in vars(module).items() if _is_simple(value)}

@@ -106,7 +106,8 @@ def explain_invalid(
         details for details in all_details if _key(details, defaults).partition("[")[0] == key
     ]
     best = max(same_key, key=_rank, default=first)
-    # A key that accepts certain words and other types has an error for each. Name all of them.
+    # A key that accepts fixed strings and other types has one error for each of them. The message
+    # names all that the key accepts.
     if len(same_key) > 1 and best["type"] == "literal_error":
         kinds = [KINDS[details["type"]] for details in same_key if details["type"] in KINDS]
         *others, last = kinds + _null(key, defaults)

@@ -183,7 +183,8 @@ class Registry(dict[str, Entry]):
         """Return a decorator that registers an object under `name`.
 
         Raises:
-            RecipeError: the name is taken, or is not text because the brackets were forgotten.
+            RecipeError: `name` is taken, or is the decorated object itself, because the decorator
+                was written without a call.
         """
         if not isinstance(name, str):
             called = getattr(name, "__name__", "name")

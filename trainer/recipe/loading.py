@@ -47,8 +47,8 @@ def load(recipe: Source = None, *words: str, **keywords: Any) -> Recipe:
         recipe: name of a shipped recipe ("digits"), path of a YAML file or run folder, a mapping, a
             recipe, or None for the defaults.
         words: arguments `key=value` with dotted keys: "optimizer.lr=0.05",
-            "devices=[cuda:0,cuda:1]". A value is YAML, except that the value of a key with type
-            text is used unchanged: "output=runs/try #2".
+            "devices=[cuda:0,cuda:1]". A value is YAML, except that the value of a key that
+            accepts strings is used unchanged: "output=runs/try #2".
         keywords: keys with Python values: `epochs=1`, `optimizer__lr=0.05`, `optimizer={"lr":
             0.05}`, `**{"optimizer.lr": 0.05}`.
 
@@ -306,7 +306,7 @@ def nest_keywords(keys: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _plain(value: Any, key: str) -> Any:
-    """Convert a Python value to a type of YAML, such as paths to text and tuples to lists.
+    """Convert a Python value to a type of YAML, such as paths to strings and tuples to lists.
 
     Raises:
         RecipeError: the value has no equivalent in YAML.

@@ -98,7 +98,7 @@ def read_recipe_file(path: Path) -> Any:
         # Editors on Windows write a byte order mark, which this encoding skips.
         text = path.read_text(encoding="utf-8-sig")
         check_shape(text, str(path))
-        # OmegaConf would read a bare text as a key.
+        # OmegaConf would read a file that has only a string as a key, so such a file is refused.
         is_bare_text = isinstance(yaml.compose(text, Loader=LOADER), yaml.ScalarNode)
         if is_bare_text:
             tree = None
@@ -231,7 +231,7 @@ def parse_value(key: str, text: str) -> Any:
     Raises:
         RecipeError: the value would grow without limit.
         yaml.YAMLError, OmegaConfBaseException: the value is not YAML, and the key accepts other
-            values than text.
+            values than strings.
     """
     types = list_key_types().get(key, ())
     if text == "null" and type(None) in types:
@@ -243,7 +243,7 @@ def parse_value(key: str, text: str) -> Any:
         return text
     check_shape(text, f"{key}={format_value(text)}")
     if is_list:
-        # The base loader keeps names that look like numbers as text.
+        # The base loader reads names that look like numbers as strings.
         return yaml.load(text, yaml.BaseLoader)
     tree: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     return tree["value"]

@@ -95,7 +95,7 @@ def listed(key: str) -> str:
 
 
 class _Section(BaseModel):
-    # Strict, because a text such as "1e3" is not meant as a number. Frozen, because changes after
+    # Strict, because a string such as "1e3" is not a number. Frozen, because changes after
     # the checks would not be checked.
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, protected_namespaces=(), allow_inf_nan=False

@@ -125,7 +125,8 @@ class Journal(NullJournal):
         seconds: Callable[[], dict[str, float]],
         ours: bool,
     ):
-        """
+        """Open the journal, and write the first version of this attempt's line.
+
         Args:
             folder: run folder.
             check: raises if the folder belongs to another run now.

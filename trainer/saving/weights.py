@@ -34,7 +34,7 @@ def save_weights(
     Args:
         path: path of the file.
         tensors: weights by name.
-        metadata: text entries of the file's header.
+        metadata: further entries of the file's header, strings by name.
         check: called before the draft is renamed to `path`; raises if nothing may be saved.
 
     Raises:

@@ -24,8 +24,8 @@ class Task:
         reads: content of a table of labels: the class or classes of an image, or numbers.
         metric: name of the metric that chooses the best epoch.
         larger_is_better: True if the largest value of `metric` is the best.
-        tells: names of all metrics that the method `metrics` returns. Empty for "loss" and the
-            value of `metric`.
+        tells: names of all metrics that the method `metrics` returns. If empty, they are "loss"
+            and the name in `metric`.
         titles: display names of metrics, if they differ from the name.
         fractions: names of the metrics that are shown in percent.
         mixes: True if mixup and cutmix can mix the targets, see `shares`.

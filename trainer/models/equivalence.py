@@ -67,7 +67,7 @@ def try_fewest_rows(
         The result of `make`, or None if the memory is too small.
 
     Raises:
-        Exception: `make` raised it for `most` rows, too.
+        Exception: `make` raised it for `most` rows.
     """
     for rows in sorted({1, 2, most}):
         try:

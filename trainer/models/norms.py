@@ -76,11 +76,11 @@ def list_training_norms(model: nn.Module) -> dict[str, _BatchNorm]:
 
 
 def check_alone(model: nn.Module, exchanges: str = "nothing") -> None:
-    """Check for layers that hang, or save the statistics of one rank, if there are several ranks.
+    """Check for layers that would hang, or would have wrong running statistics, on several ranks.
 
     SyncBatchNorm would hang, because the ranks that it waits for may be at a different layer. If
-    ranks exchange gradients or shards, only the running statistics of rank 0 are saved, and those
-    of InstanceNorm would describe the images of rank 0 alone.
+    ranks exchange gradients or shards, InstanceNorm would keep the statistics of rank 0's images
+    alone.
 
     Args:
         model: The model.

@@ -256,7 +256,7 @@ class Traced:
                 assigned_names.add(name)
                 owners.setdefault(id(tensor), stage)
         for name, tensor in _iterate_tensors(self._model):
-            # No stage contains unused tensors, or the second name of a tied tensor, yet.
+            # Unused tensors, and the second name of a tied tensor, are not in any stage yet.
             if name not in assigned_names:
                 block = self.users.get(name, len(self.cuts))
                 user = sum(self.cuts.index(self.named[cut]) < block for cut in cuts)

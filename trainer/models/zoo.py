@@ -284,8 +284,8 @@ def count_shared_classes(
 def describe_order_match(source: str, classes: Sequence[str]) -> str:
     """Return a note for the start-up summary about classes that could not be matched by name.
 
-    The note is empty if neither `init_from` nor the data has class names, or if the numbers of
-    classes differ.
+    The note is empty if neither `init_from` nor the data has class names, or if both list their
+    classes but not equally many.
     """
     stored_classes = _read_class_names(read_metadata(find_run(source)))
     if not are_names(stored_classes) and not are_names(classes):

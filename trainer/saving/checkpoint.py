@@ -166,7 +166,7 @@ def create_draft(folder: Path, step: int) -> Path:
     """
     checkpoints = folder / "checkpoints"
     if not checkpoints.is_dir():
-        # Without `parents=True`, because that would create a run folder that the user has removed.
+        # `parents=True` is not used: it would create a run folder that the user has removed.
         checkpoints.mkdir()
         sync(folder)
     for entry in checkpoints.iterdir():

@@ -65,7 +65,8 @@ def train_in_children(
             Path(module_folder, name).write_bytes(content)
         # Ranks import from the same directories as this process.
         search_path = [str(module_folder), *map(os.path.abspath, sys.path)]
-        # A child does not inherit a replaced stdout, such as that of a notebook.
+        # A child does not inherit a replaced stdout, such as that of a notebook, so the child's
+        # output is copied to it.
         is_redirected = sys.stdout is not sys.__stdout__
         with (
             family.run_command(
@@ -108,7 +109,7 @@ def _signals_sent_to(child: subprocess.Popen[str]) -> AbstractContextManager[Non
 
 
 class _Copy(threading.Thread):
-    """Thread that copies the output of a child, except its error, which the caller raises."""
+    """Thread that copies the output of a child, except its error line, which the caller raises."""
 
     def __init__(self, source: IO[str] | None, target: Callable[[], Any]) -> None:
         """Start the thread.

@@ -37,14 +37,15 @@ SMALLER = "the next attempt takes more pieces"
 # fail with smaller ones as well.
 SMALLER_AFTER = 60.0
 # A rank that a signal kills more than this number of seconds after the first failure is not the
-# cause, because torchrun sends SIGKILL after 30 seconds.
+# cause: torchrun sends SIGKILL to the ranks that are left 30 seconds after a failure, or later.
 KILLED_LATE = 20.0
 # Name of the file that `note_completed` writes.
 COMPLETED = "completed"
 STOPPED = "it is stopped (SIGSTOP, Ctrl-Z, a debugger)"
 # Seconds within which the launcher notices that a rank has exited. It polls every 0.1 s.
 NOTICE_SECONDS = 0.3
-# Maximum delay, in seconds, of the start of rank 0 relative to another rank.
+# Seconds that a rank of the user's torchrun waits before it exits because of a wrong argument, so
+# that rank 0 can print the error even if it starts later.
 START_SECONDS = 5.0
 
 
@@ -55,7 +56,7 @@ class Ending:
     Attributes:
         rank: number of the rank.
         code: exit code in the form of `subprocess`: negative if a signal killed the rank.
-        line: message of the rank, if any.
+        line: message of the rank; empty if it has not reported one.
         time: time of the failure in seconds since the epoch.
     """
 
@@ -92,10 +93,15 @@ def first_cause(endings: Iterable[Ending]) -> Ending:
 
 
 def public_code(code: int) -> int:
-    """Convert an exit code of `subprocess` (negative after a signal) to that of a shell."""
+    """Convert an exit code of `subprocess` to the exit code that the launcher reports.
+
+    A negative code, which is the number of the signal that killed the rank, becomes the code of a
+    stopped run (130, 131 or 143) for signals that stop a run. For all other signals it becomes that
+    of a lost rank (`PeerError.code`).
+    """
     if code >= 0:
         return code
-    # The rank received the signal before its handlers existed, or while Python could not run.
+    # A signal that stops a run can kill a rank that has no handlers yet or cannot run Python code.
     if -code in (*interrupts.ALWAYS, *interrupts.IF_UNUSED, WATCHDOG_SIGNAL):
         return interrupts.exit_code(-code)
     return PeerError.code
@@ -108,7 +114,13 @@ TIME_LIMIT = re.compile("timed out|time limit|has hung", re.IGNORECASE)
 def cause(error: BaseException, received: signal.Signals | None = None) -> str:
     """Return a short reason for the end of this rank.
 
-    If another rank of this node failed first, the reason is that of the other rank.
+    If this rank lost a peer, because another rank of this node failed, the reason is that of the
+    other rank.
+
+    Args:
+        error: exception that ends this rank.
+        received: signal that stopped the run, if any. Its name is the reason if `error` is
+            `Preempted`.
     """
     line, code = explain(error)
     if code == Preempted.code and received is not None:
@@ -145,8 +157,8 @@ def write_report(line: str, code: int, now: float) -> None:
     Args:
         line: why the rank failed.
         code: its exit code.
-        now: time of the failure in seconds since the epoch. It must be taken before a stopped rank
-            is resumed, so that the rank which found it stopped is the first failure.
+        now: time of the failure in seconds since the epoch. Read the clock before
+            `name_stopped_ranks` resumes stopped ranks, so that their failures are later than this.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -154,7 +166,8 @@ def write_report(line: str, code: int, now: float) -> None:
     # torchrun prints the report of every rank, and a stack in each would hide the messages.
     if not family.launcher_prints():
         line = line.partition("\n")[0]
-    # torchrun reports the earliest failure, and losing a peer is a consequence: it comes later.
+    # torchrun reports the earliest failure. A rank that lost a peer is not the cause, so it reports
+    # a time that is one second later.
     seconds = int(now) + (code == PeerError.code)
     extra = {
         "py_callstack": line,
@@ -197,7 +210,16 @@ def with_stack(line: str, error: BaseException) -> str:
 
 
 def name_stopped_ranks(line: str, code: int, error: BaseException) -> str:
-    """Return the message of a rank that lost its peers; it names the ranks that were stopped."""
+    """Resume the stopped ranks of this node, and name them in the message of a rank that lost one.
+
+    Args:
+        line: message of this rank.
+        code: exit code of this rank. Nothing is done unless it is that of a lost peer.
+        error: exception of this rank. Its cause may contain the timeout.
+
+    Returns:
+        The message about the stopped ranks, or `line` if there are none.
+    """
     if code != PeerError.code:
         return line
     stopped = family.resume_stopped()

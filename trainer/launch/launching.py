@@ -35,7 +35,8 @@ from trainer.recipe.checks import check_loggers, check_processes
 MAIN = "trainer.__main__"
 # Seconds after which the exception for a signal is raised again, in case torch has caught it.
 RERAISE_SECONDS = 1.0
-# Variable that is set for runs whose losses are compared: see `training/randomness.py`.
+# Environment variable that is set for runs whose losses are compared, so that they use the same
+# kernels: see `training/randomness.py`.
 EXACT = "TRAINER_EXACT"
 
 
@@ -155,9 +156,12 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch, max_restarts: in
     exit.
 
     Args:
+        recipe: recipe of the run.
         words: arguments of the command line.
-        max_restarts: how often all ranks are started again after one was lost. A rank that reports
-            an error is not restarted: it would fail again.
+        launch: number of ranks and nodes, from `launch_to_start`.
+        max_restarts: how often all ranks are started again after one was lost. If a rank reports an
+            error, they are not, because it would fail again. Restarts with smaller micro-batches,
+            after memory ran out, do not count.
 
     Returns:
         0, or the exit code of the rank that failed first, after printing its line.
@@ -211,7 +215,7 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch, max_restarts: in
         # A variable instead of the option, because ranks read it too.
         seconds = math.ceil(recipe.grace + interrupts.SAVE_SECONDS)
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(seconds))
-    # torch would replace our handlers of the signals that this list names.
+    # torch replaces our handlers of the signals in this list, so the list has only SIGQUIT.
     arguments.append("--signals-to-handle=SIGQUIT")
     try:
         with passing_signals_on():
@@ -268,7 +272,8 @@ def passing_signals_on() -> Iterator[None]:
         @property
         def sigval(self) -> signal.Signals:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            # torch sends this signal to the ranks, which treat all others like SIGTERM.
+            # torch sends the returned signal to the ranks. They treat every stop signal except
+            # SIGINT like SIGTERM.
             if ctrl_c.first == signal.SIGINT:
                 return signal.SIGINT
             return signal.SIGTERM
@@ -372,7 +377,7 @@ def _ending(torchrun: Callable[[], object], logs: Path, launch: Launch) -> Endin
         return endings.first_cause(failures.values())
     except SignalException as stopped:
         signalled = stopped.sigval
-        # torch does not know ranks that were being forked when the signal came.
+        # torch does not stop ranks that were being forked when the signal came, so stop them here.
         children = multiprocessing.active_children()
         for child in children:
             child.terminate()

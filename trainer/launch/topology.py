@@ -87,7 +87,7 @@ def choose_launch(
     variables = {key: value for key, value in environment.items() if value}
     from_launcher = _read_mpi(variables) or _read_slurm(variables)
     if not from_launcher:
-        # Kubernetes numbers the pods of an indexed job.
+        # Kubernetes numbers the pods of an indexed job. There is one pod for each node.
         from_launcher = {"NODE_RANK": variables.get("JOB_COMPLETION_INDEX", "")}
     set_by_launcher = {key: value for key, value in from_launcher.items() if value}
     variables = {**set_by_launcher, **_read_torchrun(variables), **variables}
@@ -288,7 +288,7 @@ def _read_slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 def first_host(text: str) -> str:
     """Return the first host of SLURM's compressed list: n08 for "n[08-10,2],gpu1"."""
-    # The pattern matches an empty text, too.
+    # The pattern also matches an empty string, so there is always exactly one match.
     [first] = re.findall(r"^(?:\[[^]]*\]|[^,\[])*", text)
     name = re.sub(r"\[(\d+)[^]]*\]", r"\1", first)
     if "[" in name:

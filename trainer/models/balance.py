@@ -15,7 +15,7 @@ from trainer.memory.measuring import Allocations, count_bytes
 from trainer.models.partition import Traced, resolve_cuts
 from trainer.models.undisturbed import restore_after
 
-# Durations that differ by less than this factor count as equal, because timings vary by a percent.
+# Durations that differ by at most this factor count as equal, because timings vary by a percent.
 TIE = 1.01
 
 
@@ -27,8 +27,8 @@ class BlockCost:
         forward: Duration of the forward pass in seconds.
         backward: Duration of the backward pass in seconds.
         bytes: Size of the output that is sent to the next block; 0 for the last block.
-        kept: Size in bytes of the tensors that the forward pass saves for the backward pass,
-            without the block's inputs.
+        kept: Size in bytes of the tensors that exist because of the forward pass: the output, and
+            what is saved for the backward pass. The input, parameters and buffers are not counted.
         weights: Size of the parameters in bytes.
     """
 
@@ -111,8 +111,9 @@ def balance(
         slowest = longer
     limit = slowest[-1] * TIE
 
-    # An entry has the number of bytes sent, the duration of the slowest stage, and the cuts, in
-    # this order, so that the minimum is the best.
+    # Entry i describes the best cuts of the first i + 1 blocks, or is None if every choice exceeds
+    # the limit. Bytes sent, duration of the slowest stage, and cuts have this order, so that `min`
+    # returns the best entry.
     ways: list[tuple[int, float, tuple[int, ...]] | None]
     ways = [(0, end, ()) if end <= limit else None for end in ends]
     for _ in range(stages - 1):
@@ -149,7 +150,7 @@ def time_blocks(
         traced: The model.
         inputs: A micro-batch (N, C, H, W). Relative costs of blocks depend on its size.
         run: Calls a module, for example under autocast.
-        repeats: Number of measurements after a warm-up. The result is their median.
+        repeats: Number of measurements after a warm-up. Durations are medians over them.
     """
     blocks = traced.stages(traced.cuts)
     rounds = []
@@ -162,7 +163,8 @@ def time_blocks(
                 device = next((tensor.device for tensor in tensors), inputs.device)
                 block.to(inputs.device).train()
                 received, cost = _measure(block, received, run, counts_kept=repeat == 0)
-                # The inputs' device may be too small for the whole model.
+                # Move the block back, because the inputs' device may be too small for the whole
+                # model.
                 block.to(device)
                 costs.append(cost)
             rounds.append(costs)
@@ -192,8 +194,8 @@ def _measure(
     """Run a forward and backward pass.
 
     Returns:
-        The detached output, which is the input of the next block, and the cost. The field `kept` of
-        the cost is 0 unless `counts_kept` is True.
+        (output, cost): `output` is detached, as the input of the next block. `cost.kept` is 0
+        unless `counts_kept` is True, and `cost.weights` is always 0.
     """
     parameters = [p for p in block.parameters() if p.requires_grad]
     allocations = None

@@ -20,7 +20,8 @@ class Block(NamedTuple):
 
     Attributes:
         name: Name of the block's module.
-        parameters: Names of its parameters, and of loose parameters before and after it.
+        parameters: Names of the block's parameters, and of the loose parameters that
+            `list_blocks` assigns to it.
     """
 
     name: str
@@ -32,9 +33,11 @@ def list_blocks(model: nn.Module) -> list[Block]:
 
     A block is a child of the model, or of a list in the model (`nn.Sequential`, `nn.ModuleList`),
     or of a module whose lists contain more than half of all weights. Examples are a residual block,
-    an encoder layer, and a single convolution. Loose parameters, such as those of normalization
-    between blocks, position embeddings and class tokens, belong to the block before them, or to the
-    first block if there is none before them. A parameter that is used twice is listed once.
+    an encoder layer, and a single convolution. Loose parameters are those that a divided module
+    holds itself, and those of a child without a parameter of two or more dimensions. Examples are
+    position embeddings, class tokens, and normalization between blocks. They belong to the block
+    before them, or to the first block if there is none before them. A parameter with several names
+    is listed once.
     """
     rows: list[Block] = []
     # Loose parameters before the first block.
@@ -61,7 +64,7 @@ def _iterate_parts(
     prefix: str,
     half: float,
 ) -> Iterator[tuple[str, list[str], bool]]:
-    """Yield the name of each part with parameters, their names, and whether they are loose."""
+    """Yield (name, parameter names, whether they are loose) for each part that has parameters."""
     name = prefix.removesuffix(".")
     direct = dict(module.named_parameters(name, recurse=False))
     if direct:
@@ -226,9 +229,10 @@ def keeps_statistics(layer: nn.Module) -> bool:
 def _find_frozen_norms(model: nn.Module) -> Iterator[_NormBase]:
     """Yield frozen batch normalization, and frozen instance normalization that tracks statistics.
 
-    A layer without weight and bias is frozen if the module that contains it is frozen. If only a
-    part of that module is frozen, the layer is frozen if the last layer with parameters before it
-    is, or else the first layer with parameters.
+    A layer without weight and bias counts as frozen if the innermost module around it that has
+    parameters is frozen. If only some parameters of that module are frozen, the layer has the state
+    of the last layer with parameters before it, or, without a layer before it, that of the first
+    layer with parameters.
     """
     flags_of_layers = []
     for layer in model.modules():

@@ -59,12 +59,15 @@ def try_fewest_rows(
 
     Args:
         most: Maximum number of rows.
-        make: Function of the number of rows.
+        make: Called with a number of rows. An exception means that the model does not accept it.
         say: Prints a warning if the memory is too small.
         name: Name of the model, for the warning.
 
     Returns:
         The result of `make`, or None if the memory is too small.
+
+    Raises:
+        Exception: `make` raised it for `most` rows.
     """
     for rows in sorted({1, 2, most}):
         try:
@@ -101,7 +104,7 @@ def observe(
         train: Switches the model to training.
         run: Runs a forward pass.
         inputs: A micro-batch (N, ...) for each pass.
-        after: Called after each backward pass. The argument says whether it was the last pass.
+        after: Called after each backward pass, with True if it was the last pass.
         parameters: Parameters of this rank, if they are not those of the model.
         evaluate: Switches the model to evaluation. The default is the model's own `eval()`.
     """
@@ -111,7 +114,7 @@ def observe(
     for name, parameter in parameters.items():
         originals[name] = parameter.detach().clone(), parameter.grad
     # Only objects that exist before the passes are compared. An object that each pass replaces,
-    # such as its activations, does not accumulate.
+    # such as stored activations, carries no state from one pass to the next.
     initial_objects = {}
     for name, value in Reachable([model]).values:
         if isinstance(value, Tensor | np.ndarray):
@@ -122,7 +125,8 @@ def observe(
         for name, parameter in parameters.items():
             is_unchanged = torch.equal(parameter, originals[name][0])
             state[f"change of {name}"] = None if is_unchanged else parameter.detach().clone()
-        # An attribute with a single number may be a counter, even if passes assign a new tensor.
+        # An attribute with a single number may be a counter, even if each pass assigns a new tensor
+        # to it. For these attributes, the current tensor is recorded instead of the initial one.
         scalars = {}
         for name, value in reachable.values:
             if isinstance(value, Tensor) and value.numel() == 1:
@@ -188,9 +192,10 @@ def _copy_numbers(value: Any) -> Tensor | None:
 
 
 def _find_counters(passes: Passes) -> dict[str, tuple[object, object]]:
-    """Return the attributes that passes after the first one change.
+    """Return the attributes that passes after the first one change, with two values of each.
 
-    An attribute that only the first pass sets, such as a size, is not a counter.
+    These are the values after the first and after the last pass, by the name of the attribute. An
+    attribute that only the first pass sets, such as a size, is not a counter.
     """
     first = passes.plain[0]
     counters = {}
@@ -240,7 +245,8 @@ def _iterate_differences(
     others = _find_counters(replaced)
     for name in counters | others:
         figures = others.get(name, ())
-        # The user's program never reads a list of numbers to which only the replacement appends.
+        # Floats in a container that only the replacement changes are not compared. They are taken
+        # for logged numbers, which the model's code does not read.
         is_log = name.endswith("]") and all(isinstance(figure, float) for figure in figures)
         if name not in counters and is_log:
             continue

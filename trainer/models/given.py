@@ -16,7 +16,7 @@ from trainer.errors import RecipeError
 from trainer.models.small import SMALL
 from trainer.recipe.image_sizes import ImageSize
 
-# Parameters that a user's function may have.
+# Names of the arguments with which a user's function is called, if it has parameters for them.
 OFFERED = ("num_classes", "channels", "image_size")
 
 
@@ -32,8 +32,8 @@ class ModelBuilder:
         """Check the source.
 
         Raises:
-            RecipeError: `source` is neither a module nor a function of `OFFERED` parameters, or the
-                module cannot be copied or trained.
+            RecipeError: `source` is not a module, and cannot be called with arguments of `OFFERED`
+                alone, or it is a module that cannot be copied or trained.
         """
         if isinstance(source, nn.Module):
             source = unwrap(source)
@@ -119,7 +119,7 @@ def not_in_a_copy(model: nn.Module) -> str | None:
     A copy lacks the hooks of parameters. A copied function still refers to the original.
 
     Returns:
-        None if the copy would be complete.
+        Clause for a message, or None if the copy would be complete.
     """
     own = set(map(id, model.modules()))
     own.update(map(id, model.parameters()))
@@ -151,7 +151,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     """Unwrap a model from DataParallel, DistributedDataParallel and torch.compile."""
     if isinstance(model, DataParallel | DistributedDataParallel):
         return unwrap(model.module)
-    # torch.compile keeps the model under this name.
+    # torch.compile keeps the original model in this attribute.
     inner = getattr(model, "_orig_mod", None)
     return unwrap(inner) if isinstance(inner, nn.Module) else model
 

@@ -93,9 +93,9 @@ class Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether a module is recorded as a single operation.
 
-        Leaves of fx are also leaves here. Further leaves are normalization layers, modules without
-        parameters that read `training`, such as stochastic depth, and modules with backward hooks,
-        because such hooks cannot be registered on proxies.
+        Leaves of fx are also leaves here. Further leaves are scripted modules, normalization
+        layers, modules without parameters that read `training`, such as stochastic depth, and
+        modules with backward hooks, because such hooks cannot be registered on proxies.
         """
         if isinstance(m, torch.jit.ScriptModule):
             return True
@@ -137,7 +137,7 @@ class Tracer(fx.Tracer):
 
 @dataclass(frozen=True)
 class Recording:
-    """A model's graph, and the constants of tracing by their names in the graph."""
+    """A model's graph, and the constants that tracing computed, by their names in the graph."""
 
     graph: fx.Graph
     constants: dict[str, Any]

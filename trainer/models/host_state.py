@@ -14,8 +14,8 @@ from trainer.models.equivalence import read_plain_attributes
 from trainer.models.reachable import Reachable
 from trainer.models.undisturbed import is_generator, is_plain, read_generator_states
 
-# Prefixes of modules whose hooks only compute on the device, and whose models use the same
-# parameters in every pass.
+# Prefixes of the Python modules of libraries. Hooks of these libraries only compute on the device,
+# and their models use the same parameters in every pass.
 LIBRARIES = ("torch.", "torchvision.", "timm.", "trainer.")
 
 
@@ -41,7 +41,8 @@ def read_host_state(
         for name, attribute in read_plain_attributes(module, reachable).items():
             state[name + suffix] = attribute
         for name, value in [*_name_buffers(module), *reachable.values]:
-            # A graph does not read a tensor that the pass assigns, so objects are compared, too.
+            # A graph reads the memory of the tensors that were captured, not that of a tensor which
+            # a pass assigns instead. Therefore a snapshot compares identities, too.
             if isinstance(value, Tensor | np.ndarray):
                 state[name + suffix] = _Snapshot(value, on_device)
             elif is_generator(value):
@@ -61,7 +62,7 @@ def list_held_tensors(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 def _number_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield each module after a suffix for names, which is empty if there is only one module."""
+    """Yield (suffix for names, module). The suffix is empty if there is only one module."""
     for number, module in enumerate(modules):
         yield f" ({number})" if len(modules) > 1 else "", module
 
@@ -100,7 +101,8 @@ class _Snapshot:
 def read_settings(modules: Sequence[nn.Module]) -> dict[str, object]:
     """Return values that a model's code may branch on, by names for messages.
 
-    These are attributes, training flags, which parameters train, and a hook of the user.
+    These are attributes, training flags, which parameters train, and the name of the first hook of
+    the user, if any.
     """
     state = {}
     for suffix, module in _number_modules(modules):

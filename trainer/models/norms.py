@@ -76,10 +76,11 @@ def list_training_norms(model: nn.Module) -> dict[str, _BatchNorm]:
 
 
 def check_alone(model: nn.Module, exchanges: str = "nothing") -> None:
-    """Check for layers that are wrong if ranks do not run the same layers at the same time.
+    """Check for layers that would hang, or would have wrong running statistics, on several ranks.
 
-    SyncBatchNorm would hang, because the ranks that it waits for may be at a different layer. The
-    running statistics of InstanceNorm would be those of a single rank.
+    SyncBatchNorm would hang, because the ranks that it waits for may be at a different layer. If
+    ranks exchange gradients or shards, InstanceNorm would keep the statistics of rank 0's images
+    alone.
 
     Args:
         model: The model.
@@ -110,7 +111,11 @@ def select_unlike(
     layers: Mapping[str, nn.Module],
     known: Callable[[nn.Module], bool],
 ) -> dict[str, nn.Module]:
-    """Return the layers for which `known` is False. `known` is called once per kind of layer."""
+    """Return the layers for which `known` is False.
+
+    `known` is called for one layer of each kind. Layers of one kind have the same class, the same
+    attributes except `num_features` and dictionaries, and children of the same classes.
+    """
     answers = {}
     others = {}
     for name, layer in layers.items():

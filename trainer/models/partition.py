@@ -1,8 +1,9 @@
 """Cut a model into stages.
 
-A model can be cut where exactly one tensor is live. `torch.fx` records the model's operations (Reed
-et al., arXiv:2112.08429). A stage consists of the operations between two cuts. Its parameters and
-buffers have the same names as in the model.
+A model can be cut where exactly one tensor is live, which means that it was computed before the cut
+and is used after it. `torch.fx` records the model's operations (Reed et al., arXiv:2112.08429). A
+stage consists of the operations between two cuts. Its parameters and buffers have the same names as
+in the model.
 """
 
 import inspect
@@ -57,8 +58,8 @@ def cut_points(
     """List the points where a graph can be cut, grouped by the number of parameters before them.
 
     A point is left out if no parameter is used before it or none after it, or if a tensor of the
-    state dict is used on both sides. An attribute does not count as live, because each stage that
-    uses it reads it.
+    state dict is used on both sides. An attribute of the model does not count as live, because each
+    stage that uses the attribute reads it from the model.
     """
     position = {node: index for index, node in enumerate(nodes)}
     last_use = dict.fromkeys(nodes, -1)
@@ -91,7 +92,7 @@ def _find_spans(
     nodes: Sequence[fx.Node],
     model: nn.Module,
 ) -> dict[int, tuple[int, int]]:
-    """Return the first and the last node that uses each tensor of the state dict, by its id."""
+    """Return the indices of the first and last node that use a tensor of the state dict, by id."""
     saved = model.state_dict(keep_vars=True)
     saved_ids = set(map(id, saved.values()))
     spans: dict[int, tuple[int, int]] = {}
@@ -200,8 +201,9 @@ class Traced:
         named: The cut for each name that a user may type. Other names of a cut are outer modules
             that end there ("layer3"), and points before it without parameters in between
             ("layer4" -> "flatten").
-        users: Index of the block that uses a parameter or buffer, for those that the graph does not
-            contain, such as the parameters of a hook.
+        users: Index of the block that uses a tensor, by the name of the tensor, for parameters and
+            buffers whose use the graph does not show, such as those of a hook. Empty until the
+            caller adds them.
     """
 
     def __init__(self, model: nn.Module, recording: Recording) -> None:
@@ -225,7 +227,7 @@ class Traced:
         self.cuts = tuple(cuts)
 
     def stages(self, cuts: Sequence[str]) -> list[fx.GraphModule]:
-        """Cut the model into `len(cuts)` + 1 modules. The input of each is the output before it.
+        """Cut the model into `len(cuts)` + 1 modules. Each module reads the previous one's output.
 
         The stages contain the parameters and buffers of the model itself (move them with
         `stage.to`), and their state dicts together are that of the model. A tensor of `users` is in
@@ -254,7 +256,7 @@ class Traced:
                 assigned_names.add(name)
                 owners.setdefault(id(tensor), stage)
         for name, tensor in _iterate_tensors(self._model):
-            # No stage contains unused tensors, or the second name of a tied tensor.
+            # Unused tensors, and the second name of a tied tensor, are not in any stage yet.
             if name not in assigned_names:
                 block = self.users.get(name, len(self.cuts))
                 user = sum(self.cuts.index(self.named[cut]) < block for cut in cuts)

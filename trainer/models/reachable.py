@@ -37,9 +37,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-# Maximum number of entries of a container that is visited. Larger containers usually hold data.
+# The walk does not visit the entries of a container that has more entries than this, because large
+# containers usually hold data.
 MAX_ENTRIES = 1000
-# Maximum number of values that are visited, in the order of their distance from the model.
+# Maximum number of values that the walk visits. Those that are closest to the model come first.
 MAX_VALUES = 50_000
 # Packages that are not visited: they keep no state for a model, and a walk through their objects
 # would reach the whole program.
@@ -87,8 +88,9 @@ PARTS: dict[type, tuple[str, ...]] = {
     Tensor: ("_backward_hooks", "_post_accumulate_grad_hooks"),
     nn.Parameter: ("_backward_hooks", "_post_accumulate_grad_hooks"),
 }
-# Dictionaries of `nn.Module`: children, buffers and hooks. Parameters are left out, because FSDP
-# replaces them and keeps references to the replacements.
+# Names of the dictionaries in which `nn.Module` registers children, buffers and hooks. The
+# dictionary of parameters is left out, because FSDP replaces parameters and keeps references to the
+# replacements.
 FIELDS = vars(nn.Module())
 REGISTERED = [key for key, value in FIELDS.items() if isinstance(value, dict)]
 REGISTERED.remove("_parameters")
@@ -102,9 +104,12 @@ class Reachable:
     """Snapshot of the values that the code of `modules` can reach.
 
     Attributes:
-        values: Names for messages, and values, except registered parameters and buffers.
-        plain: Numbers, strings, lengths of containers and positions of iterators by name. They can
-            be compared with a later snapshot.
+        values: Pairs (name for messages, value). A value that can be reached in several ways is
+            listed under each name. Numbers, strings, and the parameters and buffers that are
+            registered in `modules` are left out.
+        plain: By the same names, results of `_plain`, such as numbers and lengths of containers,
+            which can be compared with a later snapshot. For other objects that the walk reaches
+            again, the name under which it reached them first.
         is_complete: False if the walk ended at `MAX_VALUES` values.
     """
 
@@ -150,7 +155,7 @@ class Reachable:
         self.is_complete = not waiting
 
     def restore(self) -> None:
-        """Restore all entries. A copy replaces an iterator that has moved."""
+        """Restore the entries of all visited values. A copy replaces an iterator that has moved."""
         replacements = {}
         for value, position, duplicate in self._iterators:
             if _plain(value) != position:
@@ -255,7 +260,7 @@ def _position(iterator: Any) -> object:
 
 
 def _outline(part: Any) -> object:
-    """Return the comparable content of the arguments that would rebuild an iterator."""
+    """Return a comparable form of `part`, a value in the result of an iterator's `__reduce__`."""
     if isinstance(part, tuple):
         return tuple(map(_outline, part))
     if isinstance(part, list | dict | set):
@@ -269,7 +274,7 @@ def _duplicate(iterator: Any) -> Any:
     """Return a copy of an `itertools.count`, or the iterator itself if it is of another type."""
     # If a counter counts objects other than numbers, its `repr` cannot be parsed.
     with suppress(ValueError):
-        # Python 3.14 and later cannot copy iterators of itertools, so the text is parsed.
+        # Python 3.14 and later cannot copy iterators of itertools, so the `repr` is parsed.
         if isinstance(iterator, itertools.count):
             arguments = repr(iterator).removeprefix("count")[:-1] + ",)"
             return itertools.count(*ast.literal_eval(arguments))
@@ -285,8 +290,9 @@ class Holder:
 
     Attributes:
         prefix: Start of the attributes' names in messages.
-        value: The object.
-        names: Names of the attributes. None: all attributes that `vars` lists.
+        value: The object that has the attributes.
+        names: Names of the attributes. If None, these are all attributes that `vars` lists, except
+            names with two leading underscores and the fields of `nn.Module`.
     """
 
     prefix: str
@@ -438,11 +444,13 @@ class Scope:
 
 @functools.lru_cache(10_000)
 def _describe_class(kind: Any) -> tuple[Any, list[type], list[str]]:
-    """Describe a class.
+    """Describe a class, to visit its instances.
 
     Returns:
-        The built-in container class that it derives from, if any. Its base classes, and itself,
-        that are the user's. Names of its attributes that `vars` does not list.
+        (container, own, attributes): `container` is the built-in container class that `kind`
+        derives from, or None. `own` lists those classes among `kind` and its base classes that
+        belong to the user. `attributes` has the names of the attributes of an instance that `vars`
+        does not list.
     """
     container = next((base for base in CONTAINERS if issubclass(kind, base)), None)
     own = list(filter(is_own, kind.__mro__))
@@ -463,7 +471,8 @@ def _package_of(code: Any) -> str:
 def _is_installed(package: str) -> bool:
     """Return whether a package is installed in site-packages.
 
-    Its modules are not visited, because they would lead to tens of thousands of values.
+    The walk does not visit functions, classes and modules of such a package, because they would
+    lead to tens of thousands of values.
     """
     file = Path(getattr(sys.modules.get(package), "__file__", None) or "")
     return not {"site-packages", "dist-packages"}.isdisjoint(file.parts)
@@ -530,7 +539,8 @@ def _list_globals(code: types.CodeType) -> frozenset[str]:
     for instruction in dis.get_instructions(code):
         if instruction.opname in GLOBAL_NAMES:
             names.add(instruction.argval)
-    # `globals()`, `sys.modules` and `vars()` are dictionaries, which code indexes by strings.
+    # Code may index the dictionaries `globals()`, `sys.modules` and `vars()` by string constants.
+    # These constants count as names.
     has_dictionary = not names.isdisjoint(("globals", "sys", "vars"))
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

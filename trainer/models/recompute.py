@@ -3,8 +3,8 @@
 Chen, Xu, Zhang and Guestrin, "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174).
 The implementation uses torch's `checkpoint`. The second computation draws the same random numbers
 as the first, and running statistics count a batch once. Parameters keep their names, because only
-the `forward` of a block is wrapped. Compiled code is inside the checkpoint, as in torchtitan: its
-own random numbers are then the same in both computations.
+the `forward` of a block is wrapped. Compiled code is inside the checkpoint, as in torchtitan:
+the random numbers that it draws are then the same in both computations.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -80,7 +80,8 @@ def _split_sequential(
         if is_apart:
             if child is not None and type(child) is not nn.Sequential:
                 yield (prefix + name,)
-        # A run must not change its input in place, because the second computation reads it.
+        # A run must not change its input in place, because the second computation reads the input.
+        # Therefore no run starts with an in-place layer.
         elif run or not getattr(child, "inplace", False):
             run.append(prefix + name)
             has_matrix_in_run = has_matrix_in_run or has_matrix
@@ -118,7 +119,8 @@ def recompute(
             by_sequential.setdefault(parent, {})[run] = wrap(run, forward)
             continue
         block = model.get_submodule(run[0])
-        # A copy of a wrapped model has the wrapped `forward` of the original.
+        # A copy of a wrapped model has the wrapped `forward` of the original, which would compute
+        # with the original's weights. Remove it to wrap the `forward` of the class.
         if hasattr(vars(block).get("forward"), "anew"):
             del block.forward
         block.forward = wrap(run, block.forward)
@@ -220,7 +222,8 @@ def _may_draw_on_host(layer: nn.Module) -> bool:
 def _keep_statistics(norms: Sequence[_NormBase]) -> Iterator[None]:
     """Let a second pass over the same batch update copies of the running statistics.
 
-    A momentum of 0 would have the same effect, but would cause compiled layers to be recompiled.
+    The statistics themselves then count the batch once. A momentum of 0 would have the same effect,
+    but would cause compiled layers to be recompiled.
     """
     originals = [(layer, {**layer._buffers}) for layer in norms if layer.training]
     try:

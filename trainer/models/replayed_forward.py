@@ -58,7 +58,7 @@ class ReplayedForward:
         self._device = device
         self._say = say
         self._warm = warm
-        # Once this is True, it stays True.
+        # True if passes are never captured. Once it is True, it stays True.
         self._is_eager = not (wanted and cuda_graphs.has_cuda_graphs(device))
         self._is_paying = True
         self._recorder: StepRecorder | None = None
@@ -75,7 +75,9 @@ class ReplayedForward:
     def begin(self, batches: int) -> None:
         """Prepare for `batches` passes.
 
-        A captured pass is kept if weights and modules have not changed since.
+        A captured pass is kept if the modules, their attributes and hooks, and the memory addresses
+        of their tensors are still the same. Weights may have other values, because a replay reads
+        the current ones.
         """
         self._is_paying = batches >= MIN_PASSES
         if self._replay is not None and self._fingerprint != self._read_fingerprint():

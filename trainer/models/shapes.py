@@ -31,9 +31,9 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
 
 
 def list_computed_tensors(model: nn.Module) -> list[Tensor]:
-    """List attributes that were computed from weights, such as by pruning.
+    """List tensors in attributes that were computed from weights, such as by pruning.
 
-    `copy.deepcopy` cannot copy them.
+    `copy.deepcopy` raises an error for such tensors.
     """
     tensors = []
     for module in model.modules():
@@ -47,8 +47,9 @@ def build_on_meta(make: Callable[[], nn.Module]) -> tuple[nn.Module | None, str]
     """Call `make` on the meta device.
 
     Returns:
-        The model and an empty string. If values could not be loaded into the model later, None and
-        the reason: the code reads values, or a tensor is neither a parameter nor a buffer.
+        (model, ""), or (None, reason) if loading weights into the model later would not give the
+        model that `make` builds: its code reads values, a tensor is neither a parameter nor a
+        buffer, or random numbers are drawn on another device.
     """
     random_state = torch.get_rng_state()
     try:
@@ -78,7 +79,7 @@ def build_on_meta(make: Callable[[], nn.Module]) -> tuple[nn.Module | None, str]
 
 
 def compute_digest(model: nn.Module) -> str:
-    """Return a digest of a model's modules and plain attributes, and of its tensors' types."""
+    """Return a digest of a model's modules, plain attributes, and tensors without their values."""
     lines: list[Any] = []
     for name, module in model.named_modules(remove_duplicate=False):
         plain = {key: value for key, value in vars(module).items() if _is_simple(value)}

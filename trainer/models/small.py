@@ -179,9 +179,10 @@ def _build_fast_cnn(
     channels: int,
     image_size: ImageSize,
 ) -> nn.Module:
-    """Build the network of Jordan (arXiv:2404.00498), sections 3.1 to 3.3, with other widths.
+    """Build the network of Jordan (arXiv:2404.00498), sections 3.1 to 3.3.
 
-    The network has GELU and no residuals. Images below 16 pixels have two blocks instead of three.
+    `widths` are the channels of the three blocks. The network has GELU and no residuals. For images
+    below 16 pixels, the last block is left out.
     """
     if min(sides(image_size)) < 16:
         widths = widths[:-1]

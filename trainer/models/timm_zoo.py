@@ -110,7 +110,7 @@ def _add_tag(recipe: ModelRecipe) -> str:
 
 
 def _find_model(recipe: ModelRecipe) -> tuple[Any, str]:
-    """Return timm and its name for the recipe's model and weights.
+    """Return the imported package timm, and timm's name for the recipe's model and weights.
 
     Raises:
         RecipeError: timm is not installed, or has no such model or weights.

@@ -108,8 +108,8 @@ def _set_channels(
 def adapt_filters(weight: Tensor, channels: int) -> Tensor:
     """Convert filters for three channels (out, 3, h, w) to filters for `channels`.
 
-    For a single channel, the three filters are added up. For more, they are repeated in order and
-    scaled by 3 / channels, as in timm (timm/models/_manipulate.py, adapt_input_conv).
+    For a single channel, the three filters are added up. For any other number, they are repeated in
+    order and scaled by 3 / channels, as in timm (timm/models/_manipulate.py, adapt_input_conv).
     """
     if channels == 1:
         return weight.sum(1, keepdim=True)
@@ -158,7 +158,7 @@ def find_published(recipe: ModelRecipe) -> Any:
     """
     entries = {}
     for name, entry in torchvision.models.get_model_weights(recipe.name).__members__.items():
-        # The last layer of weights without categories is NaN.
+        # Weights without categories are left out, because the values of their last layer are NaN.
         if entry.meta["categories"]:
             entries[name] = entry
     if recipe.weights not in entries:
@@ -225,7 +225,7 @@ def _builder_options(
     if recipe.name.startswith("maxvit_") and recipe.weights is None:
         options["input_size"] = sides(image_size)
     if recipe.name in AUXILIARY:
-        # The output of a model with auxiliary heads is a tuple.
+        # With auxiliary heads, the output in training would be a tuple.
         options["aux_logits"] = False
         if recipe.weights is not None:
             # With this option the model converts its inputs to the normalization of the weights.

@@ -93,7 +93,7 @@ def find_change(
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Return whether elements of a tensor share memory. torch cannot write to it."""
+    """Return whether elements of a tensor share memory, so that torch cannot write to it."""
     sizes = zip(tensor.stride(), tensor.shape, strict=True)
     return any(stride == 0 and size > 1 for stride, size in sizes)
 
@@ -122,7 +122,10 @@ def is_generator(value: Any) -> bool:
 
 
 def make_restorer(value: Any) -> Callable[[], object]:
-    """Return a function that restores a generator, an unregistered tensor, or an array."""
+    """Return a function that restores a random generator, a tensor or an array to its state now.
+
+    For other values, the function does nothing.
+    """
     if isinstance(value, np.random.Generator):
         return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
     if is_generator(value):

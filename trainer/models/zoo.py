@@ -104,7 +104,7 @@ def build(
         )
     try:
         model = _build_unchecked(recipe, num_classes, channels, image_size, starting)
-        # `cpu()` would raise for a model on the meta device.
+        # Only models on a GPU are moved, because `cpu()` would raise for one on the meta device.
         tensors = [*model.parameters(), *model.buffers()]
         if any(tensor.is_cuda for tensor in tensors):
             model = model.cpu()
@@ -216,7 +216,11 @@ def format_bare_call(
     image_size: ImageSize,
     channels: int = 3,
 ) -> str | None:
-    """Format the call that builds the model with torchvision or timm alone. None if none does."""
+    """Format the call that builds the model with torchvision or timm alone, if one of them can.
+
+    Return None for small models and the user's own models, and for a torchvision model with another
+    number of channels than 3.
+    """
     if recipe.name in builders:
         return None
     if recipe.name.startswith(TIMM):
@@ -236,7 +240,7 @@ def resolve_weights(recipe: ModelRecipe) -> str | None:
     """
     if recipe.init_from is None or recipe.name not in AUXILIARY:
         return recipe.weights
-    # Loading the weights reports a damaged file.
+    # A damaged file is ignored here, because loading the weights reports it.
     with suppress(CheckpointError, RecipeError):
         path = find_run(recipe.init_from)
         model_section = _read_model_section(read_metadata(path))
@@ -265,7 +269,7 @@ def count_shared_classes(
     """Count the class names that `init_from` and the data share.
 
     Returns:
-        None if outputs cannot be matched by name.
+        Number of shared names, or None if outputs cannot be matched by name.
     """
     stored_classes = []
     if recipe.init_from:
@@ -278,7 +282,11 @@ def count_shared_classes(
 
 
 def describe_order_match(source: str, classes: Sequence[str]) -> str:
-    """Return a note for the banner if the outputs of `init_from` are matched by their order."""
+    """Return a note for the start-up summary about classes that could not be matched by name.
+
+    The note is empty if neither `init_from` nor the data has class names, or if both list their
+    classes but not equally many.
+    """
     stored_classes = _read_class_names(read_metadata(find_run(source)))
     if not are_names(stored_classes) and not are_names(classes):
         return ""
@@ -402,12 +410,14 @@ def match_by_name(
 ) -> list[int | None] | None:
     """Match class names.
 
-    Data sets without names call their classes 0, 1, 2, ... These numbers count as names if both
-    sequences have the same, because directories named by numbers are sorted as 0, 1, 10, 11, 2.
+    Data sets without names call their classes 0, 1, 2, ... These numbers count as names if the
+    other sequence has names and shares at least one of them, because directories named by numbers
+    are sorted as 0, 1, 10, 11, 2.
 
     Returns:
         The position in `known` of each of `classes`, or None for a class that is not in `known`.
-        None instead of the list if the classes have no names, so that only their order counts.
+        None instead of the list if only the order of the classes counts: neither sequence has
+        names, or one has none and shares no number with the other.
     """
     stored_names = _strip_zeros(known)
     names = _strip_zeros(classes)
@@ -533,14 +543,22 @@ def _run_on_meta(
 ) -> Any:
     """Return the model's output for two images or for `inputs`, computed on the meta device.
 
+    A model with weights of another type than float32 runs on the CPU instead.
+
     Returns:
-        `UNKNOWN` if the model does not run there.
+        The output, or `UNKNOWN` if the model does not run there for reasons of the device.
+
+    Raises:
+        AssertionError: The model cannot read the inputs.
+        RecipeError: The pass changes state that cannot be restored, or the type of the weights is
+            not that of the inputs.
     """
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
     dtype = next((dtype for dtype in dtypes if dtype != torch.float32), None)
     try:
         try:
-            # A linear layer does not check types on meta, so other types run on the CPU.
+            # A linear layer does not compare the types of weights and inputs on the meta device, so
+            # models with weights of another type than float32 run on the CPU.
             if dtype is None:
                 device = "meta"
                 probe = copy_to_meta(model).eval()
@@ -584,7 +602,7 @@ def _find_working_size(
     """Return the next larger size in `USUAL_SIZES` that the model can read, or None.
 
     For a size that is not square, the first candidate is the size rounded up to multiples of 32.
-    All further candidates are squares, from about the shorter side up.
+    All further candidates are squares, from the shorter side up.
     """
     height, width = sides(image_size)
     shorter = min(height, width)

@@ -24,7 +24,7 @@ VIRTUAL = dict.fromkeys(
 )
 # Schedules that compute the gradients of inputs and of weights separately.
 SPLIT_BACKWARD = ("interleavedzerobubble", "zbv", "dualpipev")
-# Name of the row for these schedules in the table `trainer.versions.SINCE`.
+# Name of the row for the schedules in `SPLIT_BACKWARD` in the table `trainer.versions.SINCE`.
 TWO_PARTS = "backward passes in two parts"
 # With fewer images per step and GPU, launching the kernels takes longer than running them.
 FEW_IMAGES = 64
@@ -94,7 +94,7 @@ def divides_evenly(recipe: Recipe, count: int, accumulate: int | None = None) ->
     # The two images of a mixed pair must be in the same micro-batch.
     unit = (accumulate or recipe.pieces) * recipe.augment.together
     divisor = count * unit
-    # Local batches of different sizes need not have the same number of images.
+    # If local batches may have different sizes, the batch need not be a multiple of their number.
     if recipe.traits.uneven or fixed_shares(recipe):
         divisor = unit
     return recipe.batch_size >= count * unit and recipe.batch_size % divisor == 0
@@ -395,7 +395,10 @@ def _explain_refusal(
 
 
 def suggest_wider_batch(recipe: Recipe, cards: int, images: int | None = None) -> str | None:
-    """Suggest arguments for a larger batch; None unless each GPU computes few images.
+    """Suggest arguments for a larger batch.
+
+    Return None if there is only one GPU, if each GPU computes enough images already, if the mode
+    does not divide a batch over GPUs, or if the training set is smaller than the larger batch.
 
     Args:
         recipe: the recipe of the run.
@@ -411,8 +414,8 @@ def suggest_wider_batch(recipe: Recipe, cards: int, images: int | None = None) -
     if images is not None and factor * recipe.batch_size > images:
         return None
     arguments = f"batch_size={factor * recipe.batch_size}"
-    # The learning rate grows with the batch, after a warm-up (Goyal et al., arXiv:1706.02677). It
-    # does so by itself if lr_per is set.
+    # The learning rate grows with the batch, after a warm-up (Goyal et al., arXiv:1706.02677). With
+    # lr_per, the recipe scales it already.
     if OPTIMIZERS[recipe.optimizer.name].scales_lr and recipe.optimizer.lr_per is None:
         arguments += f" optimizer.lr={factor * recipe.optimizer.lr:g}"
         warmup = min(5, recipe.epochs // 10)

@@ -96,7 +96,7 @@ def explain_invalid(
         top: keys and sections of the top level.
 
     Returns:
-        The dotted key, and one line that says what to type.
+        (key, line): the dotted key, and one line that says what to type.
     """
     all_details = error.errors(include_url=False)
     first = all_details[0]
@@ -106,7 +106,8 @@ def explain_invalid(
         details for details in all_details if _key(details, defaults).partition("[")[0] == key
     ]
     best = max(same_key, key=_rank, default=first)
-    # A key that accepts certain words and other types has an error for each. Name all of them.
+    # A key that accepts fixed strings and other types has one error for each of them. The message
+    # names all that the key accepts.
     if len(same_key) > 1 and best["type"] == "literal_error":
         kinds = [KINDS[details["type"]] for details in same_key if details["type"] in KINDS]
         *others, last = kinds + _null(key, defaults)
@@ -135,7 +136,10 @@ def _key(details: ErrorDetails, defaults: Mapping[str, Any]) -> str:
 
 
 def _rank(details: ErrorDetails) -> tuple[bool, ...]:
-    """Rank the errors of a key: our own message, then an item of a list, then a choice."""
+    """Return the precedence of an error among those of its key; the largest is reported.
+
+    Our own messages come first, then errors of an item in a list, then invalid choices.
+    """
     return (
         details["type"] == "value_error",
         isinstance(details["loc"][-1], int),

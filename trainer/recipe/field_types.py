@@ -22,7 +22,8 @@ def _devices(value: Any) -> Any:
         if isinstance(value, str) and re.fullmatch(DEVICE, value):
             example = value
         count = ""
-        # A number of devices is what other programs accept. A boolean is an int too.
+        # Users of other programs may type a number of devices. The exact type is compared, because
+        # a boolean is also an instance of int.
         if type(value) is int:
             count = f"; nproc={value} starts {value} processes"
         raise ValueError(f"must be auto or a list, as in devices=[{example}]{count}")
@@ -93,7 +94,7 @@ def _numbers(value: Any, low: float, high: float) -> list[float]:
     if not isinstance(value, list):
         return []
     for number in value:
-        # Booleans are refused here too.
+        # The exact type is compared, because a boolean is also an instance of int.
         if type(number) not in (int, float) or not low <= number <= high:
             return []
     return value
@@ -187,7 +188,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 Amount = Annotated[float, Field(ge=0)]
 MicroBatches = Annotated[Literal["auto"] | Positive, BeforeValidator(_count)]
 Workers = Annotated[int, Field(ge=0, le=256)]
-# YAML reads the name of a layer as a number if it is one, such as 4.
+# The JSON Schema allows integers, because YAML reads the name of a layer such as 4 as a number.
 Name = Annotated[str, WithJsonSchema({"type": ["string", "integer"], "minLength": 1})]
 Names = Annotated[list[Name], Field(min_length=1)]
 Columns = Annotated[_OneName | Names, BeforeValidator(_columns)]

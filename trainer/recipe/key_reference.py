@@ -17,7 +17,8 @@ class Key:
     Attributes:
         name: dotted name of the key.
         default: the default, as it is typed.
-        values: all possible values; empty if they cannot be listed.
+        values: all possible values, separated by commas. Empty if they cannot be listed, or are
+            only true, false and null.
         comment: description of the key.
         example: arguments that set the key.
     """

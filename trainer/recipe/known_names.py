@@ -52,10 +52,10 @@ class TaskRow:
     The class in `trainer.tasks` that is registered under the same name has all other properties.
 
     Attributes:
-        labels: labels of an image.
+        labels: number and kind of the labels of an image, such as "one class".
         loss: name of the loss.
-        metrics: metrics in words; the first one chooses the best epoch.
-        outputs: meaning of the model's outputs.
+        metrics: description of the metrics; the first one chooses the best epoch.
+        outputs: meaning of the model's outputs, such as "the values".
     """
 
     labels: str
@@ -139,7 +139,12 @@ def timm_models() -> Sequence[str]:
 
 @cache
 def _find_registered(package: str, pattern: str) -> Sequence[str]:
-    """Return the functions that a package registers; empty if it is not installed."""
+    """Return the names of the model functions in a package; empty if it is not installed.
+
+    Args:
+        package: name of the package.
+        pattern: regular expression of a registered function; its group is the name.
+    """
     spec = find_spec(package)
     names = []
     if spec is None:
@@ -178,7 +183,8 @@ class Registry(dict[str, Entry]):
         """Return a decorator that registers an object under `name`.
 
         Raises:
-            RecipeError: the name is taken, or is not text because the brackets were forgotten.
+            RecipeError: `name` is taken, or is the decorated object itself, because the decorator
+                was written without a call.
         """
         if not isinstance(name, str):
             called = getattr(name, "__name__", "name")

@@ -29,7 +29,7 @@ class Layout:
 
     @property
     def rows(self) -> int:
-        """Number of images in a forward and backward pass, before a pipeline divides them."""
+        """Number of images in the largest micro-batch of any rank, before a pipeline divides it."""
         return checks.count_largest_rows(self.recipe, self.data_shares)
 
     @property

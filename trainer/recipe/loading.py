@@ -47,8 +47,8 @@ def load(recipe: Source = None, *words: str, **keywords: Any) -> Recipe:
         recipe: name of a shipped recipe ("digits"), path of a YAML file or run folder, a mapping, a
             recipe, or None for the defaults.
         words: arguments `key=value` with dotted keys: "optimizer.lr=0.05",
-            "devices=[cuda:0,cuda:1]". A value is YAML, except that the value of a key with type
-            text is used unchanged: "output=runs/try #2".
+            "devices=[cuda:0,cuda:1]". A value is YAML, except that the value of a key that
+            accepts strings is used unchanged: "output=runs/try #2".
         keywords: keys with Python values: `epochs=1`, `optimizer__lr=0.05`, `optimizer={"lr":
             0.05}`, `**{"optimizer.lr": 0.05}`.
 
@@ -72,7 +72,7 @@ def load(recipe: Source = None, *words: str, **keywords: Any) -> Recipe:
 
 
 def notes_on_idle(recipe: Source = None, *words: str, **keywords: Any) -> list[str]:
-    """Return a line for each key without effect that the user typed or wrote into a file.
+    """Return a sentence for each key without effect that the user typed or wrote into a file.
 
     A key in a file is not reported if the user typed the value that makes it have no effect, such
     as another mode.
@@ -118,7 +118,7 @@ def _read(path: Path) -> dict[Any, Any]:
 def _layers(
     recipe: Source, words: Iterable[str], keywords: Mapping[str, Any]
 ) -> tuple[str, list[Layer]]:
-    """Return the recipe's name, and the layers to merge, lowest first."""
+    """Return (name, layers): the recipe's name, and the layers to merge, lowest first."""
     name = NAMELESS
     chain = []
     if isinstance(recipe, str | Path):
@@ -306,7 +306,7 @@ def nest_keywords(keys: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _plain(value: Any, key: str) -> Any:
-    """Convert a Python value to a type of YAML, such as paths to text and tuples to lists.
+    """Convert a Python value to a type of YAML, such as paths to strings and tuples to lists.
 
     Raises:
         RecipeError: the value has no equivalent in YAML.

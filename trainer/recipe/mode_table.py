@@ -1,6 +1,7 @@
 """Table of the properties of each mode. Code that depends on the mode reads these, not its name.
 
-A mode consists of a row here and of a class in `trainer.modes`, which computes.
+To add a mode, add a row here, and to `trainer.modes.STRATEGIES` the class that runs its forward and
+backward passes.
 """
 
 from dataclasses import dataclass, field
@@ -19,27 +20,31 @@ class Traits:
 
     Attributes:
         when: when to use the mode, for README and guide. A mode that can run in one process or in
-            several has a line for each.
-        processes: number of processes that train; `either` is chosen by `Recipe.processes`.
-        many_devices: one process may use several devices.
-        shares_devices: several processes may use one device.
-        shared_memory: all processes share the weights in the CPU memory of one machine.
-        exchanges: data that goes between devices. Gradients are all-reduced in every step. Shards
-            of weights are gathered, and gradients reduce-scattered, for every block in every pass.
-            Copies of the model are sent, and gradients returned, in every pass. Activations and
-            their gradients go from stage to stage. Weights are averaged every epoch or few steps.
-        staged: the model is divided into stages on several devices.
-        micro_batches: stages work on several micro-batches at the same time.
-        sections: sections of the recipe that the mode reads and other modes ignore.
-        reference: the mode with which all other modes are compared.
-        same_maths: the results equal those of the reference, within float tolerance.
-        every_sample: each process uses all samples of its own shard of the data, rather than a
-            local batch of every full global batch.
-        per_rank_state: state that differs between processes and is saved for each: model,
-            optimizer, ema, scaler.
-        refuses: options of `checks.OPTIONS` that the mode does not support, with reasons. All other
-            options work; a test tries every pair.
-        refuses_processes: further options that the mode does not support in several processes.
+            several has one sentence for each.
+        processes: number of processes that train. If it is "either", `Recipe.processes` takes the
+            number from the pipeline schedule, if the recipe sets one.
+        many_devices: True if one process may use several devices.
+        shares_devices: True if several processes may use the same device.
+        shared_memory: True if all processes share the weights in the CPU memory of one machine.
+        exchanges: data that is sent between devices. "gradients" are all-reduced in every step.
+            "shards" of weights are gathered, and gradients reduce-scattered, for every block in
+            every pass. "copies" of the model are sent, and gradients returned, in every pass.
+            "activations" and their gradients go from stage to stage. "weights" are averaged every
+            epoch or every few steps.
+        staged: True if the model is divided into stages on several devices.
+        micro_batches: True if stages work on several micro-batches at the same time.
+        sections: sections of the recipe that the mode reads. Modes that do not name a section here
+            ignore it.
+        reference: True for the mode with which all other modes are compared.
+        same_maths: True if the results equal those of the reference, within float tolerance.
+        every_sample: True if each process uses all samples of its own shard of the data, rather
+            than a local batch of every full global batch.
+        per_rank_state: parts of the state that differ between processes, so that each process saves
+            its own: "model", "optimizer", "ema", "scaler".
+        refuses: why the mode does not support an option, by the option's name in `checks.OPTIONS`.
+            All other options work; a test tries every pair of mode and option.
+        refuses_processes: like `refuses`, for options that the mode supports in a single process
+            only.
     """
 
     when: tuple[str, ...]

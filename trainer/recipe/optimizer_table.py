@@ -1,6 +1,6 @@
 """Table of the properties of each optimizer. Code that depends on the optimizer reads these.
 
-A new optimizer is a row. `trainer.optim.optimizers` builds the class that the row names.
+To add an optimizer, add a row. `trainer.optim.optimizers` builds the class that the row names.
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,15 @@ class OptimizerTraits:
         class_name: name of the class in `torch.optim`, or in `trainer.optim.optimizers.CLASSES`.
         keys: keys of the recipe's section `optimizer` that not all optimizers read. The class has
             arguments with these names.
-        fused: True if the class accepts `fused=True`. A fused step changes nothing if the flag
-            `found_inf` of the gradient scaler is set. For all other classes, `undo_failed_steps`
-            has the same effect.
+        fused: True if the class accepts `fused=True`. A fused step changes nothing if the gradient
+            scaler has set the flag `found_inf`. `trainer.optim.optimizers.undo_failed_steps` has
+            the same effect for all other classes.
         state: names of the tensors that the first step creates for each parameter, filled with
             zeros. `step` is 0-dim, and the others have the shape of the parameter.
         momentum_state: names of further tensors, created if optimizer.momentum is above 0.
-        matrix_state: names of the tensors for weight matrices, for a class that treats matrices
-            differently. The class has an argument `matrices`, and needs whole matrices.
+        matrix_state: names of the tensors for each weight matrix, which replace `state`; empty if
+            the class treats matrices like other parameters. If not empty, the class has an argument
+            `matrices`, and needs whole matrices.
         scales_lr: True if the learning rate should grow in proportion to the batch size.
     """
 

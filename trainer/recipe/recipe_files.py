@@ -31,7 +31,7 @@ def find_recipe(name: str, folder: Path = Path(), said: str = "recipe=") -> Path
 
     Args:
         name: name of a shipped recipe, a file, or a run folder.
-        folder: folder of relative paths.
+        folder: folder that relative paths start from.
         said: text before the name in messages, such as "mine.yaml: extends: ".
 
     Raises:
@@ -98,7 +98,7 @@ def read_recipe_file(path: Path) -> Any:
         # Editors on Windows write a byte order mark, which this encoding skips.
         text = path.read_text(encoding="utf-8-sig")
         check_shape(text, str(path))
-        # OmegaConf would read a bare text as a key.
+        # OmegaConf would read a file that has only a string as a key, so such a file is refused.
         is_bare_text = isinstance(yaml.compose(text, Loader=LOADER), yaml.ScalarNode)
         if is_bare_text:
             tree = None
@@ -189,7 +189,7 @@ def split_arguments(
         names: names of the options.
 
     Returns:
-        The values of the options by name, and the other arguments.
+        (values, rest): the values of the options by name, and the other arguments.
 
     Raises:
         RecipeError: an option is repeated or empty.
@@ -225,12 +225,13 @@ def parse_positive_integer(key: str, value: int | str | None) -> int | None:
 def parse_value(key: str, text: str) -> Any:
     """Parse the value of an argument `key=text`.
 
-    Text is used unchanged if the key accepts text, with quotes and spaces in paths.
+    If the key accepts strings, `text` is the value, including its quotes and spaces. Exceptions are
+    null, and numbers, booleans and lists for keys that accept these, too.
 
     Raises:
         RecipeError: the value would grow without limit.
         yaml.YAMLError, OmegaConfBaseException: the value is not YAML, and the key accepts other
-            values than text.
+            values than strings.
     """
     types = list_key_types().get(key, ())
     if text == "null" and type(None) in types:
@@ -242,7 +243,7 @@ def parse_value(key: str, text: str) -> Any:
         return text
     check_shape(text, f"{key}={format_value(text)}")
     if is_list:
-        # The base loader keeps names that look like numbers as text.
+        # The base loader reads names that look like numbers as strings.
         return yaml.load(text, yaml.BaseLoader)
     tree: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     return tree["value"]

@@ -78,7 +78,7 @@ def defaults() -> dict[str, Any]:
 def list_key_types() -> dict[str, tuple[Any, ...]]:
     """Return the types that each key accepts.
 
-    These are int, float, bool, str, list, type(None) and Literals. A list of texts has two types,
+    These are int, float, bool, str, list, type(None) and Literals. A list of strings has two types,
     list and list[str].
     """
     return {key: tuple(_parts(field.annotation)) for key, field in key_fields()}
@@ -157,7 +157,8 @@ def find_idle(values: Mapping[str, Any], keys: Iterable[str]) -> Iterator[tuple[
 def check_read(recipe: Recipe, keys: Iterable[str]) -> None:
     """Refuse keys that the user typed and the run does not read.
 
-    Keys in a file are not checked, because the run may read them with other arguments.
+    Keys in a file are not checked, because the file may be meant for several optimizers and
+    schedules.
     """
     values = flatten(recipe.to_dict())
     set_keys = [key for key in keys if values.get(key)]

@@ -119,7 +119,7 @@ def replace_removed(tree: dict[Any, Any], label: str) -> dict[Any, Any]:
 
 
 def find_changed_setting(tree: Mapping[Any, Any]) -> str | None:
-    """Return a setting of a trained run whose results cannot be computed any more, if any."""
+    """Return the first removed argument whose replacement computes other results, or None."""
     for _, argument, row in find_removed(tree):
         if not row.same and not _idle(argument, row):
             return argument
@@ -127,7 +127,7 @@ def find_changed_setting(tree: Mapping[Any, Any]) -> str | None:
 
 
 def _idle(argument: str, row: Removed) -> bool:
-    """Return whether a removed argument had no effect."""
+    """Return whether a removed argument has the default value of its key, which had no effect."""
     return bool(row.idle) and argument.endswith(f"={row.idle}")
 
 

@@ -70,7 +70,7 @@ TABLES: dict[str, Mapping[str, OptimizerTraits | ScheduleTraits]] = {
     "schedule": LR_SCHEDULES,
 }
 
-# Keys whose values are paths.
+# Keys whose values are paths on this machine. `Recipe.for_others` omits them.
 LOCAL = ("data__root", "data__labels", "data__cache_dir", "model__init_from")
 # Name of a recipe that is not a file, in messages.
 NAMELESS = "recipe"
@@ -95,7 +95,7 @@ def listed(key: str) -> str:
 
 
 class _Section(BaseModel):
-    # Strict, because a text such as "1e3" is not meant as a number. Frozen, because changes after
+    # Strict, because a string such as "1e3" is not a number. Frozen, because changes after
     # the checks would not be checked.
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, protected_namespaces=(), allow_inf_nan=False
@@ -266,7 +266,7 @@ class AugmentRecipe(_Section):
 
     @property
     def together(self) -> int:
-        """Number of neighboring images that stay in one local batch: 2 if images are mixed."""
+        """Number of neighboring images that stay in one micro-batch: 2 if mixed, else 1."""
         if self.mixup or self.cutmix:
             return 2
         return 1
@@ -275,7 +275,7 @@ class AugmentRecipe(_Section):
 class OptimizerRecipe(_Section):
     """How gradients change weights."""
 
-    # mypy cannot read names from a table.
+    # mypy cannot read the names from the table, so the error is ignored.
     name: Literal[*OPTIMIZERS] = key(  # type: ignore[valid-type]
         "sgd", "sgd has momentum, adam betas and eps; adamw suits transformers", "adamw"
     )
@@ -312,7 +312,7 @@ class OptimizerRecipe(_Section):
 class ScheduleRecipe(_Section):
     """How the learning rate changes over the run."""
 
-    # mypy cannot read names from a table.
+    # mypy cannot read the names from the table, so the error is ignored.
     name: Literal[*LR_SCHEDULES] = key(  # type: ignore[valid-type]
         "cosine", "how the learning rate changes after the warm-up"
     )
@@ -713,7 +713,7 @@ def validated(plain: Any, name: str, origins: Mapping[str, str] | None = None) -
 
 
 def _check_texts(recipe: Recipe, name: str) -> None:
-    """Refuse texts that cannot be stored in the files of a run and read back."""
+    """Refuse strings that cannot be stored in the files of a run and read back."""
     for key, value in flatten(recipe.to_dict()).items():
         texts = [value]
         if isinstance(value, list):

@@ -14,7 +14,8 @@ def divide_in_proportion(total: int, numbers: Sequence[float]) -> list[int]:
 
     Among equal remainders, the first get more.
     """
-    # Rounded quotients would break ties differently from rank to rank, so fractions are used.
+    # Exact fractions are used, because rounding errors of floats would decide between remainders
+    # that are equal.
     fractions = [Fraction(number) for number in numbers]
     unit = total / sum(fractions)
     quotas = [unit * fraction for fraction in fractions]
@@ -43,7 +44,8 @@ def divide_within_limits(
         rest = total - sum(fixed.values())
         free_sizes = divide_in_proportion(rest, [numbers[n] for n in free])
         sizes = dict(zip(free, free_sizes, strict=True))
-        # Sizes that are too large come first: fixing them gives more to the small ones.
+        # Sizes that are too large are fixed first, because this leaves more for those that are too
+        # small.
         bounds = {n: most[n] for n, size in sizes.items() if size > most[n]}
         if not bounds:
             bounds = {n: least for n, size in sizes.items() if size < least}

@@ -1,4 +1,4 @@
-"""Texts in messages about recipes: values as users type them, the closest key or size."""
+"""Functions for messages about recipes: format values as users type them, find similar keys."""
 
 import difflib
 import math
@@ -114,10 +114,11 @@ def format_yaml_document(value: Any, **options: Any) -> str:
 
 def format_yaml(value: Any) -> str:
     """Format a value as one line of YAML, as it is typed on the command line or in a file."""
-    # YAML 1.1 reads `off` as false, which the keys with this value accept too.
+    # The dumper would quote `off`, because YAML 1.1 reads it as false. The quotes are not needed:
+    # the keys that have this value accept false for it.
     if value == "off":
         return "off"
-    # The width prevents line breaks in long texts.
+    # The infinite width prevents line breaks in long strings.
     return (
         format_yaml_document(value, default_flow_style=True, width=math.inf)
         .removesuffix("...\n")
@@ -126,7 +127,7 @@ def format_yaml(value: Any) -> str:
 
 
 def explain_unstorable(text: str) -> str | None:
-    """Explain why a text cannot be a value, and what to do instead; None if it can."""
+    """Explain why a string cannot be a value, and what to do instead; None if it can."""
     if not text.strip():
         return "write a value, or null"
     if "\0" in text:

@@ -79,9 +79,11 @@ class State:
 
     Attributes:
         position: progress of the run.
-        tensors: for each part ("model", "optimizer", "ema", "rank-00000"), its tensors by name.
-        facts: metadata that JSON can represent: history, run_id, topology {mode, world_size}.
-        pieces: for each file with shards of one rank ("model-00001"), its shards by name.
+        tensors: tensors by name, for each part ("model", "optimizer", "ema", "rank-00000") that is
+            saved in one file.
+        facts: metadata that JSON can represent, such as "history", "run_id" and "topology", which
+            has the mode and the number of ranks.
+        pieces: shards by name, for each file with the shards of one rank ("model-00001").
     """
 
     position: Position
@@ -164,7 +166,7 @@ def create_draft(folder: Path, step: int) -> Path:
     """
     checkpoints = folder / "checkpoints"
     if not checkpoints.is_dir():
-        # `parents=True` would create a run folder that the user has removed.
+        # `parents=True` is not used: it would create a run folder that the user has removed.
         checkpoints.mkdir()
         sync(folder)
     for entry in checkpoints.iterdir():
@@ -286,7 +288,7 @@ def prune(fresh: Path, keep: int) -> None:
 
 
 class GoodCheckpoint(NamedTuple):
-    """Verified checkpoint with its path."""
+    """Path of a checkpoint whose files have been verified, and its state."""
 
     path: Path
     state: State

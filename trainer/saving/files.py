@@ -80,7 +80,7 @@ def escape_non_utf8(name: str) -> str:
     """Escape the bytes of a file name that are not UTF-8, each by four characters.
 
     Args:
-        name: file name, or a text that contains file names.
+        name: file name, or a string that contains file names.
     """
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
@@ -174,7 +174,7 @@ def without_nan(value: Any) -> Any:
 
 
 def describe_error(error: Exception) -> str:
-    """Return a short reason why a file could not be used."""
+    """Return the system's message for an OSError, or else the text of the error."""
     return str(getattr(error, "strerror", None) or error)
 
 

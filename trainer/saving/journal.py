@@ -53,10 +53,10 @@ class Attempt(BaseModel):
         boot: identifier of the boot that `began` and `now` refer to. Empty if it is unknown.
         began: start of the process in seconds since boot, which changes of the clock do not affect.
         now: time at which this line was written, in seconds since boot.
-        time: the same time in seconds since 1970.
-        resumed: step at which training started. None before that.
+        time: time at which this line was written, in seconds since 1970.
+        resumed: step at which training started. None until training starts.
         step: last completed step.
-        seconds: seconds by part.
+        seconds: seconds spent on each part of the work, by the name of the part.
         end: cause of the end. None while the attempt runs, or if it was killed.
         noticed: problems of this attempt, as sentences that name the step.
     """
@@ -79,11 +79,12 @@ class Goodput:
 
     Attributes:
         fraction: time of useful steps divided by `wall_s`, from 0 to 1.
-        wall_s: seconds from the start of the first attempt to the last line of the last attempt.
+        wall_s: seconds from the start of the first attempt to the last line of the last attempt,
+            without the time between the end of a completed run and the attempt that trains longer.
         attempts: number of attempts.
-        seconds: seconds by part, which add up to `wall_s`.
+        seconds: seconds spent on each part of the work, longest first. They add up to `wall_s`.
         ends: `time`, `step` and `cause` of the end of each attempt that has ended.
-        notes: sentences that name what these figures do not include.
+        notes: sentences about time and attempts that the other fields do not include.
     """
 
     fraction: float
@@ -98,7 +99,8 @@ class NullJournal:
     """Journal of a rank without a run folder, which ignores all calls.
 
     Attributes:
-        last_end: cause of the end of the previous attempt, if any.
+        last_end: cause of the end of the previous attempt. None if there was no attempt, or if it
+            was killed.
     """
 
     last_end: str | None = None
@@ -123,7 +125,8 @@ class Journal(NullJournal):
         seconds: Callable[[], dict[str, float]],
         ours: bool,
     ):
-        """
+        """Open the journal, and write the first version of this attempt's line.
+
         Args:
             folder: run folder.
             check: raises if the folder belongs to another run now.
@@ -229,10 +232,11 @@ class Journal(NullJournal):
 
 
 def read_journal(path: Path) -> tuple[list[Attempt], list[str]]:
-    """Read a journal. Never raises an OSError.
+    """Read a journal. A file that is missing or cannot be read has no attempts.
 
     Returns:
-        The attempts in order, and sentences about lines that could not be read.
+        (attempts, notes): the attempts in order, and sentences about a file or lines that could not
+        be read.
     """
     if not os.path.lexists(path):
         return [], []
@@ -284,7 +288,8 @@ def compute_goodput(
         return None
     remarks = list(notes)
     seconds: dict[str, float] = defaultdict(float)
-    # Later attempts repeated all steps after this one.
+    # Attempts are visited from the last to the first. The later ones repeated all steps after
+    # `kept_step`.
     kept_step = math.inf
     for attempt in reversed(attempts):
         parts = dict(attempt.seconds)
@@ -317,7 +322,7 @@ def compute_goodput(
         else:
             gap = after.time - (after.now - after.began) - before.time
         seconds[RESTART] += max(0.0, gap)
-        # Clocks of different machines may differ by a second.
+        # Clocks of different machines may differ by a second, so only a larger step is reported.
         if gap < -1 and not is_same_boot:
             remarks.append(
                 f"a clock went back {-gap:.0f} s from one attempt to the next: no time between "

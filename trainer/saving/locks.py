@@ -103,7 +103,7 @@ def is_locked(folder: Path) -> bool:
         return False
     except BlockingIOError:
         return True
-    # Some file systems do not support locks.
+    # Some file systems do not support locks. No folder counts as locked there.
     except OSError:
         return False
     finally:

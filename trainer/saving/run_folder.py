@@ -59,12 +59,12 @@ class NullFolder:
     """Run folder of a rank other than rank 0, which ignores all calls.
 
     Attributes:
-        path: path of the folder, if any.
+        path: path of the folder; None on ranks other than rank 0.
         resuming: whether the run resumes from the newest good checkpoint of the folder.
         replaced: whether files of a run that had saved nothing were removed.
-        shorter: recipe of the resumed run, if this recipe trains longer.
-        resolved_keys: keys that this recipe leaves open and the resumed run has chosen, such as
-            `data__image_size`.
+        shorter: recipe of the resumed run if this recipe trains longer; else None.
+        resolved_keys: values that the resumed run has chosen for keys that this recipe leaves open,
+            by names such as "data__image_size".
     """
 
     path: Path | None = None
@@ -106,7 +106,8 @@ class RunFolder(NullFolder):
         self._is_new = recipe.output is None or not os.path.lexists(self.path)
         self._has_new_lock = not os.path.lexists(self.path / LOCK)
         self._lock = locks.lock_folder(self.path, "run", LOCK)
-        # Computed now, because it names the launcher, which may exit before its ranks have saved.
+        # The signature is built now, because it names the launcher, which may exit before its ranks
+        # have saved.
         self._signature = build_signature()
         # Training and the saver's thread call `check`, and may both find that the lock is missing.
         self._check_lock = threading.Lock()
@@ -124,12 +125,13 @@ class RunFolder(NullFolder):
         """
         try:
             owner = os.pread(self._lock, 200, 0).decode(errors="replace")
-        # The lock file may be a pipe or a device, which cannot be read at an offset.
+        # The lock file may be a pipe or a device, which cannot be read at an offset and names no
+        # owner.
         except OSError:
             owner = ""
         has_run = any(os.path.lexists(self.path / name) for name in ("recipe.yaml", "result.json"))
         is_restarted = is_this_job(owner)
-        # Files in a folder that no run has owned were written by the user.
+        # Files are removed only if a run has owned the folder. Otherwise the user wrote them.
         if owner and not is_restarted and not self._has_saved():
             self._remove_files(recipe.resume)
             self.replaced = has_run

@@ -45,7 +45,8 @@ def find_run(name: str) -> Path:
     """Return the path of the run that the user means.
 
     Args:
-        name: a path, or a name in runs/. If both exist, the one with weights is chosen.
+        name: a path, or a name in runs/. If both exist, the path is chosen unless only the folder
+            in runs/ has weights or is a checkpoint.
 
     Raises:
         CheckpointError: neither exists. The message suggests a run with a similar name.

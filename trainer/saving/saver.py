@@ -40,8 +40,8 @@ class Save:
             writes weights files only and no rank has shards.
         sealed: whether the draft becomes a checkpoint. If not, it is removed after the weights
             files have been assembled from it.
-        state: this rank's part of the state, in host memory.
-        peers: the other ranks that write into the draft.
+        state: tensors and shards that this rank writes, in host memory.
+        peers: numbers of the other ranks that write into the draft.
         weights: metadata of each weights file by its path.
         evaluated: part of the state that the weights files contain: "model" or "ema".
         keep: number of checkpoints to keep.
@@ -79,8 +79,8 @@ class Saver:
     Attributes:
         rank: rank of this process.
         timeout: seconds that rank 0 waits for the files of other ranks after writing its own.
-        error: exception of the last save, if it failed.
-        committed: step of the newest checkpoint for which this rank has written its files.
+        error: exception of the save that failed; None if none has failed.
+        committed: step of the newest checkpoint for which this rank has written its files, or 0.
         costs: durations of the completed saves.
         blocked: seconds for which training stood still for the current save.
     """
@@ -136,7 +136,7 @@ class Saver:
                 if save.sealed:
                     self.committed = step
                 self._result = step, time.perf_counter() - begun
-            # The ranks raise the error together at their next synchronization.
+            # The error is stored, and all ranks raise it together at their next synchronization.
             except Exception as error:
                 self.error = error
 
@@ -152,7 +152,7 @@ class Saver:
         """Wait until the current save has ended.
 
         Returns:
-            Its duration, or None if there was no save or it failed.
+            The durations of the save, or None if there was no save or a save has failed.
         """
         if self._thread is None:
             return None
@@ -232,7 +232,8 @@ class Saver:
             time.sleep(0.01)
         files = {name: File.model_validate(entry) for name, entry in read_json(path).items()}
         for name, entry in files.items():
-            # A network file system may show an older state of the folder.
+            # A network file system may show this machine an older state of the folder, so compare
+            # the sizes of the files.
             size = (draft / name).stat().st_size
             if size != entry.size:
                 raise SetupError(

@@ -35,8 +35,8 @@ def read_steps(path: Path) -> tuple[list[dict[str, str]], int]:
         path: path of the file.
 
     Returns:
-        The rows sorted by step, and the number of damaged lines. Of several rows with the same step
-        the last one is returned.
+        (rows, damaged): the rows sorted by step, and the number of damaged lines. If several rows
+        have the same step, only the last of them is returned.
 
     Raises:
         OSError: the file cannot be read, or is far larger than that of any run.

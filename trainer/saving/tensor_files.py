@@ -83,7 +83,8 @@ class StoredTensor:
     """Tensor whose rows are in one or several files and are read on demand."""
 
     def __init__(self, pieces: Iterable[Shard]) -> None:
-        """
+        """Sort the shards by their first row, and check that they form the tensor.
+
         Args:
             pieces: shards that together contain each row of the tensor exactly once, in any order.
 
@@ -144,7 +145,7 @@ def serialize(
 
     Args:
         tensors: tensors by name.
-        metadata: text entries of the header.
+        metadata: further entries of the header, strings by name.
 
     Raises:
         TypeError: safetensors files cannot contain the type of a tensor.

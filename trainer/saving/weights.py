@@ -34,7 +34,7 @@ def save_weights(
     Args:
         path: path of the file.
         tensors: weights by name.
-        metadata: text entries of the file's header.
+        metadata: further entries of the file's header, strings by name.
         check: called before the draft is renamed to `path`; raises if nothing may be saved.
 
     Raises:
@@ -132,7 +132,7 @@ def _read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     state = load(path)
     stored = state.part("model")
     averages = state.part("ema")
-    # Averages exist for the parameters. The buffers are those of the model.
+    # Averages exist for the parameters only. They replace the model's, and its buffers are kept.
     tensors = {name: tensor.read() for name, tensor in (stored | averages).items()}
     metadata = {
         "format": "pt",

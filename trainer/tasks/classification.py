@@ -19,7 +19,8 @@ from trainer.recipe import Recipe
 from trainer.recipe.text import list_some
 from trainer.tasks.task import Task, register_task
 
-# Number of classes in a prediction.
+# Maximum number of classes in a prediction, and number of classes among which the metric top5
+# searches for the label.
 TOP_CLASSES = 5
 # Minimum number of classes to show top-5, which says little about fewer classes.
 MIN_CLASSES_FOR_TOP5 = 10
@@ -71,7 +72,7 @@ class ClassTask(Task):
         return self.recipe.model.num_classes or len(self.names)
 
     def weights(self, device: torch.device) -> Tensor | None:
-        """Return the class weights (outputs,) in float32; None if all are equal."""
+        """Return the class weights (outputs,) in float32; None without loss.class_weights."""
         if not self._weights:
             return None
         if device not in self._weights:
@@ -168,7 +169,8 @@ class Classification(ClassTask):
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Sum the cross-entropy without smoothing and weights, and count correct predictions.
 
-        `actual` counts the samples of each class, and `predicted` the predictions of each class.
+        `actual` (outputs,) counts the samples of each class, and `predicted` (outputs,) how often
+        each class is the prediction.
         """
         label_logits = outputs.gather(1, targets[:, None])
         indices = torch.arange(outputs.shape[1], device=outputs.device)

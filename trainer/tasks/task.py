@@ -24,9 +24,10 @@ class Task:
         reads: content of a table of labels: the class or classes of an image, or numbers.
         metric: name of the metric that chooses the best epoch.
         larger_is_better: True if the largest value of `metric` is the best.
-        tells: names of all `metrics`; `loss` and `metric` by default.
+        tells: names of all metrics that the method `metrics` returns. If empty, they are "loss"
+            and the name in `metric`.
         titles: display names of metrics, if they differ from the name.
-        fractions: metrics that are shown in percent.
+        fractions: names of the metrics that are shown in percent.
         mixes: True if mixup and cutmix can mix the targets, see `shares`.
         uses: keys of the recipe's section `loss` that the method `loss` of this class reads. The
             other keys of the section are refused.
@@ -113,7 +114,7 @@ class Task:
         raise NotImplementedError
 
     def label_probabilities(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
-        """Return the probability of the class of each sample, (N,) float64, to find wrong labels.
+        """Return the probability of the label of each sample, (N,) float64, to find wrong labels.
 
         A task whose samples can have several classes, or none, returns None. In all other tasks
         `ranked` must return probabilities of classes.

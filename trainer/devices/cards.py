@@ -90,7 +90,7 @@ def detect() -> Cards:
 
 
 def list_device_nodes() -> tuple[list[str], list[str]]:
-    """List the files by which drivers show that this machine has GPUs.
+    """List the files that drivers create to show that this machine has GPUs.
 
     Returns:
         (nodes, possible_nodes): `nodes` are the device nodes of NVIDIA GPUs. `possible_nodes` do

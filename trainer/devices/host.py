@@ -56,7 +56,7 @@ def free_memory() -> int:
 def memory_limit() -> int | None:
     """Return the lowest memory limit, in bytes, of this process's control groups.
 
-    The result is None if no group has a limit.
+    Without a limit in any group, return None.
     """
     limits = []
     for folder in _list_groups("memory"):
@@ -157,8 +157,8 @@ class StrainMeter:
         if longest_wait < MAX_WAITING * seconds:
             return 0.0
         root = os.getppid() if self._processes > 1 else os.getpid()
-        # Subtract the CPU time before the measurement, of which each process is assumed to have
-        # used as much as this one.
+        # Subtract the CPU time from before the measurement. Each process is assumed to have used as
+        # much as this one.
         own_seconds = _read_family_seconds(root) - self._processes * self._own_seconds
         return max(0.0, (busy - self._busy - own_seconds) / cores / seconds)
 

@@ -71,7 +71,7 @@ class PlannedModel(Protocol):
         layout: Layout,
         cut: Any = None,
     ) -> StagedModel:
-        """Cut the model into stages at `cut`, or as the recipe says if `cut` is None."""
+        """Cut the model into stages at `cut`, or without a `cut` as the recipe says."""
 
 
 @dataclass(frozen=True)
@@ -347,7 +347,7 @@ def find_limit(
     layout: Layout,
     memory: int | None,
 ) -> Limit | None:
-    """Return the memory of each device, and how many bytes of it a run can use.
+    """Return the memory of each device, and how many bytes a run can use.
 
     A tenth of the memory is reserved for fragmentation and libraries, or the memory of CUDA
     contexts and NCCL if that is more, as on small GPUs.

@@ -70,7 +70,7 @@ def bare(
 def read_preset(model: ModelRecipe) -> tuple[Any, Any, Any]:
     """Return mean, standard deviation and image size of a model's preprocessing in timm.
 
-    A value is None if timm does not list it. The image size is also None for random weights, which
+    Values that timm does not list are None. The image size is also None for random weights, which
     no size suits better than another.
 
     Raises:

@@ -177,7 +177,8 @@ def count_classes(model: ModelRecipe) -> int:
 def read_preset(model: ModelRecipe) -> tuple[Any, Any, Any]:
     """Return mean, standard deviation and image size of the preprocessing of a model's weights.
 
-    A value is None if it is the usual one for photos. The image size is also None with `init_from`.
+    Values that are usual for photos are returned as None. The image size is also None with
+    `init_from`.
 
     Raises:
         RecipeError: The weights are not published.

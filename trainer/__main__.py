@@ -87,7 +87,7 @@ def answer(words: Sequence[str]) -> int:
     except (Exception, KeyboardInterrupt) as error:
         now = time.time()
         line, code = explain(error)
-        # Exit code 1 means a bug, so the user gets a traceback to report.
+        # Exit code 1 means a bug, so the stack is written to the run folder, or shown without one.
         if code == TrainerError.code:
             line = endings.with_stack(line, error)
         else:

@@ -43,7 +43,8 @@ GIB = 2**30
 OPEN_FILES = 512
 # Bytes of shared memory that loader workers need for a typical batch of photos.
 BUFFERS = 2**28
-# GPUs count as equally fast if the slowest has at least this share of the fastest one's speed.
+# GPUs count as equally fast if the slowest one has at least this fraction of the fastest one's
+# speed.
 ALIKE = 0.85
 # Names of the environment variables to report.
 TELLING = re.compile(
@@ -87,7 +88,7 @@ class Findings:
     """Report of `doctor`.
 
     Attributes:
-        sections: Rows of name and value by section.
+        sections: Rows (name, value) of each section, by its title.
         problems: Problems, one line each.
     """
 
@@ -110,13 +111,13 @@ class Findings:
             check: Function to call with `args`.
 
         Returns:
-            Its result; None if it raised an error, which becomes a problem.
+            The result of the check; None if the check raised an error, which becomes a problem.
         """
         try:
             return check(*args)
         except Exception as error:
             line, code = explain_in_one_line(error)
-            # Exit code 1 means an unexpected error, whose message does not name its location.
+            # Exit code 1 means an unexpected error, whose message does not name the check.
             if code == 1:
                 line = f"{what}: {line}"
             self.problem(line)
@@ -294,7 +295,7 @@ def report_resources(report: Findings) -> None:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_unlimited = files == resource.RLIM_INFINITY
     report.row(MACHINE, "open files", "unlimited" if is_unlimited else files)
-    # RLIM_INFINITY is -1.
+    # No limit is RLIM_INFINITY, which is -1 and must not count as too few.
     if 0 <= files < OPEN_FILES:
         report.problem(
             f"only {files} files may be open at once, too few for several processes: ulimit -n 4096"

@@ -90,7 +90,7 @@ class EntryFigures:
         shares: images of each rank in one step; None if all ranks have the same number.
         repeats: number of finished timed repeats.
         samples_per_sec: images/s with the keys "mean", "std", and "runs" (by number of the
-            repeat); None without a timed repeat.
+            repeat); None if no repeat has a speed.
         ratio: speed relative to the reference in the repeats that both have, with the keys
             "median", "low", "high" and "runs"; None without such a repeat.
         reference: name of the entry with which the others are compared.

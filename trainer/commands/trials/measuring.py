@@ -81,7 +81,7 @@ def measure_on_all(
     timeout: float = math.inf,
     **task: Any,
 ) -> list[Any]:
-    """Call `function(Measurer, **task)` in one process per device, and return what each returns.
+    """Call `function(measurer, **task)` in one process per device, and return all results.
 
     Args:
         function: a function of a module, which the processes import.
@@ -104,7 +104,7 @@ def measure_on_all(
     with log:
         command = [sys.executable, "-m", __name__, str(folder)]
         print(shlex.join(command), file=log, flush=True)
-        # torchrun's variables would make the processes part of its job.
+        # These variables of torchrun, if set, would make the processes ranks of torchrun's job.
         environment = dict(os.environ)
         environment.pop("RANK", None)
         environment.pop("WORLD_SIZE", None)
@@ -147,7 +147,7 @@ def main(folder: Path, rank: int) -> None:
     except Exception as error:
         line, code = explain_in_one_line(error)
         print(f"trainer: error: {line}", flush=True)
-    # Threads of gloo may outlive the interpreter.
+    # Skip the interpreter's shutdown, which aborts if threads of gloo still run.
     exit_now(code)
 
 

@@ -130,7 +130,7 @@ class Sweeping:
             rows = sorted(stored, key=lambda row: row["trial"])
             choices = [row["values"] for row in rows]
         self.trials = [TrialFigures(number, values) for number, values in enumerate(choices, 1)]
-        # Number of validation images of each run.
+        # Number of validation images of each finished run.
         self.images: list[int] = []
         self.progress = TrialsProgress(space.count() * space.repeats)
 
@@ -239,7 +239,7 @@ class Sweeping:
     def _write(self, status: str) -> Json:
         """Write the tables with the results so far, and return the content of sweep.json.
 
-        Its keys are stable.
+        The keys of sweep.json never change, because scripts read them.
         """
         space = self.space
         rows = results.tabulate(self.trials, self.metric, min(self.images, default=0))

@@ -31,7 +31,7 @@ OWN_WORDS = ("recipe", "repeats", "trials", "metric", "nproc", "plugin", "output
 SAMPLED = 20
 # Number of random trials before the sampler uses their results.
 RANDOM = 10
-# Maximum number of combinations.
+# Maximum number of combinations of lists.
 MOST = 1000
 NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
 # A range is sampled on a logarithmic scale if its ends differ by this factor.
@@ -219,7 +219,8 @@ class SearchSpace:
         self.trials = (trials or SAMPLED) if is_sampled else None
         is_chosen = nproc is not None or "mode" in keys
         if self.base.traits.exchanges in ("gradients", "copies") and not is_chosen:
-            # Modes that exchange gradients or copies compute the same as `single` on one device.
+            # Modes that exchange gradients or copies compute the same as `single`, which needs one
+            # device per trial. So `single` is used unless the user chose a mode or nproc=.
             self.words.append("mode=single")
             self.base = recipes.load(source, *self.words)
         launching.load_plugin(plugin)
@@ -245,8 +246,8 @@ class SearchSpace:
         """Sample the values of the next trial.
 
         Args:
-            ended: Values and metric of each trial so far; None for one that failed or has not
-                ended.
+            ended: Pairs (values, metric) of the trials so far. The metric is None for a trial that
+                failed or has not ended.
             larger: Whether larger metrics are better.
         """
         import optuna
@@ -273,7 +274,11 @@ class SearchSpace:
         return {part.key: part.typed(params[part.key]) for part in self.dimensions}
 
     def typed(self, values: Mapping[str, str]) -> list[str]:
-        """Return the arguments that train with a trial's values, on any devices."""
+        """Return the arguments that train with a trial's values.
+
+        The overrides devices= and threads= are left out, because they say where the trials of the
+        sweep run. A mode with a single device gets the first of the devices that the user named.
+        """
         own = []
         if self.plugin is not None:
             own.append(f"plugin={self.plugin}")

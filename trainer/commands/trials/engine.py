@@ -335,7 +335,8 @@ def claim_folder(
         return RecipeError(f"resume=auto: {line}")
 
     with choose_folder(output, default, kind, find_refusal) as path:
-        # Check again under the lock: another process may have written files since the first check.
+        # Check under the lock: another process may have written files before, and `choose_folder`
+        # does not check a folder that the user typed.
         error = find_refusal(path)
         if error:
             raise error

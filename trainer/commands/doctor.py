@@ -46,7 +46,7 @@ BUFFERS = 2**28
 # GPUs count as equally fast if the slowest one has at least this fraction of the fastest one's
 # speed.
 ALIKE = 0.85
-# Names of the environment variables to report.
+# Matches the names of the environment variables to report.
 TELLING = re.compile(
     r"(CUDA|NVIDIA|NCCL|GLOO|TORCH|PYTORCH|CUBLAS|HIP|ROCR|OMP|MKL|KMP|GOMP|TRAINER|SLURM|PET|UCX"
     r"|TORCHELASTIC)_"

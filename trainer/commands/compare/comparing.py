@@ -73,7 +73,7 @@ class Comparison:
         folder: folder of the comparison.
         base: the recipe that all entries share.
         rows: the entries, in the order in which they run.
-        asked: the arguments of `compare`.
+        asked: the arguments of `compare` by name, as compare.json stores them.
         recipe: the value of `recipe=` on the command line of a run.
     """
 
@@ -356,8 +356,8 @@ def choose_length(
             steps = max(FEWEST, min(MOST, round(SECONDS / median(times))))
         is_synthetic = any(result["data"]["synthetic"] for result in checked)
         if is_synthetic and recipe.data.name != "synthetic":
-            # If the images of data.name are missing, a run trains SPEED_STEPS steps on synthetic
-            # images and stops.
+            # If the images of data.name are missing, a run trains at most SPEED_STEPS steps, on
+            # synthetic images.
             from trainer.training.setup import SPEED_STEPS
 
             steps = max(1, min(steps, SPEED_STEPS - warmup))

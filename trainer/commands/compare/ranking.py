@@ -279,7 +279,7 @@ def draw_conclusion(table: Sequence[EntryFigures], pairs: Sequence[Difference]) 
 
 
 def select_sound(table: Sequence[EntryFigures], pairs: Sequence[Difference]) -> list[Difference]:
-    """Return the pairs of entries that did not fail and that compute what `single` computes."""
+    """Return the pairs in which neither entry failed or disagrees with `single`."""
     good = {row.entry for row in table if not row.error and row.exactness.verdict != "disagrees"}
     return [pair for pair in pairs if {pair.first, pair.second} <= good]
 
@@ -302,7 +302,12 @@ def _format_label(row: Entry) -> str:
 
 
 def compare_losses(entry: Entry, reference: Entry | None) -> Exactness:
-    """Compare the losses of an entry with those of the reference, which is `single`."""
+    """Compare the losses of an entry with those of `single`.
+
+    Args:
+        entry: the entry to judge.
+        reference: the entry of `single`; None if `single` is not among the entries.
+    """
     if entry is reference:
         return Exactness("reference", "reference")
     if not entry.recipe.traits.same_maths:

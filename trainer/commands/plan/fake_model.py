@@ -84,7 +84,7 @@ class Cut:
 class FakeModel:
     """A recipe's model whose weights and gradients have shapes but no values.
 
-    Without a GPU here, the CPU's operators stand in for those of a GPU.
+    On a machine without a GPU, the CPU's operators stand in for a GPU's.
 
     Args:
         layout: recipe and devices to plan for.

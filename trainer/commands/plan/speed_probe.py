@@ -35,7 +35,7 @@ from trainer.training.setup import place_model, start_process
 
 # Approximate maximum number of seconds of one forward and backward pass.
 PASS = 2.0
-# Sizes of the messages that show latency and bandwidth.
+# Sizes in bytes of the messages that measure latency and bandwidth.
 LATENCY_BYTES = 2**10
 BANDWIDTH_BYTES = 2**24
 

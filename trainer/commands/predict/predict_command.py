@@ -168,7 +168,7 @@ def _count_decoders(devices: Sequence[str]) -> int:
     model wait for each other, so all of them wait if one thread has to share its core. A worker
     with one core gets 0 threads: it reads and computes in turn.
 
-    If any device is a GPU, every worker gets as many threads as its part of the cores, at least 1.
+    If any device is a GPU, the cores are divided equally, and every worker gets at least 1 thread.
     """
     cores_per_device = count_cores() // len(devices)
     if all(name == "cpu" for name in devices):
@@ -239,7 +239,7 @@ class Rows:
                 self._part.unlink(missing_ok=True)
 
     def write(self, item: Item, labels: Labels | ItemError) -> None:
-        """Write the next row; an `ItemError` belongs to an image that was given up."""
+        """Write the next row; `labels` is an `ItemError` for an image on which workers failed."""
         row = dict.fromkeys(COLUMNS)
         row["path"] = item.path
         if item.label is not None:

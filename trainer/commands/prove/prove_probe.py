@@ -23,7 +23,8 @@ from trainer.telemetry.flops import look_up_peak_flops
 SIZES = (1, 1023, 2**20 + 3)
 # Number of rounds of `rates`; `links` has twice as many. The first round warms up and is discarded.
 ROUNDS = 4
-# Steps of the bare loop before timing, timed windows, and the approximate seconds of all windows.
+# Number of steps of the bare loop before timing, number of timed windows, and approximate seconds
+# of all windows together.
 WARM = 4
 WINDOWS = 5
 SECONDS = 2.0

@@ -29,7 +29,7 @@ from trainer.recipe.schema import STREAMS, Schedule
 STEPS = 20
 KILLED = 12
 SAVED = 5
-# Approximate seconds of a run of twenty small steps.
+# Approximate seconds of a run of STEPS steps of a small network, by the kind of device.
 START = {"cpu": 7.0, "cuda": 12.0}
 # Allowed relative differences: of a step's loss, of the norm of its gradient, of a tensor of the
 # optimizer's state, and of a weight. An optimizer's state depends on gradients alone, so it shows

@@ -54,7 +54,7 @@ def command(words: Sequence[str]) -> int:
     """Run `python -m trainer sweep`.
 
     Returns:
-        Exit code 0, or that of the first failed trial if no trial succeeded.
+        Exit code 0 if any trial succeeded, otherwise the exit code of the first failed trial.
 
     Raises:
         RecipeError: A trial could not run with these arguments; nothing has started.

@@ -34,7 +34,8 @@ RANDOM = 10
 # Maximum number of combinations of lists.
 MOST = 1000
 NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
-# A range is sampled on a logarithmic scale if its ends differ by this factor.
+# A range of positive numbers is sampled on a logarithmic scale if its upper end is at least this
+# multiple of its lower end.
 FACTOR = 10
 # Keys that a sweep cannot vary, and what to type instead.
 FIXED = {
@@ -52,7 +53,7 @@ class Dimension:
         key: Name of the key.
         values: Values as in an override; for a range, its ends.
         ends: Both ends of a range, which are included; None for a list.
-        whole: Whether the range has whole numbers only, because the key accepts no others.
+        whole: Whether the range has whole numbers only, because the key accepts only these.
     """
 
     key: str
@@ -73,7 +74,7 @@ class Dimension:
         if self.ends is None or self.whole:
             return str(value)
         low, high = self.ends
-        # Rounding can lead out of the range.
+        # Rounding can lead out of the range, so the rounded number is limited to the range.
         rounded = min(max(float(f"{value:.4g}"), low), high)
         return f"{rounded:.12g}"
 
@@ -305,7 +306,10 @@ class SearchSpace:
             raise RecipeError(f"a trial with {' '.join(words)} cannot run: {error}") from None
 
     def _launch(self, recipe: Recipe) -> Launch | None:
-        """Return the launch of a trial, which uses as many of the sweep's devices as it needs."""
+        """Return the launch of a trial on the first devices of the sweep, as many as it needs.
+
+        The result is None if no ranks have to be started.
+        """
         count = None
         if recipe.traits.single_device:
             count = 1

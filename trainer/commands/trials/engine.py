@@ -301,7 +301,7 @@ def claim_folder(
 
     Raises:
         FolderInUseError: the folder holds something else, or is in use.
-        RecipeError: resume=auto was typed with other arguments than those in `file`.
+        RecipeError: `resume` is true, but `asked` differs from the arguments in `file`.
         SetupError: the folder cannot be written.
         Interrupted, Preempted: Ctrl-C or another signal stopped the block; the message says how to
             resume.

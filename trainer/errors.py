@@ -245,8 +245,8 @@ def load_extra(feature: str, *modules: str) -> Any:
     try:
         loaded = [import_module(name) for name in modules]
         for module in loaded:
-            # Python also imports a plain directory of that name in the working directory, such as
-            # the one that wandb creates.
+            # Python also imports a directory of that name in the working directory, such as the one
+            # that wandb creates. Such a module has no file and is not the package.
             if getattr(module, "__file__", "") is None:
                 raise ModuleNotFoundError(f"{module.__name__} is a folder without code")
     except Exception as error:

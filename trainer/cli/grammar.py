@@ -28,7 +28,8 @@ def format_program(environment: Mapping[str, str] = os.environ) -> str:
     """Return the command that started this program: torchrun, launch.sh, or Python with -m."""
     if _is_under_torchrun(environment):
         rank = read_place(environment)
-        # Ranks of several machines meet at an address, which `--standalone` would ignore.
+        # Ranks on several machines connect to an address that torchrun is given. `--standalone`
+        # would ignore this address, so it is shown only for a single machine.
         alone = ""
         if rank.size == rank.local_size:
             alone = " --standalone"
@@ -51,7 +52,8 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
     Raises:
         RecipeError: the command or an option is unknown, or a required argument is missing.
     """
-    # In a script with Windows line endings, the shell leaves a CR at the end of each command.
+    # In a script with Windows line endings, the shell passes a CR at the end of each command, which
+    # is no part of an argument.
     words = [word.rstrip("\r") for word in words]
     if not words:
         if _is_under_torchrun(os.environ):

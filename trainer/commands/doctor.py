@@ -36,10 +36,10 @@ SOFTWARE = "software"
 CARDS = "cards"
 PROCESSES = "between processes"
 MACHINE = "machine"
-# Timeout of a check of communication in seconds.
+# Timeout in seconds of each check of communication.
 TIMEOUT = 60.0
 GIB = 2**30
-# Minimum number of files that a process should be able to open.
+# Minimum number of files that a process should be able to have open at the same time.
 OPEN_FILES = 512
 # Bytes of shared memory that loader workers need for a typical batch of photos.
 BUFFERS = 2**28

@@ -74,7 +74,8 @@ class LoadedModel:
         self._trained = LabelModel.read(path, self._words, split=False)
         self.model: nn.Module = self._trained.model
         self.classes: tuple[str, ...] = self._trained.classes
-        # The run's settings for its own processes do not apply to the caller's process.
+        # The number of threads and the section `predict` were chosen for the processes of commands.
+        # They do not apply to the caller's process.
         self._recipe = self._trained.recipe.replace(threads=None, predict={})
 
     @plain_context()
@@ -227,7 +228,7 @@ class LoadedModel:
             return decode_item(
                 item, trained.preparation.channels, recipe_pixel_range(trained.recipe.data)
             )
-        # Decoders raise exceptions of any type.
+        # Decoders raise exceptions of any type for a damaged image.
         except Exception as error:
             return PredictionError(describe_failure(error))
 

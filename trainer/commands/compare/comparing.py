@@ -214,7 +214,8 @@ class Comparison:
             for event_file in event_files:
                 event_file.unlink()
         elif event_files:
-            # Curves of an earlier attempt at this run would be shown as a second curve.
+            # Delete the curves of an earlier attempt at this run, which TensorBoard would show as
+            # well.
             shutil.rmtree(curves, ignore_errors=True)
             curves.mkdir(parents=True)
             for event_file in event_files:

@@ -150,7 +150,7 @@ def _parse_mode(text: str) -> tuple[str, dict[str, str]]:
         mode, *words = shlex.split(text) or [""]
     except ValueError as error:
         raise RecipeError(f"modes: '{text[:80]}': {str(error).lower()}") from None
-    # Loading fails for an unknown mode, with an error that suggests the nearest one.
+    # Load the mode by itself, only for the error that suggests the nearest name of an unknown mode.
     recipe.load({"mode": mode})
     refused_keys = {*OWN_ARGUMENTS, "mode"} - {"nproc"}
     arguments = {}

@@ -195,7 +195,8 @@ def _compute_figures(
     if row.problem:
         error = str(row.problem)
         exit_code = row.problem.code
-    # Losses can only be compared with those of `single`.
+    # If `single` was not run, the reference of speeds is another mode, with which no losses are
+    # compared.
     exactness = compare_losses(row, reference if reference.recipe.traits.reference else None)
     return EntryFigures(
         entry=row.name,

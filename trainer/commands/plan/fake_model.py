@@ -38,7 +38,8 @@ from trainer.recipe import ModelRecipe
 from trainer.recipe.layout import Layout
 from trainer.training.teaching import load_teacher
 
-# Micro-batches per worker if the recipe leaves the number open: the bubble is then at most 20 %.
+# Micro-batches per worker if the recipe leaves the number open. With this number, workers with
+# equal stages wait for at most 20 % of a step (see `compute_ideal_bubble`).
 MICROBATCHES = 4
 
 

@@ -216,7 +216,7 @@ class Labeller:
             return prepare_for_evaluation(
                 self._open(item), preparation.image_size, preparation.shorter_side
             )
-        # Decoders raise exceptions of any type.
+        # Decoders raise exceptions of any type for a damaged image, which must not stop the worker.
         except Exception as error:
             return Labels((), (), describe_failure(error))
 

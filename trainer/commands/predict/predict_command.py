@@ -75,7 +75,7 @@ SECONDS = 5.0
 def command(words: Sequence[str]) -> int:
     """Label the images that the arguments name, and return exit code 0."""
     options, rest = split_arguments(words, ("checkpoint", "plugin", *NOT_OURS))
-    # A path may contain "=", but no key contains "/".
+    # An argument with "=" is an override, unless it has "/" before the "=", as only a path has.
     photos = tuple(word for word in rest if "=" not in word or os.sep in word.partition("=")[0])
     overrides = [word for word in rest if word not in photos]
     for key, instead in NOT_OURS.items():

@@ -164,7 +164,7 @@ class CheckRunner:
         Raises:
             TrialFailed: the run failed.
         """
-        # Only this node is checked, even if this process is part of a job on several.
+        # Only this node is checked, even if this process is part of a job on several nodes.
         variables = {"NNODES": "1", **(environment or {})}
         defaults = list(QUIET)
         if self.devices.threads:

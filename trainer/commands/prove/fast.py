@@ -30,10 +30,10 @@ SLOW = {"cuda": 0.9, "cpu": 0.6}
 THROTTLED = {"cuda": 0.85, "cpu": 0.5}
 # A link is slow below this fraction of the fastest one.
 SLOW_LINK = {"cuda": 0.5, "cpu": 0.25}
-# Warm-up steps of a timed run, and its approximate duration in seconds after them.
+# Number of warm-up steps of a timed run, and approximate duration of its timed steps in seconds.
 WARM = 5
 SECONDS = 2.5
-# Number of times that a bare loop and a run alternate, and the seconds of one such pair.
+# Number of pairs of a bare loop and a run, which alternate, and approximate seconds of a pair.
 ROUNDS = {"cuda": 2, "cpu": 3}
 PAIR = {"cuda": 55.0, "cpu": 20.0}
 

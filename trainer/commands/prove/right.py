@@ -397,7 +397,7 @@ def compare_traces(
     exceeded = []
     shown = []
     for name, value in compute_differences(actual, expected).items():
-        # JSON has no infinity.
+        # JSON has no infinity, so proof.json has null for an infinite difference.
         deviations[name] = value if math.isfinite(value) else None
         if not value <= bounds[name]:
             exceeded.append(f"{name} by {value:.2g} (at most {bounds[name]:g})")

@@ -107,7 +107,7 @@ def parse_dimension(key: str, text: str) -> Dimension | None:
     if text.startswith("["):
         if not accepted:
             return None
-        # A size accepts a whole number, so a list of them is several values.
+        # A key for a size accepts a whole number as well as a list, so [96,128] is two sizes.
         is_list_valued = list in accepted and (int not in accepted or str in accepted)
         return _parse_list(key, text, is_list_valued)
     if not {int, float} & {*accepted} or str in accepted or ".." not in text:

@@ -56,7 +56,8 @@ class Measurer:
     def barrier(self) -> None:
         synchronise([self.device])
         if self.count > 1:
-            # A CPU tensor goes through gloo even if the devices are GPUs.
+            # The sum of a CPU tensor goes through gloo even if the devices are GPUs, so this waits
+            # for all processes without a kernel on the GPUs.
             dist.all_reduce(torch.zeros(1))
 
     def seconds(self, work: Callable[[], Any], times: int = 1) -> float:

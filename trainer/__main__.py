@@ -208,8 +208,8 @@ def _show(text: str) -> None:
     try:
         print(escape_control_characters(text), end="", flush=True)
     except BrokenPipeError:
-        # The reader, for example `head`, has closed the pipe. Python writes to stdout once more at
-        # exit and would print an error, so stdout becomes /dev/null.
+        # The reader, for example `head`, has closed the pipe. Python flushes stdout at exit and
+        # would print an error, so stdout becomes /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

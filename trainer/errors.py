@@ -115,7 +115,7 @@ class Interrupted(TrainerError):
 
 
 class Preempted(TrainerError):
-    """Stopped by SIGTERM after saving (exit 143)."""
+    """Stopped by SIGTERM, or another signal that asks a run to stop, after saving (exit 143)."""
 
     code = 143
     cause = "SIGTERM"
@@ -204,7 +204,7 @@ def describe_bug(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:500]}{where}"
 
 
-# Maps the name by which each required library is imported to its name for pip. Most are the same.
+# Maps the name that imports each required library to its name for pip. Most names are the same.
 SAME_NAME = (
     "cloudpickle matplotlib numpy omegaconf pydantic safetensors scipy tensorboard torch "
     "torchvision tqdm xxhash"

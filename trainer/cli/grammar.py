@@ -25,7 +25,10 @@ FLAGS = ("--json",)
 
 
 def format_program(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the command that started this program: torchrun, launch.sh, or Python with -m."""
+    """Return the command with which the user starts this program.
+
+    The command is torchrun, launch.sh, the installed `trainer`, or Python with -m.
+    """
     if _is_under_torchrun(environment):
         rank = read_place(environment)
         # Ranks on several machines connect to an address that torchrun is given. `--standalone`
@@ -52,8 +55,8 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
     Raises:
         RecipeError: the command or an option is unknown, or a required argument is missing.
     """
-    # In a script with Windows line endings, the shell passes a CR at the end of each command, which
-    # is no part of an argument.
+    # A CR is removed, which the shell passes at the end of each command of a script with Windows
+    # line endings.
     words = [word.rstrip("\r") for word in words]
     if not words:
         if _is_under_torchrun(os.environ):

@@ -153,7 +153,7 @@ def report_versions(report: Findings) -> bool:
         return False
     details = f"{shlex.quote(sys.executable)} -m torch.utils.collect_env"
     report.row(SOFTWARE, "other versions", details)
-    # This module imports torch.
+    # Imported here, because this module imports torch, which has been found to work by now.
     from trainer.data.photos.jpeg import get_codec
 
     jpeg = get_codec()
@@ -210,7 +210,9 @@ def check_cards(report: Findings) -> int:
 
 
 def compare_speeds(names: Sequence[str], speeds: Sequence[float]) -> str:
-    """Compare the speeds of GPUs, and estimate what shares=auto gains if they differ.
+    """Return a phrase that compares the speeds of GPUs.
+
+    If the speeds differ, the phrase says how much shares=auto gains at most.
 
     Args:
         names: Name of each GPU.
@@ -250,7 +252,7 @@ def sum_over_processes(backend: str, devices: Sequence[str]) -> str:
     Raises:
         SetupError: A sum is wrong, or a process failed.
     """
-    # This module imports torch.
+    # Imported here, because this module imports torch, which may be broken.
     from trainer.commands.trials.measuring import measure_on_all
 
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:

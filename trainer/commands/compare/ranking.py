@@ -80,7 +80,7 @@ class Length:
 
 @dataclass(frozen=True)
 class EntryFigures:
-    """One row of the table.
+    """Row of the table: the results of one entry.
 
     Speed and step time are means over the undisturbed timed repeats, or over all timed repeats if
     none was undisturbed. Peak memory is the maximum over the timed repeats. Devices, losses,

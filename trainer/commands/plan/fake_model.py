@@ -321,7 +321,7 @@ class FakeModel:
 
         Args:
             cuts: modules after which the model is cut.
-            rows: images of the micro-batch.
+            rows: number of images of the micro-batch.
             wired: whether stages are in different processes, which send contiguous tensors.
         """
         modules = self.traced.stages(cuts)

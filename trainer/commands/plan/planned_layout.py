@@ -57,7 +57,7 @@ def lay_out_modes(
     A mode that computes on a single device gets the first one.
     """
     available = resources.count_cuda_devices()
-    # At least two devices: most modes differ from `single` only on several devices.
+    # Use at least two devices: most modes differ from `single` only on several devices.
     count = max(2, recipe.pipeline.stages or 0, available)
     kind = "cuda" if gpus or available else "cpu"
     if recipe.devices != "auto":

@@ -46,7 +46,7 @@ def measure_here(layout: Layout, images: DatasetFacts, plugin: str | None) -> Ti
     Args:
         layout: processes and devices of the plan.
         images: size and shape of the data set.
-        plugin: the user's own module; None if there is none.
+        plugin: the user's own module, or None.
 
     Raises:
         SetupError: the plan is for GPUs, but this machine has no usable GPU.
@@ -137,11 +137,11 @@ def measure(
         most: maximum number of images of a pass.
         microbatches: sizes, in images, of the micro-batches to measure; empty for a mode without
             stages.
-        plugin: the user's own module; None if there is none.
+        plugin: the user's own module, or None.
     """
     launching.load_plugin(plugin)
-    # All passes use the same images. At a usual learning rate the weights would soon overflow, so
-    # the learning rate is tiny.
+    # The learning rate is tiny: all passes use the same images, and at a usual learning rate the
+    # weights would soon overflow.
     recipe = recipe.replace(mode="single", devices="auto", schedule__min_lr=0.0, optimizer__lr=1e-9)
     start_process(recipe)
     place = Place(process.rank, process.count, process.rank, process.count)
@@ -182,7 +182,7 @@ def _measure_whole(
     example = context.example
     device = peers.device
     pilot = example.rows
-    # These are the same objects as in training, so that the optimizer's time is measured as well.
+    # Build the same objects as in training, so that the optimizer's time is measured as well.
     strategy, updater = place_model(context, model)
     strategy.train()
 
@@ -195,7 +195,7 @@ def _measure_whole(
         return result, time.perf_counter() - begun
 
     def measure_passes(images: int, least: int, seconds: float) -> tuple[float, float]:
-        # At least one pass more than `least`, because the first is discarded.
+        # Run at least one pass more than `least`, because the first is discarded.
         batch = example.batch(device, images, context.recipe.channels_last)
         computes: list[float] = []
         updates = []

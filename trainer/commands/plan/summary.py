@@ -49,7 +49,7 @@ def summarize(
         memory: memory of each device in bytes; None if not stated.
         measured: "here" to measure on this machine; None to measure nothing.
         bandwidth: bytes per second between devices; None if not stated.
-        plugin: the user's own module; None if there is none.
+        plugin: the user's own module, or None.
         every: whether to add a row for each mode.
         words: arguments of the command line, for the commands to type.
 
@@ -283,7 +283,7 @@ def _plan_mode(
     try:
         if isinstance(layout, RecipeError):
             raise layout
-        # Each mode with recomputation needs a model of its own: `FakeModel` wraps the recomputed
+        # A mode with recomputation needs a model of its own: `FakeModel` wraps the recomputed
         # blocks of most modes, but not in modes with stages, which are traced without wrappers.
         if layout.recipe.recompute:
             fake = FakeModel(layout, fake.images)

@@ -107,8 +107,8 @@ class LabelModel:
             preparation = Preparation.of(data)
         task = create_task_without_loss(recipe, classes)
         if type(task).ranked is Task.ranked:
-            # This task cannot rank classes. Call its method now, which raises the error that says
-            # so, instead of in a worker.
+            # The task cannot rank classes. Its method is called now, and not only in a worker,
+            # because the method raises the error that says so.
             task.ranked(torch.zeros(0))
         model = trained.model(task, len(classes), preparation.channels, preparation.image_size)
         outputs = recipe.model.num_classes or 0
@@ -175,7 +175,7 @@ class Labeller:
         self._decoders: ThreadPoolExecutor | None = None
         if self.threads:
             if device.type == "cuda":
-                # In torch's operations, each decoding thread would start one thread per core.
+                # Torch would start one thread per core for the operations of each decoding thread.
                 torch.set_num_threads(1)
             # Readers silence warnings themselves, but several threads undo each other's filters. So
             # warnings are silenced for the whole process.

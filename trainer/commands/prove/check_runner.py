@@ -55,7 +55,7 @@ def measured(line: str, **figures: Any) -> Outcome:
 
 @dataclass(frozen=True)
 class Check:
-    """One check.
+    """Check of correctness, or measurement of speed.
 
     Attributes:
         name: name of the check, under which its outcome is stored.
@@ -123,7 +123,7 @@ class Devices:
 
 @dataclass
 class CheckRunner:
-    """Runner of the trainings and measurements that checks need.
+    """Runner of the training runs and measurements that checks need.
 
     Attributes:
         folder: folder of the proof.

@@ -28,7 +28,7 @@ ROUNDS = 4
 WARM = 4
 WINDOWS = 5
 SECONDS = 2.0
-# Each type represents all whole numbers from 0 to below this bound exactly.
+# Bounds below which each type represents all whole numbers from 0 on exactly.
 MOST = {torch.uint8: 256, torch.bfloat16: 256, torch.float16: 2048}
 
 

@@ -85,7 +85,10 @@ def load_outcomes(folder: Path) -> dict[str, Outcome]:
 
 
 def prove(devices: Devices, minutes: float, output: str | None) -> str:
-    """Run the checks, write and print the report, and return the status of the proof."""
+    """Run the checks, write and print the report, and return the status of the proof.
+
+    The status is "right", "wrong" or "incomplete".
+    """
     machine = reports.read_machine()
     software = list_versions()
     others = reports.OtherProcesses()
@@ -106,7 +109,7 @@ def prove(devices: Devices, minutes: float, output: str | None) -> str:
 
 
 class Proving:
-    """The checks of one command, and the schedule for them.
+    """The checks of one `prove` command, and the schedule for them.
 
     Args:
         folder: folder of the proof.

@@ -175,7 +175,7 @@ def train_single(
 
 
 def _list_exact(runner: CheckRunner) -> list[str]:
-    """Return the arguments of a run on the first device that repeats bit by bit."""
+    """Return the arguments of a run on the first device whose results are always the same bits."""
     words = ["mode=single", *runner.devices.first()]
     if runner.devices.kind == "cuda":
         words.append("deterministic=true")
@@ -256,7 +256,7 @@ def _check_mode(mode: Mode, runner: CheckRunner) -> Outcome:
     try:
         train(runner, name, mode.words)
     except TrialFailed as error:
-        # For these schedules, exit code 2 (RecipeError) means that this torch lacks the schedule.
+        # Exit code 2 (RecipeError) means, for these schedules, that this torch lacks the schedule.
         if mode.newer and error.code == 2:
             return Outcome("not here", str(error))
         raise

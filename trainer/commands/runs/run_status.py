@@ -37,8 +37,7 @@ from trainer.telemetry.readable import (
     format_titled,
 )
 
-# Pairs (title, text), each of which is one line of the page. An empty title continues the topic of
-# the line above.
+# Lines of the page as pairs (title, text). An empty title continues the topic of the line above.
 Lines = Iterator[tuple[str, str]]
 Status = Literal["running", "completed", "stopped", "failed", "killed"]
 # Directory in which training creates its folders.

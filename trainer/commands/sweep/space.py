@@ -189,7 +189,8 @@ class SearchSpace:
             source: Name or file of the recipe.
             words: Overrides, lists and ranges.
             repeats: Runs of each trial with different seeds.
-            trials: Number of trials to sample; None for the default, and if only lists vary.
+            trials: Number of trials to sample. None: `SAMPLED` if there is a range; if only lists
+                vary, nothing is sampled.
             nproc: Value of nproc=.
             plugin: Value of plugin=.
             speed: Whether images/s are compared instead of the task's metric.

@@ -59,7 +59,7 @@ MIN_WINDOWS = 5
 
 @dataclass(frozen=True)
 class TrialRun:
-    """One run, in the form of the arguments that a user would type.
+    """Run of a trial, described by the arguments that a user would type.
 
     Attributes:
         name: folder of the run below the engine's folder. Its output goes to a .log file next to
@@ -71,7 +71,7 @@ class TrialRun:
             failed, and KeyError or another error of a damaged file if the result cannot be used. In
             the latter case an earlier run starts again, and a run that has just ended has failed.
         resumes: whether a stopped run is resumed; otherwise it starts from scratch.
-        key: value by which the command identifies the trial.
+        key: value with which the command identifies the trial.
     """
 
     name: str
@@ -395,7 +395,12 @@ def drop_weights(path: Path) -> None:
 
 
 def find_failure(log: Path, code: int) -> str:
-    """Return the reason of a failure: the first error in the log, the signal, or the last line."""
+    """Return the reason for a failure: the first error in the log, the signal, or the last line.
+
+    Args:
+        log: the .log file of the run.
+        code: exit code of the process; -N if signal N killed the process.
+    """
     # The engine writes the command into the first line, which is skipped.
     lines = log.read_text(errors="replace").splitlines()[1:]
     lines = [line.strip() for line in lines if line.strip()]

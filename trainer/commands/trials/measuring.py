@@ -37,7 +37,7 @@ def _read_seconds_per_thread() -> float:
 
 @dataclass(frozen=True)
 class Measurer:
-    """One of the processes that measure at the same time.
+    """Process that measures at the same time as others.
 
     Attributes:
         devices: the device of each process.
@@ -105,7 +105,8 @@ def measure_on_all(
     with log:
         command = [sys.executable, "-m", __name__, str(folder)]
         print(shlex.join(command), file=log, flush=True)
-        # These variables of torchrun, if set, would make the processes ranks of torchrun's job.
+        # Torchrun's variables, if set, would make the processes ranks of its job, so they are
+        # removed.
         environment = dict(os.environ)
         environment.pop("RANK", None)
         environment.pop("WORLD_SIZE", None)

@@ -52,7 +52,7 @@ def as_text(
         right: numbers of the right-aligned columns.
         marked: style of a row by its number; the first row below the head is 0.
         sentences: lines below the table.
-        shown: maximum number of rows.
+        shown: maximum number of rows below the head; the number of omitted rows is printed.
     """
     head, *rows = [list(row) for row in table[: shown + 1]]
     long_notes = []
@@ -207,10 +207,7 @@ def is_busy(cores: float | None) -> bool:
 
 
 def busy_warnings(cores: float | None) -> list[str]:
-    """Return one warning if other processes used so many `cores` that speeds are meaningless.
-
-    Otherwise the list is empty.
-    """
+    """Return a list of one warning if `is_busy(cores)`, otherwise an empty list."""
     if not is_busy(cores):
         return []
     return [

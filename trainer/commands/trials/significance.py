@@ -201,10 +201,11 @@ def _estimate(logs: Sequence[float], least: float) -> list[_Estimate]:
 
 
 def _apply_holm(chances: Sequence[float], error: float) -> Iterator[tuple[int, float]]:
-    """Yield number and level of each test.
+    """Yield (number, level) of each test, from the smallest p to the largest.
 
-    The smallest p is compared with error / n, the next with error / (n - 1), and so on. After the
-    first test that fails, the level stays the same, so that all later tests fail too.
+    `number` is the index of the test's p in `chances`, and `level` is what this p is compared with.
+    The smallest of n values is compared with error / n, the next with error / (n - 1), and so on.
+    After the first test that fails, the level stays the same, so that all later tests fail too.
     """
     level = error / max(1, len(chances))
     has_failed = False

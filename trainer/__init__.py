@@ -84,7 +84,8 @@ _HOME = {
 _ALIASES = {"__version__": "VERSION", "load_recipe": "load", "evaluate": "evaluate_run"}
 
 
-# A type checker would accept any name of a module with `__getattr__`, even a misspelled one.
+# `__getattr__` is hidden from type checkers: they accept any name, even a misspelled one, of a
+# module that defines it.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:

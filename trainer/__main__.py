@@ -4,7 +4,7 @@ import sys
 
 if __name__ == "__main__" and not sys.flags.safe_path:
     # Python puts the working directory first in sys.path, where a user's random.py or yaml.py would
-    # hide the library of the same name.
+    # hide the library of the same name. So the directory becomes the last entry.
     sys.path.append(sys.path.pop(0))
 
 from trainer.processes import early
@@ -60,15 +60,17 @@ def main() -> None:
     """Run the command that the arguments name, and exit with its code."""
     open_streams()
     outlive_terminal()
-    # OpenMP reads its settings when torch is loaded.
+    # Set how long idle threads of OpenMP spin. This must come before the first import of torch,
+    # because OpenMP reads its settings when torch is loaded.
     resources.spin_briefly()
     if early.is_installed_command():
         name_installed_command(sys.argv[0])
     code = answer(sys.argv[1:])
-    # If the launcher forked this rank, it waits for this function to return.
+    # A rank that the launcher forked returns instead of exiting: the launcher's own code follows.
     if not code and multiprocessing.parent_process():
         return
-    # All output is written; Ctrl-C while Python shuts down would show a traceback.
+    # Ignore Ctrl-C from now on: all output is written, and Ctrl-C while Python shuts down would
+    # show a traceback.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if _launched() or interrupts.skips_shutdown.is_set():
         logging.shutdown()
@@ -85,7 +87,7 @@ def answer(words: Sequence[str]) -> int:
     except (Exception, KeyboardInterrupt) as error:
         now = time.time()
         line, code = explain(error)
-        # Exit code 1 means a bug.
+        # Exit code 1 means a bug, so the stack is written to the run folder, or shown without one.
         if code == TrainerError.code:
             line = endings.with_stack(line, error)
         else:
@@ -206,7 +208,8 @@ def _show(text: str) -> None:
     try:
         print(escape_control_characters(text), end="", flush=True)
     except BrokenPipeError:
-        # The reader (for example `head`) has closed the pipe; Python would complain at exit.
+        # The reader, for example `head`, has closed the pipe. Python flushes stdout at exit and
+        # would print an error, so stdout becomes /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

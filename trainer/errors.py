@@ -15,7 +15,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-# The disk is full, a quota is used up, or a file exceeds a size limit.
+# Error numbers for a full disk, a quota that is used up, and a file over the size limit.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 # Matches the user info of a URL, and the values of URL parameters whose names suggest a secret.
@@ -31,7 +31,7 @@ def remove_secrets(text: str) -> str:
 
 
 class TrainerError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base class of every error that this package raises on purpose."""
 
     code = 1
     # The journal of a run stores this short name.
@@ -88,7 +88,7 @@ class PeerError(TrainerError, RuntimeError):
 
 
 class FolderInUseError(TrainerError):
-    """The run folder holds another run (exit 8)."""
+    """The folder holds something else, or another process uses it (exit 8)."""
 
     code = 8
     cause = "folder in use"
@@ -115,7 +115,7 @@ class Interrupted(TrainerError):
 
 
 class Preempted(TrainerError):
-    """Stopped by SIGTERM after saving (exit 143)."""
+    """Stopped by SIGTERM, or another signal that asks a run to stop, after saving (exit 143)."""
 
     code = 143
     cause = "SIGTERM"
@@ -125,7 +125,10 @@ KINDS = {kind.code: kind for kind in TrainerError.__subclasses__()}
 
 
 def explain(error: BaseException) -> tuple[str, int]:
-    """Return what to print for an exception, and the exit code. Only a bug shows a traceback."""
+    """Return (text, exit_code): what to print for an exception, and the exit code.
+
+    The text is one line. Only for a bug, which has exit code 1, it is a traceback.
+    """
     text = " ".join(read_text(error).split())
     if isinstance(error, TrainerError):
         return text, error.code
@@ -155,7 +158,8 @@ def explain(error: BaseException) -> tuple[str, int]:
     return remove_secrets("".join(traceback.format_exception(error)).rstrip()), 1
 
 
-# Parts of messages of torch and Python about unusable settings, with the advice to print for each.
+# Parts of error messages of torch and Python that a wrong argument causes, with the advice that
+# `explain` adds to each.
 ADVICE = {
     "Expected more than 1 value per channel": (
         "BatchNorm needs more: raise batch_size, or lower accumulate or pipeline.microbatches"
@@ -184,7 +188,8 @@ def explain_in_one_line(error: BaseException) -> tuple[str, int]:
 def describe_bug(error: BaseException) -> str:
     """Describe a bug in one line: its type, its message and its location.
 
-    The location is the last frame in the user's own code. If no frame is, it is the last frame.
+    The location is the last frame of the traceback in the user's own code. If no frame is in the
+    user's code, the location is the last frame in a file.
     """
     text = " ".join(read_text(error).split())
     where = ""
@@ -199,7 +204,7 @@ def describe_bug(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:500]}{where}"
 
 
-# Required libraries by the name of their import, with the name for pip. Most names are the same.
+# Maps the name that imports each required library to its name for pip. Most names are the same.
 SAME_NAME = (
     "cloudpickle matplotlib numpy omegaconf pydantic safetensors scipy tensorboard torch "
     "torchvision tqdm xxhash"
@@ -212,7 +217,7 @@ def describe_installation_fault(error: BaseException) -> str | None:
     """Describe a missing library, or versions of torch and torchvision that are incompatible.
 
     Returns:
-        A line that says what to type; None for any other error.
+        A line that says what is wrong and what to type; None for any other error.
     """
     text = " ".join(read_text(error).split())
     if isinstance(error, ModuleNotFoundError) and error.name in LIBRARIES:
@@ -240,8 +245,8 @@ def load_extra(feature: str, *modules: str) -> Any:
     try:
         loaded = [import_module(name) for name in modules]
         for module in loaded:
-            # Python also imports a plain directory of that name in the working directory, such as
-            # the one that wandb creates.
+            # Python also imports a directory of that name in the working directory, such as the one
+            # that wandb creates. Such a module has no file and is not the package.
             if getattr(module, "__file__", "") is None:
                 raise ModuleNotFoundError(f"{module.__name__} is a folder without code")
     except Exception as error:
@@ -260,8 +265,9 @@ def build_missing_extra_error(feature: str, modules: Iterable[str], error: Excep
     """
     names = dict.fromkeys(name.partition(".")[0].replace("_", "-") for name in modules)
     reason = " ".join(read_text(error).split())[:160]
-    # By default, pip would leave an installed package as it is. It must not replace torch, on which
-    # these packages depend.
+    # A package that is installed but cannot be imported must be installed again, which pip does
+    # only with --force-reinstall. With --no-deps pip does not replace torch, on which these
+    # packages depend.
     options = "--force-reinstall --no-deps "
     if isinstance(error, ModuleNotFoundError):
         options = ""
@@ -283,7 +289,11 @@ def read_text(error: BaseException) -> str:
 
 
 def is_disk_full(error: OSError) -> bool:
-    """Return whether the disk is full. Python's `tempfile` reports it with a message only."""
+    """Return whether the disk is full.
+
+    Python's `tempfile` reports a full disk with the error number of a missing file, so its message
+    is checked as well.
+    """
     return error.errno in FULL or "No usable temporary directory" in read_text(error)
 
 

@@ -1,7 +1,8 @@
 """Version of the package, and features that need a certain version of torch.
 
-Versions are compared only in this file. After raising the lowest torch in pyproject.toml, delete
-the rows of `SINCE` that it satisfies, and the calls of `torch_has` with these rows.
+Versions of torch are compared only in this file. After raising the lowest version of torch in
+pyproject.toml, delete the rows of `SINCE` that this version satisfies, and the calls of `torch_has`
+with these rows.
 """
 
 import re
@@ -13,7 +14,7 @@ VERSION = "0.1.0"
 
 
 class Since(NamedTuple):
-    """Requirement of a feature.
+    """Version of torch that a feature needs, and what is done without the feature.
 
     Attributes:
         torch: First version of torch with the feature.

@@ -8,10 +8,10 @@ class Command:
     """A command of the command line. The guide's page `commands` has a help section for each.
 
     Attributes:
-        home: module whose function `command` runs it; empty if `__main__` does.
-        words: options in addition to the keys of a recipe. A command without any parses its
-            arguments itself.
-        wants: example of the required arguments.
+        home: module whose function `command` runs the command; empty if `__main__` runs it.
+        words: options that the command accepts in addition to the keys of a recipe; the shell
+            completes both. If empty, shells complete only what `completion.sh` names.
+        wants: example of the required arguments; empty if no argument is required.
         alone: whether the command refuses to run as one of several tasks of mpirun or srun.
     """
 

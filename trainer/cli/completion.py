@@ -1,7 +1,8 @@
 """Command `completion bash|zsh`: a shell script that completes commands, keys and recipes.
 
-The script contains the lists, so that pressing Tab starts no Python; the shell itself completes
-files and folders. The templates are next to this file, and both shells share `completion.sh`.
+The script contains all names, so that pressing Tab does not start Python; the shell itself
+completes files and folders. The templates are next to this file, and both shells share
+`completion.sh`.
 """
 
 from collections.abc import Sequence
@@ -59,7 +60,7 @@ def _list_values() -> list[str]:
     """List `key=value` for every key whose values can be enumerated."""
     values_by_key = {key: [*values] for key, values in choices().items()}
     schedules = values_by_key["pipeline.schedule"]
-    # Schedules that the installed torch lacks would be refused when they are typed.
+    # A schedule that the installed torch lacks is left out, because training would refuse it.
     refused = list_refused_schedules()
     values_by_key["pipeline.schedule"] = [name for name in schedules if name not in refused]
     values_by_key["model.name"] = [*SMALL_MODELS, *torchvision_classifiers()]

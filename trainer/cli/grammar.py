@@ -25,10 +25,14 @@ FLAGS = ("--json",)
 
 
 def format_program(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the command that started this program: torchrun, launch.sh, or Python with -m."""
+    """Return the command with which the user starts this program.
+
+    The command is torchrun, launch.sh, the installed `trainer`, or Python with -m.
+    """
     if _is_under_torchrun(environment):
         rank = read_place(environment)
-        # Ranks of several machines meet at an address, which `--standalone` would ignore.
+        # Ranks on several machines connect to an address that torchrun is given. `--standalone`
+        # would ignore this address, so it is shown only for a single machine.
         alone = ""
         if rank.size == rank.local_size:
             alone = " --standalone"
@@ -45,12 +49,14 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
     """Parse the arguments of the program.
 
     Returns:
-        The command and its arguments, where `--key value` and `--key=value` became `key=value`.
+        (command, arguments): the name of the command, and its arguments, where `--key value` and
+        `--key=value` became `key=value`.
 
     Raises:
-        RecipeError: the arguments name no command or option; says what to type.
+        RecipeError: the command or an option is unknown, or a required argument is missing.
     """
-    # In a script with Windows line endings, the shell leaves a CR at the end of each command.
+    # A CR is removed, which the shell passes at the end of each command of a script with Windows
+    # line endings.
     words = [word.rstrip("\r") for word in words]
     if not words:
         if _is_under_torchrun(os.environ):
@@ -100,13 +106,14 @@ def normalize_options(words: Sequence[str]) -> list[str]:
         if not name or word in FLAGS:
             arguments.append(word)
         elif equals:
-            # The name of a file may contain "=" as well; it must stay as it is.
+            # The name of a file may contain "=" as well, and must not be changed.
             is_option = key.startswith("-") or is_key
             arguments.append(f"{name}={value}" if is_option else word)
         elif not word.startswith("-"):
             arguments.append(word)
         elif rest and "=" not in rest[0] and not re.match(r"-(?!\d)|$", rest[0]):
-            # A value may be a negative number, but no other option.
+            # The next argument is the value. The pattern refuses an argument that starts with a
+            # dash, which is an option, unless it is a negative number.
             arguments.append(f"{name}={rest.pop(0)}")
         elif is_key:
             if name in defaults():

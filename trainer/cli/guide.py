@@ -15,7 +15,8 @@ from trainer.telemetry.readable import wrap
 KEYS = (
     "  python -m trainer recipes keys explains every key, python -m trainer guide answers questions"
 )
-# Section of the page `commands`: name, description, usage, list of options, examples.
+# Matches one command's section of the page `commands`: name, description, usage, list of options,
+# examples.
 SECTION = re.compile(
     r"^## (?P<name>\w+)\n\n(?P<about>.*?)\n\n```text\npython -m trainer (?P<usage>.*?)\n```\n\n"
     r"((?P<rows>- .*?)\n\n)?```sh\n(?P<examples>.*?)\n```$",
@@ -23,15 +24,15 @@ SECTION = re.compile(
 )
 
 FOLDER = Path(__file__).parent.parent / "guide"
-# Git hosts show this page for the folder.
+# Name of the page that lists all topics. Git hosts show a README below the files of its folder.
 INDEX = "README"
 
 
 def command(words: Sequence[str]) -> str:
-    """Return the page of the topic that `words` name, or the list of topics without words.
+    """Return the page of the topic that `words` name, or the list of topics if `words` is empty.
 
     Raises:
-        RecipeError: there is no such topic; the message names the closest ones.
+        RecipeError: there is no such topic; the message names similar topics, if any.
     """
     topic = " ".join(words).strip().lower().removesuffix(".md")
     if not topic or topic == INDEX.lower():
@@ -40,7 +41,7 @@ def command(words: Sequence[str]) -> str:
         similar = difflib.get_close_matches(topic, list_topics(), n=3, cutoff=0.7)
         mentions = {}
         for name, question in list_topics().items():
-            # A mention in the question outweighs any number of mentions on the page.
+            # A mention in the topic's question counts as much as 1,000 mentions on its page.
             text = 1000 * question + read_page(name)
             mentions[name] = text.lower().count(topic)
         mentioning = sorted(filter(mentions.get, mentions), key=mentions.__getitem__, reverse=True)
@@ -89,10 +90,10 @@ def _format_index() -> str:
 
 
 def _name_program(topic: str, text: str) -> str:
-    """Write the program's name in a page as the user typed it.
+    """Replace the program's name in the commands of a page with what the user typed.
 
-    Commands that only launch.sh has keep its name, and so does the page `start`, which lists all
-    ways to start.
+    `./launch.sh` stays in front of commands that only launch.sh has. `python -m trainer` stays on
+    the page `start`, which lists all ways to start.
     """
     if topic != "start":
         text = localize_commands(text)
@@ -115,7 +116,7 @@ class Page:
 
 @functools.cache
 def parse_command_pages() -> dict[str, Page]:
-    """Parse the page of each command from the guide's page `commands`."""
+    """Map the name of each command to its help, parsed from the guide's page `commands`."""
     by_name = {}
     for section in SECTION.finditer(read_page("commands")):
         words = {}
@@ -132,7 +133,8 @@ def format_overview(recipes: str) -> str:
     """Format the overview of all commands; `recipes` are the lines that describe the recipes."""
     summaries = {}
     for entry in parse_command_pages().values():
-        # The overview has one line per command: no optional arguments, and the first clause.
+        # The overview has one line per command: the usage without optional arguments, and the first
+        # clause of the description.
         usage = entry.usage.partition(" [")[0]
         summaries[usage] = re.split("[:.,]", entry.about)[0]
     width = max(map(len, summaries))

@@ -16,7 +16,8 @@ from trainer.saving.files import describe_error, read_json_or_empty
 from trainer.telemetry import readable
 from trainer.telemetry.readable import format_size
 
-# Head of the table of caches.
+# Head of the table of caches. "kept as" is the format and size of the stored images, and "of" is
+# the folder of the original photos.
 HEAD = ("cache", "photos", "size", "kept as", "last used", "of")
 
 
@@ -27,7 +28,7 @@ def command(words: Sequence[str]) -> int:
         words: Arguments of the command line.
 
     Raises:
-        RecipeError: The arguments are not those of the command, or name no cache.
+        RecipeError: An argument is not allowed, or names no cache.
         FolderInUseError: A cache to delete is in use.
         SetupError: A cache cannot be removed.
     """

@@ -36,16 +36,17 @@ SOFTWARE = "software"
 CARDS = "cards"
 PROCESSES = "between processes"
 MACHINE = "machine"
-# Timeout of a check of communication in seconds.
+# Timeout in seconds of each check of communication.
 TIMEOUT = 60.0
 GIB = 2**30
-# Minimum number of files that a process should be able to open.
+# Minimum number of files that a process should be able to have open at the same time.
 OPEN_FILES = 512
 # Bytes of shared memory that loader workers need for a typical batch of photos.
 BUFFERS = 2**28
-# GPUs count as equally fast if the slowest has at least this share of the fastest one's speed.
+# GPUs count as equally fast if the slowest one has at least this fraction of the fastest one's
+# speed.
 ALIKE = 0.85
-# Names of the environment variables to report.
+# Matches the names of the environment variables to report.
 TELLING = re.compile(
     r"(CUDA|NVIDIA|NCCL|GLOO|TORCH|PYTORCH|CUBLAS|HIP|ROCR|OMP|MKL|KMP|GOMP|TRAINER|SLURM|PET|UCX"
     r"|TORCHELASTIC)_"
@@ -87,7 +88,7 @@ class Findings:
     """Report of `doctor`.
 
     Attributes:
-        sections: Rows of name and value by section.
+        sections: Rows (name, value) of each section, by its title.
         problems: Problems, one line each.
     """
 
@@ -110,13 +111,13 @@ class Findings:
             check: Function to call with `args`.
 
         Returns:
-            Its result; None if it raised an error, which becomes a problem.
+            The result of the check; None if the check raised an error, which becomes a problem.
         """
         try:
             return check(*args)
         except Exception as error:
             line, code = explain_in_one_line(error)
-            # Exit code 1 means an unexpected error, whose message does not name its location.
+            # Exit code 1 means an unexpected error, whose message does not name the check.
             if code == 1:
                 line = f"{what}: {line}"
             self.problem(line)
@@ -152,7 +153,7 @@ def report_versions(report: Findings) -> bool:
         return False
     details = f"{shlex.quote(sys.executable)} -m torch.utils.collect_env"
     report.row(SOFTWARE, "other versions", details)
-    # This module imports torch.
+    # Imported here, because this module imports torch, which has been found to work by now.
     from trainer.data.photos.jpeg import get_codec
 
     jpeg = get_codec()
@@ -209,7 +210,9 @@ def check_cards(report: Findings) -> int:
 
 
 def compare_speeds(names: Sequence[str], speeds: Sequence[float]) -> str:
-    """Compare the speeds of GPUs, and estimate what shares=auto gains if they differ.
+    """Return a phrase that compares the speeds of GPUs.
+
+    If the speeds differ, the phrase says how much shares=auto gains at most.
 
     Args:
         names: Name of each GPU.
@@ -249,7 +252,7 @@ def sum_over_processes(backend: str, devices: Sequence[str]) -> str:
     Raises:
         SetupError: A sum is wrong, or a process failed.
     """
-    # This module imports torch.
+    # Imported here, because this module imports torch, which may be broken.
     from trainer.commands.trials.measuring import measure_on_all
 
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
@@ -294,7 +297,7 @@ def report_resources(report: Findings) -> None:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_unlimited = files == resource.RLIM_INFINITY
     report.row(MACHINE, "open files", "unlimited" if is_unlimited else files)
-    # RLIM_INFINITY is -1.
+    # No limit is RLIM_INFINITY, which is -1 and must not count as too few.
     if 0 <= files < OPEN_FILES:
         report.problem(
             f"only {files} files may be open at once, too few for several processes: ulimit -n 4096"

@@ -77,7 +77,8 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
         batch_size=local_batch * world.size,
         accumulate=1,
         recompute=False,
-        # The crop determines whether photos are decoded on demand or in advance.
+        # The crop is kept because it determines whether photos are decoded on demand or in advance.
+        # All other augmentation is irrelevant for an evaluation.
         augment={"crop": recipe.augment.crop},
     )
     check_processes(recipe, world.size)

@@ -74,7 +74,8 @@ class LoadedModel:
         self._trained = LabelModel.read(path, self._words, split=False)
         self.model: nn.Module = self._trained.model
         self.classes: tuple[str, ...] = self._trained.classes
-        # The run's settings for its own processes do not apply to the caller's process.
+        # The number of threads and the section `predict` were chosen for the processes of commands.
+        # They do not apply to the caller's process.
         self._recipe = self._trained.recipe.replace(threads=None, predict={})
 
     @plain_context()
@@ -93,8 +94,8 @@ class LoadedModel:
             devices: None uses the first GPU, or the CPU without one, in this process. A list, as in
                 ["cuda:0", "cuda:1"], or "auto" starts a worker for each device, which pays off for
                 many images.
-            on_error: "skip" returns a PredictionError instead of the answer for an image that
-                cannot be read, as `DevicePool.map` does; "raise" raises the first one.
+            on_error: For images that cannot be read. "skip" returns a PredictionError instead of
+                the Prediction of such an image; "raise" raises the error of the first one.
 
         Returns:
             A `Prediction`; a list of them in order for a directory, a batch or a sequence.
@@ -173,9 +174,11 @@ class LoadedModel:
         return export_run(self.path, format, output, self._words)[0]
 
     def _list_items(self, images: Images) -> tuple[list[Any], bool]:
-        """Return an item for each image, and whether the caller passed several images.
+        """Convert what the caller passed to `predict` into one item per image.
 
-        An item is a path, a Pillow image, or a uint8 tensor of shape (C, H, W).
+        Returns:
+            (items, is_several): each item is a path, a Pillow image, or a uint8 tensor of shape
+            (C, H, W). `is_several` is False if the caller passed one image by itself.
         """
         if isinstance(images, str | os.PathLike):
             path = str(Path(images).expanduser())
@@ -204,7 +207,8 @@ class LoadedModel:
                     "which is read as data.pixel_range says"
                 )
             channels = self._trained.preparation.channels
-            # `as_input` moves the channels of an array only if there are 1 or 3 of them.
+            # `as_input` moves the channels of an array to the front only if there are 1 or 3 of
+            # them. Other numbers of channels are moved here.
             is_numpy = isinstance(image, np.ndarray)
             if is_numpy and channels not in (1, 3) and image.shape[2:] == (channels,):
                 array = array.movedim(-1, 0)
@@ -213,7 +217,10 @@ class LoadedModel:
             raise RecipeError(f"predict() accepts {FORMS}: {error}") from None
 
     def _decode(self, item: Any) -> Any:
-        """Return an item for a worker: a Pillow image becomes a tensor or an exception."""
+        """Return an item that can be sent to a worker.
+
+        A Pillow image becomes a tensor or, if it cannot be decoded, a PredictionError.
+        """
         if not isinstance(item, Image.Image):
             return item
         try:
@@ -221,7 +228,7 @@ class LoadedModel:
             return decode_item(
                 item, trained.preparation.channels, recipe_pixel_range(trained.recipe.data)
             )
-        # Decoders raise exceptions of any type.
+        # Decoders raise exceptions of any type for a damaged image.
         except Exception as error:
             return PredictionError(describe_failure(error))
 

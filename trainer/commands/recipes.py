@@ -1,8 +1,8 @@
-"""Command `recipes`: the shipped recipes, one recipe with comments and origins, keys, schema.
+"""Command `recipes`: print the list of shipped recipes, one recipe, the keys, or the JSON Schema.
 
-The JSON Schema of recipe files is next to the shipped recipes. The second line of each recipe names
-it for editors with the YAML language server: VS Code with Red Hat's YAML extension, Neovim, Emacs,
-Helix.
+A recipe is printed with a comment and the origin of each key. The JSON Schema of recipe files is
+next to the shipped recipes. The second line of each recipe names the schema for editors with the
+YAML language server: VS Code with Red Hat's YAML extension, Neovim, Emacs, Helix.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def command(words: Sequence[str]) -> str:
     """Return the output of the command `recipes`.
 
     Raises:
-        RecipeError: The arguments are not those of the command, or name no recipe or key.
+        RecipeError: An argument is not allowed, or names no recipe or key.
     """
     if not words:
         return listed() + "\n"
@@ -92,7 +92,7 @@ def _line(text: str, comment: str) -> str:
 
 
 def shown_keys(word: str | None = None) -> str:
-    """Format the reference for a terminal.
+    """Format the reference of all keys, or of some, for a terminal.
 
     Args:
         word: A key, the last part of a key, or a section. None: all keys.

@@ -31,13 +31,15 @@ EXAMPLES = {
     "cpus": "cpus=32, the CPU cores of each node: the cluster would give one or none",
 }
 NAME = (r"[\w.,:/@-]*", "a name of letters, digits, dots and dashes")
-# Pattern and description of the values that are passed to SLURM unchanged.
+# Pattern and description of the values that the script passes to SLURM as they are; only the "iB"
+# of memory= is removed.
 RULES = {
     "memory": (r"(\d+(MiB|GiB|TiB))?", "a whole number of MiB, GiB or TiB, as in memory=64GiB"),
     "partition": NAME,
     "account": NAME,
 }
-# Default limit for restarts: a run that fails every time must not requeue its job forever.
+# Default for requeues=, the maximum number of times that the job is queued again: a run that fails
+# every time must not requeue its job forever.
 REQUEUES = 20
 # Exit codes after which the job is queued again.
 LOST = PeerError.code
@@ -178,7 +180,11 @@ def parse_time(time: str) -> int:
 
 
 def _count_gpus(recipe: Recipe, nproc: int, nodes: int) -> int:
-    """Return the number of GPUs that each node needs, and check the recipe's devices with it."""
+    """Return the number of GPUs that each node needs.
+
+    Raises:
+        RecipeError: The recipe's devices do not fit this number, or cannot be known.
+    """
     if recipe.traits.shared_memory:
         count = 0
     elif recipe.devices != "auto":

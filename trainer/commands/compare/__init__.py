@@ -73,7 +73,8 @@ def compare(
         The report, with the keys of compare.json.
 
     Raises:
-        RecipeError: no entry can run with these arguments.
+        RecipeError: an argument is wrong, or differs from the comparison that is resumed. An entry
+            that cannot run on this machine raises nothing; the report names the reason.
         FolderInUseError: the folder already holds a comparison, or another process writes to it.
         Interrupted, Preempted: stopped by Ctrl-C or SIGTERM; the tables hold all finished runs.
     """

@@ -43,13 +43,14 @@ from trainer.telemetry.readable import format_count, format_number
 FILE = "compare.json"
 # An empty file with this name marks a run during which other processes used the machine.
 DISTURBED = "disturbed"
-# The losses of this number of first steps are compared with those of single.
+# A check compares the losses of this number of steps, from the first on, with those of `single`.
 CHECKED_STEPS = 20
-# Target duration of the measured part of a run, and the bounds of its number of steps.
+# Target duration in seconds of the measured part of a run, and the minimum and maximum number of
+# its steps.
 SECONDS = 4.0
 FEWEST = 10
 MOST = 1000
-# Logged rows of a run: enough for a curve, and too few to slow the run.
+# Number of logged rows of a run: enough for a curve, and too few to slow the run.
 POINTS = 20
 QUIET = ["save.every_epochs=null"]
 NEEDED = {
@@ -72,7 +73,7 @@ class Comparison:
         folder: folder of the comparison.
         base: the recipe that all entries share.
         rows: the entries, in the order in which they run.
-        asked: the arguments of `compare`.
+        asked: the arguments of `compare` by name, as compare.json stores them.
         recipe: the value of `recipe=` on the command line of a run.
     """
 
@@ -87,7 +88,8 @@ class Comparison:
         if self.asked["plugin"]:
             self.first.append(f"plugin={self.asked['plugin']}")
         self.engine = TrialEngine(self.folder)
-        # Unless the user has set it, the number of repeats grows while a difference could hide.
+        # Unless the user has set the number of repeats, `_rounds` raises it while a difference of
+        # `significance.HIDDEN` could hide in the spread.
         self.repeats: int = self.asked["repeats"] or significance.LOOKS[0]
         self.length: Length | None = None
         stored_length = read_json_or_empty(self.folder / FILE).get("length")
@@ -122,13 +124,13 @@ class Comparison:
         return report
 
     def _runnable(self) -> list[Entry]:
-        """Return the entries that have not failed so far."""
+        """Return the entries that can run on this machine and have not failed so far."""
         return [row for row in self.rows if row.problem is None]
 
     def _trials(self) -> Iterator[TrialRun]:
         """Yield the checks, then the repeats interleaved as A B C A B C.
 
-        Interleaving makes a change in the machine from one round to the next affect all entries.
+        With interleaving, a machine that becomes slower for a while slows all entries alike.
         """
         checked = []
         for row in self._runnable():
@@ -166,8 +168,8 @@ class Comparison:
     def _check(self, row: Entry, repeat: int, more: Sequence[str]) -> TrialRun:
         """Build a run of the first steps that logs every loss.
 
-        Its losses show whether the entry is exact, and its speed determines the
-        length of timed runs.
+        The losses show whether the entry computes what `single` computes. The speed determines the
+        length of the timed runs.
         """
         recipe = row.recipe
         words = [
@@ -178,7 +180,7 @@ class Comparison:
             "logging.verdict=false",
             *more,
         ]
-        # Rounding to tf32 would hide a real difference of losses.
+        # Rounding to tf32 would hide a real difference of losses, so the check runs in fp32.
         if recipe.precision == "tf32":
             words.append("precision=fp32")
         return self._trial(row, repeat, merge_arguments(row.words, words), {launching.EXACT: "1"})
@@ -188,14 +190,18 @@ class Comparison:
     ) -> TrialRun:
         name = f"runs/{row.slug}/{repeat}"
         read = partial(self._read, repeat)
-        # Only one run is active at a time, and this one starts now.
+        # Start to measure what other processes use during this run. One meter is enough: the engine
+        # has one slot, starts this run now, and asks for the next run only when this one has ended.
         self.meanwhile = OtherProcesses()
         return TrialRun(name, [*self.first, *words], variables, read, key=(row, repeat))
 
     def _read(self, repeat: int, path: Path, result: Json) -> Json:
-        """Return the content of result.json, delete the weights and collect the curves.
+        """Return `result`, the content of result.json, delete the weights and collect the curves.
 
         Curves of repeats look alike, so only those of the first repeat stay, one folder per entry.
+
+        Raises:
+            KeyError: the result cannot be used; see `TrialRun.read`.
         """
         if not result.keys() >= NEEDED:
             raise KeyError("result.json lacks keys that compare needs")
@@ -208,7 +214,8 @@ class Comparison:
             for event_file in event_files:
                 event_file.unlink()
         elif event_files:
-            # Curves of an earlier attempt at this run would be shown as a second curve.
+            # Delete the curves of an earlier attempt at this run, which TensorBoard would show as
+            # well.
             shutil.rmtree(curves, ignore_errors=True)
             curves.mkdir(parents=True)
             for event_file in event_files:
@@ -225,7 +232,8 @@ class Comparison:
         if repeat in (CHECK, ROUNDED):
             losses = [float(step["train_loss"]) for step in steps]
         if repeat == ROUNDED:
-            # If this run failed, the list is empty and the tolerance is that of the CPU.
+            # If this run failed, the list is empty, and the tolerance allows for no rounding beyond
+            # `ranking.TOLERANCE`, as on the CPU.
             row.rounded = losses
             return
         news = "done"
@@ -240,8 +248,8 @@ class Comparison:
                 rate = compute_speed(steps, result["throughput"]["samples_per_sec"])
                 row.speeds[repeat] = rate * compute_step_fraction(result)
                 news = f"{format_number(row.speeds[repeat])} images/s"
-                # A run of an earlier attempt has no duration. It was undisturbed, because `_read`
-                # rejects disturbed runs.
+                # A run that an earlier `compare` in this folder completed has no duration. That run
+                # was undisturbed, because `_read` rejects disturbed runs.
                 if outcome.seconds is not None and is_busy(self.meanwhile.cores()):
                     row.disturbed.add(repeat)
                     (self.engine.path(trial) / DISTURBED).touch()
@@ -252,7 +260,8 @@ class Comparison:
     def _rounds(self) -> Iterator[int]:
         """Yield the numbers of the repeats.
 
-        If the user has not set `repeats`, more follow while a difference that matters could hide.
+        If the user has not set `repeats`, more repeats follow while a difference of
+        `significance.HIDDEN` could hide in the spread.
         """
         yield from range(1, self.repeats + 1)
         if self.asked["repeats"]:
@@ -272,7 +281,8 @@ class Comparison:
             yield from range(previous + 1, repeats + 1)
 
     def _tabulate(self) -> tuple[list[EntryFigures], list[significance.Difference]]:
-        # The allowed error is divided among the interim analyses, because any of them can be wrong.
+        # The allowed probability of an error is divided among the interim analyses, because each of
+        # them can be wrong.
         looks = 1 if self.asked["repeats"] else len(significance.LOOKS)
         return ranking.tabulate(self.rows, significance.ERROR / looks)
 
@@ -330,7 +340,7 @@ def choose_length(
         checked: result.json of every check that completed.
         steps: measured steps that the user wants. None: about as many as the median entry runs in
             4 s.
-        fixed: whether the user has set epochs= or max_steps=, which then apply.
+        fixed: whether the user has set epochs= or max_steps=, which then determine the length.
     """
     epoch_steps = [result["data"]["train_samples"] // result["batch_size"] for result in checked]
     epoch = max(1, min(epoch_steps))
@@ -347,20 +357,24 @@ def choose_length(
             steps = max(FEWEST, min(MOST, round(SECONDS / median(times))))
         is_synthetic = any(result["data"]["synthetic"] for result in checked)
         if is_synthetic and recipe.data.name != "synthetic":
-            # A run whose data set is missing stops after this number of steps on synthetic images.
+            # If the images of data.name are missing, a run trains at most SPEED_STEPS steps, on
+            # synthetic images.
             from trainer.training.setup import SPEED_STEPS
 
             steps = max(1, min(steps, SPEED_STEPS - warmup))
     total = warmup + steps
-    # Workers of local SGD count their steps differently, so there is one epoch more than needed.
+    # Local SGD divides the samples among its ranks first, so its epochs may be a step shorter. One
+    # epoch more than needed makes sure that all entries reach `total`.
     epochs = max(recipe.epochs, math.ceil(total / epoch) + 1)
     return Length(total, epochs, max(1, steps // POINTS))
 
 
 def compute_step_fraction(result: Json) -> float:
-    """Return the fraction of training time that a run spends in its steps.
+    """Return the factor that lowers a run's speed by the time of averaging between its steps.
 
-    Local SGD may average weights once per epoch, between steps. That time must lower its speed.
+    The factor is steps / (steps + averaging), both in seconds. Local SGD may average weights once
+    per epoch, between steps, and this time must lower its speed. For all other modes the factor
+    is 1.
     """
     seconds = result["seconds_in"]
     averaging = seconds.get("averaging", 0.0)

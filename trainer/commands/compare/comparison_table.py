@@ -118,8 +118,8 @@ def build_cells(entries: Sequence[Json]) -> list[list[str]]:
 def as_text(report: Json) -> str:
     """Return the table for a terminal. Rows that disagree with the reference are red."""
     head, *rows = build_cells(report["entries"])
-    # A column without any text is left out. Without its head, "compared" is left out if nothing was
-    # compared.
+    # `reports.as_text` omits a column without any text. The head of the column "compared" is
+    # removed, so that the whole column is omitted if nothing was compared.
     head[4] = ""
     red_rows = dict.fromkeys(find_disagreeing(report), RED)
     return reports.as_text([head, *rows], {2, 5, 6, 7}, red_rows, report["conclusion"])
@@ -135,7 +135,10 @@ def find_disagreeing(report: Json) -> list[int]:
 
 
 def as_markdown(report: Json) -> str:
-    """Return the page for an issue: command, table, conclusion, method, machine and versions."""
+    """Return Markdown to paste into an issue.
+
+    The page has the command, the table, the conclusion, the method, the machine and the versions.
+    """
     return reports.as_markdown(
         f"{report['recipe']}: {len(report['entries'])} entries compared",
         report["command"],
@@ -149,7 +152,7 @@ def as_markdown(report: Json) -> str:
 
 
 def describe_method(report: Json) -> str:
-    """Describe how the figures were measured and what a shown difference means."""
+    """Describe how the speeds were measured and what a shown difference means."""
     runs = f"{readable.format_count(report['repeats'], 'interleaved repeat')} in fresh processes"
     looks = ""
     if not report["asked"]["repeats"]:
@@ -170,7 +173,7 @@ def describe_method(report: Json) -> str:
 def spread(mean: float, std: float | None) -> str:
     """Format a mean and its standard deviation with the same number of decimals.
 
-    A mean that is smaller than its standard deviation says nothing, so no figure is shown.
+    A mean that is smaller than its standard deviation says nothing, so "scatters" is shown instead.
     """
     text = readable.format_number(mean)
     if std is None:
@@ -187,8 +190,8 @@ def draw(folder: Path, report: Json, first: Path) -> list[Path]:
     Args:
         folder: folder of the comparison.
         report: the content of compare.json.
-        first: TensorBoard folder of the first entry. The picture joins its curves, because a
-            run with nothing but a picture makes Custom Scalars warn.
+        first: TensorBoard folder of the first entry, into which the picture is written. A folder
+            with a picture and no curve would make TensorBoard's Custom Scalars warn.
 
     Returns:
         Paths of the pictures; none if no entry has a speed.
@@ -201,7 +204,7 @@ def draw(folder: Path, report: Json, first: Path) -> list[Path]:
     entries = report["entries"]
     for entry, cells in zip(entries, build_cells(entries)[1:], strict=True):
         speed = entry["samples_per_sec"]
-        # An entry that failed or had no timed step has no bar.
+        # An entry without a measured speed has no bar.
         if not speed:
             continue
         text = cells[2].replace("+-", "±")

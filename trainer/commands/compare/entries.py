@@ -26,7 +26,7 @@ from trainer.recipe.loading import Source
 
 OWN_ARGUMENTS = ("recipe", "modes", "repeats", "nproc", "plugin", "output", "resume", "steps")
 # Numbers of the repeats that are not timed: the check of the losses, and the same check with
-# the sums in another order. Timed repeats start at 1.
+# smaller micro-batches, which only changes the order of the sums. Timed repeats start at 1.
 CHECK = 0
 ROUNDED = -1
 
@@ -37,18 +37,17 @@ class Entry:
 
     Attributes:
         name: the mode and the entry's own arguments, as the table shows them.
-        words: arguments of the command line, complete except for what differs between runs.
+        words: arguments of the command line that all runs of the entry share.
         recipe: the recipe that the arguments resolve to.
         ranks: number of processes.
         threads: threads of each process.
         problem: why the entry cannot run here, or the error of the run that failed. An entry with
             a problem is not run again.
-        results: result.json of each finished repeat.
-        speeds: images/s of each timed repeat.
-        disturbed: repeats during which other processes used the machine.
+        results: content of result.json of each finished repeat, by its number.
+        speeds: images/s of each timed repeat, by its number.
+        disturbed: numbers of the repeats during which other processes used the machine.
         losses: the loss of each step of the check.
-        rounded: losses of the same mathematics with the sums in another order; empty if that was
-            not run.
+        rounded: the loss of each step of the check `ROUNDED`; empty if this check was not run.
     """
 
     name: str
@@ -65,7 +64,7 @@ class Entry:
 
     @property
     def fair_speeds(self) -> dict[int, float]:
-        """Speeds of the undisturbed repeats, which are the only ones that may be compared."""
+        """Images/s of each undisturbed repeat by its number; only these may be compared."""
         return {
             repeat: speed for repeat, speed in self.speeds.items() if repeat not in self.disturbed
         }
@@ -77,7 +76,10 @@ class Entry:
 
     @cached_property
     def parts(self) -> list[str]:
-        """Kinds of layers in the model whose output depends on how a batch is divided."""
+        """Kinds of layers in the model whose output depends on how a batch is divided.
+
+        See `find_batch_dependent`.
+        """
         return find_batch_dependent(self.recipe)
 
 
@@ -116,8 +118,9 @@ def build_entries(
         if base.shares is not None and "shares" in TRAITS[mode].refuses:
             mode_arguments.setdefault("shares", "shares=null")
         entry = _build_entry(source, text, mode, {**shared_arguments, **mode_arguments})
-        # Two runs must not share a folder. Identical entries are allowed, as they show the noise,
-        # and different names can have the same slug, hence a number.
+        # Two entries must not share a folder, so a number is appended to a slug that is used
+        # already. Identical entries are allowed, because they show the noise, and different names
+        # can have the same slug.
         slug_counts[entry.slug] += 1
         number = slug_counts[entry.slug]
         if number > 1:
@@ -147,7 +150,7 @@ def _parse_mode(text: str) -> tuple[str, dict[str, str]]:
         mode, *words = shlex.split(text) or [""]
     except ValueError as error:
         raise RecipeError(f"modes: '{text[:80]}': {str(error).lower()}") from None
-    # Loading fails for an unknown mode, with an error that suggests the nearest one.
+    # Load the mode by itself, only for the error that suggests the nearest name of an unknown mode.
     recipe.load({"mode": mode})
     refused_keys = {*OWN_ARGUMENTS, "mode"} - {"nproc"}
     arguments = {}
@@ -212,8 +215,8 @@ def find_batch_dependent(recipe: Recipe) -> list[str]:
 
     kinds = set()
     with suppress(TrainerError, RuntimeError):
-        # A known data set may be missing on this machine, and the number of its images is not
-        # needed here.
+        # The files of a known data set may be missing on this machine, and the number of images
+        # does not matter here. So these data sets are not opened.
         if recipe.data.name in DATASETS:
             classes = recipe.model.num_classes or 10
             channels = recipe.data.channels or 3

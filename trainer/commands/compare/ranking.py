@@ -1,4 +1,4 @@
-"""Figures and conclusions of a comparison, and the check that all modes compute the same.
+"""Rows and conclusions of a comparison, and the check that all modes compute the same.
 
 The check compares the first losses of a mode with those of `single`, step by step. The fields of
 `EntryFigures` are keys of compare.json, which scripts read, so they never change.
@@ -23,16 +23,17 @@ NO_DIFFERENCE = "no difference shown"
 # grows with every step. Runs with tf32 are checked in fp32, hence the same value.
 TOLERANCE = {"fp32": 1e-4, "tf32": 1e-4, "fp16": 1e-3, "bf16": 1e-2}
 # Different kernels add in a different order, and a large learning rate amplifies the difference.
-# On GPUs, this multiple of what rounding alone does to single's losses is allowed as well ...
+# On GPUs, the allowed deviation grows to this multiple of the deviation that rounding alone causes
+# in the losses of `single` ...
 ROUNDING_FACTOR = 4.0
-# ... but never a larger relative deviation than this.
+# ... but rounding never raises the allowed deviation above this value.
 MAX_TOLERANCE = 1e-2
 # If the output of a layer depends on how a batch is divided, losses may differ a lot without an
-# error: batch norm over 4 digits changes them by 74 % within 20 steps. A mode that learns never has
-# twice the loss.
+# error: batch norm over 4 images of the digits data set changes them by 74 % within 20 steps. But
+# the summed losses of a mode that learns never exceed this multiple of those of `single`.
 MAX_LOSS_RATIO = 2.0
-# Keys that do not change the mathematics, in addition to those that may change when a run is
-# resumed.
+# Entries that differ in these keys still compute the same, as do entries that differ in the keys
+# that may change when a run is resumed.
 SAME_MATHS = {"channels_last", "compile", "sync_bn", "deterministic"}
 UNCHECKED = "no single to compare"
 
@@ -44,8 +45,8 @@ class Exactness:
     Attributes:
         verdict: "reference", "exact", "differs" (allowed, for the reason in `text`), "disagrees",
             "other maths" or "not compared".
-        text: what the table shows.
-        deviation: largest relative difference of a loss, if losses were compared.
+        text: text of the table's cell.
+        deviation: largest relative difference of a loss; None if no losses were compared.
     """
 
     verdict: str
@@ -58,9 +59,9 @@ class Length:
     """Length of a timed run.
 
     Attributes:
-        steps: optimizer steps, warm-up included.
-        epochs: enough epochs to hold these steps.
-        every: steps from one logged row to the next.
+        steps: number of optimizer steps, warm-up included.
+        epochs: number of epochs, enough for `steps`.
+        every: number of steps from one logged row to the next.
     """
 
     steps: int
@@ -79,16 +80,22 @@ class Length:
 
 @dataclass(frozen=True)
 class EntryFigures:
-    """One row of the table.
+    """Row of the table: the results of one entry.
 
-    Figures are means over the timed repeats, memory is the maximum, and losses and accuracy are
-    those of the last repeat.
+    Speed and step time are means over the undisturbed timed repeats, or over all timed repeats if
+    none was undisturbed. Peak memory is the maximum over the timed repeats. Devices, losses,
+    accuracy and the fraction of time that waits for data are those of the last timed repeat.
 
     Attributes:
-        shares: images of each rank in one step, if the ranks have different numbers of them.
-        samples_per_sec: mean, std, and runs: images/s of each finished repeat by its number.
-        ratio: median, low, high and runs: speed relative to the reference, repeat by repeat.
-        compared: verdict; low and high, the confidence interval of the ratio to the reference.
+        shares: images of each rank in one step; None if all ranks have the same number.
+        repeats: number of finished timed repeats.
+        samples_per_sec: images/s with the keys "mean", "std", and "runs" (by number of the
+            repeat); None if no repeat has a speed.
+        ratio: speed relative to the reference in the repeats that both have, with the keys
+            "median", "low", "high" and "runs"; None without such a repeat.
+        reference: name of the entry with which the others are compared.
+        compared: "verdict" on the difference from the reference, and the confidence interval of
+            the ratio from "low" to "high"; None if the two were not compared.
         disturbed: number of timed repeats during which other processes used the machine.
     """
 
@@ -122,10 +129,15 @@ def tabulate(rows: Sequence[Entry], error: float) -> tuple[list[EntryFigures], l
 
     Args:
         rows: the entries with the results of their runs.
-        error: probability that any pair is wrongly said to differ.
+        error: maximum probability that any pair is wrongly said to differ.
+
+    Returns:
+        (table, pairs): one row per entry, and one difference per pair of entries that have an
+        undisturbed repeat in common.
     """
     reference = next((row for row in rows if row.recipe.traits.reference), rows[0])
-    # The second entry of a pair is what the ratio relates to: the reference comes last.
+    # A pair has the speed of its first entry relative to its second one. The reference comes last,
+    # so that it is the second entry of all its pairs.
     reference_last = sorted(rows, key=lambda row: row is reference)
     fair = {
         row.name: row.fair_speeds
@@ -183,7 +195,8 @@ def _compute_figures(
     if row.problem:
         error = str(row.problem)
         exit_code = row.problem.code
-    # Losses can only be compared with those of `single`.
+    # If `single` was not run, the reference of speeds is another mode, with which no losses are
+    # compared.
     exactness = compare_losses(row, reference if reference.recipe.traits.reference else None)
     return EntryFigures(
         entry=row.name,
@@ -267,7 +280,7 @@ def draw_conclusion(table: Sequence[EntryFigures], pairs: Sequence[Difference]) 
 
 
 def select_sound(table: Sequence[EntryFigures], pairs: Sequence[Difference]) -> list[Difference]:
-    """Return the pairs of entries that did not fail and that compute what `single` computes."""
+    """Return the pairs in which neither entry failed or disagrees with `single`."""
     good = {row.entry for row in table if not row.error and row.exactness.verdict != "disagrees"}
     return [pair for pair in pairs if {pair.first, pair.second} <= good]
 
@@ -290,7 +303,12 @@ def _format_label(row: Entry) -> str:
 
 
 def compare_losses(entry: Entry, reference: Entry | None) -> Exactness:
-    """Compare the losses of an entry with those of the reference, which is `single`."""
+    """Compare the losses of an entry with those of `single`.
+
+    Args:
+        entry: the entry to judge.
+        reference: the entry of `single`; None if `single` is not among the entries.
+    """
     if entry is reference:
         return Exactness("reference", "reference")
     if not entry.recipe.traits.same_maths:

@@ -44,16 +44,16 @@ def command(words: Sequence[str]) -> str:
 def export_run(
     path: Path, kind: str, output: str | Path | None, words: Sequence[str]
 ) -> tuple[Path, str]:
-    """Export weights.
+    """Export a trained model to a file.
 
     Args:
-        path: Run folder, checkpoint or weights.
+        path: Run folder, checkpoint or weights file.
         kind: Format, a key of `SUFFIXES`.
         output: File to write; None puts it next to the weights.
         words: Overrides of the run's recipe.
 
     Returns:
-        The path of the file, and the text to print.
+        (target, text): the path of the file, and the text to print.
 
     Raises:
         RecipeError, SetupError, CheckpointError: As in `command`.

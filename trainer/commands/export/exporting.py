@@ -27,15 +27,17 @@ from trainer.recipe.known_names import TASKS
 from trainer.saving.weights import write_whole
 from trainer.training.trained import Trained, create_task_without_loss
 
-# Batch sizes of the check: a file must work for sizes other than the traced one.
+# Batch sizes of the check. The model is traced with 2 samples, and the file must work for any
+# number of samples.
 BATCHES = (1, 2, 5)
-# Allowed difference, relative to the largest output.
+# Allowed difference of an output, relative to the largest output of the batch.
 TOLERANCE = 1e-4
 INSTEAD = {"onnx": "exported_program", "exported_program": "onnx"}
 PREPARED = "pixels from 0 to 1, minus mean, divided by std"
 COVERED = "in proportion, until the image just covers {} pixels"
 OUTPUTS = {name: row.outputs for name, row in TASKS.items()}
-# Name of the metadata: an extra file in a file of torch.export, a metadata property in ONNX.
+# Name of the metadata in the exported file: the name of an extra file for torch.export, and of a
+# metadata property for ONNX.
 METADATA = "trainer.json"
 Runner = Callable[[Tensor], Tensor]
 
@@ -58,7 +60,8 @@ class ExportSource:
     def sample(self, rows: int, seed: int = 0) -> Tensor:
         """Return random inputs of shape (rows, ...).
 
-        Real numbers are normally distributed. Integers are 0 or 1, which are in every vocabulary.
+        Floating-point inputs are normally distributed. Integers are 0 or 1, which are in every
+        vocabulary.
         """
         generator = torch.Generator().manual_seed(seed)
         shape = (rows, *self.inputs.shape)
@@ -68,7 +71,7 @@ class ExportSource:
 
 
 def load(path: Path, words: Sequence[str]) -> ExportSource:
-    """Read a model from a run folder, a checkpoint or weights.
+    """Read a model from a run folder, a checkpoint or a weights file.
 
     Raises:
         CheckpointError: There are no such weights, or they do not describe their inputs.
@@ -86,7 +89,7 @@ def load(path: Path, words: Sequence[str]) -> ExportSource:
     inputs = facts.spec
     resizing: dict[str, Any] = {}
     if facts.mean:
-        # data.image_size= may override the size, as it does in `load` and `predict`.
+        # data.image_size= may override the size, as in `trainer.load` and the command `predict`.
         preparation = trained.preparation()[1]
         size = preparation.image_size
         shorter = preparation.shorter_side
@@ -121,16 +124,16 @@ def load(path: Path, words: Sequence[str]) -> ExportSource:
 
 
 def export(path: Path, kind: str, target: Path, words: Sequence[str]) -> str:
-    """Export weights to a file, which is written after its content was checked.
+    """Export a trained model to a file, which is written after its content was checked.
 
     Args:
-        path: Run folder, checkpoint or weights.
+        path: Run folder, checkpoint or weights file.
         kind: Format, a key of `WRITERS`.
         target: File to write.
         words: Overrides of the run's recipe.
 
     Returns:
-        The text to print.
+        The text that the command prints.
 
     Raises:
         CheckpointError: There are no such weights.
@@ -155,7 +158,11 @@ def export(path: Path, kind: str, target: Path, words: Sequence[str]) -> str:
 
 
 def _write_and_check(source: ExportSource, kind: str) -> tuple[bytes, str]:
-    """Return the content of a file, and a description of its difference from the model.
+    """Convert the model, and check the result against it.
+
+    Returns:
+        (content, agreement): the bytes of the file, and a phrase that says by how much its outputs
+        differ from those of the model.
 
     Raises:
         RecipeError: The format cannot express the model.
@@ -167,7 +174,7 @@ def _write_and_check(source: ExportSource, kind: str) -> tuple[bytes, str]:
             return content, _compare(source, run)
     except TrainerError:
         raise
-    # Exporters raise exceptions of any type for what they cannot express.
+    # Exporters raise exceptions of any type for a model that they cannot express.
     except Exception as error:
         if is_out_of_memory(error) or isinstance(error, OSError):
             raise
@@ -186,8 +193,15 @@ def _write_and_check(source: ExportSource, kind: str) -> tuple[bytes, str]:
 def _compare(source: ExportSource, run: Runner) -> str:
     """Compare the outputs of a file with those of the model on random batches.
 
+    Args:
+        source: The model.
+        run: Function that runs the file on a batch.
+
+    Returns:
+        A phrase with the largest output and the largest difference.
+
     Raises:
-        ValueError: The outputs differ too much.
+        ValueError: The outputs have another shape, or differ too much.
     """
     worst = 0.0
     largest = 0.0
@@ -206,7 +220,7 @@ def _compare(source: ExportSource, run: Runner) -> str:
         worst = max(worst, difference)
         largest = max(largest, peak)
         allowed = TOLERANCE * (peak or 1.0)
-        # NaN compares false, so it is refused as well.
+        # A comparison with NaN is false, so `not <=` refuses NaN as well, and `>` would not.
         if not difference <= allowed:
             raise ValueError(
                 f"for {rows} samples its outputs differ by {difference:.2g}, allowed is "
@@ -230,7 +244,8 @@ def to_onnx(source: ExportSource) -> tuple[bytes, Runner]:
             output_names=["output"],
         )
         exported.model.metadata_props[METADATA] = json.dumps(source.facts, indent=1)
-        # Protobuf raises an error for more than 2 GB.
+        # Protobuf raises an error here for more than 2 GB. `_write_and_check` turns the error into
+        # a RecipeError that suggests format=exported_program.
         content = exported.model_proto.SerializeToString()
     import onnxruntime
 
@@ -274,7 +289,7 @@ def _export_program(source: ExportSource) -> torch.export.ExportedProgram:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Silence the log lines and warnings of the exporters in this block."""
+    """Silence Python warnings, and log lines up to level ERROR, within the `with` block."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

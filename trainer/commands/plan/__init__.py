@@ -64,9 +64,10 @@ def plan(
         memory: memory of each device, in bytes or as in "24GiB". The devices are then GPUs, unless
             the recipe says `devices=[cpu]` or `measured` is set. None: the memory of this machine's
             devices.
-        measured: "here" computes for a few seconds and predicts the speed from that.
-        bandwidth: bandwidth between devices, in bytes per second or as in "10GB/s". None: as
-            measured.
+        measured: "here" computes for a few seconds and predicts the speed from that. None: the
+            speed is not predicted.
+        bandwidth: bandwidth between devices, in bytes per second or as in "10GB/s". None: the
+            measured bandwidth, if any.
         plugin: the user's own module, which registers models and data sets.
         every: whether to plan every mode on the same number of devices as well.
         words: arguments of the command line, for the commands that the plan shows.

@@ -34,15 +34,15 @@ class DatasetFacts:
     """Size and shape of a data set.
 
     Attributes:
-        train: number of training images; None if the folder is on another machine.
-        val: number of validation images; None as for `train`.
+        train: number of training images; None if the images are not on this machine.
+        val: number of validation images; None if the images are not on this machine.
         classes: number of classes of the data or, if that is unknown, of the recipe's model; for
             a regression, the number of values.
-        channels: channels of an image.
-        size: size of an image.
-        note: where the numbers come from, as a phrase for people.
-        targets: shape of a sample's target.
-        plain: shape of a sample's input, if it is not an image.
+        channels: number of channels of an image.
+        size: side of a square image in pixels, or (height, width).
+        note: phrase that says where the numbers come from, or why they are unknown.
+        targets: shape and type of a sample's target.
+        plain: shape and type of a sample's input; None if inputs are images.
     """
 
     train: int | None
@@ -55,18 +55,21 @@ class DatasetFacts:
     plain: TensorSpec | None = None
 
     def example(self, rows: int) -> Example:
-        """Return the shapes of a batch of `rows` samples."""
+        """Return the shapes and types of a batch of `rows` samples."""
         images = TensorSpec((self.channels, *sides(self.size)), torch.float32)
         return Example(rows, self.plain or images, self.targets, self.plain is None)
 
     def task(self, recipe: Recipe) -> Task:
-        """Create the recipe's task without class weights, which no figure of a plan depends on."""
+        """Create the recipe's task without class weights, which change no number of a plan."""
         return tasks.create_task(
             recipe.replace(loss__class_weights=None), name_by_number(self.classes)
         )
 
     def model(self, recipe: Recipe, starting: bool) -> nn.Module:
-        """Build the recipe's model on the CPU, with its initial weights if `starting`."""
+        """Build the recipe's model on torch's default device.
+
+        If `starting` is true, the weights that the recipe starts from are loaded.
+        """
         task = self.task(recipe)
         return build_for_sizes(
             recipe, task, self.classes, self.channels, self.size, self.plain, starting
@@ -110,7 +113,7 @@ def _find_facts(recipe: Recipe) -> DatasetFacts:
         classes = model_classes or 10
         shape = (data.channels or 3, image_size or 32)
         return DatasetFacts(data.samples, data.val_samples, classes, *shape, "synthetic")
-    # Synthetic images would replace the missing ones, so their number is meaningless.
+    # Training would replace the missing images by synthetic ones, so no number of images is known.
     stands_in = data.root is None and data.missing == "synthetic"
     note = ""
     if data.name in OWN_PHOTOS:

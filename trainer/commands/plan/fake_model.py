@@ -38,7 +38,8 @@ from trainer.recipe import ModelRecipe
 from trainer.recipe.layout import Layout
 from trainer.training.teaching import load_teacher
 
-# Micro-batches per worker if the recipe leaves the number open: the bubble is then at most 20 %.
+# Micro-batches per worker if the recipe leaves the number open. With this number, workers with
+# equal stages wait for at most 20 % of a step (see `compute_ideal_bubble`).
 MICROBATCHES = 4
 
 
@@ -46,9 +47,9 @@ class StagePass(NamedTuple):
     """Pass of one micro-batch through a stage.
 
     Attributes:
-        memory: what the pass allocates.
-        sent: bytes of its outputs.
-        flops: operations of the forward pass.
+        memory: memory that the pass allocates.
+        sent: bytes of the stage's outputs.
+        flops: floating-point operations of the forward pass.
     """
 
     memory: Pass
@@ -61,13 +62,13 @@ class Cut:
     """A model cut into stages.
 
     Attributes:
-        names: modules after which the model is cut.
+        names: names of the modules after which the model is cut.
         microbatches: number of micro-batches of a local batch.
-        rows: images of a micro-batch; of the largest one if they differ.
-        holders: worker of each stage.
+        rows: number of images of a micro-batch; of the largest one if they differ.
+        holders: number of the worker that holds each stage.
         stages: pass of a micro-batch through each stage.
         gradients: bytes of each worker's gradients.
-        ideal: bubble of equal stages, as a fraction of a step.
+        ideal: fraction of a step in which a worker waits, if all stages take equally long.
         balanced_by: what decided the cuts: "recipe", "flops" or "seconds".
     """
 
@@ -84,13 +85,13 @@ class Cut:
 class FakeModel:
     """A recipe's model whose weights and gradients have shapes but no values.
 
-    Without a GPU here, the CPU's operators stand in for those of a GPU.
+    On a machine without a GPU, the CPU's operators stand in for a GPU's.
 
     Args:
         layout: recipe and devices to plan for.
         images: size and shape of the data set.
-        recomputed: number of first blocks that are recomputed if the recipe says
-            `recompute=true`. None: all.
+        recomputed: number of blocks, from the first one on, that are recomputed if the recipe says
+            `recompute=true`. None: all blocks.
     """
 
     def __init__(self, layout: Layout, images: DatasetFacts, recomputed: int | None = None) -> None:
@@ -121,7 +122,8 @@ class FakeModel:
             with torch.device("meta"):
                 model = self.images.model(self.recipe, starting)
         except RuntimeError:
-            # The constructor of some models computes with values.
+            # The constructor of some models computes with values, which the meta device lacks. Such
+            # a model is built on the CPU, and then loses its values.
             model = self.images.model(self.recipe, starting)
         model = model.to("meta", memory_format=layout)  # type: ignore[call-overload]
 
@@ -146,7 +148,9 @@ class FakeModel:
 
     @cached_property
     def teacher(self) -> int:
-        """Bytes of the weights of distill.teacher. Published weights are not downloaded.
+        """Bytes of the weights of distill.teacher; 0 if the recipe has no teacher.
+
+        Published weights are not downloaded.
 
         Raises:
             TrainerError: the teacher cannot be built.
@@ -159,12 +163,15 @@ class FakeModel:
         return count_bytes(*teacher.weights.values())
 
     def batch_bytes(self, rows: int) -> tuple[int, int]:
-        """Return the bytes of the images and of the targets of a batch on the device."""
+        """Return (images, targets): the bytes of a batch's images and targets on the device."""
         example = self.images.example(rows)
         return rows * example.inputs.bytes, rows * self._targets(example).bytes
 
     def _targets(self, example: Example) -> TensorSpec:
-        """Return the shape of a target in training: mixup and cutmix make class probabilities."""
+        """Return the shape and type of a target in training.
+
+        Mixup and cutmix replace the class of an image by a probability of each class.
+        """
         if self.recipe.augment.together == 1:
             return example.targets
         targets = torch.zeros(1, *example.targets.shape, dtype=example.targets.dtype)
@@ -175,8 +182,8 @@ class FakeModel:
     def _whole(self, rows: int, gradients: bool) -> Pass:
         """Return the pass of the whole model on `rows` images.
 
-        If `gradients` is true, gradients exist before the pass. Otherwise the pass allocates them,
-        and they count.
+        If `gradients` is true, the gradients exist before the pass and do not count. Otherwise the
+        pass allocates them, and they count.
         """
         with self._fake, self._shapes_suffice():
             run = partial(self.in_precision, self.model)
@@ -222,19 +229,19 @@ class FakeModel:
         return out
 
     def forward_flops(self, rows: int) -> int:
-        """Count the operations of one forward pass on `rows` images."""
+        """Count the FLOPs of one forward pass on `rows` images."""
         with self._fake, self._shapes_suffice():
             return _count_flops(self.model, self._images(rows))[1]
 
     def unit_sizes(self) -> list[int]:
-        """Return the bytes of the root's parameters, and of each FSDP unit's."""
+        """Return the bytes of the parameters of the root, then of each FSDP unit."""
         return compute_unit_sizes(self.model, find_units(self.model))
 
     # --- Stages of a pipeline
 
     @cached_property
     def traced(self) -> Traced:
-        """The model, traced to be cut. Raises RecipeError if that is not possible."""
+        """The traced model, which can be cut. Raises RecipeError if the model cannot be traced."""
         return trace(self.model, self.recipe.model.name)
 
     def cut(
@@ -246,7 +253,7 @@ class FakeModel:
             layout: workers and schedule.
             microbatches: number of micro-batches. None: the number in the recipe or, if the recipe
                 leaves it open, the possible number nearest to `MICROBATCHES` per worker.
-            costs: cost of each block. Empty: its FLOPs.
+            costs: cost of each block. Empty: what `blocks` returns, which is in FLOPs.
 
         Raises:
             RecipeError: the model cannot be cut like this.
@@ -293,8 +300,9 @@ class FakeModel:
     def blocks(self, rows: int) -> list[BlockCost]:
         """Return the cost of each block, a part of the model between two possible cuts.
 
-        A cost is the FLOPs of the forward pass, twice that for the backward pass, and the bytes of
-        the block's output.
+        Here `forward` and `backward` of a cost are FLOPs instead of seconds. The backward pass is
+        assumed to need twice the FLOPs of the forward pass. `bytes` is the size of the block's
+        output.
         """
         costs = []
         modules = self.traced.stages(self.traced.cuts)
@@ -313,7 +321,7 @@ class FakeModel:
 
         Args:
             cuts: modules after which the model is cut.
-            rows: images of the micro-batch.
+            rows: number of images of the micro-batch.
             wired: whether stages are in different processes, which send contiguous tensors.
         """
         modules = self.traced.stages(cuts)
@@ -342,7 +350,7 @@ class FakeModel:
 
 
 def _count_flops(run: Callable[[Tensor], Tensor], inputs: Tensor) -> tuple[Tensor, int]:
-    """Return the outputs and the FLOPs of a forward pass."""
+    """Run a forward pass, and return (outputs, flops)."""
     counter = FlopCounterMode(display=False)
     with torch.no_grad(), counter:
         out = run(inputs)
@@ -350,7 +358,10 @@ def _count_flops(run: Callable[[Tensor], Tensor], inputs: Tensor) -> tuple[Tenso
 
 
 def _is_published(model: ModelRecipe) -> bool:
-    """Return whether torchvision has these weights; `models.build` refuses any other name."""
+    """Return whether torchvision publishes the weights that the recipe names.
+
+    Building the model with any other name raises RecipeError.
+    """
     if model.weights is None:
         return False
     try:

@@ -15,8 +15,8 @@ from trainer.recipe.checks import count_weight_shards
 from trainer.recipe.layout import Layout
 from trainer.telemetry.readable import format_duration, format_size
 
-# Assumed fraction of the backward pass, because forward and backward pass are measured together. On
-# a GPU, the backward pass can hide an all-reduce.
+# Assumed fraction of the time of a forward and backward pass that the backward pass takes: the two
+# are measured together, but on a GPU only the backward pass can hide an all-reduce.
 BACKWARD = 2 / 3
 
 
@@ -24,11 +24,11 @@ class Traffic(NamedTuple):
     """Bytes that devices send.
 
     Attributes:
-        reduced: sent by each device in a step, to reduce gradients, gather shards or average
-            weights.
-        averaged: sent by each device in an epoch, to average weights.
-        crossing: sent by all devices in a step: activations between stages, or copies of the
-            model.
+        reduced: bytes that each device sends in a step to reduce gradients, gather shards or
+            average weights.
+        averaged: bytes that each device sends to average weights once, as at the end of an epoch.
+        crossing: bytes that all devices together send in a step: activations between stages and
+            their gradients, or copies of the model and their gradients.
     """
 
     reduced: float = 0.0
@@ -37,7 +37,7 @@ class Traffic(NamedTuple):
 
 
 def list_candidates(layout: Layout) -> list[int]:
-    """Return the numbers of micro-batches that training would measure."""
+    """Return the numbers of micro-batches among which training would choose by measuring them."""
     stages = layout.workers * layout.virtual
     schedules = ((layout.schedule, stages),)
     return tuning.choose_counts(
@@ -46,9 +46,10 @@ def list_candidates(layout: Layout) -> list[int]:
 
 
 def count_ring_sends(ranks: int) -> float:
-    """Return how often each rank sends a tensor's bytes in a ring all-reduce.
+    """Return the bytes that each rank sends in a ring all-reduce, per byte of the tensor.
 
-    The algorithm is that of Patarasuk and Yuan, 2009.
+    Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+    workstations", J. Parallel and Distributed Computing 69 (2009), p. 117.
     """
     return 2 * (ranks - 1) / ranks
 
@@ -92,12 +93,13 @@ class Timings:
 
     Attributes:
         image: seconds of the forward and backward pass per image.
-        rows: images of the pass in which that was measured.
+        rows: number of images of the pass in which `image` was measured.
         optimizer: seconds of the optimizer in a step, for the whole model.
-        blocks: seconds of each block between two possible cuts, by the images of a micro-batch.
+        blocks: seconds of each block between two possible cuts, by the number of images of a
+            micro-batch; empty for a mode without stages.
         bandwidth: bytes per second between two devices; None if it was not measured.
-        latency: seconds before the first byte arrives.
-        assumptions: sentences for people.
+        latency: seconds before the first byte of a message arrives; 0 if it was not measured.
+        assumptions: sentences that say what these numbers assume.
     """
 
     image: float
@@ -114,12 +116,14 @@ class Forecast:
     """A predicted step.
 
     Attributes:
-        compute: seconds of computation.
-        communication: seconds of communication that does not overlap with it.
+        compute: seconds of forward and backward passes; in a pipeline, with the waiting of stages
+            and the transfers between them.
+        communication: seconds of exchanging gradients, shards or weights, without the time that
+            overlaps with `compute`.
         optimizer: seconds of the optimizer.
-        bubble: fraction of a step in which stages wait.
-        cut: the stages of the model; None if the mode has none.
-        assumptions: sentences for people.
+        bubble: fraction of `compute` in which stages wait; None for a mode without stages.
+        cut: the stages of the model; None for a mode without stages.
+        assumptions: sentences that say what the prediction assumes.
     """
 
     compute: float
@@ -134,13 +138,13 @@ class Forecast:
         return self.compute + self.communication + self.optimizer
 
     def figures(self, batch_size: int) -> dict[str, float | None]:
-        """Return the figures with the keys of the plan."""
+        """Return the predicted times and speed by their keys in the plan."""
         return {
             "step_seconds": self.step,
             "compute_seconds": self.compute,
             "communication_seconds": self.communication,
             "optimizer_seconds": self.optimizer,
-            # Images are assumed to arrive in time, so that nothing else takes time.
+            # Images are assumed to arrive in time, so nothing else takes time.
             "other_seconds": 0.0,
             "bubble": self.bubble,
             "samples_per_sec": batch_size / self.step,
@@ -190,7 +194,8 @@ def _predict_replicas(fake: FakeModel, layout: Layout, measured: Timings) -> For
     hidden = 0.0
     if layout.recipe.traits.exchanges == "gradients" and seconds:
         if layout.kind == "cuda":
-            # Only the pass of the last micro-batch exchanges gradients.
+            # Only the backward pass of the last micro-batch exchanges gradients, so only this pass
+            # can hide the all-reduce.
             hidden = min(seconds, BACKWARD * measured.image * layout.rows)
             notes.append(
                 f"{format_duration(hidden)} of {format_duration(seconds)} of all-reduce overlap "
@@ -202,7 +207,12 @@ def _predict_replicas(fake: FakeModel, layout: Layout, measured: Timings) -> For
 
 
 def _predict_exchange(fake: FakeModel, layout: Layout, measured: Timings) -> tuple[float, str]:
-    """Return the seconds per step of exchanging gradients or weights, and how they are known."""
+    """Predict the time of exchanging gradients, shards or weights.
+
+    Returns:
+        (seconds, note): the seconds per step, without any overlap, and a sentence that says how
+        they were computed; (0.0, "") if the mode exchanges nothing.
+    """
     count = layout.processes
     exchanges = layout.recipe.traits.exchanges
     if count == 1 or exchanges not in ("gradients", "shards", "weights"):
@@ -262,6 +272,6 @@ def _predict_cut(fake: FakeModel, layout: Layout, measured: Timings, microbatche
         )
     update = measured.optimizer
     if layout.processes > 1:
-        # The rank with the most gradients updates the most weights.
+        # The rank with the most gradients updates the most weights, and all others wait for it.
         update *= max(cut.gradients) / sum(cut.gradients)
     return Forecast(length * recipe.pieces, exchange, update, bubble, cut, notes)

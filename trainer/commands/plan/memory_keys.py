@@ -17,8 +17,17 @@ def choose_recompute(
 ) -> tuple[FakeModel, Layout]:
     """Choose a value for recompute=auto, as training does.
 
-    On a GPU, the smallest number of first blocks with which the run fits is recomputed, or all
-    blocks if it does not fit.
+    On a GPU, the first N blocks are recomputed, with the smallest N for which the run fits into the
+    memory. If no N suffices, all blocks are recomputed. On a CPU, no block is recomputed.
+
+    Args:
+        fake: The planned model.
+        layout: Recipe, processes and devices.
+        memory: Memory of each device in bytes; None for the memory of this machine's devices.
+
+    Returns:
+        (fake, layout): the arguments with the chosen value, or unchanged if the recipe does not
+        say recompute=auto.
     """
 
     def recompute_blocks(count: int) -> tuple[FakeModel, Layout]:
@@ -55,8 +64,8 @@ def predict_peak_without_recompute(fake: FakeModel, layout: Layout, cut: Cut | N
 def choose_accumulate(fake: FakeModel, layout: Layout, memory: int | None) -> Layout:
     """Choose a value for accumulate=auto, as training does.
 
-    It is the smallest number of micro-batches with which the run fits, or the largest number if it
-    does not fit. On a CPU it is 1.
+    On a GPU, the value is the smallest number of micro-batches with which the run fits into the
+    memory, or the largest possible number if the run does not fit. On a CPU, the value is 1.
     """
     if layout.recipe.accumulate != "auto":
         return layout
@@ -88,7 +97,7 @@ def suggest_arguments(fake: FakeModel, layout: Layout, memory: int) -> list[dict
     candidates.append(("precision", "bf16"))
     suggestions: list[dict[str, Any]] = []
     for key, value in candidates:
-        # Larger numbers of micro-batches than the smallest that fits are not suggested.
+        # Only the smallest number of micro-batches that fits is suggested.
         if suggestions and key == "accumulate":
             continue
         try:

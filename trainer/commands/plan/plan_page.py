@@ -264,5 +264,5 @@ def _list_modes(modes: Sequence[Plan]) -> list[str]:
 
 
 def _format_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align the first column left and all others right."""
+    """Return the indented lines of a table: the first column is aligned left, all others right."""
     return [f"  {line}" for line in readable.format_table(rows, right=range(1, len(rows[0])))]

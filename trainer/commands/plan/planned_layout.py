@@ -52,9 +52,12 @@ def _count_planned_gpus(recipe: Recipe, processes: int, gpus: bool) -> int:
 def lay_out_modes(
     recipe: Recipe, nproc: str | int | None = None, gpus: bool = False
 ) -> dict[str, Layout | RecipeError]:
-    """Return the layout of each mode on the same number of devices, or why it cannot run there."""
+    """Return each mode's layout on the same devices, or the error of a mode that cannot run there.
+
+    A mode that computes on a single device gets the first one.
+    """
     available = resources.count_cuda_devices()
-    # At least two devices: most modes differ from `single` only on several devices.
+    # Use at least two devices: most modes differ from `single` only on several devices.
     count = max(2, recipe.pipeline.stages or 0, available)
     kind = "cuda" if gpus or available else "cpu"
     if recipe.devices != "auto":

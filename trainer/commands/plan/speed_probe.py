@@ -1,7 +1,7 @@
 """A short measurement for a plan: processes compute at the same time, and exchange data.
 
-Processes that compute alone would be too fast: ranks of one machine share its memory bandwidth and
-its caches. So there are as many processes as the plan has, if the machine has the cores or GPUs.
+A process that computes alone would be too fast: ranks of one machine share the memory bandwidth and
+the caches. So there are as many processes as in the plan, if the machine has enough cores or GPUs.
 """
 
 import tempfile
@@ -35,7 +35,7 @@ from trainer.training.setup import place_model, start_process
 
 # Approximate maximum number of seconds of one forward and backward pass.
 PASS = 2.0
-# Sizes of the messages that show latency and bandwidth.
+# Sizes in bytes of the messages that measure latency and bandwidth.
 LATENCY_BYTES = 2**10
 BANDWIDTH_BYTES = 2**24
 
@@ -46,7 +46,7 @@ def measure_here(layout: Layout, images: DatasetFacts, plugin: str | None) -> Ti
     Args:
         layout: processes and devices of the plan.
         images: size and shape of the data set.
-        plugin: the user's own module.
+        plugin: the user's own module, or None.
 
     Raises:
         SetupError: the plan is for GPUs, but this machine has no usable GPU.
@@ -135,12 +135,13 @@ def measure(
         recipe: recipe to measure.
         images: size and shape of the data set.
         most: maximum number of images of a pass.
-        microbatches: images of the micro-batches to measure; empty for a model without stages.
-        plugin: the user's own module.
+        microbatches: sizes, in images, of the micro-batches to measure; empty for a mode without
+            stages.
+        plugin: the user's own module, or None.
     """
     launching.load_plugin(plugin)
-    # The same images are used in all passes: at a usual learning rate, the numbers would soon
-    # overflow.
+    # The learning rate is tiny: all passes use the same images, and at a usual learning rate the
+    # weights would soon overflow.
     recipe = recipe.replace(mode="single", devices="auto", schedule__min_lr=0.0, optimizer__lr=1e-9)
     start_process(recipe)
     place = Place(process.rank, process.count, process.rank, process.count)
@@ -173,14 +174,15 @@ def _measure_whole(
     """Measure passes of the whole model.
 
     Returns:
-        Seconds of a pass; its images, at most `rows` and as many as take about PASS seconds;
-        seconds of the optimizer; and the number of images that take PASS seconds.
+        (seconds, images, update, affordable): the seconds of a forward and backward pass of
+        `images` images; the smaller of `rows` and `affordable`; the seconds of the optimizer; and
+        the number of images whose pass takes about PASS seconds.
     """
     peers = context.world
     example = context.example
     device = peers.device
     pilot = example.rows
-    # The same objects as in training, so that the optimizer's part is measured as well.
+    # Build the same objects as in training, so that the optimizer's time is measured as well.
     strategy, updater = place_model(context, model)
     strategy.train()
 
@@ -193,7 +195,7 @@ def _measure_whole(
         return result, time.perf_counter() - begun
 
     def measure_passes(images: int, least: int, seconds: float) -> tuple[float, float]:
-        # At least one pass more than `least`, because the first is discarded.
+        # Run at least one pass more than `least`, because the first is discarded.
         batch = example.batch(device, images, context.recipe.channels_last)
         computes: list[float] = []
         updates = []
@@ -210,7 +212,7 @@ def _measure_whole(
         # The first pass warms up.
         return median(computes[1:]), median(updates[1:])
 
-    # A pilot with few images shows how many images fit into the time.
+    # A pass of a few images shows how many images fit into PASS seconds.
     alone, _ = measure_passes(pilot, 1, 0.0)
     slowest = peers.max_(torch.tensor(alone)).item()
     affordable = max(1, int(PASS * pilot / slowest))
@@ -229,7 +231,7 @@ def _exchange(peers: World, device: torch.device, reduce: bool) -> tuple[float |
             tensor to each other.
 
     Returns:
-        Bandwidth and latency; None and 0 for a single process.
+        (bandwidth, latency); (None, 0.0) for a single process.
     """
     if peers.size == 1:
         return None, 0.0

@@ -41,15 +41,15 @@ def summarize(
     every: bool,
     words: Sequence[str],
 ) -> Plan:
-    """Compute all figures of a plan.
+    """Compute the whole content of a plan.
 
     Args:
         layout: processes and devices.
-        nproc: number of processes that the user asks for.
-        memory: memory of each device in bytes, if stated.
-        measured: "here" to measure on this machine.
-        bandwidth: bytes per second between devices, if stated.
-        plugin: the user's own module.
+        nproc: number of processes that the user asks for; None if not stated.
+        memory: memory of each device in bytes; None if not stated.
+        measured: "here" to measure on this machine; None to measure nothing.
+        bandwidth: bytes per second between devices; None if not stated.
+        plugin: the user's own module, or None.
         every: whether to add a row for each mode.
         words: arguments of the command line, for the commands to type.
 
@@ -86,7 +86,7 @@ def summarize(
         typed = recipe.replace(accumulate="auto") if is_auto else recipe
         layouts = lay_out_modes(typed, nproc, layout.kind == "cuda")
         modes = [_plan_mode(fake, mode, planned, memory) for mode, planned in layouts.items()]
-    # BatchNorm may refuse a single value, so two images are counted.
+    # BatchNorm refuses a single value per channel, so the FLOPs of two images are counted.
     flops = fake.forward_flops(2) // 2
     advice = []
     if limit is not None and not fits:
@@ -158,7 +158,7 @@ def _summarize_stages(fake: FakeModel, layout: Layout, cut: Cut) -> Plan:
                 "sent_bytes": stage.sent,
             }
         )
-    # The outputs of the last stage go to the loss.
+    # The outputs of the last stage go to the loss and are not sent.
     stages[-1]["sent_bytes"] = 0
     return {
         "schedule": layout.schedule,
@@ -174,7 +174,7 @@ def _summarize_stages(fake: FakeModel, layout: Layout, cut: Cut) -> Plan:
 def _summarize_traffic(
     fake: FakeModel, layout: Layout, cut: Cut | None, bandwidth: float | None
 ) -> Plan:
-    """Summarise the traffic of a step, and its duration at a stated bandwidth."""
+    """Summarize the traffic of a step, with its duration if the user has stated a bandwidth."""
     recipe = layout.recipe
     traffic = forecast.compute_traffic(fake, layout, cut)
     seconds = None
@@ -190,15 +190,18 @@ def _summarize_traffic(
 
 
 def needs_folder(recipe: Recipe) -> bool:
-    """Return whether training needs images that the arguments do not name yet.
+    """Return whether training needs a folder of images that the arguments do not name yet.
 
-    Without them, a run only measures its speed on synthetic images.
+    Without this folder, a run only measures its speed on synthetic images.
     """
     return recipe.data.name in OWN_PHOTOS and recipe.data.root is None
 
 
 def list_commands(recipe: Recipe, layout: Layout, words: Sequence[str]) -> list[str]:
-    """Return the command lines to type: with our launcher and, for several processes, torchrun."""
+    """Return the command lines that start the planned run.
+
+    The first line uses our launcher. For several processes, the second line uses torchrun.
+    """
     arguments = list(words) or format_arguments(recipe)
     if needs_folder(recipe):
         arguments.append("data.root=FOLDER")
@@ -216,7 +219,7 @@ def list_commands(recipe: Recipe, layout: Layout, words: Sequence[str]) -> list[
 def _list_assumptions(
     fake: FakeModel, layout: Layout, images: DatasetFacts, is_auto: bool
 ) -> list[str]:
-    """List what the figures assume."""
+    """List what the numbers of the plan assume, in sentences for the page."""
     recipe = layout.recipe
     notes = []
     if is_auto:
@@ -268,18 +271,20 @@ def _list_assumptions(
 def _plan_mode(
     fake: FakeModel, mode: str, layout: Layout | RecipeError, memory: int | None
 ) -> Plan:
-    """Return the row of one mode on the same number of devices, or why it cannot run there.
+    """Return the row of one mode; if the mode cannot run on these devices, `error` says why.
 
-    Peak and activations are those of the fullest device. Traffic is what one device sends in a
-    step; for a model in stages or in copies, what all devices send. The bubble is the ideal
-    fraction of a step in which stages wait.
+    Peak and activations are the largest of all devices. Traffic is the number of bytes that one
+    device sends in a step to exchange gradients, shards or weights, plus the bytes that all devices
+    send between stages or as copies of the model. The bubble is the fraction of a step in which
+    stages wait if all of them take equally long.
     """
     keys = ("world_size", "devices", "peak", "activations", "fits", "traffic", "bubble", "error")
     row = {"mode": mode, **dict.fromkeys(keys)}
     try:
         if isinstance(layout, RecipeError):
             raise layout
-        # Stages are traced without the wrapped blocks that other modes recompute.
+        # A mode with recomputation needs a model of its own: `FakeModel` wraps the recomputed
+        # blocks of most modes, but not in modes with stages, which are traced without wrappers.
         if layout.recipe.recompute:
             fake = FakeModel(layout, fake.images)
         layout = memory_keys.choose_accumulate(fake, layout, memory)

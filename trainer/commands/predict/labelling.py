@@ -35,8 +35,9 @@ from trainer.training.trained import Preparation, Trained, create_task_without_l
 NOT_FINITE = (
     "gave up: the model's outputs are not finite: try precision=fp32, or weights of an earlier step"
 )
-# Consecutive batches of one size before the forward pass is captured as a CUDA graph. The number of
-# batches that follow is unknown, so these show that a capture will pay off.
+# Number of consecutive batches of one size after which the forward pass is captured as a CUDA
+# graph. A capture pays off only for many batches, and their number is not known in advance, so a
+# few images are labeled without a graph.
 WARM = 12
 
 
@@ -51,7 +52,7 @@ class LabelModel:
         classes: Name of each output.
         preparation: Preparation of images as in evaluation.
         data: Data set, if one of its splits is labeled.
-        photos: Files, directories and lists of paths to label if `data` is None.
+        photos: Paths of images, directories and lists of paths to label if `data` is None.
     """
 
     recipe: Recipe
@@ -69,10 +70,10 @@ class LabelModel:
         """Read the weights of a run or a checkpoint.
 
         Args:
-            path: Run folder, checkpoint or weights.
+            path: Run folder, checkpoint or weights file.
             words: Overrides of the run's recipe.
-            photos: Paths to label in addition to data.root=.
-            split: Whether to label a split of the run's data set; None decides by the paths.
+            photos: Paths to label in addition to a data.root= among `words`.
+            split: Whether to label a split of the run's data set. None: only if there are no paths.
 
         Raises:
             CheckpointError: There are no such weights.
@@ -86,7 +87,8 @@ class LabelModel:
                 f"predict.split={split_name} labels the run's own data set: leave it out, or "
                 f"{photos[0]}"
             )
-        # The recipe's own data.root= is that of the training images.
+        # The data.root= of the run's recipe names the training images. Only one among `words` names
+        # images to label.
         has_root = any(word.startswith("data.root=") for word in words)
         if split_name is None and has_root and recipe.data.root is not None:
             photos = (recipe.data.root, *photos)
@@ -105,7 +107,8 @@ class LabelModel:
             preparation = Preparation.of(data)
         task = create_task_without_loss(recipe, classes)
         if type(task).ranked is Task.ranked:
-            # A task without an order of classes raises an error that says so.
+            # The task cannot rank classes. Its method is called now, and not only in a worker,
+            # because the method raises the error that says so.
             task.ranked(torch.zeros(0))
         model = trained.model(task, len(classes), preparation.channels, preparation.image_size)
         outputs = recipe.model.num_classes or 0
@@ -114,9 +117,10 @@ class LabelModel:
 
 
 class Labels(NamedTuple):
-    """Up to five most probable classes of an image, or the error if it could not be labeled.
+    """Indices and probabilities of up to five most probable classes of an image, best first.
 
-    For a regression, the classes are the outputs, and the probabilities are their values.
+    For a regression, `classes` are the indices of the outputs, and `probabilities` are their
+    values. `error` is empty, or says why the image could not be labeled.
     """
 
     classes: tuple[int, ...]
@@ -152,8 +156,8 @@ class Labeller:
         recipe = self.recipe
         keep_freed_memory()
         if device.type == "cpu" and (recipe.threads or recipe.predict.batch_size):
-            # The number of threads changes the order in which kernels sum, but a fixed batch size
-            # promises identical output files.
+            # The number of threads changes the order in which kernels sum. A fixed batch size
+            # promises identical output files on every machine, so the number is fixed, too.
             torch.set_num_threads(recipe.threads or 1)
         if device.type == "cuda":
             health.check_card(device, cards.detect().count)
@@ -171,9 +175,10 @@ class Labeller:
         self._decoders: ThreadPoolExecutor | None = None
         if self.threads:
             if device.type == "cuda":
-                # Each decoding thread would start as many threads as there are cores.
+                # Torch would start one thread per core for the operations of each decoding thread.
                 torch.set_num_threads(1)
-            # Readers silence warnings themselves, but several threads undo each other's filters.
+            # Readers silence warnings themselves, but several threads undo each other's filters. So
+            # warnings are silenced for the whole process.
             warnings.simplefilter("ignore")
             # A user's own data set may not be thread-safe, so one thread reads its items.
             is_thread_safe = self.source is None or isinstance(self.source, EncodedPhotos)
@@ -186,9 +191,10 @@ class Labeller:
         )
 
     def prepare(self, items: Sequence[Any]) -> Sequence[Any]:
-        """Start reading a batch.
+        """Start reading a batch, and return futures of its images.
 
-        The pool calls this when a batch arrives, while the previous one is labeled.
+        Without decoding threads, `items` are returned as they are. The pool calls this when a batch
+        arrives, while the previous batch is labeled.
         """
         if self._decoders:
             return [self._decoders.submit(self._read, item) for item in items]
@@ -210,7 +216,7 @@ class Labeller:
             return prepare_for_evaluation(
                 self._open(item), preparation.image_size, preparation.shorter_side
             )
-        # Decoders raise exceptions of any type.
+        # Decoders raise exceptions of any type for a damaged image, which must not stop the worker.
         except Exception as error:
             return Labels((), (), describe_failure(error))
 

@@ -1,6 +1,7 @@
 """`python -m trainer predict`: write predictions.csv, which has a row for each image, in order.
 
-The file exists only if it is complete.
+With predict.format=jsonl, the rows are JSON in predictions.jsonl. The file exists only if it is
+complete.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ NOT_OURS = {
 }
 # The column `label` is the known class of an image.
 COLUMNS = ("path", "class", "probability", "top5", "label", "error")
-# Number of rows, unreadable images, images given up, images with a known class, and correct ones.
+# Counts in predict.json: all rows; images that cannot be read; images on which workers failed;
+# labeled images whose class is known; and those among the latter with the right class.
 COUNTS = ("images", "unreadable", "failed", "labelled", "right")
 # Name of the file while rows are written, before the complete file is renamed.
 PART = "predictions.part"
@@ -73,7 +75,7 @@ SECONDS = 5.0
 def command(words: Sequence[str]) -> int:
     """Label the images that the arguments name, and return exit code 0."""
     options, rest = split_arguments(words, ("checkpoint", "plugin", *NOT_OURS))
-    # A path may contain "=", but no key contains "/".
+    # An argument with "=" is an override, unless it has "/" before the "=", as only a path has.
     photos = tuple(word for word in rest if "=" not in word or os.sep in word.partition("=")[0])
     overrides = [word for word in rest if word not in photos]
     for key, instead in NOT_OURS.items():
@@ -107,6 +109,7 @@ def label(trained: LabelModel, folder: Path) -> None:
 
     Raises:
         PredictionError: Workers gave up on images.
+        RecipeError: `folder` is a directory of images to label, or an argument is wrong.
         FolderInUseError: The directory holds a run or predictions.
     """
     recipe = trained.recipe
@@ -161,9 +164,11 @@ def label(trained: LabelModel, folder: Path) -> None:
 def _count_decoders(devices: Sequence[str]) -> int:
     """Return the number of threads that read images for each device.
 
-    A CPU worker with several cores reads on half of them. The threads of its model wait for each
-    other, so all of them wait if one has to share its core. A CPU worker with one core gets 0
-    threads: it reads and computes in turn.
+    If all devices are CPUs, a worker with several cores reads on half of them. The threads of its
+    model wait for each other, so all of them wait if one thread has to share its core. A worker
+    with one core gets 0 threads: it reads and computes in turn.
+
+    If any device is a GPU, the cores are divided equally, and every worker gets at least 1 thread.
     """
     cores_per_device = count_cores() // len(devices)
     if all(name == "cpu" for name in devices):
@@ -212,7 +217,7 @@ class Rows:
         self.classes = classes
         self._probabilities = probabilities
         self.counts = dict.fromkeys(COUNTS, 0)
-        # Path and answer of the first images.
+        # Path, and classes or error to print, of each of the first FEW images.
         self.first: list[tuple[str, str]] = []
         with report_write_errors(folder, AGAIN):
             set_aside(self._part)
@@ -234,7 +239,7 @@ class Rows:
                 self._part.unlink(missing_ok=True)
 
     def write(self, item: Item, labels: Labels | ItemError) -> None:
-        """Write the next row; an `ItemError` belongs to an image that was given up."""
+        """Write the next row; `labels` is an `ItemError` for an image on which workers failed."""
         row = dict.fromkeys(COLUMNS)
         row["path"] = item.path
         if item.label is not None:
@@ -281,7 +286,8 @@ class Rows:
     def finish(self, seconds: float) -> None:
         """Complete the results after `seconds` of labeling.
 
-        The rows get their final name last, so a directory without it can be used again.
+        The file of rows gets its final name last, so a directory without that name can be used
+        again.
         """
         result = {**self.counts, "top1": self.accuracy, "seconds": seconds}
         with report_write_errors(self.final.parent, AGAIN):
@@ -292,14 +298,14 @@ class Rows:
 
     @property
     def accuracy(self) -> float | None:
-        """Accuracy over images whose class is known."""
+        """Accuracy over labeled images whose class is known; None if there are none."""
         if self.counts["labelled"]:
             return self.counts["right"] / self.counts["labelled"]
         return None
 
 
 class SpeedLines:
-    """Printer of the progress and the speed of each device every few seconds."""
+    """Printer of the total progress and the speed of each device, every `SECONDS` seconds."""
 
     def __init__(self, count: int | None, logging: LoggingRecipe, devices: Sequence[str]) -> None:
         """Print the first line.
@@ -319,7 +325,7 @@ class SpeedLines:
         say(f"predicting {images} on {', '.join(self._names)}")
 
     def note(self, pool: DevicePool) -> None:
-        """Count one more image."""
+        """Count one more image, and print a line if the last one is `SECONDS` seconds old."""
         self._done += 1
         now = time.monotonic()
         if not self._shows or now - self._spoke < SECONDS:
@@ -335,7 +341,7 @@ class SpeedLines:
 
 
 def _sum_up(rows: Rows, seconds: float) -> None:
-    """Print the result.
+    """Print the predictions if there are few, the counts, the accuracy and the result's path.
 
     Raises:
         PredictionError: Workers gave up on images.

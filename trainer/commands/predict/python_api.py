@@ -40,12 +40,13 @@ def predict(
             iterable may be endless, and may yield one buffer that is refilled for each input.
         devices: Devices of the workers, as in ["cuda:0", "cuda:1", "cpu"]; "auto" is every GPU, or
             the CPU without one.
-        batch_size: Inputs at once; None lets each device find its best size.
+        batch_size: Number of inputs in a batch; None lets each device find its best size.
 
     Returns:
-        The outputs of shape (N, ...) on the CPU for a tensor. For an iterable, an iterator of
-        outputs in order, which reads a bounded number of inputs ahead. A model that returns tuples
-        or dictionaries yields one of them for each input in both cases.
+        For a tensor or an array, the outputs as a tensor of shape (N, ...) on the CPU. For an
+        iterable, an iterator of outputs in order, which reads a bounded number of inputs ahead. If
+        the model returns tuples or dictionaries, a list or an iterator with one of them for each
+        input.
 
     Raises:
         RecipeError: There is no such device, the model cannot be sent to a worker, or an argument

@@ -17,14 +17,17 @@ from trainer.errors import RecipeError, SetupError
 from trainer.recipe.text import format_value
 from trainer.saving import files
 
-# At least one of the first FIRST lines of a list must be the path of an existing file.
+# A text file counts as a list of paths only if one of its first FIRST lines is an existing path.
 FIRST = 20
 # Maximum size of a list of paths in bytes.
 LONGEST = 2**30
 
 
 class Item(NamedTuple):
-    """Image to label: its name in the results, the item for a worker, and its class if known."""
+    """Image to label: its name in the results, the item for a worker, and its class.
+
+    The class is an index, or None if it is unknown.
+    """
 
     path: str
     payload: Any
@@ -39,7 +42,7 @@ class Inputs:
         items: The images.
         count: Number of images; None if unknown in advance.
         source: Data set that the payloads index, if they are indices.
-        ignored: Descriptions of the other files next to the images.
+        ignored: Descriptions of the files that are no images, one for each directory that has any.
     """
 
     items: Iterator[Item]
@@ -85,7 +88,11 @@ def find_images(roots: Sequence[str]) -> Inputs:
 
 
 def _list_paths(root: str) -> tuple[list[str], str]:
-    """Return the images of a directory, a list or a file, and a description of the other files.
+    """List the images of `root`: a directory, an image, or a file with a path on each line.
+
+    Returns:
+        (paths, others): the paths of the images, and a description of the other files in the
+        directory, empty if there are none.
 
     Raises:
         SetupError: There are no images, or the root cannot be read.
@@ -139,7 +146,8 @@ def open_split(data: Datasets, name: str) -> Inputs:
     classes = [None] * len(split)
     if labels is not None:
         labels = torch.as_tensor(labels)
-        # Labels of any other shape are targets of a regression or several classes per image.
+        # Only a vector of integers holds one class per image. Other labels are the targets of a
+        # regression, or several classes per image.
         if labels.dim() == 1 and not labels.is_floating_point():
             classes = labels.tolist()
     if isinstance(split, ImageSet):

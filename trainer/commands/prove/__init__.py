@@ -62,7 +62,7 @@ def find_devices(text: str | None) -> Devices:
         text: value of `devices=`. None or "auto": all GPUs, or CPU processes if there is no GPU.
 
     Raises:
-        RecipeError: `text` names a device that is not here, or twice, or of two kinds.
+        RecipeError: `text` names a device that is not here, a GPU twice, or both GPUs and CPUs.
         SetupError: a GPU is here but does not work.
     """
     detected = cards.detect()

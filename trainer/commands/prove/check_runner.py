@@ -24,13 +24,14 @@ class Outcome:
     """Outcome of one check.
 
     Attributes:
-        status: "right" or "wrong" for a check; "measured" for a figure without a bound; "not
-            here" if this machine or this version of torch lacks the feature; "left out" if there
-            was no time.
+        status: "right" or "wrong" for a check against a bound; "measured" for a measurement in
+            which nothing is wrong; "not here" if this machine or this version of torch lacks the
+            feature; "left out" if there was no time, or if other processes made a measurement
+            meaningless.
         line: the outcome in one line.
-        todo: what to type if something is wrong.
-        figures: figures of the check in proof.json.
-        seconds: duration of the check.
+        todo: what to do if something is wrong; otherwise empty.
+        figures: measured values, by their keys in proof.json.
+        seconds: duration of the check in seconds.
     """
 
     status: Literal["right", "wrong", "measured", "not here", "left out"]
@@ -54,14 +55,14 @@ def measured(line: str, **figures: Any) -> Outcome:
 
 @dataclass(frozen=True)
 class Check:
-    """One check.
+    """Check of correctness, or measurement of speed.
 
     Attributes:
-        name: key of its outcome.
-        part: whether it checks correctness or measures speed.
-        title: what is checked, for people.
-        seconds: approximate duration on a machine that nothing else uses.
-        run: performs the check.
+        name: name of the check, under which its outcome is stored.
+        part: "right" for a check of correctness, "fast" for a measurement of speed.
+        title: phrase that says what is checked, for printed lines and proof.md.
+        seconds: approximate duration in seconds on a machine that nothing else uses.
+        run: function that performs the check.
         priority: 0 to 2; checks with a higher number are left out first if time is short.
     """
 
@@ -114,7 +115,7 @@ class Devices:
     def in_one_process(self, count: int) -> list[str]:
         """Return the arguments of a run in one process with `count` local devices.
 
-        If there are fewer devices than that, each is used several times.
+        If there are fewer than `count` devices, a device is used several times.
         """
         names = [self.names[n % self.count] for n in range(count)]
         return [f"devices=[{','.join(names)}]"]
@@ -122,7 +123,7 @@ class Devices:
 
 @dataclass
 class CheckRunner:
-    """Runner of the trainings and measurements that checks need.
+    """Runner of the training runs and measurements that checks need.
 
     Attributes:
         folder: folder of the proof.
@@ -135,7 +136,7 @@ class CheckRunner:
     outcomes: dict[str, Outcome] = field(default_factory=dict)
 
     def figures(self, name: str) -> Json:
-        """Return the figures of an earlier check; empty if it was not done."""
+        """Return the measured values of the check `name`; empty if it was not done."""
         if name in self.outcomes:
             return self.outcomes[name].figures
         return {}
@@ -163,7 +164,7 @@ class CheckRunner:
         Raises:
             TrialFailed: the run failed.
         """
-        # Only this node is checked, even if this process is part of a job on several.
+        # Only this node is checked, even if this process is part of a job on several nodes.
         variables = {"NNODES": "1", **(environment or {})}
         defaults = list(QUIET)
         if self.devices.threads:

@@ -1,6 +1,7 @@
 """Measurements of speed: how fast does this machine train?
 
-Each figure is compared with that of a bare PyTorch loop, and with a physical limit if one is known.
+The speed of training is compared with that of a bare PyTorch loop, the speed of a device with its
+physical limit if known and with the other devices, and the speed of a link with the fastest link.
 """
 
 import math
@@ -29,17 +30,17 @@ SLOW = {"cuda": 0.9, "cpu": 0.6}
 THROTTLED = {"cuda": 0.85, "cpu": 0.5}
 # A link is slow below this fraction of the fastest one.
 SLOW_LINK = {"cuda": 0.5, "cpu": 0.25}
-# Warm-up steps of a timed run, and its approximate duration in seconds after them.
+# Number of warm-up steps of a timed run, and approximate duration of its timed steps in seconds.
 WARM = 5
 SECONDS = 2.5
-# Number of times that a bare loop and a run alternate, and the seconds of one such pair.
+# Number of pairs of a bare loop and a run, which alternate, and approximate seconds of a pair.
 ROUNDS = {"cuda": 2, "cpu": 3}
 PAIR = {"cuda": 55.0, "cpu": 20.0}
 
 
 @dataclass(frozen=True)
 class Network:
-    """Network whose speed is measured, with the size and the number of classes of its images."""
+    """Network whose speed is measured on images of `size` x `size` pixels of `classes` classes."""
 
     name: str
     title: str
@@ -63,14 +64,18 @@ def list_counts(devices: Devices) -> list[int]:
 
 
 def choose_settings(devices: Devices) -> Json:
-    """Return the settings of both loops: images per device, precision, and no compilation."""
+    """Return the settings of the run and of the bare loop.
+
+    The keys are "batch" (images per device), "precision" and "compile", which is False.
+    """
     if devices.kind == "cpu":
         return {"batch": 64, "precision": "fp32", "compile": False}
     import torch
 
     memory = [torch.cuda.get_device_properties(name).total_memory for name in devices.names]
     gibs = min(memory) / 2**30
-    # Four images per GiB: a ViT-B/16 needs less memory than that.
+    # Four images per GiB of the smallest GPU, rounded down to a power of two. Training a ViT-B/16
+    # needs less memory per image than a quarter of a GiB.
     batch = min(256, 2 ** int(math.log2(4 * gibs)))
     precision = "fp16"
     if torch.cuda.is_bf16_supported(False):
@@ -210,7 +215,11 @@ def summarize(values: Sequence[float]) -> dict[str, float]:
 
 
 def _measure_speed(network: Network, count: int, runner: CheckRunner) -> Outcome:
-    """Compare runs on `count` devices with a bare loop in alternation, and with one device."""
+    """Measure the speed of training `network` on `count` devices.
+
+    Runs alternate with a bare loop on the same devices. The speed is also compared with the earlier
+    measurement on one device, if any.
+    """
     options = choose_settings(runner.devices)
     batch = options["batch"]
     steps = 0

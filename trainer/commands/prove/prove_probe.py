@@ -19,15 +19,16 @@ from trainer.saving.files import Json
 from trainer.telemetry.clocks import synchronise
 from trainer.telemetry.flops import look_up_peak_flops
 
-# Numbers of elements: one, an odd number, and more than the buffer of a message.
+# Numbers of elements of a pattern: one, an odd number, and more than the buffer of a message.
 SIZES = (1, 1023, 2**20 + 3)
-# The first round warms up.
+# Number of rounds of `rates`; `links` has twice as many. The first round warms up and is discarded.
 ROUNDS = 4
-# Steps of the bare loop before timing, timed windows, and the approximate seconds of all windows.
+# Number of steps of the bare loop before timing, number of timed windows, and approximate seconds
+# of all windows together.
 WARM = 4
 WINDOWS = 5
 SECONDS = 2.0
-# Each type represents all whole numbers up to this one exactly.
+# Bounds below which each type represents all whole numbers from 0 on exactly.
 MOST = {torch.uint8: 256, torch.bfloat16: 256, torch.float16: 2048}
 
 
@@ -57,7 +58,11 @@ def make_pattern(size: int, dtype: torch.dtype, rank: int, ranks: int) -> Tensor
 
 
 def compare(actual: Tensor, expected: Tensor, what: str, errors: list[str]) -> int:
-    """Compare two tensors, append a sentence to `errors` if they differ, and return 1."""
+    """Compare two tensors, and append a sentence to `errors` if they differ.
+
+    Returns:
+        1, the number of comparisons, for the caller to sum.
+    """
     actual = actual.cpu()
     if not torch.equal(actual, expected):
         index = int((actual != expected).nonzero()[0])
@@ -69,9 +74,12 @@ def compare(actual: Tensor, expected: Tensor, what: str, errors: list[str]) -> i
 
 
 def copies(measurer: Measurer) -> Json:
-    """Send patterns between every pair of processes, in both directions.
+    """Send patterns between every pair of processes in both directions, and check what arrives.
 
-    Copies between cards within one process are checked by `doctor`.
+    Copies between GPUs within one process are checked by `doctor`.
+
+    Returns:
+        "done": number of comparisons in this process; "wrong": a sentence for each that failed.
     """
     names = measurer.devices
     count = 0
@@ -93,7 +101,11 @@ def copies(measurer: Measurer) -> Json:
 
 
 def sums(measurer: Measurer) -> Json:
-    """Sum patterns over all processes with an all-reduce."""
+    """Sum patterns over all processes with an all-reduce, and check the sums.
+
+    Returns:
+        "done": number of comparisons in this process; "wrong": a sentence for each that failed.
+    """
     count = 0
     errors = list[str]()
     what = f"on {measurer.devices[measurer.rank]}"
@@ -155,8 +167,8 @@ def rates(measurer: Measurer) -> Json:
 def links(measurer: Measurer) -> Json:
     """Measure the bytes/s of each direction between two devices, and of an all-reduce.
 
-    The receiver times a direction. The figure of an all-reduce is the rate at which each device of
-    a ring sends.
+    The receiver measures a direction. The rate of an all-reduce is that at which each device of a
+    ring sends.
     """
     size = 2**27 if measurer.device.type == "cuda" else 2**23
     block = torch.zeros(size // 4, device=measurer.device)
@@ -193,8 +205,9 @@ def step_of(
 ) -> Callable[[bool], Any]:
     """Return a function that trains one step on a fixed batch of images on this device.
 
-    Network, batch, precision and memory format are those of the run. The argument of the step
-    says whether it exchanges gradients with the other processes.
+    Network, batch, precision and memory format are those of the run that is compared with the bare
+    loop. The argument of the returned function says whether the step exchanges gradients with the
+    other processes.
     """
     torch.manual_seed(0)
     layout = torch.channels_last
@@ -228,8 +241,8 @@ def bare(measurer: Measurer, batch: int, **network: Any) -> Json:
     """Measure the images/s of this device in the bare loop.
 
     Returns:
-        "speeds" of the timed windows, and "alone" those of windows between them in which no
-        gradient is exchanged.
+        "speeds": images/s in each timed window. "alone": images/s in each of the windows between
+        them in which no gradients are exchanged; empty for one process.
     """
     torch.backends.cudnn.benchmark = True
     step = step_of(measurer, batch, **network)
@@ -241,7 +254,8 @@ def bare(measurer: Measurer, batch: int, **network: Any) -> Json:
     step(True)
     measurer.barrier()
     once = torch.tensor(time.perf_counter() - begun, device=measurer.device)
-    # If processes took different numbers of steps, an exchange would hang.
+    # Rank 0's time determines the number of steps of all processes: if the numbers differed, an
+    # exchange would hang.
     if measurer.count > 1:
         dist.broadcast(once, 0)
     steps = max(1, round(SECONDS / WINDOWS / once.item()))

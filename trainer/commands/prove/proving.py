@@ -36,11 +36,11 @@ from trainer.training.reporting import list_versions
 
 DEFAULT_FOLDER = Path("runs/proof")
 KEPT = "kept.json"
-# Checks with any other status are run again by the next command.
+# Checks with one of these statuses are not run again by the next command.
 DONE = ("right", "measured")
 OUTCOME = TypeAdapter(Outcome)
 FORMAT = 1
-# Minimum fraction of the speed that a part must cost to be called the slow part.
+# Minimum fraction of the speed that anything must cost to be called the slow part.
 LEAST_COST = 0.05
 # Matches absolute paths and paths below ~, but not URLs, "ViT-B/16", "images/s" or /dev/shm.
 PATH = re.compile(r"(?<![\w:/.~-])~?(?:/(?!dev/|proc/|sys/)[\w.@+~-]+)(?:/[\w.@+~-]+)+/?")
@@ -50,7 +50,7 @@ MARKS = {"right": "right", "wrong": "**WRONG**", "measured": "", "not here": "no
 def list_bindings(machine: Json, versions: Json, devices: tuple[str, ...]) -> dict[str, str]:
     """Return the conditions under which a proof is valid: machine, versions and devices.
 
-    Machine and versions are digests, because the file may be passed on to others.
+    Machine and versions are digests, because the file that stores them may be passed on to others.
     """
     import torch
 
@@ -85,7 +85,10 @@ def load_outcomes(folder: Path) -> dict[str, Outcome]:
 
 
 def prove(devices: Devices, minutes: float, output: str | None) -> str:
-    """Run the checks, write and print the report, and return the status of the proof."""
+    """Run the checks, write and print the report, and return the status of the proof.
+
+    The status is "right", "wrong" or "incomplete".
+    """
     machine = reports.read_machine()
     software = list_versions()
     others = reports.OtherProcesses()
@@ -106,7 +109,7 @@ def prove(devices: Devices, minutes: float, output: str | None) -> str:
 
 
 class Proving:
-    """The checks of one command, and the schedule for them.
+    """The checks of one `prove` command, and the schedule for them.
 
     Args:
         folder: folder of the proof.
@@ -127,7 +130,8 @@ class Proving:
             if check.name not in outcomes or outcomes[check.name].status not in DONE:
                 self.waiting.append(check)
         if any(outcome.status == "wrong" for outcome in outcomes.values()):
-            # New runs must not be compared with runs of a machine that was wrong.
+            # The stored runs and measurements are deleted: new runs must not be compared with runs
+            # of a machine that was wrong.
             for name in ("runs", "measured"):
                 shutil.rmtree(folder / name, ignore_errors=True)
         # Actual and expected seconds of the finished checks. Their ratio corrects the schedule;
@@ -179,7 +183,7 @@ class Proving:
     def _choose(self) -> list[Check]:
         """Return the checks that fit into the time left, in the order in which they run.
 
-        Checks are chosen by priority. One that does not fit may leave time for a shorter one.
+        Checks are chosen by priority. If a check does not fit, shorter ones after it may still fit.
         """
         left = 60 * self.minutes - (time.monotonic() - self.start_time)
         chosen = set()
@@ -205,7 +209,8 @@ class Proving:
             line = explain_in_one_line(error)[0]
             outcome = wrong(line, "see the .log files in runs and measured next to proof.md")
         if check.part == "fast":
-            # On a busy machine speeds are meaningless, and any device can look slow.
+            # On a busy machine speeds are meaningless, and any device can look slow, so the outcome
+            # is discarded and the next command measures again.
             for warning in reports.busy_warnings(others.cores()):
                 outcome = Outcome("left out", warning)
         seconds = time.monotonic() - begun
@@ -287,8 +292,8 @@ def summarize(devices: Devices, rows: Sequence[Json], times: float | None, slow:
 
     Args:
         devices: devices that were checked.
-        rows: the checks of proof.json.
-        times: speed of all devices relative to one.
+        rows: the value of "checks" in proof.json.
+        times: speed of all devices relative to one device; None if it was not measured.
         slow: what `find_slow_part` returned.
     """
     where = devices.called(devices.count)
@@ -322,7 +327,7 @@ def find_slow_part(devices: Devices, speed: Json) -> str | None:
 
     Args:
         devices: devices that were checked.
-        speed: figures of the first network on all devices; empty if it was not measured.
+        speed: measured values of the first network on all devices; empty if it was not measured.
     """
     if not speed:
         return None

@@ -29,11 +29,11 @@ from trainer.recipe.schema import STREAMS, Schedule
 STEPS = 20
 KILLED = 12
 SAVED = 5
-# Approximate seconds of a run of twenty small steps.
+# Approximate seconds of a run of STEPS steps of a small network, by the kind of device.
 START = {"cpu": 7.0, "cuda": 12.0}
 # Allowed relative differences: of a step's loss, of the norm of its gradient, of a tensor of the
 # optimizer's state, and of a weight. An optimizer's state depends on gradients alone, so it shows
-# best whether gradients are right. Correct CPU runs differ by 1e-7 in all four figures.
+# best whether gradients are right. Correct CPU runs differ by 1e-7 in all four.
 TOLERANCE = {
     "cpu": {"losses": 1e-4, "norms": 1e-3, "optimizer": 1e-3, "weights": 1e-4},
     "cuda": {"losses": 1e-3, "norms": 1e-2, "optimizer": 1e-2, "weights": 1e-3},
@@ -67,7 +67,7 @@ class Mode:
 
 
 def list_arguments(devices: Devices, model: str = "cnn_gn") -> list[str]:
-    """Return the arguments that all runs of twenty steps have in common.
+    """Return the arguments that all runs of `STEPS` steps have in common.
 
     The layers of `cnn_gn` treat each image on its own, so all modes can compute the same.
     """
@@ -109,7 +109,7 @@ def list_checks(devices: Devices) -> Iterator[Check]:
         title = f"{precision} against fp32"
         run = partial(_check_precision, precision)
         yield Check(f"precision {precision}", "right", title, start, run)
-    # Compilation for the CPU takes longer.
+    # Approximate seconds of compilation, which takes longer for the CPU.
     compiling = 45
     if devices.kind == "cuda":
         title = "CUDA graph replay against eager steps, bit by bit"
@@ -175,7 +175,7 @@ def train_single(
 
 
 def _list_exact(runner: CheckRunner) -> list[str]:
-    """Return the arguments of a run on the first device that repeats bit by bit."""
+    """Return the arguments of a run on the first device whose results are always the same bits."""
     words = ["mode=single", *runner.devices.first()]
     if runner.devices.kind == "cuda":
         words.append("deterministic=true")
@@ -216,7 +216,7 @@ def list_modes(devices: Devices) -> Iterator[Mode]:
             continue
         own = devices.first()
         if traits.many_devices:
-            # The network has seven blocks, which is enough for four stages.
+            # The network `cnn_gn` has seven blocks, so it is cut into at most four stages.
             limit = 4 if traits.staged else count
             own = devices.in_one_process(max(2, min(count, limit)))
         if traits.micro_batches:
@@ -235,7 +235,8 @@ def list_modes(devices: Devices) -> Iterator[Mode]:
                 continue
             words = (
                 "mode=pipeline",
-                # Two stages each; the pipelines divide the batch among themselves.
+                # Pairs of devices are pipelines of two stages, which divide the batch among
+                # themselves. If the number of devices is odd, the last one is not used.
                 *devices.in_ranks(count // 2 * 2),
                 "pipeline.stages=2",
                 f"pipeline.schedule={schedule}",
@@ -255,7 +256,7 @@ def _check_mode(mode: Mode, runner: CheckRunner) -> Outcome:
     try:
         train(runner, name, mode.words)
     except TrialFailed as error:
-        # Exit code 2 means that this torch does not have the schedule.
+        # Exit code 2 (RecipeError) means, for these schedules, that this torch lacks the schedule.
         if mode.newer and error.code == 2:
             return Outcome("not here", str(error))
         raise
@@ -342,9 +343,10 @@ def load_traces(path: Path) -> Traces:
 
 
 def compute_differences(actual: Traces, expected: Traces) -> dict[str, float]:
-    """Return the largest relative differences of two runs.
+    """Return the largest relative difference of two runs in each field of `Traces`.
 
-    A difference is infinite if one run lacks what the other has, or if a value is not finite.
+    A difference is infinite if one run lacks what the other has, if a value is not finite, or if
+    fewer than `STEPS` steps were recorded.
     """
     return {
         "losses": _compare_numbers(actual.losses, expected.losses),
@@ -390,12 +392,12 @@ def _compare_tensors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor
 def compare_traces(
     actual: Traces, expected: Traces, bounds: Mapping[str, float], todo: str
 ) -> Outcome:
-    """Return whether the traces of two runs are within `bounds` of each other."""
+    """Return a right outcome if the traces of two runs are within `bounds` of each other."""
     deviations = {}
     exceeded = []
     shown = []
     for name, value in compute_differences(actual, expected).items():
-        # JSON has no infinity.
+        # JSON has no infinity, so proof.json has null for an infinite difference.
         deviations[name] = value if math.isfinite(value) else None
         if not value <= bounds[name]:
             exceeded.append(f"{name} by {value:.2g} (at most {bounds[name]:g})")
@@ -409,7 +411,7 @@ def compare_traces(
 
 
 def compare_bits(actual: Traces, expected: Traces, other: str, todo: str) -> Outcome:
-    """Return whether the results of two runs are equal to the last bit."""
+    """Return a right outcome if the results of two runs are equal to the last bit."""
     different = [name for name, value in compute_differences(actual, expected).items() if value]
     # Two runs that ended early must not pass, even if their results are equal.
     if len(expected.losses) != STEPS:

@@ -32,7 +32,8 @@ from trainer.telemetry.readable import (
 USAGE = "type runs, runs show RUN or runs delete RUN"
 HEAD = ("run", "mode", "model", "status", "best", "images/s", "age", "size")
 OF_RUN = (*run_folder.WRITTEN, JOURNAL)
-# Patterns of the files that training and the commands for a run write, with temporary files.
+# Patterns of the files that `delete` removes: those that training and other commands write into a
+# run folder, and their temporary files.
 WRITTEN = (
     *OF_RUN,
     *(f".{name}.*" for name in OF_RUN),
@@ -129,7 +130,9 @@ def format_runs(home: Path) -> str:
 
 
 def list_runs(home: Path, levels: int = 2) -> list[RunSummary]:
-    """Return the runs below a directory, down to two levels, as in runs/paper/seed3.
+    """Return the runs below a directory, at most `levels` levels deep.
+
+    Two levels reach runs/paper/seed3 from runs.
 
     Raises:
         SetupError: The directory cannot be read.
@@ -172,7 +175,7 @@ def delete(runs: Sequence[RunSummary], yes: str | None) -> str:
 
     Args:
         runs: Runs to delete.
-        yes: Value of yes=: "true" deletes, None asks the user.
+        yes: Value of yes=: "true" deletes, "false" deletes nothing, None asks the user.
 
     Raises:
         RecipeError: `yes` is wrong, or a run is a link or contains the current directory.

@@ -37,7 +37,7 @@ from trainer.telemetry.readable import (
     format_titled,
 )
 
-# Lines of a page, each with its title.
+# Lines of the page as pairs (title, text). An empty title continues the topic of the line above.
 Lines = Iterator[tuple[str, str]]
 Status = Literal["running", "completed", "stopped", "failed", "killed"]
 # Directory in which training creates its folders.
@@ -54,9 +54,9 @@ ADVICE = {
         "began"
     ),
 }
-# Maximum number of attempts to show, the last ones.
+# The page shows how this number of attempts ended, the most recent ones.
 ENDS = 10
-# Minimum fraction of the run's time for a part to be shown.
+# Kinds of lost time below this fraction of the run's time are not shown.
 LEAST = 5e-4
 
 
@@ -65,13 +65,15 @@ class RunSummary:
     """Summary of a run folder.
 
     Attributes:
-        path: Path as the user wrote it.
+        path: Path of the run folder; it may be relative or a link.
         status: State of the run.
-        changed: Time of the last change, in seconds since 1970.
-        size: Bytes of all files; links are not followed.
+        changed: Time at which a file in `LATEST` was last modified, in seconds since 1970; the
+            current time if there is no such file.
+        size: Total size of the files in bytes; links are not followed.
         note: Description of damage; empty for a sound run.
-        result: Content of result.json; empty if it cannot be used.
-        recipe: Content of recipe.yaml as plain values, not validated.
+        result: Content of result.json; empty if the file is missing or damaged.
+        recipe: Content of recipe.yaml as plain values, not validated; empty if the file is missing
+            or damaged.
     """
 
     path: Path
@@ -97,7 +99,10 @@ class RunSummary:
 
     @property
     def speed(self) -> float | None:
-        """Images per second over all devices; None if their deviation exceeds their mean."""
+        """Images per second over all devices.
+
+        The speed is None if it was not measured, or if its standard deviation exceeds its mean.
+        """
         speed = self.figure("throughput", "samples_per_sec")
         std = self.figure("throughput", "std")
         if speed is not None and (std or 0.0) <= speed:
@@ -105,7 +110,10 @@ class RunSummary:
         return None
 
     def figure(self, *keys: str) -> float | None:
-        """Return a number of result.json by its path of keys; None if there is no such number."""
+        """Return the number in result.json at the nested `keys`; None if there is no such number.
+
+        For example, `figure("throughput", "std")` reads `result["throughput"]["std"]`.
+        """
         value: Any = self.result
         for key in keys:
             value = value.get(key) if isinstance(value, Mapping) else None
@@ -121,7 +129,7 @@ def as_finite_number(value: Any) -> float | None:
 
 
 def _format_scores(result: Json, prefix: str) -> list[str]:
-    """Format the metrics of result.json whose keys start with `prefix`, as in "val_"."""
+    """Format the metrics of result.json whose keys start with `prefix`, for example "val_"."""
     scores = []
     for key, value in result.items():
         number = as_finite_number(value)
@@ -180,7 +188,8 @@ def _read(file: Path, names: set[str], notes: list[str]) -> Json:
         text = read(file, MAX_BYTES)
         if text.count(b"*") > MAX_ALIASES:
             raise ValueError("it holds no recipe")
-        # JSON has neither dates nor objects that contain themselves.
+        # The conversion to JSON turns dates of YAML into strings, and raises ValueError for an
+        # object that contains itself.
         tree = json.dumps(yaml.load(text, LOADER), default=str)
         return {**remove_passwords(json.loads(tree))}
     except (yaml.YAMLError, RecursionError, TypeError):
@@ -191,13 +200,14 @@ def _read(file: Path, names: set[str], notes: list[str]) -> Json:
 
 
 def find_run(name: str) -> RunSummary:
-    """Return the run that a user names by a path or by a name below runs.
+    """Return the run that a user names by a path or by a name below the folder `runs`.
 
     Raises:
         RecipeError: There is no such run.
     """
     paths = []
-    # A path may be too long, contain a null byte or name an unknown user.
+    # A path that is too long, contains a null byte or names an unknown user raises one of these
+    # errors; such a path names no run.
     with suppress(OSError, ValueError, RuntimeError):
         path = Path(name).expanduser()
         if name:
@@ -235,12 +245,12 @@ def _describe(run: RunSummary) -> Lines:
     yield "status", f"{run.status}: {error}" if error else run.status
     yield "", ADVICE.get(run.status, "")
     yield "note", run.note
-    # A damaged recipe is described by the note.
+    # A recipe that is damaged, or invalid in this version, cannot be shown as arguments.
     with suppress(RecipeError, TypeError, ValueError):
         stored = load_stored(run.recipe, str(run.path / "recipe.yaml"))
         recipe = validated(stored.to_dict(), str(run.result.get("recipe")))
         yield "words", shlex.join(format_arguments(recipe))
-    # A run that was killed early has no metadata.
+    # A run that was killed early has not written its metadata into result.json.
     metadata = _read_section(run.result, "facts") or {"mode": run.mode, "model": run.model}
     for title, text in metadata.items():
         if title != "folder" and text:
@@ -278,7 +288,7 @@ def _list_figures(run: RunSummary) -> Lines:
     if verdict:
         yield from _add_title("verdict", str(verdict).splitlines())
     else:
-        # The sentence of a verdict starts with the warnings.
+        # The sentence of a verdict contains the warnings, so they are shown only without a verdict.
         for warning in _read_section(result, "warnings").values():
             yield "warning", str(warning)
     versions = _read_section(result, "versions").items()
@@ -286,7 +296,12 @@ def _list_figures(run: RunSummary) -> Lines:
 
 
 def _time_spent(run: RunSummary) -> Lines:
-    """Yield goodput, lost time and the end of each attempt according to the journal."""
+    """Yield what the journal says about the time of the run; nothing if it holds no attempt.
+
+    The lines are the goodput, the kinds of lost time from the largest to the smallest, the time,
+    step and cause at which each of the last `ENDS` finished attempts ended, and notes on gaps and
+    damage in the journal.
+    """
     goodput = compute_goodput(*read_journal(run.path / JOURNAL), over=run.status != "running")
     if goodput is None:
         return
@@ -317,7 +332,7 @@ def _time_spent(run: RunSummary) -> Lines:
 
 
 def _add_title(title: str, lines: Iterable[str]) -> Lines:
-    """Yield lines with a title before the first one."""
+    """Yield each line as a pair: the first with `title`, all others with an empty title."""
     for number, line in enumerate(lines):
         yield "" if number else title, line
 

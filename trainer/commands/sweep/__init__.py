@@ -1,8 +1,8 @@
 """`python -m trainer sweep`: find the values of a recipe's keys that train best.
 
 Every trial is an ordinary run. Lists are tried in every combination, and Optuna samples ranges. The
-metric is computed on the validation split, or is images/s. Finished runs are kept, and the same
-command resumes a stopped sweep.
+metric is that of the task on the validation split or, with metric=speed, images/s. Finished runs
+are kept, and the same command resumes a stopped sweep.
 """
 
 import re
@@ -54,7 +54,7 @@ def command(words: Sequence[str]) -> int:
     """Run `python -m trainer sweep`.
 
     Returns:
-        Exit code 0, or that of the first failed trial if no trial succeeded.
+        Exit code 0 if any trial succeeded, otherwise the exit code of the first failed trial.
 
     Raises:
         RecipeError: A trial could not run with these arguments; nothing has started.
@@ -130,7 +130,7 @@ class Sweeping:
             rows = sorted(stored, key=lambda row: row["trial"])
             choices = [row["values"] for row in rows]
         self.trials = [TrialFigures(number, values) for number, values in enumerate(choices, 1)]
-        # Number of validation images of each run.
+        # Number of validation images of each finished run.
         self.images: list[int] = []
         self.progress = TrialsProgress(space.count() * space.repeats)
 
@@ -179,11 +179,11 @@ class Sweeping:
                 yield TrialRun(name, words, read=self._read, resumes=not speed, key=(row, seed))
 
     def _in_order(self) -> Iterator[tuple[TrialFigures, int]]:
-        """Yield each trial with the index of each seed.
+        """Yield (trial, index) for each run, where `index` is the number of the seed from 0.
 
-        All combinations run with the first seed, then all with the next one, so that a sweep that
-        is stopped early has compared as many of them as possible. A sampled trial runs with all its
-        seeds in a row, because the next sample depends on its result.
+        All combinations of lists run with the first seed, then all with the next one, so that a
+        sweep that is stopped early has compared as many combinations as possible. A sampled trial
+        runs with all seeds in a row, because the next sample depends on the result.
         """
         space = self.space
         if space.trials is None:
@@ -239,7 +239,7 @@ class Sweeping:
     def _write(self, status: str) -> Json:
         """Write the tables with the results so far, and return the content of sweep.json.
 
-        Its keys are stable.
+        The keys of sweep.json never change, because scripts read them.
         """
         space = self.space
         rows = results.tabulate(self.trials, self.metric, min(self.images, default=0))

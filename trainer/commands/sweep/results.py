@@ -21,7 +21,7 @@ from trainer.telemetry import plots, readable
 ORDER = ("done", "not done", "failed")
 # Name of the metric of a sweep with metric=speed.
 SPEED = "images/s"
-# Maximum number of characters of a trial's folder.
+# Maximum number of characters of a folder's name after the number of the trial.
 WIDEST = 100
 
 
@@ -53,14 +53,14 @@ class TrialFigures:
         trial: Number of the trial, from 1, in the order in which trials run.
         values: Value of each swept key, as in an override.
         status: Element of `ORDER`.
-        value: Mean of the metric over the runs.
-        std: Standard deviation of the metric over the runs.
-        runs: Metric by seed; empty for a failed trial.
-        seconds: Time of training of all runs together.
-        compared: "worse" than the best trial, or the text that no difference is shown; None for the
-            best trial, and if nothing can be said.
-        error: Error of the first failed run.
-        exit_code: Exit code of that run.
+        value: Mean of the metric over the runs; None if `runs` is empty.
+        std: Standard deviation of the metric over the runs; None for fewer than two runs.
+        runs: Metric of each run by its seed; empty for a failed trial.
+        seconds: Training time of all runs together in seconds.
+        compared: "worse" if the trial is shown to be worse than the best one, or the text that no
+            difference is shown; None for the best trial, and if the two were not compared.
+        error: Error of the first failed run; None if no run failed.
+        exit_code: Exit code of the first failed run; 0 if no run failed.
         folders: Folders of the runs.
     """
 
@@ -81,7 +81,7 @@ class TrialFigures:
         return [f"{key}={value}" for key, value in self.values.items()]
 
     def name(self, seed: int | None) -> str:
-        """Return the name of a run's folder; None stands for the recipe's own seed."""
+        """Return the name of a run's folder; `seed` is None for the recipe's own seed."""
         words = self.words
         if seed is not None:
             words.append(f"seed={seed}")
@@ -115,11 +115,12 @@ def tabulate(trials: Sequence[TrialFigures], metric: Metric, images: int) -> lis
     """Rank the trials, and compare each one with the best.
 
     On few images, several seeds often have exactly the same accuracy, as if it did not depend on
-    chance. So the standard deviation of a run is assumed to be at least one image.
+    chance. So the standard deviation of a run's accuracy is assumed to be at least that of one
+    image: 1 / `images`.
 
-    The best row was chosen by the same figures, so the error rate has to cover the pairs of all
-    rows: any row could have been the best. Only one direction of a pair is claimed. Hence the pairs
-    of one row get 2 / rows of the error rate.
+    The best row was chosen by the same values that are compared, so the error rate has to cover the
+    pairs of all rows: any row could have been the best. Only one direction of a pair is claimed.
+    Hence the pairs with the best row get 2 / rows of the error rate.
 
     Args:
         trials: Trials in any order.
@@ -147,7 +148,8 @@ def tabulate(trials: Sequence[TrialFigures], metric: Metric, images: int) -> lis
         margin = 0.0
         largest = [max(map(abs, runs.values())) for runs in finished.values()]
         scale = max(largest) or 1.0
-        # `find_differences` compares logarithms, but differences of a metric count as they are.
+        # `find_differences` compares logarithms of speeds. Differences of a metric count as they
+        # are, so exponentials of the metric are passed.
         for name, runs in finished.items():
             finished[name] = {seed: math.exp(value / scale) for seed, value in runs.items()}
         if metric.name in readable.FRACTIONS and images:

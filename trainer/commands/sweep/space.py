@@ -31,10 +31,11 @@ OWN_WORDS = ("recipe", "repeats", "trials", "metric", "nproc", "plugin", "output
 SAMPLED = 20
 # Number of random trials before the sampler uses their results.
 RANDOM = 10
-# Maximum number of combinations.
+# Maximum number of combinations of lists.
 MOST = 1000
 NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
-# A range is sampled on a logarithmic scale if its ends differ by this factor.
+# A range of positive numbers is sampled on a logarithmic scale if its upper end is at least this
+# multiple of its lower end.
 FACTOR = 10
 # Keys that a sweep cannot vary, and what to type instead.
 FIXED = {
@@ -52,7 +53,7 @@ class Dimension:
         key: Name of the key.
         values: Values as in an override; for a range, its ends.
         ends: Both ends of a range, which are included; None for a list.
-        whole: Whether the range has whole numbers only, because the key accepts no others.
+        whole: Whether the range has whole numbers only, because the key accepts only these.
     """
 
     key: str
@@ -73,7 +74,7 @@ class Dimension:
         if self.ends is None or self.whole:
             return str(value)
         low, high = self.ends
-        # Rounding can lead out of the range.
+        # Rounding can lead out of the range, so the rounded number is limited to the range.
         rounded = min(max(float(f"{value:.4g}"), low), high)
         return f"{rounded:.12g}"
 
@@ -106,7 +107,7 @@ def parse_dimension(key: str, text: str) -> Dimension | None:
     if text.startswith("["):
         if not accepted:
             return None
-        # A size accepts a whole number, so a list of them is several values.
+        # A key for a size accepts a whole number as well as a list, so [96,128] is two sizes.
         is_list_valued = list in accepted and (int not in accepted or str in accepted)
         return _parse_list(key, text, is_list_valued)
     if not {int, float} & {*accepted} or str in accepted or ".." not in text:
@@ -188,7 +189,8 @@ class SearchSpace:
             source: Name or file of the recipe.
             words: Overrides, lists and ranges.
             repeats: Runs of each trial with different seeds.
-            trials: Number of trials to sample; None for the default, and if only lists vary.
+            trials: Number of trials to sample. None: `SAMPLED` if there is a range; if only lists
+                vary, nothing is sampled.
             nproc: Value of nproc=.
             plugin: Value of plugin=.
             speed: Whether images/s are compared instead of the task's metric.
@@ -219,7 +221,8 @@ class SearchSpace:
         self.trials = (trials or SAMPLED) if is_sampled else None
         is_chosen = nproc is not None or "mode" in keys
         if self.base.traits.exchanges in ("gradients", "copies") and not is_chosen:
-            # Modes that exchange gradients or copies compute the same as `single` on one device.
+            # Modes that exchange gradients or copies compute the same as `single`, which needs one
+            # device per trial. So `single` is used unless the user chose a mode or nproc=.
             self.words.append("mode=single")
             self.base = recipes.load(source, *self.words)
         launching.load_plugin(plugin)
@@ -245,8 +248,8 @@ class SearchSpace:
         """Sample the values of the next trial.
 
         Args:
-            ended: Values and metric of each trial so far; None for one that failed or has not
-                ended.
+            ended: Pairs (values, metric) of the trials so far. The metric is None for a trial that
+                failed or has not ended.
             larger: Whether larger metrics are better.
         """
         import optuna
@@ -273,7 +276,11 @@ class SearchSpace:
         return {part.key: part.typed(params[part.key]) for part in self.dimensions}
 
     def typed(self, values: Mapping[str, str]) -> list[str]:
-        """Return the arguments that train with a trial's values, on any devices."""
+        """Return the arguments that train with a trial's values.
+
+        The overrides devices= and threads= are left out, because they say where the trials of the
+        sweep run. A mode with a single device gets the first of the devices that the user named.
+        """
         own = []
         if self.plugin is not None:
             own.append(f"plugin={self.plugin}")
@@ -300,7 +307,10 @@ class SearchSpace:
             raise RecipeError(f"a trial with {' '.join(words)} cannot run: {error}") from None
 
     def _launch(self, recipe: Recipe) -> Launch | None:
-        """Return the launch of a trial, which uses as many of the sweep's devices as it needs."""
+        """Return the launch of a trial on the first devices of the sweep, as many as it needs.
+
+        The result is None if no ranks have to be started.
+        """
         count = None
         if recipe.traits.single_device:
             count = 1

@@ -52,24 +52,26 @@ AGAIN = "the same command resumes it"
 LINGER = 25.0
 # Seconds between two polls of the running trials.
 MOMENT = 0.02
-# Minimum number of windows for a median speed; below it the mean is used.
+# Minimum number of windows between logged rows for a median speed. If there are fewer, the mean
+# speed is used.
 MIN_WINDOWS = 5
 
 
 @dataclass(frozen=True)
 class TrialRun:
-    """One run, in the form of the arguments that a user would type.
+    """Run of a trial, described by the arguments that a user would type.
 
     Attributes:
         name: folder of the run below the engine's folder. Its output goes to a .log file next to
             that folder.
         words: all arguments except output= and those of the worker slot.
         environment: variables that are added to those of this process.
-        read: computes the value of the trial from its folder and its result.json, and deletes what
-            need not be kept. If it raises TrialFailed, the trial has failed. If it raises KeyError
-            or another error of a damaged file, the trial runs again.
+        read: function that computes the value of the trial from the folder and the content of
+            result.json, and deletes what need not be kept. It raises TrialFailed if the trial has
+            failed, and KeyError or another error of a damaged file if the result cannot be used. In
+            the latter case an earlier run starts again, and a run that has just ended has failed.
         resumes: whether a stopped run is resumed; otherwise it starts from scratch.
-        key: value by which the command identifies the trial.
+        key: value with which the command identifies the trial.
     """
 
     name: str
@@ -85,9 +87,9 @@ class TrialOutcome:
     """End of a trial: its value or its error.
 
     Attributes:
-        value: what `TrialRun.read` returned.
-        error: why the trial failed, if it did.
-        seconds: duration of the run; None if it had run before.
+        value: what `TrialRun.read` returned; None if the trial failed.
+        error: why the trial failed; None if it succeeded.
+        seconds: duration of the run in seconds; None if an earlier command ran it.
     """
 
     value: Any = None
@@ -179,7 +181,8 @@ class TrialEngine:
         """Return the outcome of an earlier run, or None if the trial must run."""
         path = self.path(trial)
         result = read_json_or_empty(path / "result.json")
-        # A resumed run would meet the same non-finite loss again.
+        # A run that ended with a non-finite loss is not resumed, because it would meet the same
+        # loss again.
         if (
             trial.resumes
             and result.get("status") == "failed"
@@ -201,7 +204,10 @@ class TrialEngine:
             return None
 
     def _fill_slots(self, waiting: Iterator[TrialRun], on_outcome: OnOutcome) -> None:
-        """Start a trial in every free slot. Report trials that are already done on the way."""
+        """Start a trial in every free slot.
+
+        A trial that an earlier run has completed takes no slot; its outcome is reported at once.
+        """
         slots = {*range(len(self.places))}
         while free := slots - {running.place for running in self._running}:
             trial = next(waiting, None)
@@ -255,7 +261,7 @@ class TrialEngine:
         if code < 0:
             # A shell reports a process that a signal killed as 128 + signal.
             code = 128 - code
-        # Exit code 0 without a usable result is a failure as well.
+        # Exit code 0 without a usable result is a failure as well, and is reported as exit code 1.
         return TrialOutcome(None, TrialFailed(line, code or 1), seconds)
 
     def _stop(self) -> None:
@@ -288,15 +294,17 @@ def claim_folder(
         kind: what the folder holds, for messages, as in "sweep".
         file: name of the file in it that stores `asked`.
         asked: arguments that a resumed command must repeat; the value of `settings` is a recipe.
-        command: command line that resumes the work, if there is only one.
+        command: command line that resumes the work. It is stored in `file`, so that a message can
+            show it later. Empty: none is stored.
         free: keys of `asked`, and keys and sections of its recipe, that may change.
         resume: whether the user wants to resume. None: the same command resumes by itself.
 
     Raises:
         FolderInUseError: the folder holds something else, or is in use.
-        RecipeError: the user wants to resume something else.
+        RecipeError: `resume` is true, but `asked` differs from the arguments in `file`.
         SetupError: the folder cannot be written.
-        Interrupted, Preempted: replaces KeyboardInterrupt within the block, and says what to type.
+        Interrupted, Preempted: Ctrl-C or another signal stopped the block; the message says how to
+            resume.
     """
 
     def find_refusal(path: Path) -> TrainerError | None:
@@ -327,7 +335,8 @@ def claim_folder(
         return RecipeError(f"resume=auto: {line}")
 
     with choose_folder(output, default, kind, find_refusal) as path:
-        # Another process may have written files before this process locked the folder.
+        # Check under the lock: another process may have written files before, and `choose_folder`
+        # does not check a folder that the user typed.
         error = find_refusal(path)
         if error:
             raise error
@@ -343,9 +352,9 @@ def claim_folder(
 
 
 def _find_changed_keys(previous: Json, asked: Json, free: Collection[str]) -> list[str]:
-    """Return the keys whose values differ.
+    """Return the keys of the arguments and of their recipe whose values differ, without `free`.
 
-    A key that an older version did not store in the settings has its default value.
+    A key that an older version did not store in the recipe has its default value.
     """
     changed = []
     for key in {**asked, **previous}:
@@ -366,7 +375,7 @@ def _find_changed_keys(previous: Json, asked: Json, free: Collection[str]) -> li
 
 
 def log_path(path: Path) -> Path:
-    """Return the file that receives the output of the process with the folder `path`."""
+    """Return the path of the .log file, next to the folder `path`, for a process's output."""
     return path.with_name(f"{path.name}.log")
 
 
@@ -386,8 +395,13 @@ def drop_weights(path: Path) -> None:
 
 
 def find_failure(log: Path, code: int) -> str:
-    """Return the reason of a failure: the first error in the log, the signal, or the last line."""
-    # The first line is the command.
+    """Return the reason for a failure: the first error in the log, the signal, or the last line.
+
+    Args:
+        log: the .log file of the run.
+        code: exit code of the process; -N if signal N killed the process.
+    """
+    # The engine writes the command into the first line, which is skipped.
     lines = log.read_text(errors="replace").splitlines()[1:]
     lines = [line.strip() for line in lines if line.strip()]
     for line in lines:
@@ -410,10 +424,10 @@ def read_steps_file(path: Path) -> list[dict[str, str]]:
 def compute_speed(rows: Sequence[Mapping[str, str]], mean: float) -> float:
     """Return the speed of a run in images/s: the median over the windows between logged rows.
 
-    Each step of a window counts once. Other programs disturb a run in bursts, which affect the mean
-    but not the median: on two busy cores, repeats of 4 s scatter by 2.7 % instead of 4.0 %. Work
-    that a mode does now and then (averaging, start of an epoch) still counts if it falls into most
-    windows.
+    The speed of a window counts once for each of its steps. Other programs disturb a run in bursts,
+    which affect the mean but not the median: on two busy cores, medians of repeats of 4 s scatter
+    by 2.7 %, and means by 4.0 %. Work that a mode does now and then (averaging, start of an epoch)
+    still counts if it falls into most windows.
 
     Args:
         rows: rows of steps.csv.

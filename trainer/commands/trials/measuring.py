@@ -37,7 +37,7 @@ def _read_seconds_per_thread() -> float:
 
 @dataclass(frozen=True)
 class Measurer:
-    """One of the processes that measure at the same time.
+    """Process that measures at the same time as others.
 
     Attributes:
         devices: the device of each process.
@@ -56,7 +56,8 @@ class Measurer:
     def barrier(self) -> None:
         synchronise([self.device])
         if self.count > 1:
-            # A CPU tensor goes through gloo even if the devices are GPUs.
+            # The sum of a CPU tensor goes through gloo even if the devices are GPUs, so this waits
+            # for all processes without a kernel on the GPUs.
             dist.all_reduce(torch.zeros(1))
 
     def seconds(self, work: Callable[[], Any], times: int = 1) -> float:
@@ -81,7 +82,7 @@ def measure_on_all(
     timeout: float = math.inf,
     **task: Any,
 ) -> list[Any]:
-    """Call `function(Measurer, **task)` in one process per device, and return what each returns.
+    """Call `function(measurer, **task)` in one process per device, and return all results.
 
     Args:
         function: a function of a module, which the processes import.
@@ -104,7 +105,8 @@ def measure_on_all(
     with log:
         command = [sys.executable, "-m", __name__, str(folder)]
         print(shlex.join(command), file=log, flush=True)
-        # torchrun's variables would make the processes part of its job.
+        # Torchrun's variables, if set, would make the processes ranks of its job, so they are
+        # removed.
         environment = dict(os.environ)
         environment.pop("RANK", None)
         environment.pop("WORLD_SIZE", None)
@@ -147,7 +149,7 @@ def main(folder: Path, rank: int) -> None:
     except Exception as error:
         line, code = explain_in_one_line(error)
         print(f"trainer: error: {line}", flush=True)
-    # Threads of gloo may outlive the interpreter.
+    # Skip the interpreter's shutdown, which aborts if threads of gloo still run.
     exit_now(code)
 
 

@@ -18,9 +18,9 @@ from trainer.processes.terminal import add_style, localize_commands, say
 from trainer.saving.files import Json, format_csv, without_nan, write_atomically, write_json
 from trainer.telemetry import readable
 
-# Longest note, in characters, that stays within the table of a terminal.
+# Maximum number of characters of a note in a terminal's table; longer notes are moved below it.
 NOTE = 12
-# Maximum number of rows of a table in a terminal, if a file holds all rows.
+# Maximum number of rows of a table in a terminal, for tables whose rows are all in a file.
 SHOWN = 20
 # A measurement is unreliable if other processes use this number of cores or, on a large machine,
 # this fraction of its cores. The services of an idle machine use less.
@@ -52,7 +52,7 @@ def as_text(
         right: numbers of the right-aligned columns.
         marked: style of a row by its number; the first row below the head is 0.
         sentences: lines below the table.
-        shown: maximum number of rows.
+        shown: maximum number of rows below the head; the number of omitted rows is printed.
     """
     head, *rows = [list(row) for row in table[: shown + 1]]
     long_notes = []
@@ -81,7 +81,16 @@ def as_markdown(
     sentences: Sequence[str],
     *more: str,
 ) -> str:
-    """Return a page for an issue: title, command, table, `sentences` as a list, and paragraphs."""
+    """Return Markdown to paste into an issue.
+
+    Args:
+        title: heading of the page.
+        command: command line that was run.
+        table: the head, then the rows.
+        bold: numbers of the rows in bold type; the first row below the head is 0.
+        sentences: items of the list below the table.
+        more: paragraphs at the end.
+    """
     table_lines = readable.format_markdown_table(table, bold)
     lines = [f"### {title}", "", f"    {command}", "", *table_lines, ""]
     lines += [f"- {sentence}" for sentence in sentences]
@@ -99,8 +108,8 @@ def describe_versions(versions: Mapping[str, str | None]) -> str:
 class TrialsProgress:
     """Progress lines: number of finished trials, result and duration of each, and time left.
 
-    The estimate of the time left assumes that the remaining trials take the mean duration of those
-    that ran.
+    The time left is the number of remaining trials times the time that has passed per trial that
+    ran. Trials of an earlier command do not count as trials that ran.
 
     Args:
         total: number of trials; a command may change it when trials are added or left out.
@@ -166,7 +175,7 @@ def describe_machine(machine: Json) -> str:
 
 
 class OtherProcesses:
-    """Meter of the CPU time that other processes use after its creation."""
+    """Meter of the CPU time that other processes use after the creation of this object."""
 
     def __init__(self) -> None:
         self.start_time = time.perf_counter()
@@ -174,7 +183,11 @@ class OtherProcesses:
         self.ours = _own_core_seconds()
 
     def cores(self) -> float | None:
-        """Return the number of cores that other processes used; None if it is unknown."""
+        """Return the mean number of cores that other processes have used; None if it is unknown.
+
+        Call this when no child process is running: until a child ends, it counts as another
+        process.
+        """
         busy = host.read_core_seconds()[0]
         if not busy or not self.busy:
             return None
@@ -194,7 +207,7 @@ def is_busy(cores: float | None) -> bool:
 
 
 def busy_warnings(cores: float | None) -> list[str]:
-    """Return a warning if other processes used too many `cores`, otherwise an empty list."""
+    """Return a list of one warning if `is_busy(cores)`, otherwise an empty list."""
     if not is_busy(cores):
         return []
     return [

@@ -19,9 +19,10 @@ from scipy.special import stdtr, stdtrit
 ERROR = 0.05
 # Relative difference of speeds; smaller differences are not shown.
 MARGIN = 0.02
-# Numbers of repeats after which to test whether they suffice, unless the user has set a number.
+# Numbers of repeats after which `compare` tests whether they suffice, unless the user has set the
+# number of repeats.
 LOOKS = (5, 10, 15)
-# Relative difference that must be detected in that case.
+# Repeats suffice when no pair of entries may differ by this relative difference unnoticed.
 HIDDEN = 0.1
 
 # Speed of each finished repeat, by its number.
@@ -35,7 +36,7 @@ class Difference:
     Attributes:
         first: name of an entry.
         second: name of another entry.
-        pairs: number of repeats that both have.
+        pairs: number of repeats that both entries have.
         ratio: geometric mean of the paired ratios, without the extreme ones if the trimmed test is
             the clearer one.
         low: lower end of the ratio's confidence interval, at the level that this pair was tested
@@ -78,7 +79,7 @@ def find_differences(
         error: probability of any false claim, in (0, 1).
         margin: relative difference that is too small to matter.
         among: pairs of names to compare. Empty: all pairs.
-        least: lower bound of the standard deviation of the log-ratios, for figures so coarse that
+        least: lower bound of the standard deviation of the log-ratios, for metrics so coarse that
             repeats may agree by chance.
 
     Returns:
@@ -139,7 +140,7 @@ def find_fastest(names: Sequence[str], pairs: Sequence[Difference]) -> list[str]
 
 
 def compute_ratios(runs: Runs, reference: Runs) -> list[float]:
-    """Return the speed relative to the reference for each repeat that both have."""
+    """Return the ratio of `runs` to `reference` for each repeat that both have."""
     common = sorted(runs.keys() & reference.keys())
     return [runs[repeat] / reference[repeat] for repeat in common]
 
@@ -189,7 +190,8 @@ def _estimate(logs: Sequence[float], least: float) -> list[_Estimate]:
     estimates = [_Estimate(fmean(logs), error, count - 1, tests=2 if cut else 1)]
     if cut:
         middle = sorted(logs)[cut : count - cut]
-        # The standard error of a trimmed mean is that of the winsorized sample.
+        # Standard error of a mean of h values that are left of n after trimming (Tukey and
+        # McLaughlin): std of the winsorized n values * sqrt((n - 1) / (h (h - 1))).
         winsorized = [middle[0]] * cut + middle + [middle[-1]] * cut
         freedom = len(middle) - 1
         scale = (count - 1) / (len(middle) * freedom)
@@ -199,10 +201,11 @@ def _estimate(logs: Sequence[float], least: float) -> list[_Estimate]:
 
 
 def _apply_holm(chances: Sequence[float], error: float) -> Iterator[tuple[int, float]]:
-    """Yield number and level of each test.
+    """Yield (number, level) of each test, from the smallest p to the largest.
 
-    The smallest p is compared with error / n, the next with error / (n - 1), and so on. After the
-    first test that fails, the level stays the same, so that all later tests fail too.
+    `number` is the index of the test's p in `chances`, and `level` is what this p is compared with.
+    The smallest of n values is compared with error / n, the next with error / (n - 1), and so on.
+    After the first test that fails, the level stays the same, so that all later tests fail too.
     """
     level = error / max(1, len(chances))
     has_failed = False

@@ -176,7 +176,10 @@ def find_class_names(part: Any) -> Names:
 
 
 def find_stored_targets(part: Any) -> Tensor | None:
-    """Return all class indices of a data set if it has them as an attribute, else None."""
+    """Return all class indices of a data set if it has them as an attribute, else None.
+
+    For a Subset, they are those of the data set inside it.
+    """
     if isinstance(part, Subset):
         return find_stored_targets(part.dataset)
     for name in ("targets", "labels"):

@@ -12,7 +12,8 @@ from pathlib import Path
 
 PROC = Path("/proc")
 GROUPS = Path("/sys/fs/cgroup")
-# A memory limit of a control group of at least this number of bytes means that there is no limit.
+# A control group without a memory limit reports a huge number: this number of bytes, or more, means
+# that there is no limit.
 UNLIMITED = 1 << 60
 # Seconds per tick of the kernel's counters.
 TICK = 1 / (os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100)

@@ -207,7 +207,10 @@ class World:
         )
 
     def _delay_nccl(self, group: Any, limit: timedelta) -> None:
-        """Set NCCL's timeout of a group, after which it aborts the process: see `NCCL_LATER`."""
+        """Set the NCCL timeout of a group to `NCCL_LATER` after `limit`.
+
+        Then gloo reports an error before NCCL aborts the process.
+        """
         if self.nccl:
             group._get_backend(self.device).set_timeout(limit + NCCL_LATER)
 

@@ -92,10 +92,11 @@ def swallow_unused_warning() -> None:
 
 
 class DistributedDataParallel(Strategy):
-    """Wrap the module in `torch.nn.parallel.DistributedDataParallel`.
+    """Average gradients over the ranks with `torch.nn.parallel.DistributedDataParallel`.
 
     Gradients are views of DDP's buckets. If a step has several passes, all except the last one use
-    `no_sync`.
+    `no_sync`. With CUDA graphs, DDP is not used: `reduce_gradients` sums the gradients after the
+    passes. A single rank needs neither.
     """
 
     wrapped: nn.parallel.DistributedDataParallel | None = None

@@ -48,7 +48,10 @@ def synchronise_batch_norm(model: nn.Module) -> list[nn.Module]:
 
 
 def _normalize_over_ranks(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap the `forward` of a layer, which may do more than normalize."""
+    """Wrap a layer's `forward` so that its calls of `F.batch_norm` normalize over all ranks.
+
+    The rest of `forward`, such as an activation, is unchanged.
+    """
 
     def forward_over_ranks(*args: Any, **kwargs: Any) -> Tensor:
         with BatchNormCalls(global_batch_norm):

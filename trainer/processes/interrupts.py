@@ -35,7 +35,7 @@ from trainer.processes.watchdog_process import WATCHDOG_SIGNAL
 ALWAYS = (signal.SIGINT, signal.SIGTERM)
 # Signals that are handled only if nobody else handles or ignores them (nohup ignores SIGHUP).
 IF_UNUSED = early.SAVE_AND_GO
-# Default number of seconds of the recipe's `grace`.
+# Default of `grace` for `Interrupts`, in seconds, which equals the default of the recipe's key.
 GRACE = 60.0
 # Seconds beyond `grace` that the launcher grants its ranks for saving, before it sends SIGKILL.
 SAVE_SECONDS = 30.0

@@ -165,7 +165,7 @@ def _layers(
 
 def _merged(below: Mapping[Any, Any], above: Mapping[Any, Any], prefix: str = "") -> dict[Any, Any]:
     """Merge two trees: sections are joined, and values of `above` replace those of `below`."""
-    # The trees come from files and must not change.
+    # Copy, because the caller still uses both trees.
     tree = dict(below)
     for name, value in above.items():
         under = tree.get(name)

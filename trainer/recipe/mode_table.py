@@ -33,8 +33,8 @@ class Traits:
             epoch or every few steps.
         staged: True if the model is divided into stages on several devices.
         micro_batches: True if stages work on several micro-batches at the same time.
-        sections: sections of the recipe that the mode reads. Modes that do not name a section here
-            ignore it.
+        sections: sections of the recipe that only some modes read, including this mode, such as
+            "ddp". Modes that do not name such a section ignore it.
         reference: True for the mode with which all other modes are compared.
         same_maths: True if the results equal those of the reference, within float tolerance.
         every_sample: True if each process uses all samples of its own shard of the data, rather

@@ -31,8 +31,8 @@ from trainer.training.state import Resolved
 # Maximum number of samples of the first batch that are shown, and of their pixels together.
 SEEN = 32
 PIXELS = 2**22
-# Sides of drawn images in pixels: smaller images are enlarged by a whole number to about TILE, and
-# images larger than LARGEST are reduced to LARGEST.
+# Sides of drawn images in pixels: images smaller than TILE are enlarged by a whole factor to about
+# TILE, and images larger than LARGEST are reduced to LARGEST.
 TILE = 72
 LARGEST = 128
 # Maximum width in pixels of a class name next to a matrix (ROOM) and of a row of images (SHEET),

@@ -24,8 +24,9 @@ CHUNK = 2**17
 # compared. In shorter runs the comparison would take more than 0.5 % of the time.
 LONG_STEPS = 1000
 LONG_SECONDS = 60.0
-# Allowed difference relative to a tensor's norm. Different devices may sum the norm of the gradient
-# in another order when they clip it.
+# Allowed difference between the weights of two replicas, relative to the norm of the tensor. When
+# gradients are clipped, devices may sum their norm in a different order, so that clipped gradients
+# differ by rounding.
 ROUNDING = 1e-3
 
 

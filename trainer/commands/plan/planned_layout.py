@@ -27,7 +27,7 @@ def lay_out(recipe: Recipe, nproc: str | int | None = None, gpus: bool = False) 
     processes = choose_launch(os.environ, nproc, recipe, resources.count_cuda_devices, cores).size
     checks.check_processes(recipe, processes)
     assigned = assign_devices(recipe, processes, _count_planned_gpus(recipe, processes, gpus))
-    # A single process has all its devices, and each of several processes has one.
+    # A single process may use several devices; each of several processes uses one.
     names = assigned[0] if processes == 1 else [devices[0] for devices in assigned]
     return Layout(recipe, processes, tuple(number_devices(names)))
 

@@ -141,7 +141,7 @@ class TrialEngine:
         """Run all trials and call `on_outcome` for each as it ends.
 
         Raises:
-            KeyboardInterrupt, Preempted: the unfinished runs have been stopped.
+            KeyboardInterrupt, Preempted: a signal arrived. The unfinished runs are stopped first.
         """
         waiting = iter(trials)
         try:

@@ -47,7 +47,7 @@ class ClassFolders(NamedTuple):
     Attributes:
         train: directory of the training images.
         held_out: directory of the validation images; None if these are drawn from `train`.
-        beside: names of directories that belong to neither.
+        beside: names of the other directories next to `train`, which are not read.
     """
 
     train: Path

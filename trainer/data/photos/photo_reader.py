@@ -60,7 +60,7 @@ def prepare_for_evaluation(
     size: ImageSize,
     shorter: ImageSize | None = None,
 ) -> Tensor:
-    """Prepare a photo for evaluation: resize it so that it just covers `shorter`, and crop the center.
+    """Prepare a photo for evaluation: resize it to just cover `shorter`, and crop the center.
 
     Both evaluation and prediction use this function, so their pixels are the same. The image is not
     decoded larger than needed.

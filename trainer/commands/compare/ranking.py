@@ -29,8 +29,8 @@ ROUNDING_FACTOR = 4.0
 # ... but rounding never raises the allowed deviation above this value.
 MAX_TOLERANCE = 1e-2
 # If the output of a layer depends on how a batch is divided, losses may differ a lot without an
-# error: batch norm over 4 images of the digits data set changes them by 74 % within 20 steps. If the
-# summed losses exceed those of `single` by more than this factor, that is an error.
+# error: batch norm over 4 images of the digits data set changes them by 74 % within 20 steps.
+# Summed losses that exceed those of `single` by more than this factor count as an error.
 MAX_LOSS_RATIO = 2.0
 # Entries that differ in these keys still compute the same, as do entries that differ in the keys
 # that may change when a run is resumed.

@@ -48,7 +48,8 @@ WARNINGS = (
     "shares",
     "beside",
 )
-# Titles of lines that only `runs show` prints.
+# Titles of lines that `runs show` prints, but not the banner. The first line of the banner already
+# names the mode, the devices and what `computes` says.
 DETAILS = ("computes", "mode", "devices", "held out", "cuts", "readers", "folder")
 # Number of lines that the banner may have in addition to the five that every run prints.
 SPARE_LINES = 3
@@ -59,8 +60,8 @@ def print_banner(
 ) -> None:
     """Print the most important of the banner's lines, and a command that prints all of them.
 
-    The banner has at most eight lines. It has more only if the lines that every run prints, and
-    those of `WARNINGS`, need more, because they are always printed in full.
+    The lines that every run prints, and those of `WARNINGS`, are printed in full. The others are
+    printed in their order as long as the banner has about eight lines, and otherwise left out.
 
     Args:
         recipe: The recipe.

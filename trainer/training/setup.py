@@ -264,7 +264,8 @@ def build_speed_recipe(recipe: Recipe, data: Datasets, say: Callable[[str], None
         f"{in_pixels(data.image_size)} px; {steps} steps (max_steps=N: fewer); no augmentation, no "
         "checkpoint. To train: data.root=/path/to/images"
     )
-    # Synthetic images are not decoded, so augmentation would not cost what it costs with photos.
+    # Synthetic images are not decoded, so augmentation would not cost what it costs with photos. It
+    # is switched off, so that the measurement does not include it.
     return recipe.replace(
         max_steps=steps,
         resume=None,
@@ -381,8 +382,8 @@ def begin(run: Run) -> None:
         tracker.result(current_result(run, "running"))
     tracker.start(state.position, state.total_steps, run.task.headline())
     if recipe.logging.wandb or recipe.logging.mlflow:
-        # Only rank 0 contacts the servers, which may take minutes, so the other ranks wait for it
-        # without the recipe's timeout.
+        # Only rank 0 contacts the servers, which may take minutes. So the ranks wait by `wait_for`,
+        # which has a longer timeout than the recipe's.
         run.world.wait_for(None)
     tracker.keep("result.json", lambda: json.dumps(current_result(run, "running"), indent=2) + "\n")
 
@@ -431,7 +432,7 @@ def describe_cards(world: World, precision: str) -> dict[str, tuple[float | None
 
     Returns:
         `{name: (peak, emulates)}`: For each GPU its peak FLOP/s, None if unknown, and whether it
-        emulates `precision`. A GPU that several ranks share is contained once. Empty on CPUs.
+        emulates `precision`. A GPU that several ranks share appears once. Empty on CPUs.
     """
     if world.device.type != "cuda":
         return {}

@@ -123,7 +123,15 @@ class Snapshots:
                 raise
 
     def _copy_parts(self, sealed: bool) -> Parts:
-        """Copy this rank's tensors for a checkpoint, or for weights alone, to host memory."""
+        """Compare the replicas, and copy this rank's tensors to host memory.
+
+        The copies are all tensors for a checkpoint if `sealed`, and otherwise only the weights.
+
+        Raises:
+            NotFiniteError: A weight, buffer or optimizer state is NaN or infinite. Raised on every
+                rank.
+            RecipeError: The weights of the replicas differ. Raised on every rank.
+        """
         state = self.state
         world = self.resolved.world
         averages = state.averages()
@@ -180,14 +188,17 @@ class Snapshots:
 
 
 def on_host(saver: Saver, parts: Parts, devices: Sequence[torch.device]) -> Parts:
-    """Copy shards to host memory, so that training may change them. Empty shards are left out."""
+    """Copy shards to host memory, so that training may change the originals during the save.
+
+    Empty shards are left out.
+    """
     copies: Parts = {}
     for stem, pieces in parts.items():
         for name, piece in pieces.items():
             if piece.is_whole or len(piece.local):
                 local = saver.to_host(stem, name, piece.local)
                 copies.setdefault(stem, {})[name] = piece._replace(local=local)
-    # The copies from GPUs are asynchronous.
+    # The copies from GPUs are asynchronous, so the host waits for them before it returns.
     synchronise(devices)
     return copies
 

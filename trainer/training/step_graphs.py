@@ -110,7 +110,7 @@ class GraphSteps(EagerSteps):
     def __init__(
         self, recipe: Recipe, strategy: Strategy, updater: Updater, say: Callable[[str], None]
     ) -> None:
-        # None after the run has given up captures.
+        # Captures the passes and the update. None after the run has given up captures.
         self.recorder: StepRecorder | None = cuda_graphs.StepRecorder(strategy.device)
         # A graph belongs to one device, so the update of a model on several devices is eager.
         self._devices = strategy.world.local_devices

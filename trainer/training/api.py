@@ -93,7 +93,7 @@ class GivenData:
         The result of a function is checked when the run calls it.
 
         Raises:
-            RecipeError: `source` is neither.
+            RecipeError: `source` is neither a function nor data in a form that `train` accepts.
         """
         if callable(source) and not hasattr(source, "__len__"):
             self.source = source

@@ -60,8 +60,8 @@ def print_banner(
 ) -> None:
     """Print the most important of the banner's lines, and a command that prints all of them.
 
-    The lines that every run prints, and those of `WARNINGS`, are printed in full. The others are
-    printed in their order as long as the banner has about eight lines, and otherwise left out.
+    The lines that every run prints, and those of `WARNINGS`, are printed in full. All other lines
+    are printed only while they fit into a banner of about eight lines.
 
     Args:
         recipe: The recipe.
@@ -206,7 +206,10 @@ def _describe_steps(resolved: Resolved, strategy: Strategy, has_batch_norm: bool
 
 
 def compute_shares(strategy: Strategy) -> list[int] | None:
-    """Return each rank's number of images of a step, or None if the shares are equal."""
+    """Return each rank's number of images of a step.
+
+    The result is None if neither the recipe nor a measurement sets the shares.
+    """
     recipe = strategy.recipe
     share = strategy.share
     rows = count_rows(recipe, share.count, numbers=share.numbers)

@@ -160,7 +160,7 @@ def _measure_device_seconds(
 
     Args:
         state: State of a finished run.
-        weight: Factor of the loss of one sample.
+        weight: Factor of each sample's loss: 1 / number of images of a step.
         step: Seconds of a step, including `data_wait` and `update`.
         data_wait: Seconds of a step in which this rank waited for data.
         update: Seconds of the optimizer's update.

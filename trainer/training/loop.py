@@ -204,7 +204,8 @@ def train_epoch(run: Run, epoch: int) -> None:
         # The last step of an epoch is saved after its evaluation, by `end_epoch`.
         save = save_every and step % save_every == 0 and step_in_epoch < stop
         if log or save or step >= rank_sync.next:
-            # The host waits for the device and the other ranks here only, not in every step.
+            # This exchange makes the host wait for the device and the other ranks, so it does not
+            # happen in every step.
             synced = rank_sync.after_step(log)
             steps_since_log = len(unlogged)
             mean_loss = synced.loss / steps_since_log

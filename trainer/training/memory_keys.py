@@ -170,10 +170,10 @@ def find_double(numbers: list[int], before: int) -> int | None:
 def resolve_and_build(opened: Opened, build: Callable[[Resolved], Run]) -> Run:
     """Choose `recompute` and `accumulate` if they are auto, then build the run. Collective.
 
-    On a GPU, accumulate=auto needs a probe unless the run folder contains the number: a run that is
-    built for a single micro-batch, and whose passes are measured. If one micro-batch fits, and the
-    run is not compiled, the probe is the run to train. In all other cases the probe is deleted
-    before the run to train is built.
+    On a GPU, accumulate=auto needs a probe, unless the run folder contains the number. The probe is
+    a run that is built for a single micro-batch, and whose passes are measured. If one micro-batch
+    fits, and the recipe does not compile the model, the probe becomes the run that trains. In all
+    other cases the probe is deleted before the run that trains is built.
 
     Args:
         opened: The configuration without values that depend on memory.

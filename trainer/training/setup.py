@@ -1,10 +1,10 @@
 """Set up a run in four steps.
 
 1. `claim` connects the ranks and locks the run folder.
-2. `open_run` opens the data and chooses the open keys of the recipe (those without a fixed value,
-   such as `auto`) that depend on the data.
-3. `resolve_and_build` chooses the open keys that depend on the device's memory, then calls `build`,
-   which creates model, mode, optimizer and loader.
+2. `open_run` opens the data, and chooses values for those undecided keys of the recipe (such as
+   keys with the value `auto`) that depend on the data.
+3. `resolve_and_build` chooses values for the undecided keys that depend on the device's memory,
+   then calls `build`, which creates model, mode, optimizer and loader.
 4. `begin` writes the first files of the run and restores its checkpoint.
 
 The commands that evaluate and measure share `start_process`, `create_task` and `place_model`.
@@ -105,7 +105,7 @@ class Claim:
     Attributes:
         world: The connected ranks.
         tracker: The writer of the run folder on rank 0; a tracker without effects on other ranks.
-        resolved_keys: Values that the resumed run has chosen for open keys of its recipe.
+        resolved_keys: Values that the resumed run has chosen for undecided keys of its recipe.
         before: The validation split of the resumed run.
         shorter: The recipe of the resumed run if this run trains longer, or else None.
         ledger: Seconds of this attempt by activity.
@@ -173,7 +173,7 @@ def note_end(
 
 
 def open_run(typed: Recipe, claim: Claim, closing: ExitStack) -> Opened:
-    """Open the data and the checkpoint, and choose the open keys that depend on them.
+    """Open the data and the checkpoint, and choose values for the keys that depend on them.
 
     Collective.
     """

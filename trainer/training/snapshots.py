@@ -54,6 +54,8 @@ class Snapshots:
     def save(self, weights: Sequence[str] = (), sealed: bool = True) -> None:
         """Start to save the present step, after the previous save has ended. Collective.
 
+        A run that only measures its speed saves nothing.
+
         Args:
             weights: Names of the files of weights to write, without the ending `.safetensors`.
             sealed: Whether to write a checkpoint, unless there is one of this step.
@@ -61,7 +63,8 @@ class Snapshots:
         Raises:
             NotFiniteError: A weight, buffer or optimizer state is NaN or infinite. Raised on every
                 rank.
-            TrainerError: This save cannot start, or the previous save failed. Raised on every rank.
+            TrainerError: The replicas differ, this save cannot start, or the previous save failed.
+                Raised on every rank.
         """
         resolved = self.resolved
         state = self.state

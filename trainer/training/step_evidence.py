@@ -69,7 +69,7 @@ class EagerPass:
 
     Attributes:
         batch: The micro-batch.
-        weight: Factor of the loss of one sample.
+        weight: Factor of each sample's loss: 1 / number of images of a step.
         sync: Whether the ranks exchange gradients in this pass.
         random: States of the devices' generators before and after the pass.
         loss: The loss.

@@ -63,7 +63,7 @@ class CapturedPass:
 
     Attributes:
         batch: Inputs and targets that the graph reads, always at the same addresses.
-        weight: Factor of the loss of one sample.
+        weight: Factor of each sample's loss: 1 / number of images of a step.
         loss: The loss, 0-dim. Each replay overwrites it.
         replay: Replays the graph.
     """

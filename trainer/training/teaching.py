@@ -43,7 +43,7 @@ WHOLE = ", whole on each device that has outputs"
 def load_teacher(
     recipe: Recipe, inputs: TensorSpec, outputs: int, starting: bool = True
 ) -> Trained:
-    """Return the recipe's teacher.
+    """Return the weights, the metadata and the recipe of the teacher.
 
     Args:
         recipe: The recipe of the run.

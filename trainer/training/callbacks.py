@@ -117,7 +117,7 @@ class Callbacks:
                 raised = error
                 answer = f"on_epoch raised {type(error).__name__}: {error}"
         # The callback may run for longer than `timeout`, after which a silent rank counts as lost.
-        # So the ranks exchange the requests by `wait_for`, which has a longer timeout.
+        # So the ranks exchange the requests with `wait_for`, which has a longer timeout.
         shared: CallbackAnswer | str = world.wait_for(answer)[0]
         if raised is not None:
             raise raised
@@ -126,5 +126,5 @@ class Callbacks:
         return shared
 
 
-# Callback of the program that started this rank. If no program did, it has no function to call.
+# Callback of the program that started this rank. Without such a program, `on_epoch` is None.
 received = Callbacks()

@@ -249,7 +249,7 @@ def check_task(
         return
     except RecipeError:
         raise
-    # A user's task may raise any error. All of them become a RecipeError that names the task.
+    # A user's task may raise any error, which becomes a RecipeError that names the task.
     except Exception as error:
         what = f"{type(error).__name__}: {describe_failure(error)}"
         raise RecipeError(f"task.name={name} fails on two made-up samples ({what})") from error

@@ -438,7 +438,7 @@ def finish(run: Run) -> Result:
     run.forward.close()
     run.strategy.close()
     if run.recipe.logging.wandb or run.recipe.logging.mlflow:
-        # Rank 0's loggers may take minutes to upload their last values. So the ranks wait by
+        # Rank 0's loggers may take minutes to upload their last values. So the ranks use
         # `wait_for`, which has a longer timeout than the recipe's.
         run.world.wait_for(None)
     run.world.barrier()

@@ -206,8 +206,8 @@ def draw_grid(images: Numbers, captions: Sequence[str]) -> EncodedImage:
     """Draw images in rows, each above its caption.
 
     Args:
-        images: (n, H, W, C) uint8, with 1 or 3 channels. They are drawn in the size that TILE and
-            LARGEST describe.
+        images: (n, H, W, C) uint8, with 1 or 3 channels. See TILE and LARGEST for the size in which
+            they are drawn.
         captions: A caption for each image, or an empty sequence.
     """
     height, width = images.shape[1:3]

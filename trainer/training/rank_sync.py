@@ -16,7 +16,7 @@ from trainer.training.snapshots import Snapshots
 class RankReport(NamedTuple):
     """Values that a rank sends and that are summed over the ranks.
 
-    True is sent as 1, so a sum is the number of ranks for which the value is True.
+    True is sent as 1, so the sum of a flag is the number of ranks on which the flag is True.
 
     Attributes:
         loss: Sum of the losses of the steps since the last logged step.

@@ -382,7 +382,7 @@ def begin(run: Run) -> None:
         tracker.result(current_result(run, "running"))
     tracker.start(state.position, state.total_steps, run.task.headline())
     if recipe.logging.wandb or recipe.logging.mlflow:
-        # Only rank 0 contacts the servers, which may take minutes. So the ranks wait by `wait_for`,
+        # Only rank 0 contacts the servers, which may take minutes. So the ranks use `wait_for`,
         # which has a longer timeout than the recipe's.
         run.world.wait_for(None)
     tracker.keep("result.json", lambda: json.dumps(current_result(run, "running"), indent=2) + "\n")

@@ -201,7 +201,7 @@ def on_host(saver: Saver, parts: Parts, devices: Sequence[torch.device]) -> Part
             if piece.is_whole or len(piece.local):
                 local = saver.to_host(stem, name, piece.local)
                 copies.setdefault(stem, {})[name] = piece._replace(local=local)
-    # The copies from GPUs are asynchronous, so the host waits for them before it returns.
+    # The copies from GPUs are asynchronous, so the host waits for them here.
     synchronise(devices)
     return copies
 

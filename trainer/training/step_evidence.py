@@ -181,7 +181,7 @@ def find_difference(
     """Return the first difference between a replay and the eager step, as a message.
 
     The result is None if the distances of all tensors are within the tolerance of `precision`, or
-    within a multiple of the distances between two replays.
+    within NOISE times the distances between two replays.
 
     Args:
         evidence: The evidence of the eager step.

@@ -434,7 +434,8 @@ class World:
         """Raise an error on every rank if any rank has one. Collective.
 
         All ranks raise the error of the first rank that has one. A PeerError is raised only if no
-        rank has another error, because losing a peer is often a consequence.
+        rank has an error of another type, because a rank often loses its peer as a consequence of
+        the peer's own error.
 
         Args:
             error: error of this rank, if any.

@@ -144,7 +144,7 @@ class Updater:
         self._set_optimizer(optimizer)
         if scaler:
             # The scaler creates its state in the first call of `scale`. A rank without a loss would
-            # never call it.
+            # never call it, so it is called here, and the result is not used.
             scaler.scale(self.bad)
 
     def _set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:

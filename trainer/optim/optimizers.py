@@ -186,7 +186,8 @@ def undo_failed_steps(optimizer: torch.optim.Optimizer) -> None:
                 tensor.masked_scatter_(is_bad, before)
         copies.clear()
 
-    # GradScaler then passes `found_inf` instead of reading the flag, which would wait.
+    # With this attribute, GradScaler sets `found_inf`. Without it, GradScaler would read the flag,
+    # and the host would wait for the device.
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
     optimizer.register_step_pre_hook(copy)
     optimizer.register_step_post_hook(restore)

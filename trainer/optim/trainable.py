@@ -54,10 +54,11 @@ def find_roles(model: nn.Module, recipe: Recipe) -> Roles:
 def list_hidden_matrices(model: nn.Module, recipe: Recipe) -> frozenset[str]:
     """Return the names of the weights that suit `torch.optim.Muon`.
 
-    Muon trains the weights of linear layers except the last, and of convolutions except the first
-    and grouped ones. AdamW trains all other parameters: embeddings and tables of biases are looked
-    up rather than multiplied, the first convolution reads the image, and the last layer computes
-    the outputs.
+    Muon trains parameters with two dimensions, such as the weights of linear layers, and the
+    weights of convolutions. AdamW trains all other parameters, and those that do not suit Muon:
+    embeddings and tables of biases are looked up rather than multiplied, the first convolution
+    reads the image, the last layer computes the outputs, and grouped convolutions are not one
+    matrix.
 
     Raises:
         RecipeError: the model has no weight that Muon trains, or all of them are frozen.

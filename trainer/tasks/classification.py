@@ -150,7 +150,7 @@ class Classification(ClassTask):
         return cross_entropy(outputs, smoothed)
 
     def soft_loss(self, outputs: Tensor, taught: Tensor, temperature: float) -> Tensor:
-        """Compute the Kullback-Leibler divergence of softened probabilities, without weights.
+        """Compute the Kullback-Leibler divergence of softened probabilities, without class weights.
 
         The factor temperature^2 keeps the gradients at the scale of the other loss (Hinton et al.,
         arXiv:1503.02531, section 2).
@@ -326,7 +326,7 @@ class Multilabel(ClassTask):
     ) -> dict[str, float]:
         both = sums["both"]
         either = sums["either"]
-        # The denominators are 0 if there are neither labels nor predictions.
+        # A denominator is 0 if there are neither labels nor predictions. Then F1 is 0.
         micro = 2 * both.sum() / either.sum().clamp_min(1)
         macro = 2 * both / either.clamp_min(1)
         return {

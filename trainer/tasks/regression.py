@@ -66,7 +66,7 @@ class Regression(Task):
         return mse_loss(outputs, targets)
 
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        # The difference of two large sums in `metrics` would lose all digits in float32.
+        # In float32, the difference of two large sums in `metrics` could lose all digits.
         outputs = outputs.double()
         targets = targets.double()
         error = outputs - targets

@@ -21,7 +21,8 @@ class Task:
     To add a task, write a subclass with a `loss`; everything else has a default.
 
     Attributes:
-        reads: content of a table of labels: the class or classes of an image, or numbers.
+        reads: content of a table of labels: the "class" or the "classes" of each image, or
+            "values" for numbers.
         metric: name of the metric that chooses the best epoch.
         larger_is_better: True if the largest value of `metric` is the best.
         tells: names of all metrics that the method `metrics` returns. If empty, they are "loss"
@@ -109,15 +110,16 @@ class Task:
         Args:
             outputs: outputs of the model (N, ...), in float32.
             taught: outputs of the teacher (N, ...).
-            temperature: divisor of both before softmax. The result is multiplied by its square.
+            temperature: divisor of both outputs before softmax. The result is multiplied by the
+                square of the temperature.
         """
         raise NotImplementedError
 
     def label_probabilities(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
         """Return the probability of the label of each sample, (N,) float64, to find wrong labels.
 
-        A task whose samples can have several classes, or none, returns None. In all other tasks
-        `ranked` must return probabilities of classes.
+        A task returns None if its samples can have several classes, or if it has no classes. If a
+        task returns probabilities here, its `ranked` must return probabilities of classes too.
         """
         return None
 
@@ -160,8 +162,10 @@ class Task:
         )
 
     def improves(self, value: float, best: float | None) -> bool:
-        """Return whether `value` of `metric` is better than `best`."""
-        # Any value is better than NaN.
+        """Return whether `value` of `metric` is better than `best`.
+
+        The result is True if `best` is None, which means that there is no earlier value, or NaN.
+        """
         if best is None or math.isnan(best):
             return True
         if self.larger_is_better:
@@ -186,9 +190,10 @@ class Task:
 
     @classmethod
     def headline(cls) -> str:
-        """Return the metric to show next to the loss.
+        """Return the name of the metric to show next to the loss.
 
-        This is the metric that chooses the best epoch, unless that is the loss itself.
+        This is the metric that chooses the best epoch. If the loss chooses it, the name is that of
+        the first other metric, or "loss" if there is no other.
         """
         for name in (cls.metric, *cls.metric_names()):
             if name != "loss":
@@ -221,7 +226,7 @@ def list_shipped() -> tuple[type[Task], ...]:
     """Return the classes of the tasks in `TASKS`.
 
     Raises:
-        KeyError: a row has no class.
+        KeyError: a task of `TASKS` is not registered.
     """
     return tuple(_registered[name] for name in TASKS)
 

@@ -1,6 +1,7 @@
 """Function `train` for scripts and notebooks, which may pass their own model and data.
 
-If the ranks are other processes, the registered objects that the recipe names are sent to them.
+If the ranks run in other processes than the calling program, they receive its callback, and the
+registered model, data set and task that the recipe names.
 """
 
 import multiprocessing
@@ -52,7 +53,8 @@ def register_temporarily(model: Model | None, data: Any) -> Iterator[dict[str, A
         The recipe keys that name them.
 
     Raises:
-        RecipeError: A value is neither a model or data nor the name of one.
+        RecipeError: `model` cannot be trained or does not build a model, or `data` has a form that
+            `train` does not accept. Names are not checked here.
     """
     keys: dict[str, Any] = {}
     with ExitStack() as closing:
@@ -91,7 +93,7 @@ class GivenData:
         The result of a function is checked when the run calls it.
 
         Raises:
-            RecipeError: `source` is neither.
+            RecipeError: `source` is neither a function nor data in a form that `train` accepts.
         """
         if callable(source) and not hasattr(source, "__len__"):
             self.source = source
@@ -118,10 +120,12 @@ class GivenData:
 
 
 def _split_source(source: Any) -> tuple[Any, Any, Any]:
-    """Return `(training, validation, classes)`: `classes` are names, their number, or None.
+    """Return `(training, validation, classes)` of data in one of the forms that `train` accepts.
+
+    The first two elements are data sets. `classes` is a sequence of names, their number, or None.
 
     Raises:
-        RecipeError: `source` has another form.
+        RecipeError: `source` is neither a mapping nor a tuple or list with both data sets.
     """
     fault = f"is {type(source).__name__}"
     if isinstance(source, Mapping):
@@ -182,7 +186,14 @@ def pack_for_ranks(recipe: Recipe, plugin: str | None, calls: Callbacks) -> dict
 
 
 def receive(module: str, plugin: str | None) -> None:
-    """Import the user's plugin, then register the objects that were sent to this rank."""
+    """Import the user's plugin, then register and store the objects that were sent to this rank.
+
+    The model, the data set and the task are registered, and the callback is stored in `callbacks`.
+
+    Args:
+        module: Path of the file of the module `MODULE`, in the folder of the pickled objects.
+        plugin: Name of the user's plugin, if any.
+    """
     from trainer.launch.launching import load_plugin
 
     load_plugin(plugin)
@@ -220,8 +231,8 @@ def train(
 ) -> Result:
     """Train as the recipe says and return the content of `result.json`.
 
-    A mode with several processes starts torchrun, waits for it and prints its output. All other
-    modes train in the calling process.
+    If the run needs several processes, the function starts torchrun, waits for it and prints its
+    output. Otherwise the run trains in the calling process.
 
         train("digits", epochs=2)
         train("my.yaml", "mode=single", optimizer__lr=0.1)
@@ -231,9 +242,9 @@ def train(
         recipe: The name of a shipped recipe, a YAML file, a run folder, a dictionary, or a recipe
             that `load_recipe` returned. None means the defaults of all keys.
         words: Arguments `key=value` of the recipe, as on the command line.
-        model: A `torch.nn.Module`, which is trained from its current weights and has the final
-            weights afterwards; a function that returns one and accepts any of the parameters
-            num_classes, channels and image_size; or a name.
+        model: A `torch.nn.Module`, whose current weights are the start weights, and which has the
+            final weights after a completed run; a function that returns a module and accepts any of
+            the parameters num_classes, channels and image_size; or a name.
         data: (training set, validation set), and optionally the names of the classes or their
             number as a third element; a dictionary with train and validation or test; a function
             that returns one of these; a name; or a folder of photos. Sets are pairs of tensors or
@@ -242,7 +253,8 @@ def train(
         on_epoch: A function that is called with an `EpochReport` after every epoch, in the process
             of rank 0. If the mode has one process, this is the calling process; otherwise rank 0
             has a copy of everything that the function uses. If the function returns False, the run
-            ends as completed. If it raises, the run ends as failed. The other ranks wait for it.
+            ends as completed. If it raises, the run ends as failed. The other ranks wait until it
+            returns.
         nproc: Number of processes on this machine, for modes with several.
         plugin: Name of a module that registers models, data sets or tasks.
         keywords: Keys of the recipe: `epochs=1`, `optimizer__lr=0.05`, `optimizer={"lr": 0.05}`.

@@ -48,7 +48,8 @@ WARNINGS = (
     "shares",
     "beside",
 )
-# Titles of lines that only `runs show` prints.
+# Titles of lines that `runs show` prints, but not the banner. The first line of the banner already
+# names the mode, the devices and what `computes` says.
 DETAILS = ("computes", "mode", "devices", "held out", "cuts", "readers", "folder")
 # Number of lines that the banner may have in addition to the five that every run prints.
 SPARE_LINES = 3
@@ -59,8 +60,8 @@ def print_banner(
 ) -> None:
     """Print the most important of the banner's lines, and a command that prints all of them.
 
-    The banner has at most eight lines. It has more only if the lines that every run prints, and
-    those of `WARNINGS`, need more, because they are always printed in full.
+    The lines that every run prints, and those of `WARNINGS`, are printed in full. All other lines
+    are printed only while they fit into a banner of about eight lines.
 
     Args:
         recipe: The recipe.
@@ -205,7 +206,10 @@ def _describe_steps(resolved: Resolved, strategy: Strategy, has_batch_norm: bool
 
 
 def compute_shares(strategy: Strategy) -> list[int] | None:
-    """Return each rank's number of images of a step, or None if the shares are equal."""
+    """Return each rank's number of images of a step.
+
+    The result is None if neither the recipe nor a measurement sets the shares.
+    """
     recipe = strategy.recipe
     share = strategy.share
     rows = count_rows(recipe, share.count, numbers=share.numbers)

@@ -20,7 +20,7 @@ class CallbackAnswer:
     Attributes:
         go_on: Whether training continues.
         logged: Logged values by name.
-        given: Whether the callback has returned. Afterwards it cannot log values.
+        given: Whether the callback has returned. If so, `EpochReport.log` raises an error.
     """
 
     go_on: bool = True
@@ -57,8 +57,8 @@ class EpochReport:
     def log(self, name: str, value: float) -> None:
         """Log a value of your own.
 
-        The value is written as `logged/<name>` at this step to TensorBoard, and to W&B and MLflow
-        if the recipe enables them. The last value is `logged[name]` of `result.json`.
+        The value is written as `logged/<name>` at this step to TensorBoard, W&B and MLflow, as far
+        as the recipe enables them. The last value is `logged[name]` of `result.json`.
 
         Args:
             name: A name of letters, digits and _ . - /
@@ -117,6 +117,7 @@ class Callbacks:
                 raised = error
                 answer = f"on_epoch raised {type(error).__name__}: {error}"
         # The callback may run for longer than `timeout`, after which a silent rank counts as lost.
+        # So the ranks exchange the requests with `wait_for`, which has a longer timeout.
         shared: CallbackAnswer | str = world.wait_for(answer)[0]
         if raised is not None:
             raise raised
@@ -125,5 +126,5 @@ class Callbacks:
         return shared
 
 
-# Callback of the program that started this rank. Without such a program, it does nothing.
+# Callback of the program that started this rank. Without such a program, `on_epoch` is None.
 received = Callbacks()

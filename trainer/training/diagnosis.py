@@ -1,4 +1,7 @@
-"""Measurements for the verdict of a finished run, from its timers and from a probe of a step."""
+"""Measurements for the verdict of a finished run, which says what limits the speed of its steps.
+
+They come from the timers of the run, and from probes after its last step.
+"""
 
 import time
 
@@ -25,8 +28,8 @@ from trainer.training.state import Resolved, TrainState
 
 # Maximum duration of each probe, as a fraction of the duration of this attempt.
 BUDGET = 0.01
-# Upper bound of a GPU's cycles per second. The probe may hold a device for longer than needed, but
-# not for a shorter time.
+# Upper bound of a GPU's cycles per second. With this bound, a sleep kernel may hold a device for
+# longer than needed, but never for a shorter time.
 CYCLES = 3e9
 
 
@@ -70,8 +73,8 @@ def diagnose(
     update = timer.update_seconds()
     launch_bound = (speed.launch_bound_fraction or 0.0) * step
     # A rank that waits for images or launches delays all others, so the largest value counts. Of
-    # the optimizer times the smallest counts, because they include waiting for the last stage on
-    # the ranks of the other stages.
+    # the optimizer's times the smallest counts: in a pipeline, all ranks except those of the last
+    # stage also wait for that stage in this time.
     rank_seconds = torch.tensor([data_wait, -update, launch_bound], dtype=torch.float64)
     data, negative_update, launches_at_most = world.max_(rank_seconds).tolist()
     pipeline = strategy.result_fields().get("pipeline") or {}
@@ -157,7 +160,7 @@ def _measure_device_seconds(
 
     Args:
         state: State of a finished run.
-        weight: Factor of the loss of one sample.
+        weight: Factor of each sample's loss: 1 / number of images of a step.
         step: Seconds of a step, including `data_wait` and `update`.
         data_wait: Seconds of a step in which this rank waited for data.
         update: Seconds of the optimizer's update.
@@ -172,8 +175,8 @@ def _measure_device_seconds(
     recipe = strategy.recipe
     pieces = recipe.pieces
     seconds = (step - data_wait - update) / pieces + update
-    # Two rounds need `seconds` each. Holding the devices in the second needs `seconds` at a clock
-    # rate of CYCLES, and twice as long at half that rate.
+    # Two rounds need `seconds` each. Holding the devices in the second round needs `seconds` at a
+    # clock rate of CYCLES, and twice as long at half that rate, so four times `seconds` in all.
     if not world.broadcast_object(4 * seconds < budget):
         return None
     batch = strategy.context.example.batch(world.device, channels_last=recipe.channels_last)

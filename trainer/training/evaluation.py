@@ -78,7 +78,7 @@ class Sums:
         named = zip(shapes, totals, strict=True)
         self.whole = {name: total.view(shapes[name]) for name, total in named}
         # The metrics of a user's task may differ in the last bits from rank to rank, but all ranks
-        # must agree on the best epoch.
+        # must agree on the best epoch. So all ranks use rank 0's metrics.
         metrics = self.task.metrics(self.whole, count)
         return world.broadcast_object(metrics), count
 
@@ -130,7 +130,10 @@ def evaluate(
 
 
 def build_forward(strategy: Strategy, say: Callable[[str], None]) -> ReplayedForward:
-    """Return the mode's forward pass, which replays a CUDA graph if mode and recipe allow it."""
+    """Return the mode's forward pass.
+
+    The pass replays a CUDA graph if the device, the mode and the recipe allow it.
+    """
     recipe = strategy.recipe
     refuses = "graphs" in recipe.traits.refuses or recipe.traits.staged
     allowed = recipe.graphs is not False and not refuses
@@ -138,7 +141,10 @@ def build_forward(strategy: Strategy, say: Callable[[str], None]) -> ReplayedFor
 
 
 def strip_prefix(values: Mapping[str, float]) -> dict[str, float]:
-    """Return the task's metrics under its own names, from the values that `evaluate` returned."""
+    """Return the metrics in a result of `evaluate` under the task's own names.
+
+    The number of samples is left out.
+    """
     return {
         key.removeprefix("val_"): value for key, value in values.items() if key != "val_samples"
     }
@@ -146,7 +152,7 @@ def strip_prefix(values: Mapping[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Mistake:
-    """A validation sample and its prediction, which may be right.
+    """A validation sample and the model's prediction, which may be correct.
 
     Attributes:
         label_probability: Predicted probability of the sample's class.
@@ -167,15 +173,17 @@ class Mistakes:
     """Collector of the worst predictions of a classification, and of its confusion matrix.
 
     The worst predictions have the lowest probabilities of the sample's class. If a split has few
-    wrong predictions, right ones are among them. `add` does not wait for the device.
+    wrong predictions, correct ones are among them.
     """
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        # Number of samples of each (actual, predicted) pair of classes: flat, and as a matrix after
-        # `gathered`. None if there are more than CLASSES classes.
+        # Number of samples for each (actual, predicted) pair of classes: (classes * classes,) on
+        # this rank, and (classes, classes) after `gathered`. None before the first batch, with more
+        # than CLASSES classes, and after `gathered` on ranks other than 0.
         self.pairs: Tensor | None = None
-        # For each batch, the values of its samples, one tensor for each field of `Mistake`.
+        # For each batch, the values of its samples, one tensor for each field of `Mistake`. If
+        # there are many rows, one entry with the worst of them replaces those of several batches.
         self._worst: list[tuple[Tensor, ...]] = []
         self._row_count = 0
         self._possible = True
@@ -183,7 +191,8 @@ class Mistakes:
     def add(self, outputs: Tensor, batch: Batch) -> None:
         """Add a batch.
 
-        If the task has no classes, or a user's task raises an error, this rank collects nothing.
+        If the task has no classes, or a user's task raises an error, this rank adds nothing to the
+        result of `gathered`.
         """
         if not batch.count or not self._possible:
             return
@@ -232,7 +241,8 @@ class Mistakes:
         """Return on rank 0 the worst predictions of all ranks, and [] on other ranks. Collective.
 
         The list has at most ROWS predictions, the worst first. Afterwards `pairs` on rank 0 is a
-        (classes, classes) matrix of the samples of all ranks, and None on other ranks.
+        (classes, classes) matrix of the samples of all ranks, or None with more than CLASSES
+        classes. On other ranks it is None.
         """
         local = None
         if self._possible and (self._worst or self.pairs is not None):

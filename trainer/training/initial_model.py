@@ -99,8 +99,9 @@ def _build_whole_on_rank_0(
 ) -> nn.Module:
     """Build the model by `make` on rank 0, and without values on the other ranks. Collective.
 
-    The other ranks call `make_without_weights` on the meta device. A rank where this fails, or
-    results in another model, builds the model with values.
+    The other ranks call `make_without_weights` on the meta device. If the call fails on a rank, or
+    its result differs from rank 0's model in more than values, that rank calls
+    `make_without_weights` again, with values.
     """
     states = read_random_states()
     model, reason = world.all_or_none(
@@ -134,7 +135,7 @@ def build_for_dataset(
 ) -> nn.Module:
     """Return the recipe's model for a data set, on the CPU.
 
-    If `starting`, it has the weights from which the recipe starts, otherwise random ones.
+    If `starting`, the model has the weights from which the recipe starts, otherwise random ones.
     """
     return build_for_sizes(
         recipe,
@@ -188,9 +189,9 @@ def build_for_sizes(
 def broadcast_weights(
     model: nn.Module, name: str, world: World, say: Callable[[str], None]
 ) -> None:
-    """Copy rank 0's weights to every rank. Collective.
+    """Copy rank 0's weights and buffers to every rank, if those of any rank differ. Collective.
 
-    Each rank builds the model from the same seed. Its weights still differ from rank to rank if the
+    Each rank builds the model from the same seed. The weights still differ from rank to rank if the
     model uses a random generator that is not seeded.
 
     Raises:
@@ -226,8 +227,8 @@ def check_task(
 ) -> None:
     """Run a user's task on two random samples, so that its errors show before an epoch is trained.
 
-    `warn` is called if the loss of a divided batch differs from that of the whole batch. If it is
-    None, this is not checked.
+    `warn` is called if the loss of a divided batch differs from that of the whole batch. If `warn`
+    is None, these losses are not compared.
 
     Raises:
         RecipeError: The task fails, or does not compute a metric that it names.
@@ -248,7 +249,7 @@ def check_task(
         return
     except RecipeError:
         raise
-    # A user's task may raise anything.
+    # A user's task may raise any error, which becomes a RecipeError that names the task.
     except Exception as error:
         what = f"{type(error).__name__}: {describe_failure(error)}"
         raise RecipeError(f"task.name={name} fails on two made-up samples ({what})") from error
@@ -276,7 +277,7 @@ def _is_loss_a_mean(task: Task, outputs: Tensor, data: Datasets) -> bool:
     # Numbers of samples in the first part and in the whole batch.
     few = 2
     count = 7
-    # A user's task or data set may raise anything.
+    # A user's task or data set may raise any error. Then the loss cannot be checked.
     with suppress(Exception), private_draws(), torch.no_grad():
         train: Any = data.train
         targets = find_labels(train, skip=False)
@@ -318,7 +319,8 @@ def describe_start(recipe: Recipe, data: Datasets, model: nn.Module) -> dict[str
         lines["start"] += f", which knows {matched} of these {len(names)} by name"
     else:
         lines["start"] += describe_order_match(source, names)
-    # The file of weights does not record whether the model transforms its inputs.
+    # The file of weights does not record whether the model transforms its inputs. So a line names
+    # this run's setting, which the user can compare with that of the run in `source`.
     if recipe.model.name in AUXILIARY:
         if recipe.model.weights:
             lines["inputs"] = "with transform_input"

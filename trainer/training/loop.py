@@ -183,7 +183,8 @@ def train_epoch(run: Run, epoch: int) -> None:
                     presenting.show_first_batch(run.tracker, run.datasets, run.task, batch)
                 if run.teacher:
                     batch = run.teacher.teach(batch)
-                # Ranks exchange gradients once a step, in the last backward pass.
+                # A mode that exchanges gradients in the backward pass does so once a step, in the
+                # last pass.
                 sync = micro_step == recipe.pieces - 1
                 micro_loss = steps.forward_backward(batch, loss_weight, sync=sync)
                 loss = micro_loss if loss is None else loss + micro_loss
@@ -203,7 +204,8 @@ def train_epoch(run: Run, epoch: int) -> None:
         # The last step of an epoch is saved after its evaluation, by `end_epoch`.
         save = save_every and step % save_every == 0 and step_in_epoch < stop
         if log or save or step >= rank_sync.next:
-            # The host waits for the device and the other ranks here only, not in every step.
+            # This exchange makes the host wait for the device and the other ranks, so it does not
+            # happen in every step.
             synced = rank_sync.after_step(log)
             steps_since_log = len(unlogged)
             mean_loss = synced.loss / steps_since_log
@@ -436,8 +438,8 @@ def finish(run: Run) -> Result:
     run.forward.close()
     run.strategy.close()
     if run.recipe.logging.wandb or run.recipe.logging.mlflow:
-        # Rank 0 may upload for minutes what its loggers still hold, so the ranks wait for it
-        # without the recipe's timeout.
+        # Rank 0's loggers may take minutes to upload their last values. So the ranks use
+        # `wait_for`, which has a longer timeout than the recipe's.
         run.world.wait_for(None)
     run.world.barrier()
     run.world.close()

@@ -101,7 +101,7 @@ def describe_needs(resolved: Resolved, state: TrainState) -> str:
     resident = count_bytes(*(tensor for tensor in tensors if tensor.device.type == device_type))
     count = state.strategy.share.count
     remedies = []
-    # If accumulate is auto, all numbers of micro-batches have been tried, so none is suggested.
+    # With accumulate=auto, the program chooses the number of micro-batches, so none is suggested.
     if recipe.accumulate != "auto":
         numbers = range(recipe.pieces + 1, recipe.batch_size // count + 1)
         more = next((n for n in numbers if divides_evenly(recipe, count, n)), None)
@@ -170,10 +170,10 @@ def find_double(numbers: list[int], before: int) -> int | None:
 def resolve_and_build(opened: Opened, build: Callable[[Resolved], Run]) -> Run:
     """Choose `recompute` and `accumulate` if they are auto, then build the run. Collective.
 
-    On a GPU, accumulate=auto needs a probe unless the run folder contains the number: a run that is
-    built for a single micro-batch, and whose passes are measured. If one micro-batch fits, and the
-    run is not compiled, the probe is the run to train. In all other cases the probe is deleted
-    before the run to train is built.
+    On a GPU, accumulate=auto needs a probe, unless the run folder contains the number. The probe is
+    a run that is built for a single micro-batch, and whose passes are measured. If one micro-batch
+    fits, and the recipe does not compile the model, the probe becomes the run that trains. In all
+    other cases the probe is deleted before the run that trains is built.
 
     Args:
         opened: The configuration without values that depend on memory.
@@ -238,8 +238,8 @@ def _recall_number(
     Args:
         opened: The configuration of the run.
         kept: The value of `KEPT` in the tuning file, or None.
-        purposes: Strings with the devices and keys that determine the number. One of them must be
-            stored with the number.
+        purposes: Strings with the devices and keys that determine the number. A stored number is
+            valid only if one of these strings is stored with it.
         build_probe: Builds a run for the error message if there is no larger number.
 
     Returns:
@@ -247,7 +247,8 @@ def _recall_number(
         where trial passes must find the number.
 
     Raises:
-        DeviceMemoryError: Memory ran out with the largest numbers, so none is at least twice that.
+        DeviceMemoryError: Memory ran out in that attempt, and no possible number of micro-batches
+            is at least twice the number of that attempt.
     """
     world = opened.world
     numbers = list_possible_numbers(opened)
@@ -309,7 +310,8 @@ def _measure_load(run: Run, rows: int, passes: int) -> float:
         strategy.train_for_probe()
         try:
             batch = strategy.context.example.batch(world.device, rows, run.recipe.channels_last)
-            # The second pass runs while the gradients of the first exist.
+            # The second pass runs while the gradients of the first exist, as in a step, so that the
+            # measured peak includes them.
             for _ in range(passes):
                 if run.teacher:
                     run.teacher.teach(batch)
@@ -333,9 +335,11 @@ def _measure_load(run: Run, rows: int, passes: int) -> float:
 
 @contextmanager
 def undo_on_out_of_memory(run: Run) -> Iterator[None]:
-    """Undo the changes of the passes in this block if memory runs out with accumulate=auto.
+    """Restore buffers and random states if memory runs out in this block with accumulate=auto.
 
-    With several ranks nothing is undone, because the other ranks wait for the failed pass.
+    Then the run can be saved as it was before the passes of the block. The error is raised again.
+    With several ranks nothing is restored: the other ranks wait for the failed pass, so no
+    checkpoint can be saved.
     """
     if KEPT not in run.strategy.tuned or run.world.size > 1:
         yield
@@ -400,8 +404,8 @@ def choose_recompute(opened: Opened) -> tuple[Recipe, int | None]:
     """Choose `recompute` if it is auto. A CPU recomputes no block. Collective.
 
     Returns:
-        `(recipe, count)`: The recipe with the chosen `recompute`, and the number N of blocks if it
-        was auto: the first N blocks of the model are recomputed. None if it was not auto.
+        `(recipe, count)`: The recipe with the chosen `recompute`, and the number N of blocks, so
+        that the first N blocks of the model are recomputed. N is None if `recompute` was not auto.
 
     Raises:
         RecipeError: Blocks must be recomputed, but another key of the recipe does not allow it.
@@ -416,7 +420,8 @@ def choose_recompute(opened: Opened) -> tuple[Recipe, int | None]:
         model = world.all_or_none(lambda: _build_without_values(opened))
         weights = count_bytes(*model.parameters())
         teacher_bytes = 0
-        # A teacher that is not sharded is on the device already, so free memory excludes it.
+        # If the mode shards models, the teacher moves to the device later, so its memory must be
+        # subtracted here. In other modes it is on the device already, and free memory excludes it.
         if opened.teacher and recipe.traits.exchanges == "shards":
             shards = count_weight_shards(recipe, world.size)
             teacher_bytes = count_teacher_bytes(opened.teacher.size, weights, shards)

@@ -34,7 +34,7 @@ NOT_SAVED = (
     "(register_buffer())"
 )
 # Seconds from the start of a run in which a warning about other processes is not printed yet,
-# because their load may be short. If it lasts, the warning is printed later.
+# because their load may be short. If the load lasts, the warning is printed later.
 LONG = 10.0
 
 
@@ -80,7 +80,8 @@ def watch_ranks(
             sentence = symptoms.describe_slow_rank(lag, where, resolved.recipe)
         sentence = world.broadcast_object("".join(world.gather(sentence)))
         kind = f"rank {lag.rank}"
-        # The problem may have passed by the end of the epoch, but it stays a warning.
+        # The problem may have passed by the end of the epoch. The warning is stored in `lasting`
+        # too, so that it is reported at the end of the run all the same.
         noticed.announced.add(kind)
         noticed.lasting[kind] = noticed.warnings[kind] = sentence
         resolved.tracker.print_lines({"warning": sentence})
@@ -99,7 +100,10 @@ def print_new_warnings(resolved: Resolved, state: TrainState, noticed: Noticed) 
 
 
 def update_warnings(resolved: Resolved, state: TrainState, noticed: Noticed, over: bool) -> None:
-    """Set the warnings to the lasting and the current ones. `over` is True at the run's end."""
+    """Set `noticed.warnings` to the lasting and the current warnings.
+
+    `over` is True at the run's end.
+    """
     facts = _facts(resolved, state, noticed, over)
     noticed.warnings = noticed.lasting | symptoms.find_symptoms(facts, resolved.recipe)
 
@@ -122,7 +126,7 @@ def _facts(resolved: Resolved, state: TrainState, noticed: Noticed, over: bool) 
         strain=noticed.strain,
         threads=world.threads if world.device.type == "cpu" else 1,
     )
-    # Losses and metrics on synthetic images say nothing about training.
+    # Losses and metrics on synthetic images say nothing about training, so they are left out.
     if datasets.synthetic:
         return facts
     facts = replace(
@@ -147,8 +151,8 @@ def compare_passes(resolved: Resolved, strategy: Strategy, noticed: Noticed) -> 
     """Warn of state and weights that each pass changes, except statistics such as BatchNorm's.
 
     A step of several micro-batches changes such state several times, so it differs from a step of
-    the whole batch. A resumed run starts without any such state that is neither a weight nor a
-    buffer, because a checkpoint contains only these.
+    the whole batch. A resumed run starts without any such state outside of weights and persistent
+    buffers, because a checkpoint contains no other state of a model.
     """
     modules = strategy.modules()
     is_resumed = resolved.checkpoint is not None
@@ -172,8 +176,8 @@ def compare_passes(resolved: Resolved, strategy: Strategy, noticed: Noticed) -> 
             flat = value.cpu().reshape(-1)
             after[name] = flat.view(torch.uint8).numpy().tobytes()
     # In a new run, the compared passes belong to one step, so only the passes themselves can have
-    # changed the weights. In a resumed run, an update may lie between the passes. With hogwild,
-    # other ranks write the weights at any time.
+    # changed the weights. In a resumed run, an update may lie between the passes, and with hogwild,
+    # other ranks write the weights at any time, so there the weights are not compared.
     if not is_resumed and not resolved.recipe.traits.shared_memory:
         sketches = sketch_tensors(strategy.named_parameters())
         after |= {f"weight {name}": sketch for name, sketch in sketches.items()}

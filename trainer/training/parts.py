@@ -108,7 +108,8 @@ class OptimizerState(Part):
         return name_optimizer_state(self.state.updater.optimizer, self.state.parameters)
 
     def restore(self, saved: State) -> None:
-        # The model's own `train` may have unfrozen more parameters, which have a state too.
+        # Before the save, the model's own `train` may have unfrozen more parameters. The optimizer
+        # needs a state of each of them, into which the saved state is copied.
         trained_names = {name.partition("//")[0] for name in saved.part(self.name)}
         self.state.updater.follow(self.state.parameters, also=trained_names)
         self.scatter(saved)
@@ -185,7 +186,7 @@ class TrainingPosition(Part):
         per_epoch = self.resolved.steps_per_epoch
         step, epoch, step_in_epoch = saved.position
         saved_per_epoch = saved.facts.get("steps_per_epoch", per_epoch)
-        # The offset is not 0 if the saved run had changed its mode before.
+        # The offset is not 0 if the saved run had changed to a mode with another number of steps.
         state.step_offset = saved.facts.get("shift", 0)
         # `max_steps` may have ended the saved run within an epoch, which then counts as done. A run
         # that trains longer trains the remaining steps of that epoch first.
@@ -273,7 +274,7 @@ class RunHistory(Part):
         # Versions without tasks saved the best top-1 accuracy as `best_top1`.
         best = history.get("best", history.get("best_top1"))
         state.history = TypeAdapter(History).validate_python(history | {"best": best})
-        # `TrainingPosition.restore` has reopened an epoch, so its mean loss becomes a sum again.
+        # If `TrainingPosition.restore` has reopened an epoch, its mean loss becomes a sum again.
         if state.position.epoch < saved.position.epoch:
             state.history.latest.pop()
             state.history.epoch_steps = state.position.step_in_epoch
@@ -350,8 +351,8 @@ class RankState(Part):
         self._restore_losses(stored["unlogged"])
 
     def _restore_losses(self, losses: Tensor) -> None:
-        # Earlier versions saved NaN for steps that they left out because they were not finite. Such
-        # steps have no loss to log.
+        # Earlier versions skipped the update of a step whose loss or gradient was not finite, and
+        # saved NaN as its loss. Such a step has no loss to log, so it is left out.
         losses = losses[~losses.isnan()]
         self.state.unlogged = list(losses.to(self.world.device).unbind())
 
@@ -381,7 +382,8 @@ def hash_user_code() -> dict[str, str]:
     digests = {}
     for name, module in [*sys.modules.items()]:
         path = Path(getattr(module, "__file__", None) or "")
-        # The script `__main__` changes for many reasons that do not concern the model.
+        # The script `__main__` is left out, because it changes for many reasons that do not concern
+        # the model.
         if (
             name != "__main__"
             and path.is_relative_to(folder)
@@ -396,10 +398,10 @@ def hash_user_code() -> dict[str, str]:
 
 
 def describe_random_topology(recipe: Recipe, world: World) -> dict[str, Any]:
-    """Return the mode and the sizes of the rank grid.
+    """Return the mode, the number of ranks, and the sizes of the rank grid except `replicas`.
 
-    They decide which data and which part of the model each rank computes, so saved random states
-    are valid only with the same mode and sizes.
+    These values decide which data and which part of the model each rank computes, so saved random
+    states are valid only with the same values.
     """
     dimensions = dict(world.grid.sizes)
     dimensions.pop("replicas", None)

@@ -31,8 +31,8 @@ from trainer.training.state import Resolved
 # Maximum number of samples of the first batch that are shown, and of their pixels together.
 SEEN = 32
 PIXELS = 2**22
-# Sides of drawn images in pixels: images smaller than TILE are enlarged by a whole factor to about
-# TILE, and images larger than LARGEST are reduced to LARGEST.
+# Longer sides of drawn images in pixels: images smaller than TILE are enlarged by an integer factor
+# to about TILE, and images larger than LARGEST are reduced to LARGEST.
 TILE = 72
 LARGEST = 128
 # Maximum width in pixels of a class name next to a matrix (ROOM) and of a row of images (SHEET),
@@ -103,10 +103,13 @@ def report_mistakes(resolved: Resolved, collected: Mistakes, step: int) -> None:
 
 @contextmanager
 def skip_on_error(tracker: NullTracker) -> Iterator[None]:
-    """Print an error of this block instead of raising it: a picture must not end a run."""
+    """Print an error of this block instead of raising it: a picture must not end a run.
+
+    A TrainerError is raised.
+    """
     try:
         yield
-    # Errors of the run folder concern more than the picture.
+    # An error of the run folder concerns more than the picture, so it must end the run.
     except TrainerError:
         raise
     except Exception as error:
@@ -115,12 +118,15 @@ def skip_on_error(tracker: NullTracker) -> Iterator[None]:
 
 
 def format_class(names: Sequence[str], index: int) -> str:
-    """Return the name of a class, or its index: a model may have more outputs than classes."""
+    """Return the name of a class, or its index if it has no name.
+
+    A model may have more outputs than there are names.
+    """
     return names[index] if 0 <= index < len(names) else str(index)
 
 
 def format_caption(task: Task, classes: Sequence[str], target: Tensor) -> str:
-    """Return a text for one sample's target, empty for targets such as masks."""
+    """Return the caption of a sample with this target; empty for targets such as masks."""
     if target.dim() == 0 and not target.is_floating_point():
         return format_class(classes, int(target))
     if target.dim() > 1 or not target.is_floating_point():
@@ -148,7 +154,7 @@ def escape_missing_characters(text: str) -> str:
     characters = []
     for character in text:
         code = ord(character)
-        # DejaVu has the letters of Europe and the Near East, and symbols.
+        # DejaVu Sans has the letters of Europe and the Near East, and symbols: these two ranges.
         is_drawn = character.isprintable() and (code < 0x700 or 0x1E00 <= code < 0x2C00)
         if not is_drawn:
             character = character.encode("unicode_escape").decode()
@@ -181,7 +187,7 @@ def fit(text: str, width: float) -> str:
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """An encoded picture: JPEG if it shows photos, otherwise PNG.
+    """An encoded picture: JPEG if its images are larger than LARGEST, otherwise PNG.
 
     Attributes:
         encoded: Content of the file.
@@ -200,7 +206,8 @@ def draw_grid(images: Numbers, captions: Sequence[str]) -> EncodedImage:
     """Draw images in rows, each above its caption.
 
     Args:
-        images: (n, H, W, C) uint8, with 1 or 3 channels. Small images are enlarged to about TILE.
+        images: (n, H, W, C) uint8, with 1 or 3 channels. See TILE and LARGEST for the size in which
+            they are drawn.
         captions: A caption for each image, or an empty sequence.
     """
     height, width = images.shape[1:3]

@@ -39,7 +39,10 @@ def seed_everything(seed: int, deterministic: bool, compiled: bool = False) -> N
 
 
 def seed_ranks(seed: int, rank: int) -> None:
-    """Seed each rank differently, for dropout. Rank 0 draws the numbers of a single process."""
+    """Seed each rank differently, for dropout.
+
+    Rank 0 gets the same random numbers as a run with a single process.
+    """
     random.seed(seed + rank)
     np.random.seed((seed + rank) % 2**32)
     torch.manual_seed((seed + rank) % 2**63)

@@ -14,7 +14,9 @@ from trainer.training.snapshots import Snapshots
 
 
 class RankReport(NamedTuple):
-    """Values that a rank sends and that are summed over the ranks. True is sent as 1.
+    """Values that a rank sends and that are summed over the ranks.
+
+    True is sent as 1, so the sum of a flag is the number of ranks on which the flag is True.
 
     Attributes:
         loss: Sum of the losses of the steps since the last logged step.
@@ -43,7 +45,8 @@ class SyncedState:
         finite: Whether all losses and gradients of these steps were finite.
         stop: Type of the error to stop with if a rank received a signal, or else None.
         ranks: For each rank the seconds of a step, the seconds of waiting for data in a step, and
-            the seconds of a forward pass. Empty unless all ranks do the same work.
+            the seconds of a forward pass. Empty within an evaluation, and if the ranks cannot be
+            compared by these times (see `Measures.forward_watch`).
         window: This rank's number of steps, their seconds, and their seconds of waiting for data,
             since the last logged step and without warm-up steps.
     """
@@ -71,7 +74,8 @@ class RankSync:
         self.interrupts = snapshots.interrupts
         self.observer = observer
         self.snapshots = snapshots
-        # The ranks synchronize again after this step, or batch of an evaluation.
+        # Number of the step, or of the batch of an evaluation, after which the ranks synchronize
+        # again.
         self.next = done + 1
         self._window = (0, 0.0, 0.0)
 
@@ -202,6 +206,7 @@ class RankSync:
             )
         name = "Ctrl-C"
         if stop is not Interrupted:
-            # Another rank may have received the signal, so that its name is unknown here.
+            # If only another rank has received the signal, its name is unknown here, and SIGTERM is
+            # assumed.
             name = getattr(self.interrupts.received, "name", "SIGTERM")
         raise stop(f"stopped by {name}{saved}")

@@ -1,8 +1,8 @@
 """Comparison of replicas, so that a rank that drifts apart ends the run before it is saved.
 
 Replicas start from the same weights and apply the same gradients, so their weights have the same
-bits. A model that writes its weights in a forward pass, from the images of one rank, breaks that
-without an error.
+bits. A model that writes its weights in a forward pass, from the images of one rank, makes the
+replicas differ without an error.
 """
 
 from collections.abc import Iterable
@@ -18,10 +18,10 @@ from trainer.training.observer import Observer
 from trainer.training.state import TrainState
 from trainer.training.steps import EagerSteps
 
-# Number of elements that are multiplied at a time. More would not fit the CPU's cache.
+# Number of elements that are multiplied at a time, so few that they fit the CPU's cache.
 CHUNK = 2**17
 # Minimum number of steps of this process, and minimum seconds of the run, before gradients are
-# compared. In shorter runs the comparison would take more than 0.5 % of the time.
+# compared. In shorter runs the comparison might take more than 0.5 % of the time.
 LONG_STEPS = 1000
 LONG_SECONDS = 60.0
 # Allowed difference between the weights of two replicas, relative to the norm of the tensor. When
@@ -35,8 +35,8 @@ def compute_digests(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
     A changed sign, or two exchanged elements, change the digest.
     """
-    # The factors are odd and do not grow linearly, so that changes of several elements do not
-    # cancel each other.
+    # The factors are odd and do not grow linearly, so that changes of several elements are unlikely
+    # to cancel each other.
     factors = torch.arange(1, 2 * CHUNK, 2, device=device) ** 7
     digests = [factors[:0]]
     for tensor in tensors:

@@ -249,7 +249,7 @@ def build_last_lines(
 
 
 def _describe_best(task: Task, history: History) -> str:
-    """Return a text about the best epoch, empty if it is not better than the last epoch."""
+    """Return a phrase about the best epoch, empty if it is not better than the last epoch."""
     metric = task.metric
     if history.best_epoch is None or history.best == history.validation.get(f"val_{metric}"):
         return ""
@@ -301,7 +301,7 @@ def build_result(
         state: The state of the run.
         observer: Timers and warnings of the run.
         samples_per_step: Mean number of images of a step.
-        graphs: How steps are computed now, "launched" or "replayed": see `EagerSteps.kind`.
+        graphs: How steps are computed now, "launched", "replayed" or None: see `EagerSteps.kind`.
         save_costs: Costs of the saves of this attempt.
         status: "running", "completed", "preempted" or "failed".
         error: One line about the error that ended the run, if any.

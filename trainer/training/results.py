@@ -22,7 +22,11 @@ class Metrics(TypedDict, total=False):
 
 
 class Result(Metrics):
-    """The content of `result.json`. With mode=dp, there is also the key `data_parallel`."""
+    """The content of `result.json`.
+
+    With mode=dp there is also the key `data_parallel`, and with mode=fsdp on several ranks the key
+    `fsdp`.
+    """
 
     recipe: Annotated[str, "name of the recipe"]
     mode: Annotated[str, "as in the recipe"]

@@ -46,7 +46,7 @@ def find_newest(tracker: NullTracker, world: World, recipe: Recipe) -> checkpoin
         None if the run is not resumed, or has no checkpoint.
 
     Raises:
-        CheckpointError: All checkpoints are damaged.
+        CheckpointError: All checkpoints are damaged, or the newest intact one has no weights.
         SetupError: Another rank has checkpoints in that folder and rank 0 has none. Starting from
             scratch would lose them.
     """
@@ -155,7 +155,8 @@ def _receive_files(
             if target:
                 target.flush()
                 received[name] = target
-        # The files have no names. They exist until the tensors that map them are deleted.
+        # The files have no names, so they are mapped by the paths of their descriptors. They exist
+        # until the tensors that map them are deleted.
         if is_missing:
             return checkpoint.build_state(
                 path, manifest, lambda name: f"/dev/fd/{received[name].fileno()}"

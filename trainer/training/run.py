@@ -79,7 +79,10 @@ class Run:
 def create_steps(
     recipe: Recipe, strategy: Strategy, updater: Updater, say: Callable[[str], None]
 ) -> EagerSteps:
-    """Return the steps of a run: `GraphSteps` if device and recipe allow CUDA graphs."""
+    """Return the object that computes the steps of a run.
+
+    It is a `GraphSteps` if device and recipe allow CUDA graphs, otherwise an `EagerSteps`.
+    """
     if (
         not cuda_graphs.has_cuda_graphs(strategy.device)
         or explain_eager_steps(recipe, strategy.world.size) is not None

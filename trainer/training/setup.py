@@ -1,10 +1,10 @@
 """Set up a run in four steps.
 
 1. `claim` connects the ranks and locks the run folder.
-2. `open_run` opens the data and chooses the open keys of the recipe (those without a fixed value,
-   such as `auto`) that depend on the data.
-3. `resolve_and_build` chooses the open keys that depend on the device's memory, then calls `build`,
-   which creates model, mode, optimizer and loader.
+2. `open_run` opens the data, and chooses values for those undecided keys of the recipe (such as
+   keys with the value `auto`) that depend on the data.
+3. `resolve_and_build` chooses values for the undecided keys that depend on the device's memory,
+   then calls `build`, which creates model, mode, optimizer and loader.
 4. `begin` writes the first files of the run and restores its checkpoint.
 
 The commands that evaluate and measure share `start_process`, `create_task` and `place_model`.
@@ -105,7 +105,7 @@ class Claim:
     Attributes:
         world: The connected ranks.
         tracker: The writer of the run folder on rank 0; a tracker without effects on other ranks.
-        resolved_keys: Values that the resumed run has chosen for open keys of its recipe.
+        resolved_keys: Values that the resumed run has chosen for undecided keys of its recipe.
         before: The validation split of the resumed run.
         shorter: The recipe of the resumed run if this run trains longer, or else None.
         ledger: Seconds of this attempt by activity.
@@ -173,7 +173,7 @@ def note_end(
 
 
 def open_run(typed: Recipe, claim: Claim, closing: ExitStack) -> Opened:
-    """Open the data and the checkpoint, and choose the open keys that depend on them.
+    """Open the data and the checkpoint, and choose values for the keys that depend on them.
 
     Collective.
     """
@@ -264,7 +264,8 @@ def build_speed_recipe(recipe: Recipe, data: Datasets, say: Callable[[str], None
         f"{in_pixels(data.image_size)} px; {steps} steps (max_steps=N: fewer); no augmentation, no "
         "checkpoint. To train: data.root=/path/to/images"
     )
-    # Synthetic images are not decoded, so augmentation would not cost what it costs with photos.
+    # Synthetic images are not decoded, so augmentation would not cost what it costs with photos. It
+    # is switched off, so that the measurement does not include it.
     return recipe.replace(
         max_steps=steps,
         resume=None,
@@ -381,8 +382,8 @@ def begin(run: Run) -> None:
         tracker.result(current_result(run, "running"))
     tracker.start(state.position, state.total_steps, run.task.headline())
     if recipe.logging.wandb or recipe.logging.mlflow:
-        # Only rank 0 contacts the servers, which may take minutes, so the other ranks wait for it
-        # without the recipe's timeout.
+        # Only rank 0 contacts the servers, which may take minutes. So the ranks use `wait_for`,
+        # which has a longer timeout than the recipe's.
         run.world.wait_for(None)
     tracker.keep("result.json", lambda: json.dumps(current_result(run, "running"), indent=2) + "\n")
 
@@ -431,7 +432,7 @@ def describe_cards(world: World, precision: str) -> dict[str, tuple[float | None
 
     Returns:
         `{name: (peak, emulates)}`: For each GPU its peak FLOP/s, None if unknown, and whether it
-        emulates `precision`. A GPU that several ranks share is contained once. Empty on CPUs.
+        emulates `precision`. A GPU that several ranks share appears once. Empty on CPUs.
     """
     if world.device.type != "cuda":
         return {}

@@ -54,6 +54,8 @@ class Snapshots:
     def save(self, weights: Sequence[str] = (), sealed: bool = True) -> None:
         """Start to save the present step, after the previous save has ended. Collective.
 
+        A run that only measures its speed saves nothing.
+
         Args:
             weights: Names of the files of weights to write, without the ending `.safetensors`.
             sealed: Whether to write a checkpoint, unless there is one of this step.
@@ -61,7 +63,8 @@ class Snapshots:
         Raises:
             NotFiniteError: A weight, buffer or optimizer state is NaN or infinite. Raised on every
                 rank.
-            TrainerError: This save cannot start, or the previous save failed. Raised on every rank.
+            TrainerError: The replicas differ, this save cannot start, or the previous save failed.
+                Raised on every rank.
         """
         resolved = self.resolved
         state = self.state
@@ -123,7 +126,15 @@ class Snapshots:
                 raise
 
     def _copy_parts(self, sealed: bool) -> Parts:
-        """Copy this rank's tensors for a checkpoint, or for weights alone, to host memory."""
+        """Compare the replicas, and copy this rank's tensors to host memory.
+
+        The copies are all tensors for a checkpoint if `sealed`, and otherwise only the weights.
+
+        Raises:
+            NotFiniteError: A weight, buffer or optimizer state is NaN or infinite. Raised on every
+                rank.
+            RecipeError: The weights of the replicas differ. Raised on every rank.
+        """
         state = self.state
         world = self.resolved.world
         averages = state.averages()
@@ -180,14 +191,17 @@ class Snapshots:
 
 
 def on_host(saver: Saver, parts: Parts, devices: Sequence[torch.device]) -> Parts:
-    """Copy shards to host memory, so that training may change them. Empty shards are left out."""
+    """Copy shards to host memory, so that training may change the originals during the save.
+
+    Empty shards are left out.
+    """
     copies: Parts = {}
     for stem, pieces in parts.items():
         for name, piece in pieces.items():
             if piece.is_whole or len(piece.local):
                 local = saver.to_host(stem, name, piece.local)
                 copies.setdefault(stem, {})[name] = piece._replace(local=local)
-    # The copies from GPUs are asynchronous.
+    # The copies from GPUs are asynchronous, so the host waits for them here.
     synchronise(devices)
     return copies
 

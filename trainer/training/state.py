@@ -59,8 +59,8 @@ class Resolved(Opened):
     Attributes:
         recipe: The recipe. `recompute` is not auto, and `accumulate` is auto only if a batch is a
             single micro-batch.
-        recomputed: With `recompute`, the number N of blocks that are recomputed: the first N blocks
-            of the model. None: all blocks.
+        recomputed: Number N of blocks that are recomputed if `recompute` is True: the first N
+            blocks of the model. None means all blocks.
         tuned: Measurements of earlier attempts, from the run folder.
     """
 

@@ -69,7 +69,7 @@ class EagerPass:
 
     Attributes:
         batch: The micro-batch.
-        weight: Factor of the loss of one sample.
+        weight: Factor of each sample's loss: 1 / number of images of a step.
         sync: Whether the ranks exchange gradients in this pass.
         random: States of the devices' generators before and after the pass.
         loss: The loss.
@@ -117,7 +117,10 @@ class Evidence:
 
 
 def shape_of(batch: Batch) -> tuple[object, ...]:
-    """Return shapes, strides and types of a batch. A captured pass needs batches of equal ones."""
+    """Return shapes, strides and types of a batch.
+
+    A captured pass can only be replayed on batches for which all of these are equal.
+    """
     return tuple((part.shape, part.stride(), part.dtype) for part in (batch.inputs, batch.targets))
 
 
@@ -175,7 +178,10 @@ class StepResult(NamedTuple):
 def find_difference(
     evidence: Evidence, live: Mapping[str, Tensor], precision: str, replay: Callable[[], StepResult]
 ) -> str | None:
-    """Return the first difference between a replay and the eager step, or None if they are equal.
+    """Return the first difference between a replay and the eager step, as a message.
+
+    The result is None if the distances of all tensors are within the tolerance of `precision`, or
+    within NOISE times the distances between two replays.
 
     Args:
         evidence: The evidence of the eager step.
@@ -195,8 +201,8 @@ def find_difference(
         too_far = {name: far for name, far in distances if far > TOLERANCE[precision]}
         if not too_far:
             return None
-        # Results of the same kernels may differ, so the distance of a second replay from the first
-        # measures this noise.
+        # Results of the same kernels may differ from call to call. The distance of a second replay
+        # from the first measures this noise.
         first = StepResult(first.losses, copy_list(first.gradients), copy_named(first.state))
         copy_into(live, evidence.before)
         noise = dict(first.distances(replay(), evidence.before))

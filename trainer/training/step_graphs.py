@@ -63,7 +63,7 @@ class CapturedPass:
 
     Attributes:
         batch: Inputs and targets that the graph reads, always at the same addresses.
-        weight: Factor of the loss of one sample.
+        weight: Factor of each sample's loss: 1 / number of images of a step.
         loss: The loss, 0-dim. Each replay overwrites it.
         replay: Replays the graph.
     """
@@ -110,7 +110,7 @@ class GraphSteps(EagerSteps):
     def __init__(
         self, recipe: Recipe, strategy: Strategy, updater: Updater, say: Callable[[str], None]
     ) -> None:
-        # None after the run has given up captures.
+        # Captures the passes and the update. None after the run has given up captures.
         self.recorder: StepRecorder | None = cuda_graphs.StepRecorder(strategy.device)
         # A graph belongs to one device, so the update of a model on several devices is eager.
         self._devices = strategy.world.local_devices

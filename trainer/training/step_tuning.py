@@ -39,8 +39,8 @@ class StepTuner:
             is_replay: Whether the step was replayed.
 
         Returns:
-            The seconds of both kinds of steps, for which the host waits for the device, or None
-            until enough replays are timed.
+            The median seconds of both kinds of steps, or None until enough replays are timed. If
+            there are enough, the host waits for the device.
         """
         ends = self._replay_ends if is_replay else self._eager_ends
         ends.append(end)

@@ -1,7 +1,7 @@
 """Computation of training steps by kernels that Python launches one by one.
 
 If the device supports CUDA graphs and the recipe allows them, a run uses `step_graphs.GraphSteps`
-instead, which replays captured kernels. A CPU does not support them.
+instead, which replays captured kernels. A CPU does not support CUDA graphs.
 """
 
 from torch import Tensor

@@ -43,7 +43,7 @@ WHOLE = ", whole on each device that has outputs"
 def load_teacher(
     recipe: Recipe, inputs: TensorSpec, outputs: int, starting: bool = True
 ) -> Trained:
-    """Return the recipe's teacher.
+    """Return the weights, the metadata and the recipe of the teacher.
 
     Args:
         recipe: The recipe of the run.
@@ -116,7 +116,7 @@ class Teacher(Task):
             task: The task of the run.
             data: The data of the run.
             device: The main device.
-            needed: Whether this rank computes losses, and thus needs the model.
+            needed: Whether this rank computes losses, and thus needs the teacher's model.
 
         Raises:
             TrainerError: There is no such teacher, or it does not fit the run.
@@ -226,7 +226,7 @@ class Teacher(Task):
             )
 
     def place(self, strategy: Strategy) -> None:
-        """Let the mode shard the teacher, if it shards models. Collective."""
+        """Let the mode put the teacher on this rank's device, whole or in shards. Collective."""
         if self._model is not None and self._run is self._model:
             self._run = strategy.place_teacher(self._model)
             if self._run is not self._model:

@@ -134,8 +134,9 @@ class Preparation:
 
     Attributes:
         image_size: Size of the input in pixels.
-        shorter_side: Size that the image is resized to cover before the center is cropped. For a
-            square it is the length of the image's shorter side.
+        shorter_side: Size in pixels that the resized image just covers, before the center is
+            cropped. If the size is one number, the shorter side of the resized image has this
+            length.
         channels: Number of channels.
         mean: Mean of each channel.
         std: Standard deviation of each channel.
@@ -219,8 +220,9 @@ class Trained:
     def data(self, recipe: Recipe, test: bool = False) -> Datasets:
         """Open the data of `recipe`, with the validation split of the run or a `test` split.
 
-        The split is read from the run folder, or drawn again from the seed of the run. Images of
-        another folder that have no split all belong to the validation split.
+        The split is read from the run folder, or drawn again from the seed of the run. If
+        `data.root` is not that of the run, and its images are not split, all of them belong to the
+        validation split.
 
         Raises:
             CheckpointError: The data has other classes than the model.
@@ -285,8 +287,8 @@ def read_recipe(path: Path, metadata: Mapping[str, str]) -> Recipe:
     source = path if folder is None else folder / "recipe.yaml"
     try:
         recipe = load_stored(json.loads(metadata["recipe"]), str(source))
-        # Files of weights contain no paths, but the recipe of the run folder does. That recipe is
-        # not read if the data has no path, so that a damaged one does no harm.
+        # Files of weights contain no paths, but the recipe of the run folder does. The folder's
+        # recipe is not read if the data has no path, so that a damaged recipe.yaml does no harm.
         if recipe.data.name not in WITHOUT_FOLDER and folder:
             data = recipes.load(str(folder / "recipe.yaml")).data
             recipe = recipe.replace(

@@ -17,7 +17,7 @@ from trainer.tasks import Task
 
 @dataclass(frozen=True)
 class Context:
-    """Recipe, world and data of a run, passed once to the constructor of its mode."""
+    """Recipe, world, task and shape of the data of a run, for the constructor of the run's mode."""
 
     recipe: Recipe
     # World of this rank.

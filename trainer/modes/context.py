@@ -28,7 +28,8 @@ class Context:
     example: Example
     # Number of samples of an epoch, summed over all ranks.
     samples: int = 0
-    # Part of every global batch that this rank reads; None means `Strategy.data_share`.
+    # Part of every global batch that this rank reads; None selects the result of
+    # `Strategy.data_share`.
     share: DataShare | None = None
     # Function that multiplies a loss by the loss scale of fp16, called before the backward pass;
     # None for other precisions.

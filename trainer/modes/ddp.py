@@ -209,8 +209,9 @@ class DistributedDataParallel(Strategy):
         if self._broadcasts:
             self.broadcast_buffers({})
         alone = self._gradients_of(self.module)
-        # Rounding decides in some models which path is taken, such as that of the larger of two
-        # nearly equal scores. Then two passes of one rank differ too, so this noise is measured.
+        # In some models rounding decides which path a pass takes, for example if a layer selects
+        # the larger of two nearly equal scores. Two passes of one rank then differ too, so their
+        # difference is measured and a multiple of it is allowed.
         repeated = self._gradients_of(self.module)
         # The images and random numbers of all ranks are equal, so the average equals each rank's
         # own gradient.

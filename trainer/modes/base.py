@@ -31,7 +31,11 @@ from trainer.versions import torch_has
 
 
 def compile_in_place(module: nn.Module) -> None:
-    """Compile the calls of `module` as `module.compile()` does; its parameters keep their names."""
+    """Compile the calls of `module` without wrapping it, so that parameters keep their names.
+
+    In older versions of torch, `module.compile()` does nothing for modules of torch.nn. For these,
+    this function sets the attribute that `compile()` would set.
+    """
     is_torch_module = (type(module).forward.__module__ or "").startswith("torch.nn.")
     if not is_torch_module or torch_has("compile() of torch.nn's own modules"):
         module.compile()
@@ -67,7 +71,8 @@ class Strategy(ModelState, Measures):
         self.set_shares(share)
         # Results of measurements go into the run folder, so that a resumed run uses the same plan.
         self.tuned = dict(context.tuned)
-        # A captured pass contains no collective, so `reduce_gradients` sums the gradients after it.
+        # True if `reduce_gradients` must sum the gradients, because the passes are captured in CUDA
+        # graphs and contain no collective.
         self.exchanges_after_passes = (
             self.recipe.graphs is True
             and self.world.size > 1
@@ -99,8 +104,11 @@ class Strategy(ModelState, Measures):
     ) -> Tensor:
         """Add the gradients of `weight` times the loss summed over the batch's rows.
 
+        If workers train independently, the gradients are also multiplied by `divisor` (see
+        `set_shares`).
+
         Args:
-            batch: a full micro-batch.
+            batch: a micro-batch of this rank's local batch.
             weight: 1 / global batch size, so that the gradients summed over ranks and micro-batches
                 are those of the mean loss.
             sync: False while more micro-batches of this step follow.
@@ -152,8 +160,9 @@ class Strategy(ModelState, Measures):
         self.divisor: float = 1
         rows = count_rows(self.recipe, share.count, numbers=share.numbers)
         if share.every_sample:
-            # Workers that train independently use the mean gradient of their own batch, while the
-            # losses that they report are shares of the mean over all workers.
+            # A worker that trains independently minimizes the mean loss of its own local batch, so
+            # its gradients are multiplied by `divisor`. The losses that workers report are not, so
+            # they sum to the mean loss over all workers.
             self.divisor = sum(rows) / rows[share.index]
 
     def setup(self, model: nn.Module) -> None:
@@ -258,7 +267,11 @@ class Strategy(ModelState, Measures):
         """
 
     def train_for_probe(self) -> None:
-        """Switch to training for a pass that only measures, without changing what is trained."""
+        """Switch to training mode for a pass that only measures.
+
+        The model's own `train` may change `requires_grad` of parameters. Afterwards the values that
+        `connect` or `update_trainable` read last are restored.
+        """
         self.train()
         for parameter, trains in self._trained.items():
             parameter.requires_grad_(trains)
@@ -335,7 +348,7 @@ class Strategy(ModelState, Measures):
     def check_gradients(self) -> None:
         """Compare the gradient of all ranks with that of one rank alone. Collective.
 
-        Modes whose ranks do not have the whole model skip the comparison.
+        Only `ddp` overrides this method. The other modes compare nothing here.
 
         Raises:
             RecipeError: the gradients differ by more than rounding.

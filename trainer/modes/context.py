@@ -17,7 +17,7 @@ from trainer.tasks import Task
 
 @dataclass(frozen=True)
 class Context:
-    """Recipe, world and data of a run, passed once to the constructor of its mode."""
+    """Recipe, world, task and shape of the data of a run, for the constructor of the run's mode."""
 
     recipe: Recipe
     # World of this rank.
@@ -28,7 +28,8 @@ class Context:
     example: Example
     # Number of samples of an epoch, summed over all ranks.
     samples: int = 0
-    # Part of every global batch that this rank reads; None means `Strategy.data_share`.
+    # Part of every global batch that this rank reads; None selects the result of
+    # `Strategy.data_share`.
     share: DataShare | None = None
     # Function that multiplies a loss by the loss scale of fp16, called before the backward pass;
     # None for other precisions.

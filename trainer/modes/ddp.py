@@ -1,8 +1,8 @@
 """`ddp`: a replica on every rank; gradients are averaged while the backward pass still runs.
 
 Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
-(arXiv:2006.15704). DDP calls the model unchanged, so no comparison by `models.equivalence` is
-needed, except for the layers that `sync_bn` replaces.
+(arXiv:2006.15704). DDP calls the model unchanged, so the outputs are not compared with those of the
+plain model. `check_gradients` compares the gradients.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 # Maximum number of timed pairs of passes, one with and one without communication.
 MEASURED_PAIRS = 8
-# Number of passes that search a model of the user's own code for unused parameters, because these
-# may vary from pass to pass. Other models need one pass.
+# Number of passes over the same inputs that search a model of the user's own code for unused
+# parameters, because these may vary from pass to pass. Other models need one pass.
 PROBE_PASSES = 4
 
 
@@ -92,11 +92,12 @@ def swallow_unused_warning() -> None:
 
 
 class DistributedDataParallel(Strategy):
-    """Average gradients over the ranks with `torch.nn.parallel.DistributedDataParallel`.
+    """A replica of the model on every rank, whose gradients are averaged over the ranks.
 
-    Gradients are views of DDP's buckets. If a step has several passes, all except the last one use
-    `no_sync`. With CUDA graphs, DDP is not used: `reduce_gradients` sums the gradients after the
-    passes. A single rank needs neither.
+    Eager passes use `torch.nn.parallel.DistributedDataParallel` (DDP). Gradients are then views of
+    DDP's buckets, and if a step has several passes, all except the last one use `no_sync`. With
+    CUDA graphs, DDP is not used, and `reduce_gradients` sums the gradients after the passes. A
+    single rank uses neither.
     """
 
     wrapped: nn.parallel.DistributedDataParallel | None = None
@@ -117,7 +118,11 @@ class DistributedDataParallel(Strategy):
         self.retrain()
 
     def retrain(self) -> None:
-        """Wrap the module in a new DDP, whose reducer contains the parameters that train now."""
+        """Prepare the exchange of the gradients of the parameters that train now.
+
+        Without CUDA graphs, the module is wrapped in a new DDP. With CUDA graphs, rank 0's weights
+        are copied to all ranks. A single rank does nothing.
+        """
         if self.world.size == 1:
             return
         self.wrapped = None
@@ -160,7 +165,10 @@ class DistributedDataParallel(Strategy):
             apply_collective(map(Tensor.detach, tensors), self.world.broadcast_)
 
     def _replicate(self, inputs: Tensor, **graph: bool) -> None:
-        """Wrap the module in DDP and run two passes over `inputs`."""
+        """Wrap the module in DDP and run two passes.
+
+        The passes use `inputs`, or with `compile=true` a whole micro-batch instead.
+        """
         broadcast_option = "broadcast_buffers"
         if torch_has("forward_sync_buffers"):
             broadcast_option = "forward_sync_buffers"
@@ -201,8 +209,9 @@ class DistributedDataParallel(Strategy):
         if self._broadcasts:
             self.broadcast_buffers({})
         alone = self._gradients_of(self.module)
-        # Rounding decides in some models which path is taken, such as that of the larger of two
-        # nearly equal scores. Then two passes of one rank differ too, so this noise is measured.
+        # In some models rounding decides which path a pass takes, for example if a layer selects
+        # the larger of two nearly equal scores. Two passes of one rank then differ too, so their
+        # difference is measured and a multiple of it is allowed.
         repeated = self._gradients_of(self.module)
         # The images and random numbers of all ranks are equal, so the average equals each rank's
         # own gradient.

@@ -156,7 +156,8 @@ class DeferredStatistics:
     def _rates(self, tracked: Sequence[Tensor]) -> Any:
         """Return the weight of the new statistics, per channel or as one number for all channels.
 
-        A layer with momentum None averages over all `tracked` batches, as in torch.
+        The weight is the layer's momentum. For a layer with momentum None, it is 1 divided by the
+        number of batches in `tracked`, as in torch.
         """
         if len(set(self._momenta)) == 1 and self._momenta[0] is not None:
             return self._momenta[0]

@@ -46,8 +46,8 @@ class DataParallel(Strategy):
         super().connect()
         self.passes_through = self.device.type != "cuda"
         self.wrapped: nn.Module = Replica(self.module, self.context.in_precision, self.recomputed)
-        # On a CPU, nn.DataParallel is not used: if the machine has GPUs, it would use them although
-        # `devices` in the recipe is the CPU.
+        # nn.DataParallel is not used on a CPU: on a machine with GPUs, nn.DataParallel would use
+        # the GPUs although `devices` in the recipe is the CPU.
         if not self.passes_through:
             device_ids = [device.index for device in self.world.local_devices]
             self.wrapped = nn.DataParallel(self.wrapped, device_ids)

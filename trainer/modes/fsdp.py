@@ -1,6 +1,7 @@
 """`fsdp`: parameters, gradients and optimizer states are sharded over the ranks.
 
-The parameters of a block are gathered only while the block computes.
+The parameters of a block are gathered before the block computes and, with `fsdp.reshard=true`,
+freed after its forward pass and gathered again for its backward pass.
 
 The method is that of Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data
 Parallel" (arXiv:2304.11277). Torch's `fully_shard` implements it
@@ -48,14 +49,14 @@ from trainer.telemetry.clocks import synchronise
 
 
 class FullyShardedDataParallel(Strategy):
-    """`fully_shard` of every block and of the remaining modules, with fp32 shards.
+    """Torch's `fully_shard` of each unit that `find_units` lists and of the root, in fp32 shards.
 
     The class needs several ranks. With one rank, `fsdp` is the class `Strategy`.
     """
 
     divided_along = "shards"
-    # Devices that copy weights from the host; empty without `fsdp.offload`. The weights must not
-    # change before the copies end.
+    # GPUs that copy weights from the host; empty unless `fsdp.offload` keeps the weights of a GPU
+    # there. The weights must not change before the copies end.
     readers: Sequence[torch.device] = ()
 
     def to_device(self, model: nn.Module) -> None:
@@ -104,7 +105,7 @@ class FullyShardedDataParallel(Strategy):
         self.mesh = self.world.mesh()
         whole_storages = []
         # A comparison makes the hosts wait for each other, so on GPUs, after the first passes, the
-        # ranks compare their order in every 64th pass only.
+        # ranks compare their order at the end of every 64th pass only.
         self.order = Order(self._refuse, every=1 if self.device.type == "cpu" else 64)
         with translate_peer_errors(), _explain_errors(self._refuse):
             for name in [*self.units, ""]:

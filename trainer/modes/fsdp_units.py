@@ -146,8 +146,8 @@ class Order:
 
     In the first `FIRST_PASSES` passes ranks compare each exchange before it starts. Later they
     compare a digest of all exchanges at the end of each pass whose number is a multiple of `every`,
-    and before weights are evaluated or saved. If the digests differ, every rank raises the error
-    that `refuse` returns.
+    and whenever `compare` is called. If the digests differ, every rank raises the error that
+    `refuse` returns.
     """
 
     def __init__(

@@ -83,9 +83,9 @@ class OuterSGD:
 class LocalSGD(Strategy):
     """Workers with their own weights, buffers, optimizer and moving average, one on each rank.
 
-    Weights are averaged every `local_sgd.every` steps and at the end of every epoch. A worker's
-    weight in the average is its fraction of an epoch's images. Integer buffers (the counters of
-    BatchNorm) are copied from rank 0. Optimizer states are never averaged. With
+    Weights are averaged every `local_sgd.every` steps and at the end of every epoch. In the
+    average, each worker counts by its fraction of an epoch's images. Integer buffers, such as the
+    counters of BatchNorm, are copied from rank 0. Optimizer states are never averaged. With
     `local_sgd.outer_lr` and `outer_momentum`, `OuterSGD` moves the trained weights towards the
     average. A single worker trains like `single`.
     """
@@ -214,7 +214,7 @@ class LocalSGD(Strategy):
 
 
 def group_buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Group tensors of one data type into messages of at least `BUCKET` elements.
+    """Group tensors into messages of one data type and at least `BUCKET` elements.
 
     Yields:
         Indices of the tensors in one message. The last message of a data type may be smaller.

@@ -17,10 +17,10 @@ from trainer.telemetry.clocks import StepTimer, Stopwatch, synchronise
 
 
 class Communication(NamedTuple):
-    """Time in seconds that communication adds to a step; None if it was not measured.
+    """Time that communication adds to a step.
 
-    If `at_most` is True the time is an upper bound, because computation may hide some
-    communication.
+    `seconds` is None if the time was not measured. If `at_most` is True, `seconds` is an upper
+    bound, because computation may hide some communication.
     """
 
     seconds: float | None
@@ -36,8 +36,9 @@ class Measures:
     def __init__(self, context: Context) -> None:
         recipe = context.recipe
         # This stopwatch measures computation that does not wait for other ranks: a forward pass, or
-        # the forward pass of a block if weights are sharded. The ranks are comparable only if their
-        # local batches have equal sizes or the recipe sets the shares.
+        # the forward pass of a block if weights are sharded. The attribute is None with a single
+        # rank, and if the times of the ranks cannot be compared: all ranks must do the same work,
+        # on local batches whose sizes are equal or set by the recipe's `shares`.
         self.forward_watch: Stopwatch | None = None
         microbatches = context.world.size * recipe.pieces * recipe.augment.together
         is_divisible = recipe.batch_size % microbatches == 0
@@ -89,7 +90,7 @@ class Measures:
     ) -> Communication:
         """Measure the time that communication adds to a step. Collective.
 
-        Called after the last step; leaves weights, buffers and random numbers unchanged.
+        This runs after the last step. Weights, buffers and random states must not change.
 
         Args:
             steps: number of steps that this process trained.

@@ -37,8 +37,8 @@ from trainer.modes.state import ModelState
 SHARDED_TOLERANCE = {"fp32": 1e-3, "tf32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}
 # Minimum divisor of relative errors, as a fraction of the norm of the whole gradient.
 FLOOR = 1e-2
-# Minimum number of samples under sync_bn. The variance of a few values is mostly rounding error,
-# which depends on the order of addition and so on the number of ranks.
+# Minimum number of samples of a pass under sync_bn. The variance of a few values is mostly rounding
+# error, which depends on the order of addition and so on the number of ranks.
 SYNCHRONISED_ROWS = 8
 
 
@@ -133,7 +133,11 @@ def recompute_proven(
 
 @contextmanager
 def _observe_draws(modules: Iterable[nn.Module], device: torch.device) -> Iterator[list[bool]]:
-    """Record for each pass of each module whether it draws from torch's generators."""
+    """Return a context that records for each pass of each module whether it draws random numbers.
+
+    Only torch's generators of the CPU and of `device` are observed. The list is filled in the
+    order in which the passes end.
+    """
     draws = []
     states_before = {}
 

@@ -70,7 +70,10 @@ def global_batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Compute `torch.nn.functional.batch_norm` of inputs (N, C, ...) over all ranks' samples."""
+    """Compute `torch.nn.functional.batch_norm` of inputs (N, C, ...) over all ranks' samples.
+
+    If `training` is False, the running statistics are used and no rank communicates.
+    """
     if not training:
         return batch_norm(inputs, running_mean, running_var, weight, bias, False, momentum, eps)
     out: Tensor
@@ -91,8 +94,8 @@ def _compute_statistics(inputs: Tensor) -> tuple[Tensor, Tensor]:
         axes = [axis for axis in range(inputs.dim()) if axis != 1]
         variance, mean = torch.var_mean(inputs.to(precision), axes, correction=0)
         return mean, variance
-    # Torch computes in the precision of the running statistics, so placeholders of this precision
-    # are passed.
+    # Torch computes in the precision of the running statistics that it receives, so two unused
+    # vectors of `precision` are passed as running statistics.
     unused = torch.zeros(2, inputs.shape[1], dtype=precision, device=inputs.device)
     mean, variance = torch.batch_norm_update_stats(inputs, unused[0], unused[1], 0.0)
     return mean, variance

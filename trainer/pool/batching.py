@@ -6,8 +6,9 @@ policy with simulated devices.
 
 from collections.abc import Mapping, Sequence
 
-# Maximum seconds of a batch. This time is lost if the batch has to be repeated, and up to this time
-# the other workers may wait for the last batch.
+# Batches grow up to this number of seconds, and the batch size is halved after a batch that took
+# more than twice as long. The time of a batch is lost if the batch has to be repeated, and at the
+# end of a stream the other workers may wait that long for the last batch.
 MAX_BATCH_SECONDS = 0.15
 # Minimum seconds of a batch. Shorter batches grow even if larger ones are not faster per item,
 # because sending many short batches costs too much.
@@ -136,7 +137,8 @@ class Batching:
     def take(self, worker: int, queued: Mapping[int, int], pending: int) -> int:
         """Return how many of the pending items a worker should accept now.
 
-        The prediction assumes that no further items arrive, although more may.
+        The number is chosen so that all workers finish at about the same time, if no further items
+        arrive.
 
         Args:
             worker: index of the worker.
@@ -144,7 +146,8 @@ class Batching:
             pending: number of items that no worker has.
 
         Returns:
-            A number of items; 0 if the other workers finish the items sooner without this worker.
+            A number of items. 0 if the other workers finish the items sooner without this worker,
+            or if this worker has items but no measurement yet.
         """
         count = min(self.size(worker), pending)
         own_items = queued[worker]

@@ -60,9 +60,10 @@ class DevicePool:
                         `batch` then receives. Called in a second thread when a batch arrives, while
                         the worker still computes the previous batch.
 
-    A worker may be called again for an item after its process was lost. Tensors and arrays in items
-    are views of shared memory that are valid during the call only: clone what you keep. Gradients
-    are not sent. Sparse tensors are refused. Results are on the CPU and own their memory.
+    A worker may be called several times for one item, for example after an exception or after a
+    process was lost. Tensors and arrays in items are views of shared memory that are valid during
+    the call only: clone what you keep. Gradients are not sent. Sparse tensors are refused. Results
+    are on the CPU and own their memory.
 
     Args:
         devices: names such as "cpu" or "cuda:1". Each entry starts one worker, and a device may be

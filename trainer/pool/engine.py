@@ -105,7 +105,10 @@ class Engine:
         return future
 
     def check(self) -> None:
-        """Raise the error that ended the pool, if the pool has ended."""
+        """Raise an error if the pool has ended, or if this process is a fork of the pool's process.
+
+        If an error ended the pool, that error is raised.
+        """
         if self._is_forked():
             raise RecipeError(
                 "this process was forked from a process with a DevicePool and has no workers: "

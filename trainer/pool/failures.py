@@ -18,8 +18,8 @@ MAX_LENGTH = 20_000
 class ItemError(PredictionError):
     """An item that failed in every try.
 
-    The `__cause__` is the exception in the worker; None if it cannot be pickled, or if the process
-    died or hung.
+    The `__cause__` is the exception in the worker; None if the exception cannot be sent (see
+    `Failure.pickled`), or if the process died or hung.
 
     Attributes:
         index: index of the item in the stream, from 0.
@@ -98,9 +98,10 @@ class Failure:
 
 
 def _pickle_exception(error: BaseException) -> bytes:
-    """Pickle an exception. Return no bytes if it cannot be unpickled.
+    """Pickle an exception.
 
-    Many exceptions cannot be created from their `args`, so they pickle but do not unpickle.
+    Return no bytes if the pickle is longer than `MAX_LENGTH` or cannot be unpickled. Many
+    exceptions cannot be created from their `args`, so they pickle but do not unpickle.
     """
     try:
         data = pickle.dumps(error)

@@ -18,8 +18,8 @@ DEPTH = 2
 class ProcessHandle:
     """A worker process.
 
-    The thread that starts the process calls all methods. A process that is spawned dies with this
-    thread, and a process that is forked dies with the fork server.
+    All methods must be called by the thread that starts the process. A process that is spawned dies
+    with this thread, and a process that is forked dies with the fork server.
 
     Attributes:
         connection: the parent's end of the pipe.

@@ -262,7 +262,8 @@ class Scheduler:
             finish(task.future, packed, message.failures)
             return
         task.holders -= 1
-        # The speed of a single item that is repeated says little about the speed of batches.
+        # Tasks that are repeated are not measured: most are single items, whose speed says little
+        # about the speed of batches.
         if not task.tries:
             speed = self.batching.speeds[worker.index]
             speed.observe(len(task.items), message.seconds, message.extent.end)

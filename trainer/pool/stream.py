@@ -22,7 +22,7 @@ from trainer.pool.transport import Packed
 def copy_item(item: Any) -> Any:
     """Return an item with copies of its tensors and arrays.
 
-    The caller's iterable may overwrite the same tensors for the next item before this one is sent.
+    The caller's iterable may overwrite the same tensors with its next item before `item` is sent.
     """
     if isinstance(item, dict | list | tuple):
         return tree_map(_copy_leaf, item)

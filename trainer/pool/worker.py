@@ -306,7 +306,7 @@ def _receive_ahead(
             enter(caller.device)
             for task in tasks:
                 received.put(task)
-                # Otherwise the thread would keep the batch's memory until the next task.
+                # Drop the reference, which would keep the batch's memory until the next task.
                 del task
         finally:
             # None ends the worker's loop. After an error, the process then ends, and the pool

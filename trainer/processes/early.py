@@ -9,9 +9,9 @@ import sys
 import time
 from types import FrameType
 
-# Signals other than SIGTERM that ask a run to save and exit: a closed terminal (SIGHUP), SLURM's
-# --signal=USR1, submitit's SIGUSR2, and the soft limit of CPU time (`ulimit -S -t`, SGE's s_cpu).
-# SIGKILL follows at the hard limit.
+# Signals other than SIGINT and SIGTERM that ask a run to save and exit: a closed terminal (SIGHUP),
+# SLURM's --signal=USR1, submitit's SIGUSR2, and the soft limit of CPU time (`ulimit -S -t`, SGE's
+# s_cpu). At the hard limit of CPU time, the system sends SIGKILL.
 SAVE_AND_GO = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 # Signals that arrive within this number of seconds after a Ctrl-C are its copies.
 COPY_SECONDS = 1.0
@@ -25,19 +25,23 @@ class CtrlC:
     second Ctrl-C would end the run without saving.
 
     Args:
-        routes: for each signal that a Ctrl-C may arrive as, the maximum number of copies. Copies
-            may arrive after any delay.
+        routes: for each signal as which a Ctrl-C may arrive, the number of signals that must have
+            arrived before this signal can be a second Ctrl-C. Earlier signals are copies of the
+            first Ctrl-C, after any delay.
     """
 
     def __init__(self, routes: dict[int, int]) -> None:
         self.routes = routes
-        # First signal that was passed to `is_second`.
+        # First signal that was passed to `is_second`; None before the first call.
         self.first: int | None = None
         self._arrival_count = 0
         self._last_new = 0.0
 
     def is_new(self, number: int = signal.SIGINT) -> bool:
-        """Count a signal, and return whether it is a new Ctrl-C of the user, not a copy."""
+        """Count a signal, and return whether it is a new Ctrl-C of the user, not a copy.
+
+        Signals that are not in `routes` are not counted, because they are never a Ctrl-C.
+        """
         routes = self.routes.get(number)
         if routes is None:
             return False
@@ -72,7 +76,7 @@ def is_installed_command() -> bool:
 
 
 def exit_on_signal(number: int, _: FrameType | None) -> None:
-    """Exit with the exit code that this signal also causes while a run trains."""
+    """Exit with the code of a run that is stopped while it trains: 130 for Ctrl-C, else 143."""
     os._exit(130 if number == signal.SIGINT else 143)
 
 

@@ -71,7 +71,7 @@ def die_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> 
 
 
 def launcher_prints() -> bool:
-    """Return whether our launcher prints for this rank."""
+    """Return whether our launcher started this rank, and so prints how the rank ended."""
     return PARENT in os.environ and read_place().launched
 
 
@@ -105,7 +105,9 @@ def _read(pid: int | str, name: str) -> str:
 
 
 def living_ranks() -> dict[int, tuple[int, str]]:
-    """Find the living ranks on this machine, including this one.
+    """Find the living ranks with the same parent process as this rank, including this rank.
+
+    No ranks are found if this process is not a rank, or if the system has no /proc.
 
     Returns:
         For each rank, its process id and the letter of its state in /proc ("T" is stopped).
@@ -169,7 +171,7 @@ def run_command(
 
     Args:
         command: a command that calls `die_with_parent`, so that it also dies with this process.
-        environment: environment variables. The one that names the parent is added.
+        environment: environment variables of the command, to which `PARENT` is added.
         streams: stdin, stdout and stderr in text mode, for `subprocess.Popen`.
 
     Raises:

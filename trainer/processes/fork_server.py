@@ -25,7 +25,7 @@ from trainer.processes.silence import call_within
 # The standard library's only object for a fork server. It has no public name or type.
 SERVER: Any = forkserver._forkserver
 SIGNALS = {signal.SIGINT, signal.SIGTERM, *early.SAVE_AND_GO}
-# Maximum number of seconds that a killed process needs to exit.
+# Number of seconds to wait for the exit of a server that was stopped or killed.
 EXIT_SECONDS = 0.5
 # Exit code that multiprocessing reports for a worker whose server is gone.
 SERVER_GONE_CODE = 255
@@ -42,9 +42,10 @@ def start_server(*preload: str) -> Any:
     """Start the fork server unless it runs, and return the multiprocessing context for workers.
 
     Args:
-        preload: modules that the server imports in addition to torch, if this call starts it. The
-            server also imports torchvision if this process has done so, which saves each worker two
-            seconds.
+        preload: modules that the server imports in addition to torch. The list has no effect if
+            the server already runs, or if the user's program has chosen modules. The server also
+            imports torchvision and `photo_reader` if this process has imported them, which saves
+            each worker two seconds.
     """
     pickling.forget_stdin()
     context = multiprocessing.get_context("forkserver")
@@ -84,13 +85,13 @@ def start_server(*preload: str) -> Any:
 
 
 def start_process(process: Any) -> None:
-    """Start a process of `context`, and try again if the server has just been killed.
+    """Start a process, and try again if the fork server has just been killed.
 
     Args:
-        process: process that has not been started.
+        process: process of a multiprocessing context that has not been started.
 
     Raises:
-        ConnectionError, EOFError: the server was killed again.
+        ConnectionError, EOFError: the server was killed during the second try, too.
     """
     import torch
 
@@ -152,7 +153,10 @@ def begin_worker() -> None:
 
 
 def begin_rank() -> None:
-    """Set up a new rank, which has signal handlers and dies with its launcher."""
+    """Set up a new rank, which dies with its launcher.
+
+    Signals are unblocked, so the caller must have installed handlers.
+    """
     os.environ[family.PARENT] = str(os.getppid())
     _leave_server()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

@@ -338,7 +338,7 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def ctrl_c_routes() -> dict[int, int]:
-    """Return, by signal, the number of copies of one Ctrl-C that reach this process.
+    """Return the argument `routes` of `early.CtrlC` for this process.
 
     A rank may receive a Ctrl-C from outside (`srun`, a terminal) and from its launcher. The second
     copy may arrive seconds later on a busy machine, so time alone cannot identify a second Ctrl-C.
@@ -355,7 +355,10 @@ def ctrl_c_routes() -> dict[int, int]:
 
 
 def seconds_to_sigkill() -> float:
-    """Return the number of seconds from torchrun's SIGTERM to its SIGKILL, else infinity."""
+    """Return the number of seconds from torchrun's SIGTERM to its SIGKILL.
+
+    The result is infinity if no launcher started this process.
+    """
     if not read_place().launched:
         return float("inf")
     setting = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
@@ -411,8 +414,8 @@ def stop_between_runs(
         # Schedulers repeat a signal. The copies must not interrupt runs that are saving now.
         if not received:
             received.append(number)
-            # `except Exception` in the interrupted code would catch a Preempted, and the command
-            # would continue.
+            # Do not raise Preempted here: an `except Exception` in the interrupted code would catch
+            # it, and the command would continue.
             raise KeyboardInterrupt
 
     try:

@@ -47,7 +47,10 @@ class AwakeClock:
         self._awake = 0.0
 
     def seconds(self) -> float:
-        """Return the number of seconds since this clock was created."""
+        """Return the number of seconds in which this process was awake since the clock's creation.
+
+        At most half a second is counted between two calls.
+        """
         now = time.monotonic()
         # A longer interval means that this process was stopped, so the excess does not count.
         self._awake += min(now - self._last_call, 2 * CHECK_SECONDS)
@@ -171,7 +174,7 @@ def _count_silence() -> None:
 
 
 def _shut_down_reads() -> None:
-    """Shut down all internet connections of this process for reading.
+    """Shut down all TCP connections of this process for reading.
 
     Gloo would abort the process if writes or listening sockets were shut down, too.
     """

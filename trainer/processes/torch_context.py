@@ -12,7 +12,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 @contextmanager
 def _without_raising() -> Iterator[None]:
-    """Print the warnings that the caller's filters turn into errors. Other filters are kept."""
+    """Return a context that prints the warnings that the caller's filters turn into errors.
+
+    Other filters are kept.
+    """
     filters: list[Any] = [*warnings.filters]
     with warnings.catch_warnings():
         # The caller's first filter is added last, because each call inserts a filter at the front

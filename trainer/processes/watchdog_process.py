@@ -39,8 +39,8 @@ def watch(wakeup: socket.socket, rank: int, grace: float, signals: set[int]) -> 
         signals: numbers of the signals that ask the rank to exit.
 
     Returns:
-        Number of seconds since the last line of the rank or the signal, or 0 if the rank has
-        exited.
+        Number of seconds since the signal or the rank's last line, whichever came later; 0 if the
+        rank has exited.
     """
     is_signalled = False
     is_saving = False

@@ -60,7 +60,11 @@ class LocalStages(Strategy):
         stage: nn.Module,
         device: torch.device,
     ) -> nn.Module:
-        """Move a stage to its device, defer its BatchNorm statistics and compile it."""
+        """Move a stage to its device.
+
+        The stage's BatchNorm statistics are deferred if `defers` is True for the plan, and the
+        stage is compiled with `compile=true`.
+        """
         stage = self.context.place(stage, device)
         if self.defers(self.plan.microbatches):
             self.defer([stage])
@@ -106,7 +110,7 @@ class LocalStages(Strategy):
         return -(-self.pipe.rows // self.plan.microbatches)
 
     def commit_statistics(self) -> None:
-        """Update BatchNorm's running statistics at the end of a mini-batch."""
+        """Update the deferred BatchNorm statistics, if any, at the end of a mini-batch."""
         for deferred in self.deferred.values():
             deferred.commit()
 
@@ -137,7 +141,7 @@ class LocalStages(Strategy):
     ) -> None:
         """Switch modules between training and evaluation as the whole model's own `train` does.
 
-        That method cannot be called, because the stages do not have it.
+        The model's `train` cannot be called, because the stages do not have this method.
         """
         for module in modules:
             module.train(training)

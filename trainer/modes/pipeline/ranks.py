@@ -135,8 +135,8 @@ class ProcessPipeline(Staged):
         )
 
     def to_device(self, model: nn.Module) -> None:
-        # Suppress torch's warning on each rank that the messages of a group are serialized, which
-        # is intended.
+        # Suppress torch's warning that the messages of a group run one after another. This mode
+        # uses groups in that way on purpose.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         groups = 1 + torch_has("gradients through a group of their own")
         self.world.arrange(
@@ -451,7 +451,7 @@ class ProcessPipeline(Staged):
         number of micro-batches. With more, every rank would send and no rank would receive.
 
         Returns:
-            The logits on the rank of the last stage; None on other ranks.
+            The outputs (N, ...) on the rank of the last stage; None on other ranks.
         """
         count = self.plan.microbatches
         wave = max(1, self.ranks - 1)

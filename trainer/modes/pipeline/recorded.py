@@ -5,9 +5,9 @@ joins them again. The graph is launched once per pass, and its stages overlap as
 
 A graph has memory and random numbers of one device. If each stage has a device of its own, every
 action (the forward or backward pass of one micro-batch on a stage) is a graph on its stage's
-device. The graphs are replayed in the order in which eager steps issue the actions, and the same
-edges and events copy tensors between devices. The graphs of one device run one after another,
-because they share a memory pool.
+device. The graphs are replayed in the order in which eager steps issue the actions, and between
+them the same `Edge` objects copy tensors between devices. The graphs of one device run one after
+another, because they share a memory pool.
 
 The source and target of a copy are memory that only the captured pass uses. Graphs do not wait for
 copies that are still running, so `Edge.order_passes` makes each pass wait for the copies of the

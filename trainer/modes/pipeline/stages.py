@@ -26,7 +26,8 @@ from trainer.telemetry.clocks import synchronise
 # Minimum and maximum number of steps of a trial. The first step warms up, and its time is not used.
 MIN_TRIAL_STEPS = 2
 MAX_TRIAL_STEPS = 50
-# A trial with the minimum number of steps ends as soon as its steps took this number of seconds.
+# After the minimum number of steps, a trial ends as soon as its steps have taken this number of
+# seconds in total.
 TRIAL_SECONDS = 0.5
 
 

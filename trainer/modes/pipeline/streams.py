@@ -286,7 +286,7 @@ class StreamPipeline(Staged):
 
     @contextmanager
     def working(self, action: Action) -> Iterator[None]:
-        """Return a context that issues operations to the stream of the action's stage.
+        """Return a context in which operations are issued to the stream of the action's stage.
 
         The recorder times the operations in the context as `action`.
         """

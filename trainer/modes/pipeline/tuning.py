@@ -23,10 +23,11 @@ from trainer.modes.pipeline.torch_schedules import (
 )
 from trainer.recipe import MEASURED, Recipe
 
-# Numbers of micro-batches per worker: fewer leave a bubble, more make micro-batches too small.
+# Numbers of micro-batches per worker that are tried. Fewer micro-batches would leave a large
+# bubble, and more would be too small to keep a device busy.
 CANDIDATES = (2, 3, 4, 6, 8, 12)
 # Number of plans with the shortest predicted steps that are run. The best plan of each schedule is
-# run in addition.
+# run in addition. This is also the maximum number of close plans that a round runs again.
 FINALISTS = 3
 # Maximum relative difference to the fastest plan for plans that are run again.
 CLOSE = 0.1
@@ -388,7 +389,7 @@ def recall_plan(
     key: str,
     traced: Traced,
 ) -> Plan | None:
-    """Return the plan in the run folder, if it was made for the same pipe and model.
+    """Return the plan in the run folder, or None if it has none for `key` that is complete.
 
     Args:
         tuned: entry of the run folder.

@@ -191,7 +191,7 @@ def _measure(
     run: Callable[[nn.Module, Tensor], Tensor],
     counts_kept: bool,
 ) -> tuple[Tensor, BlockCost]:
-    """Run a forward and backward pass.
+    """Run and time a forward and backward pass of one block.
 
     Returns:
         (output, cost): `output` is detached, as the input of the next block. `cost.kept` is 0

@@ -25,7 +25,7 @@ def read_host_state(
 ) -> dict[str, object]:
     """Return the state on the host that a pass may change, by names for messages.
 
-    This is the state of random generators, and the attributes of modules.
+    This is the state of random generators, and the buffers and attributes of modules.
 
     Args:
         modules: The modules that run.

@@ -16,8 +16,9 @@ from trainer.saving.weights import read_metadata
 def add_pretrained_input(recipe: Recipe) -> Recipe:
     """Return a recipe with the preprocessing of its initial weights.
 
-    If the recipe trains on the user's own photos, the keys of `data` that it leaves open get the
-    values of the run in `model.init_from`, of torchvision's weights, or of timm's model.
+    `model.weights` becomes the result of `resolve_weights`. If the recipe trains on the user's own
+    photos, the keys of `data` that it leaves open get the values of the run in `model.init_from`,
+    of torchvision's weights, or of timm's model.
 
     Raises:
         RecipeError: The weights are not published, or timm is not installed.

@@ -138,7 +138,7 @@ def find_own_hook(modules: Sequence[nn.Module]) -> str | None:
 
 
 def of_library(made: Any) -> bool:
-    """Return whether a class, function or object belongs to a library, not to the user."""
+    """Return whether a function or class, or the class of an object, is from `LIBRARIES`."""
     if isinstance(made, functools.partial):
         made = made.func
     return str(getattr(made, "__module__", None) or type(made).__module__).startswith(LIBRARIES)

@@ -158,7 +158,7 @@ class Reachable:
         """Restore the entries of all visited values.
 
         An `itertools.count` that has moved is replaced by its copy. Other iterators are not moved
-        back.
+        back, so `restore_after` raises an error for them.
         """
         replacements = {}
         for value, position, duplicate in self._iterators:

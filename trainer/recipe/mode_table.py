@@ -21,8 +21,8 @@ class Traits:
     Attributes:
         when: when to use the mode, for README and guide. A mode that can run in one process or in
             several has one sentence for each.
-        processes: number of processes that train. If it is "either", `Recipe.processes` takes the
-            number from the pipeline schedule, if the recipe sets one.
+        processes: how many processes train: "one", "many" or "either". If it is "either",
+            `Recipe.processes` depends on the pipeline schedule, if the recipe sets one.
         many_devices: True if one process may use several devices.
         shares_devices: True if several processes may use the same device.
         shared_memory: True if all processes share the weights in the CPU memory of one machine.

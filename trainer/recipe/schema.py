@@ -592,7 +592,7 @@ class Recipe(_Section):
 
     @property
     def name(self) -> str:
-        """Name of the recipe's file, or a name made of model and data set."""
+        """Name of the recipe's file or run folder, or else of its model and data set."""
         if self._name == NAMELESS:
             return re.sub(r"[^\w.-]", "_", f"{self.model.name}-{self.data.name}")
         return self._name
@@ -628,7 +628,7 @@ class Recipe(_Section):
     def processes(self) -> Processes:
         """Whether one process trains or several: `one`, `many`, or `either`.
 
-        The mode decides. A pipeline without a schedule can run in either.
+        The mode decides. If it allows either, `pipeline.schedule` decides, if the recipe sets it.
         """
         if self.traits.processes != "either" or self.pipeline.schedule is None:
             return self.traits.processes

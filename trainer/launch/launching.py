@@ -43,7 +43,9 @@ EXACT = "TRAINER_EXACT"
 def launch_to_start(
     recipe: Recipe, nproc: str | None = None, max_restarts: int = 0
 ) -> Launch | None:
-    """Check a recipe against processes and devices, before anything slow starts.
+    """Choose the ranks of a run, and check the recipe against them and their devices.
+
+    This is fast, so that mistakes are reported before anything slow starts.
 
     Returns:
         The ranks to `start`, or None if this process trains: it is a rank already, or the only one.

@@ -45,7 +45,10 @@ def choose_cuts(
     stages: int,
     costs: Sequence[BlockCost],
 ) -> tuple[str, ...]:
-    """Return the cuts that `pipeline.cuts` names, or the best cuts for `costs` if it is auto."""
+    """Return the cuts that `wanted` names, or the best cuts for `costs` if `wanted` is "auto".
+
+    `wanted` is the value of `pipeline.cuts`.
+    """
     if wanted != "auto":
         return resolve_cuts(traced, wanted, stages)
     return tuple(traced.cuts[index] for index in balance(costs, stages))

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 # The walk does not visit the entries of a container that has more entries than this, because large
 # containers usually hold data.
 MAX_ENTRIES = 1000
-# Maximum number of values that the walk visits. Those that are closest to the model come first.
+# Maximum number of values that the walk visits. Values that are closest to the model come first.
 MAX_VALUES = 50_000
 # Packages that are not visited: they keep no state for a model, and a walk through their objects
 # would reach the whole program.

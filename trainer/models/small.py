@@ -40,9 +40,10 @@ def _build_cnn(
     channels: int,
     image_size: ImageSize,
 ) -> nn.Module:
-    """Build three 3x3 convolutions with normalization, and pooling between them.
+    """Build a network of 3x3 convolutions with normalization, and a linear layer.
 
-    For images of at least 16 pixels per side, there are four convolutions.
+    There are four convolutions for images of at least 16 pixels per side, else three, with pooling
+    between them.
     """
     widths = [32, 64, 128]
     if min(sides(image_size)) >= 16:

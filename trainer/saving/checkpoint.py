@@ -101,7 +101,8 @@ class State:
             Tensors by name. Empty if the checkpoint does not have this part.
 
         Raises:
-            CheckpointError: a row of a tensor is missing, or several shards contain it.
+            CheckpointError: the shards of a tensor differ in shape or type, or they do not contain
+                each row exactly once.
         """
         if name in self.tensors:
             return wrap_tensors(self.tensors[name])

@@ -167,7 +167,7 @@ class RunFolder(NullFolder):
 
         Raises:
             FolderInUseError: another run has claimed the folder.
-            SetupError: the folder was removed, renamed or emptied.
+            SetupError: the folder was removed, renamed or emptied, or its lock file cannot be read.
         """
         with self._check_lock:
             try:

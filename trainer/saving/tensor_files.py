@@ -285,7 +285,7 @@ def write_synced(path: Path, parts: Iterable[memoryview], place: str) -> tuple[i
     Args:
         path: path of the file.
         parts: contents.
-        place: name of the writer in `TRAINER_FAULT`.
+        place: name of the writer in `TRAINER_FAULT`, with which tests inject faults.
 
     Returns:
         Size in bytes and SHA-256 (hexadecimal) of `parts` in memory, not of the file on the disk.

@@ -55,7 +55,7 @@ def write_whole(
     Args:
         path: path of the file.
         content: bytes of the file.
-        where: name of the writer in `TRAINER_FAULT`.
+        where: name of the writer in `TRAINER_FAULT`, with which tests inject faults.
         again: what to type after freeing space on the disk.
         check: called before the draft is renamed to `path`; raises if nothing may be saved.
 

@@ -72,7 +72,7 @@ def build(
     """Build the recipe's model on the CPU, check it, load initial weights and freeze blocks.
 
     The check runs two samples through the model to find inputs that it cannot read and outputs of
-    the wrong shape.
+    the wrong shape. It is skipped if the model cannot run on the meta device.
 
     Args:
         recipe: The `model` section of a recipe.
@@ -86,9 +86,9 @@ def build(
         classes: Class names to match the outputs of `init_from` with. Empty if unknown.
 
     Raises:
-        RecipeError: The name or the weights are unknown, the model cannot read such images, returns
-            another output or keeps state that no checkpoint contains, or `num_classes` or `freeze`
-            of the recipe does not fit.
+        RecipeError: The name or the weights are unknown, the data has more classes than the recipe
+            allows, the model cannot read such images, its output has another shape, it keeps state
+            that no checkpoint contains, or `freeze` does not fit it.
         SetupError: Published weights cannot be downloaded.
         CheckpointError: The weights of `init_from` do not fit.
     """

@@ -1,4 +1,4 @@
-"""Table of the properties of each mode. Code that depends on the mode reads these, not its name.
+"""Table of the properties of each mode, which code reads instead of the name of the mode.
 
 To add a mode, add a row here, and to `trainer.modes.STRATEGIES` the class that runs its forward and
 backward passes.

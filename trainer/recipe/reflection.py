@@ -161,8 +161,8 @@ def check_read(recipe: Recipe, keys: Iterable[str]) -> None:
     schedules.
 
     Raises:
-        RecipeError: the optimizer or schedule does not read one of `keys`, or the run ends before
-            an epoch in `schedule.restart`.
+        RecipeError: the optimizer or schedule does not read one of `keys`, or the run ends without
+            reaching an epoch in `schedule.restart`.
     """
     values = flatten(recipe.to_dict())
     set_keys = [key for key in keys if values.get(key)]

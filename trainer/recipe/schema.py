@@ -148,7 +148,7 @@ class ModelRecipe(_Section):
     def _init_from_first(cls, plain: Any) -> Any:
         """Remove the published weights, which a shipped recipe may name, if `init_from` is set.
 
-        A name of published weights remains for `AUXILIARY` models, because `zoo.resolve_weights`
+        For `AUXILIARY` models, any name other than DEFAULT remains, because `zoo.resolve_weights`
         reads it.
         """
         if not isinstance(plain, dict) or plain.get("init_from") is None:

@@ -266,7 +266,10 @@ class AugmentRecipe(_Section):
 
     @property
     def together(self) -> int:
-        """Number of neighboring images that stay in one micro-batch: 2 if mixed, else 1."""
+        """Number of neighboring images that stay in one micro-batch.
+
+        This is 2 if mixup or cutmix may mix the images of a pair, else 1.
+        """
         if self.mixup or self.cutmix:
             return 2
         return 1
@@ -336,7 +339,10 @@ class ScheduleRecipe(_Section):
 
     @property
     def restarts(self) -> list[float]:
-        """Epochs after which the schedule restarts at the highest rate, in ascending order."""
+        """Epochs after which the schedule restarts at the highest rate, in ascending order.
+
+        Empty unless `restart` is a list and the schedule reads it.
+        """
         if isinstance(self.restart, list) and self.name in readers("schedule.restart"):
             return self.restart
         return []

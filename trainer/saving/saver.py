@@ -38,8 +38,8 @@ class Save:
         folder: run folder.
         draft: folder for the files of a checkpoint, which rank 0 has created. None if this save
             writes weights files only and no rank has shards.
-        sealed: whether the draft becomes a checkpoint. If not, it is removed after the weights
-            files have been assembled from it.
+        sealed: whether the draft becomes a checkpoint. If not, the draft, if any, is removed after
+            the weights files have been assembled from it.
         state: tensors and shards that this rank writes, in host memory.
         peers: numbers of the other ranks that write into the draft.
         weights: metadata of each weights file by its path.

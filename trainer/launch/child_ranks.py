@@ -32,8 +32,8 @@ def train_in_children(
 
     Args:
         recipe: recipe of the run.
-        plugin: value of the argument plugin=.
-        nproc: value of the argument nproc=.
+        plugin: value of the argument plugin=, if any.
+        nproc: value of the argument nproc=, if any.
         modules: contents of Python files by file name, which ranks can import. One of them may be
             the module `plugin`.
 

@@ -1,7 +1,7 @@
-"""Report how ranks ended: the line of a failing rank, and which failure caused the others.
+"""Report how ranks ended: the message of a failing rank, and which failure caused the others.
 
-A rank writes its line into the file that torchrun reads. The launcher prints the line of the first
-cause and exits with its code.
+A failing rank writes its one-line message into the file that torchrun reads. The launcher prints
+the message of the first cause, and exits with the code of that cause.
 """
 
 import json
@@ -33,8 +33,9 @@ from trainer.processes.watchdog_process import WATCHDOG_SIGNAL
 
 # Part of the message of a run that ran out of memory, if smaller micro-batches may fit.
 SMALLER = "the next attempt takes more pieces"
-# Seconds that a run must train before micro-batches shrink again: a run that fails earlier would
-# fail with smaller ones as well.
+# Minimum number of seconds between two failures for lack of memory that restart the run with
+# smaller micro-batches. If memory runs out again sooner, the run ends, because even smaller
+# micro-batches are unlikely to help.
 SMALLER_AFTER = 60.0
 # A rank that a signal kills more than this number of seconds after the first failure is not the
 # cause: torchrun sends SIGKILL to the ranks that are left 30 seconds after a failure, or later.
@@ -70,8 +71,8 @@ def first_cause(endings: Iterable[Ending]) -> Ending:
     """Return the failure that explains the others, with the code and line for the launcher.
 
     When a rank fails, its peers lose it (exit code 7) or are stopped (143, SIGTERM). Therefore a
-    rank's own error comes first, then Ctrl-C, then ranks that a signal killed and ranks that lost
-    them, then SIGTERM; among equals, the earliest.
+    rank's own error comes first, then Ctrl-C, then ranks that a signal killed, then ranks that lost
+    a peer, then SIGTERM. Among equals, the earliest failure comes first.
     """
     endings = list(endings)
     follows = {130: 1, PeerError.code: 2, 143: 3}

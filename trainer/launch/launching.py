@@ -2,8 +2,8 @@
 
 The only launcher is torch's own. `start` calls it within this process, so that the exit code and
 the line of a failed rank reach the user unchanged. Ranks are forked within milliseconds from a
-server that has imported torch and this package once. The module does not import torch before ranks
-are started.
+server that has imported torch and this package once. This process does not import torch before
+`start` is called.
 """
 
 import importlib
@@ -43,7 +43,9 @@ EXACT = "TRAINER_EXACT"
 def launch_to_start(
     recipe: Recipe, nproc: str | None = None, max_restarts: int = 0
 ) -> Launch | None:
-    """Check a recipe against processes and devices, before anything slow starts.
+    """Choose the ranks of a run, and check the recipe against them and their devices.
+
+    This is fast, so that mistakes are reported before anything slow starts.
 
     Returns:
         The ranks to `start`, or None if this process trains: it is a rank already, or the only one.
@@ -159,12 +161,13 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch, max_restarts: in
         recipe: recipe of the run.
         words: arguments of the command line.
         launch: number of ranks and nodes, from `launch_to_start`.
-        max_restarts: how often all ranks are started again after one was lost. If a rank reports an
-            error, they are not, because it would fail again. Restarts with smaller micro-batches,
-            after memory ran out, do not count.
+        max_restarts: maximum number of restarts of all ranks after a rank was lost. A rank that
+            reports an error of its own causes no restart, because it would fail again. Restarts
+            with smaller micro-batches, after memory ran out, do not count.
 
     Returns:
-        0, or the exit code of the rank that failed first, after printing its line.
+        0 if all ranks succeeded, or else the exit code of the first cause, whose line has been
+            printed.
     """
     task = task_of_node(os.environ)
     if task:
@@ -206,7 +209,8 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch, max_restarts: in
         arguments += [f"--master_addr={launch.master_addr}", f"--master_port={launch.master_port}"]
     # torch logs 30 lines about a failed rank, which would hide our one-line message.
     logging.disable()
-    # The thread of torch's rendezvous may hold its own last reference, and try to join itself.
+    # The thread of torch's rendezvous may hold its own last reference, and try to join itself. The
+    # resulting error is harmless, so it is not printed.
     show = sys.unraisablehook
     sys.unraisablehook = lambda error: (
         None if "cannot join current thread" in str(error.exc_value) else show(error)
@@ -332,11 +336,11 @@ def _attempt(
 
 
 def _missing_nodes(launch: Launch, timeout: float, logs: Path) -> str:
-    """Describe the nodes that have not connected yet.
+    """Describe which other nodes this node waits for, and how to start them.
 
     Returns:
-        An empty string once the ranks of this node are started, because then all nodes are
-        connected.
+        An empty string if there is only one node, or once the ranks of this node are started,
+        because then all nodes are connected.
     """
     if launch.nnodes == 1 or any(logs.glob("*/attempt_*")):
         return ""

@@ -255,7 +255,8 @@ def _read_mpi(environment: Mapping[str, str]) -> dict[str, str]:
         local_rank, local_size, rank, size = map(int, texts)
         if size < 2:
             continue
-        # Ranks are numbered node by node, unless mpirun was asked to map them otherwise.
+        # Ranks are numbered node by node, unless mpirun was asked to map them otherwise. The
+        # remainder is then not 0, and the number of the node is unknown.
         node_rank, remainder = divmod(rank - local_rank, local_size)
         return {
             # A single task on a node is a launcher, which starts one rank per device.

@@ -45,7 +45,10 @@ def choose_cuts(
     stages: int,
     costs: Sequence[BlockCost],
 ) -> tuple[str, ...]:
-    """Return the cuts that `pipeline.cuts` names, or the best cuts for `costs` if it is auto."""
+    """Return the cuts that `wanted` names, or the best cuts for `costs` if `wanted` is "auto".
+
+    `wanted` is the value of `pipeline.cuts`.
+    """
     if wanted != "auto":
         return resolve_cuts(traced, wanted, stages)
     return tuple(traced.cuts[index] for index in balance(costs, stages))
@@ -191,7 +194,7 @@ def _measure(
     run: Callable[[nn.Module, Tensor], Tensor],
     counts_kept: bool,
 ) -> tuple[Tensor, BlockCost]:
-    """Run a forward and backward pass.
+    """Run and time a forward and backward pass of one block.
 
     Returns:
         (output, cost): `output` is detached, as the input of the next block. `cost.kept` is 0

@@ -19,7 +19,7 @@ class Block(NamedTuple):
     """Part of a model that can be frozen, or can have its own learning rate.
 
     Attributes:
-        name: Name of the block's module.
+        name: Name of the block's module. Empty if all parameters of the model are loose.
         parameters: Names of the block's parameters, and of the loose parameters that
             `list_blocks` assigns to it.
     """
@@ -33,11 +33,11 @@ def list_blocks(model: nn.Module) -> list[Block]:
 
     A block is a child of the model, or of a list in the model (`nn.Sequential`, `nn.ModuleList`),
     or of a module whose lists contain more than half of all weights. Examples are a residual block,
-    an encoder layer, and a single convolution. Loose parameters are those that a divided module
-    holds itself, and those of a child without a parameter of two or more dimensions. Examples are
-    position embeddings, class tokens, and normalization between blocks. They belong to the block
-    before them, or to the first block if there is none before them. A parameter with several names
-    is listed once.
+    an encoder layer, and a single convolution. Loose parameters are those that the model, or a
+    module that is divided into blocks, holds itself, and those of a child without a parameter of
+    two or more dimensions. Examples are position embeddings, class tokens, and normalization
+    between blocks. They belong to the block before them, or to the first block if there is none
+    before them. A parameter with several names is listed once.
     """
     rows: list[Block] = []
     # Loose parameters before the first block.

@@ -41,7 +41,8 @@ class Passes(NamedTuple):
         tensors: Buffers, attributes and changed weights before the first pass, and the same with
             the output after each pass.
         gradients: Gradients, accumulated over all passes.
-        plain: Attributes and states of the random generators after each pass.
+        plain: Numbers, strings and lengths in attributes, and states of the random generators,
+            after each pass.
     """
 
     tensors: list[Tensors]
@@ -102,10 +103,10 @@ def observe(
     Args:
         model: The model whose state is recorded.
         train: Switches the model to training.
-        run: Runs a forward pass.
+        run: Runs a forward pass and returns the outputs.
         inputs: A micro-batch (N, ...) for each pass.
-        after: Called after each backward pass, with True if it was the last pass.
-        parameters: Parameters of this rank, if they are not those of the model.
+        after: Called at the end of each pass, with True after the last one.
+        parameters: Parameters of this rank by name. The default is all parameters of `model`.
         evaluate: Switches the model to evaluation. The default is the model's own `eval()`.
     """
     if parameters is None:
@@ -172,7 +173,8 @@ def read_plain_attributes(
 ) -> dict[str, object]:
     """Return values that a model's code may branch on, by names for messages.
 
-    These are numbers, strings and lengths that the code reaches, and which parameters train.
+    These are the numbers, strings and lengths that the code reaches, and `requires_grad` of each
+    parameter.
     """
     attributes = dict((reachable or Reachable([model])).plain)
     for name, parameter in model.named_parameters():
@@ -363,9 +365,9 @@ def sketch_tensors(named: Mapping[str, Tensor]) -> dict[str, Sketch]:
 
 
 def list_changing_state(passes: Passes) -> list[str]:
-    """List the state that each forward pass changes.
+    """Return the names of the state that passes change, except random states.
 
-    A model with state like this trains differently if a step has more passes.
+    A model with such state trains differently if a step is divided into more passes.
     """
     names = []
     for name in _find_counters(passes):

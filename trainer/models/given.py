@@ -62,7 +62,8 @@ class ModelBuilder:
         """Name of the model in recipes and run directories.
 
         A function of torchvision keeps its name. Any other function that has the name of a small
-        model or of a torchvision model gets the prefix `my_`.
+        model or of a torchvision model gets the prefix `my_`. A name that is not an identifier,
+        such as `<lambda>`, is replaced by `model`.
         """
         source = self.source
         while isinstance(source, functools.partial):

@@ -113,9 +113,9 @@ class Tracer(fx.Tracer):
         is_module: bool,
         concrete_args: Any = None,
     ) -> Any:
-        """Create one input, and call the root with its hooks.
+        """Create one input, and return the function and arguments that call the root module.
 
-        Further arguments of `forward` keep their defaults.
+        The call includes the hooks of the root. Further arguments of `forward` keep their defaults.
         """
         inputs = self.create_proxy("placeholder", "inputs", (), {})
         return nn.Module._call_impl, [self.root, inputs]

@@ -25,7 +25,7 @@ def read_host_state(
 ) -> dict[str, object]:
     """Return the state on the host that a pass may change, by names for messages.
 
-    This is the state of random generators, and the attributes of modules.
+    This is the state of random generators, and the buffers and attributes of modules.
 
     Args:
         modules: The modules that run.
@@ -138,7 +138,7 @@ def find_own_hook(modules: Sequence[nn.Module]) -> str | None:
 
 
 def of_library(made: Any) -> bool:
-    """Return whether a class, function or object belongs to a library, not to the user."""
+    """Return whether a function or class, or the class of an object, is from `LIBRARIES`."""
     if isinstance(made, functools.partial):
         made = made.func
     return str(getattr(made, "__module__", None) or type(made).__module__).startswith(LIBRARIES)

@@ -16,8 +16,9 @@ from trainer.saving.weights import read_metadata
 def add_pretrained_input(recipe: Recipe) -> Recipe:
     """Return a recipe with the preprocessing of its initial weights.
 
-    If the recipe trains on the user's own photos, the keys of `data` that it leaves open get the
-    values of the run in `model.init_from`, of torchvision's weights, or of timm's model.
+    `model.weights` becomes the result of `resolve_weights`. If the recipe trains on the user's own
+    photos, the keys of `data` that it leaves open get the values of the run in `model.init_from`,
+    of torchvision's weights, or of timm's model.
 
     Raises:
         RecipeError: The weights are not published, or timm is not installed.
@@ -28,8 +29,9 @@ def add_pretrained_input(recipe: Recipe) -> Recipe:
         return recipe
     arguments = {}
     if recipe.model.init_from is not None and (stored := _read_stored(recipe.model.init_from)):
-        # Mean and deviation for gray or color images fit both. For any other number of channels
-        # than the stored one, they are left out here and measured later.
+        # Mean and deviation of gray images also fit color images, and the reverse. For images with
+        # another number of channels, which is not the stored one either, they are left out here and
+        # measured later.
         if (recipe.data.channels or 3) not in (1, 3, stored["channels"]):
             del stored["mean"], stored["std"]
         for key, value in stored.items():

@@ -134,9 +134,11 @@ def select_unlike(
 def acts_as_batch_norm(layer: nn.Module) -> bool:
     """Return whether a layer is batch normalization, possibly with an activation or dropout.
 
-    Such a layer calls `torch.nn.functional.batch_norm` once, and rows interact only in that call.
-    Its outputs in training do not depend on the running statistics, and the statistics move towards
-    those of the batch by the layer's momentum.
+    A layer with the `forward` of torch's class passes without a test, and so does a layer that
+    stays in evaluation mode. Any other layer is run on random inputs. It must call
+    `torch.nn.functional.batch_norm` once, in training mode. Its outputs must not depend on the
+    running statistics, and the statistics must move towards those of the batch by the layer's
+    momentum.
     """
     if type(layer).forward is _BatchNorm.forward and "forward" not in vars(layer):
         return True

@@ -131,9 +131,9 @@ def _is_changed(
 ) -> bool:
     """Return whether an operation after node `end` changes a value in place.
 
-    The operation may change a possible view of the value. A stage must not change a tensor that it
-    receives: the tensor is a leaf that requires grad, which autograd does not allow to change, and
-    in a single process the sending stage uses the same memory.
+    A change of a result that may be a view of the value counts, too. A stage must not change a
+    tensor that it receives: the tensor is a leaf that requires grad, which autograd does not allow
+    to change, and in a single process the sending stage uses the same memory.
     """
     views = [value]
     # The loop appends to the list that it iterates over.

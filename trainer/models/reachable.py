@@ -40,7 +40,7 @@ from torch import Tensor, nn
 # The walk does not visit the entries of a container that has more entries than this, because large
 # containers usually hold data.
 MAX_ENTRIES = 1000
-# Maximum number of values that the walk visits. Those that are closest to the model come first.
+# Maximum number of values that the walk visits. Values that are closest to the model come first.
 MAX_VALUES = 50_000
 # Packages that are not visited: they keep no state for a model, and a walk through their objects
 # would reach the whole program.
@@ -155,7 +155,11 @@ class Reachable:
         self.is_complete = not waiting
 
     def restore(self) -> None:
-        """Restore the entries of all visited values. A copy replaces an iterator that has moved."""
+        """Restore the entries of all visited values.
+
+        An `itertools.count` that has moved is replaced by its copy. Other iterators are not moved
+        back, so `restore_after` raises an error for them.
+        """
         replacements = {}
         for value, position, duplicate in self._iterators:
             if _plain(value) != position:
@@ -324,7 +328,8 @@ class Holder:
         """Restore the entries that `read` returned before."""
         # The user's class may override `__setattr__`, so Python's own method is called.
         owner = type if isinstance(self.value, type) else object
-        # The attributes of these objects are stored in C++ or per thread.
+        # The attributes of these objects are stored in C++ or per thread, where only the methods of
+        # their own classes can write them.
         if isinstance(self.value, torch.jit.ScriptModule | threading.local):
             owner = type(self.value)
         now = self.read()
@@ -354,7 +359,8 @@ class Items(Holder):
         value = self.value
         if base in (tuple, frozenset):
             return
-        # A bytearray cannot be resized while a memoryview refers to it.
+        # A bytearray cannot be resized while a memoryview refers to it, so its bytes are
+        # overwritten instead of cleared and added again.
         if base is bytearray:
             base.__setitem__(value, slice(None), bytes(entries.values()))
             return
@@ -408,7 +414,10 @@ class Cache(Holder):
 
 
 def _has_links(results: Entries) -> bool:
-    """Return whether a dictionary belongs to a cache of limited size. Only C code may change it."""
+    """Return whether a dictionary is the index of an `lru_cache` of limited size.
+
+    Only C code may change the entries of such a dictionary, so it is not visited.
+    """
     first = next(iter(results.values()), None)
     return type(first).__name__ == "_lru_list_elem"
 
@@ -479,7 +488,13 @@ def _is_installed(package: str) -> bool:
 
 
 def is_own(code: Any) -> bool:
-    """Return whether a class, function or module belongs to the user, not to a library."""
+    """Return whether code is neither from `LIBRARIES` nor from Python's standard library.
+
+    Other installed packages count as the user's own; `_is_installed` recognizes them.
+
+    Args:
+        code: A class, function or module.
+    """
     root = _package_of(code)
     return root not in LIBRARIES and root not in sys.stdlib_module_names and root != "builtins"
 

@@ -75,7 +75,8 @@ class ReplayedForward:
     def begin(self, batches: int) -> None:
         """Prepare for `batches` passes.
 
-        A captured pass is kept if the modules, their attributes and hooks, and the memory addresses
+        Fewer than `MIN_PASSES` passes are not captured, but may replay an earlier capture. A
+        captured pass is kept if the modules, their attributes and hooks, and the memory addresses
         of their tensors are still the same. Weights may have other values, because a replay reads
         the current ones.
         """

@@ -40,9 +40,10 @@ def _build_cnn(
     channels: int,
     image_size: ImageSize,
 ) -> nn.Module:
-    """Build three 3x3 convolutions with normalization, and pooling between them.
+    """Build a network of 3x3 convolutions with normalization, and a linear layer.
 
-    For images of at least 16 pixels per side, there are four convolutions.
+    There are four convolutions for images of at least 16 pixels per side, else three, with pooling
+    between them.
     """
     widths = [32, 64, 128]
     if min(sides(image_size)) >= 16:
@@ -138,7 +139,8 @@ class Whitening(nn.Module):
     Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU" (arXiv:2404.00498), section 3.2, uses
     the eigenvectors of the training patches' covariance. The filters here approximate those of
     photos without looking at data: the 2x2 Hadamard patterns of brightness and of two opponent
-    colors. BatchNorm scales the output of each filter to variance 1. Nothing is trained.
+    colors. If the images do not have three channels, each channel has the patterns of its own
+    brightness. BatchNorm scales the output of each filter to variance 1. Nothing is trained.
 
     Shapes: (N, C, H, W) -> (N, 8 C, H - 1, W - 1).
     """

@@ -178,7 +178,7 @@ def read_preset(model: ModelRecipe) -> tuple[Any, Any, Any]:
     """Return mean, standard deviation and image size of the preprocessing of a model's weights.
 
     Values that are usual for photos are returned as None. The image size is also None with
-    `init_from`.
+    `init_from`. All values are None for random weights and for models that are not torchvision's.
 
     Raises:
         RecipeError: The weights are not published.

@@ -28,7 +28,7 @@ def restore_after(
 
     Args:
         modules: The modules that run.
-        devices: Devices whose random states are restored.
+        devices: Devices whose random states are restored. Those of the CPU are always restored.
         weights: Whether to restore parameters that the user's code may write. This needs memory for
             a copy of them.
         checked: The originals, if `modules` are copies. The originals are then checked for changes
@@ -122,7 +122,7 @@ def is_generator(value: Any) -> bool:
 
 
 def make_restorer(value: Any) -> Callable[[], object]:
-    """Return a function that restores a random generator, a tensor or an array to its state now.
+    """Return a function that restores a generator, a tensor or an array to its current state.
 
     For other values, the function does nothing.
     """

@@ -29,7 +29,7 @@ from trainer.tasks.classification import class_name
 Weight = TypeVar("Weight", Tensor, StoredTensor)
 
 USUAL_SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299, 384, 448, 512)
-# Result of `_run_on_meta` for a model that cannot run on the meta device.
+# Result of `_run_on_meta` for a model that cannot be copied or cannot run on the meta device.
 UNKNOWN = object()
 # Parts of torch's error messages for a model that reads values, has constants, or turns autocast
 # off on the device of its inputs. These are limits of the meta device, not faults of the model.
@@ -69,7 +69,10 @@ def build(
     any_output: bool = False,
     classes: Sequence[str] = (),
 ) -> nn.Module:
-    """Build the recipe's model on the CPU and check its output shape on the meta device.
+    """Build the recipe's model on the CPU, check it, load initial weights and freeze blocks.
+
+    The check runs two samples through the model to find inputs that it cannot read and outputs of
+    the wrong shape. It is skipped if the model cannot run on the meta device.
 
     Args:
         recipe: The `model` section of a recipe.
@@ -78,13 +81,14 @@ def build(
         channels: Number of channels of an image.
         image_size: Number of pixels per side, or (height, width).
         starting: Whether to load the initial weights (`weights` or `init_from`).
-        inputs: Two samples (2, ...) for the check, if the data is not images.
+        inputs: Two samples (2, ...) for the check. If None, two images of zeros are used.
         any_output: Whether to accept any output (2, ...), not only (2, num_classes).
         classes: Class names to match the outputs of `init_from` with. Empty if unknown.
 
     Raises:
-        RecipeError: The name is unknown, the model cannot read such images, or `freeze` does not
-            fit it.
+        RecipeError: The name or the weights are unknown, the data has more classes than the recipe
+            allows, the model cannot read such images, its output has another shape, it keeps state
+            that no checkpoint contains, or `freeze` does not fit it.
         SetupError: Published weights cannot be downloaded.
         CheckpointError: The weights of `init_from` do not fit.
     """
@@ -165,7 +169,10 @@ def _find_extra_state(model: nn.Module) -> str | None:
 
 
 def _describe_wrong_output(out: Any, num_classes: int, any_output: bool) -> str:
-    """Describe what is wrong with a model's output for two samples. Empty if it is right."""
+    """Describe what is wrong with a model's output for two samples.
+
+    Return an empty string if the output is right.
+    """
     expected = "this task needs a tensor (2, ...)"
     if not any_output:
         expected = f"a classifier returns (2, {num_classes})"
@@ -482,14 +489,15 @@ def load_weights(
         whole: Whether the last layer must fit, too.
 
     Raises:
-        CheckpointError: A tensor does not fit; the message names it.
+        CheckpointError: A tensor is missing or does not fit, or the model keeps state that is not a
+            tensor (`get_extra_state`). The message names the tensor or the class.
     """
     if (fault := _find_extra_state(model)) is not None:
         raise CheckpointError(f"{source}: {fault}")
     state = model.state_dict(keep_vars=True)
     fitting = type(state)(select_fitting_weights(model, weights, source, whole))
     # MNASNet reads the version of its state dict, which safetensors cannot store. Names and shapes
-    # have been checked, so the version is the current one.
+    # have been checked, so the weights get the version of the model's own state dict.
     fitting._metadata = state._metadata  # type: ignore[attr-defined]
     model.load_state_dict(fitting, strict=False)
 
@@ -503,7 +511,7 @@ def select_fitting_weights(
     """Return the weights that `load_weights` loads, under the model's names.
 
     Raises:
-        CheckpointError: A tensor does not fit; the message names it.
+        CheckpointError: A tensor is missing or does not fit; the message names it.
     """
     state = model.state_dict(keep_vars=True)
     tensors = {name: part for name, part in state.items() if isinstance(part, Tensor)}
@@ -546,7 +554,8 @@ def _run_on_meta(
     A model with weights of another type than float32 runs on the CPU instead.
 
     Returns:
-        The output, or `UNKNOWN` if the model does not run there for reasons of the device.
+        The output, or `UNKNOWN` if the model cannot be copied, or if it fails for a reason that
+            lies in the meta device or in the copy rather than in the inputs.
 
     Raises:
         AssertionError: The model cannot read the inputs.

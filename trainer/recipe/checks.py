@@ -26,7 +26,8 @@ VIRTUAL = dict.fromkeys(
 SPLIT_BACKWARD = ("interleavedzerobubble", "zbv", "dualpipev")
 # Name of the row for the schedules in `SPLIT_BACKWARD` in the table `trainer.versions.SINCE`.
 TWO_PARTS = "backward passes in two parts"
-# With fewer images per step and GPU, launching the kernels takes longer than running them.
+# Number of images per step and GPU below which a larger batch is suggested. With few images,
+# launching the kernels of a step usually takes longer than running them.
 FEW_IMAGES = 64
 # Number of images per step and GPU in a suggested batch.
 ENOUGH_IMAGES = 128
@@ -60,7 +61,8 @@ OPTIONS = {
 def resolve_schedule(recipe: Recipe, processes: int) -> str:
     """Return the schedule of the stages.
 
-    The default is streams in one process and 1F1B in several.
+    This is `IN_TURN` for a mode in which one stage works at a time. For all other modes it is
+    `pipeline.schedule`, whose default is streams in one process and 1F1B in several.
     """
     if recipe.traits.one_stage_at_a_time:
         return IN_TURN

@@ -14,7 +14,10 @@ def sides(size: ImageSize) -> tuple[int, int]:
 
 
 def typed_size(value: int | Sequence[int] | None) -> ImageSize | None:
-    """Convert a size from recipes and files: a number, or [height, width]."""
+    """Convert a size from a recipe or file, and replace a list [height, width] by a tuple.
+
+    A number and None are returned unchanged.
+    """
     if isinstance(value, int | None):
         return value
     return (value[0], value[1])

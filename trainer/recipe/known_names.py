@@ -2,8 +2,8 @@
 
 The check runs before slow imports, so that a typo is reported immediately. It is skipped for a run
 with a plugin, because the names that the plugin registers are not known yet. The package that
-builds the object checks the name again. `Registry` contains the user's own models, data sets and
-tasks.
+builds the object checks the name again. A `Registry` contains the models, data sets or tasks of
+this program, and those that the user registers.
 """
 
 import re

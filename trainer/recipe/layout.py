@@ -34,7 +34,7 @@ class Layout:
 
     @property
     def shares(self) -> list[int] | None:
-        """Number of images in a pass of each rank; None if all ranks have the same number."""
+        """Number of images in a micro-batch on each rank; None unless `recipe.shares` is a list."""
         if fixed_shares(self.recipe):
             return count_rows(self.recipe, self.processes)
         return None

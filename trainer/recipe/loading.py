@@ -280,6 +280,9 @@ def nest_keywords(keys: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     Args:
         keys: values by key. Keys are dotted, or have two underscores for a dot.
         prefix: section of the keys, with a dot at its end, for messages.
+
+    Raises:
+        RecipeError: a key is given twice, or a value has no equivalent in YAML.
     """
     tree: dict[str, Any] = {}
     for key, value in keys.items():
@@ -315,7 +318,7 @@ def _plain(value: Any, key: str) -> Any:
         return value
     for kind in (int, float, str):
         if isinstance(value, kind):
-            # NumPy's numbers are subclasses, which YAML cannot represent.
+            # The value may be of a subclass, such as `numpy.float64`, which YAML cannot represent.
             return kind(value)
     if isinstance(value, Mapping):
         return nest_keywords(value, f"{key}.")

@@ -1,4 +1,4 @@
-"""Table of the properties of each mode. Code that depends on the mode reads these, not its name.
+"""Table of the properties of each mode, which code reads instead of the name of the mode.
 
 To add a mode, add a row here, and to `trainer.modes.STRATEGIES` the class that runs its forward and
 backward passes.
@@ -21,8 +21,8 @@ class Traits:
     Attributes:
         when: when to use the mode, for README and guide. A mode that can run in one process or in
             several has one sentence for each.
-        processes: number of processes that train. If it is "either", `Recipe.processes` takes the
-            number from the pipeline schedule, if the recipe sets one.
+        processes: how many processes train: "one", "many" or "either". If it is "either",
+            `Recipe.processes` depends on the pipeline schedule, if the recipe sets one.
         many_devices: True if one process may use several devices.
         shares_devices: True if several processes may use the same device.
         shared_memory: True if all processes share the weights in the CPU memory of one machine.

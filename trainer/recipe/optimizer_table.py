@@ -1,4 +1,4 @@
-"""Table of the properties of each optimizer. Code that depends on the optimizer reads these.
+"""Table of the properties of each optimizer, which code reads instead of the optimizer's name.
 
 To add an optimizer, add a row. `trainer.optim.optimizers` builds the class that the row names.
 """

@@ -40,8 +40,8 @@ for _keys, _chooser, _values in _IDLE_WITH:
 for _traits in TRAITS.values():
     for _section in _traits.sections:
         IDLE[_section] = ("mode", [mode for mode in MODES if _section not in TRAITS[mode].sections])
-# A resumed run may change where it runs, what it writes and how long it waits, but not what a step
-# computes.
+# Keys and sections that may differ when a run is resumed. They determine where it runs, what it
+# writes and how long it waits, but not what a step computes.
 FREE_ON_RESUME = {
     "accumulate",
     "data.cache_dir",
@@ -159,6 +159,10 @@ def check_read(recipe: Recipe, keys: Iterable[str]) -> None:
 
     Keys in a file are not checked, because the file may be meant for several optimizers and
     schedules.
+
+    Raises:
+        RecipeError: the optimizer or schedule does not read one of `keys`, or the run ends without
+            reaching an epoch in `schedule.restart`.
     """
     values = flatten(recipe.to_dict())
     set_keys = [key for key in keys if values.get(key)]

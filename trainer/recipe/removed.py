@@ -16,11 +16,11 @@ class Removed(NamedTuple):
 
     Attributes:
         sentence: what to do instead.
-        instead: `key=value` that replaces it in a file; empty to leave the key out.
+        instead: `key=value` that replaces the removed key in a file; empty to leave the key out.
         same: True if the replacement computes the same results, so that a run can be resumed. If
             False, only the run's weights can be used.
         idle: default value of a removed key. Every old run folder contains the key with this value,
-            which had no effect, so it is not reported.
+            which had no effect, so it is not reported. Empty if only a value was removed.
     """
 
     sentence: str

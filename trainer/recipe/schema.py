@@ -148,7 +148,7 @@ class ModelRecipe(_Section):
     def _init_from_first(cls, plain: Any) -> Any:
         """Remove the published weights, which a shipped recipe may name, if `init_from` is set.
 
-        A name of published weights remains for `AUXILIARY` models, because `zoo.resolve_weights`
+        For `AUXILIARY` models, any name other than DEFAULT remains, because `zoo.resolve_weights`
         reads it.
         """
         if not isinstance(plain, dict) or plain.get("init_from") is None:
@@ -266,7 +266,10 @@ class AugmentRecipe(_Section):
 
     @property
     def together(self) -> int:
-        """Number of neighboring images that stay in one micro-batch: 2 if mixed, else 1."""
+        """Number of neighboring images that stay in one micro-batch.
+
+        This is 2 if mixup or cutmix may mix the images of a pair, else 1.
+        """
         if self.mixup or self.cutmix:
             return 2
         return 1
@@ -336,7 +339,10 @@ class ScheduleRecipe(_Section):
 
     @property
     def restarts(self) -> list[float]:
-        """Epochs after which the schedule restarts at the highest rate, in ascending order."""
+        """Epochs after which the schedule restarts at the highest rate, in ascending order.
+
+        Empty unless `restart` is a list and the schedule reads it.
+        """
         if isinstance(self.restart, list) and self.name in readers("schedule.restart"):
             return self.restart
         return []
@@ -592,7 +598,7 @@ class Recipe(_Section):
 
     @property
     def name(self) -> str:
-        """Name of the recipe's file, or a name made of model and data set."""
+        """Name of the recipe's file or run folder, or else of its model and data set."""
         if self._name == NAMELESS:
             return re.sub(r"[^\w.-]", "_", f"{self.model.name}-{self.data.name}")
         return self._name
@@ -628,7 +634,7 @@ class Recipe(_Section):
     def processes(self) -> Processes:
         """Whether one process trains or several: `one`, `many`, or `either`.
 
-        The mode decides. A pipeline without a schedule can run in either.
+        The mode decides. If it allows either, `pipeline.schedule` decides, if the recipe sets it.
         """
         if self.traits.processes != "either" or self.pipeline.schedule is None:
             return self.traits.processes

@@ -12,7 +12,7 @@ from trainer.recipe.text import format_yaml
 def divide_in_proportion(total: int, numbers: Sequence[float]) -> list[int]:
     """Divide `total` in proportion to `numbers`, by the method of largest remainders.
 
-    Among equal remainders, the first get more.
+    If several remainders are equal, those that come first in `numbers` are rounded up first.
     """
     # Exact fractions are used, because rounding errors of floats would decide between remainders
     # that are equal.
@@ -79,7 +79,8 @@ def count_rows(
         recipe: the recipe of the run.
         count: number of ranks that divide the global batch.
         accumulate: number of micro-batches; the recipe's by default.
-        numbers: proportions of the ranks; the recipe's by default. Equal if empty.
+        numbers: proportions of the ranks; the recipe's by default. If they are empty, all ranks
+            have the same proportion.
     """
     if numbers is None:
         numbers = fixed_shares(recipe)
@@ -100,7 +101,8 @@ def check_shares(recipe: Recipe, processes: int) -> None:
     """Check the key `shares`.
 
     Raises:
-        RecipeError: a process would have no image, or the number of proportions is wrong.
+        RecipeError: a process would have no image, the number of proportions is wrong, or
+            several processes have both shares=auto and sync_bn=true.
     """
     if recipe.shares == "auto" and recipe.sync_bn and processes > 1:
         raise RecipeError(

@@ -101,7 +101,8 @@ class State:
             Tensors by name. Empty if the checkpoint does not have this part.
 
         Raises:
-            CheckpointError: a row of a tensor is missing, or several shards contain it.
+            CheckpointError: the shards of a tensor differ in shape or type, or they do not contain
+                each row exactly once.
         """
         if name in self.tensors:
             return wrap_tensors(self.tensors[name])
@@ -155,7 +156,8 @@ def is_saved(folder: Path, step: int) -> bool:
 def create_draft(folder: Path, step: int) -> Path:
     """Create a draft folder for the checkpoint of `step`.
 
-    Drafts of writers that died are removed, because a run folder has one draft at a time.
+    Existing drafts are removed. They belong to writers that died, because a run writes one draft at
+    a time.
 
     Args:
         folder: run folder.
@@ -265,7 +267,8 @@ def prune(fresh: Path, keep: int) -> None:
 
     Args:
         fresh: path of the checkpoint that was just written.
-        keep: number of good checkpoints to keep, at least 2. Bad ones are not counted.
+        keep: number of good checkpoints to keep. Values below 2 count as 2. Bad checkpoints are not
+            counted.
     """
     paths = checkpoints_in(fresh.parent)
     keep = max(keep, 2)
@@ -366,7 +369,11 @@ def build_state(path: Path, manifest: Manifest, file: Callable[[str], str | Path
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the folders in `folder` that have the name of a checkpoint, newest first."""
+    """Return the folders in `folder` that have the name of a checkpoint, newest first.
+
+    Raises:
+        SetupError: the folder cannot be read. A missing folder has no checkpoints.
+    """
     try:
         paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
@@ -375,7 +382,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
         raise SetupError(
             f"{folder} cannot be read ({error.strerror}); choose another folder with output=..."
         ) from error
-    # The name alone would sort a step of nine digits before one of eight.
+    # Sorted by name alone, a step of nine digits could count as older than one of eight digits.
     paths.sort(key=lambda path: (int(path.name.removeprefix("step-")), path.name), reverse=True)
     return paths
 

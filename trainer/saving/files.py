@@ -1,7 +1,7 @@
 """Robust access to the files of a run folder.
 
 A run folder outlives machines, and many programs write to it, so its files may be damaged or huge,
-and a directory or a pipe may stand under their names. Reads therefore have a size limit and never
+and a directory or a pipe may have the name of a file. Reads therefore have a size limit and never
 block. A file that cannot be used is skipped with a warning, and a file that cannot be written ends
 the run with a one-line error.
 """
@@ -190,7 +190,10 @@ def replace_file(draft: Path, path: Path) -> None:
 
 
 def set_aside(path: Path) -> None:
-    """Rename a directory whose name is needed for a file. Its contents are kept."""
+    """Rename `path` if it is a directory, so that a file can have the name.
+
+    The contents of the directory are kept. Anything else at `path` is left as it is.
+    """
     if path.is_dir() and not path.is_symlink():
         path.rename(path.with_name(f"aside-{uuid.uuid4().hex[:8]}-{path.name}"))
 

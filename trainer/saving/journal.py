@@ -34,8 +34,10 @@ UNFINISHED = "unfinished steps"
 OTHER = "other"
 REDONE = "redone steps"
 RESTART = "waiting to be restarted"
+# Cause of the end of an attempt that completed the run.
 COMPLETED = "completed"
-# Cause of an attempt that could not write one: SIGKILL, too little memory, or a power failure.
+# Cause of the end of an attempt that could not record a cause: SIGKILL, too little memory, or a
+# power failure.
 KILLED = "killed"
 # Maximum number of problems in a line. A run with a lasting problem would otherwise fill its
 # journal with the same sentence.
@@ -96,7 +98,7 @@ class Goodput:
 
 
 class NullJournal:
-    """Journal of a rank without a run folder, which ignores all calls.
+    """Replacement for the journal on ranks without a run folder. All calls do nothing.
 
     Attributes:
         last_end: cause of the end of the previous attempt. None if there was no attempt, or if it
@@ -306,7 +308,8 @@ def compute_goodput(
         seconds[STEPS] += step_seconds - lost
         for part, spent in parts.items():
             seconds[part] += spent
-        # The clocks of the parts stop while the machine sleeps, but time since boot does not.
+        # The clocks of the parts stop while the machine sleeps, but time since boot does not. The
+        # difference counts as `OTHER`.
         elapsed = attempt.now - attempt.began
         seconds[OTHER] += max(0.0, elapsed - sum(attempt.seconds.values()))
         if attempt.resumed is not None:

@@ -31,7 +31,8 @@ def lock_folder(folder: Path, others: str, name: str = ".lock") -> int:
         The descriptor of the lock file.
 
     Raises:
-        FolderInUseError: another process has locked the folder.
+        FolderInUseError: another process has locked the folder, or its file system does not support
+            locks.
     """
     with report_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -181,8 +182,8 @@ def open_lock(path: Path) -> int:
 def try_exclusive_lock(descriptor: int) -> bool:
     """Try to get the exclusive lock of a file, and return whether that succeeded.
 
-    A failed attempt also loses a shared lock that this process had, because the kernel releases
-    that one first.
+    A failed attempt also loses a shared lock that this process had, because the kernel releases the
+    shared lock before it tries to get the exclusive one.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

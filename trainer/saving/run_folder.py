@@ -33,7 +33,7 @@ from trainer.saving.files import (
 )
 from trainer.saving.journal import JOURNAL
 
-# Keys of `data` that a run chooses before it writes its recipe.
+# Keys of `data` that a run chooses, if the user leaves them open, before it writes its recipe.
 CHOSEN = ("image_size", "channels", "mean", "std", "cache_format", "cache_size")
 # The lock file contains the signature of the job that owns the folder, or owned it last.
 LOCK = ".lock"
@@ -56,7 +56,7 @@ WRITTEN = (
 
 
 class NullFolder:
-    """Run folder of a rank other than rank 0, which ignores all calls.
+    """Replacement for the run folder on ranks other than rank 0. All calls do nothing.
 
     Attributes:
         path: path of the folder; None on ranks other than rank 0.
@@ -94,7 +94,7 @@ class RunFolder(NullFolder):
         """Choose and lock the folder: `output`, or runs/<recipe>-<mode>-<time>.
 
         Raises:
-            FolderInUseError: the folder contains another run.
+            FolderInUseError: the folder contains another run, or another process has locked it.
             RecipeError: the folder's run cannot be resumed with this recipe.
             DiskFullError, SetupError: the folder cannot be written.
         """
@@ -118,7 +118,9 @@ class RunFolder(NullFolder):
             raise
 
     def _claim(self, recipe: Recipe) -> bool:
-        """Sign the lock file with this job's signature.
+        """Decide whether the folder's run is resumed, and sign the lock file for this job.
+
+        The files of an earlier run that saved nothing are removed.
 
         Returns:
             Whether the run of the folder is resumed.
@@ -165,7 +167,7 @@ class RunFolder(NullFolder):
 
         Raises:
             FolderInUseError: another run has claimed the folder.
-            SetupError: the folder was removed, renamed or emptied.
+            SetupError: the folder was removed, renamed or emptied, or its lock file cannot be read.
         """
         with self._check_lock:
             try:

@@ -38,8 +38,8 @@ class Save:
         folder: run folder.
         draft: folder for the files of a checkpoint, which rank 0 has created. None if this save
             writes weights files only and no rank has shards.
-        sealed: whether the draft becomes a checkpoint. If not, it is removed after the weights
-            files have been assembled from it.
+        sealed: whether the draft becomes a checkpoint. If not, the draft, if any, is removed after
+            the weights files have been assembled from it.
         state: tensors and shards that this rank writes, in host memory.
         peers: numbers of the other ranks that write into the draft.
         weights: metadata of each weights file by its path.
@@ -64,7 +64,7 @@ class Cost(NamedTuple):
 
     Attributes:
         step: optimizer step of the save.
-        seconds: seconds from the request to the renaming of the files.
+        seconds: seconds from the request until the thread of this rank has completed the save.
         blocked: seconds during which training stood still.
     """
 
@@ -74,13 +74,14 @@ class Cost(NamedTuple):
 
 
 class Saver:
-    """Thread that writes one save at a time.
+    """Writer of saves. A thread writes one save at a time.
 
     Attributes:
         rank: rank of this process.
         timeout: seconds that rank 0 waits for the files of other ranks after writing its own.
         error: exception of the save that failed; None if none has failed.
-        committed: step of the newest checkpoint for which this rank has written its files, or 0.
+        committed: step of the newest checkpoint that this rank has written its files for, or has
+            resumed from; 0 without either.
         costs: durations of the completed saves.
         blocked: seconds for which training stood still for the current save.
     """
@@ -194,7 +195,11 @@ class Saver:
             self._write_all(save, save.draft)
 
     def _write_all(self, save: Save, draft: Path) -> None:
-        """Write the files of rank 0, collect those of other ranks, and seal the checkpoint."""
+        """Write the files of rank 0, and complete the save when all other ranks have written.
+
+        To complete the save, the weights files are written. The draft is then sealed, and older
+        checkpoints are removed, or the draft is removed if it is not to become a checkpoint.
+        """
         files = write_files(draft, save.state) if save.sealed else {}
         for rank in sorted(save.peers):
             files |= self._collect_files(rank, draft)

@@ -80,7 +80,10 @@ class Shard(NamedTuple):
 
 
 class StoredTensor:
-    """Tensor whose rows are in one or several files and are read on demand."""
+    """Tensor that consists of one or several shards, which are joined only when it is read.
+
+    The shards are in memory, or are views of memory-mapped files.
+    """
 
     def __init__(self, pieces: Iterable[Shard]) -> None:
         """Sort the shards by their first row, and check that they form the tensor.
@@ -211,7 +214,8 @@ def map_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         path: path of the file.
 
     Returns:
-        The tensors by name, as views of the file, and its metadata.
+        (tensors, metadata): the tensors by name, as views of the file, and the metadata of the
+        file.
 
     Raises:
         ValueError: the file is not a safetensors file. The message is one line.
@@ -281,7 +285,7 @@ def write_synced(path: Path, parts: Iterable[memoryview], place: str) -> tuple[i
     Args:
         path: path of the file.
         parts: contents.
-        place: name of the writer in `TRAINER_FAULT`.
+        place: name of the writer in `TRAINER_FAULT`, with which tests inject faults.
 
     Returns:
         Size in bytes and SHA-256 (hexadecimal) of `parts` in memory, not of the file on the disk.

@@ -55,7 +55,7 @@ def write_whole(
     Args:
         path: path of the file.
         content: bytes of the file.
-        where: name of the writer in `TRAINER_FAULT`.
+        where: name of the writer in `TRAINER_FAULT`, with which tests inject faults.
         again: what to type after freeing space on the disk.
         check: called before the draft is renamed to `path`; raises if nothing may be saved.
 
@@ -81,15 +81,15 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
     Args:
         path: a .safetensors file, a run folder (reads its last.safetensors), a checkpoint folder
-            (reads its averaged weights, if any), or a .pt or .pth file of tensors. Code in pickled
-            files is not executed.
+            (reads its averaged weights, or else those of the model), or a .pt or .pth file of
+            tensors. Code in pickled files is not executed.
 
     Returns:
         The weights by name, and the metadata of the file. Metadata of a checkpoint contains
         "weights", which is "ema" or "model".
 
     Raises:
-        CheckpointError: no weights can be read. The message says which paths can be.
+        CheckpointError: no weights can be read. The message says which paths are accepted.
     """
     advice = (
         "give a run folder, a checkpoint folder, or a .safetensors, .pt or .pth file of weights"
@@ -132,7 +132,8 @@ def _read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     state = load(path)
     stored = state.part("model")
     averages = state.part("ema")
-    # Averages exist for the parameters only. They replace the model's, and its buffers are kept.
+    # Averages exist for parameters only. They replace the model's own parameters, and the buffers
+    # of the model are kept.
     tensors = {name: tensor.read() for name, tensor in (stored | averages).items()}
     metadata = {
         "format": "pt",
@@ -148,7 +149,7 @@ def read_metadata(path: Path) -> dict[str, str]:
 
     Args:
         path: a .safetensors file, a run folder (reads its last.safetensors), or a checkpoint folder
-            (reads that of its run).
+            (reads the last.safetensors of its run).
 
     Returns:
         The metadata, which is empty if it cannot be read.
@@ -177,7 +178,8 @@ def _read_pickled(file: Path) -> dict[str, Tensor]:
     """
     try:
         if zipfile.is_zipfile(file):
-            # torch does not compress tensors, so a file that unpacks to more bytes is a zip bomb.
+            # torch does not compress tensors. A file that unpacks to more bytes than it has may be
+            # a zip bomb, so it is refused.
             with zipfile.ZipFile(file) as archive:
                 unpacked_size = sum(entry.file_size for entry in archive.infolist())
                 if unpacked_size > file.stat().st_size:

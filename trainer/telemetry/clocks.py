@@ -69,7 +69,7 @@ class Speed:
 
     Attributes:
         throughput: Images per second.
-        step_time_s: Duration of a step.
+        step_time_s: Statistics of the durations of steps.
         data_wait_fraction: Fraction of the steps' time that was spent waiting for data.
         launch_bound_fraction: Upper bound of the fraction of the steps' time in which a GPU waited
             for kernel launches (see `StepTimer`); None without a GPU.

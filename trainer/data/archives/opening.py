@@ -217,8 +217,8 @@ def classes_of(
 ) -> tuple[list[str], Array, dict[str, str]]:
     """Return the classes of all samples of the shards.
 
-    If no sample has a label, the directories are the classes. The outermost directories below the
-    path that all images of a split share are used.
+    If no sample has a label, the directories are the classes. In each split, these are the
+    outermost directories below the path that all images of the split share.
 
     Args:
         root: directory that contains all shards, for error messages.

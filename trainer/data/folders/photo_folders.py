@@ -255,12 +255,14 @@ def photos(
 
 
 def header_shapes(folder: EncodedPhotos, values: PixelValues, channels: int | None) -> list[Shape]:
-    """Return (channels, height, width) of some images from their headers.
+    """Return (channels, height, width) of some images, from their headers if possible.
+
+    Images that `read_stack` reads are decoded. Other images are decoded only if `values` needs
+    their pixels.
 
     Args:
         folder: the images.
-        values: collects the range of pixels that are not bytes. Only images with such pixels are
-            decoded.
+        values: collects the range of pixels that are not bytes.
         channels: the recipe's data.channels.
     """
     shapes = []

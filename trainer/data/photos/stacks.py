@@ -23,9 +23,9 @@ SMALLER = 1 | 4
 
 
 def is_stack(start: bytes, channels: int | None) -> bool:
-    """Return whether this module reads the file that begins with the bytes `start`.
+    """Return whether to read the file that begins with `start` here, without trying Pillow.
 
-    This module reads all arrays, and all files if `channels` is neither 1 nor 3.
+    These are all arrays, and all files if `channels` is a number other than 1 and 3.
     """
     return start.startswith(NPY) or channels not in (None, 1, 3)
 

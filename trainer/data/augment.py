@@ -1,7 +1,7 @@
 """Augmentation of small images in whole batches, of single photos, and of batches on the device.
 
-Random draws depend only on the seed, the epoch and the sample index, and those of mixup and cutmix
-on the step instead of the sample index: see `sampling`.
+Random draws depend only on the seed, the epoch and the sample index. Those of mixup and cutmix
+depend on the step instead of the sample index: see `sampling`.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def open_header(address: bytes) -> BinaryIO:
     """Return a file to read an image's header from.
 
     Raises:
-        OSError, ValueError, Exception: as in `read_encoded`.
+        Exception: as in `read_encoded`.
     """
     if b"\0" in address:
         return io.BytesIO(read_encoded(address).data)

@@ -328,8 +328,8 @@ class Loader:
         evaluation while the last batches before `stop_step` are used.
 
         Raises:
-            SetupError: an image cannot be read and data.on_error=stop, or none of `NEIGHBOURS`
-                consecutive samples can be read.
+            SetupError: an image cannot be read and data.on_error=stop, or none of
+                `photo_reader.NEIGHBOURS` consecutive samples can be read.
             PeerError: a loader worker died or hangs.
         """
         micro_batches = self._recipe.pieces

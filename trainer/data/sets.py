@@ -241,8 +241,8 @@ class Datasets:
         classes: names of the classes, or of a regression's values.
         channels: number of channels of an image; for other inputs, the size of the first dimension.
         image_size: size of an image; for other inputs, the size of the last dimension.
-        mean: mean of each channel, for pixels in [0, 1].
-        std: standard deviation of each channel.
+        mean: mean of each channel, for pixels in [0, 1]; empty if inputs are not images.
+        std: standard deviation of each channel; empty if inputs are not images.
         holdout: a description of the validation split.
         synthetic: whether the images are random.
         notes: notes for the run's banner, by title.
@@ -250,9 +250,9 @@ class Datasets:
         plain: shape and type of a sample's inputs if they are not images, else None.
         sources: (training set, validation set) before images were resized or decoded into memory;
             empty if `train` and `val` are to be used instead.
-        holdout_table: function that returns the text of the run's split.csv; None if no images for
-            validation were separated from those for training.
-        damaged: (train or val, path, reason) of the files that are skipped.
+        holdout_table: function that returns the text of the run's split.csv; None if this run
+            did not divide the images into the two splits.
+        damaged: (split, path, reason) of each damaged file; the split is "train" or "val".
     """
 
     name: str

@@ -57,7 +57,7 @@ recoveries = 0
 
 
 class StepRecorder:
-    """Capture CUDA graphs on a side stream. All graphs of a device share a memory pool.
+    """Capture CUDA graphs, by default on a side stream. All graphs of a device share a memory pool.
 
     The graphs may be replayed in any order, but only one at a time.
     """
@@ -72,7 +72,8 @@ class StepRecorder:
     def get_recorder(self, device: torch.device) -> StepRecorder:
         """Return the recorder that captures the parts of the same step on `device`.
 
-        For its own device, a recorder returns itself. Closing this recorder closes all of them.
+        For its own device, a recorder returns itself. Closing this recorder also closes those of
+        other devices.
         """
         if device not in self._by_device:
             self._by_device[device] = StepRecorder(device)

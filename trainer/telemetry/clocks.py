@@ -424,7 +424,7 @@ class Ledger:
 
         Args:
             part: The new activity.
-            at: Its start, as a value of `time.perf_counter`; None for now.
+            at: Start of the new activity, as a value of `time.perf_counter`; None for now.
         """
         now = time.perf_counter() if at is None else at
         before = self._part

@@ -36,8 +36,8 @@ EXAMPLE = (
 )
 # File next to the shards with the names of classes 0, 1, ..., one per line.
 LIST = "classes.txt"
-# Number of threads that make indexes. More threads than cores help, because threads mostly wait for
-# the disk.
+# Maximum number of threads that make indexes. More threads than cores help, because threads mostly
+# wait for the disk.
 THREADS = 16
 
 IndexedShard = tuple[Archive, ArchiveIndex]

@@ -64,7 +64,7 @@ def cached(
 ) -> tuple[Datasets, Recipe]:
     """Return the data set with its photos read from the cache, and build the cache if necessary.
 
-    With data.cache=off, no cache is used, and the result is that of `as_stored`. Data sets in
+    With data.cache=off, no cache is used, and the data set is that of `as_stored`. Data sets in
     memory are returned unchanged. All ranks call this function together.
 
     Args:

@@ -1,7 +1,7 @@
 """Layout of a folder of photos: training and validation parts, and names and order of classes.
 
-If a folder has no validation part, a fraction of each class is drawn as validation images. The same
-seed always draws the same images.
+If a folder has neither a validation nor a test part, a fraction of each class is drawn as
+validation images. The same seed always draws the same images.
 """
 
 import csv
@@ -311,8 +311,8 @@ def hold_out(
         description of the split for the user.
 
     Raises:
-        SetupError: either all images or none are validation images of the earlier run, although
-            the data set must be the same, or no image can be drawn.
+        SetupError: all images, or none of them, are validation images of an earlier run that had
+            the same data set; or no image can be drawn, because each class has only one.
     """
     if before.held_out is not None:
         known = np.array([escape_non_utf8(name) in before.held_out for name in names], bool)

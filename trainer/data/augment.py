@@ -1,6 +1,7 @@
 """Augmentation of small images in whole batches, of single photos, and of batches on the device.
 
-Every random draw is a function of (seed, epoch, sample index): see `sampling`.
+Random draws depend only on the seed, the epoch and the sample index. Those of mixup and cutmix
+depend on the step instead of the sample index: see `sampling`.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class Draws:
         size: ImageSize,
         device: torch.device,
     ) -> Draws:
-        """Make the draws that `recipe` needs for the samples `index`, images of `size` pixels."""
+        """Draw what `recipe` needs for the samples `index`, whose images have the size `size`."""
         shift = box = flip = None
         if recipe.crop == "pad":
             shift = sampling.draw_shifts(seed, epoch, index, recipe.crop_padding)
@@ -164,7 +165,7 @@ class Gallery:
 
         Args:
             images: (N, C, H, W) uint8.
-            padding: number of black pixels to add on all sides, for `Draws.shift`.
+            padding: number of black pixels to add on each side, for `Draws.shift`.
             device: device that keeps the images.
         """
         self.device = device
@@ -258,7 +259,8 @@ class DeviceTransform:
             mean: mean of each channel, for pixels in [0, 1].
             std: standard deviation of each channel.
             size: size of the images in pixels.
-            channels_last: memory format of the batches.
+            channels_last: whether batches of more than one channel are channels_last in memory.
+                Batches of one channel always are.
             device: device of the batches.
         """
         self.device = device
@@ -300,7 +302,12 @@ class DeviceTransform:
         return inputs
 
     def erase(self, inputs: Tensor, boxes: Array) -> Tensor:
-        """Set the box (top, left, height, width) of each image to the mean, in place."""
+        """Set a box of each image to 0, the mean of normalized pixels, in place.
+
+        Args:
+            inputs: (n, C, H, W) float32, normalized.
+            boxes: (n, 4), top, left, height and width of each box; all 0 for no box.
+        """
         # On a GPU, a mask needs only a few kernels, whatever the number of images.
         if self.device.type == "cuda":
             mask = self._inside(boxes, inputs.shape[-2:])

@@ -1,9 +1,10 @@
 """Search for damaged photos before the first step, so that a run does not fail minutes later.
 
 A JPEG file is complete if it has an end marker, a WebP file if its chunks have the declared length,
-and a PNG file if its checksums match. Files of other formats are decoded. The ranks divide the
-photos among themselves, and each uses several threads to hide the latency of the disk. A file that
-seems incomplete is decoded as for evaluation, so that a readable photo is not reported as damaged.
+and a PNG file if it has an end chunk and the checksums of its pixels match. A file of another
+format is complete if it can be decoded. The ranks divide the photos among themselves, and each rank
+uses several threads to hide the latency of the disk. A file that seems incomplete is decoded as for
+evaluation, so that a readable photo is not reported as damaged.
 """
 
 import os
@@ -37,16 +38,16 @@ HEADER = ("file", "split", "reason")
 TOGETHER = 256
 # Number of threads, which mostly wait for the disk.
 WAITING = 16
-# Limit of the threads that decode at the same time. More than one per core would not be faster, and
-# each needs the memory of a decoded image.
+# Semaphore that limits the number of threads that decode at the same time. More threads than cores
+# would not be faster, and each thread needs memory for a decoded image.
 DECODING = threading.BoundedSemaphore(count_cores())
-# Number of bytes to search for markers at both ends of a file. Some programs append a few bytes to
-# a JPEG.
+# Number of bytes that are read at each end of a file to find markers. Some programs append a few
+# bytes to a JPEG, so its end marker need not be at the very end.
 ENDS = 4096
-# First and last bytes of a file.
+# First and last bytes of JPEG files and of PNG files.
 JPEG = (b"\xff\xd8", b"\xff\xd9")
 PNG = (PNG_START, b"IEND\xaeB`\x82")
-# Bytes 0 to 4 and 8 to 12 of a file.
+# Bytes 0 to 3 and bytes 8 to 11 of a WebP file.
 WEBP = (b"RIFF", b"WEBP")
 
 # Split ("train" or "val"), path and reason.
@@ -61,7 +62,8 @@ def find_damaged(
     """Search a data set for damaged photos. All ranks must call this function together.
 
     Returns:
-        The data set with the attribute `damaged` and a note, the same on all ranks.
+        The same result on all ranks: `data` if no photo is damaged, otherwise a copy that lists the
+        damaged photos in `damaged` and has a note about them.
 
     Raises:
         SetupError: photos are damaged, and data.on_error=stop.
@@ -156,7 +158,7 @@ def _find_damaged(
 def is_complete(address: bytes) -> bool:
     """Return whether an image file is complete, as the docstring of this module defines it.
 
-    Images in shards are not checked.
+    Images in shards are not checked, and count as complete.
     """
     if b"\0" in address:
         return True

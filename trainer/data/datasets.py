@@ -44,7 +44,8 @@ def open_datasets(recipe: Recipe, before: Before = NOTHING_BEFORE) -> Datasets:
 
     Args:
         recipe: the recipe.
-        before: the split of an earlier part of the run, for data sets that have no split.
+        before: the split that an earlier run drew, for data sets without a split of their own, and
+            whether to evaluate on the test part.
 
     Raises:
         RecipeError: there is no such data set, or it does not fit the recipe.
@@ -199,7 +200,7 @@ def load_digits(data: DataRecipe) -> Datasets:
         )
     with gzip.open(path, "rt") as lines:
         table = np.loadtxt(lines, delimiter=",", dtype=np.int64)
-    # Pixels are whole numbers from 0 to 16.
+    # Scale the pixels, which are whole numbers from 0 to 16, to bytes.
     scaled = np.rint(table[:, :64] * (255 / 16))
     pixels = scaled.astype(np.uint8).reshape(-1, 1, 8, 8)
     images = torch.from_numpy(pixels)

@@ -1,7 +1,7 @@
 """Published data sets of torchvision, read from the data folder or downloaded to it.
 
-One process per node downloads. The data folder is `data.root`, else $TRAINER_DATA, else
-~/.cache/trainer.
+The data folder is `data.root`, else $TRAINER_DATA, else ~/.cache/trainer. One process at a time
+downloads to it: the others wait for its lock and then read the files.
 """
 
 import os
@@ -58,7 +58,7 @@ PUBLISHED = {
 
 
 def get_data_folder(data: DataRecipe) -> Path:
-    """Return the folder of the published data sets."""
+    """Return the data folder, as the docstring of this module defines it."""
     return Path(data.root or os.environ.get("TRAINER_DATA") or "~/.cache/trainer").expanduser()
 
 
@@ -120,7 +120,7 @@ def _download(
     root: Path,
     name: str,
 ) -> Loaded | None:
-    """Download into a temporary folder and rename it.
+    """Download the data set into a temporary folder, rename the folder, and read the data set.
 
     If the process is killed, it therefore leaves no folder that looks complete.
     """

@@ -46,7 +46,8 @@ def read_encoded(address: bytes) -> Bytes:
     """Return the bytes of an image.
 
     Raises:
-        OSError, ValueError: the file or shard cannot be read, or has changed.
+        OSError, ValueError: the file or shard cannot be read, or the shard has changed.
+        Exception: pyarrow can raise any exception for a Parquet shard.
     """
     path, *rest = address.split(b"\0")
     if not rest:
@@ -60,7 +61,7 @@ def open_header(address: bytes) -> BinaryIO:
     """Return a file to read an image's header from.
 
     Raises:
-        OSError, ValueError: as in `read_encoded`.
+        Exception: as in `read_encoded`.
     """
     if b"\0" in address:
         return io.BytesIO(read_encoded(address).data)

@@ -269,7 +269,8 @@ class PhotoFeed:
         In evaluation, this is the number of rows of a full batch, including padding.
 
         Raises:
-            SetupError: an image cannot be read, and data.on_error=stop.
+            SetupError: an image cannot be read and data.on_error=stop, or none of
+                `photo_reader.NEIGHBOURS` consecutive samples can be read in training.
         """
         self.failures += report.failures
         self.uncached += report.uncached

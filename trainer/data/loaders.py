@@ -1,7 +1,8 @@
 """Data loading: the batches of one share of the global batch.
 
 The samples of a global batch, and their augmentation, are the same for any number of shares and
-loader workers.
+loader workers. With `DataShare.every_sample`, there are no common global batches: each share reads
+its own part of the epoch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,8 +38,8 @@ def count_steps_per_epoch(
 
     The number is the same on all shares. Normally, it is the number of full global batches. If
     every sample is used (`share.every_sample`), it is the number of steps that the largest share
-    needs for its samples. With equal shares, a step has batch_size / `share.count` samples of each
-    share.
+    needs for its samples. With equal shares, a step has at most batch_size / `share.count` samples
+    of each share.
 
     Raises:
         RecipeError: there are fewer images than a global batch, or a micro-batch would be empty.
@@ -324,10 +325,11 @@ class Loader:
         """Yield `accumulate` micro-batches per step, from `start_step` to `stop_step`.
 
         By default, `stop_step` is the end of the epoch. Workers read the first batches of the
-        evaluation while the last batches of the epoch are used.
+        evaluation while the last batches before `stop_step` are used.
 
         Raises:
-            SetupError: an image cannot be read, and data.on_error=stop.
+            SetupError: an image cannot be read and data.on_error=stop, or none of
+                `photo_reader.NEIGHBOURS` consecutive samples can be read.
             PeerError: a loader worker died or hangs.
         """
         micro_batches = self._recipe.pieces

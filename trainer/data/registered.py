@@ -44,8 +44,8 @@ from trainer.saving.files import escape_non_utf8
 from trainer.tasks import Task
 from trainer.tasks.classification import class_name
 
-# Minimum number of items of a user's data set that are read to choose an image size, unless it has
-# fewer. Less than twice as many are read.
+# Minimum number of items of a user's data set that are read to choose an image size. All items of a
+# smaller data set are read, and fewer than twice this number of a larger one.
 ITEMS_INSPECTED = 16
 ROLES = ("training set", "held-out set")
 SPLIT = "the held-out part that its function returns"
@@ -65,10 +65,11 @@ def register_dataset(name: str) -> Callable[[Maker], Maker]:
     The random numbers that an item draws (from torch, NumPy, random, or generators among the data
     set's attributes) depend only on seed, epoch and index.
 
-    Images are uint8 tensors (N, C, H, W) with C = 1 or 3. The input of an item is one image
-    (C, H, W) of any size, or a Pillow image. Inputs of another type reach the model unchanged, and
-    must all have the same shape. Targets have the form that the recipe's task expects: for
-    classification, class indices (N,), or an int per item.
+    Images are uint8 tensors (N, C, H, W) with C = 1, 3 or data.channels. The input of an item is
+    one image (C, H, W) of any size, or a Pillow image. Inputs of another type reach the model
+    unchanged, except that floating-point inputs become float32, and must all have the same shape.
+    Targets have the form that the recipe's task expects: for classification, class indices (N,), or
+    an int per item.
 
     Raises:
         RecipeError: the name is taken.
@@ -200,14 +201,15 @@ def build_in_memory(
 ) -> Datasets:
     """Build a data set of images in memory.
 
-    Images are resized until they just cover the recipe's size, and cropped to it at the center.
+    Images are resized so that they just cover the recipe's size, and cropped to it at the center.
 
     Args:
         data: the recipe's `data` section.
         train: images (N, C, H, W) uint8 and targets (N, ...).
-        val: the same for validation.
+        val: images and targets for validation, in the form of `train`.
         classes: class names.
-        known_statistics: mean and standard deviation of each channel.
+        known_statistics: (mean, std) of pixels in [0, 1], each with one number per channel of
+            `train`.
         holdout: a description of the validation split.
 
     Raises:

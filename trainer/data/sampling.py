@@ -1,4 +1,4 @@
-"""Sample order and random augmentation draws: pure functions of (seed, epoch, sample).
+"""Sample order and random augmentation draws: pure functions of (seed, epoch, sample or step).
 
 A counter-based hash replaces a random stream, so a draw needs no state. A sample gets the same
 draws with any number of ranks and loader workers, and in a run that was stopped and resumed.
@@ -108,7 +108,9 @@ def draw_balanced_permutation(
 
     Args:
         labels: (samples,) class indices.
-        stride: a multiple of the number of samples.
+        stride: offset of the indices between two passes, at least the number of samples. The reader
+            computes the image as index % (number of images), so `stride` must be a multiple of the
+            number of images.
     """
     _, class_of, counts = np.unique(labels, return_inverse=True, return_counts=True)
     per_class = -(-len(labels) // len(counts))
@@ -201,7 +203,7 @@ def divide_rows(
 
     All shares make the same number of steps. The part is divided into steps, and each step into
     `micro_batches`, as evenly as possible: sizes differ by at most one, and none exceeds the
-    share's nominal size.
+    share's number of rows in a full micro-batch.
     """
     return [np.array_split(step, micro_batches) for step in np.array_split(part, steps)]
 
@@ -418,7 +420,7 @@ def _compute_central_box(height: int, width: int) -> Box:
 
 @dataclass(frozen=True)
 class Mix:
-    """How the images 2k and 2k + 1 of a global batch, P pairs, are mixed with each other.
+    """How the images 2k and 2k + 1 of a global batch, which form pair k of P, are mixed.
 
     Attributes:
         blend: (P,) float32, the weight of an image's own pixels (mixup); 1 for a cutmix pair.

@@ -26,8 +26,8 @@ class Batch:
         targets: (N, ...) in the form of the task: for example class indices (N,) int64, or float32
             soft targets under mixup and cutmix. Empty on a share that needs no targets.
         count: number of samples. The rows after them are padding (evaluation only).
-        samples: indices of the first `count` rows in the validation set (evaluation only; None if
-            they are unknown).
+        samples: indices of the first `count` rows in the validation set; None in training, or if
+            they are unknown.
     """
 
     inputs: Tensor
@@ -100,7 +100,7 @@ class Example:
         Args:
             device: device of the tensors.
             rows: number of samples; by default that of a full micro-batch.
-            channels_last: memory format of images.
+            channels_last: whether images are channels_last in memory.
         """
         count = self.rows if rows is None else rows
         inputs, targets = (
@@ -123,10 +123,12 @@ class DataShare:
     """The part of the data that a rank reads.
 
     Attributes:
-        index: number of this share of every global batch.
+        index: number of this share, from 0.
         count: number of shares.
-        inputs: whether this rank needs the images; only the first stage of a pipeline does.
-        targets: whether this rank needs the labels; only the last stage of a pipeline does.
+        inputs: whether this rank needs the images; in a pipeline, only the ranks of the first stage
+            do, and those of the last stage if there is a teacher.
+        targets: whether this rank needs the labels; in a pipeline, only the ranks of the last stage
+            do.
         every_sample: if True, the share is a contiguous part of the epoch's permutation, and each
             of its samples is used once per epoch (local SGD, Hogwild). If False, it is a part of
             every global batch.
@@ -194,9 +196,10 @@ class PhotoSource(Sized, Protocol):
     """
 
     def read(self, index: int, channels: int) -> tuple[Tensor, Tensor | int]:
-        """Return sample `index` as (channels, height, width) uint8 of any size, and its label.
+        """Return sample `index` and its label.
 
-        This may raise any exception.
+        An image is (channels, height, width) uint8 of any size. An input that is not an image has
+        the shape and type of `Datasets.plain`. Any exception may be raised.
         """
 
     def where(self, index: int) -> str:
@@ -208,7 +211,7 @@ class PictureSource(Protocol):
     """A source whose images are decoded no larger than needed."""
 
     def open(self, index: int, channels: int) -> tuple[Picture, Tensor | int]:
-        """Return sample `index` and its label.
+        """Return the image of sample `index`, not decoded yet, and its label.
 
         Opening and decoding may raise any exception.
         """
@@ -238,17 +241,18 @@ class Datasets:
         classes: names of the classes, or of a regression's values.
         channels: number of channels of an image; for other inputs, the size of the first dimension.
         image_size: size of an image; for other inputs, the size of the last dimension.
-        mean: mean of each channel, for pixels in [0, 1].
-        std: standard deviation of each channel.
+        mean: mean of each channel, for pixels in [0, 1]; empty if inputs are not images.
+        std: standard deviation of each channel; empty if inputs are not images.
         holdout: a description of the validation split.
         synthetic: whether the images are random.
         notes: notes for the run's banner, by title.
         targets: shape and type of a sample's targets.
         plain: shape and type of a sample's inputs if they are not images, else None.
-        sources: training and validation set before they were resized, or decoded into memory.
-        holdout_table: function that returns the text of the run's split.csv; None if the split was
-            not drawn by this run.
-        damaged: (train or val, path, reason) of the files that are skipped.
+        sources: (training set, validation set) before images were resized or decoded into memory;
+            empty if `train` and `val` are to be used instead.
+        holdout_table: function that returns the text of the run's split.csv; None if this run
+            did not divide the images into the two splits.
+        damaged: (split, path, reason) of each damaged file; the split is "train" or "val".
     """
 
     name: str

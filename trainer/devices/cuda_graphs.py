@@ -57,7 +57,7 @@ recoveries = 0
 
 
 class StepRecorder:
-    """Capture CUDA graphs on a side stream. All graphs of a device share a memory pool.
+    """Capture CUDA graphs, by default on a side stream. All graphs of a device share a memory pool.
 
     The graphs may be replayed in any order, but only one at a time.
     """
@@ -70,9 +70,10 @@ class StepRecorder:
         self._by_device: dict[torch.device, StepRecorder] = {device: self}
 
     def get_recorder(self, device: torch.device) -> StepRecorder:
-        """Return the recorder for `device` in the same step. It is closed with this recorder.
+        """Return the recorder that captures the parts of the same step on `device`.
 
-        For its own device, a recorder returns itself.
+        For its own device, a recorder returns itself. Closing this recorder also closes those of
+        other devices.
         """
         if device not in self._by_device:
             self._by_device[device] = StepRecorder(device)
@@ -206,7 +207,7 @@ class StepRecorder:
         return event
 
     def close(self) -> None:
-        """Release the memory of all graphs. They can no longer be replayed."""
+        """Release the memory of all graphs, which can then no longer be replayed."""
         for device, other in self._by_device.items():
             if device != self.device:
                 other.close()

@@ -91,7 +91,7 @@ def find_unfinished(devices: Iterable[torch.device], seconds: float) -> torch.de
     torch's own wait never returns if a device hangs, and handles no signals.
 
     Returns:
-        None if all streams are idle.
+        The first busy device; None if all streams became idle in time.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Peak, free and total memory of a device, and of /dev/shm, in bytes."""
+"""Peak, free and total memory of a device, and free shared memory (/dev/shm), in bytes."""
 
 import os
 import resource

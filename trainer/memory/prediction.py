@@ -17,9 +17,9 @@ from trainer.recipe.layout import Layout
 from trainer.recipe.shares import split_rows
 from trainer.versions import torch_has
 
-# Size in bytes of the CUDA context of a process, with the kernels of torch and cuDNN.
+# Approximate size in bytes of a process's CUDA context, with the kernels of torch and cuDNN.
 CONTEXT = 600 * 2**20
-# Size in bytes of the buffers of one NCCL communicator on a GPU.
+# Approximate size in bytes of the buffers of one NCCL communicator on a GPU.
 BUFFERS = 400 * 2**20
 # Number of bytes for each element that local SGD averages: the element, a float64 copy, and the
 # average.

@@ -69,7 +69,7 @@ class Speed:
 
     Attributes:
         throughput: Images per second.
-        step_time_s: Duration of a step.
+        step_time_s: Statistics of the durations of steps.
         data_wait_fraction: Fraction of the steps' time that was spent waiting for data.
         launch_bound_fraction: Upper bound of the fraction of the steps' time in which a GPU waited
             for kernel launches (see `StepTimer`); None without a GPU.
@@ -424,7 +424,7 @@ class Ledger:
 
         Args:
             part: The new activity.
-            at: Its start, as a value of `time.perf_counter`; None for now.
+            at: Start of the new activity, as a value of `time.perf_counter`; None for now.
         """
         now = time.perf_counter() if at is None else at
         before = self._part

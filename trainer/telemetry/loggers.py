@@ -20,7 +20,8 @@ from trainer.recipe import Recipe, flatten
 from trainer.saving.files import read_json_or_empty, write_atomically
 
 MLFLOW_LIMITS = {
-    # By default, MLflow retries for minutes if its server is out of reach.
+    # Limit the time of each request and its retries. By default, MLflow retries for minutes if its
+    # server is out of reach.
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     # With several threads, steps would be stored out of order.
@@ -203,7 +204,8 @@ def load_or_create_id(
     Args:
         folder: Run folder, in which the id is stored.
         name: Name of the logger.
-        where: Project or server of the run. An id that was stored for another one is not used.
+        where: Project or server of the run. An id that was stored for another project or server is
+            not used.
         make: Function that creates an id.
     """
     stored = read_json_or_empty(folder / f"{name}.json")

@@ -81,7 +81,10 @@ def escape_control_characters(text: str) -> str:
 
 
 def format_number(value: float | None) -> str:
-    """Format a number with up to three digits, or from 100 on as an integer such as "1,234"."""
+    """Format a number with up to three significant digits.
+
+    Numbers from 100 on are formatted as integers, such as "1,234".
+    """
     if value is None:
         return "-"
     if abs(value) >= 99.95:

@@ -16,8 +16,8 @@ from trainer.recipe.recipe_files import parse_value
 from trainer.recipe.text import list_some
 from trainer.telemetry.rank_watch import Lag
 
-# Minimum number of steps for a warning about learning. Shorter runs only test whether training
-# works at all.
+# Minimum number of steps for a warning about learning. After fewer steps, a healthy run may not
+# have learned anything yet.
 MIN_STEPS = 50
 # Minimum number of validation images, in total and of one class, for a meaningful accuracy.
 MIN_VALIDATION_IMAGES = 50
@@ -33,8 +33,8 @@ GROWTH_FACTOR = 1.5
 # Maximum excess of the training loss over the lowest possible loss for which training counts as
 # perfect. It corresponds to a probability of 95 % for the right class.
 MAX_PERFECT_LOSS = 0.05
-# Minimum validation error for the warning that the training set was memorized. A model that
-# generalizes has a lower error, or a training loss that is not near zero.
+# Minimum validation error for the warning that the training set was memorized. A model with a
+# lower error counts as one that generalizes, even if its training loss is near zero.
 MIN_ERROR = 0.1
 # Minimum fraction of the cores' time that other processes use for a warning. A smaller fraction
 # slows a run down by less than a quarter.
@@ -85,9 +85,9 @@ class RunState:
 
     @property
     def guessing(self) -> float | None:
-        """Loss of a model that predicts the same probability for all classes.
+        """Loss of a model that predicts the same probability for all classes; None if unknown.
 
-        It does not depend on smoothing or mixing of the targets.
+        This loss does not depend on smoothing or mixing of the targets.
         """
         if self.classes and self.classes > 1:
             return math.log(self.classes)

@@ -372,7 +372,7 @@ class Progress:
         self.set_remaining(self._total - self._done - count)
 
     def is_due(self) -> bool:
-        """Return whether `set_remaining` would update the display now."""
+        """Return whether the display should be updated now; False if nothing is shown."""
         return self._show and time.monotonic() >= self._next
 
     def set_remaining(self, count: int) -> None:

@@ -108,7 +108,7 @@ class ArchiveIndex:
         folders: (samples,) int32, indices into `below`.
         texts: the classes as written in the shard.
         classes: names of all classes if the shard contains such a list, in which case `texts` are
-            indices into it.
+            indices into the list; otherwise None.
         below: directories in the shard that contain images.
         left: number of files that are not read, by a description of the files.
     """

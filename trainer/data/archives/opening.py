@@ -36,8 +36,8 @@ EXAMPLE = (
 )
 # File next to the shards with the names of classes 0, 1, ..., one per line.
 LIST = "classes.txt"
-# Number of threads that make indexes. More threads than cores help, because threads mostly wait for
-# the disk.
+# Maximum number of threads that make indexes. More threads than cores help, because threads mostly
+# wait for the disk.
 THREADS = 16
 
 IndexedShard = tuple[Archive, ArchiveIndex]
@@ -217,8 +217,8 @@ def classes_of(
 ) -> tuple[list[str], Array, dict[str, str]]:
     """Return the classes of all samples of the shards.
 
-    If no sample has a label, the directories are the classes. The outermost directories below the
-    path that all images of a split share are used.
+    If no sample has a label, the directories are the classes. In each split, these are the
+    outermost directories below the path that all images of the split share.
 
     Args:
         root: directory that contains all shards, for error messages.

@@ -53,7 +53,8 @@ def encoded(shard: Archive, group: int, row: int) -> Bytes:
         row: index of the row in the group.
 
     Raises:
-        OSError, ValueError: the image cannot be read.
+        ValueError: the row contains no image.
+        Exception: pyarrow can raise any exception.
     """
     value = images_of(shard, group)[row].as_buffer()
     if value is None:
@@ -63,7 +64,7 @@ def encoded(shard: Archive, group: int, row: int) -> Bytes:
 
 
 def pyarrow() -> Any:
-    """Import pyarrow.
+    """Import pyarrow, and return the module.
 
     Raises:
         SetupError: pyarrow is not installed.

@@ -30,8 +30,8 @@ CLASS_KEYS = ("cls", "label", "class")
 # Maximum number of bytes to read of a file that may contain a class.
 MAX_LABEL_BYTES = 2**20
 SEVERAL = "{} belongs to a sample of several images and one class"
-# Number of bytes to read at once: a header and the small files that follow it, and the zeros after
-# the last file.
+# Number of bytes to read at once: HEADER_BYTES for a header and the small files that follow it,
+# ZEROS_BYTES for the zeros after the last file.
 HEADER_BYTES = 2**14
 ZEROS_BYTES = 2**20
 

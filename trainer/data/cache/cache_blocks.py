@@ -154,7 +154,7 @@ def remove(path: str | Path, descriptor: int) -> bool:
     """Remove the block that is open as `descriptor`.
 
     A newer block that has the same name by now is kept. Every process claims the draft of a block
-    before it builds or removes the block, so no block is built here during the removal.
+    before it builds or removes the block, so no block is built at `path` during the removal.
 
     Args:
         path: name of the block's file.
@@ -206,6 +206,6 @@ def _fill(descriptor: int, buffer: Array, offset: int) -> None:
 
 
 def _check(key: bytes, row: int, entry: Any, data: Array) -> int:
-    """Return the hash of a photo's block, its row, its entry without the hash, and its bytes."""
+    """Return a hash of the block's name, and of a photo's row, entry without hash, and bytes."""
     head = key + row.to_bytes(4, "little") + entry.tobytes()[:HASHED]
     return xxhash.xxh3_64_intdigest(data.data, seed=xxhash.xxh3_64_intdigest(head))

@@ -64,7 +64,8 @@ def cached(
 ) -> tuple[Datasets, Recipe]:
     """Return the data set with its photos read from the cache, and build the cache if necessary.
 
-    Data sets in memory are returned unchanged. All ranks call this function together.
+    With data.cache=off, no cache is used, and the data set is that of `as_stored`. Data sets in
+    memory are returned unchanged. All ranks call this function together.
 
     Args:
         data: the data set.
@@ -78,7 +79,7 @@ def cached(
         size of the cache.
 
     Raises:
-        RecipeError: the photos are not files of this machine, or the format cannot store them.
+        RecipeError: the data set has no photos in files or shards, or the format cannot store them.
         SetupError, DiskFullError, PeerError: the cache cannot be built.
     """
     options = recipe.data

@@ -82,8 +82,8 @@ def opened(data: DataRecipe, how: Format, packing: Packing) -> tuple[Path, int]:
         "size": how.size,
         "photos": sum(map(len, packing.paths)),
     }
-    # The modification time of this file says when the cache was last used. The directory may belong
-    # to another user or be read-only.
+    # The modification time of this file says when the cache was last used. If the directory belongs
+    # to another user or is read-only, the cache is used without updating the file.
     with suppress(OSError):
         write_atomically(path / ABOUT, json.dumps(facts, indent=1) + "\n")
     return path, lock

@@ -193,9 +193,12 @@ def remove_changed(path: str, paths: Sequence[bytes]) -> None:
 
 
 def prepared(address: bytes, photo_format: Format) -> Prepared:
-    """Prepare a photo for the cache: resize it until it just covers `photo_format.size`.
+    """Prepare a photo for the cache: reduce it to just cover `photo_format.size`.
 
-    Smaller photos are not resized. Raises whatever reading and decoding raise.
+    A photo that is not larger than needed keeps its size.
+
+    Raises:
+        Exception: reading and decoding can raise any exception.
     """
     picture = open_encoded(read_encoded(address), photo_format.channels, photo_format.pixel_range)
     image = picture.whole(photo_format.size)

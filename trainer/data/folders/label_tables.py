@@ -28,8 +28,9 @@ from trainer.tasks.task import Reads
 SPLIT = "split"
 # Separator between the classes of an image.
 SEPARATOR = ";"
-# Maximum number of classes whose names may all be whole numbers. If there are more, the column
-# probably contains measurements instead of classes.
+# Maximum number of classes up to which whole numbers are always accepted as names of classes. If
+# there are more classes, and more than half as many as training images, the column probably
+# contains measurements.
 MAX_DIGIT_CLASSES = 10
 # Spellings of 0 and 1, including those of pandas and R, in lower case.
 BINARY = {
@@ -70,7 +71,7 @@ class Row(NamedTuple):
         number: number of the line in the file, from 1.
         file: path of the image below data.root.
         part: train, val or test, from the column `split`, or without this column from the first
-            directory of `file`; None if it names no part.
+            directory of `file`; None if the column or directory names no part.
         cells: the image's labels.
     """
 
@@ -139,7 +140,7 @@ def read_rows(
         path: the table.
         root: directory of the images.
         reads: the kind of labels that the task needs.
-        data: names of columns.
+        data: the recipe's `data` section, which may name the columns.
 
     Returns:
         (columns, rows, divides): names of the columns with labels, all rows, and whether the table
@@ -223,8 +224,8 @@ def targets_of(
         SetupError: the labels do not match the task.
     """
     train, val, _ = parts
-    # If an image can have several classes, all rows determine the classes, so that the classes do
-    # not depend on the validation split.
+    # If an image can have several classes, the rows of all parts determine the classes, so that the
+    # classes are the same whichever part is the validation split.
     cells = [row.cells[0] for row in chain(*parts) if row.cells]
     if reads == "class" and len(columns) == 1:
         named = class_names((row.cells[0] for row in train), (row.cells[0] for row in val))
@@ -282,11 +283,11 @@ def targets_of(
 
 
 def _check_cell(where: str, cell: str, root: Path, is_label: bool) -> None:
-    """Check that a cell has a label if it must, and that it does not contain other rows.
+    """Refuse a label that stands for a missing value, and a cell that contains other rows.
 
     Raises:
-        SetupError: a label is missing, or a quote is closed too late, so that the cell contains the
-            following rows.
+        SetupError: a label is in `MISSING`, or a quote is closed too late, so that the cell
+            contains the following rows.
     """
     if is_label and any(name.lower() in MISSING for name in _several(cell)):
         raise SetupError(

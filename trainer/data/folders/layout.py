@@ -1,7 +1,7 @@
 """Layout of a folder of photos: training and validation parts, and names and order of classes.
 
-If a folder has no validation part, a fraction of each class is drawn as validation images. The same
-seed always draws the same images.
+If a folder has neither a validation nor a test part, a fraction of each class is drawn as
+validation images. The same seed always draws the same images.
 """
 
 import csv
@@ -229,7 +229,8 @@ def check_several(train: Path, classes: dict[str, list[str]]) -> None:
     """Refuse data with a single class, or with a split inside each class.
 
     Raises:
-        SetupError: the class folders are probably not the classes that the user means.
+        SetupError: there is one class, or every class folder contains folders of the same parts,
+            such as train and val.
     """
     # Names of the folders inside each class folder that contain its images.
     inside = []
@@ -303,14 +304,15 @@ def draw(names: Sequence[str], labels: Array, fraction: float, seed: int) -> Arr
 def hold_out(
     names: Sequence[str], labels: Array, fraction: float, seed: int, before: Before, where: str
 ) -> tuple[Array, str]:
-    """Choose the validation images: those of an earlier run, or a new draw.
+    """Choose the validation images: those of an earlier run, all images, or a new draw.
 
     Returns:
         (chosen, description): (images,) bool, whether each image is a validation image, and a
         description of the split for the user.
 
     Raises:
-        SetupError: validation images of the earlier run are missing, or no image can be drawn.
+        SetupError: all images, or none of them, are validation images of an earlier run that had
+            the same data set; or no image can be drawn, because each class has only one.
     """
     if before.held_out is not None:
         known = np.array([escape_non_utf8(name) in before.held_out for name in names], bool)

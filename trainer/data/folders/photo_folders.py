@@ -82,7 +82,7 @@ class PhotoFolder(EncodedPhotos):
 def open_folder(recipe: Recipe, before: Before) -> Datasets:
     """Open the folder `data.root` as a data set.
 
-    Tiny images are decoded immediately and kept in memory.
+    Tiny images may be decoded immediately and kept in memory: see `photos`.
 
     Raises:
         SetupError: the folder cannot be read, or its layout is not understood.
@@ -187,7 +187,10 @@ def photos(
     holdout: str,
     notes: Mapping[str, str],
 ) -> Datasets:
-    """Create a data set of photos. Tiny images are decoded immediately.
+    """Create a data set of photos.
+
+    Tiny images are decoded immediately if they need at most `IN_MEMORY_BYTES`, except with
+    augment.crop=resized. All other images are decoded each time that they are read.
 
     Args:
         recipe: the recipe.
@@ -255,12 +258,14 @@ def photos(
 
 
 def header_shapes(folder: EncodedPhotos, values: PixelValues, channels: int | None) -> list[Shape]:
-    """Return (channels, height, width) of some images from their headers.
+    """Return (channels, height, width) of some images, from their headers if possible.
+
+    Images that `read_stack` reads are decoded. Other images are decoded only if `values` needs
+    their pixels.
 
     Args:
         folder: the images.
-        values: collects the range of pixels that are not bytes. Only images with such pixels are
-            decoded.
+        values: collects the range of pixels that are not bytes.
         channels: the recipe's data.channels.
     """
     shapes = []
@@ -405,7 +410,7 @@ def decoded(
         evaluated: whether these are validation images.
 
     Raises:
-        SetupError: images cannot be read.
+        SetupError: an image cannot be read and data.on_error=stop, or hardly any image can be read.
     """
     images = torch.empty(len(folder), *sides(size), channels, dtype=torch.uint8)
     failures = {}
@@ -444,7 +449,7 @@ def decoded(
 
 
 def unreadable(failures: Sequence[tuple[str, str]], count: int) -> SetupError:
-    """Create the error about unreadable images for data.on_error=stop.
+    """Create the error that ends a run because of unreadable images.
 
     Args:
         failures: path of each unreadable image, and the reason.

@@ -72,9 +72,9 @@ class LeftOut(Counter[str]):
 
 
 def what_reads(suffix: str) -> str | None:
-    """Return advice on how to read files with this suffix, which are not read at present.
+    """Return advice on how to make files with this suffix readable.
 
-    The result is None for a suffix without advice, and empty for HEIF photos that can be read.
+    The result is None for a suffix without advice, and empty for HEIF photos if they can be read.
     """
     lower = suffix.lower()
     return register_heif() if lower in HEIF else NEEDS.get(lower)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# Function that lets the current stream wait for the copy, and returns the tensor.
+# Function that makes the current stream wait for the copy, and returns the copied tensor.
 Copy = Callable[[], Tensor]
 
 

@@ -38,8 +38,8 @@ PADDING = 64
 XMP = b"http://ns.adobe.com/xap/1.0/\0"
 # Pillow's modes with transparency.
 ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
-# Dimensions to flip for each EXIF orientation. From 5 on, height and width must be exchanged before
-# (Exif 2.32, page 36).
+# Dimensions to flip for each EXIF orientation. From orientation 5 on, height and width must be
+# exchanged first (Exif 2.32, page 36).
 FLIPS: dict[int, tuple[int, ...]] = {
     2: (2,),
     3: (1, 2),
@@ -57,8 +57,9 @@ def open_image(
 ) -> Picture:
     """Open an image file, upright as its EXIF orientation says.
 
-    torchcodec decodes JPEG, twice as fast as Pillow. Pillow decodes other formats, JPEGs that
-    torchcodec refuses, and JPEGs that are decoded at a smaller size.
+    `decode_jpeg` decodes JPEGs, with torchcodec twice as fast as Pillow. Pillow decodes other
+    formats, JPEGs that `decode_jpeg` refuses, and JPEGs that are decoded at a smaller size.
+    `read_stack` decodes arrays, and TIFF files that Pillow refuses.
 
     Args:
         path: the file.

@@ -40,7 +40,7 @@ def decode_jpeg(data: Tensor, channels: int) -> Tensor:
     """Decode a JPEG's bytes, (n,) uint8, to (channels, height, width) uint8.
 
     Raises:
-        RuntimeError: the decoder cannot read it.
+        RuntimeError: the decoder cannot read the bytes, or no decoder except Pillow is installed.
     """
     return get_codec().decode(data, channels)
 

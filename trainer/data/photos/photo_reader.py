@@ -32,8 +32,9 @@ VECTORISED = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 # Maximum number of samples to try, starting with the requested sample, until one can be read.
 NEIGHBOURS = 100
 
-# Number of the reader; epoch, or None for evaluation; sample indices, in training modulo the number
-# of samples (`sampling.draw_balanced_permutation`).
+# Number of the reader; epoch, or None for evaluation; sample indices. In training, an index may
+# exceed the number of samples, and then stands for the index modulo this number
+# (`sampling.draw_balanced_permutation`).
 Key = tuple[int, int | None, Array]
 # Name of a sample that could not be read, and the reason.
 Unreadable = tuple[str, str]
@@ -79,7 +80,7 @@ def resize_and_center_crop(
     size: ImageSize,
     shorter: ImageSize,
 ) -> Tensor:
-    """Resize images (..., C, H, W) until they cover `shorter`, and crop `size` from the center."""
+    """Resize images (..., C, H, W) to just cover `shorter`, and crop `size` from the center."""
     height, width = images.shape[-2:]
     new_size = covering_size(height, width, shorter)
     if new_size != (height, width):

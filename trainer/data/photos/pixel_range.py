@@ -19,7 +19,8 @@ from trainer.recipe import DataRecipe
 Range = tuple[float, float]
 Values = np.ndarray[Any, Any]
 
-# Black and white of 16-bit integers and of floating-point numbers if data.pixel_range is not set.
+# Pixel values (black, white) of 16-bit integers and of floating-point numbers, used if
+# data.pixel_range is not set.
 WHOLE = (0.0, 65535.0)
 REAL = (0.0, 1.0)
 # Tolerance as a fraction of white: filters may overshoot slightly above white or below black.
@@ -116,7 +117,8 @@ def as_bytes(
     NaN and infinity count as 0.
 
     Raises:
-        ValueError: `pixel_range` is None, and values lie outside the natural range of `kind`.
+        ValueError: `pixel_range` is None, and values exceed the natural range of `kind` by more
+            than the tolerance `BEYOND`.
     """
     # Keep the upper 8 bits, as Pillow does for colors of 16 bits.
     if pixel_range is None and kind.natural == WHOLE:
@@ -143,7 +145,7 @@ def is_beyond(
     Args:
         low: smallest value.
         high: largest value.
-        natural: values of black, which is 0, and of white.
+        natural: (black, white) pair of pixel values; black is 0.
     """
     white = natural[1]
     return low < -BEYOND * white or high > white * (1 + BEYOND)

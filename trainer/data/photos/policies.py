@@ -35,8 +35,8 @@ Step = tuple[str, float]
 def record_steps(policy: Any) -> Callable[[Tensor], list[Step]]:
     """Return a function that draws the steps of `policy` for an image without applying them.
 
-    The draws depend only on the size of the image. Afterwards, `policy` itself no longer changes
-    images, because this function replaces the method that applies a step.
+    The draws depend on the size of the image, not on its pixels. This function replaces the
+    method of `policy` that applies a step, so `policy` itself no longer changes images.
     """
     steps = []
 

@@ -23,9 +23,13 @@ SMALLER = 1 | 4
 
 
 def is_stack(start: bytes, channels: int | None) -> bool:
-    """Return whether this module reads the file that begins with the bytes `start`.
+    """Return whether this module reads a file without trying Pillow first.
 
-    This module reads all arrays, and all files if `channels` is neither 1 nor 3.
+    This is the case for arrays, and for all files if `channels` is a number other than 1 and 3.
+
+    Args:
+        start: the first 6 bytes of the file.
+        channels: the expected number of channels; None accepts any number.
     """
     return start.startswith(NPY) or channels not in (None, 1, 3)
 

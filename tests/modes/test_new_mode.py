@@ -50,7 +50,7 @@ def project(tmp_path_factory):
     insert(
         package / "recipe" / "mode_table.py",
         ("Mode = Literal[", '"twins", '),
-        ("TRAITS: dict[str, Traits] = {\n", ROW),
+        ("TRAITS = {\n", ROW),
     )
     (copy / "recipes" / "digits_twins.yaml").write_text(RECIPE)
     return copy

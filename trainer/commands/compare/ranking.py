@@ -19,8 +19,9 @@ PASS_THROUGH = "pass-through: torch's DataParallel does nothing without CUDA"
 STAND_IN = "on CPU cores"
 DISTURBED = "busy machine"
 NO_DIFFERENCE = "no difference shown"
-# Allowed relative deviation of a step's loss. Half precision rounds, and the rounding of a run
-# grows with every step. Runs with tf32 are checked in fp32, hence the same value.
+# Allowed relative deviation of a step's loss. fp16 and bf16 round more coarsely than fp32, and the
+# rounding errors of a run grow with every step. Runs with tf32 are checked in fp32, hence the same
+# value.
 TOLERANCE = {"fp32": 1e-4, "tf32": 1e-4, "fp16": 1e-3, "bf16": 1e-2}
 # Different kernels add in a different order, and a large learning rate amplifies the difference.
 # On GPUs, the allowed deviation grows to this multiple of the deviation that rounding alone causes
@@ -29,8 +30,8 @@ ROUNDING_FACTOR = 4.0
 # ... but rounding never raises the allowed deviation above this value.
 MAX_TOLERANCE = 1e-2
 # If the output of a layer depends on how a batch is divided, losses may differ a lot without an
-# error: batch norm over 4 images of the digits data set changes them by 74 % within 20 steps. Summed
-# losses of more than this multiple of those of `single` count as an error.
+# error: batch norm over 4 images of the digits data set changes them by 74 % within 20 steps. A sum
+# of losses of more than this multiple of that of `single` counts as an error.
 MAX_LOSS_RATIO = 2.0
 # Entries that differ in these keys still compute the same, as do entries that differ in the keys
 # that may change when a run is resumed.

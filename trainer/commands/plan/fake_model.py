@@ -91,7 +91,7 @@ class FakeModel:
         layout: recipe and devices to plan for.
         images: size and shape of the data set.
         recomputed: number of blocks, from the first one on, that are recomputed if the recipe says
-            `recompute=true`. None: all blocks.
+            `recompute=true`. None: all blocks. A mode with stages ignores it.
     """
 
     def __init__(self, layout: Layout, images: DatasetFacts, recomputed: int | None = None) -> None:
@@ -180,7 +180,7 @@ class FakeModel:
     # --- Passes of the whole model
 
     def _whole(self, rows: int, gradients: bool) -> Pass:
-        """Return the pass of the whole model on `rows` images.
+        """Return the memory of a pass of the whole model on `rows` images.
 
         If `gradients` is true, the gradients exist before the pass and do not count. Otherwise the
         pass allocates them, and they count.
@@ -208,7 +208,10 @@ class FakeModel:
 
     @contextmanager
     def _shapes_suffice(self) -> Iterator[None]:
-        """Raise RecipeError if the model needs values, or an operator lacks a meta kernel."""
+        """Turn an error of a pass in the `with` block into a RecipeError.
+
+        The usual causes are a model that needs values, and an operator without a meta kernel.
+        """
         try:
             yield
         except (RuntimeError, AssertionError, ValueError, TypeError, LookupError) as error:
@@ -302,7 +305,7 @@ class FakeModel:
 
         Here `forward` and `backward` of a cost are FLOPs instead of seconds. The backward pass is
         assumed to need twice the FLOPs of the forward pass. `bytes` is the size of the block's
-        output.
+        output; 0 for the last block.
         """
         costs = []
         modules = self.traced.stages(self.traced.cuts)

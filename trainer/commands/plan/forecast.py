@@ -211,7 +211,7 @@ def _predict_exchange(fake: FakeModel, layout: Layout, measured: Timings) -> tup
 
     Returns:
         (seconds, note): the seconds per step, without any overlap, and a sentence that says how
-        they were computed; (0.0, "") if the mode exchanges nothing.
+        they were computed, or why they are 0.0; (0.0, "") if the mode exchanges nothing.
     """
     count = layout.processes
     exchanges = layout.recipe.traits.exchanges

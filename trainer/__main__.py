@@ -67,7 +67,7 @@ def main() -> None:
     if early.is_installed_command():
         name_installed_command(sys.argv[0])
     code = answer(sys.argv[1:])
-    # A rank in a forked process returns to `launching.run_rank`, which called this function.
+    # A rank in a forked process does not exit here, but returns to its caller `launching.run_rank`.
     if not code and multiprocessing.parent_process():
         return
     # Ignore Ctrl-C from now on: all output is written, and Ctrl-C while Python shuts down would

@@ -80,7 +80,7 @@ class DatasetFacts:
 def read_dataset_facts(recipe: Recipe) -> DatasetFacts:
     """Return size and shape of the recipe's data, without downloading anything.
 
-    Published sizes are known, and images on this machine are counted.
+    The sizes of some public data sets are in `PUBLISHED`. Images on this machine are counted.
 
     Raises:
         RecipeError: the task cannot use these targets.

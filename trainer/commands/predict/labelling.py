@@ -87,8 +87,8 @@ class LabelModel:
                 f"predict.split={split_name} labels the run's own data set: leave it out, or "
                 f"{photos[0]}"
             )
-        # The data.root= of the run's recipe names the training images. Only one among `words` names
-        # images to label.
+        # The data.root= of the run's recipe names the training images. Only a data.root= among
+        # `words` names images to label.
         has_root = any(word.startswith("data.root=") for word in words)
         if split_name is None and has_root and recipe.data.root is not None:
             photos = (recipe.data.root, *photos)
@@ -117,7 +117,7 @@ class LabelModel:
 
 
 class Labels(NamedTuple):
-    """Indices and probabilities of up to five most probable classes of an image, best first.
+    """Indices and probabilities of at most five classes of an image, the most probable first.
 
     For a regression, `classes` are the indices of the outputs, and `probabilities` are their
     values. `error` is empty, or says why the image could not be labeled.

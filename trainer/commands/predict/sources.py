@@ -59,7 +59,7 @@ def find_images(roots: Sequence[str]) -> Inputs:
             with a path on each line; or only "-" for stdin.
 
     Raises:
-        SetupError: A root has no images.
+        SetupError: A root has no images, or cannot be read.
         RecipeError: Stdin is combined with other roots, or is empty.
     """
     if "-" in roots:

@@ -70,7 +70,10 @@ class Dimension:
         return low > 0 and high >= FACTOR * low
 
     def typed(self, value: Any) -> str:
-        """Return a value as in an override. Fractional numbers are rounded to four digits."""
+        """Return a value as in an override.
+
+        Numbers of a range are rounded to four significant digits, unless they are whole.
+        """
         if self.ends is None or self.whole:
             return str(value)
         low, high = self.ends

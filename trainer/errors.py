@@ -128,7 +128,7 @@ KINDS = {kind.code: kind for kind in TrainerError.__subclasses__()}
 def explain(error: BaseException) -> tuple[str, int]:
     """Return (text, exit_code): what to print for an exception, and the exit code.
 
-    The text is one line. Only for a bug, which has exit code 1, it is a traceback.
+    The text is one line, except for a bug: a bug has exit code 1, and its text is a traceback.
     """
     text = " ".join(read_text(error).split())
     if isinstance(error, TrainerError):

@@ -144,7 +144,11 @@ class Findings:
 
 
 def report_versions(report: Findings) -> bool:
-    """Report versions of the main packages. Return whether torch and torchvision work."""
+    """Report the versions of the main packages.
+
+    Returns:
+        Whether torch and torchvision can be imported.
+    """
     problems = len(report.problems)
     report.row(SOFTWARE, "trainer", f"{VERSION} ({Path(__file__).parents[1]})")
     python = f"{platform.python_version()} ({sys.executable}), {platform.platform()}"

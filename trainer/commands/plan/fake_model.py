@@ -65,7 +65,7 @@ class Cut:
         names: names of the modules after which the model is cut.
         microbatches: number of micro-batches of a local batch.
         rows: number of images of a micro-batch; of the largest one if they differ.
-        holders: number of the worker that holds each stage.
+        holders: number of the worker that holds each stage, from 0.
         stages: pass of a micro-batch through each stage.
         gradients: bytes of each worker's gradients.
         ideal: fraction of a step in which a worker waits, if all stages take equally long.

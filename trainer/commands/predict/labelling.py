@@ -51,8 +51,8 @@ class LabelModel:
         model: Model in evaluation mode, on the CPU.
         classes: Name of each output.
         preparation: Preparation of images as in evaluation.
-        data: Data set, if one of its splits is labeled.
-        photos: Paths of images, directories and lists of paths to label if `data` is None.
+        data: Data set with a split to label; None if `photos` are labeled.
+        photos: Paths of the images, directories and lists of paths to label if `data` is None.
     """
 
     recipe: Recipe
@@ -140,7 +140,7 @@ class Labeller:
         preparation: Preparation of images as in evaluation.
         recipe: Recipe with the options of prediction.
         task: Task that ranks the outputs.
-        source: Data set of the items that are indices.
+        source: Data set of the items that are indices; None if no item is an index.
         threads: Threads that read the next images while the model computes; 0 reads and computes in
             turn.
     """

@@ -41,7 +41,7 @@ class Inputs:
     Attributes:
         items: The images.
         count: Number of images; None if unknown in advance.
-        source: Data set that the payloads index, if they are indices.
+        source: Data set that the payloads index; None if they are not indices.
         ignored: Descriptions of the files that are no images, one for each directory that has any.
     """
 

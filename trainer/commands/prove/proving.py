@@ -1,9 +1,9 @@
 """Run one proof: choose the checks that fit into the time, run them, and report the outcomes.
 
 The folder of a proof is locked and bound to one machine. Each outcome is stored there as soon as
-the check ends. `proof.json` is built from the outcomes, and `proof.md` from its content. Users paste
-them into issues, so `anonymize` replaces paths and the names of the user and the host. The guide's
-page `prove` lists the keys of `proof.json`, which scripts read.
+the check ends. `proof.json` is built from the outcomes, and `proof.md` from its content. Users may
+publish both files, so `anonymize` replaces paths and the names of the user and the host. The
+guide's page `prove` lists the keys of `proof.json`, which scripts read.
 """
 
 import getpass

@@ -56,7 +56,7 @@ class Mode:
         words: arguments that select it.
         same: whether it must compute what `single` computes.
         newer: whether an older torch may refuse it.
-        priority: priority of its check.
+        priority: `Check.priority` of the check that trains with this mode.
     """
 
     name: str

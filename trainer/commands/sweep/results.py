@@ -17,7 +17,7 @@ from trainer.processes.terminal import BOLD
 from trainer.saving.files import Json
 from trainer.telemetry import plots, readable
 
-# Status of a trial, in the order of the table.
+# Statuses of trials, in the order in which the table lists the trials.
 ORDER = ("done", "not done", "failed")
 # Name of the metric of a sweep with metric=speed.
 SPEED = "images/s"

@@ -194,8 +194,8 @@ class SearchSpace:
             repeats: Runs of each trial with different seeds.
             trials: Number of trials to sample. None: `SAMPLED` if there is a range; if only lists
                 vary, nothing is sampled.
-            nproc: Value of nproc=.
-            plugin: Value of plugin=.
+            nproc: Value of nproc=; None if it was not given.
+            plugin: Value of plugin=; None if it was not given.
             speed: Whether images/s are compared instead of the task's metric.
 
         Raises:

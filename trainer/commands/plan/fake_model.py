@@ -91,7 +91,8 @@ class FakeModel:
         layout: recipe and devices to plan for.
         images: size and shape of the data set.
         recomputed: number of blocks, from the first one on, that are recomputed if the recipe says
-            `recompute=true`. None: all blocks. A mode with stages ignores it.
+            `recompute=true`. None: all blocks. Modes with stages ignore
+            this number.
     """
 
     def __init__(self, layout: Layout, images: DatasetFacts, recomputed: int | None = None) -> None:
@@ -113,7 +114,11 @@ class FakeModel:
         self.whole = cache(self._whole)
 
     def _build(self) -> nn.Module:
-        """Build the model with fake parameters. Published weights are not downloaded."""
+        """Build the model with fake parameters.
+
+        Published weights of torchvision are not downloaded. Those of timm are, if the recipe names
+        them.
+        """
         starting = not _is_published(self.recipe.model)
         layout = torch.contiguous_format
         if self.recipe.channels_last:
@@ -363,7 +368,8 @@ def _count_flops(run: Callable[[Tensor], Tensor], inputs: Tensor) -> tuple[Tenso
 def _is_published(model: ModelRecipe) -> bool:
     """Return whether torchvision publishes the weights that the recipe names.
 
-    Building the model with any other name raises RecipeError.
+    If not, `FakeModel` loads the weights as training does: a name that nobody publishes raises
+    RecipeError, and weights of timm are downloaded.
     """
     if model.weights is None:
         return False

@@ -91,8 +91,7 @@ class FakeModel:
         layout: recipe and devices to plan for.
         images: size and shape of the data set.
         recomputed: number of blocks, from the first one on, that are recomputed if the recipe says
-            `recompute=true`. None: all blocks. Modes with stages ignore
-            this number.
+            `recompute=true`. None: all blocks. Modes with stages ignore this number.
     """
 
     def __init__(self, layout: Layout, images: DatasetFacts, recomputed: int | None = None) -> None:

@@ -1,11 +1,11 @@
 """Train an image model on one or several devices in any parallel mode, and measure each mode.
 
-    from trainer import train
+    from trainer import load, train
     result = train("digits", epochs=2)
     result = train(model=net, data=(train_set, val_set), epochs=5)
     labels = load("runs/first").predict(["cat.jpg", "dog.jpg"])
 
-Names are resolved on first use, so that importing this package does not import torch.
+The public names are imported on first use, so that importing this package does not import torch.
 """
 
 from __future__ import annotations

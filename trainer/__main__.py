@@ -46,7 +46,8 @@ try:
     from trainer.saving.run_folder import asked_to_restart
     from trainer.versions import VERSION, read_version
 except ModuleNotFoundError as fault:
-    # A library is missing, for example after `pip install --no-deps`.
+    # A required library is missing, for example after `pip install --no-deps`. The printed line
+    # says what to install.
     message, exit_code = explain(fault)
     print(f"trainer: error: {localize_commands(message)}", file=sys.stderr)
     sys.exit(exit_code)
@@ -66,7 +67,7 @@ def main() -> None:
     if early.is_installed_command():
         name_installed_command(sys.argv[0])
     code = answer(sys.argv[1:])
-    # A rank that the launcher forked returns instead of exiting: the launcher's own code follows.
+    # A rank in a forked process does not exit here, but returns to its caller `launching.run_rank`.
     if not code and multiprocessing.parent_process():
         return
     # Ignore Ctrl-C from now on: all output is written, and Ctrl-C while Python shuts down would
@@ -79,7 +80,7 @@ def main() -> None:
 
 
 def answer(words: Sequence[str]) -> int:
-    """Run a command, print one line if it fails, and return the exit code."""
+    """Run a command, report its error if it fails, and return the exit code."""
     try:
         family.die_with_parent()
         check_folder()
@@ -87,7 +88,8 @@ def answer(words: Sequence[str]) -> int:
     except (Exception, KeyboardInterrupt) as error:
         now = time.time()
         line, code = explain(error)
-        # Exit code 1 means a bug, so the stack is written to the run folder, or shown without one.
+        # Exit code 1 means a bug, so the stack is written to the run folder, or printed if there
+        # is no run folder.
         if code == TrainerError.code:
             line = endings.with_stack(line, error)
         else:

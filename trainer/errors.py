@@ -18,7 +18,8 @@ from typing import Any
 # Error numbers for a full disk, a quota that is used up, and a file over the size limit.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-# Matches the user info of a URL, and the values of URL parameters whose names suggest a secret.
+# Matches the user info of a URL, and URL parameters whose names suggest a secret. Group 1 is the
+# name of a parameter with its "=", which `remove_secrets` keeps.
 SECRETS = re.compile(
     r"""(?<=://)[^/\s'"]+@|(?<=[?&;])([\w.-]*(?:token|secret|passw|key|sig)[\w.-]*=)[^&;\s'"]+""",
     re.IGNORECASE,
@@ -81,7 +82,7 @@ class DeviceMemoryError(TrainerError, MemoryError):
 
 
 class PeerError(TrainerError, RuntimeError):
-    """Another rank, a loader worker or a GPU died or stopped answering (exit 7)."""
+    """Another rank, a loader worker or a GPU died or stopped responding (exit 7)."""
 
     code = 7
     cause = "lost rank"
@@ -127,7 +128,7 @@ KINDS = {kind.code: kind for kind in TrainerError.__subclasses__()}
 def explain(error: BaseException) -> tuple[str, int]:
     """Return (text, exit_code): what to print for an exception, and the exit code.
 
-    The text is one line. Only for a bug, which has exit code 1, it is a traceback.
+    The text is one line, except for a bug: a bug has exit code 1, and its text is a traceback.
     """
     text = " ".join(read_text(error).split())
     if isinstance(error, TrainerError):
@@ -204,7 +205,8 @@ def describe_bug(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:500]}{where}"
 
 
-# Maps the name that imports each required library to its name for pip. Most names are the same.
+# Required libraries that have the same name in an import and for pip. `LIBRARIES` maps the import
+# name of every required library to its name for pip.
 SAME_NAME = (
     "cloudpickle matplotlib numpy omegaconf pydantic safetensors scipy tensorboard torch "
     "torchvision tqdm xxhash"
@@ -313,8 +315,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(sign in text for sign in PERHAPS_MEMORY) and _is_gpu_full()
 
 
-# cuBLAS and cuDNN print these if memory for their workspaces is lacking, but also if the
-# installation is broken.
+# cuBLAS and cuDNN report these errors if memory for their workspaces is lacking, but also if the
+# installation is broken. So they count as lack of memory only if a GPU is almost full.
 PERHAPS_MEMORY = (
     "unable to find an engine",
     "CUBLAS_STATUS_NOT_INITIALIZED",

@@ -9,8 +9,9 @@ class Command:
 
     Attributes:
         home: module whose function `command` runs the command; empty if `__main__` runs it.
-        words: options that the command accepts in addition to the keys of a recipe; the shell
-            completes both. If empty, shells complete only what `completion.sh` names.
+        words: options of the command that are not keys of a recipe, for the parser and for shells,
+            which also complete the keys. If empty, shells complete only what `completion.sh` names,
+            although the command may accept options.
         wants: example of the required arguments; empty if no argument is required.
         alone: whether the command refuses to run as one of several tasks of mpirun or srun.
     """

@@ -53,10 +53,11 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
         `--key=value` became `key=value`.
 
     Raises:
-        RecipeError: the command or an option is unknown, or a required argument is missing.
+        RecipeError: the command or an option is unknown, a required argument or a value is missing,
+            or a path for `predict` is ambiguous or does not exist.
     """
-    # A CR is removed, which the shell passes at the end of each command of a script with Windows
-    # line endings.
+    # Remove the CR that a shell passes at the end of each command of a script with Windows line
+    # endings.
     words = [word.rstrip("\r") for word in words]
     if not words:
         if _is_under_torchrun(os.environ):
@@ -86,7 +87,8 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
     arguments = normalize_options(rest)
     if command == "predict":
         arguments = classify_paths(arguments)
-    # An override that is repeated with the same value is no conflict; a repeated photo is kept.
+    # Drop an override that is repeated with the same value, because it is no conflict. Keep a
+    # repeated photo.
     distinct = []
     for argument in arguments:
         if "=" not in argument or argument not in distinct:
@@ -95,7 +97,13 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def normalize_options(words: Sequence[str]) -> list[str]:
-    """Write options as `key=value`: `--key value`, `--key=value`, and keys with dashes."""
+    """Rewrite `--key value` and `--key=value` as `key=value`.
+
+    Dashes in a key become underscores. All other arguments are kept.
+
+    Raises:
+        RecipeError: an option has no value, or its name is not a key.
+    """
     arguments = []
     rest = list(words)
     while rest:
@@ -112,8 +120,8 @@ def normalize_options(words: Sequence[str]) -> list[str]:
         elif not word.startswith("-"):
             arguments.append(word)
         elif rest and "=" not in rest[0] and not re.match(r"-(?!\d)|$", rest[0]):
-            # The next argument is the value. The pattern refuses an argument that starts with a
-            # dash, which is an option, unless it is a negative number.
+            # The next argument is the value. The pattern refuses an empty argument, and one that
+            # starts with a dash, which is an option, unless it is a negative number.
             arguments.append(f"{name}={rest.pop(0)}")
         elif is_key:
             if name in defaults():
@@ -175,7 +183,7 @@ def _classify_path(word: str) -> str:
         raise RecipeError(
             f"'{word}' holds runs: type one of them, as in predict {os.path.dirname(run)} photo.jpg"
         )
-    # The prefix keeps the parser of the recipe from reading the path as a key.
+    # The prefix "./" keeps the parser of the recipe from reading the path as a key.
     if "=" in word.split(os.sep)[0]:
         return os.path.join(".", word)
     return word

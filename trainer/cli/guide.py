@@ -1,4 +1,4 @@
-"""Commands `guide` and `--help`: pages from the folder `trainer/guide/`."""
+"""The command `guide` and the help pages, both from the folder `trainer/guide/`."""
 
 import difflib
 import functools
@@ -24,7 +24,8 @@ SECTION = re.compile(
 )
 
 FOLDER = Path(__file__).parent.parent / "guide"
-# Name of the page that lists all topics. Git hosts show a README below the files of its folder.
+# Name of the page that lists all topics. The name is README so that Git hosts show this page below
+# the files of its folder.
 INDEX = "README"
 
 
@@ -106,7 +107,14 @@ def _name_program(topic: str, text: str) -> str:
 
 @dataclass(frozen=True)
 class Page:
-    """Help for one command: usage, description, options, and examples to type unchanged."""
+    """Help for one command.
+
+    Attributes:
+        usage: name of the command and pattern of its arguments.
+        about: description of the command.
+        words: description of each option, by the option's name.
+        examples: command lines to type unchanged.
+    """
 
     usage: str
     about: str

@@ -104,6 +104,7 @@ def delete(caches: Sequence[Path], yes: str | None) -> None:
                 lock = locks.open_lock(cache / USED)
                 closing.callback(os.close, lock)
                 # A run may have deleted the directory and created it again, with a new lock file.
+                # Then the lock on the old file protects nothing.
                 if not locks.try_exclusive_lock(lock) or not locks.is_at(lock, cache / USED):
                     raise FolderInUseError(
                         f"{cache.name} is in use by a run: stop that first; nothing was deleted"
@@ -123,7 +124,7 @@ def delete(caches: Sequence[Path], yes: str | None) -> None:
             except FileNotFoundError:
                 pass
             except OSError as error:
-                # If the directory is not empty, a new run has begun to use it.
+                # If the directory is not empty, a new run has begun to use it, and it stays.
                 if error.errno != errno.ENOTEMPTY:
                     raise SetupError(
                         f"{cache} cannot be removed ({describe_error(error)}): check its owner and "

@@ -69,7 +69,10 @@ def command(words: Sequence[str]) -> int:
 
 
 def examine() -> Findings:
-    """Run all checks. A check that fails is reported as a problem, and the others still run."""
+    """Run the checks and return the report. A check that fails is reported as a problem.
+
+    If torch or torchvision cannot be imported, the checks that need them are left out.
+    """
     report = Findings()
     if report.trying("software", report_versions, report):
         cards = report.trying("cards", check_cards, report) or 0
@@ -141,7 +144,11 @@ class Findings:
 
 
 def report_versions(report: Findings) -> bool:
-    """Report the versions of the main packages, and return whether torch could be imported."""
+    """Report the versions of the main packages.
+
+    Returns:
+        Whether torch and torchvision can be imported.
+    """
     problems = len(report.problems)
     report.row(SOFTWARE, "trainer", f"{VERSION} ({Path(__file__).parents[1]})")
     python = f"{platform.python_version()} ({sys.executable}), {platform.platform()}"
@@ -164,10 +171,10 @@ def report_versions(report: Findings) -> bool:
 
 
 def check_cards(report: Findings) -> int:
-    """Report every GPU and the copies between them.
+    """Check and report every GPU, the copies between the GPUs, and their speeds.
 
     Returns:
-        The number of GPUs; 0 if any of them does not compute.
+        The number of GPUs; 0 if any check of a single GPU failed.
     """
     here = cards.detect()
     if here.fault:
@@ -232,14 +239,15 @@ def compare_speeds(names: Sequence[str], speeds: Sequence[float]) -> str:
 
 
 def check_communication(report: Findings, count: int) -> None:
-    """Check sums over two processes on the CPU, and over all GPUs if there are several."""
+    """Check sums over two processes on the CPU, and over all `count` GPUs if there are several."""
     import torch.distributed as dist
 
     gloo = report.trying("gloo", sum_over_processes, "gloo", ["cpu"] * 2)
     report.row(PROCESSES, "gloo, 2 processes", gloo or "FAILS, see below")
     if count > 1 and not dist.is_nccl_available():
         report.problem(cards.NO_NCCL)
-    # The processes of the GPUs connect to each other through gloo first.
+    # The processes of the GPUs connect to each other through gloo first, so NCCL is checked only if
+    # gloo works.
     elif count > 1 and gloo:
         devices = [f"cuda:{number}" for number in range(count)]
         nccl = report.trying("NCCL", sum_over_processes, "nccl", devices)
@@ -248,6 +256,11 @@ def check_communication(report: Findings, count: int) -> None:
 
 def sum_over_processes(backend: str, devices: Sequence[str]) -> str:
     """Check that processes on these devices sum a pattern correctly.
+
+    The devices determine the backend; `backend` is only its name for the error.
+
+    Returns:
+        A phrase for the report.
 
     Raises:
         SetupError: A sum is wrong, or a process failed.
@@ -297,7 +310,7 @@ def report_resources(report: Findings) -> None:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_unlimited = files == resource.RLIM_INFINITY
     report.row(MACHINE, "open files", "unlimited" if is_unlimited else files)
-    # No limit is RLIM_INFINITY, which is -1 and must not count as too few.
+    # RLIM_INFINITY means that there is no limit. Its value is -1, which must not count as too few.
     if 0 <= files < OPEN_FILES:
         report.problem(
             f"only {files} files may be open at once, too few for several processes: ulimit -n 4096"
@@ -305,7 +318,7 @@ def report_resources(report: Findings) -> None:
 
 
 def report_variables(report: Findings) -> None:
-    """Report the environment variables that torch, NCCL, gloo or this package reads."""
+    """Report environment variables that change training, except those that may hold a secret."""
     for name in sorted(os.environ):
         if TELLING.match(name) and not SECRET.search(name):
             report.row("environment", name, os.environ[name][:300] or '""')

@@ -75,7 +75,7 @@ class LoadedModel:
         self.model: nn.Module = self._trained.model
         self.classes: tuple[str, ...] = self._trained.classes
         # The number of threads and the section `predict` were chosen for the processes of commands.
-        # They do not apply to the caller's process.
+        # They do not apply to the caller's process, so both get their defaults.
         self._recipe = self._trained.recipe.replace(threads=None, predict={})
 
     @plain_context()
@@ -94,14 +94,15 @@ class LoadedModel:
             devices: None uses the first GPU, or the CPU without one, in this process. A list, as in
                 ["cuda:0", "cuda:1"], or "auto" starts a worker for each device, which pays off for
                 many images.
-            on_error: For images that cannot be read. "skip" returns a PredictionError instead of
-                the Prediction of such an image; "raise" raises the error of the first one.
+            on_error: For images that cannot be labeled, such as a damaged file. "skip" returns a
+                PredictionError instead of the Prediction of such an image; "raise" raises the error
+                of the first such image.
 
         Returns:
             A `Prediction`; a list of them in order for a directory, a batch or a sequence.
 
         Raises:
-            PredictionError: An image cannot be read; the message names it.
+            PredictionError: An image cannot be labeled; the message names the image.
             RecipeError: An argument has another type, or there is no such device.
             SetupError: A directory has no images.
         """

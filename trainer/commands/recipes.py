@@ -20,7 +20,8 @@ from trainer.recipe.text import flatten, format_value, format_yaml
 COMMENT_COLUMN = 34
 # File name of the JSON Schema, which `python -m tests.pages` writes.
 SCHEMA = "recipe.schema.json"
-# Maximum number of arguments after each subcommand.
+# Maximum number of arguments after a subcommand. Any number of overrides may follow the name of a
+# recipe.
 MAX_ARGUMENTS = {"keys": 1, "schema": 0}
 
 

@@ -116,7 +116,8 @@ def build_script(words: Sequence[str], program: str) -> str:
     cpus = parse_positive_integer("cpus", options["cpus"])
     output = options.get("output") or f"runs/{base.name}"
     requeues = read_count("requeues", REQUEUES)
-    # All clusters accept lowercase letters, digits and dashes in the name of a job.
+    # All clusters accept lowercase letters, digits and dashes in the name of a job. All other
+    # characters become dashes.
     name = re.sub(r"[^a-z0-9]+", "-", Path(output).name.lower())
     name = name.strip("-")[:40].strip("-")
     directives = {
@@ -183,7 +184,8 @@ def _count_gpus(recipe: Recipe, nproc: int, nodes: int) -> int:
     """Return the number of GPUs that each node needs.
 
     Raises:
-        RecipeError: The recipe's devices do not fit this number, or cannot be known.
+        RecipeError: The recipe's devices do not fit `nproc` and `nodes`, or the number of GPUs is
+            unknown.
     """
     if recipe.traits.shared_memory:
         count = 0

@@ -66,8 +66,8 @@ def compare(
         plugin: a Python file or module that every run imports.
         output: folder of the comparison. None: runs/compare-<recipe>-<time>.
         resume: "auto" resumes the comparison in `output` and keeps its finished repeats.
-        steps: measured steps of a run. None: about as many as take 4 s, or the length that
-            max_steps and epochs in `words` set.
+        steps: measured steps of a run, unless max_steps or epochs in `words` set its length. None:
+            about as many as take 4 s.
 
     Returns:
         The report, with the keys of compare.json.
@@ -75,7 +75,8 @@ def compare(
     Raises:
         RecipeError: an argument is wrong, or differs from the comparison that is resumed. An entry
             that cannot run on this machine raises nothing; the report names the reason.
-        FolderInUseError: the folder already holds a comparison, or another process writes to it.
+        FolderInUseError: the folder already holds a comparison or something else, or another
+            process uses it.
         Interrupted, Preempted: stopped by Ctrl-C or SIGTERM; the tables hold all finished runs.
     """
     if isinstance(modes, str):

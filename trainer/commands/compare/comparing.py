@@ -190,8 +190,9 @@ class Comparison:
     ) -> TrialRun:
         name = f"runs/{row.slug}/{repeat}"
         read = partial(self._read, repeat)
-        # Start to measure what other processes use during this run. One meter is enough: the engine
-        # has one slot, starts this run now, and asks for the next run only when this one has ended.
+        # Start to measure the CPU time of other processes during this run. One meter is enough: the
+        # engine has one slot, starts this run now, and asks for the next run only when this one has
+        # ended.
         self.meanwhile = OtherProcesses()
         return TrialRun(name, [*self.first, *words], variables, read, key=(row, repeat))
 

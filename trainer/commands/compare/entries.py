@@ -114,7 +114,7 @@ def build_entries(
         mode, mode_arguments = _parse_mode(text)
         if nproc and TRAITS[mode].processes != "one":
             mode_arguments.setdefault("nproc", f"nproc={nproc}")
-        # A mode that refuses shares still runs, as the reference of modes that accept them.
+        # A mode that refuses shares runs without them, as the reference of modes that accept them.
         if base.shares is not None and "shares" in TRAITS[mode].refuses:
             mode_arguments.setdefault("shares", "shares=null")
         entry = _build_entry(source, text, mode, {**shared_arguments, **mode_arguments})
@@ -191,8 +191,8 @@ def _build_entry(source: Source, name: str, mode: str, arguments: dict[str, str]
         ranks = launch.nproc
         nproc = str(launch.nproc)
     words = [*arguments.values(), f"mode={mode}"]
-    # A mode of one process needs nproc= as well: without it, the run would choose the number of
-    # processes by the devices of this machine.
+    # nproc=1 is passed as well, although no ranks are launched for it: without nproc=, the run
+    # would choose the number of processes by the devices of this machine.
     if nproc:
         words.append(f"nproc={nproc}")
     threads = resolved.threads or max(1, resources.count_cores() // ranks)
@@ -204,8 +204,8 @@ def _build_entry(source: Source, name: str, mode: str, arguments: dict[str, str]
 def find_batch_dependent(recipe: Recipe) -> list[str]:
     """Return the kinds of layers whose output depends on how a batch is divided.
 
-    The kinds are "batch norm" and "dropout". The model is built on the meta device,
-    which needs no memory.
+    The kinds are "batch norm" and "dropout". The model is built on the meta device, which needs no
+    memory. If it cannot be built there, the list is empty.
     """
     import torch
     from torch import nn

@@ -19,8 +19,9 @@ PASS_THROUGH = "pass-through: torch's DataParallel does nothing without CUDA"
 STAND_IN = "on CPU cores"
 DISTURBED = "busy machine"
 NO_DIFFERENCE = "no difference shown"
-# Allowed relative deviation of a step's loss. Half precision rounds, and the rounding of a run
-# grows with every step. Runs with tf32 are checked in fp32, hence the same value.
+# Allowed relative deviation of a step's loss. fp16 and bf16 round more coarsely than fp32, and the
+# rounding errors of a run grow with every step. Runs with tf32 are checked in fp32, hence the same
+# value.
 TOLERANCE = {"fp32": 1e-4, "tf32": 1e-4, "fp16": 1e-3, "bf16": 1e-2}
 # Different kernels add in a different order, and a large learning rate amplifies the difference.
 # On GPUs, the allowed deviation grows to this multiple of the deviation that rounding alone causes

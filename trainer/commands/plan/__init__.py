@@ -79,7 +79,7 @@ def plan(
     Raises:
         RecipeError: training would refuse the recipe even on a machine with all the devices, or
             an argument is invalid.
-        SetupError: a device to measure is missing, or training would fail on every machine.
+        SetupError: a device to measure is missing, or the data cannot be read.
     """
     if recipe is None:
         raise RecipeError("plan() needs a recipe, as in plan('digits')")

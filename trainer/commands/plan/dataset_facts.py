@@ -19,7 +19,8 @@ from trainer.recipe.known_names import DATASETS, OWN_PHOTOS
 from trainer.tasks import Task
 from trainer.training.initial_model import build_for_sizes
 
-# Training images, validation images, classes, channels, and the length of a side in pixels.
+# For each published data set: the numbers of training images, validation images, classes and
+# channels, and the side of an image in pixels.
 PUBLISHED = {
     "mnist": (60_000, 10_000, 10, 1, 28),
     "fashion_mnist": (60_000, 10_000, 10, 1, 28),
@@ -77,7 +78,9 @@ class DatasetFacts:
 
 
 def read_dataset_facts(recipe: Recipe) -> DatasetFacts:
-    """Return size and shape of the recipe's data. Files are counted, nothing is downloaded.
+    """Return size and shape of the recipe's data, without downloading anything.
+
+    The sizes of some public data sets are in `PUBLISHED`. Images on this machine are counted.
 
     Raises:
         RecipeError: the task cannot use these targets.

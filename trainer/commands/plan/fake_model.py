@@ -65,7 +65,7 @@ class Cut:
         names: names of the modules after which the model is cut.
         microbatches: number of micro-batches of a local batch.
         rows: number of images of a micro-batch; of the largest one if they differ.
-        holders: number of the worker that holds each stage.
+        holders: number of the worker that holds each stage, from 0.
         stages: pass of a micro-batch through each stage.
         gradients: bytes of each worker's gradients.
         ideal: fraction of a step in which a worker waits, if all stages take equally long.
@@ -91,7 +91,7 @@ class FakeModel:
         layout: recipe and devices to plan for.
         images: size and shape of the data set.
         recomputed: number of blocks, from the first one on, that are recomputed if the recipe says
-            `recompute=true`. None: all blocks.
+            `recompute=true`. None: all blocks. Modes with stages ignore this number.
     """
 
     def __init__(self, layout: Layout, images: DatasetFacts, recomputed: int | None = None) -> None:
@@ -113,7 +113,11 @@ class FakeModel:
         self.whole = cache(self._whole)
 
     def _build(self) -> nn.Module:
-        """Build the model with fake parameters. Published weights are not downloaded."""
+        """Build the model with fake parameters.
+
+        Published weights of torchvision are not downloaded. Those of timm are, if the recipe names
+        them.
+        """
         starting = not _is_published(self.recipe.model)
         layout = torch.contiguous_format
         if self.recipe.channels_last:
@@ -180,7 +184,7 @@ class FakeModel:
     # --- Passes of the whole model
 
     def _whole(self, rows: int, gradients: bool) -> Pass:
-        """Return the pass of the whole model on `rows` images.
+        """Return the memory of a pass of the whole model on `rows` images.
 
         If `gradients` is true, the gradients exist before the pass and do not count. Otherwise the
         pass allocates them, and they count.
@@ -208,7 +212,10 @@ class FakeModel:
 
     @contextmanager
     def _shapes_suffice(self) -> Iterator[None]:
-        """Raise RecipeError if the model needs values, or an operator lacks a meta kernel."""
+        """Turn an error of a pass in the `with` block into a RecipeError.
+
+        The usual causes are a model that needs values, and an operator without a meta kernel.
+        """
         try:
             yield
         except (RuntimeError, AssertionError, ValueError, TypeError, LookupError) as error:
@@ -302,7 +309,7 @@ class FakeModel:
 
         Here `forward` and `backward` of a cost are FLOPs instead of seconds. The backward pass is
         assumed to need twice the FLOPs of the forward pass. `bytes` is the size of the block's
-        output.
+        output; 0 for the last block.
         """
         costs = []
         modules = self.traced.stages(self.traced.cuts)
@@ -360,7 +367,8 @@ def _count_flops(run: Callable[[Tensor], Tensor], inputs: Tensor) -> tuple[Tenso
 def _is_published(model: ModelRecipe) -> bool:
     """Return whether torchvision publishes the weights that the recipe names.
 
-    Building the model with any other name raises RecipeError.
+    If not, `FakeModel` loads the weights as training does: a name that nobody publishes raises
+    RecipeError, and weights of timm are downloaded.
     """
     if model.weights is None:
         return False

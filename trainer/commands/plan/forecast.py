@@ -25,7 +25,7 @@ class Traffic(NamedTuple):
 
     Attributes:
         reduced: bytes that each device sends in a step to reduce gradients, gather shards or
-            average weights.
+            average weights; in a pipeline, those of the worker with the most gradients.
         averaged: bytes that each device sends to average weights once, as at the end of an epoch.
         crossing: bytes that all devices together send in a step: activations between stages and
             their gradients, or copies of the model and their gradients.
@@ -211,7 +211,7 @@ def _predict_exchange(fake: FakeModel, layout: Layout, measured: Timings) -> tup
 
     Returns:
         (seconds, note): the seconds per step, without any overlap, and a sentence that says how
-        they were computed; (0.0, "") if the mode exchanges nothing.
+        they were computed, or why they are 0.0; (0.0, "") if the mode exchanges nothing.
     """
     count = layout.processes
     exchanges = layout.recipe.traits.exchanges

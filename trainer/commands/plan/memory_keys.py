@@ -81,8 +81,9 @@ def choose_accumulate(fake: FakeModel, layout: Layout, memory: int | None) -> La
 
 
 def suggest_arguments(fake: FakeModel, layout: Layout, memory: int) -> list[dict[str, Any]]:
-    """Return arguments with which the run fits `memory` bytes, each with its peak memory in bytes.
+    """Return arguments with which the run fits `memory` bytes.
 
+    Each is a dictionary of the argument, "words", and the peak memory with it in bytes, "peak".
     Arguments that do not change the mathematics come first.
     """
     recipe = layout.recipe

@@ -60,7 +60,7 @@ def measure_here(layout: Layout, images: DatasetFacts, plugin: str | None) -> Ti
         raise SetupError(
             "measured=here: no CUDA device is here: leave it out, or plan devices=[cpu]"
         )
-    # More processes than this would share cores or a GPU, and be slower than those of the plan.
+    # More than `available` processes would share cores or a GPU, and be slower than in the plan.
     count = min(layout.processes, available)
     threads = resources.choose_threads(recipe, count)
     rows = []
@@ -131,7 +131,7 @@ def measure(
     """Measure passes, optimizer, blocks and communication in one of the processes.
 
     Args:
-        process: this process.
+        process: number and device of this process, and the devices of all processes.
         recipe: recipe to measure.
         images: size and shape of the data set.
         most: maximum number of images of a pass.

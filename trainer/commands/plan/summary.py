@@ -76,7 +76,7 @@ def summarize(
         cut = predicted.cut
         prediction = predicted.figures(recipe.batch_size)
         assumptions += predicted.assumptions
-    # A forecast has chosen the cut already, by measured seconds.
+    # A forecast has chosen the cut already. Without a forecast, the cut is chosen here.
     if layout.staged and cut is None:
         cut = fake.cut(layout)
     devices, limit, fits = assess(fake, layout, memory, cut)
@@ -192,7 +192,8 @@ def _summarize_traffic(
 def needs_folder(recipe: Recipe) -> bool:
     """Return whether training needs a folder of images that the arguments do not name yet.
 
-    Without this folder, a run only measures its speed on synthetic images.
+    Without this folder, a run fails or, with data.missing=synthetic, only measures its speed on
+    synthetic images.
     """
     return recipe.data.name in OWN_PHOTOS and recipe.data.root is None
 

@@ -51,8 +51,8 @@ class LabelModel:
         model: Model in evaluation mode, on the CPU.
         classes: Name of each output.
         preparation: Preparation of images as in evaluation.
-        data: Data set, if one of its splits is labeled.
-        photos: Paths of images, directories and lists of paths to label if `data` is None.
+        data: Data set with a split to label; None if `photos` are labeled.
+        photos: Paths of the images, directories and lists of paths to label if `data` is None.
     """
 
     recipe: Recipe
@@ -87,8 +87,8 @@ class LabelModel:
                 f"predict.split={split_name} labels the run's own data set: leave it out, or "
                 f"{photos[0]}"
             )
-        # The data.root= of the run's recipe names the training images. Only one among `words` names
-        # images to label.
+        # The data.root= of the run's recipe names the training images. Only a data.root= among
+        # `words` names images to label.
         has_root = any(word.startswith("data.root=") for word in words)
         if split_name is None and has_root and recipe.data.root is not None:
             photos = (recipe.data.root, *photos)
@@ -117,7 +117,7 @@ class LabelModel:
 
 
 class Labels(NamedTuple):
-    """Indices and probabilities of up to five most probable classes of an image, best first.
+    """Indices and probabilities of at most five classes of an image, the most probable first.
 
     For a regression, `classes` are the indices of the outputs, and `probabilities` are their
     values. `error` is empty, or says why the image could not be labeled.
@@ -140,7 +140,7 @@ class Labeller:
         preparation: Preparation of images as in evaluation.
         recipe: Recipe with the options of prediction.
         task: Task that ranks the outputs.
-        source: Data set of the items that are indices.
+        source: Data set of the items that are indices; None if no item is an index.
         threads: Threads that read the next images while the model computes; 0 reads and computes in
             turn.
     """

@@ -68,7 +68,7 @@ LEAST = 0.01
 MANY = 100
 # Maximum number of threads that read for one device.
 DECODERS = 32
-# Seconds between two progress lines.
+# Minimum number of seconds between two progress lines.
 SECONDS = 5.0
 
 
@@ -110,7 +110,7 @@ def label(trained: LabelModel, folder: Path) -> None:
     Raises:
         PredictionError: Workers gave up on images.
         RecipeError: `folder` is a directory of images to label, or an argument is wrong.
-        FolderInUseError: The directory holds a run or predictions.
+        FolderInUseError: The directory holds a run or predictions, or another process uses it.
     """
     recipe = trained.recipe
     photos = [Path(root).expanduser().resolve() for root in trained.photos]
@@ -123,7 +123,7 @@ def label(trained: LabelModel, folder: Path) -> None:
     else:
         inputs = sources.find_images(trained.photos)
     devices = prediction_devices(recipe.devices, count_cuda_devices(recipe.devices), count_cores())
-    # The CPU alone gets one worker per core, as it does on a machine without a GPU.
+    # The CPU alone gets one worker per core, at most eight, as it does on a machine without a GPU.
     if devices == ["cpu"] and recipe.threads is None:
         devices = prediction_devices("auto", 0, count_cores())
     _claim(folder)
@@ -141,7 +141,7 @@ def label(trained: LabelModel, folder: Path) -> None:
         _count_decoders(devices),
     )
     begun = time.perf_counter()
-    # The pool reads ahead of its results, so `tee` keeps those items until their results arrive.
+    # The pool takes items ahead of its results, so `tee` keeps each item until its result arrives.
     ahead, items = tee(inputs.items)
     with stop_between_runs(AGAIN), rows:
         with DevicePool(
@@ -286,8 +286,8 @@ class Rows:
     def finish(self, seconds: float) -> None:
         """Complete the results after `seconds` of labeling.
 
-        The file of rows gets its final name last, so a directory without that name can be used
-        again.
+        The file of rows gets its final name last. So a directory without a file of that name holds
+        no complete results, and can be used again.
         """
         result = {**self.counts, "top1": self.accuracy, "seconds": seconds}
         with report_write_errors(self.final.parent, AGAIN):

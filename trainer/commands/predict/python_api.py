@@ -32,7 +32,7 @@ def predict(
 ) -> Any:
     """Run a model in evaluation mode, without gradients, on every device of a list.
 
-    The outputs equal those of one device.
+    The outputs are in the order of the inputs, whichever device computed them.
 
     Args:
         model: Model with its weights, on the CPU or a device; every worker gets a copy.

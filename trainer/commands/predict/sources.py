@@ -41,7 +41,7 @@ class Inputs:
     Attributes:
         items: The images.
         count: Number of images; None if unknown in advance.
-        source: Data set that the payloads index, if they are indices.
+        source: Data set that the payloads index; None if they are not indices.
         ignored: Descriptions of the files that are no images, one for each directory that has any.
     """
 
@@ -59,7 +59,7 @@ def find_images(roots: Sequence[str]) -> Inputs:
             with a path on each line; or only "-" for stdin.
 
     Raises:
-        SetupError: A root has no images.
+        SetupError: A root has no images, or cannot be read.
         RecipeError: Stdin is combined with other roots, or is empty.
     """
     if "-" in roots:

@@ -14,7 +14,8 @@ from trainer.telemetry.readable import format_count
 
 # Seconds after which a run or a measurement is considered to hang and is killed.
 TIMEOUT = 300.0
-# A hanging run stops by itself this number of seconds earlier, and reports the reason.
+# The `timeout` of a run is this number of seconds shorter than TIMEOUT, so that a run that hangs
+# early stops by itself and reports the reason.
 GRACE = 60.0
 QUIET = ["logging.progress=false", f"timeout={TIMEOUT - GRACE:g}"]
 
@@ -149,16 +150,16 @@ class CheckRunner:
         timed: bool = False,
         resumes: bool = False,
     ) -> Json:
-        """Train through the command line and return result.json.
+        """Train through the command line and return the content of result.json.
 
         A run that completed before is not run again, unless it is timed.
 
         Args:
             name: folder of the run below runs/.
             words: arguments of the run.
-            environment: additional variables.
-            timed: run again in any case, because the speed is compared with one that is measured
-                at the same time. The weights are deleted.
+            environment: additional environment variables.
+            timed: whether the speed is compared with one that is measured at the same time. Such a
+                run starts again in any case, and its weights are deleted.
             resumes: whether a run that was stopped is resumed.
 
         Raises:

@@ -23,9 +23,9 @@ from trainer.saving.files import Json
 from trainer.telemetry.flops import look_up_published
 from trainer.telemetry.readable import format_number
 
-# A device is slow below this fraction of the best of its kind, and throttled below this fraction
-# of its own best. The limits for CPUs are lower, because no clock excludes the effect of other
-# programs completely.
+# A device is called slow below the fraction SLOW of the best rate of its kind, and throttled below
+# the fraction THROTTLED of its own best rate. The limits for CPUs are lower, because no clock
+# excludes the effect of other programs completely.
 SLOW = {"cuda": 0.9, "cpu": 0.6}
 THROTTLED = {"cuda": 0.85, "cpu": 0.5}
 # A link is slow below this fraction of the fastest one.
@@ -287,7 +287,9 @@ def _measure_speed(network: Network, count: int, runner: CheckRunner) -> Outcome
 def build_arguments(
     where: Sequence[str], network: Network, count: int, options: Json, steps: int
 ) -> list[str]:
-    """Return the arguments of a timed run on synthetic images, without features that slow it down.
+    """Return the arguments of a timed run on synthetic images.
+
+    Features that slow a run down are switched off.
 
     Args:
         where: arguments that select mode and devices.

@@ -125,6 +125,10 @@ def rates(measurer: Measurer) -> Json:
     """Measure FLOP/s of matrix products and bytes/s of copies within the device.
 
     The devices take turns, so that each is measured alone, several times.
+
+    Returns:
+        "product" and "memory": successive rates; "precision" of the matrix products;
+        "product_limit": published FLOP/s of this device, or None.
     """
     device = measurer.device
     precision = "fp32"
@@ -165,10 +169,13 @@ def rates(measurer: Measurer) -> Json:
 
 
 def links(measurer: Measurer) -> Json:
-    """Measure the bytes/s of each direction between two devices, and of an all-reduce.
+    """Measure the bytes/s of messages between all pairs of devices, and of an all-reduce.
 
-    The receiver measures a direction. The rate of an all-reduce is that at which each device of a
-    ring sends.
+    The rate of an all-reduce counts the bytes that each device sends in a ring.
+
+    Returns:
+        "ways": successive rates of each way by its name, as in "0 to 1", for the ways on which this
+        process receives; "all_reduce": successive rates of the all-reduce.
     """
     size = 2**27 if measurer.device.type == "cuda" else 2**23
     block = torch.zeros(size // 4, device=measurer.device)
@@ -241,8 +248,8 @@ def bare(measurer: Measurer, batch: int, **network: Any) -> Json:
     """Measure the images/s of this device in the bare loop.
 
     Returns:
-        "speeds": images/s in each timed window. "alone": images/s in each of the windows between
-        them in which no gradients are exchanged; empty for one process.
+        "speeds": images/s in each window with an exchange of gradients, or in every window for one
+        process. "alone": images/s in each window without an exchange; empty for one process.
     """
     torch.backends.cudnn.benchmark = True
     step = step_of(measurer, batch, **network)

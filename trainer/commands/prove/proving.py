@@ -1,9 +1,9 @@
 """Run one proof: choose the checks that fit into the time, run them, and report the outcomes.
 
 The folder of a proof is locked and bound to one machine. Each outcome is stored there as soon as
-the check ends. `proof.json` is built from the outcomes, and `proof.md` from `proof.json`. The page
-is meant for an issue, so it contains no path and no name of a user or a host. The guide's page
-`prove` lists the keys of `proof.json`, which scripts read.
+the check ends. `proof.json` is built from the outcomes, and `proof.md` from its content. Users may
+publish both files, so `anonymize` replaces paths and the names of the user and the host. The
+guide's page `prove` lists the keys of `proof.json`, which scripts read.
 """
 
 import getpass
@@ -177,7 +177,7 @@ class Proving:
             say(wrap("  skipped, ", text))
 
     def _estimate(self, checks: Sequence[Check]) -> float:
-        """Estimate the seconds of `checks` from the durations of the checks before them."""
+        """Estimate the seconds of `checks`, corrected by how long finished checks really took."""
         return sum(check.seconds * self.actual / self.expected for check in checks)
 
     def _choose(self) -> list[Check]:

@@ -1,7 +1,7 @@
 """Checks of correctness: does this machine train correctly?
 
-Whole runs are started through the command line, and compared with a run of `mode=single` or with
-an equal run.
+Most checks start a whole run through the command line, and compare it with a run of `mode=single`
+or with an equal run. Other checks call `doctor`, and send patterns between devices.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Mode:
         words: arguments that select it.
         same: whether it must compute what `single` computes.
         newer: whether an older torch may refuse it.
-        priority: priority of its check.
+        priority: `Check.priority` of the check that trains with this mode.
     """
 
     name: str
@@ -169,7 +169,7 @@ def train(
 def train_single(
     runner: CheckRunner, name: str = "single", *words: str, model: str = "cnn_gn"
 ) -> Traces:
-    """Train twenty steps with mode=single on the first device."""
+    """Train twenty steps with mode=single on the first device, and return the traces."""
     train(runner, name, ["mode=single", *runner.devices.first(), *words], model)
     return load_traces(runner.path(name))
 
@@ -209,14 +209,14 @@ def resume(runner: CheckRunner) -> Outcome:
 
 
 def list_modes(devices: Devices) -> Iterator[Mode]:
-    """Yield each mode and each schedule that these devices can run."""
+    """Yield each mode and schedule that these devices can run, except `single`, the reference."""
     count = devices.count
     for mode, traits in TRAITS.items():
         if traits.reference or traits.processes == "many":
             continue
         own = devices.first()
         if traits.many_devices:
-            # The network `cnn_gn` has seven blocks, so it is cut into at most four stages.
+            # The network `cnn_gn` has only seven blocks, so it is cut into at most four stages.
             limit = 4 if traits.staged else count
             own = devices.in_one_process(max(2, min(count, limit)))
         if traits.micro_batches:
@@ -371,10 +371,10 @@ def _compare_numbers(actual: Sequence[float], expected: Sequence[float]) -> floa
 
 
 def _compare_tensors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Return the largest distance of a tensor from the expected one, relative to its norm.
+    """Return the largest distance of a tensor from the expected tensor, relative to a norm.
 
-    A thousandth of the norm of all tensors together is added to the norm, so that tiny tensors do
-    not decide.
+    The norm is that of the expected tensor plus a thousandth of the norm of all expected tensors
+    together, so that tiny tensors do not decide.
     """
     if not expected or actual.keys() != expected.keys():
         return math.inf
@@ -392,7 +392,7 @@ def _compare_tensors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor
 def compare_traces(
     actual: Traces, expected: Traces, bounds: Mapping[str, float], todo: str
 ) -> Outcome:
-    """Return a right outcome if the traces of two runs are within `bounds` of each other."""
+    """Return a right outcome if two runs differ by at most `bounds`, otherwise a wrong one."""
     deviations = {}
     exceeded = []
     shown = []
@@ -411,7 +411,7 @@ def compare_traces(
 
 
 def compare_bits(actual: Traces, expected: Traces, other: str, todo: str) -> Outcome:
-    """Return a right outcome if the results of two runs are equal to the last bit."""
+    """Return a right outcome if two runs are equal to the last bit, otherwise a wrong one."""
     different = [name for name, value in compute_differences(actual, expected).items() if value]
     # Two runs that ended early must not pass, even if their results are equal.
     if len(expected.losses) != STEPS:

@@ -54,7 +54,7 @@ ADVICE = {
         "began"
     ),
 }
-# The page shows how this number of attempts ended, the most recent ones.
+# Number of the most recent attempts for which the page shows how they ended.
 ENDS = 10
 # Kinds of lost time below this fraction of the run's time are not shown.
 LEAST = 5e-4

@@ -1,8 +1,9 @@
 """`python -m trainer sweep`: find the values of a recipe's keys that train best.
 
-Every trial is an ordinary run. Lists are tried in every combination, and Optuna samples ranges. The
-metric is that of the task on the validation split or, with metric=speed, images/s. Finished runs
-are kept, and the same command resumes a stopped sweep.
+Every trial is an ordinary run. Lists are tried in every combination. If any key has a range, Optuna
+samples the values of all swept keys instead. The metric is that of the task on the validation split
+or, with metric=speed, images/s. Finished runs are kept, and the same command resumes a stopped
+sweep.
 """
 
 import re
@@ -33,7 +34,8 @@ from trainer.telemetry.readable import format_count
 from trainer.training.reporting import list_versions
 
 FILE = "sweep.json"
-# Keys and sections that may change when a sweep is resumed, because no result depends on them.
+# Keys and sections that may change when a sweep is resumed, because no metric of a task depends on
+# them. With metric=speed, none of them may change.
 FREE = (
     "devices",
     "threads",
@@ -130,7 +132,7 @@ class Sweeping:
             rows = sorted(stored, key=lambda row: row["trial"])
             choices = [row["values"] for row in rows]
         self.trials = [TrialFigures(number, values) for number, values in enumerate(choices, 1)]
-        # Number of validation images of each finished run.
+        # Number of validation images of each run that has ended; 0 if result.json does not say it.
         self.images: list[int] = []
         self.progress = TrialsProgress(space.count() * space.repeats)
 

@@ -17,7 +17,7 @@ from trainer.processes.terminal import BOLD
 from trainer.saving.files import Json
 from trainer.telemetry import plots, readable
 
-# Status of a trial, in the order of the table.
+# Statuses of trials, in the order in which the table lists the trials.
 ORDER = ("done", "not done", "failed")
 # Name of the metric of a sweep with metric=speed.
 SPEED = "images/s"
@@ -115,12 +115,12 @@ def tabulate(trials: Sequence[TrialFigures], metric: Metric, images: int) -> lis
     """Rank the trials, and compare each one with the best.
 
     On few images, several seeds often have exactly the same accuracy, as if it did not depend on
-    chance. So the standard deviation of a run's accuracy is assumed to be at least that of one
-    image: 1 / `images`.
+    chance. So the standard deviation of a run's accuracy is assumed to be at least 1 / `images`, by
+    which a single image changes the accuracy.
 
     The best row was chosen by the same values that are compared, so the error rate has to cover the
     pairs of all rows: any row could have been the best. Only one direction of a pair is claimed.
-    Hence the pairs with the best row get 2 / rows of the error rate.
+    Hence the pairs with the best of n rows get 2 / n of the error rate.
 
     Args:
         trials: Trials in any order.

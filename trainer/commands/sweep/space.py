@@ -70,7 +70,10 @@ class Dimension:
         return low > 0 and high >= FACTOR * low
 
     def typed(self, value: Any) -> str:
-        """Return a value as in an override; a number of a range has four significant digits."""
+        """Return a value as in an override.
+
+        Numbers of a range are rounded to four significant digits, unless they are whole.
+        """
         if self.ends is None or self.whole:
             return str(value)
         low, high = self.ends
@@ -191,8 +194,8 @@ class SearchSpace:
             repeats: Runs of each trial with different seeds.
             trials: Number of trials to sample. None: `SAMPLED` if there is a range; if only lists
                 vary, nothing is sampled.
-            nproc: Value of nproc=.
-            plugin: Value of plugin=.
+            nproc: Value of nproc=; None if it was not given.
+            plugin: Value of plugin=; None if it was not given.
             speed: Whether images/s are compared instead of the task's metric.
 
         Raises:
@@ -325,7 +328,7 @@ class SearchSpace:
         return self.trials or math.prod(len(part.values) for part in self.dimensions)
 
     def asked(self) -> dict[str, Any]:
-        """Return the settings that a resumed sweep must keep: all except trials= and repeats=."""
+        """Return the settings that a resumed sweep compares: all except trials= and repeats=."""
         kept = {
             "swept": {part.key: str(part) for part in self.dimensions},
             "nproc": self.nproc,
@@ -385,7 +388,7 @@ def _check_dimensions(
         dimensions: Keys that vary.
         typed: All keys of the command, with repetitions.
         repeats: Runs of each trial.
-        trials: Value of trials=.
+        trials: Value of trials=; None if it was not given.
 
     Raises:
         RecipeError: A key cannot be swept or has two lists, or the number of trials is not allowed.

@@ -1,5 +1,5 @@
 """Trials in fresh processes, and their reports.
 
-Shared by `compare`, `sweep`, `prove` and `plan measured=here`. A command says which trials there
-are and what their results mean.
+`compare`, `sweep`, `prove`, `doctor` and `plan measured=here` share this package. A command says
+which trials or measurements there are and what their results mean.
 """

@@ -9,7 +9,8 @@ A command says which trials there are and what their results mean:
 The engine asks `trials()` for the next trial whenever a slot is free, so what it yields may depend
 on the outcomes that `on_outcome` received. With one slot the trials run in the order in which they
 are yielded (A B C A B C ...). A trial that completed before is not run again. A trial that failed
-or was stopped starts from scratch, or is resumed (`TrialRun.resumes`).
+or was stopped starts from scratch, or is resumed (`TrialRun.resumes`). But a trial with `resumes`
+whose loss was not finite does not run again, because it would fail again.
 """
 
 from __future__ import annotations
@@ -292,7 +293,7 @@ def claim_folder(
         default: folder to use if `output` is None; if it holds something else, a number is
             appended.
         kind: what the folder holds, for messages, as in "sweep".
-        file: name of the file in it that stores `asked`.
+        file: name of the file in the folder that stores `asked`.
         asked: arguments that a resumed command must repeat; the value of `settings` is a recipe.
         command: command line that resumes the work. It is stored in `file`, so that a message can
             show it later. Empty: none is stored.

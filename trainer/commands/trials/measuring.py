@@ -94,7 +94,8 @@ def measure_on_all(
         task: keyword arguments of `function`.
 
     Raises:
-        PeerError: a process failed, with the line that it printed, or the timeout passed.
+        PeerError: a process failed, or the timeout passed. The message is the error that the
+            process printed, if any.
     """
     with report_write_errors(folder.parent):
         shutil.rmtree(folder, ignore_errors=True)

@@ -22,8 +22,8 @@ from trainer.telemetry import readable
 NOTE = 12
 # Maximum number of rows of a table in a terminal, for tables whose rows are all in a file.
 SHOWN = 20
-# A measurement is unreliable if other processes use this number of cores or, on a large machine,
-# this fraction of its cores. The services of an idle machine use less.
+# A measurement counts as unreliable if other processes use at least BUSY cores and at least
+# BUSY_FRACTION of this machine's cores. The services of an idle machine use less.
 BUSY = 0.2
 BUSY_FRACTION = 0.05
 

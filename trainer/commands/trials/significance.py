@@ -36,12 +36,12 @@ class Difference:
     Attributes:
         first: name of an entry.
         second: name of another entry.
-        pairs: number of repeats that both entries have.
+        pairs: number of common repeats, which both entries have.
         ratio: geometric mean of the paired ratios, without the extreme ones if the trimmed test is
             the clearer one.
         low: lower end of the ratio's confidence interval, at the level that this pair was tested
-            at; None for fewer than two pairs.
-        high: upper end of that interval.
+            at; None for fewer than two common repeats.
+        high: upper end of that interval; None for fewer than two common repeats.
         p: probability of such repeats if the true ratio were within the margin, for this pair
             alone.
         verdict: "faster" or "slower" if the difference is shown, else None.
@@ -68,15 +68,16 @@ def find_differences(
 
     Paired t-tests on log-ratios test the hypothesis that the ratio lies within 1 +- `margin` (a
     minimum-effect test: Murphy and Myors, J. Applied Psychology 84 (1999), p. 234; here on both
-    sides with half of `error` each). From five pairs on, each is tested twice, with all of them and
-    with the extreme fifths cut off (Tukey and McLaughlin, Sankhya A 25 (1963), p. 331), because
-    another program may spoil a whole run; the clearer one counts, at twice its p. The step-down
-    procedure of Holm, "A Simple Sequentially Rejective Multiple Test Procedure", Scand. J.
-    Statistics 6 (1979), p. 65, divides the error over the pairs, however they depend on each other.
+    sides with half of `error` each). With five or more common repeats, two entries are tested
+    twice, on all ratios and without the extreme fifths (Tukey and McLaughlin, Sankhya A 25 (1963),
+    p. 331), because another program may spoil a whole run; the clearer test counts, at twice its p.
+    The step-down procedure of Holm, "A Simple Sequentially Rejective Multiple Test Procedure",
+    Scand. J. Statistics 6 (1979), p. 65, divides the error over the pairs of entries, however these
+    depend on each other.
 
     Args:
         speeds: speeds of each entry by its name.
-        error: probability of any false claim, in (0, 1).
+        error: maximum probability of any false claim, in (0, 1).
         margin: relative difference that is too small to matter.
         among: pairs of names to compare. Empty: all pairs.
         least: lower bound of the standard deviation of the log-ratios, for metrics so coarse that
@@ -162,7 +163,10 @@ class _Estimate:
     tests: int
 
     def p(self, margin: float) -> float:
-        """Return the probability, over all tests, of a center at least as far beyond the margin."""
+        """Return the two-sided p of the center beyond the margin, times the number of tests.
+
+        The result is at most 1. It is 1 if the center is within the margin, or is a single ratio.
+        """
         beyond = abs(self.center) - margin
         if beyond <= 0 or not self.freedom:
             return 1.0
@@ -182,7 +186,7 @@ class _Estimate:
 
 
 def _estimate(logs: Sequence[float], least: float) -> list[_Estimate]:
-    """Estimate the center from all pairs and, from five on, without the extreme fifths."""
+    """Estimate the center from all ratios and, for five or more, without the extreme fifths."""
     count = len(logs)
     cut = count // 5
     std = stdev(logs) if count > 1 else 0.0

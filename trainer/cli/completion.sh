@@ -22,7 +22,7 @@ _trainer_found() {
     if [ $# = 0 ]; then _trainer_match @COMMANDS@; fi
     case $command in
         @OWN@
-        recipes) _trainer_match list show keys schema @RECIPES@ $_trainer_keys ;;
+        recipes) _trainer_match keys schema @RECIPES@ $_trainer_keys ;;
         guide) _trainer_match @TOPICS@ ;;
         completion) _trainer_match @SHELLS@ ;;
         help) _trainer_match @COMMANDS@ ;;

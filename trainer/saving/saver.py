@@ -227,7 +227,7 @@ class Saver:
         clock = AwakeClock()
         while not path.exists():
             is_late = clock.seconds() > self.timeout
-            if self._leaving is not None:
+            if self._leaving:
                 leave_clock, patience = self._leaving
                 is_late = is_late or leave_clock.seconds() > patience
             if is_late:

@@ -54,7 +54,7 @@ def read_steps(path: Path) -> tuple[list[dict[str, str]], int]:
             if not chunk.endswith(b"\n"):
                 continue
             row = _parse_row(line)
-            if row is not None:
+            if row:
                 by_step[int(row["step"])] = row
             elif line.strip() != HEAD:
                 damaged += 1

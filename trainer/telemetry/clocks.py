@@ -489,6 +489,6 @@ class Ledger:
         self._move(unfinished, STEPS, UNFINISHED)
 
     def _move(self, seconds: float, source: str | None, target: str) -> None:
-        if source is not None:
+        if source:
             self.seconds[source] = self.seconds.get(source, 0.0) - seconds
         self.seconds[target] = self.seconds.get(target, 0.0) + seconds

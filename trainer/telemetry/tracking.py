@@ -187,7 +187,7 @@ class Tracker(NullTracker):
         self.journal.resumed(position.step)
         self._spoke = time.perf_counter()
         make_bar = choose_bar() if self.recipe.logging.progress else None
-        if make_bar is not None:
+        if make_bar:
             self._bar = make_bar(
                 total=total_steps,
                 initial=position.step,

@@ -16,7 +16,8 @@ from tests.commands.plan.plans import (
     sized,
 )
 from trainer import load_recipe, plan
-from trainer.commands.plan.dataset_facts import read_dataset_facts
+from trainer.commands.plan.dataset_facts import DatasetFacts, read_dataset_facts
+from trainer.commands.plan.fake_model import FakeModel
 from trainer.commands.plan.planned_layout import lay_out
 from trainer.data import Batch
 from trainer.errors import RecipeError
@@ -27,6 +28,7 @@ from trainer.models.zoo import build
 from trainer.modes.pipeline.orders import compute_issue_order
 from trainer.optim.optimizers import build_optimizer, name_optimizer_state
 from trainer.optim.trainable import find_roles
+from trainer.recipe import ModelRecipe
 
 FULL = pytest.mark.full("each model, optimizer and precision is in the sample")
 OPTIMIZERS = {
@@ -166,3 +168,25 @@ def test_a_model_that_looks_at_values(monkeypatch):
         RecipeError, match=r"model\.name=looks_at_values .*\baten\._local_scalar_dense\b"
     ):
         plan(load_recipe("digits", "model.name=looks_at_values"))
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "starting"),
+    [
+        ("timm:resnet10t", "DEFAULT", False),
+        ("timm:resnet10t", "null", True),
+        ("resnet18", "DEFAULT", False),
+        ("resnet18", "null", True),
+    ],
+)
+def test_a_plan_downloads_no_published_weights(name, weights, starting, monkeypatch):
+    asked = []
+
+    def model(self, recipe, starting):
+        asked.append(starting)
+        return build(ModelRecipe(name="mlp"), 10, 1, 8)
+
+    monkeypatch.setattr(DatasetFacts, "model", model)
+    layout = lay_out(load_recipe("digits", f"model.name={name}", f"model.weights={weights}"))
+    FakeModel(layout, read_dataset_facts(layout.recipe))
+    assert asked == [starting]

@@ -183,7 +183,7 @@ def _build_entry(source: Source, name: str, mode: str, arguments: dict[str, str]
         launch = launching.launch_to_start(resolved, nproc)
     except RecipeError as error:
         problem = error
-    if launch is not None:
+    if launch:
         if launch.nnodes > 1:
             raise RecipeError(
                 f"compare runs on one node, but NNODES or SLURM say {launch.nnodes}: unset them"

@@ -35,6 +35,7 @@ from trainer.modes.pipeline.torch_schedules import assign_ranks, list_actions
 from trainer.optim.optimizers import build_optimizer, name_optimizer_state
 from trainer.optim.trainable import find_roles
 from trainer.recipe import ModelRecipe
+from trainer.recipe.known_names import TIMM
 from trainer.recipe.layout import Layout
 from trainer.training.teaching import load_teacher
 
@@ -113,11 +114,7 @@ class FakeModel:
         self.whole = cache(self._whole)
 
     def _build(self) -> nn.Module:
-        """Build the model with fake parameters.
-
-        Published weights of torchvision are not downloaded. Those of timm are, if the recipe names
-        them.
-        """
+        """Build the model with fake parameters. Published weights are not downloaded."""
         starting = not _is_published(self.recipe.model)
         layout = torch.contiguous_format
         if self.recipe.channels_last:
@@ -365,13 +362,16 @@ def _count_flops(run: Callable[[Tensor], Tensor], inputs: Tensor) -> tuple[Tenso
 
 
 def _is_published(model: ModelRecipe) -> bool:
-    """Return whether torchvision publishes the weights that the recipe names.
+    """Return whether torchvision or timm publishes the weights that the recipe names.
 
-    If not, `FakeModel` loads the weights as training does: a name that nobody publishes raises
-    RecipeError, and weights of timm are downloaded.
+    If not, `FakeModel` loads the weights as training does, which raises RecipeError for a name that
+    nobody publishes.
     """
     if model.weights is None:
         return False
+    # timm's names of weights are checked when the model is built.
+    if model.name.startswith(TIMM):
+        return True
     try:
         return model.weights in torchvision.models.get_model_weights(model.name).__members__
     except ValueError:

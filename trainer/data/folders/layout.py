@@ -156,7 +156,7 @@ def layout_of(root: Path, left: LeftOut, test: bool) -> ClassFolders:
     folders, _ = listed(root, LeftOut())
     train = _named(folders, TRAIN)
     held_out = _held_out(root, folders, test)
-    if train is not None:
+    if train:
         # Count images next to the train folder. `classes_of` counts those next to class folders.
         left[LOOSE] += len(listed(root, left)[1])
         others = tuple(name for name in folders if root / name not in (root / train, held_out))

@@ -164,7 +164,7 @@ class Task:
     def improves(self, value: float, best: float | None) -> bool:
         """Return whether `value` of `metric` is better than `best`.
 
-        The result is True if `best` is None, which means that there is no earlier value, or NaN.
+        The result is True without a `best`, which means that there is no earlier value, or NaN.
         """
         if best is None or math.isnan(best):
             return True

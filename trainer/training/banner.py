@@ -208,7 +208,7 @@ def _describe_steps(resolved: Resolved, strategy: Strategy, has_batch_norm: bool
 def compute_shares(strategy: Strategy) -> list[int] | None:
     """Return each rank's number of images of a step.
 
-    The result is None if neither the recipe nor a measurement sets the shares.
+    Return None if neither the recipe nor a measurement sets the shares.
     """
     recipe = strategy.recipe
     share = strategy.share

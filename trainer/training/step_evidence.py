@@ -180,7 +180,7 @@ def find_difference(
 ) -> str | None:
     """Return the first difference between a replay and the eager step, as a message.
 
-    The result is None if the distances of all tensors are within the tolerance of `precision`, or
+    Return None if the distances of all tensors are within the tolerance of `precision`, or
     within NOISE times the distances between two replays.
 
     Args:

@@ -50,7 +50,7 @@ def choose_recompute(
 def predict_peak_without_recompute(fake: FakeModel, layout: Layout, cut: Cut | None) -> int | None:
     """Return the peak memory in bytes of the fullest device if recompute were false.
 
-    The result is None if the recipe does not recompute activations.
+    Return None if the recipe does not recompute activations.
     """
     if not layout.recipe.recompute:
         return None

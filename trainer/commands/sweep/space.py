@@ -312,7 +312,7 @@ class SearchSpace:
     def _launch(self, recipe: Recipe) -> Launch | None:
         """Return the launch of a trial on the first devices of the sweep, as many as it needs.
 
-        The result is None if no ranks have to be started.
+        Return None if no ranks have to be started.
         """
         count = None
         if recipe.traits.single_device:

@@ -51,7 +51,7 @@ MORE = {
 }
 PAIRS = EXACT | ALONE | AVERAGED | MORE
 LONG = [*MORE, "local_sgd averaging every step 4"]
-FAST = ("ddp", "fsdp", "1f1b", "zbv", "dp", "split", "streams", "local_sgd averaging every step 2")
+FAST = ("ddp", "fsdp", "1f1b", "dp", "split", "streams", "local_sgd averaging every step 2")
 
 
 def test_every_mode_and_schedule_is_in_the_table():

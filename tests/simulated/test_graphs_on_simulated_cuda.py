@@ -25,11 +25,11 @@ TWO = "devices=[cuda:0,cuda:1]"
 THREE = "devices=[cuda:0,cuda:1,cuda:2]"
 PIPE = "mode=pipeline pipeline.microbatches=4 graphs=true"
 RUNS = [
-    "model.name=cnn clip_grad_norm=1 ema=0.9 accumulate=2 graphs=true",
     "model.name=mlp precision=fp16 clip_grad_norm=1 ema=0.9 graphs=true",
     f"mode=pipeline pipeline.microbatches=2 graphs=true model.name=cnn model.freeze=1 {TWO}",
 ]
 MORE = [
+    "model.name=cnn clip_grad_norm=1 ema=0.9 accumulate=2 graphs=true",
     "model.name=cnn recompute=true graphs=true",
     "model.name=cnn recompute=true accumulate=2 graphs=true",
     f"{PIPE} model.name=cnn model.freeze=1 {TWO}",

@@ -130,6 +130,7 @@ LIGHT = {  # networks for what is no matter of size; the full counts take the re
 
 SLOW = (
     "cifar10_distilled",
+    "cifar10_fast",
     "cifar10_fast_gpu",
     "finetune",
     "resnet50",

@@ -144,7 +144,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def show_help(words: Sequence[str]) -> int:
-    """Print the help page of the first command in `words`, or the overview without a command."""
+    """Print the help page of the first command in `words`, or the overview if there is none."""
     for word in words:
         command = word.lstrip("-")
         if command in guide.parse_command_pages():

@@ -31,8 +31,9 @@ Weight = TypeVar("Weight", Tensor, StoredTensor)
 USUAL_SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299, 384, 448, 512)
 # Result of `_run_on_meta` for a model that cannot be copied or cannot run on the meta device.
 UNKNOWN = object()
-# Parts of torch's error messages for a model that reads values, has constants, or turns autocast
-# off on the device of its inputs. These are limits of the meta device, not faults of the model.
+# Parts of the messages of errors that torch raises on the meta device for a model that reads the
+# value of a tensor, that uses a tensor on another device, or that turns autocast off for the device
+# type of its inputs. These are limits of the meta device, not faults of the model.
 NOT_ON_META = ("meta tensors", "device meta", "unsupported scalarType")
 builders = Registry[Builder]("register_model", SMALL, lambda: torchvision_zoo.list_names())
 

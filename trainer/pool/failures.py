@@ -1,4 +1,4 @@
-"""Exceptions in a worker: their form between processes, and the errors that callers receive."""
+"""Exceptions in a worker: how they reach the caller's process, and what the caller receives."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Wait:
         self._cpu_seconds = -1.0
 
     def check(self, seconds: float) -> bool:
-        """Add `seconds` to the silence if the thread was idle, else end the silence.
+        """Add `seconds` to the silence, or end it if the thread computed or is in Python's own library.
 
         Returns:
             Whether the limit was reached, in this call or an earlier one.

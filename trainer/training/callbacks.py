@@ -57,8 +57,8 @@ class EpochReport:
     def log(self, name: str, value: float) -> None:
         """Log a value of your own.
 
-        The value is written as `logged/<name>` at this step to TensorBoard, W&B and MLflow, as far
-        as the recipe enables them. The last value is `logged[name]` of `result.json`.
+        The value is written as `logged/<name>` at this step to those of TensorBoard, W&B and
+        MLflow that the recipe enables. The last value is stored in `result.json`, as `logged[name]`.
 
         Args:
             name: A name of letters, digits and _ . - /

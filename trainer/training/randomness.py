@@ -25,7 +25,8 @@ def seed_everything(seed: int, deterministic: bool, compiled: bool = False) -> N
     """
     seed_ranks(seed, 0)
     if deterministic:
-        # Without this variable torch refuses the deterministic kernels of cuBLAS.
+        # Without a fixed workspace, cuBLAS may round differently from run to run, and some versions
+        # of torch raise an error in deterministic mode.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if compiled:
             # By default the compiler times several kernels and chooses the fastest. A process that

@@ -355,7 +355,8 @@ class GraphSteps(EagerSteps):
             key = (micro_step == 0, shape_of(eager.batch))
             if key not in captured.passes:
                 captured.passes[key] = self._capture_pass(eager)
-            # The first pass has allocated gradients, whose memory all replays write.
+            # The capture of the first pass has allocated the gradients. All replays write to that
+            # memory.
             if micro_step == 0:
                 captured.gradients = [parameter.grad for parameter in self.updater.parameters]
         if self._one_device:

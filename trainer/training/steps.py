@@ -78,7 +78,10 @@ class EagerSteps:
 
     @property
     def kind(self) -> str | None:
-        """How steps are computed: "launched" or "replayed". None without support of CUDA graphs."""
+        """How steps are computed: "launched" (kernel by kernel) or "replayed" (as a CUDA graph).
+
+        None if the device has no CUDA graphs.
+        """
         return "launched" if cuda_graphs.has_cuda_graphs(self.strategy.device) else None
 
     @property

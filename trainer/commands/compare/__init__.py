@@ -129,7 +129,8 @@ def compare(
         resume=resume is not None,
     ) as folder:
         if recipe_file is None:
-            # The runs are started by a command line, which needs a file for a recipe from Python.
+            # Each run is a command, which reads its recipe from a file. A recipe that was passed
+            # from Python has no file yet.
             file = folder / f"{base.name}.yaml"
             write_atomically(file, settings.to_yaml())
             recipe_file = str(file)

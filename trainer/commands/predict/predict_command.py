@@ -59,7 +59,8 @@ PART = "predictions.part"
 AGAIN = "the same command labels all images again"
 # Start of the error message for an image on which workers failed.
 GAVE_UP = "gave up: "
-# Maximum number of images whose classes are printed.
+# Largest run, in images, whose classes are also printed. Those of larger runs are only in the file
+# of predictions.
 FEW = 10
 # Maximum number of printed classes of an image, and minimum probability of all but the first.
 MOST = 3

@@ -24,9 +24,12 @@ LONGEST = 2**30
 
 
 class Item(NamedTuple):
-    """Image to label: its name in the results, the item for a worker, and its class.
+    """Image whose class is predicted.
 
-    The class is an index, or None if it is unknown.
+    Attributes:
+        path: Name of the image in the results.
+        payload: What the worker receives: a path, an index into the data set, or pixels.
+        label: Index of the known class; None if it is unknown.
     """
 
     path: str

@@ -83,7 +83,7 @@ class Format:
 
 
 def format_of(recipe: Recipe, image_size: ImageSize, channels: int) -> Format:
-    """Return the form in which the recipe stores photos that become images of `image_size`."""
+    """Return the format in which the cache stores photos that are resized to `image_size`."""
     size = typed_size(recipe.data.cache_size) or compute_shorter_side(image_size)
     return Format(
         recipe.data.cache_format or "raw", size, channels, recipe_pixel_range(recipe.data)

@@ -144,7 +144,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def show_help(words: Sequence[str]) -> int:
-    """Print the help page of the first command in `words`, or the overview if there is none."""
+    """Print the help page of the first command in `words`; if none is a command, the overview."""
     for word in words:
         command = word.lstrip("-")
         if command in guide.parse_command_pages():

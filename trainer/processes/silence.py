@@ -81,7 +81,9 @@ class Wait:
         self._cpu_seconds = -1.0
 
     def check(self, seconds: float) -> bool:
-        """Add `seconds` to the silence, or end it if the thread computed or is in Python's own library.
+        """Add `seconds` to the silence, or end the silence.
+
+        It ends if the thread has computed, or is in Python's own library.
 
         Returns:
             Whether the limit was reached, in this call or an earlier one.

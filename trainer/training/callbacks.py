@@ -58,7 +58,7 @@ class EpochReport:
         """Log a value of your own.
 
         The value is written as `logged/<name>` at this step to those of TensorBoard, W&B and
-        MLflow that the recipe enables. The last value is stored in `result.json`, as `logged[name]`.
+        MLflow that the recipe enables. The last value is stored as `logged[name]` in `result.json`.
 
         Args:
             name: A name of letters, digits and _ . - /

@@ -80,7 +80,7 @@ _HOME = {
     "ItemError": "trainer.pool",
     "current_device": "trainer.pool",
 }
-# Public names that differ from the names in their modules.
+# Public names that have another name in their module, and that name.
 _ALIASES = {"__version__": "VERSION", "load_recipe": "load", "evaluate": "evaluate_run"}
 
 

@@ -49,7 +49,7 @@ SINCE = {
 
 
 def read_version(name: str) -> str:
-    """Return the version of a package without importing it."""
+    """Return the version of a package without importing it, or "not installed"."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

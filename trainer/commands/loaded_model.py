@@ -94,9 +94,9 @@ class LoadedModel:
             devices: None uses the first GPU, or the CPU without one, in this process. A list, as in
                 ["cuda:0", "cuda:1"], or "auto" starts a worker for each device, which pays off for
                 many images.
-            on_error: For images that cannot be labeled, such as a damaged file. "skip" returns a
-                PredictionError instead of the Prediction of such an image; "raise" raises the error
-                of the first such image.
+            on_error: "raise" raises the error of the first image that cannot be labeled, such as a
+                damaged file. "skip" returns a PredictionError instead of the Prediction of each
+                such image.
 
         Returns:
             A `Prediction`; a list of them in order for a directory, a batch or a sequence.
@@ -157,7 +157,7 @@ class LoadedModel:
         return labeller
 
     def evaluate(self, *words: str) -> dict[str, float]:
-        """Evaluate on the run's validation split again; see `trainer.evaluate`."""
+        """Evaluate the run again, by default on its validation split; see `trainer.evaluate`."""
         return evaluate_run(self.path, *self._words, *words)
 
     @plain_context()

@@ -93,7 +93,7 @@ def _line(text: str, comment: str) -> str:
 
 
 def shown_keys(word: str | None = None) -> str:
-    """Format the reference of all keys, or of some, for a terminal.
+    """Format the reference of the keys that `word` selects, for a terminal.
 
     Args:
         word: A key, the last part of a key, or a section. None: all keys.

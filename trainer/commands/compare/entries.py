@@ -114,7 +114,8 @@ def build_entries(
         mode, mode_arguments = _parse_mode(text)
         if nproc and TRAITS[mode].processes != "one":
             mode_arguments.setdefault("nproc", f"nproc={nproc}")
-        # A mode that refuses shares runs without them, as the reference of modes that accept them.
+        # A mode that refuses shares= runs without it. So `single`, which refuses it, can be the
+        # reference for modes that accept it.
         if base.shares is not None and "shares" in TRAITS[mode].refuses:
             mode_arguments.setdefault("shares", "shares=null")
         entry = _build_entry(source, text, mode, {**shared_arguments, **mode_arguments})

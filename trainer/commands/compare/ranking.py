@@ -25,9 +25,9 @@ NO_DIFFERENCE = "no difference shown"
 TOLERANCE = {"fp32": 1e-4, "tf32": 1e-4, "fp16": 1e-3, "bf16": 1e-2}
 # Different kernels add in a different order, and a large learning rate amplifies the difference.
 # On GPUs, the allowed deviation grows to this multiple of the deviation that rounding alone causes
-# in the losses of `single` ...
+# in the losses of `single`.
 ROUNDING_FACTOR = 4.0
-# ... but rounding never raises the allowed deviation above this value.
+# Maximum of the allowed deviation that results from `ROUNDING_FACTOR`.
 MAX_TOLERANCE = 1e-2
 # If the output of a layer depends on how a batch is divided, losses may differ a lot without an
 # error: batch norm over 4 images of the digits data set changes them by 74 % within 20 steps.
@@ -85,9 +85,11 @@ class EntryFigures:
 
     Speed and step time are means over the undisturbed timed repeats, or over all timed repeats if
     none was undisturbed. Peak memory is the maximum over the timed repeats. Devices, losses,
-    accuracy and the fraction of time that waits for data are those of the last timed repeat.
+    accuracy and the fraction of time spent waiting for data are those of the last timed repeat.
 
     Attributes:
+        entry: name of the entry.
+        words: arguments of the command line that all runs of the entry share.
         shares: images of each rank in one step; None if all ranks have the same number.
         repeats: number of finished timed repeats.
         samples_per_sec: images/s with the keys "mean", "std", and "runs" (by number of the
@@ -97,6 +99,11 @@ class EntryFigures:
         reference: name of the entry with which the others are compared.
         compared: "verdict" on the difference from the reference, and the confidence interval of
             the ratio from "low" to "high"; None if the two were not compared.
+        exactness: result of the comparison of the entry's losses with those of `single`.
+        label: phrase that limits what the speed means, such as `STAND_IN`; empty if nothing does.
+        error: why the entry cannot run here, or the error of the run that failed; None if the
+            entry has neither.
+        exit_code: exit code of `error`; 0 without an error.
         disturbed: number of timed repeats during which other processes used the machine.
     """
 
@@ -336,7 +343,10 @@ def compare_losses(entry: Entry, reference: Entry | None) -> Exactness:
 
 
 def _compute_deviation(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """Return the largest relative difference of a loss, infinite if a loss is not finite."""
+    """Return the largest relative difference of a loss from the expected loss of the same step.
+
+    The difference is infinite if a value in `losses` is not finite, and 0 if either list is empty.
+    """
     deviations = []
     for loss, expected_loss in zip(losses, expected, strict=False):
         deviation = math.inf

@@ -73,8 +73,8 @@ def plan(
         words: arguments of the command line, for the commands that the plan shows.
 
     Returns:
-        What `python -m trainer plan --json` prints: sizes in bytes, times in seconds, None if
-        unknown.
+        What `python -m trainer plan --json` prints: sizes in bytes, times in seconds. None means
+        that a value is unknown, was not requested, or does not apply to the mode.
 
     Raises:
         RecipeError: training would refuse the recipe even on a machine with all the devices, or

@@ -130,8 +130,8 @@ def _find_facts(recipe: Recipe) -> DatasetFacts:
             classes = 1
         shape = (data.channels or channels, image_size or size)
         return DatasetFacts(None, None, model_classes or classes, *shape, note)
-    # Opening a data set of small photos decodes them all into memory unless the crop is "resized".
-    # A plan does not need their pixels.
+    # A plan does not need the pixels of photos. With the crop "resized", opening a data set of
+    # small photos does not decode all of them into memory.
     if data.name in DATASETS and data.name != "digits":
         recipe = recipe.replace(augment__crop="resized")
     datasets = open_datasets(recipe)

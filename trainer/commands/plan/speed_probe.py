@@ -33,7 +33,8 @@ from trainer.telemetry.clocks import synchronise
 from trainer.telemetry.readable import format_count
 from trainer.training.setup import place_model, start_process
 
-# Approximate maximum number of seconds of one forward and backward pass.
+# A measured forward and backward pass has at most as many images as take about this number of
+# seconds.
 PASS = 2.0
 # Sizes in bytes of the messages that measure latency and bandwidth.
 LATENCY_BYTES = 2**10

@@ -1,7 +1,7 @@
 """The content of a plan as one tree of plain values.
 
-`plan` returns it and `plan --json` prints it; its keys are stable. Sizes are in bytes, times in
-seconds, and None means unknown.
+`plan` returns it and `plan --json` prints it; its keys are stable. Sizes are in bytes and times in
+seconds. None means that a value is unknown, was not requested, or does not apply to the mode.
 """
 
 import shlex

@@ -117,10 +117,14 @@ class LabelModel:
 
 
 class Labels(NamedTuple):
-    """Indices and probabilities of at most five classes of an image, the most probable first.
+    """Prediction for one image, or the reason why there is none.
 
-    For a regression, `classes` are the indices of the outputs, and `probabilities` are their
-    values. `error` is empty, or says why the image could not be labeled.
+    Attributes:
+        classes: Indices of at most five classes, the most probable one first; for a regression, the
+            indices of all outputs. Empty if the image could not be labeled.
+        probabilities: Probability of each class in `classes`, from 0 to 1; for a regression, the
+            value of each output. Empty if the image could not be labeled.
+        error: Why the image could not be labeled; empty if it was labeled.
     """
 
     classes: tuple[int, ...]

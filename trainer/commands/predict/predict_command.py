@@ -59,13 +59,14 @@ PART = "predictions.part"
 AGAIN = "the same command labels all images again"
 # Start of the error message for an image on which workers failed.
 GAVE_UP = "gave up: "
-# Largest run, in images, whose classes are also printed. Those of larger runs are only in the file
-# of predictions.
+# If there are at most this number of images, their classes are also printed. The classes of more
+# images are only in the file of predictions.
 FEW = 10
 # Maximum number of printed classes of an image, and minimum probability of all but the first.
 MOST = 3
 LEAST = 0.01
-# Minimum number of images for a speed report; below it, start-up time dominates.
+# The speed is printed for at least this number of images. For fewer images it is not, because most
+# of the time would be start-up time.
 MANY = 100
 # Maximum number of threads that read for one device.
 DECODERS = 32

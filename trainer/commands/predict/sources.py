@@ -19,7 +19,7 @@ from trainer.saving import files
 
 # A text file counts as a list of paths only if one of its first FIRST lines is an existing path.
 FIRST = 20
-# Maximum size of a list of paths in bytes.
+# Maximum size of a list of paths in bytes; a larger file is refused.
 LONGEST = 2**30
 
 

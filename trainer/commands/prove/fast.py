@@ -40,7 +40,14 @@ PAIR = {"cuda": 55.0, "cpu": 20.0}
 
 @dataclass(frozen=True)
 class Network:
-    """Network whose speed is measured on images of `size` x `size` pixels of `classes` classes."""
+    """Network whose speed is measured on synthetic images.
+
+    Attributes:
+        name: the value of model.name=.
+        title: name for printed lines and proof.md.
+        size: side of an image in pixels.
+        classes: number of classes.
+    """
 
     name: str
     title: str
@@ -296,7 +303,7 @@ def build_arguments(
         network: network to train.
         count: number of devices.
         options: what `choose_settings` returned.
-        steps: timed steps.
+        steps: number of timed steps; `WARM` more steps precede them.
     """
     batch = options["batch"] * count
     return [

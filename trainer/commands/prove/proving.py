@@ -40,7 +40,8 @@ KEPT = "kept.json"
 DONE = ("right", "measured")
 OUTCOME = TypeAdapter(Outcome)
 FORMAT = 1
-# Minimum fraction of the speed that anything must cost to be called the slow part.
+# The slow part is what costs the most speed. If nothing costs at least this fraction of the speed,
+# computing the network itself is called the slow part.
 LEAST_COST = 0.05
 # Matches absolute paths and paths below ~, but not URLs, "ViT-B/16", "images/s" or /dev/shm.
 PATH = re.compile(r"(?<![\w:/.~-])~?(?:/(?!dev/|proc/|sys/)[\w.@+~-]+)(?:/[\w.@+~-]+)+/?")

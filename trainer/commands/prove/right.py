@@ -24,8 +24,8 @@ from trainer.recipe import TRAITS
 from trainer.recipe.checks import SPLIT_BACKWARD
 from trainer.recipe.schema import STREAMS, Schedule
 
-# Steps of a run, the step at which the killed run gets SIGKILL, and the steps between its
-# checkpoints.
+# Number of steps of a run, the step at which the killed run gets SIGKILL, and the number of steps
+# between its checkpoints.
 STEPS = 20
 KILLED = 12
 SAVED = 5
@@ -69,7 +69,8 @@ class Mode:
 def list_arguments(devices: Devices, model: str = "cnn_gn") -> list[str]:
     """Return the arguments that all runs of `STEPS` steps have in common.
 
-    The layers of `cnn_gn` treat each image on its own, so all modes can compute the same.
+    The layers of `cnn_gn` treat each image on its own. So losses and gradients do not depend on how
+    a mode divides a batch, and can be compared with those of `single`.
     """
     batch = 64 if 64 % devices.count == 0 else 24 * devices.count
     return [
@@ -175,7 +176,10 @@ def train_single(
 
 
 def _list_exact(runner: CheckRunner) -> list[str]:
-    """Return the arguments of a run on the first device whose results are always the same bits."""
+    """Return the arguments of a deterministic run on the first device.
+
+    Two runs with these arguments have results that are equal bit by bit.
+    """
     words = ["mode=single", *runner.devices.first()]
     if runner.devices.kind == "cuda":
         words.append("deterministic=true")
@@ -265,7 +269,8 @@ def _check_mode(mode: Mode, runner: CheckRunner) -> Outcome:
         return compare_traces(actual, expected, TOLERANCE[runner.devices.kind], ADVICE)
     first = sum(actual.losses[:5]) / 5
     last = sum(actual.losses[-5:]) / 5
-    # The negation is also true for a loss that is not a number.
+    # A loss that is NaN must count as wrong: `not last < first` is true for NaN, whereas
+    # `last >= first` is false.
     if not last < first or len(actual.losses) < STEPS:
         line = f"the loss does not fall: {first:.3f}, then {last:.3f}"
         return wrong(line, ADVICE, first=first, last=last)

@@ -213,7 +213,7 @@ def delete(runs: Sequence[RunSummary], yes: str | None) -> str:
 
 
 def _delete(run: RunSummary) -> str:
-    """Remove the files that a run wrote.
+    """Remove the files that a run wrote, and return the line to print.
 
     The lock is removed last, so that no other run starts in the folder meanwhile.
     """

@@ -40,7 +40,7 @@ from trainer.telemetry.readable import (
 # Lines of the page as pairs (title, text). An empty title continues the topic of the line above.
 Lines = Iterator[tuple[str, str]]
 Status = Literal["running", "completed", "stopped", "failed", "killed"]
-# Directory in which training creates its folders.
+# Directory in which training creates run folders by default.
 HOME = Path("runs")
 ENDED: dict[Any, Status] = {"completed": "completed", "preempted": "stopped", "failed": "failed"}
 # Files whose modification times show when a run was last active.

@@ -21,7 +21,8 @@ from trainer.telemetry import plots, readable
 ORDER = ("done", "not done", "failed")
 # Name of the metric of a sweep with metric=speed.
 SPEED = "images/s"
-# Maximum number of characters of a folder's name after the number of the trial.
+# Maximum number of characters of a folder's name after the number of the trial; a longer name is
+# cut.
 WIDEST = 100
 
 

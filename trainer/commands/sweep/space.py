@@ -31,7 +31,7 @@ OWN_WORDS = ("recipe", "repeats", "trials", "metric", "nproc", "plugin", "output
 SAMPLED = 20
 # Number of random trials before the sampler uses their results.
 RANDOM = 10
-# Maximum number of combinations of lists.
+# Maximum number of combinations of lists; a sweep with more combinations is refused.
 MOST = 1000
 NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
 # A range of positive numbers is sampled on a logarithmic scale if its upper end is at least this
@@ -70,7 +70,7 @@ class Dimension:
         return low > 0 and high >= FACTOR * low
 
     def typed(self, value: Any) -> str:
-        """Return a value as in an override.
+        """Return the text of `value` in an override, without the key.
 
         Numbers of a range are rounded to four significant digits, unless they are whole.
         """
@@ -295,11 +295,7 @@ class SearchSpace:
         return [f"recipe={self.source}", *own, *(f"{key}={value}" for key, value in values.items())]
 
     def _check(self, values: Mapping[str, str]) -> None:
-        """Check that a trial can run with these values.
-
-        Raises:
-            RecipeError: A trial with these values cannot run.
-        """
+        """Raise RecipeError if a trial with these values cannot run."""
         words = [f"{key}={value}" for key, value in values.items()]
         try:
             chosen = recipes.load(self.source, *self.words, *words)
@@ -328,7 +324,10 @@ class SearchSpace:
         return self.trials or math.prod(len(part.values) for part in self.dimensions)
 
     def asked(self) -> dict[str, Any]:
-        """Return the settings that a resumed sweep compares: all except trials= and repeats=."""
+        """Return the settings in which a resumed sweep must agree with the stopped one.
+
+        The arguments trials=, repeats=, output= and resume= are left out, because they may differ.
+        """
         kept = {
             "swept": {part.key: str(part) for part in self.dimensions},
             "nproc": self.nproc,
@@ -391,7 +390,8 @@ def _check_dimensions(
         trials: Value of trials=; None if it was not given.
 
     Raises:
-        RecipeError: A key cannot be swept or has two lists, or the number of trials is not allowed.
+        RecipeError: A key cannot be swept or is given twice, or the number of trials is not
+            allowed.
         SetupError: There is a range, but Optuna is not installed.
     """
     for part in dimensions:

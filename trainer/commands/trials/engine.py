@@ -49,7 +49,7 @@ from trainer.saving.locks import choose_folder
 from trainer.saving.steps_file import read_steps
 
 AGAIN = "the same command resumes it"
-# Seconds that a run has to save and exit after SIGTERM.
+# Default of `TrialEngine.grace`, in seconds.
 LINGER = 25.0
 # Seconds between two polls of the running trials.
 MOMENT = 0.02
@@ -207,7 +207,8 @@ class TrialEngine:
     def _fill_slots(self, waiting: Iterator[TrialRun], on_outcome: OnOutcome) -> None:
         """Start a trial in every free slot.
 
-        A trial that an earlier run has completed takes no slot; its outcome is reported at once.
+        A trial whose outcome is known from an earlier run takes no slot; the outcome is reported at
+        once.
         """
         slots = {*range(len(self.places))}
         while free := slots - {running.place for running in self._running}:
@@ -301,7 +302,8 @@ def claim_folder(
         resume: whether the user wants to resume. None: the same command resumes by itself.
 
     Raises:
-        FolderInUseError: the folder holds something else, or is in use.
+        FolderInUseError: the folder holds something else, is used already and `resume` is False,
+            holds work with other arguments and `resume` is None, or is in use by another process.
         RecipeError: `resume` is true, but `asked` differs from the arguments in `file`.
         SetupError: the folder cannot be written.
         Interrupted, Preempted: Ctrl-C or another signal stopped the block; the message says how to

@@ -63,7 +63,8 @@ class Measurer:
     def seconds(self, work: Callable[[], Any], times: int = 1) -> float:
         """Return the seconds that `times` calls of `work` take.
 
-        On the CPU this is CPU time, so that time taken by other programs does not count.
+        On the CPU, the result is the CPU time of this process per thread, so that time taken by
+        other programs does not count.
         """
         clock = time.perf_counter if self.device.type == "cuda" else _read_seconds_per_thread
         synchronise([self.device])

@@ -18,9 +18,11 @@ from trainer.processes.terminal import add_style, localize_commands, say
 from trainer.saving.files import Json, format_csv, without_nan, write_atomically, write_json
 from trainer.telemetry import readable
 
-# Maximum number of characters of a note in a terminal's table; longer notes are moved below it.
+# Maximum number of characters of a note in a terminal's table. The whole text of a longer note is
+# moved below the table, whose cell keeps the text before the first colon.
 NOTE = 12
-# Maximum number of rows of a table in a terminal, for tables whose rows are all in a file.
+# Maximum number of rows that a terminal shows of a table whose rows are all in a file as well. The
+# number of the omitted rows is printed.
 SHOWN = 20
 # A measurement counts as unreliable if other processes use at least BUSY cores and at least
 # BUSY_FRACTION of this machine's cores. The services of an idle machine use less.

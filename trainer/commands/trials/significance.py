@@ -20,9 +20,10 @@ ERROR = 0.05
 # Relative difference of speeds; smaller differences are not shown.
 MARGIN = 0.02
 # Numbers of repeats after which `compare` tests whether they suffice, unless the user has set the
-# number of repeats.
+# number of repeats. After the last number it stops in any case.
 LOOKS = (5, 10, 15)
-# Repeats suffice when no pair of entries may differ by this relative difference unnoticed.
+# `compare` adds repeats while the speeds of a pair of entries may differ by this fraction although
+# no difference is shown.
 HIDDEN = 0.1
 
 # Speed of each finished repeat, by its number.

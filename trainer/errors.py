@@ -335,5 +335,5 @@ def _is_gpu_full() -> bool:
         used = (n for n in range(cuda.device_count()) if cuda.memory_reserved(n))
         return any(cuda.mem_get_info(n)[0] < LITTLE for n in used)
     except RuntimeError:
-        # The GPU has stopped responding.
+        # The GPU has stopped responding, so lack of memory is not the cause of the error.
         return False

@@ -9,9 +9,9 @@ class Command:
 
     Attributes:
         home: module whose function `command` runs the command; empty if `__main__` runs it.
-        words: options of the command that are not keys of a recipe, for the parser and for shells,
-            which also complete the keys. If empty, shells complete only what `completion.sh` names,
-            although the command may accept options.
+        words: names of options that are not keys of a recipe. The parser accepts them, and shells
+            complete them and the keys. If empty, shells complete only what `completion.sh` lists
+            for the command, even if the command accepts options.
         wants: example of the required arguments; empty if no argument is required.
         alone: whether the command refuses to run as one of several tasks of mpirun or srun.
     """

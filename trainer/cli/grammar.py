@@ -20,7 +20,7 @@ from trainer.recipe.reflection import defaults
 from trainer.recipe.text import find_nearest
 from trainer.saving.run_names import HOME, is_run
 
-# Options without a value.
+# Options without a value, which `normalize_options` does not rewrite.
 FLAGS = ("--json",)
 
 

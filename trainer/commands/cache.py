@@ -62,7 +62,7 @@ def measure_size(cache: Path) -> int:
     """
     size = 0
     for name in os.listdir(cache):
-        # A run may have removed the file since it was listed.
+        # A file that a run has removed since it was listed does not count.
         with suppress(FileNotFoundError):
             size += os.path.getsize(cache / name)
     return size
@@ -79,7 +79,7 @@ def format_table(caches: Sequence[Path]) -> str:
         photos, form, size, root = (
             str(about.get(key, "?")) for key in ("photos", "format", "size", "root")
         )
-        # Another process may have deleted the cache since it was listed.
+        # A cache that another process has deleted since it was listed gets no row.
         with suppress(FileNotFoundError):
             stored = measure_size(cache)
             days = (time.time() - os.path.getmtime(cache / ABOUT)) / 86400
@@ -99,7 +99,7 @@ def delete(caches: Sequence[Path], yes: str | None) -> None:
     """Delete caches if `yes` is "true" or the user agrees. If any cache is in use, delete none."""
     with ExitStack() as closing:
         for cache in caches:
-            # Another process may have deleted the cache.
+            # A cache that another process has deleted meanwhile needs no lock.
             with suppress(FileNotFoundError):
                 lock = locks.open_lock(cache / USED)
                 closing.callback(os.close, lock)

@@ -41,8 +41,8 @@ TIMEOUT = 60.0
 GIB = 2**30
 # A user's limit on the open files of a process is reported as a problem if it is below this number.
 OPEN_FILES = 512
-# Bytes of shared memory that loader workers need for a typical batch of photos. If the machine has
-# less, the report names this as a problem.
+# Bytes of shared memory that loader workers need for a typical batch of photos. If less is free,
+# the report names this as a problem.
 BUFFERS = 2**28
 # GPUs count as equally fast if the slowest one has at least this fraction of the fastest one's
 # speed.

@@ -43,7 +43,8 @@ from trainer.telemetry.readable import format_count, format_number
 FILE = "compare.json"
 # An empty file with this name marks a run during which other processes used the machine.
 DISTURBED = "disturbed"
-# A check compares the losses of this number of steps, from the first on, with those of `single`.
+# A check trains this number of steps, and compares the loss of each with that of `single`. A run
+# whose max_steps is smaller trains max_steps steps.
 CHECKED_STEPS = 20
 # Target duration in seconds of the measured part of a run, and the minimum and maximum number of
 # its steps.

@@ -39,7 +39,7 @@ from trainer.recipe.known_names import TIMM
 from trainer.recipe.layout import Layout
 from trainer.training.teaching import load_teacher
 
-# Micro-batches per worker if the recipe leaves the number open. With this number, workers with
+# Number of micro-batches per worker if the recipe leaves it open. With this number, workers with
 # equal stages wait for at most 20 % of a step (see `compute_ideal_bubble`).
 MICROBATCHES = 4
 
@@ -110,7 +110,7 @@ class FakeModel:
         if recipe.recompute is True and not recipe.traits.staged:
             recompute(self.model, self.runs[:recomputed], random=False)
         self._roles = find_roles(self.model, recipe)
-        # Cached, because several layouts ask for the same pass.
+        # The result is cached by (rows, gradients), because several layouts need the same pass.
         self.whole = cache(self._whole)
 
     def _build(self) -> nn.Module:

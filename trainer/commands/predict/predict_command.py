@@ -52,7 +52,7 @@ NOT_OURS = {
 # The column `label` is the known class of an image.
 COLUMNS = ("path", "class", "probability", "top5", "label", "error")
 # Counts in predict.json: all rows; images that cannot be read; images on which workers failed;
-# labeled images whose class is known; and those among the latter with the right class.
+# labeled images whose class is known; and labeled images whose predicted class is the known class.
 COUNTS = ("images", "unreadable", "failed", "labelled", "right")
 # Name of the file while rows are written, before the complete file is renamed.
 PART = "predictions.part"
@@ -68,7 +68,7 @@ LEAST = 0.01
 # The speed is printed for at least this number of images. For fewer images it is not, because most
 # of the time would be start-up time.
 MANY = 100
-# Maximum number of threads that read for one device.
+# Maximum number of threads that read images for one device.
 DECODERS = 32
 # Minimum number of seconds between two progress lines.
 SECONDS = 5.0
@@ -327,7 +327,10 @@ class SpeedLines:
         say(f"predicting {images} on {', '.join(self._names)}")
 
     def note(self, pool: DevicePool) -> None:
-        """Count one more image, and print a line if the last one is `SECONDS` seconds old."""
+        """Count one more image, and print a line if it is due.
+
+        Lines are due every `SECONDS` seconds, and never if `logging.progress` is false.
+        """
         self._done += 1
         now = time.monotonic()
         if not self._shows or now - self._spoke < SECONDS:
@@ -343,7 +346,7 @@ class SpeedLines:
 
 
 def _sum_up(rows: Rows, seconds: float) -> None:
-    """Print the predictions if there are few, the counts, the accuracy and the result's path.
+    """Print the counts, the accuracy, the file's path and, for at most FEW images, their classes.
 
     Raises:
         PredictionError: Workers gave up on images.

@@ -30,7 +30,8 @@ def command(words: Sequence[str]) -> int:
 
     Raises:
         RecipeError: an argument is not allowed.
-        FolderInUseError: output= holds something else.
+        FolderInUseError: the folder of output= holds something else, or a proof of another machine,
+            other versions or other devices, or another process uses it.
         Interrupted, Preempted: stopped by a signal; finished checks are kept.
     """
     options, unknown = split_arguments(words, OWN_ARGUMENTS)

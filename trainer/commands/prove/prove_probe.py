@@ -28,7 +28,8 @@ ROUNDS = 4
 WARM = 4
 WINDOWS = 5
 SECONDS = 2.0
-# Bounds below which each type represents all whole numbers from 0 on exactly.
+# Each of these types represents all whole numbers from 0 up to, but not including, this bound
+# exactly. For the wider types, `make_pattern` uses the bound 2**22.
 MOST = {torch.uint8: 256, torch.bfloat16: 256, torch.float16: 2048}
 
 

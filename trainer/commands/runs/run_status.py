@@ -54,7 +54,7 @@ ADVICE = {
         "began"
     ),
 }
-# Number of the most recent attempts for which the page shows how they ended.
+# The page shows how attempts ended for at most this number of the most recent finished attempts.
 ENDS = 10
 # Kinds of lost time below this fraction of the run's time are not shown.
 LEAST = 5e-4
@@ -227,7 +227,7 @@ def find_run(name: str) -> RunSummary:
 
 
 def show(run: RunSummary) -> str:
-    """Return the page of `runs show`."""
+    """Return the page that the command `runs show` prints for a run."""
     lines = [line for line in (*_describe(run), *_list_figures(run)) if line[1]]
     width = max(len(title) for title, _ in lines) + 1
     page = [escape_control_characters(str(run.path))]

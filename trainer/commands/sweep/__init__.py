@@ -61,7 +61,8 @@ def command(words: Sequence[str]) -> int:
     Raises:
         RecipeError: A trial could not run with these arguments; nothing has started.
         SetupError: A range needs Optuna, which is not installed, or the folder cannot be written.
-        FolderInUseError: The folder of output= holds something else.
+        FolderInUseError: The folder of output= holds something else or a different sweep, or
+            another process uses it.
         Interrupted, Preempted: The sweep was stopped; finished runs are kept.
     """
     own, rest = split_arguments(words, OWN_WORDS)

@@ -24,8 +24,8 @@ NOTE = 12
 # Maximum number of rows that a terminal shows of a table whose rows are all in a file as well. The
 # number of the omitted rows is printed.
 SHOWN = 20
-# A measurement counts as unreliable if other processes use at least BUSY cores and at least
-# BUSY_FRACTION of this machine's cores. The services of an idle machine use less.
+# A measurement counts as unreliable if other processes use at least BUSY cores and at least the
+# fraction BUSY_FRACTION of this machine's cores. The services of an idle machine use less.
 BUSY = 0.2
 BUSY_FRACTION = 0.05
 

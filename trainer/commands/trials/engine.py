@@ -8,10 +8,10 @@ A command says which trials there are and what their results mean:
 
 The engine asks `trials()` for the next trial whenever a slot is free, so what it yields may depend
 on the outcomes that `on_outcome` received. With one slot the trials run in the order in which they
-are yielded (A B C A B C ...). A trial that completed before is not run again, but a trial without
-`TrialRun.resumes` is if its arguments have changed. A trial that failed or was stopped is resumed
-if `TrialRun.resumes` is true, and otherwise starts from scratch. A resumable trial whose loss was
-not finite does not run again, because it would fail again.
+are yielded (A B C A B C ...). A trial that completed before is not run again, unless
+`TrialRun.resumes` is false and its arguments have changed. A trial that failed or was stopped is
+resumed if `TrialRun.resumes` is true, and otherwise starts from scratch. A resumable trial whose
+loss was not finite does not run again, because it would fail again.
 """
 
 from __future__ import annotations

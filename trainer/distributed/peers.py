@@ -53,7 +53,10 @@ class translate_peer_errors:
         self._patience = patience
 
     def __enter__(self) -> Any:
-        """Return the module `torch.distributed`, which is not imported before it is needed."""
+        """Start the timeout, and return the module `torch.distributed`.
+
+        The module is imported here, because a run with a single process does not need it.
+        """
         import torch.distributed as dist
 
         self._wait = silence.begin_wait(self._patience, leave_silent_peers)

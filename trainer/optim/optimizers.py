@@ -15,7 +15,7 @@ from trainer.optim.trainable import Roles
 from trainer.recipe import OptimizerRecipe
 from trainer.recipe.optimizer_table import OPTIMIZERS
 
-# Classes by the names in `OPTIMIZERS`: torch's, and those that torch lacks.
+# Optimizer classes by the `class_name` of a row of `OPTIMIZERS`: those of torch, and MuonAdamW.
 CLASSES: dict[str, Any] = {**vars(torch.optim), "MuonAdamW": MuonAdamW}
 NO_ROLES = Roles()
 OptimizerState = Mapping[Tensor, dict[str, Any]]

@@ -19,10 +19,10 @@ from trainer.recipe import Recipe
 from trainer.recipe.text import list_some
 from trainer.tasks.task import Task, register_task
 
-# Maximum number of classes in a prediction, and number of classes among which the metric top5
-# searches for the label.
+# `ranked` returns this number of most probable classes, or all classes if there are fewer. For the
+# metric top5, a sample is correct if its label is one of this number of most probable classes.
 TOP_CLASSES = 5
-# Minimum number of classes to show top-5, which says little about fewer classes.
+# With fewer classes than this, top-5 accuracy is not printed: it would be high for any model.
 MIN_CLASSES_FOR_TOP5 = 10
 
 

@@ -93,7 +93,8 @@ class ReplicaComparison:
         Raises:
             RecipeError: A weight of some rank differs by more than rounding. Raised on every rank.
         """
-        # The next comparison is after 10, 100, 1000, ... steps of this process.
+        # The next comparison is due when the number of steps of this process reaches the next power
+        # of ten.
         self.next = 10 ** len(str(self.observer.timer.seen))
         strategy = self.state.strategy
         world = strategy.world

@@ -244,7 +244,7 @@ class Mistakes:
 
         The list has at most ROWS predictions, the worst first. Afterwards `pairs` on rank 0 is a
         (classes, classes) matrix of the samples of all ranks, or None with more than CLASSES
-        classes. None on other ranks.
+        classes. On other ranks, `pairs` is then None.
         """
         local = None
         if self._possible and (self._worst or self.pairs is not None):

@@ -71,7 +71,8 @@ class WeightFacts(BaseModel):
         mean: Mean of each channel. Empty if the inputs are not images.
         std: Standard deviation of each channel. Empty if the inputs are not images.
         image_size: Size of an image in pixels: one number for a square, or (height, width). If the
-            inputs are not images, the size of their last dimension. 0 in some older files.
+            inputs are not images, the size of their last dimension. 0 if the file does not contain
+            it.
         shorter_side: Size that an image is resized to before `image_size` is cropped from it. None
             if the file does not contain it.
         channels: Number of channels of an image.

@@ -115,7 +115,8 @@ class MuonAdamW(torch.optim.Optimizer):
         buffers = [update.buffer for update in batch]
         gradients = torch.stack([update.gradient for update in batch])
         if rates.is_bad is not None:
-            # Interpolating a buffer towards itself leaves it unchanged.
+            # If the overflow flag is set, the gradients are replaced by the momentum buffers:
+            # interpolating a buffer towards itself leaves it unchanged.
             gradients = torch.where(rates.is_bad, torch.stack(buffers), gradients)
         torch._foreach_lerp_(buffers, gradients.unbind(), 1 - self.momentum)
         direction = torch.stack(buffers)

@@ -1,8 +1,8 @@
 """Comparison of replicas, so that a rank that drifts apart ends the run before it is saved.
 
-Replicas start from the same weights and apply the same gradients, so their weights have the same
-bits. A model that writes its weights in a forward pass, from the images of one rank, makes the
-replicas differ without an error.
+Replicas start from the same weights and apply the same gradients, so their weights stay equal, up
+to rounding if gradients are clipped. A model that writes its weights in a forward pass, from the
+images of one rank, makes the replicas differ without an error.
 """
 
 from collections.abc import Iterable

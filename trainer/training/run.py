@@ -90,7 +90,8 @@ def create_steps(
 ) -> EagerSteps:
     """Return the object that computes the steps of a run.
 
-    It is a `GraphSteps` if device and recipe allow CUDA graphs, otherwise an `EagerSteps`.
+    It is a `GraphSteps` if the device has CUDA graphs, and the recipe and its mode allow them with
+    this number of ranks. Otherwise it is an `EagerSteps`.
     """
     if (
         not cuda_graphs.has_cuda_graphs(strategy.device)

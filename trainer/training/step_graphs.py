@@ -105,7 +105,11 @@ def _free_memory(device: torch.device) -> int:
 
 
 class GraphSteps(EagerSteps):
-    """Training steps that are captured after a few eager steps, and replayed afterwards."""
+    """Training steps that are captured after a few eager steps, and replayed afterwards.
+
+    If a step cannot be captured, or if graphs=auto and replays are not faster, all later steps are
+    eager.
+    """
 
     def __init__(
         self, recipe: Recipe, strategy: Strategy, updater: Updater, say: Callable[[str], None]

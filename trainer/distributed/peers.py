@@ -53,7 +53,10 @@ class translate_peer_errors:
         self._patience = patience
 
     def __enter__(self) -> Any:
-        """Return the module `torch.distributed`, which is not imported before it is needed."""
+        """Start the timeout, and return the module `torch.distributed`.
+
+        The module is imported here, because a run with a single process does not need it.
+        """
         import torch.distributed as dist
 
         self._wait = silence.begin_wait(self._patience, leave_silent_peers)
@@ -99,7 +102,7 @@ def describe_lost_peer(cause: BaseException | float) -> str:
 
 
 def leave_silent_peers(seconds: float) -> None:
-    """End this process because a collective neither returns nor raises.
+    """Print the reason and end this process, because a collective neither returns nor raises.
 
     Args:
         seconds: timeout after which the peers were given up.
@@ -203,7 +206,8 @@ def describe_shared_memory() -> str:
 def summary_line(error: BaseException) -> str:
     """Return the most informative line of a collective's error.
 
-    Positions in the source code of gloo and the C++ stack are removed.
+    The line has at most 200 characters. The C++ stack, and the position in gloo's source code with
+    which gloo's messages begin, are left out.
     """
     message = str(error).partition("Exception raised from")[0].strip()
     if not message:

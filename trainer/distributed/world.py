@@ -228,8 +228,8 @@ class World:
     def agree(self, store: Store) -> None:
         """Check that all ranks use the same type of device, and set `shared` equally on all ranks.
 
-        All ranks must create the group with the same backend, which depends on both, but machines
-        may differ.
+        Both determine the backend, and all ranks must create the group with the same backend. The
+        values that a rank finds on its own machine may differ from those of other machines.
 
         Raises:
             SetupError: only some ranks have a GPU.

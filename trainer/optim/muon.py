@@ -115,7 +115,8 @@ class MuonAdamW(torch.optim.Optimizer):
         buffers = [update.buffer for update in batch]
         gradients = torch.stack([update.gradient for update in batch])
         if rates.is_bad is not None:
-            # Interpolating a buffer towards itself leaves it unchanged.
+            # If the overflow flag is set, the gradients are replaced by the momentum buffers:
+            # interpolating a buffer towards itself leaves it unchanged.
             gradients = torch.where(rates.is_bad, torch.stack(buffers), gradients)
         torch._foreach_lerp_(buffers, gradients.unbind(), 1 - self.momentum)
         direction = torch.stack(buffers)
@@ -145,9 +146,12 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 class _MatrixUpdate(NamedTuple):
-    """Weight, momentum buffer and gradient, each as a matrix with a row per output channel.
+    """Tensors of one weight, each as a matrix with a row per output channel.
 
-    Weight and buffer are views, which the step updates in place.
+    Attributes:
+        matrix: view of the weight, which the step updates in place.
+        buffer: view of the momentum buffer, which the step updates in place.
+        gradient: gradient of the weight, a view or a copy.
     """
 
     matrix: Tensor
@@ -172,7 +176,8 @@ class _StepRates:
         if isinstance(lr, Tensor):
             lr = lr.to(device, torch.float64, non_blocking=True)
         self.lr = lr
-        # Factor of the weights for weight decay.
+        # The step multiplies the weights by this factor: 1 - learning rate * weight decay, or 1 if
+        # the overflow flag is set.
         self.keep: Any = 1 - lr * decay
         if isinstance(self.keep, Tensor):
             self.keep = self.keep.float()

@@ -169,10 +169,11 @@ class Updater:
         parameters: Mapping[str, nn.Parameter],
         also: Collection[str] = (),
     ) -> None:
-        """Train those of `parameters` that require gradients, from now on.
+        """Replace the optimizer by one that trains those of `parameters` that require gradients.
 
-        The optimizer also keeps frozen parameters that have a state. Like every optimizer of torch,
-        it does not update parameters without a gradient.
+        The new optimizer takes over the state of the present one, and also keeps frozen parameters
+        that have a state. Like every optimizer of torch, it does not update parameters without a
+        gradient.
 
         Args:
             parameters: all parameters of this rank, by name.

@@ -15,7 +15,7 @@ from trainer.optim.trainable import Roles
 from trainer.recipe import OptimizerRecipe
 from trainer.recipe.optimizer_table import OPTIMIZERS
 
-# Classes by the names in `OPTIMIZERS`: torch's, and those that torch lacks.
+# Optimizer classes by the `class_name` of a row of `OPTIMIZERS`: those of torch, and MuonAdamW.
 CLASSES: dict[str, Any] = {**vars(torch.optim), "MuonAdamW": MuonAdamW}
 NO_ROLES = Roles()
 OptimizerState = Mapping[Tensor, dict[str, Any]]
@@ -23,7 +23,7 @@ NO_STATE: OptimizerState = {}
 
 
 class LearningRates:
-    """Sets the learning rate of each parameter group: a base rate times the group's `rate`.
+    """Learning rates of an optimizer's parameter groups: a base rate times each group's `rate`.
 
     Learning rates are rounded to float32. They are Python numbers, or tensors for a step that is
     captured as a CUDA graph: a replay reads the tensors at their addresses, so `set` fills them in

@@ -1,4 +1,7 @@
-"""Roles of parameters, found in the whole model because a pipeline stage has only some layers."""
+"""Roles of parameters: the factors of their learning rates, and which of them Muon trains.
+
+The roles are determined from the whole model, because a pipeline stage has only some of its layers.
+"""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -19,11 +22,13 @@ from trainer.recipe.optimizer_table import MATRIX_OPTIMIZERS
 
 
 class Roles(NamedTuple):
-    """Roles of the parameters of a whole model, by plain name; equal on all ranks.
+    """Roles of the parameters of a whole model. They are equal on all ranks.
 
     Attributes:
-        rates: factors of the learning rate; 1 for parameters without an entry.
-        matrices: parameters that Muon trains, or would train if they were not frozen.
+        rates: factors of the learning rate by name of the parameter in the user's model. The factor
+            of a parameter without an entry is 1.
+        matrices: names of the parameters that Muon trains, or would train if they were not frozen.
+            Empty if the optimizer is not Muon.
     """
 
     rates: Mapping[str, float] = {}
@@ -76,7 +81,8 @@ def list_hidden_matrices(model: nn.Module, recipe: Recipe) -> frozenset[str]:
         is_matrix = parameter.ndim == 2
         if name in convolutions:
             is_matrix = is_matrix or convolutions[name].groups == 1
-        # Swin's tables of relative position biases have two dimensions as well.
+        # Swin's tables of relative position biases have two dimensions as well. Their names contain
+        # "bias", and AdamW trains them.
         is_bias = "bias" in name.rpartition(".")[2]
         if is_matrix and not is_bias and name not in excluded:
             matrices[name] = parameter

@@ -19,10 +19,10 @@ from trainer.recipe import Recipe
 from trainer.recipe.text import list_some
 from trainer.tasks.task import Task, register_task
 
-# Maximum number of classes in a prediction, and number of classes among which the metric top5
-# searches for the label.
+# `ranked` returns this number of most probable classes, or all classes if there are fewer. For the
+# metric top5, a sample is correct if its label is one of this number of most probable classes.
 TOP_CLASSES = 5
-# Minimum number of classes to show top-5, which says little about fewer classes.
+# With fewer classes than this, top-5 accuracy is not printed: it would be high for any model.
 MIN_CLASSES_FOR_TOP5 = 10
 
 
@@ -63,7 +63,8 @@ class ClassTask(Task):
                 f"loss.class_weights has {len(class_weights)} numbers, and the data {len(names)} "
                 f"classes ({list_some(names)}): give one for each"
             )
-        # The model has more outputs than names if model.num_classes is larger.
+        # The model has more outputs than names if model.num_classes is larger. The additional
+        # outputs get weight 1.
         missing = self.outputs() - len(weights)
         padded = pad(weights, (0, missing), value=1.0)
         self._weights[torch.device("cpu")] = padded
@@ -163,7 +164,7 @@ class Classification(ClassTask):
     def label_probabilities(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the probability of each label, (N,)."""
         losses = cross_entropy(outputs.float(), targets, reduction="none")
-        # Tiny probabilities remain distinct in float64.
+        # Tiny probabilities remain distinct in float64, so that samples can be sorted by them.
         return (-losses).double().exp()
 
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:

@@ -144,7 +144,10 @@ class Task:
         return {"loss": sums["loss"].item() / count}
 
     def shares(self, targets: Tensor) -> Tensor:
-        """Convert targets (N, ...) to float32 values that can be averaged, if the task `mixes`."""
+        """Convert targets (N, ...) to float32 values, which mixup and cutmix average.
+
+        A task needs this method only if its attribute `mixes` is True.
+        """
         raise NotImplementedError
 
     def ranked(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,7 +167,7 @@ class Task:
     def improves(self, value: float, best: float | None) -> bool:
         """Return whether `value` of `metric` is better than `best`.
 
-        The result is True without a `best`, which means that there is no earlier value, or NaN.
+        The result is True if there is no earlier value (None), or if `best` is NaN.
         """
         if best is None or math.isnan(best):
             return True
@@ -203,7 +206,7 @@ class Task:
 
 def figure(value: float) -> str:
     """Format a loss or another number, as in 0.1234."""
-    # A run that diverges has losses such as 1.733e+19.
+    # A run that diverges has losses such as 1.733e+19, which would have 20 digits otherwise.
     if abs(value) >= 1e5:
         return f"{value:.4g}"
     return f"{value:.4f}"

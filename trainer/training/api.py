@@ -38,7 +38,8 @@ from trainer.training.results import Result
 # Keys of the training set, and of the validation set, in a dictionary that `train` gets as `data`.
 TRAINING = ("train", "training")
 HELD_OUT = ("val", "valid", "validation", "test")
-# Files that are sent to ranks: pickled objects, and the plugin module that registers them.
+# Name of the file of pickled objects that is sent to ranks, and name of the plugin module that is
+# sent with it and registers these objects.
 SENT = "given.pickle"
 MODULE = "trainer_given"
 

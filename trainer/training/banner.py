@@ -18,9 +18,10 @@ from trainer.training.observer import ModelFacts
 from trainer.training.state import Resolved
 from trainer.versions import VERSION
 
-# If BatchNorm normalizes fewer than 16 images at a time, the error of ResNet-50 on ImageNet grows:
-# by 1 point at 8 images per GPU, by 4 points at 4, by 11 points at 2 (Wu and He, "Group
-# Normalization", arXiv:1803.08494, table 2).
+# If BatchNorm normalizes fewer images than this at a time, and fewer than the whole batch, the
+# banner suggests remedies. Below 16 images, the error of ResNet-50 on ImageNet grows: by 1 point at
+# 8 images per GPU, by 4 points at 4, by 11 points at 2 (Wu and He, "Group Normalization",
+# arXiv:1803.08494, table 2).
 MIN_BATCH_NORM_IMAGES = 16
 # Titles of lines that a user may want to act on before training. They are printed in full.
 WARNINGS = (
@@ -51,7 +52,8 @@ WARNINGS = (
 # Titles of lines that `runs show` prints, but not the banner. The first line of the banner already
 # names the mode, the devices and what `computes` says.
 DETAILS = ("computes", "mode", "devices", "held out", "cuts", "readers", "folder")
-# Number of lines that the banner may have in addition to the five that every run prints.
+# Number of lines for warnings and optional entries, in addition to the five lines that every run
+# prints. Warnings are printed even if they need more lines.
 SPARE_LINES = 3
 
 

@@ -17,7 +17,8 @@ from trainer.models.replayed_forward import ReplayedForward
 from trainer.modes import Strategy
 from trainer.tasks import Task
 
-# Maximum number of classes of a confusion matrix.
+# Maximum number of model outputs with which a confusion matrix is collected. A model with more
+# outputs gets none.
 CLASSES = 256
 # File of the worst predictions in the run folder, and the maximum number of its rows.
 WORST = "worst.csv"
@@ -231,7 +232,8 @@ class Mistakes:
             self._row_count = len(self._worst[0][0])
 
     def _keep_worst(self) -> tuple[Tensor, ...]:
-        # The sort is stable, so the first of equal mistakes stays. NaN sorts behind probability 1.
+        # The sort is stable, so mistakes with equal probabilities keep their order. NaN sorts
+        # behind probability 1.
         columns = tuple(torch.cat(parts) for parts in zip(*self._worst, strict=True))
         order = columns[0].nan_to_num(nan=2.0).argsort(stable=True)
         worst_rows = order[:ROWS]
@@ -242,7 +244,7 @@ class Mistakes:
 
         The list has at most ROWS predictions, the worst first. Afterwards `pairs` on rank 0 is a
         (classes, classes) matrix of the samples of all ranks, or None with more than CLASSES
-        classes. None on other ranks.
+        classes. On other ranks, `pairs` is then None.
         """
         local = None
         if self._possible and (self._worst or self.pairs is not None):
@@ -264,7 +266,7 @@ class Mistakes:
                 mistakes.append(Mistake(*values))
 
         def badness(mistake: Mistake) -> tuple[float, int]:
-            # NaN comes last. Equal mistakes are in the order of their samples.
+            # NaN comes last. Mistakes with equal probabilities are in the order of their samples.
             probability = mistake.label_probability
             if math.isnan(probability):
                 probability = math.inf

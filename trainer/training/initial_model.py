@@ -243,8 +243,8 @@ def check_task(
             sums = task.sums(outputs, batch.targets)
             doubles = {key: part.double() for key, part in sums.items()}
             keys = task.metrics(doubles, 2).keys()
-    # Metrics of two samples may divide by zero, because some classes have no sample. Then there is
-    # nothing more to check.
+    # Metrics of two samples may divide by zero, because some classes have no sample. Then the
+    # remaining checks are skipped.
     except ArithmeticError:
         return
     except RecipeError:

@@ -290,9 +290,10 @@ def _find_smallest_that_fits(run: Run, numbers: list[int]) -> int:
 
 
 def _measure_load(run: Run, rows: int, passes: int) -> float:
-    """Return the fraction of its available memory that the fullest device needs for trial passes.
+    """Run trial passes, and return the fraction of a device's available memory that they need.
 
-    If the result is larger than 1, the passes do not fit. The state of the run is restored.
+    The result is that of the fullest device of all ranks. If it is larger than 1, the passes do not
+    fit. Weights, buffers and random states are restored afterwards, and gradients are deleted.
     Collective.
 
     Args:

@@ -1,7 +1,7 @@
 """Warnings about problems of a run. Each is printed once.
 
-The functions do not wait for a device, except in the first steps of a process. They do not need
-communication of their own, except to name a slow rank.
+The functions do not wait for a device, except when a process starts and in its first steps. Only
+naming a slow rank needs communication between the ranks.
 """
 
 import math

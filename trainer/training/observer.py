@@ -18,8 +18,8 @@ class Noticed:
 
     Attributes:
         meter: Measures the load by other programs on this machine, since the run was built.
-        strain: The highest load by other programs on any rank since the run was built, as measured
-            at the end of the last epoch or of the run.
+        strain: The highest load by other programs on any rank since the run was built. Updated when
+            an epoch and when the run ends.
         classes: The counts of the last two evaluations, older first: the number of validation
             samples of each class (`actual`), and of predictions of each class (`predicted`). Empty
             if the task does not count them.

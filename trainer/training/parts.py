@@ -54,7 +54,7 @@ class Part:
         self.say = resolved.tracker.say
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return this rank's live tensors under plain names."""
+        """Return this rank's live tensors, under names that do not depend on the mode."""
         return {}
 
     def facts(self) -> dict[str, Any]:

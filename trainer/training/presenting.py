@@ -28,7 +28,8 @@ from trainer.telemetry.tracking import NullTracker
 from trainer.training.evaluation import WORST, Mistakes
 from trainer.training.state import Resolved
 
-# Maximum number of samples of the first batch that are shown, and of their pixels together.
+# Maximum number of samples of the first batch that are shown, and maximum number of their pixels
+# together. One sample is shown even if it has more pixels.
 SEEN = 32
 PIXELS = 2**22
 # Longer sides of drawn images in pixels: images smaller than TILE are enlarged by an integer factor
@@ -47,7 +48,8 @@ GROUND = "#ffffff"
 # Blue and vermilion of Okabe and Ito's palette, which color-blind readers can tell apart.
 RIGHT = (0, 114, 178)
 WRONG = (213, 94, 0)
-# Maximum number of classes of a matrix whose cells show counts and whose rows show names.
+# A confusion matrix of at most this number of classes has counts in its cells and names at its
+# rows. A larger matrix has colors only.
 WRITTEN = 24
 Numbers = npt.NDArray[Any]
 
@@ -264,7 +266,8 @@ def draw_confusion(matrix: Numbers, names: Sequence[str]) -> EncodedImage:
     draw = ImageDraw.Draw(sheet)
     _write(draw, (GAP, GAP), title)
     shares = matrix / np.maximum(1, matrix.sum(1, keepdims=True))
-    # Cells with counts have a gap of one pixel.
+    # Pillow draws a rectangle including both corners, so `cell - 2` leaves a gap of one pixel
+    # between cells with counts, and `cell - 1` leaves none.
     side = cell - 2 if is_written else cell - 1
     for row in range(count):
         y = top + row * cell

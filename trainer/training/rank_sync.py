@@ -45,8 +45,9 @@ class SyncedState:
         finite: Whether all losses and gradients of these steps were finite.
         stop: Type of the error to stop with if a rank received a signal, or else None.
         ranks: For each rank the seconds of a step, the seconds of waiting for data in a step, and
-            the seconds of a forward pass. Empty within an evaluation, and if the ranks cannot be
-            compared by these times (see `Measures.forward_watch`).
+            the seconds of a forward pass (of one block, if weights are sharded). Empty within an
+            evaluation, and if the ranks cannot be compared by these times (see
+            `Measures.forward_watch`).
         window: This rank's number of steps, their seconds, and their seconds of waiting for data,
             since the last logged step and without warm-up steps.
     """
@@ -191,7 +192,10 @@ class RankSync:
         return SyncedState(total.loss, is_finite, stop, ranks, self._window)
 
     def save_and_stop(self, stop: type[TrainerError]) -> None:
-        """Save the run and raise `stop`, after all ranks were informed of a signal. Collective."""
+        """Save the run and raise `stop`. Collective.
+
+        Call this only after `exchange` has informed all ranks of a signal.
+        """
         resolved = self.resolved
         with self.observer.ledger.span("saving"):
             self.snapshots.save()

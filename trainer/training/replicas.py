@@ -1,8 +1,8 @@
 """Comparison of replicas, so that a rank that drifts apart ends the run before it is saved.
 
-Replicas start from the same weights and apply the same gradients, so their weights have the same
-bits. A model that writes its weights in a forward pass, from the images of one rank, makes the
-replicas differ without an error.
+Replicas start from the same weights and apply the same gradients, so their weights stay equal, up
+to rounding if gradients are clipped. A model that writes its weights in a forward pass, from the
+images of one rank, makes the replicas differ without an error.
 """
 
 from collections.abc import Iterable
@@ -93,7 +93,8 @@ class ReplicaComparison:
         Raises:
             RecipeError: A weight of some rank differs by more than rounding. Raised on every rank.
         """
-        # The next comparison is after 10, 100, 1000, ... steps of this process.
+        # The next comparison is due when the number of steps of this process reaches the next power
+        # of ten.
         self.next = 10 ** len(str(self.observer.timer.seen))
         strategy = self.state.strategy
         world = strategy.world

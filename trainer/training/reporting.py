@@ -53,7 +53,9 @@ def log_step(
     speed: float | None,
     window: tuple[int, float, float],
 ) -> None:
-    """Write the values of a step to TensorBoard, and its row to steps.csv. Collective.
+    """Log the values of a step, and write its row to steps.csv. Collective.
+
+    The values go to those of TensorBoard, W&B and MLflow that the recipe enables.
 
     Speeds are left out during warm-up.
 

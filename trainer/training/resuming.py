@@ -166,7 +166,11 @@ def _receive_files(
 
 @contextmanager
 def _temporary(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file without a name."""
+    """Open a temporary file without a name, for a file of the checkpoint at `path`.
+
+    Raises:
+        SetupError: The file cannot be created, or the block raises an OSError, as on a full disk.
+    """
     try:
         with tempfile.TemporaryFile() as file:
             yield file

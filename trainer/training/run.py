@@ -29,7 +29,16 @@ from trainer.training.steps import EagerSteps
 class Run:
     """All objects of one run on one rank.
 
-    The attributes that `__post_init__` sets first are aliases of attributes of these objects.
+    `__post_init__` creates the objects that compute, evaluate and save steps. It also sets
+    attributes from `recipe` to `strategy`, which are aliases of attributes of the objects below.
+
+    Attributes:
+        resolved: The configuration of the run.
+        state: The state that training changes.
+        observer: Timers, logs and warnings.
+        loader: Reads the batches of this rank.
+        interrupts: Signals, such as Ctrl-C, that this process has received.
+        callbacks: The callback of the calling program, if any.
     """
 
     resolved: Resolved
@@ -81,7 +90,8 @@ def create_steps(
 ) -> EagerSteps:
     """Return the object that computes the steps of a run.
 
-    It is a `GraphSteps` if device and recipe allow CUDA graphs, otherwise an `EagerSteps`.
+    It is a `GraphSteps` if the device has CUDA graphs, and the recipe and its mode allow them with
+    this number of ranks. Otherwise it is an `EagerSteps`.
     """
     if (
         not cuda_graphs.has_cuda_graphs(strategy.device)

@@ -33,7 +33,8 @@ from trainer.training.state import Resolved
 SIZED = 256
 # Number of threads that hash these photos. Each of them mostly waits for the disk.
 WAITING = 16
-# Maximum number of bytes that are hashed of each sample of a data set of tensors.
+# Maximum number of bytes that are hashed of each sample of a data set of tensors. In larger
+# samples, only every n-th byte is hashed.
 LOOKED_AT = 1024
 ROLES = {"train": "training", "val": "held out"}
 REMEDY = (

@@ -106,7 +106,7 @@ class Claim:
         world: The connected ranks.
         tracker: The writer of the run folder on rank 0; a tracker without effects on other ranks.
         resolved_keys: Values that the resumed run has chosen for undecided keys of its recipe.
-        before: The validation split of the resumed run.
+        before: The validation split of the run that is resumed; NOTHING_BEFORE in a new run.
         shorter: The recipe of the resumed run if this run trains longer, or else None.
         ledger: Seconds of this attempt by activity.
     """

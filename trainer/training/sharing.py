@@ -76,7 +76,8 @@ def _divide_rows(
     """
     recipe = resolved.recipe
     world = resolved.world
-    # Number of images that augmentations such as mixup combine. The rows of a rank are a multiple.
+    # Number of images that augmentations such as mixup combine. The number of rows of each rank is
+    # a multiple of this number.
     together = recipe.augment.together
     least = min(max(1, minimum // together), min(rows) // together)
     capacity = _count_fitting_images(recipe, world, rows[world.rank])

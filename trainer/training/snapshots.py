@@ -24,8 +24,8 @@ from trainer.training.parts import PARTS
 from trainer.training.replicas import ReplicaComparison
 from trainer.training.state import Resolved, TrainState
 
-# Shards by plain name, for each part of a checkpoint. The keys are the names of the parts' files
-# without their endings.
+# The shards that a rank writes: for each file of a checkpoint, by its name without the ending, a
+# dictionary of shards by the name of the whole tensor.
 Parts = dict[str, dict[str, Shard]]
 
 

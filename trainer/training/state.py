@@ -130,7 +130,7 @@ class TrainState:
         self.step_offset = 0
 
     def weights(self) -> dict[str, Tensor]:
-        """Return this rank's parameters and buffers under plain names."""
+        """Return this rank's parameters and buffers by their names in the user's model."""
         return {**self.parameters, **self.strategy.named_buffers()}
 
     def averages(self) -> dict[str, Tensor]:

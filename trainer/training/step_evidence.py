@@ -21,7 +21,8 @@ from trainer.models.host_state import list_held_tensors
 from trainer.modes.state import ModelState
 from trainer.optim.optimization import Updater
 
-# A change that is smaller than this fraction of a weight's norm may be lost in rounding.
+# When the changes of a weight in two computations of a step are compared, a difference up to this
+# fraction of the weight's norm is always tolerated, because rounding of the weight can cause it.
 ULP = 2.0**-22
 
 
@@ -72,7 +73,7 @@ class EagerPass:
         weight: Factor of each sample's loss: 1 / number of images of a step.
         sync: Whether the ranks exchange gradients in this pass.
         random: States of the devices' generators before and after the pass.
-        loss: The loss.
+        loss: Loss of the micro-batch, 0-dim.
     """
 
     batch: Batch
@@ -89,7 +90,7 @@ class Evidence:
     Attributes:
         lr: Learning rate.
         before: State before the step.
-        passes: The passes.
+        passes: The forward and backward passes of the micro-batches, in order.
         gradients: Gradients of this rank's passes alone.
         reduced: Gradients as the optimizer reads them, summed over the ranks.
         after: State after the update, before anything else, such as an averaging, changes it.
@@ -139,7 +140,14 @@ def copy_into(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> No
 
 
 class StepResult(NamedTuple):
-    """Losses, gradients and state after one computation of the step."""
+    """Result of one computation of a step, eager or by replays.
+
+    Attributes:
+        losses: Loss of each micro-batch, 0-dim.
+        gradients: Gradients of this rank's passes, one for each parameter of the optimizer. None
+            for a parameter without a gradient.
+        state: State after the update, by name as from `collect_live_state`.
+    """
 
     losses: Sequence[Tensor]
     gradients: Sequence[Tensor | None]

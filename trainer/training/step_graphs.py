@@ -46,14 +46,14 @@ from trainer.training.step_evidence import (
 from trainer.training.step_tuning import StepTuner
 from trainer.training.steps import EagerSteps
 
-# Number of eager steps of a process, the last of which is captured. With graphs=auto, TIMED_STEPS
-# more steps are eager.
+# Number of eager steps before the capture. The last of them is captured. With graphs=auto,
+# TIMED_STEPS more steps are eager before the capture.
 WARMUP_STEPS = 4
-# Maximum number of steps in a row that cannot be captured, because their micro-batches have other
-# shapes than those of the step before, or because they are not finite.
+# If this number of steps in a row cannot be captured, because their micro-batches have other shapes
+# than those of the step before, or because they are not finite, all later steps are eager.
 MAX_TRIES = 8
 # Maximum number of copies of state and gradients that exist at the same time while a replay is
-# compared with an eager step.
+# compared with an eager step. If a device has no memory for them, nothing is captured.
 MAX_COPIES = 5
 
 
@@ -79,8 +79,8 @@ class CapturedStep:
     """A captured step.
 
     Attributes:
-        passes: Captured passes. The key is whether the pass is the first of a step, and the layout
-            of the micro-batch.
+        passes: Captured passes. A key is `(is_first, shape)`: whether the pass is the first of a
+            step, and the result of `shape_of` for its micro-batch.
         gradients: Gradients of the optimizer's parameters, which replays write.
         loss: Loss that the captured update reads, 0-dim, always at the same address.
         norm: Norm of the gradient, which a captured update with clipping writes. Otherwise None.
@@ -105,7 +105,11 @@ def _free_memory(device: torch.device) -> int:
 
 
 class GraphSteps(EagerSteps):
-    """Training steps that are captured after a few eager steps, and replayed afterwards."""
+    """Training steps that are captured after a few eager steps, and replayed afterwards.
+
+    If a step cannot be captured, or if graphs=auto and replays are not faster, all later steps are
+    eager.
+    """
 
     def __init__(
         self, recipe: Recipe, strategy: Strategy, updater: Updater, say: Callable[[str], None]
@@ -131,7 +135,7 @@ class GraphSteps(EagerSteps):
         self._step_count = 0
         self._micro_step = 0
         self._tries = 0
-        # Layouts of the micro-batches of this step so far, and of the step before.
+        # Results of `shape_of` for the micro-batches of this step so far, and of the step before.
         self._shapes: list[tuple[object, ...]] = []
         self._shapes_before: list[tuple[object, ...]] = []
         # Evidence of this step, or of the step before.

@@ -9,12 +9,18 @@ from trainer.devices import cuda_graphs
 
 # Number of steps of each kind that are timed.
 TIMED_STEPS = 12
-# Replays must be faster than eager steps by this factor to be worth their memory.
+# Steps are replayed only if replays are faster than eager steps by at least this factor. With less
+# gain, the memory of the graphs is not worth it, and steps stay eager.
 MIN_SPEEDUP = 1.03
 
 
 class StepSeconds(NamedTuple):
-    """Median seconds of an eager step and of a replayed step."""
+    """Measured times of both kinds of steps.
+
+    Attributes:
+        eager: Median seconds of an eager step.
+        replayed: Median seconds of a replayed step.
+    """
 
     eager: float
     replayed: float

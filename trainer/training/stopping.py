@@ -48,7 +48,7 @@ def check_patience(resolved: Resolved, state: TrainState) -> None:
 
 
 def find_best_epoch(history: History) -> int | None:
-    """Return the epoch with the best value of the task's metric, from 1.
+    """Return the number of the epoch with the best value of the task's metric, counted from 1.
 
     Return None if the metric was never a number.
     """

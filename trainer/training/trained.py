@@ -39,9 +39,10 @@ Length = Annotated[int, Field(gt=0)]
 ClassNames = Annotated[tuple[str, ...], Field(max_length=2**20)]
 Mean = Annotated[float, Field(ge=-1e3, le=1e3, allow_inf_nan=False)]
 Std = Annotated[float, Field(gt=0, le=1e3, allow_inf_nan=False)]
-# Maximum number of bytes of one input.
+# Maximum number of bytes of one input. Metadata that describes larger inputs is refused as damaged.
 LARGEST = 2**32
-# Keys that only training reads.
+# Keys of the recipe that only training reads. Commands for a trained model refuse them as
+# arguments.
 TRAINING = {
     "resume",
     "epochs",
@@ -60,10 +61,22 @@ ANYWHERE = {"devices": "auto", "mode": "ddp", "shares": None}
 
 
 class WeightFacts(BaseModel):
-    """Metadata of weights: their classes and inputs, within bounds.
+    """Metadata of a file of weights: the classes and inputs of its model.
 
-    Bounds are checked, because the file may be damaged, or come from an untrusted source. Older
-    files have fewer values. If the inputs are not images, `mean` and `std` are empty.
+    The values are checked against bounds, because the file may be damaged, or come from an
+    untrusted source. Older files have fewer values.
+
+    Attributes:
+        classes: Names of the classes or values. None if the file does not name them.
+        mean: Mean of each channel. Empty if the inputs are not images.
+        std: Standard deviation of each channel. Empty if the inputs are not images.
+        image_size: Size of an image in pixels: one number for a square, or (height, width). If the
+            inputs are not images, the size of their last dimension. 0 if the file does not contain
+            it.
+        shorter_side: Size that an image is resized to before `image_size` is cropped from it. None
+            if the file does not contain it.
+        channels: Number of channels of an image.
+        inputs: (name of the type, shape) of one input. None if the file does not contain them.
     """
 
     classes: ClassNames | None = None
@@ -161,7 +174,7 @@ class Trained:
 
     Attributes:
         path: Path of the weights.
-        weights: Tensors by plain name.
+        weights: Parameters and buffers by their names in the user's model.
         metadata: Metadata of the file.
         own: Recipe of the run, in which the values of ANYWHERE replace devices, mode and shares.
         recipe: Recipe `own`, changed by the arguments of a command.
@@ -192,7 +205,11 @@ class Trained:
 
     @cached_property
     def facts(self) -> WeightFacts:
-        """Metadata of the file, or else that of the run folder. Raises CheckpointError."""
+        """Metadata of the file, or that of the run folder if the file does not name the classes.
+
+        Raises:
+            CheckpointError: The metadata is damaged.
+        """
         metadata = self.metadata
         folder = find_run_folder(self.path)
         if "classes" not in metadata and folder:

@@ -102,7 +102,7 @@ class Wire(nn.Module):
 
 
 class ProcessPipeline(Staged):
-    """The stages on this rank, of one replica of the model."""
+    """The stages that this rank computes, of the replica to which the rank belongs."""
 
     divided_along = "stages"
 
@@ -259,11 +259,12 @@ class ProcessPipeline(Staged):
         stage: PipelineStage,
         stage_input: Tensor,
     ) -> bool:
-        """Return True if a split backward pass (inputs, then weights) gives the same gradients.
+        """Return True if a split backward pass computes the same gradients as a whole one.
 
-        Torch starts the second part at the operations that read a weight. If one weight is read
-        twice in a row, the path between the two operations belongs to several weights, and the
-        first of them frees it (torch 2.14).
+        The first part computes the gradients of inputs, and the second part those of weights. Torch
+        starts the second part at the operations that read a weight. If one weight is read twice in
+        a row, the path between the two operations belongs to several weights, and the first of them
+        frees it (torch 2.14).
 
         Args:
             stage: any stage except the first of the model.

@@ -170,7 +170,7 @@ class Staged(LocalStages):
         return Trial(math.inf, (0.0,) * plan.stages)
 
     def _free_memory(self) -> None:
-        """Free the memory of a failed trial, for a trial of smaller micro-batches."""
+        """Free the memory of a probe or trial that ran out of memory, for the next measurement."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

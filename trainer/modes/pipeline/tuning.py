@@ -29,7 +29,7 @@ CANDIDATES = (2, 3, 4, 6, 8, 12)
 # Number of plans with the shortest predicted steps that are run. The best plan of each schedule is
 # run in addition. This is also the maximum number of close plans that a round runs again.
 FINALISTS = 3
-# Maximum relative difference to the fastest plan for plans that are run again.
+# A plan is run again if its step is at most this fraction longer than that of the fastest plan.
 CLOSE = 0.1
 # Maximum number of rounds in which close plans are run again.
 ROUNDS = 4
@@ -389,7 +389,9 @@ def recall_plan(
     key: str,
     traced: Traced,
 ) -> Plan | None:
-    """Return the plan in the run folder, or None if it has none for `key` that is complete.
+    """Return the plan that the run folder contains for `key`.
+
+    Returns None if the entry has another key, is incomplete or damaged, or has unknown cuts.
 
     Args:
         tuned: entry of the run folder.

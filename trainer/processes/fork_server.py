@@ -24,6 +24,7 @@ from trainer.processes.silence import call_within
 
 # The standard library's only object for a fork server. It has no public name or type.
 SERVER: Any = forkserver._forkserver
+# Signals that are blocked in the server. A worker ignores them, and a rank handles them.
 SIGNALS = {signal.SIGINT, signal.SIGTERM, *early.SAVE_AND_GO}
 # Number of seconds to wait for the exit of a server that was stopped or killed.
 EXIT_SECONDS = 0.5

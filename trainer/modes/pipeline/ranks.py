@@ -1,9 +1,9 @@
 """`pipeline` in several processes, by `torch.distributed.pipelining`.
 
-A world of P x R ranks has R replicas of a model, each in the stages of P ranks. Rank r x P + p
-belongs to replica r and has one or more of its stages. Schedules are torch's
-(docs.pytorch.org/docs/stable/distributed.pipelining.html). Evaluation is a chain of forward passes
-of our own, because some of torch's schedules cannot evaluate.
+A world of P * R ranks has R replicas of a model, each in stages on P ranks. Rank r * P + p belongs
+to replica r and has one or more of that replica's stages. All schedules are torch's
+(docs.pytorch.org/docs/stable/distributed.pipelining.html), except `ScheduleMeasured`. Evaluation is
+a chain of forward passes of our own, because some of torch's schedules cannot evaluate.
 """
 
 import os

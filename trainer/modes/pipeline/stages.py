@@ -34,7 +34,8 @@ TRIAL_SECONDS = 0.5
 class Staged(LocalStages):
     """A model in stages, whose cuts come from the recipe, the run folder or measurements."""
 
-    # Number of micro-batches of the last trial that did not run out of memory, or None.
+    # Number of micro-batches of the last trial that did not run out of memory; None before such a
+    # trial.
     _last_fitting: int | None = None
 
     def to_device(self, model: nn.Module) -> None:

@@ -40,8 +40,11 @@ Cuts = tuple[str, ...]
 class Plan:
     """Cuts of a model, number of micro-batches of a batch, and schedule."""
 
+    # Names of the cuts in the order of the model (see `Traced.cuts`).
     cuts: Cuts
+    # Number of micro-batches of a batch.
     microbatches: int
+    # Name of the schedule (see `list_actions`).
     schedule: str
     # Forward and backward time of each stage in seconds, if the schedule is the measured one; else
     # empty.
@@ -63,8 +66,8 @@ class Pipe:
 
     # Number of ranks, or of devices in one process.
     workers: int
-    # Values of `pipeline.schedule`, each with the number of stages over all workers. The first is
-    # used unless a trial of another one is faster. The order of `streams` is 1F1B.
+    # Names of schedules (see `list_actions`), each with the number of stages over all workers. The
+    # first schedule is used unless a trial of another one is faster.
     schedules: tuple[tuple[str, int], ...]
     # Number of images of the batch that is cut into micro-batches.
     rows: int

@@ -19,7 +19,7 @@ from trainer.modes.pipeline.recorded import CapturablePipeline
 from trainer.modes.split import Split
 from trainer.recipe import Recipe
 
-# Class of each mode of `recipe.TRAITS`.
+# Strategy class by name of the mode. `OVER_PROCESSES` overrides entries for several processes.
 STRATEGIES: dict[str, type[Strategy]] = {
     "single": Strategy,
     "dp": DataParallel,
@@ -31,7 +31,8 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "local_sgd": LocalSGD,
     "hogwild": Hogwild,
 }
-# Modes that have another class if there are several processes.
+# Strategy class by name of the mode, if there are several processes. Modes that are not listed have
+# the same class for any number of processes.
 OVER_PROCESSES: dict[str, type[Strategy]] = {
     "pipeline": ProcessPipeline,
     "fsdp": FullyShardedDataParallel,

@@ -50,7 +50,7 @@ def compile_in_place(module: nn.Module) -> None:
 class Strategy(ModelState, Measures):
     """One model on one device: mode `single`, and the base class of all other modes.
 
-    A new mode overrides only the methods in which it differs, out of these eight:
+    A new mode overrides those of these eight methods in which it differs:
 
     - `connect`: connect ranks or devices once, after the model is on its device.
     - `outputs`: run the forward pass, in training and in evaluation.
@@ -60,7 +60,8 @@ class Strategy(ModelState, Measures):
     - `sync_weights`: make weights equal on all ranks, before evaluation and checkpoints.
     - `named_parameters`, `layout`: this rank's shards and their position in the whole model.
 
-    The other methods are derived from these, or have defaults for a rank with the whole model.
+    The other methods are derived from these eight, or have defaults that suit a rank with the whole
+    model.
     """
 
     def __init__(self, context: Context) -> None:

@@ -1,4 +1,4 @@
-"""The context of a mode: the arguments of its constructor, and what follows from them alone."""
+"""The context of a mode: values for its constructor, and methods that depend on these alone."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext

@@ -19,8 +19,10 @@ from trainer.telemetry.clocks import StepTimer, Stopwatch, synchronise
 class Communication(NamedTuple):
     """Time that communication adds to a step.
 
-    `seconds` is None if the time was not measured. If `at_most` is True, `seconds` is an upper
-    bound, because computation may hide some communication.
+    Attributes:
+        seconds: added time of a step in seconds; None if it was not measured.
+        at_most: True if `seconds` is an upper bound, because computation may hide some
+            communication; False if `seconds` is the added time itself.
     """
 
     seconds: float | None

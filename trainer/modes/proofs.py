@@ -32,8 +32,9 @@ from trainer.models.recompute import ALTERNATIVE, Run, recompute
 from trainer.modes.context import Context
 from trainer.modes.state import ModelState
 
-# Relative tolerance per precision. Sums over ranks and nondeterministic kernels add in another
-# order than the whole model does.
+# Maximum relative error of a comparison, by precision; a larger error refuses the model. Equal
+# models differ a little, because sums over ranks and nondeterministic kernels add in another order
+# than the whole model does.
 SHARDED_TOLERANCE = {"fp32": 1e-3, "tf32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}
 # Minimum divisor of relative errors, as a fraction of the norm of the whole gradient.
 FLOOR = 1e-2
@@ -133,10 +134,10 @@ def recompute_proven(
 
 @contextmanager
 def _observe_draws(modules: Iterable[nn.Module], device: torch.device) -> Iterator[list[bool]]:
-    """Return a context that records for each pass of each module whether it draws random numbers.
+    """Return a context whose value is a list with one bool per forward pass of a module.
 
-    Only torch's generators of the CPU and of `device` are observed. The list is filled in the
-    order in which the passes end.
+    The bool is True if the pass draws random numbers of torch's generators of the CPU or of
+    `device`, the only generators that are observed. It is appended when the pass ends.
     """
     draws = []
     states_before = {}

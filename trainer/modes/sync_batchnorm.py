@@ -106,7 +106,7 @@ class _GlobalBatchNorm(torch.autograd.Function):
 
     Ranks exchange statistics in the forward pass and sums of gradients in the backward pass. Each
     rank computes mean and variance before they are combined, so that a small variance keeps its
-    digits next to a large mean. Nothing waits for the device.
+    digits next to a large mean. Neither pass makes the host wait for the device.
     """
 
     @staticmethod

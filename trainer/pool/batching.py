@@ -147,7 +147,7 @@ class Batching:
 
         Returns:
             A number of items. 0 if the other workers finish the items sooner without this worker,
-            or if this worker has items but no measurement yet.
+            or if this worker is one of several and has items but no measurement yet.
         """
         count = min(self.size(worker), pending)
         own_items = queued[worker]

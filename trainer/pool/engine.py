@@ -19,7 +19,8 @@ from trainer.pool.worker import Kind
 
 # Maximum seconds of a setup, in which models may be downloaded and compiled.
 SETUP_SECONDS = 900.0
-# Maximum number of times that the process of a worker may end in a row without any result.
+# If the process of a worker ends this number of times in a row without any result, the pool ends
+# with an error.
 MAX_STARTS = 10
 # Seconds between two checks of whether to repeat the work of a slow device.
 REPEAT_CHECK_SECONDS = 0.02
@@ -241,7 +242,10 @@ class Engine:
         self._start(worker)
 
     def _deadline(self, worker: PoolWorker) -> float:
-        """Return the time at which a worker's process counts as hung."""
+        """Return the `time.monotonic` at which a worker's process counts as hung.
+
+        The result is infinite if the worker is ready and has no task, or a task without a limit.
+        """
         if not worker.ready:
             return worker.since + SETUP_SECONDS
         if self.item_timeout is None or not worker.queue or isinstance(worker.queue[0], Job):

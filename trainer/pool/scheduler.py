@@ -1,8 +1,9 @@
 """Assignment of chunks and jobs to workers, and their repetition after failures.
 
-A worker has a chunk from its assignment until its answer arrives. The chunks of a lost worker go to
-the front of the queue, so no item is lost. If two workers have the same chunk, the first answer
-counts. All methods are called by the engine's thread, unless their docstring says otherwise.
+A worker has a chunk from the assignment until the worker's answer arrives. The chunks of a lost
+worker go to the front of the queue, so no item is lost. If two workers have the same chunk, the
+first answer counts. All methods are called by the engine's thread, unless their docstring says
+otherwise.
 """
 
 import time
@@ -20,7 +21,8 @@ from trainer.pool.stream import Chunk, Job, Lane, Stream, finish, resolve
 from trainer.pool.transport import Message, Packed, pack_rows
 from trainer.pool.worker import Kind
 
-# Seconds that an idle worker waits for a full batch.
+# Maximum seconds that a worker waits for a full batch before it accepts fewer items. If the batch
+# size is fixed, a worker accepts fewer items only at the end of the stream.
 LINGER_SECONDS = 0.002
 
 
@@ -306,8 +308,8 @@ class Scheduler:
         if single.tries < self.retries:
             single.stream.again[self._lane(worker)].append(single)
             return
-        # The item was the reason for lost processes, so they do not count towards the maximum after
-        # which the worker itself is given up.
+        # Processes that were lost because of this item do not count towards `engine.MAX_STARTS`, at
+        # which the pool would end with an error.
         if worker.done:
             worker.starts = min(worker.starts, 1)
         single.stream.deliver(single, ItemError.of(single.indices.start, failure))

@@ -254,7 +254,7 @@ class Job:
 
 
 def finish(future: Future[Any], packed: Packed, failed: int) -> None:
-    """Set a job's result or error from its worker's answer."""
+    """Set a job's result, or its error if `failed` is not 0, from its worker's answer."""
     try:
         result = packed.open()
         error = result.exception() if failed else None

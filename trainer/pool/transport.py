@@ -24,13 +24,14 @@ from trainer.processes.memory_file import MemoryFile, align
 
 # Initial size of a slot in bytes.
 INITIAL_BYTES = 1 << 16
-# Maximum number of elements that torch copies in one thread. For larger copies torch uses several
-# threads, which would compete with the workers for cores.
+# Maximum number of elements that torch copies in one thread. Torch would copy more elements in
+# several threads, which would compete with the workers for cores. `_Rows.write` therefore stacks at
+# most this number of elements at a time, and copies larger rows without torch.
 MAX_ELEMENTS = 1 << 15
 
 
 def new_slot() -> MemoryFile:
-    """Create memory for the tasks and answers of a worker.
+    """Create shared memory for the tasks and answers of a worker, or for its definition.
 
     Each process writes to a slot only while the other process waits for a message about it.
 

@@ -243,7 +243,8 @@ def main(
     sys.stderr.flush()
 
 
-# A function that unpickles the batch or job of a message.
+# Function that returns the items of a batch (prepared, if the user's worker has `prepare`), or a
+# job's function with its positional and keyword arguments.
 Opener = Callable[[], Any]
 
 

@@ -13,7 +13,8 @@ from types import FrameType
 # SLURM's --signal=USR1, submitit's SIGUSR2, and the soft limit of CPU time (`ulimit -S -t`, SGE's
 # s_cpu). At the hard limit of CPU time, the system sends SIGKILL.
 SAVE_AND_GO = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
-# Signals that arrive within this number of seconds after a Ctrl-C are its copies.
+# A signal that arrives within this number of seconds after a Ctrl-C is a copy of it. A later signal
+# is a new Ctrl-C, unless `CtrlC.routes` says that more copies must arrive first.
 COPY_SECONDS = 1.0
 
 
@@ -67,7 +68,7 @@ class CtrlC:
 def is_installed_command() -> bool:
     """Return whether the user started this process by the script `trainer` that pip installs.
 
-    In child processes the main module is another one.
+    In child processes the main module is another one, so the result is False.
     """
     return (
         sys.argv[0].endswith("/trainer")
@@ -97,5 +98,8 @@ def install_handlers() -> None:
 
 
 def is_unused(number: int) -> bool:
-    """Return whether nobody else handles a signal or ignores it, as nohup does."""
+    """Return whether a signal has its default action or the handler of this module.
+
+    Otherwise other code handles the signal, or it is ignored, as SIGHUP is under nohup.
+    """
     return signal.getsignal(number) in (signal.SIG_DFL, exit_on_signal)

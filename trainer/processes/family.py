@@ -20,9 +20,9 @@ from trainer.errors import PeerError, SetupError
 from trainer.processes.rank import read_place
 from trainer.processes.watchdog_process import WATCHDOG_SIGNAL
 
-# Environment variable of all processes that `trainer` starts. It contains the process id of the
-# parent, and the process dies when this parent dies. A rank with this variable does not print how
-# it ended, because our launcher does.
+# Environment variable of the ranks and commands that `trainer` starts: process id of the parent.
+# `die_with_parent` reads it, so that the process dies when this parent dies. A rank with this
+# variable does not print how it ended, because our launcher does.
 PARENT = "TRAINER_PARENT"
 # Exit code of a child whose parent has died before the child could ask to die with it.
 PARENT_DIED = 7
@@ -110,7 +110,7 @@ def living_ranks() -> dict[int, tuple[int, str]]:
     No ranks are found if this process is not a rank, or if the system has no /proc.
 
     Returns:
-        For each rank, its process id and the letter of its state in /proc ("T" is stopped).
+        (process id, state) by rank. The state is a letter as in /proc, such as "T" for stopped.
     """
     ranks: dict[int, tuple[int, str]] = {}
     if "RANK" not in os.environ or not os.path.isdir("/proc"):

@@ -29,7 +29,7 @@ is_active = (
 
 
 def is_at_step() -> bool:
-    """Return whether a fault at a training step is requested."""
+    """Return whether the first requested fault is at a training step or trial, not at a save."""
     return is_active and not os.environ["TRAINER_FAULT"].partition("@")[2].startswith("save")
 
 

@@ -24,6 +24,7 @@ from trainer.processes.silence import call_within
 
 # The standard library's only object for a fork server. It has no public name or type.
 SERVER: Any = forkserver._forkserver
+# Signals that are blocked in the server. A worker ignores them, and a rank handles them.
 SIGNALS = {signal.SIGINT, signal.SIGTERM, *early.SAVE_AND_GO}
 # Number of seconds to wait for the exit of a server that was stopped or killed.
 EXIT_SECONDS = 0.5
@@ -31,10 +32,11 @@ EXIT_SECONDS = 0.5
 SERVER_GONE_CODE = 255
 # Environment variable that keeps Python from importing modules from the working directory.
 SAFE = "PYTHONSAFEPATH"
-# Maximum length in bytes of the path of a folder for sockets. The path of a socket has at most 107
-# bytes, and Python appends up to 32.
+# Maximum length in bytes of the temporary directory's path; with a longer path, the server's socket
+# is in /tmp. The path of a socket has at most 107 bytes, and Python appends up to 32.
 MAX_FOLDER_LENGTH = 70
-# Environment variable with the process id of the process with which the server dies, or 0.
+# Environment variable of a new server: id of the process with which the server dies, or 0 if the
+# kernel must not kill the server (see `start_server`).
 SERVED_PID = "TRAINER_FORK_PARENT"
 
 
@@ -144,7 +146,8 @@ def _choose_folder() -> None:
 def begin_worker() -> None:
     """Set up a new worker, which ignores signals and dies with the process that it works for.
 
-    The kernel kills the worker with the server, and the server with the process that it serves.
+    The kernel kills the worker with the server, and the server with the process that it serves, if
+    the main thread of that process started the server.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -165,7 +168,7 @@ def begin_rank() -> None:
 def _leave_server() -> None:
     """Disconnect a child from the server, so that the server can exit even if the child hangs.
 
-    The child dies with the server and with the process that the server serves.
+    The kernel kills the child when the server dies.
     """
     alive_fd = SERVER._forkserver_alive_fd
     # The server exits when all processes have closed this descriptor.

@@ -41,7 +41,8 @@ GRACE = 60.0
 SAVE_SECONDS = 30.0
 # Seconds that a step may still take after a signal if a checkpoint contains all trained steps.
 IDLE_GRACE_SECONDS = 2.0
-# Seconds after a signal, or after the last step, until the watcher exits because a peer is gone.
+# Seconds after a signal or the last step, whichever is later, until the watcher thread ends this
+# process if a peer is gone.
 LOST_PEER_SECONDS = 4.0
 # Seconds for saving that are reserved before torchrun sends SIGKILL.
 SAVE_RESERVE = 5.0
@@ -113,7 +114,9 @@ class Interrupts:
     schedulers and launchers repeat them. Before the first `beat`, there is nothing to save, so any
     signal ends the process immediately. If a checkpoint contains all trained steps, a signal ends
     the process after two seconds without the end of a step, because compiling a step may take
-    minutes. Outside the main thread, such as in a thread of a notebook, nothing is installed.
+    minutes. If `own_process` is False, the process is never ended: a second Ctrl-C, or any signal
+    before the first `beat`, raises KeyboardInterrupt. Outside the main thread, such as in a thread
+    of a notebook, nothing is installed.
 
     Attributes:
         received: first signal that was received; None before a signal.

@@ -163,8 +163,8 @@ def build_job_id() -> str:
 def build_signature() -> str:
     """Return the text that a job writes into the lock of its run folder.
 
-    The first line is its `build_job_id`. Under SLURM, the second line names the job and the step,
-    which a requeued job keeps on every node.
+    The first line is the job's `build_job_id`. Under SLURM, the second line contains the ids of job
+    and step, which are the same on every node and stay the same when the job is requeued.
     """
     job = os.environ.get("SLURM_JOB_ID")
     if not job:

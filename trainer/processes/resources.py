@@ -12,8 +12,9 @@ from trainer.devices import cards, host
 from trainer.processes.family import PARENT
 from trainer.recipe import Recipe
 
-# Block size in bytes below which processes that decode photos keep freed memory. This is the
-# largest threshold that glibc accepts, and enough for a photo of 11 megapixels.
+# Maximum size in bytes of a freed block that processes that decode photos keep for reuse. Larger
+# blocks return to the kernel. This is the largest threshold that glibc accepts, and enough for a
+# photo of 11 megapixels.
 MAX_KEPT_BLOCK = 2**25
 
 

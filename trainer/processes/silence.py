@@ -31,7 +31,8 @@ CHECK_SECONDS = 0.25
 POLL_SECONDS = 0.1
 # Seconds in which gloo must raise after reads were shut down. Otherwise this process ends.
 RAISE_SECONDS = 3.0
-# A thread that uses more seconds of CPU time than this between two checks is working.
+# A thread that uses less CPU time, in seconds, between two checks counts as silent, unless it is
+# inside the standard library. A thread that uses more is working.
 BUSY_SECONDS = 0.001
 
 
@@ -66,7 +67,7 @@ class Wait:
         limit: maximum number of seconds of silence.
         leave: function that ends this process. It is called with `limit`.
         thread: id of the thread that waits.
-        silent_seconds: seconds since the thread last used CPU time.
+        silent_seconds: seconds since the last check in which the thread was not silent.
         is_over: whether the limit was reached.
     """
 
@@ -81,9 +82,9 @@ class Wait:
         self._cpu_seconds = -1.0
 
     def check(self, seconds: float) -> bool:
-        """Add `seconds` to the silence, or end the silence.
+        """Add `seconds` to `silent_seconds`, or set it to 0 if the thread is not silent.
 
-        It ends if the thread has computed, or is in Python's own library.
+        The thread is not silent if it has used CPU time, or is inside Python's standard library.
 
         Returns:
             Whether the limit was reached, in this call or an earlier one.

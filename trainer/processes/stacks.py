@@ -1,7 +1,7 @@
 """Write stacks and tracebacks to a file of the run folder instead of the screen.
 
-Stacks are written to stderr if the run has no folder yet, or if the file cannot be written. For a
-traceback, `append` then returns None.
+If the run has no folder yet, or if the file cannot be written, `dump` writes stacks to stderr, and
+`append` writes nothing and returns None.
 """
 
 import faulthandler

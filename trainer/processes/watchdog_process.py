@@ -16,8 +16,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
-# Seconds without a line from the rank, after a signal, until it is killed if it has not started to
-# train or a peer is gone.
+# Seconds without a line from the rank, after a signal, until the rank is killed if it has not
+# started to train or a peer is gone. Otherwise the limit is `grace`, but at least this number.
 SILENT = 5.0
 # Seconds between two checks after a signal.
 LOOK = 0.1

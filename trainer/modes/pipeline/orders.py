@@ -15,7 +15,14 @@ StageSeconds = Sequence[tuple[float, float]]
 
 
 class Action(NamedTuple):
-    """The forward (F) or backward (B, I, W) pass of a micro-batch on a stage."""
+    """The forward or backward pass of a micro-batch on a stage.
+
+    Attributes:
+        kind: "F" for the forward pass, "B" for the whole backward pass, "I" for its gradients of
+            inputs only, "W" for its gradients of weights only.
+        stage: position of the stage in the model, from 0.
+        microbatch: index of the micro-batch in its batch, from 0.
+    """
 
     kind: str
     stage: int
@@ -23,10 +30,15 @@ class Action(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Begin and end of an action on a worker (a rank or a device), in seconds.
+    """Time in which a worker computes an action.
 
-    For `launching` seconds of this time the host was still launching the action's kernels, so a GPU
-    may have waited for the next kernel.
+    Attributes:
+        worker: index of the rank within its replica, or of the device in one process.
+        action: the action.
+        begin: time in seconds at which the action begins.
+        end: time in seconds at which the action ends, by the same clock as `begin`.
+        launching: seconds between `begin` and `end` in which the host was still launching the
+            action's kernels, so that a GPU may have waited for the next kernel.
     """
 
     worker: int

@@ -1,9 +1,9 @@
 """`pipeline` in several processes, by `torch.distributed.pipelining`.
 
-A world of P x R ranks has R replicas of a model, each in the stages of P ranks. Rank r x P + p
-belongs to replica r and has one or more of its stages. Schedules are torch's
-(docs.pytorch.org/docs/stable/distributed.pipelining.html). Evaluation is a chain of forward passes
-of our own, because some of torch's schedules cannot evaluate.
+A world of P * R ranks has R replicas of a model, each in stages on P ranks. Rank r * P + p belongs
+to replica r and has one or more of that replica's stages. All schedules are torch's
+(docs.pytorch.org/docs/stable/distributed.pipelining.html), except `ScheduleMeasured`. Evaluation is
+a chain of forward passes of our own, because some of torch's schedules cannot evaluate.
 """
 
 import os
@@ -102,7 +102,7 @@ class Wire(nn.Module):
 
 
 class ProcessPipeline(Staged):
-    """The stages on this rank, of one replica of the model."""
+    """The stages that this rank computes, of the replica to which the rank belongs."""
 
     divided_along = "stages"
 
@@ -259,11 +259,12 @@ class ProcessPipeline(Staged):
         stage: PipelineStage,
         stage_input: Tensor,
     ) -> bool:
-        """Return True if a split backward pass (inputs, then weights) gives the same gradients.
+        """Return True if a split backward pass computes the same gradients as a whole one.
 
-        Torch starts the second part at the operations that read a weight. If one weight is read
-        twice in a row, the path between the two operations belongs to several weights, and the
-        first of them frees it (torch 2.14).
+        The first part computes the gradients of inputs, and the second part those of weights. Torch
+        starts the second part at the operations that read a weight. If one weight is read twice in
+        a row, the path between the two operations belongs to several weights, and the first of them
+        frees it (torch 2.14).
 
         Args:
             stage: any stage except the first of the model.

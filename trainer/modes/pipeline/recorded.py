@@ -3,11 +3,11 @@
 If all stages are on one device, the pass is one graph, which forks into the stages' streams and
 joins them again. The graph is launched once per pass, and its stages overlap as in eager steps.
 
-A graph has memory and random numbers of one device. If each stage has a device of its own, every
-action (the forward or backward pass of one micro-batch on a stage) is a graph on its stage's
-device. The graphs are replayed in the order in which eager steps issue the actions, and between
-them the same `Edge` objects copy tensors between devices. The graphs of one device run one after
-another, because they share a memory pool.
+Torch captures a graph with the memory pool and random generator of one device. If each stage has a
+device of its own, every action (the forward or backward pass of one micro-batch on a stage) is
+therefore a graph on its stage's device. The graphs are replayed in the order in which eager steps
+issue the actions, and between them the same `Edge` objects copy tensors between devices. The graphs
+of one device run one after another, because they share a memory pool.
 
 The source and target of a copy are memory that only the captured pass uses. Graphs do not wait for
 copies that are still running, so `Edge.order_passes` makes each pass wait for the copies of the

@@ -142,7 +142,14 @@ def _observe_stages(
     traced: Traced,
     rows: int,
 ) -> tuple[Passes, Passes]:
-    """Run two training passes of the whole model and two of its blocks, and observe them."""
+    """Run two training passes of the whole model and two of its blocks, and observe them.
+
+    The blocks' passes also show which tensors a hook or closure uses: see `find_users`, which adds
+    them to `traced.users`.
+
+    Returns:
+        (whole, cut): the passes of the whole model, and those of its blocks.
+    """
     sample = stages.context.example.batch(
         torch.device("cpu"),
         2 * rows,

@@ -34,7 +34,8 @@ TRIAL_SECONDS = 0.5
 class Staged(LocalStages):
     """A model in stages, whose cuts come from the recipe, the run folder or measurements."""
 
-    # Number of micro-batches of the last trial that did not run out of memory, or None.
+    # Number of micro-batches of the last trial that did not run out of memory; None before such a
+    # trial.
     _last_fitting: int | None = None
 
     def to_device(self, model: nn.Module) -> None:
@@ -170,7 +171,7 @@ class Staged(LocalStages):
         return Trial(math.inf, (0.0,) * plan.stages)
 
     def _free_memory(self) -> None:
-        """Free the memory of a failed trial, for a trial of smaller micro-batches."""
+        """Free the memory of a probe or trial that ran out of memory, for the next measurement."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -149,7 +149,7 @@ class UnderWay:
 
 
 class StreamPipeline(Staged):
-    """Stages on the devices of one process, in 1F1B order."""
+    """Stages on the devices of one process, whose actions one thread issues in 1F1B order."""
 
     def describe_pipe(self, rows: int) -> Pipe:
         workers = len(self.world.local_devices)

@@ -51,7 +51,10 @@ class Recorder:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Return a context whose actions are recorded as one step, or as one of a step's passes."""
+        """Return a context whose actions become one entry of `steps`.
+
+        A step that accumulates gradients over several passes has one entry for each pass.
+        """
         if self._is_on:
             self._steps.append([])
         yield

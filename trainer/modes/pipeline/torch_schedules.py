@@ -121,7 +121,8 @@ def list_actions(
     """Return the actions of each worker in order.
 
     Args:
-        schedule: value of `pipeline.schedule`.
+        schedule: name of the schedule: a key of `SCHEDULES`, STREAMS (1F1B in one process), or
+            IN_TURN (one stage at a time, as in mode `split`).
         workers: number of ranks, or of devices in one process.
         virtual: number of stages per worker.
         microbatches: number of micro-batches of a step.
@@ -173,7 +174,7 @@ def predict_step_and_bubble(
     """Predict the duration of a step and its bubble.
 
     Args:
-        schedule: value of `pipeline.schedule`.
+        schedule: name of the schedule, as for `list_actions`.
         workers: number of ranks, or of devices in one process.
         microbatches: number of micro-batches of a step.
         stages: forward and backward time of each stage in seconds.

@@ -29,7 +29,7 @@ CANDIDATES = (2, 3, 4, 6, 8, 12)
 # Number of plans with the shortest predicted steps that are run. The best plan of each schedule is
 # run in addition. This is also the maximum number of close plans that a round runs again.
 FINALISTS = 3
-# Maximum relative difference to the fastest plan for plans that are run again.
+# A plan is run again if its step is at most this fraction longer than that of the fastest plan.
 CLOSE = 0.1
 # Maximum number of rounds in which close plans are run again.
 ROUNDS = 4
@@ -40,8 +40,11 @@ Cuts = tuple[str, ...]
 class Plan:
     """Cuts of a model, number of micro-batches of a batch, and schedule."""
 
+    # Names of the cuts in the order of the model (see `Traced.cuts`).
     cuts: Cuts
+    # Number of micro-batches of a batch.
     microbatches: int
+    # Name of the schedule (see `list_actions`).
     schedule: str
     # Forward and backward time of each stage in seconds, if the schedule is the measured one; else
     # empty.
@@ -63,8 +66,8 @@ class Pipe:
 
     # Number of ranks, or of devices in one process.
     workers: int
-    # Values of `pipeline.schedule`, each with the number of stages over all workers. The first is
-    # used unless a trial of another one is faster. The order of `streams` is 1F1B.
+    # Names of schedules (see `list_actions`), each with the number of stages over all workers. The
+    # first schedule is used unless a trial of another one is faster.
     schedules: tuple[tuple[str, int], ...]
     # Number of images of the batch that is cut into micro-batches.
     rows: int
@@ -389,7 +392,9 @@ def recall_plan(
     key: str,
     traced: Traced,
 ) -> Plan | None:
-    """Return the plan in the run folder, or None if it has none for `key` that is complete.
+    """Return the plan that the run folder contains for `key`.
+
+    Returns None if the entry has another key, is incomplete or damaged, or has unknown cuts.
 
     Args:
         tuned: entry of the run folder.

@@ -31,7 +31,8 @@ TWO_PARTS = "backward passes in two parts"
 FEW_IMAGES = 64
 # Number of images per step and GPU in a suggested batch.
 ENOUGH_IMAGES = 128
-# Maximum number of values in a message.
+# Maximum number of possible values that a message lists completely. If there are more, it lists the
+# first four and the last three.
 MAX_LISTED_CHOICES = 8
 
 # Name of an option -> a key and a value that turn the option on.

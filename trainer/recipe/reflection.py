@@ -40,8 +40,8 @@ for _keys, _chooser, _values in _IDLE_WITH:
 for _traits in TRAITS.values():
     for _section in _traits.sections:
         IDLE[_section] = ("mode", [mode for mode in MODES if _section not in TRAITS[mode].sections])
-# Keys and sections that may differ when a run is resumed. They determine where it runs, what it
-# writes and how long it waits, but not what a step computes.
+# Keys and sections that may differ when a run is resumed. They determine where and in which parts a
+# step is computed, when the run ends, what it writes and how long it waits.
 FREE_ON_RESUME = {
     "accumulate",
     "data.cache_dir",

@@ -26,7 +26,7 @@ from trainer.errors import DiskFullError, SetupError, TrainerError, is_disk_full
 
 # Contents of a JSON file whose top level is an object.
 Json = dict[str, Any]
-# Maximum size in bytes of a file that is read at once. The files of a run are far smaller.
+# Default limit of `read` in bytes. Larger files are refused; the files of a run are far smaller.
 MAX_READ_BYTES = 64 * 2**20
 
 

@@ -101,8 +101,8 @@ class NullJournal:
     """Replacement for the journal on ranks without a run folder. All calls do nothing.
 
     Attributes:
-        last_end: cause of the end of the previous attempt. None if there was no attempt, or if it
-            was killed.
+        last_end: cause of the end of the previous attempt. None if there was no previous attempt,
+            or if that attempt was killed.
     """
 
     last_end: str | None = None

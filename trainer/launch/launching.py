@@ -216,7 +216,7 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch, max_restarts: in
         None if "cannot join current thread" in str(error.exc_value) else show(error)
     )
     if "--shutdown-timeout" in run.get_args_parser()._option_string_actions:
-        # A variable instead of the option, because ranks read it too.
+        # Set the variable instead of the option `--shutdown-timeout`, because ranks read it too.
         seconds = math.ceil(recipe.grace + interrupts.SAVE_SECONDS)
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(seconds))
     # torch replaces our handlers of the signals in this list, so the list has only SIGQUIT.

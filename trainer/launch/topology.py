@@ -32,8 +32,8 @@ MPI = (
     ),
     ("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_RANK", "PMI_SIZE"),  # MPICH, Intel MPI
 )
-# Variables with the rank and the number of ranks, for launchers whose distribution of ranks over
-# nodes is not read: MVAPICH, jsrun, Flux.
+# Variables with the rank and the number of ranks that MVAPICH, jsrun and Flux set. This module only
+# counts their ranks, and does not read how the ranks are distributed over nodes.
 OTHERS = (
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
     ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),

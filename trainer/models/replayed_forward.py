@@ -107,7 +107,8 @@ class ReplayedForward:
             if not isinstance(error, NotCapturable) and not is_out_of_memory(error):
                 raise
             reason = read_text(error).partition("\n")[0]
-        # This is outside the handler, in which the traceback would keep device memory alive.
+        # Run the pass again outside the handler, in which the traceback would keep device memory
+        # alive.
         self._give_up(reason)
         return self._forward(inputs)
 

@@ -16,7 +16,7 @@ from trainer.recipe.shares import check_shares, count_rows, fixed_shares
 from trainer.recipe.text import find_nearest
 from trainer.versions import SINCE, read_version, torch_has
 
-# Schedules in which rank r of P has the stages r and 2P - 1 - r.
+# Schedules in which rank r has the stages r and 2P - 1 - r. P is the number of ranks in a pipeline.
 V_SHAPED = ("zbv", "dualpipev")
 # Default number of stages on each rank, for schedules with more than one.
 VIRTUAL = dict.fromkeys(

@@ -11,8 +11,8 @@ from trainer.recipe.mode_table import MODES, TRAITS
 from trainer.recipe.schema import Recipe, key_fields, readers
 from trainer.recipe.text import flatten, format_yaml
 
-# Keys that have no effect in training if another key has one of some values: the keys, the other
-# key, and these values. A plugin's data set may read any key, so it is never among the values.
+# Rows (keys, other key, values): the keys have no effect in training if the other key has one of
+# the values. A plugin's data set may read any key, so its name is never among the values.
 _IDLE_WITH = (
     ("augment.crop_padding", "augment.crop", "none resized"),
     ("augment.crop_scale", "augment.crop", "none pad"),

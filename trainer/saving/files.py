@@ -56,7 +56,7 @@ class AppendFile:
 def open_streams() -> None:
     """Open /dev/null for each of stdin, stdout and stderr that is closed (`>&- 2>&-`).
 
-    Without this, the next files that are opened would get the descriptors 0 to 2, and the output of
+    Otherwise the next files that are opened would get the descriptors 0 to 2, and the output of
     libraries would be written into them.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):

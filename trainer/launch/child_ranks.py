@@ -18,7 +18,7 @@ from trainer.processes import early, family, interrupts
 from trainer.recipe import Recipe
 from trainer.saving.run_folder import fresh_folder
 
-# Seconds to wait for the last output of a child that has exited.
+# Maximum number of seconds to wait for the last output of a child that has exited.
 DRAIN_SECONDS = 5.0
 
 

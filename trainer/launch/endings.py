@@ -43,7 +43,8 @@ KILLED_LATE = 20.0
 # Name of the file that `note_completed` writes.
 COMPLETED = "completed"
 STOPPED = "it is stopped (SIGSTOP, Ctrl-Z, a debugger)"
-# Seconds within which the launcher notices that a rank has exited. It polls every 0.1 s.
+# Seconds that a rank waits before it exits because it lost a peer, so that our launcher notices the
+# exit of the peer first. The launcher polls every 0.1 s.
 NOTICE_SECONDS = 0.3
 # Seconds that a rank of the user's torchrun waits before it exits because of a wrong argument, so
 # that rank 0 can print the error even if it starts later.

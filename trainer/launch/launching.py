@@ -216,7 +216,7 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch, max_restarts: in
         None if "cannot join current thread" in str(error.exc_value) else show(error)
     )
     if "--shutdown-timeout" in run.get_args_parser()._option_string_actions:
-        # A variable instead of the option, because ranks read it too.
+        # Set the variable instead of the option `--shutdown-timeout`, because ranks read it too.
         seconds = math.ceil(recipe.grace + interrupts.SAVE_SECONDS)
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(seconds))
     # torch replaces our handlers of the signals in this list, so the list has only SIGQUIT.
@@ -266,7 +266,7 @@ def passing_signals_on() -> Iterator[None]:
     signals are ignored, because the process is about to exit.
 
     Raises:
-        SignalException: torch's exception, for the first signal.
+        SignalException: the first signal arrived. The exception is torch's.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -408,7 +408,7 @@ def _ending(torchrun: Callable[[], object], logs: Path, launch: Launch) -> Endin
 
 
 def start_server() -> None:
-    """Start the process from which ranks are forked; it imports torch in parallel to this process.
+    """Start the process from which ranks are forked. It imports torch while this process goes on.
 
     Libraries in that process see the environment variables that are set when it starts.
     """

@@ -14,7 +14,7 @@ from trainer.recipe import Recipe
 
 # Maximum number of ranks on a CPU if neither the user nor a launcher sets it.
 CPU_RANKS = 2
-# Our variables, and the variables of torchrun with the same meaning.
+# Variable that the user sets -> variable of torchrun with the same meaning.
 TORCHRUNS = {
     "NPROC": "PET_NPROC_PER_NODE",
     "NNODES": "PET_NNODES",
@@ -32,8 +32,8 @@ MPI = (
     ),
     ("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_RANK", "PMI_SIZE"),  # MPICH, Intel MPI
 )
-# Variables with the rank and the number of ranks, for launchers whose distribution of ranks over
-# nodes is not read: MVAPICH, jsrun, Flux.
+# Variables with the rank and the number of ranks that MVAPICH, jsrun and Flux set. This module only
+# counts their ranks, and does not read how the ranks are distributed over nodes.
 OTHERS = (
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
     ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
@@ -244,7 +244,7 @@ def bound_by_mpi(environment: Mapping[str, str]) -> bool:
 
 
 def _read_mpi(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the ranks per node and the nodes that mpirun chose, as our variables.
+    """Return NPROC, NNODES and NODE_RANK for the ranks and nodes that mpirun chose.
 
     The result is empty unless mpirun started several processes.
     """
@@ -268,7 +268,10 @@ def _read_mpi(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _read_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the nodes and tasks of a SLURM step (srun) as our variables; empty outside a step."""
+    """Return the variables of `TORCHRUNS` (NPROC, NNODES, ...) for a SLURM step (srun).
+
+    A variable is missing if SLURM does not determine it. The result is empty outside a step.
+    """
     nodes = environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES")
     if "SLURM_STEP_ID" not in environment or not nodes:
         return {}

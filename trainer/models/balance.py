@@ -26,10 +26,10 @@ class BlockCost:
     Attributes:
         forward: Duration of the forward pass in seconds.
         backward: Duration of the backward pass in seconds.
-        bytes: Size of the output that is sent to the next block; 0 for the last block.
+        bytes: Size in bytes of the output that is sent to the next block; 0 for the last block.
         kept: Size in bytes of the tensors that exist because of the forward pass: the output, and
             what is saved for the backward pass. The input, parameters and buffers are not counted.
-        weights: Size of the parameters in bytes.
+        weights: Size in bytes of the parameters.
     """
 
     forward: float

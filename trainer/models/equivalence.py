@@ -25,8 +25,8 @@ from trainer.recipe.text import list_some
 # same operations on one device, so a larger error means that they compute something different.
 TOLERANCE = {"fp32": 1e-5, "tf32": 1e-5, "bf16": 1e-4, "fp16": 1e-4}
 AS_IT_IS = "mode=ddp, which runs the model as it is"
-# Maximum error of a CUDA graph replay, as a multiple of the error between two replays. Two replays
-# differ if a kernel adds numbers in a nondeterministic order.
+# Maximum difference between a CUDA graph replay and an eager pass, as a multiple of the difference
+# between two replays. Two replays differ if a kernel adds numbers in a nondeterministic order.
 NOISE = 8
 # Number of elements that are multiplied at a time, so that they fit the CPU's cache.
 CHUNK_SIZE = 2**17
@@ -38,8 +38,9 @@ class Passes(NamedTuple):
     """Record of training passes. Dictionaries are indexed by names for messages.
 
     Attributes:
-        tensors: Buffers, attributes and changed weights before the first pass, and the same with
-            the output after each pass.
+        tensors: One dictionary before the first pass and one after each pass. Each has the buffers,
+            the attributes, and for each weight a copy, or None if the weight is unchanged. Those
+            after a pass also have the output.
         gradients: Gradients, accumulated over all passes.
         plain: Numbers, strings and lengths in attributes, and states of the random generators,
             after each pass.
@@ -227,7 +228,7 @@ def check_equivalent(
         instead: What to use instead, for messages.
 
     Raises:
-        RecipeError: The two differ.
+        RecipeError: The passes of the replacement differ from those of the model.
     """
     if differences := [*_iterate_differences(whole, replaced, tolerance, floor)]:
         raise RecipeError(
@@ -242,7 +243,7 @@ def _iterate_differences(
     tolerance: float,
     floor: float,
 ) -> Iterator[str]:
-    """Yield the name and the size of each difference. Counters come first."""
+    """Yield a description of each difference, which starts with its name. Counters come first."""
     counters = _find_counters(whole)
     others = _find_counters(replaced)
     for name in counters | others:
@@ -322,9 +323,12 @@ def _describe_distance(
 
 @dataclass(frozen=True, eq=False)
 class Sketch:
-    """Summary of a tensor: its product with fixed noise, and its norm.
+    """Summary of a tensor in two numbers.
 
-    The product changes if any element changes, or if elements are exchanged.
+    Attributes:
+        product: Sum of the elements times fixed random factors. If an element changes, or two
+            elements are exchanged, the sum changes.
+        norm: Square root of the sum of squares.
     """
 
     product: float

@@ -58,7 +58,7 @@ class ByMode(nn.Module):
 
 
 class Value(fx.Proxy):
-    """Proxy that records `a += b` as an operation in place.
+    """Proxy that records `a += b` as an in-place operation.
 
     fx would record a sum, which does not change views of `a`.
     """
@@ -137,7 +137,13 @@ class Tracer(fx.Tracer):
 
 @dataclass(frozen=True)
 class Recording:
-    """A model's graph, and the constants that tracing computed, by their names in the graph."""
+    """Result of tracing a model.
+
+    Attributes:
+        graph: The operations of the model.
+        constants: Values that tracing computed and the graph reads, by their names in the graph.
+        tracer: The tracer, which knows the modules that return each value.
+    """
 
     graph: fx.Graph
     constants: dict[str, Any]
@@ -146,7 +152,8 @@ class Recording:
     def names(self, value: fx.Node) -> list[str]:
         """Return unique names of a value.
 
-        These are the modules that return it, the innermost first, or else the operation's name.
+        These are the modules that return the value and are called once, the innermost first. If
+        there are none, it is the name of the operation.
         """
         calls = self.tracer.calls
         modules = [name for name in self.tracer.ends[value] if calls[name] == 1]

@@ -14,8 +14,8 @@ from trainer.models.equivalence import read_plain_attributes
 from trainer.models.reachable import Reachable
 from trainer.models.undisturbed import is_generator, is_plain, read_generator_states
 
-# Prefixes of the Python modules of libraries. Hooks of these libraries only compute on the device,
-# and their models use the same parameters in every pass.
+# Prefixes of the Python modules of libraries whose hooks only compute on the device, so that a
+# graph replay repeats what they do. Hooks from all other modules count as the user's own.
 LIBRARIES = ("torch.", "torchvision.", "timm.", "trainer.")
 
 

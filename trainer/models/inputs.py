@@ -29,8 +29,8 @@ def add_pretrained_input(recipe: Recipe) -> Recipe:
         return recipe
     arguments = {}
     if recipe.model.init_from is not None and (stored := _read_stored(recipe.model.init_from)):
-        # Mean and deviation of gray images also fit color images, and the reverse. For images with
-        # another number of channels, which is not the stored one either, they are left out here and
+        # Mean and deviation of gray images also fit color images, and the reverse. Any other number
+        # of channels must equal the stored one. Otherwise mean and deviation are left out here and
         # measured later.
         if (recipe.data.channels or 3) not in (1, 3, stored["channels"]):
             del stored["mean"], stored["std"]

@@ -29,9 +29,10 @@ from trainer.models.graphs import (
     record,
 )
 
-# Names of operations that return a tuple or a shape.
+# Names of operations that return a tuple or a shape, which a stage cannot send to the next one.
 _SEVERAL = {"chunk", "split", "tensor_split", "unbind", "size", "shape"}
-# Operations whose result is never a view of an argument.
+# Operations whose result is never a view of an argument, so that a later change of the result in
+# place does not change the argument.
 _FRESH: set[Any] = {torch.add, torch.mul, torch.matmul, torch.cat}
 _FRESH |= {operator.add, operator.sub, operator.mul, operator.truediv, operator.matmul}
 

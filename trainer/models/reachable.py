@@ -445,7 +445,7 @@ class Registered(Holder):
 
 
 class Scope:
-    """Variables of a Python module as attributes."""
+    """Object whose attributes are variables of a Python module, so that a `Holder` reads them."""
 
     def __init__(self, variables: Entries) -> None:
         self.__dict__ = variables

@@ -167,7 +167,13 @@ def checkpoint_forward(
     modules: Sequence[nn.Module],
     random: bool = True,
 ) -> Forward:
-    """Wrap a `forward` that runs `modules`, so that the backward pass computes it again."""
+    """Wrap a `forward` so that the backward pass runs it again instead of keeping activations.
+
+    Args:
+        forward: The function to wrap.
+        modules: The modules that `forward` runs.
+        random: Whether the second computation must draw the same random numbers as the first.
+    """
     layers: list[nn.Module] = []
     for module in modules:
         layers += module.modules()

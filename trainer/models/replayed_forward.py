@@ -26,7 +26,8 @@ from trainer.models.undisturbed import find_change, restore_after
 
 # Number of consecutive eager passes of a shape before it is captured.
 WARMUP_PASSES = 3
-# Minimum number of passes for which the time of a capture is worthwhile.
+# Passes are captured only if `begin` announces at least this number. For fewer passes, a capture
+# takes longer than it saves.
 MIN_PASSES = 36
 Forward = Callable[[Tensor], Tensor | None]
 
@@ -106,7 +107,8 @@ class ReplayedForward:
             if not isinstance(error, NotCapturable) and not is_out_of_memory(error):
                 raise
             reason = read_text(error).partition("\n")[0]
-        # This is outside the handler, in which the traceback would keep device memory alive.
+        # Run the pass again outside the handler, in which the traceback would keep device memory
+        # alive.
         self._give_up(reason)
         return self._forward(inputs)
 
@@ -149,7 +151,8 @@ class ReplayedForward:
         """Capture a pass and compare its replay with an eager pass.
 
         Raises:
-            NotCapturable: The pass cannot be replayed. Nothing has been changed.
+            NotCapturable: The pass cannot be captured, or its replay computes other outputs. The
+                state of the modules is restored.
         """
         recorder = self._recorder
         assert recorder is not None

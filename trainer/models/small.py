@@ -89,7 +89,8 @@ class SmallResNet(nn.Module):
     """ResNet for 32-pixel images.
 
     He et al., "Deep Residual Learning" (arXiv:1512.03385), section 4.2. Depth is 6 x blocks + 2.
-    Shortcuts that change shape are 1x1 convolutions (their option B).
+    Shortcuts that change shape are 1x1 convolutions (option B of the paper, which uses option A for
+    these networks).
     """
 
     def __init__(
@@ -204,7 +205,7 @@ def _build_fast_cnn(
     return nn.Sequential(*layers)
 
 
-# The widths are the published ones, for a GPU: 1.97 million weights.
+# These are the published widths, which are meant for a GPU. The model has 1.97 million weights.
 fast_cnn = partial(_build_fast_cnn, (64, 256, 256))
 
 
@@ -226,6 +227,6 @@ SMALL: dict[str, Builder] = {
     "resnet20": partial(SmallResNet, 3),
     "fast_cnn": fast_cnn,
     "fast_cnn_mirrored": fast_cnn_mirrored,
-    # With three eighths of the arithmetic of fast_cnn, a CPU trains it in reasonable time.
+    # This model needs three eighths of the arithmetic of fast_cnn, so that a CPU can train it.
     "fast_cnn_small": partial(_build_fast_cnn, (32, 128, 256)),
 }

@@ -1,6 +1,6 @@
 """Models of timm (PyTorch Image Models) by name: `model.name=timm:NAME`.
 
-timm is an optional dependency and is imported when one of its models is built.
+timm is an optional dependency. It is imported only if a recipe names one of its models.
 """
 
 from functools import lru_cache

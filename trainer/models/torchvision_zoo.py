@@ -95,7 +95,8 @@ def _set_channels(
         return
     first = next(part for part in model.modules() if isinstance(part, nn.Conv2d))
     old = first.weight.detach()
-    # Random weights are drawn in both cases, so that later random numbers are the same.
+    # Random weights are drawn even if they are replaced, so that later random numbers do not depend
+    # on `is_pretrained`.
     weight = torch.empty(len(old), channels, *old.shape[2:])
     weight.normal_()
     weight *= old.std() * (3 / channels) ** 0.5

@@ -16,7 +16,7 @@ from trainer.recipe.shares import check_shares, count_rows, fixed_shares
 from trainer.recipe.text import find_nearest
 from trainer.versions import SINCE, read_version, torch_has
 
-# Schedules in which rank r of P has the stages r and 2P - 1 - r.
+# Schedules in which rank r has the stages r and 2P - 1 - r. P is the number of ranks in a pipeline.
 V_SHAPED = ("zbv", "dualpipev")
 # Default number of stages on each rank, for schedules with more than one.
 VIRTUAL = dict.fromkeys(
@@ -31,7 +31,8 @@ TWO_PARTS = "backward passes in two parts"
 FEW_IMAGES = 64
 # Number of images per step and GPU in a suggested batch.
 ENOUGH_IMAGES = 128
-# Maximum number of values in a message.
+# Maximum number of possible values that a message lists completely. If there are more, it lists the
+# first four and the last three.
 MAX_LISTED_CHOICES = 8
 
 # Name of an option -> a key and a value that turn the option on.

@@ -154,7 +154,7 @@ def _choices(details: ErrorDetails) -> list[str]:
 
 
 def _null(key: str, defaults: Mapping[str, Any]) -> list[str]:
-    """Return null as a choice if it is the default of the key."""
+    """Return ["null"] if the default of the key is null, or else an empty list."""
     if defaults.get(key, key) is None:
         return ["null"]
     return []

@@ -1,7 +1,8 @@
-"""Recipes from files and arguments: defaults < YAML < `key=value`.
+"""Load recipes from YAML files and arguments `key=value`.
 
-A recipe is checked completely before anything heavy is imported. `load` returns a frozen `Recipe`,
-or raises a `RecipeError` that names the key and the closest value that works.
+Arguments override a file, and a file overrides the defaults. A recipe is checked completely
+before anything heavy is imported. `load` returns a frozen `Recipe`, or raises a `RecipeError` that
+names the key and the closest value that works.
 """
 
 import re
@@ -34,7 +35,12 @@ Source = str | Path | Mapping[str, Any] | Recipe | None
 
 
 class Layer(NamedTuple):
-    """Keys to merge, and the name of their source in messages."""
+    """Keys from one source, which are merged with those of other sources.
+
+    Attributes:
+        label: name of the source in messages: a recipe, a file, or `YOURS`.
+        tree: values by key, in nested sections.
+    """
 
     label: str
     tree: Any

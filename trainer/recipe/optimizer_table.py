@@ -55,5 +55,5 @@ OPTIMIZERS = {
         matrix_state=("momentum_buffer",),
     ),
 }
-# Optimizers that need whole matrices, so that fsdp refuses them.
+# Optimizers that need whole matrices. mode=fsdp refuses them, because it shards each matrix.
 MATRIX_OPTIMIZERS = tuple(name for name, row in OPTIMIZERS.items() if row.matrix_state)

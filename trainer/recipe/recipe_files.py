@@ -20,7 +20,8 @@ from trainer.recipe.text import find_nearest, format_value, format_yaml, one_lin
 # OmegaConf uses PyYAML's C loader if it is installed. Unlike the loader in Python, it accepts a tab
 # before a value, so the checks here must use the same loader.
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-# Limits of a recipe file: bytes, YAML aliases, and nesting. The longest recipe is far below them.
+# Maximum size of a recipe file in bytes, number of YAML aliases, and depth of nesting. A file above
+# a limit is refused. The longest recipe is far below them.
 MAX_BYTES = 256 * 1024
 MAX_ALIASES = 20
 MAX_DEPTH = 20

@@ -11,8 +11,8 @@ from trainer.recipe.mode_table import MODES, TRAITS
 from trainer.recipe.schema import Recipe, key_fields, readers
 from trainer.recipe.text import flatten, format_yaml
 
-# Keys that have no effect in training if another key has one of some values: the keys, the other
-# key, and these values. A plugin's data set may read any key, so it is never among the values.
+# Rows (keys, other key, values): the keys have no effect in training if the other key has one of
+# the values. A plugin's data set may read any key, so its name is never among the values.
 _IDLE_WITH = (
     ("augment.crop_padding", "augment.crop", "none resized"),
     ("augment.crop_scale", "augment.crop", "none pad"),
@@ -40,8 +40,8 @@ for _keys, _chooser, _values in _IDLE_WITH:
 for _traits in TRAITS.values():
     for _section in _traits.sections:
         IDLE[_section] = ("mode", [mode for mode in MODES if _section not in TRAITS[mode].sections])
-# Keys and sections that may differ when a run is resumed. They determine where it runs, what it
-# writes and how long it waits, but not what a step computes.
+# Keys and sections that may differ when a run is resumed. They determine where and in which parts a
+# step is computed, when the run ends, what it writes and how long it waits.
 FREE_ON_RESUME = {
     "accumulate",
     "data.cache_dir",

@@ -1,6 +1,7 @@
 """Table of the learning-rate schedules: the formula of each, and the keys that it reads.
 
-A new schedule is a row here and its formula; a test compares the formula with torch's scheduler.
+To add a schedule, add a row here, and a function for its formula. A test compares each formula with
+torch's scheduler.
 """
 
 from __future__ import annotations

@@ -64,7 +64,8 @@ Schedule = Literal[
     "measured",
 ]
 
-# Section -> its table, whose rows name the keys of the section that they read.
+# Section -> table of the optimizers or schedules that its key `name` chooses from. `keys` of a row
+# has the keys of the section that only some rows read, including that row.
 TABLES: dict[str, Mapping[str, OptimizerTraits | ScheduleTraits]] = {
     "optimizer": OPTIMIZERS,
     "schedule": LR_SCHEDULES,

@@ -10,9 +10,10 @@ import yaml
 
 from trainer.errors import remove_secrets
 
-# Maximum number of characters of a value in a message.
+# Maximum number of characters of a value in a message. Longer values are cut.
 MAX_SHOWN = 100
-# Minimum similarity of a typo and the name that it stands for, 0 to 1.
+# Minimum similarity, from 0 to 1, of a typo and the name that it stands for. Names that are less
+# similar are not suggested.
 MIN_SIMILARITY = 0.75
 
 
@@ -100,7 +101,8 @@ def _represented(dumper: _Dumper, text: str) -> yaml.ScalarNode:
 
 
 _Dumper.add_representer(str, _represented)
-# OmegaConf reads 1e3 as a number, and PyYAML as text, so PyYAML would not quote it.
+# OmegaConf reads 1e3 as a number, but PyYAML takes it for a string. This resolver makes the dumper
+# take it for a number, so that it writes the string "1e3" in quotes.
 _Dumper.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[\d_.]+e[-+]?\d+$", re.I), list("-+.0123456789")
 )

@@ -39,7 +39,8 @@ from trainer.saving.tensor_files import (
 )
 
 MANIFEST = "manifest.json"
-# Maximum size of a manifest in bytes. The history of a run, which it contains, is far smaller.
+# Maximum size of a manifest in bytes. A larger one makes its checkpoint a bad one. The history of a
+# run, which a manifest contains, is far smaller.
 MAX_MANIFEST = 64 * 2**20
 _NAME = re.compile(r"step-([0-9]{8,})")
 _LEFTOVER = re.compile(r"step-[0-9]{8,}\.tmp-.+")
@@ -136,7 +137,16 @@ class File(BaseModel):
 
 
 class Manifest(BaseModel):
-    """Contents of manifest.json without its seal."""
+    """Contents of manifest.json without its seal.
+
+    Attributes:
+        format: 2 if there are files with the shards of one rank, else 1.
+        step: see `Position`.
+        epoch: see `Position`.
+        step_in_epoch: see `Position`.
+        files: size and hash of each file by its name.
+        facts: see `State`.
+    """
 
     model_config = ConfigDict(strict=True)
 
@@ -291,7 +301,12 @@ def prune(fresh: Path, keep: int) -> None:
 
 
 class GoodCheckpoint(NamedTuple):
-    """Path of a checkpoint whose files have been verified, and its state."""
+    """Checkpoint whose files have been verified.
+
+    Attributes:
+        path: folder of the checkpoint.
+        state: state from which the run resumes.
+    """
 
     path: Path
     state: State

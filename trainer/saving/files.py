@@ -26,7 +26,7 @@ from trainer.errors import DiskFullError, SetupError, TrainerError, is_disk_full
 
 # Contents of a JSON file whose top level is an object.
 Json = dict[str, Any]
-# Maximum size in bytes of a file that is read at once. The files of a run are far smaller.
+# Default limit of `read` in bytes. Larger files are refused; the files of a run are far smaller.
 MAX_READ_BYTES = 64 * 2**20
 
 
@@ -56,7 +56,7 @@ class AppendFile:
 def open_streams() -> None:
     """Open /dev/null for each of stdin, stdout and stderr that is closed (`>&- 2>&-`).
 
-    Without this, the next files that are opened would get the descriptors 0 to 2, and the output of
+    Otherwise the next files that are opened would get the descriptors 0 to 2, and the output of
     libraries would be written into them.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):

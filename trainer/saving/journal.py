@@ -39,8 +39,8 @@ COMPLETED = "completed"
 # Cause of the end of an attempt that could not record a cause: SIGKILL, too little memory, or a
 # power failure.
 KILLED = "killed"
-# Maximum number of problems in a line. A run with a lasting problem would otherwise fill its
-# journal with the same sentence.
+# Maximum number of problems in a line. Further problems are dropped, because a run with a lasting
+# problem would fill its journal with the same sentence.
 MAX_NOTICES = 20
 # Minimum number of seconds between two writes of the line. The disk may be slow or shared, so the
 # line is not written at every step.
@@ -101,8 +101,8 @@ class NullJournal:
     """Replacement for the journal on ranks without a run folder. All calls do nothing.
 
     Attributes:
-        last_end: cause of the end of the previous attempt. None if there was no attempt, or if it
-            was killed.
+        last_end: cause of the end of the previous attempt. None if there was no previous attempt,
+            or if that attempt was killed.
     """
 
     last_end: str | None = None

@@ -13,8 +13,8 @@ from pathlib import Path
 from trainer.errors import FolderInUseError
 from trainer.saving.files import report_write_errors
 
-# `is_locked` locks a folder for some microseconds, so one failed attempt does not mean that the
-# folder is in use.
+# Maximum number of attempts to lock a folder, and seconds between two attempts. A failed attempt
+# does not mean that the folder is in use, because `is_locked` locks it for some microseconds.
 LOCK_ATTEMPTS = 3
 RETRY_SECONDS = 0.02
 

@@ -37,7 +37,8 @@ from trainer.saving.journal import JOURNAL
 CHOSEN = ("image_size", "channels", "mean", "std", "cache_format", "cache_size")
 # The lock file contains the signature of the job that owns the folder, or owned it last.
 LOCK = ".lock"
-# Files of a run that has not saved anything. They are removed when another run uses its folder.
+# Patterns of the files that a run may write before it saves anything. If a run ended without saving
+# anything, they are removed when the next run starts in the same folder.
 WRITTEN = (
     "recipe.yaml",
     "result.json",

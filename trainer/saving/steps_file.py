@@ -19,8 +19,8 @@ from trainer.saving.files import (
 
 STEP_COLUMNS = ("step", "epoch", "seconds", "train_loss", "lr", "samples_per_sec", "skipped")
 HEAD = ",".join(STEP_COLUMNS).encode()
-# Maximum size of the file and maximum length of a line in bytes. They bound time and memory if
-# another file has the name steps.csv.
+# Maximum size of the file and maximum length of a line in bytes. A larger file is refused, and a
+# longer line counts as damaged. This bounds time and memory if another file has the name steps.csv.
 MAX_STEPS_FILE = 4 * 2**30
 MAX_LINE = 1000
 _NUMBER = re.compile(rb"-?[0-9]{1,18}(\.[0-9]{1,30})?(e[+-]?[0-9]{1,3})?|-?inf|nan")

@@ -62,8 +62,8 @@ def find_damaged(
     """Search a data set for damaged photos. All ranks must call this function together.
 
     Returns:
-        The same result on all ranks: `data` if no photo is damaged, otherwise a copy that lists the
-        damaged photos in `damaged` and has a note about them.
+        The same result on all ranks: `data` if no photo is damaged, otherwise a copy whose field
+        `damaged` lists the damaged photos and whose field `notes` mentions them.
 
     Raises:
         SetupError: photos are damaged, and data.on_error=stop.
@@ -100,7 +100,7 @@ def _search_share(
 ) -> list[Damaged]:
     """Return the damaged photos among this rank's part of all photos.
 
-    All ranks have already decoded data sets that are kept in memory, so rank 0 reports their
+    A data set in memory has already been decoded by every rank, so only rank 0 returns its
     failures.
     """
     damaged = []

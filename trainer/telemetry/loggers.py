@@ -217,7 +217,10 @@ def load_or_create_id(
 
 
 def collect_final_figures(result: Mapping[str, Any]) -> dict[str, float]:
-    """Return all numbers in the content of result.json, and the mean speed and step time."""
+    """Return the top-level numbers of result.json, and the mean speed and step time.
+
+    True and False count as the numbers 1 and 0.
+    """
     speed = result.get("throughput") or {}
     step = result.get("step_time_s") or {}
     figures = {

@@ -78,7 +78,7 @@ class Auto:
     def batch(self, images: Tensor) -> Tensor:
         """Augment images (n, H, W, C) uint8 in place, with the same draws as single calls.
 
-        The results equal those of single calls within the limits that `policies` describes.
+        The docstring of `policies` says when the results equal those of single calls exactly.
         """
         if self.policy is None:
             return images

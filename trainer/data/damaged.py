@@ -36,7 +36,8 @@ SKIPPED_FILE = "skipped.csv"
 HEADER = ("file", "split", "reason")
 # Number of photos that a thread checks per task.
 TOGETHER = 256
-# Number of threads, which mostly wait for the disk.
+# Number of threads that check photos. More threads than cores help, because the threads mostly wait
+# for the disk.
 WAITING = 16
 # Semaphore that limits the number of threads that decode at the same time. More threads than cores
 # would not be faster, and each thread needs memory for a decoded image.

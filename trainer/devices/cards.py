@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from trainer.errors import RecipeError, SetupError, TrainerError
 
-# Values of CUDA_VISIBLE_DEVICES that hide all GPUs. SLURM sets the last one.
+# Values of CUDA_VISIBLE_DEVICES that hide all GPUs, in lower case. SLURM sets NoDevFiles.
 NONE_VISIBLE = {"", "-1", "none", "void", "nodevfiles"}
 REINSTALL = "pip install --force-reinstall torch torchvision"
 NO_NCCL = (

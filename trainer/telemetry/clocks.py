@@ -341,7 +341,7 @@ class StepTimer:
 
 
 class Stopwatch:
-    """Context manager that measures the time of one of every `every` blocks of code.
+    """Context manager that measures the time of one in `every` of the blocks that it encloses.
 
     Only the methods `seconds` and `lap` wait for a device.
     """

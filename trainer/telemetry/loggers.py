@@ -19,6 +19,7 @@ from trainer.processes import interrupts
 from trainer.recipe import Recipe, flatten
 from trainer.saving.files import read_json_or_empty, write_atomically
 
+# Environment variables of MLflow, with values for those that the user has not set.
 MLFLOW_LIMITS = {
     # Limit the time of each request and its retries. By default, MLflow retries for minutes if its
     # server is out of reach.

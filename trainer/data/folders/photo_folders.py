@@ -45,8 +45,8 @@ from trainer.saving.files import escape_non_utf8, format_csv
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Weights of the channels in gray (ITU-R BT.601).
 LUMA = (0.299, 0.587, 0.114)
-# Maximum size in bytes of a data set of tiny images that is decoded at the start and kept in
-# memory. The images of a larger data set are decoded each time that they are read.
+# Maximum size in bytes of a data set of tiny images (`photo_reader.TINY`) that is decoded at the
+# start and kept in memory. Images of a larger data set are decoded each time that they are read.
 IN_MEMORY_BYTES = 2**30
 # Default length in pixels of the sides of the model's images.
 PHOTO_SIDE = 224

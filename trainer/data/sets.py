@@ -56,7 +56,7 @@ class TensorSpec(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def to_json(self) -> str:
-        """Return text such as '["float32", [3, 224, 224]]'."""
+        """Return a JSON string such as '["float32", [3, 224, 224]]'."""
         return json.dumps([str(self.dtype).removeprefix("torch."), self.shape])
 
     @classmethod

@@ -122,7 +122,7 @@ class Events(AppendFile):
         self._records.write(_encode_event(**VERSION))
 
     def add(self, summary: Any, step: int) -> None:
-        """Write a summary in the form of `torch.utils.tensorboard.summary`."""
+        """Write a protobuf `Summary`, such as torch.utils.tensorboard.summary.scalar returns."""
         self._records.write(_encode_event(step=step, summary=summary))
         if time.monotonic() - self._flushed > FLUSH_SECONDS:
             self.flush()

@@ -32,8 +32,7 @@ MIN_FIRST_GAIN = 1.05
 LASTING = 1.1
 # Seconds of a window of `ShareWatch`. A later division needs `WINDOWS` windows.
 SHARE_WINDOW = 1.0
-# Fraction of the windows. A later division needs more windows than that in which it would reach the
-# speedup `LASTING`.
+# A later division must reach the speedup `LASTING` in more than this fraction of the windows.
 MIN_WINDOW_SHARE = 2 / 3
 # Function that converts the images per second of each rank to the rows of each rank.
 Divide = Callable[[Sequence[float]], list[int]]

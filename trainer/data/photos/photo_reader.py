@@ -25,9 +25,9 @@ from trainer.data.sets import Datasets, ImageSet, LabelledSource, PhotoSource, P
 from trainer.recipe import AugmentRecipe, Recipe
 from trainer.recipe.image_sizes import ImageSize, sides
 
-# Maximum length in pixels of the longer side of the model's images for which photos are resized to
-# just cover them in evaluation. Larger images are cropped from photos that are resized to cover
-# more (`compute_shorter_side`).
+# Maximum length in pixels of the longer side of a tiny image of the model. For evaluation, a photo
+# is resized to just cover a tiny image. For a larger image, the photo is resized to cover more, and
+# the center is cropped (`compute_shorter_side`).
 TINY = 64
 # Whether torch resizes uint8 on this CPU without a conversion to float.
 VECTORISED = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")

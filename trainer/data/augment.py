@@ -78,7 +78,7 @@ class Auto:
     def batch(self, images: Tensor) -> Tensor:
         """Augment images (n, H, W, C) uint8 in place, with the same draws as single calls.
 
-        The results equal those of single calls within the limits that `policies` describes.
+        The docstring of `policies` says when the results equal those of single calls exactly.
         """
         if self.policy is None:
             return images
@@ -151,8 +151,8 @@ class Draws:
 class Gallery:
     """Small images on a device, which are indexed and augmented in whole batches.
 
-    Their layout is (N, H, W, C), so that rows are contiguous, and a batch is channels_last without
-    a copy.
+    The layout of the images is (N, H, W, C), so that each row of a crop is contiguous in memory,
+    and a batch is channels_last without a copy.
     """
 
     def __init__(
@@ -237,13 +237,16 @@ def resize_crops(batch: Tensor, boxes: Tensor) -> Tensor:
     return pixels.permute(0, 2, 3, 1).contiguous()
 
 
-# Number of values of an image above which a CPU normalizes images one at a time, so that each image
-# stays in the CPU's cache.
+# Number of values of an image up to which a CPU normalizes a whole batch at once. Larger images are
+# normalized one at a time, so that each image stays in the CPU's cache.
 CACHED = 2**16
 
 
 class DeviceTransform:
-    """Converts uint8 images on the device to a batch: normalizes, erases and mixes them."""
+    """Converts uint8 images on the device to model inputs.
+
+    The methods normalize images, erase boxes in them, and mix pairs of images and their targets.
+    """
 
     def __init__(
         self,

@@ -36,7 +36,8 @@ SKIPPED_FILE = "skipped.csv"
 HEADER = ("file", "split", "reason")
 # Number of photos that a thread checks per task.
 TOGETHER = 256
-# Number of threads, which mostly wait for the disk.
+# Number of threads that check photos. More threads than cores help, because the threads mostly wait
+# for the disk.
 WAITING = 16
 # Semaphore that limits the number of threads that decode at the same time. More threads than cores
 # would not be faster, and each thread needs memory for a decoded image.
@@ -62,8 +63,8 @@ def find_damaged(
     """Search a data set for damaged photos. All ranks must call this function together.
 
     Returns:
-        The same result on all ranks: `data` if no photo is damaged, otherwise a copy that lists the
-        damaged photos in `damaged` and has a note about them.
+        The same result on all ranks: `data` if no photo is damaged, otherwise a copy whose field
+        `damaged` lists the damaged photos and whose field `notes` mentions them.
 
     Raises:
         SetupError: photos are damaged, and data.on_error=stop.
@@ -100,7 +101,7 @@ def _search_share(
 ) -> list[Damaged]:
     """Return the damaged photos among this rank's part of all photos.
 
-    All ranks have already decoded data sets that are kept in memory, so rank 0 reports their
+    A data set in memory has already been decoded by every rank, so only rank 0 returns its
     failures.
     """
     damaged = []

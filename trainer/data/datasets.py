@@ -1,4 +1,4 @@
-"""Data sets by name, with targets for the recipe's task."""
+"""Open the data set that a recipe names, and check that its targets fit the recipe's task."""
 
 import copy
 import gzip
@@ -33,7 +33,7 @@ POOL_BYTES = 2**26
 # Minimum number of steps per epoch on synthetic images that stand in for missing photos.
 STAND_IN_STEPS = 20
 NO_FOLDER = "not a folder on this machine; type data.root=FOLDER of one that is"
-# Keys of augmentation that moves pixels.
+# Keys of the recipe's `augment` section that move pixels.
 MOVING = ("crop", "hflip", "auto")
 
 

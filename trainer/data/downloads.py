@@ -33,8 +33,8 @@ class Published(NamedTuple):
     """A data set of torchvision.
 
     Attributes:
-        maker: torchvision's class.
-        folder: the folder that torchvision expects in the data folder.
+        maker: torchvision's class of the data set, such as `torchvision.datasets.MNIST`.
+        folder: name of the folder in the data folder in which torchvision expects the files.
         mean: mean of each channel, for pixels in [0, 1].
         std: standard deviation of each channel.
     """

@@ -69,7 +69,11 @@ def open_header(address: bytes) -> BinaryIO:
 
 
 def compute_identity(address: bytes) -> bytes:
-    """Return bytes that differ if the image may have changed."""
+    """Return the path, size and modification time of an image's file, as bytes.
+
+    For an image in a shard, the result is the address, which contains these values of the shard. If
+    the file is missing, its size and time are -1.
+    """
     if b"\0" in address:
         return address
     try:

@@ -18,7 +18,7 @@ from trainer.models.undisturbed import is_generator, make_restorer
 
 # Types that are not searched for generators.
 LEAVES = (str, bytes, int, float, type, types.ModuleType, torch.Tensor, np.ndarray)
-# Maximum number of objects to search.
+# Number of objects after which the search goes no deeper. Deeper generators are not seeded.
 MOST = 10_000
 
 

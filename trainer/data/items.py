@@ -47,7 +47,9 @@ def split_item(item: Any) -> tuple[Any, Any]:
 
 
 def as_input(value: Any) -> Any:
-    """Return an item's input as a Pillow image or a tensor; images have their channels first.
+    """Convert an item's input to a tensor, unless it is a Pillow image.
+
+    A uint8 image (H, W) or (H, W, C) becomes (C, H, W).
 
     Raises:
         RecipeError: no tensor can hold the input.

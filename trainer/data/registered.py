@@ -58,8 +58,9 @@ def register_dataset(name: str) -> Callable[[Maker], Maker]:
     """Register a data set as `data.name=name`.
 
     The decorated function accepts the recipe's `data` section and returns (train, val, names).
-    `names` contains the names of the classes, or of a regression's values. Instead, it can be their
-    number, or None if the data sets contain names. `train` and `val` are both pairs of tensors or
+    `names` contains the names of the classes, or of a regression's values. If `names` is their
+    number, the names are "0", "1", ... With None, the names are those that the data sets contain,
+    or else numbers that follow from the targets. `train` and `val` are both pairs of tensors or
     arrays (inputs, targets) or TensorDatasets, which are kept in memory, or both map-style data
     sets of items (input, target) or {"image": input, "label": target}, which loader workers read.
     The random numbers that an item draws (from torch, NumPy, random, or generators among the data

@@ -37,7 +37,12 @@ class Batch:
 
 
 class TensorSpec(NamedTuple):
-    """Shape and type of one sample's tensor, without the batch dimension."""
+    """Shape and type of the tensor of one sample.
+
+    Attributes:
+        shape: size of each dimension, without the batch dimension.
+        dtype: type of the elements.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -51,7 +56,7 @@ class TensorSpec(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def to_json(self) -> str:
-        """Return text such as '["float32", [3, 224, 224]]'."""
+        """Return a JSON string such as '["float32", [3, 224, 224]]'."""
         return json.dumps([str(self.dtype).removeprefix("torch."), self.shape])
 
     @classmethod
@@ -155,7 +160,7 @@ class ImageSet:
     Attributes:
         images: (rows, C, H, W) uint8.
         labels: (rows, ...) in the form of the task, for example class indices (rows,) int64.
-        length: number of samples; None for the number of rows.
+        length: number of samples; if None, there are as many samples as rows.
         failures: (path, reason) of the files that could not be read and were skipped or replaced.
         where: function that returns the path of a sample; None if the images did not come from
             files.

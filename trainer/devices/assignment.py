@@ -75,8 +75,11 @@ def count_named_cards(devices: Sequence[str]) -> int:
 def named_devices(recipe: Recipe, cuda: int) -> list[str]:
     """Return the devices in the recipe, or for devices=auto all GPUs of the machine.
 
-    If there are none, or if devices=auto and the processes share weights in the CPU's memory, the
-    result is ["cpu"].
+    The result is ["cpu"] if the recipe lists no device, and for devices=auto also if the machine
+    has no GPU or if the processes share weights in the CPU's memory.
+
+    Raises:
+        RecipeError: A name is invalid, or this machine does not have the device.
     """
     if recipe.devices == "auto" and recipe.traits.shared_memory:
         return ["cpu"]
@@ -130,7 +133,11 @@ def resolve_devices(devices: Sequence[str] | Literal["auto"], cuda: int) -> list
 
 
 def _assign_to_one_process(recipe: Recipe, names: list[str]) -> tuple[str, ...]:
-    """Return the devices of a mode with one process: for a staged model, one for each stage."""
+    """Return the devices of a mode with one process: all `names`, or one for each stage of a model.
+
+    Raises:
+        RecipeError: A staged model has a single GPU, or not one device for each stage.
+    """
     if not recipe.traits.staged:
         return tuple(names)
     stages = recipe.pipeline.stages

@@ -1,7 +1,7 @@
 """Count the GPUs that this torch can use, and find the reason if it cannot use all of them.
 
-Every run does this at its start, and so does `python -m trainer doctor`. On a machine without a
-GPU, torch is not imported. The module `health` checks whether the GPUs compute correctly.
+Every run and `python -m trainer doctor` count the GPUs at their start. On a machine without a GPU,
+torch is not imported for the count. The module `health` checks whether the GPUs compute correctly.
 """
 
 import glob
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from trainer.errors import RecipeError, SetupError, TrainerError
 
-# Values of CUDA_VISIBLE_DEVICES that hide all GPUs. SLURM sets the last one.
+# Values of CUDA_VISIBLE_DEVICES that hide all GPUs, in lower case. SLURM sets NoDevFiles.
 NONE_VISIBLE = {"", "-1", "none", "void", "nodevfiles"}
 REINSTALL = "pip install --force-reinstall torch torchvision"
 NO_NCCL = (
@@ -26,7 +26,12 @@ MIG = "/proc/driver/nvidia/capabilities/gpu*/mig/gi*"
 
 @dataclass(frozen=True)
 class Cards:
-    """Number of GPUs that torch can use, and the error if it cannot use all of them."""
+    """GPUs of this machine that torch can use.
+
+    Attributes:
+        count: Number of GPUs that torch can use.
+        fault: Error to raise or report if torch cannot use all GPUs that it should; otherwise None.
+    """
 
     count: int = 0
     fault: TrainerError | None = None

@@ -26,7 +26,7 @@ class NotCapturable(Exception):
 
 
 def has_cuda_graphs(device: torch.device) -> bool:
-    """Return whether the device supports CUDA graphs."""
+    """Return whether this program can use CUDA graphs on the device: only on an NVIDIA GPU."""
     return device.type == "cuda" and torch.version.hip is None
 
 

@@ -17,7 +17,8 @@ GROUPS = Path("/sys/fs/cgroup")
 UNLIMITED = 1 << 60
 # Seconds per tick of the kernel's counters.
 TICK = 1 / (os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100)
-# Maximum fraction of the time that a thread waits for a core without a noticeable slowdown.
+# Minimum fraction of the time that a thread waits for a core, or that other virtual machines use
+# the cores, for a noticeable slowdown. Below it, the load by other programs counts as 0.
 MAX_WAITING = 0.2
 
 

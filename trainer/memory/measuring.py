@@ -20,7 +20,15 @@ def count_bytes(*tensors: Tensor) -> int:
 
 
 class Resident(NamedTuple):
-    """Size in bytes of the tensors of a module that stay allocated from step to step."""
+    """Size in bytes of the tensors of a module that stay allocated from step to step.
+
+    Attributes:
+        parameters: Size of all parameters.
+        gradients: Size of the gradients of the parameters that are trained.
+        optimizer: Size of the optimizer's state.
+        ema: Size of the moving average of parameters and saved buffers; 0 without an average.
+        buffers: Size of all buffers.
+    """
 
     parameters: int
     gradients: int

@@ -11,8 +11,8 @@ from trainer.memory.measuring import Pass, count_bytes
 # Estimated memory of weights, gradients and optimizer state, as a multiple of the weights. It is
 # used before the optimizer is built. Most optimizers keep at most two tensors for each weight.
 COPIES = 4
-# Approximate number of elements that local SGD averages in one all-reduce. The all-reduce copies
-# them, and a copy of this size is small compared to most models.
+# Minimum number of elements that local SGD averages in one all-reduce, except in the last one. The
+# all-reduce copies the elements, and a copy of this size is small compared to most models.
 BUCKET = 2**24
 
 

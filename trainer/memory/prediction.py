@@ -21,8 +21,8 @@ from trainer.versions import torch_has
 CONTEXT = 600 * 2**20
 # Approximate size in bytes of the buffers of one NCCL communicator on a GPU.
 BUFFERS = 400 * 2**20
-# Number of bytes for each element that local SGD averages: the element, a float64 copy, and the
-# average.
+# Upper bound of the bytes for each element that local SGD averages at a time: 4 for a float32 copy,
+# 8 for a float64 copy, and 8 for this copy times the weight of the rank.
 AVERAGING = 20
 
 
@@ -233,7 +233,10 @@ def _predict_shard(
 
 
 def on_host(model: PlannedModel, layout: Layout) -> int:
-    """Return the size in bytes of a rank's shards in host memory; 0 if they are on the device."""
+    """Return the size in bytes of a rank's shards that fsdp.offload keeps in host memory.
+
+    The size is 0 in other modes, without offloading and without CUDA.
+    """
     recipe = layout.recipe
     if recipe.traits.exchanges != "shards" or not recipe.fsdp.offload or layout.kind != "cuda":
         return 0

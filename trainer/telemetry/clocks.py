@@ -341,7 +341,7 @@ class StepTimer:
 
 
 class Stopwatch:
-    """Context manager that measures the time of one of every `every` blocks of code.
+    """Context manager that measures the time of one in `every` of the blocks that it encloses.
 
     Only the methods `seconds` and `lap` wait for a device.
     """
@@ -412,7 +412,7 @@ class Ledger:
         self.start_time = time.perf_counter()
         self._since = self.start_time
         self._part = part
-        # Seconds of the first step, until the duration of later steps is known.
+        # Mean seconds of a step in the first window, until the second window has ended; else None.
         self._first: float | None = None
         # Seconds of all steps up to the end of the last window.
         self._ended = 0.0

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Curve = tuple[list[float], list[float], list[float]]
 # Number of seconds after which logged values are flushed, so that TensorBoard can read them.
 FLUSH_SECONDS = 10.0
-# First event of every file.
+# Field of the first event of every file, which states the format of the file.
 VERSION = {"file_version": "brain.Event:2"}
 # Head of a record: the length of its data and the checksum of the length. The data and their
 # checksum follow.
@@ -45,7 +45,7 @@ _HEAD = struct.Struct("<QI")
 # Prefixes of the tags that TensorBoard shows first and last.
 FIRST = "overview/"
 LAST = "z_"
-# Prefixes of the tags that move to the end.
+# Prefixes of the tags that get the prefix `LAST`, because they are rarely needed.
 _MOVED = ("memory/", "pipeline/")
 # Tags that a run logs at the end of an epoch. A run that is resumed before the epoch's evaluation
 # logs them again.
@@ -122,7 +122,7 @@ class Events(AppendFile):
         self._records.write(_encode_event(**VERSION))
 
     def add(self, summary: Any, step: int) -> None:
-        """Write a summary in the form of `torch.utils.tensorboard.summary`."""
+        """Write a protobuf `Summary`, such as torch.utils.tensorboard.summary.scalar returns."""
         self._records.write(_encode_event(step=step, summary=summary))
         if time.monotonic() - self._flushed > FLUSH_SECONDS:
             self.flush()

@@ -102,7 +102,7 @@ def pass_flops(
     shape: Sequence[int],
     backward: bool = False,
 ) -> int:
-    """Count the floating point operations of a forward pass on the meta device.
+    """Run a forward pass on the meta device, and count its floating point operations.
 
     Args:
         model: The model, which is copied.

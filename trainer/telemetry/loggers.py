@@ -19,6 +19,7 @@ from trainer.processes import interrupts
 from trainer.recipe import Recipe, flatten
 from trainer.saving.files import read_json_or_empty, write_atomically
 
+# Environment variables of MLflow, with values for those that the user has not set.
 MLFLOW_LIMITS = {
     # Limit the time of each request and its retries. By default, MLflow retries for minutes if its
     # server is out of reach.
@@ -217,7 +218,10 @@ def load_or_create_id(
 
 
 def collect_final_figures(result: Mapping[str, Any]) -> dict[str, float]:
-    """Return all numbers in the content of result.json, and the mean speed and step time."""
+    """Return the top-level numbers of result.json, and the mean speed and step time.
+
+    True and False count as the numbers 1 and 0.
+    """
     speed = result.get("throughput") or {}
     step = result.get("step_time_s") or {}
     figures = {

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 # a window.
 WINDOWS = 6
 WINDOW = 10.0
-# Minimum number of measurements in a window. If steps take seconds, the window gets longer.
+# Minimum number of measurements in a window, and before a division at the start of a run. If steps
+# take seconds, a window is longer than `WINDOW`.
 FEW = 3
 # Minimum relative excess of a slow rank's time over the median of the other ranks.
 MIN_LAG = 0.1
@@ -31,7 +32,7 @@ MIN_FIRST_GAIN = 1.05
 LASTING = 1.1
 # Seconds of a window of `ShareWatch`. A later division needs `WINDOWS` windows.
 SHARE_WINDOW = 1.0
-# Minimum fraction of the windows in which new shares would be faster.
+# A later division must reach the speedup `LASTING` in more than this fraction of the windows.
 MIN_WINDOW_SHARE = 2 / 3
 # Function that converts the images per second of each rank to the rows of each rank.
 Divide = Callable[[Sequence[float]], list[int]]
@@ -45,7 +46,7 @@ class Lag:
         rank: Number of the rank.
         behind: Relative excess of the rank's own time per step over the median of the other ranks.
         data: Whether waiting for data explains more of the excess than computing does.
-        gain: Speedup of the whole run if no rank waited for another.
+        gain: Speedup of the whole run by shares with which no rank would wait for another.
     """
 
     rank: int

@@ -15,7 +15,7 @@ from trainer.processes import terminal
 FRACTIONS = ("top1", "top5", "f1", "f1_macro")
 # Maximum width of a table in characters.
 MAX_WIDTH = 100
-# Titles of commands and paths, which are not wrapped, so that they can be copied.
+# Titles next to which a command or a path is printed. It is not wrapped, so that it can be copied.
 UNWRAPPED_TITLES = ("best", "details", "labels", "result", "timeline", "watch", "weights", "worst")
 # Seconds of each unit of time, from the largest unit on.
 UNITS = ((86_400 * 365, "y"), (86_400, "d"), (3_600, "h"), (60, "min"))

@@ -16,13 +16,14 @@ from trainer.recipe.recipe_files import parse_value
 from trainer.recipe.text import list_some
 from trainer.telemetry.rank_watch import Lag
 
-# Minimum number of steps for a warning about learning. After fewer steps, a healthy run may not
-# have learned anything yet.
+# Minimum number of steps for a warning about accuracy, memorization or a class that is never
+# predicted. After fewer steps, a healthy run may not have learned anything yet.
 MIN_STEPS = 50
 # Minimum number of validation images, in total and of one class, for a meaningful accuracy.
 MIN_VALIDATION_IMAGES = 50
 MIN_CLASS_IMAGES = 20
-# Minimum number of epochs without a change of accuracy: a slow start can have one or two.
+# Number of latest epochs in which accuracy must be as low as that of always predicting the largest
+# class, for a warning. A slow start can have one or two such epochs.
 STANDSTILL_EPOCHS = 3
 # Minimum ratio of the loss to the loss of guessing for a warning. The loss of a healthy run starts
 # below this ratio, or falls below it within an epoch.

@@ -206,7 +206,7 @@ class Tracker(NullTracker):
             self._loggers.scalars(values, step)
 
     def show(self, summary: Any, step: int) -> None:
-        """Log a TensorBoard summary of another kind, for example a picture."""
+        """Log a TensorBoard summary that is not a scalar, for example a picture."""
         if self._events:
             with report_write_errors(self.path):
                 self._events.add(summary, step)

@@ -19,7 +19,7 @@ MIN_CACHE_SPEEDUP = 1.2
 CACHE = "data.cache=disk"
 FEWER_THREADS = "threads=1"
 TOO_SHORT = "the run is too short: "
-# Maximum idle share of a step that is not worth mentioning.
+# Maximum share of a step that is not worth mentioning, for waiting and for communication.
 NEGLIGIBLE_SHARE = 0.05
 # Minimum ratio of the slowest stage's time to the mean of all stages for which stages count as
 # unbalanced.
@@ -154,7 +154,18 @@ class Verdict:
 
 @dataclass(frozen=True)
 class _Findings:
-    """Arguments of the functions that write the text of a verdict."""
+    """Arguments of the functions that write the text of a verdict.
+
+    Attributes:
+        measured: Measurements of a step.
+        recipe: Recipe of the run.
+        setting: Hardware and data of the run.
+        warnings: Warnings about the run by kind.
+        step: Share of each part of a step.
+        run: Share of each part of the run.
+        bound: Part of the step that limits the speed.
+        overrides: `key=value` arguments to try, the most promising one first.
+    """
 
     measured: StepParts
     recipe: Recipe

@@ -30,6 +30,7 @@ from trainer.tasks.classification import class_name
 from trainer.telemetry.tracking import Progress
 
 SUFFIXES = (".tar", ".parquet")
+# Suffixes of packed files that cannot be read as shards, in lower case.
 ARCHIVES = (".zip", ".7z", ".rar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst", ".tar.lz4")
 EXAMPLE = (
     "a folder, file or pattern of .tar or .parquet shards, as in data.root='/data/train-*.tar'"
@@ -40,6 +41,7 @@ LIST = "classes.txt"
 # wait for the disk.
 THREADS = 16
 
+# A shard, and the index of its samples.
 IndexedShard = tuple[Archive, ArchiveIndex]
 
 

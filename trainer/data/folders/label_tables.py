@@ -28,9 +28,9 @@ from trainer.tasks.task import Reads
 SPLIT = "split"
 # Separator between the classes of an image.
 SEPARATOR = ";"
-# Maximum number of classes up to which whole numbers are always accepted as names of classes. If
-# there are more classes, and more than half as many as training images, the column probably
-# contains measurements.
+# Maximum number of classes for which whole numbers are always accepted as names of classes. If a
+# column has more numbers, and more than half as many as there are training images, it probably
+# contains measurements and is refused.
 MAX_DIGIT_CLASSES = 10
 # Spellings of 0 and 1, including those of pandas and R, in lower case.
 BINARY = {

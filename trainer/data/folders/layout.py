@@ -339,7 +339,10 @@ def hold_out(
 
 
 def continued(folder: RunFolder) -> Before:
-    """Return the split of the run that is resumed, or of an earlier attempt of the same job."""
+    """Return the split of the run that is resumed, or of an earlier attempt of the same job.
+
+    For a new run, return `NOTHING_BEFORE`.
+    """
     if folder.resuming or is_restart():
         return Before(part_of(folder.path, "val"))
     return NOTHING_BEFORE

@@ -45,17 +45,19 @@ from trainer.saving.files import escape_non_utf8, format_csv
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Weights of the channels in gray (ITU-R BT.601).
 LUMA = (0.299, 0.587, 0.114)
-# Maximum size in bytes of a data set that is decoded at the start and kept in memory.
+# Maximum size in bytes of a data set of tiny images (`photo_reader.TINY`) that is decoded at the
+# start and kept in memory. Images of a larger data set are decoded each time that they are read.
 IN_MEMORY_BYTES = 2**30
-# Default side in pixels of the images that photos become.
+# Default length in pixels of the sides of the model's images.
 PHOTO_SIDE = 224
-# Maximum number of images whose headers are read to choose a size.
+# Maximum number of images whose headers are read to choose the number of channels and the size.
 MAX_HEADERS = 100
 # Maximum number of images that are decoded to measure the mean and standard deviation of channels.
 MAX_MEASURED_IMAGES = 256
 # Pillow's modes of gray images.
 GRAY = ("1", "L", "LA", "I", "I;16", "I;16B", "F")
-# Maximum number of classes whose counts are listed.
+# Maximum number of classes whose counts are listed. If there are more classes, only the counts of
+# this many smallest classes are listed.
 MAX_LISTED_CLASSES = 12
 # Maximum number of unreadable images that a message names in addition to the first one.
 MAX_LISTED_FAILURES = 3
@@ -129,7 +131,7 @@ def open_folder(recipe: Recipe, before: Before) -> Datasets:
 
 
 def _targets(classes: Mapping[str, list[str]]) -> tuple[Iterator[str], Array]:
-    """Return the images of all classes, and the class of each image."""
+    """Return (paths, labels): the images of all classes, and the class index of each image."""
     counts = [*map(len, classes.values())]
     labels = np.repeat(np.arange(len(classes)), counts)
     return itertools.chain.from_iterable(classes.values()), labels

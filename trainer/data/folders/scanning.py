@@ -28,6 +28,8 @@ NEEDS = {
 
 
 ARRAY = ".npy"
+# Descriptions of files in `LeftOut`. The "(s)" is printed as "s" if there are several files, and
+# left out otherwise.
 HIDDEN = "hidden file(s)"
 LOOSE = "image(s) outside the class folders"
 LINKS = "link(s) in shards"

@@ -13,9 +13,9 @@ from trainer.data.sets import TensorSpec
 from trainer.data.tensors import as_targets
 from trainer.tasks import Classification, Task
 
-# Class numbers below this one never cause a warning.
+# If the highest class number is below this one, `sparse` returns no warning.
 MIN_SUSPICIOUS_NUMBER = 1000
-# Ratio of the highest class number to the number of used classes above which to warn.
+# Minimum ratio of the highest class number to the number of used classes for a warning.
 MAX_NUMBERS_PER_CLASS = 20
 
 

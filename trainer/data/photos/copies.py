@@ -10,7 +10,7 @@ Copy = Callable[[], Tensor]
 
 
 def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copy `values` to `device` asynchronously."""
+    """Copy a CPU tensor to a GPU asynchronously; if `device` is the CPU, return `values` itself."""
     if device.type == "cuda":
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device)

@@ -32,7 +32,8 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "HEIF", "
 PNG = b"\x89PNG\r\n\x1a\n"
 # Markers of a JPEG: start of the pixels, end of the image.
 SCAN, END = b"\xff\xda", b"\xff\xd9"
-# Number of consecutive zero bytes that compressed pixels never contain.
+# Number of zero bytes at the end of a JPEG for which the file may have been cut: compressed pixels
+# never contain so many consecutive zero bytes.
 PADDING = 64
 # First bytes of a JPEG's XMP segment.
 XMP = b"http://ns.adobe.com/xap/1.0/\0"

@@ -19,8 +19,8 @@ Box = tuple[int, int, int, int]
 
 # Denominators of the scales at which a JPEG decoder can read an image.
 FACTORS = (8, 4, 2)
-# Maximum ratio of the longer side to the shorter one. A more elongated image would fill the memory
-# when its shorter side is enlarged.
+# Maximum ratio of the longer side to the shorter one. `Picture.whole` refuses a more elongated
+# image, which would fill the memory when its shorter side is enlarged.
 LONGEST = 1000
 # Minimum number of pixels to decode along a side of a box. A box starts at a whole pixel of the
 # decoded image, so with fewer pixels, rounding would shift it noticeably.

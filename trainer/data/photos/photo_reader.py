@@ -25,7 +25,9 @@ from trainer.data.sets import Datasets, ImageSet, LabelledSource, PhotoSource, P
 from trainer.recipe import AugmentRecipe, Recipe
 from trainer.recipe.image_sizes import ImageSize, sides
 
-# Images whose longer side has at most this many pixels are not cropped for evaluation.
+# Maximum length in pixels of the longer side of a tiny image of the model. For evaluation, a photo
+# is resized to just cover a tiny image. For a larger image, the photo is resized to cover more, and
+# the center is cropped (`compute_shorter_side`).
 TINY = 64
 # Whether torch resizes uint8 on this CPU without a conversion to float.
 VECTORISED = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
@@ -106,7 +108,8 @@ def covering_size(
 def compute_shorter_side(size: ImageSize) -> ImageSize:
     """Return the size that a photo covers before `size` is cropped for evaluation: size / 0.875.
 
-    Tiny images are not cropped. For a square, the result is the length of the shorter side.
+    If no side is longer than `TINY`, the result is `size` itself. For a square, the result is the
+    length of the shorter side.
     """
     if max(sides(size)) <= TINY:
         return size
@@ -119,7 +122,7 @@ def compute_shorter_side(size: ImageSize) -> ImageSize:
 def evaluation_shorter_side(data: Datasets) -> ImageSize:
     """Return `compute_shorter_side` for the validation images of a data set.
 
-    Images in memory, and images with a target for each pixel, are not cropped.
+    For images in memory, and for images with a target for each pixel, the result is their own size.
     """
     if isinstance(data.val, ImageSet) or len(data.targets.shape) > 1:
         return data.image_size

@@ -11,7 +11,7 @@ from trainer.data.photos.pixel_range import PixelKind, Values, find_value_kind
 from trainer.errors import load_extra
 from trainer.recipe.field_types import MOST_CHANNELS
 
-# Maximum number of bytes of an image file, and of its pixels.
+# Maximum number of bytes of an image file, and of its pixels. Larger images are refused.
 LARGEST = 2**30
 # First bytes of files with arrays, and of TIFF files.
 NPY = b"\x93NUMPY"

@@ -10,7 +10,8 @@ from trainer.processes.resources import count_cores
 PREFETCH = 2
 # Number of file descriptors to reserve per worker, twice what a worker opens.
 DESCRIPTORS_PER_WORKER = 16
-# Fraction of the free shared memory that workers may use if the user does not set data.workers.
+# Fraction of the free memory and shared memory, whichever is less, that the workers of all ranks
+# may use if the user does not set data.workers.
 USABLE_FRACTION = 0.5
 
 

@@ -38,8 +38,8 @@ class Buffers(NamedTuple):
     """Slots for batches.
 
     Attributes:
-        inputs: (slots, rows, ...).
-        labels: (slots, rows, ...).
+        inputs: (slots, rows, ...) inputs of the samples.
+        labels: (slots, rows, ...) targets of the samples.
         order: (slots, rows) int64, the sample indices that a worker reads into the slot.
     """
 
@@ -65,12 +65,19 @@ def buffered(datasets: Datasets) -> TensorSpec:
     return datasets.plain or TensorSpec(shape, torch.uint8)
 
 
-# Function that allocates buffers with a number of slots, and returns them with a reader per source.
+# Function that accepts a number of slots, and returns buffers with these slots and one reader for
+# each source.
 Readers = Callable[[int], tuple[Buffers, list[Reader]]]
 
 
 class Filled(NamedTuple):
-    """A batch in a slot, which the caller may use until it requests the next batch."""
+    """A batch in a slot, which the caller may use until it requests the next batch.
+
+    Attributes:
+        inputs: (rows, ...) inputs of the samples, then of padding.
+        labels: (rows, ...) targets of the samples, then of padding.
+        report: number of samples, and the samples that could not be read.
+    """
 
     inputs: Tensor
     labels: Tensor
@@ -104,7 +111,7 @@ class Request:
     """A batch that was requested from a worker.
 
     Attributes:
-        key: the batch.
+        key: number of the reader, epoch and sample indices of the batch.
         worker: the worker that reads the batch.
         slot: index of the worker's slot that receives the batch.
         report: result of the read; None until the worker has sent it.

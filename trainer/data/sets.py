@@ -254,7 +254,7 @@ class Datasets:
         targets: shape and type of a sample's targets.
         plain: shape and type of a sample's inputs if they are not images, else None.
         sources: (training set, validation set) before images were resized or decoded into memory;
-            empty if `train` and `val` are to be used instead.
+            if it is empty, use `train` and `val` instead.
         holdout_table: function that returns the text of the run's split.csv; None if this run
             did not divide the images into the two splits.
         damaged: (split, path, reason) of each damaged file; the split is "train" or "val".

@@ -159,9 +159,10 @@ def _assign_to_one_process(recipe: Recipe, names: list[str]) -> tuple[str, ...]:
 
 
 def number_devices(devices: Iterable[object]) -> Iterator[str]:
-    """Yield a unique name for each device of a process.
+    """Yield a unique name for each device in a list.
 
-    The names of stages that share a device contain the position of the stage: cuda:0#1, cpu:1.
+    A device that occurs several times, because ranks, stages or workers share it, is followed by
+    its position in the list: cuda:0#1, or cpu:1 for the CPU.
     """
     names = list(map(str, devices))
     for position, name in enumerate(names):

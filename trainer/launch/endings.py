@@ -46,8 +46,8 @@ STOPPED = "it is stopped (SIGSTOP, Ctrl-Z, a debugger)"
 # Seconds that a rank waits before it exits because it lost a peer, so that our launcher notices the
 # exit of the peer first. The launcher polls every 0.1 s.
 NOTICE_SECONDS = 0.3
-# Seconds that a rank of the user's torchrun waits before it exits because of a wrong argument, so
-# that rank 0 can print the error even if it starts later.
+# Under the user's torchrun, seconds that a rank waits before it exits with an error of the recipe
+# or the setup, so that rank 0 can print the error even if rank 0 starts later.
 START_SECONDS = 5.0
 
 

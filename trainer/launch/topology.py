@@ -255,8 +255,9 @@ def _read_mpi(environment: Mapping[str, str]) -> dict[str, str]:
         local_rank, local_size, rank, size = map(int, texts)
         if size < 2:
             continue
-        # Ranks are numbered node by node, unless mpirun was asked to map them otherwise. The
-        # remainder is then not 0, and the number of the node is unknown.
+        # This assumes that ranks are numbered node by node, which is mpirun's default. A remainder
+        # shows that they are not, and then the number of the node is unknown. Some mappings by
+        # node leave no remainder.
         node_rank, remainder = divmod(rank - local_rank, local_size)
         return {
             # A single task on a node is a launcher, which starts one rank per device.

@@ -84,7 +84,8 @@ class Device:
     Attributes:
         device: Name of the device, with a number if several ranks or stages share it.
         images: Size of the images and targets of a batch.
-        activations: Maximum size of the activations in a step.
+        activations: Maximum size of the other tensors in a step, mostly activations. With FSDP it
+            includes gathered parameters, and leaves out memory that counts as `gradients`.
         peak: Maximum size of all tensors in a step. It is less than the sum of the fields if
             gradients reuse the memory that activations have freed.
     """
@@ -170,7 +171,8 @@ def _predict_replica(
     is_parallel = layout.processes > 1
     exchanges = recipe.traits.exchanges
     activations = model.whole(rows, gradients=True).peak
-    # ddp.compress copies gradients to bf16. The copies of all gradients may exist at the same time.
+    # ddp.compress copies gradients to bf16. The copies of all gradients may exist at the same time,
+    # but then the activations have been freed.
     if is_parallel and recipe.ddp.compress:
         activations = max(activations, resident.gradients // 2)
     if recipe.pieces > 1 or (exchanges == "gradients" and is_parallel):
@@ -223,8 +225,8 @@ def _predict_shard(
         # Gradients stay allocated from one pass to the next.
         passing = activations
     else:
-        # Shards of gradients are allocated as activations are freed, so a pass needs memory for the
-        # larger of both only.
+        # Shards of gradients are allocated while activations are freed, and can reuse their memory.
+        # So a pass needs only as much as the larger of the two.
         passing = max(activations, resident.gradients)
         fixed -= resident.gradients
     peak = fixed + images + gathered + passing
@@ -424,8 +426,8 @@ def disk(
     resident = model.resident(model.model)
     weights = resident.parameters + count_saved_buffers(model.model)
     state = {"model": weights, "optimizer": resident.optimizer, "ema": resident.ema}
+    # In modes whose replicas differ, each rank also saves its own copy of these kinds of state.
     per_rank = sum(state.get(kind, 0) for kind in layout.recipe.traits.per_rank_state)
-    # If replicas differ, a checkpoint contains some kinds of state once more for each rank.
     outer = _count_outer(resident, layout)
     checkpoint = sum(state.values()) + layout.processes * per_rank + outer
     # An old checkpoint is deleted only when the new one is complete, so there is one more than

@@ -183,8 +183,8 @@ class DistributedDataParallel(Strategy):
             **options,
         )
         if self.recipe.ddp.compress == "bf16":
-            # The hook is a lambda, because torch checks the type annotations of a hook, and a
-            # lambda has none.
+            # The hook is a lambda, which has no annotations: torch compares the annotations of a
+            # hook with types, and in this file annotations are strings.
             self.wrapped.register_comm_hook(
                 self.world.size, lambda ranks, bucket: average_in_bf16(bucket, ranks)
             )

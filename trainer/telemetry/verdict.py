@@ -185,7 +185,10 @@ class _Findings:
 
     @property
     def is_sharded(self) -> bool:
-        # The exchange of shards overlaps with computing, so even a longer run cannot measure it.
+        """Whether ranks exchange shards of the weights.
+
+        This exchange overlaps with computing, so a longer run cannot measure the two separately.
+        """
         return self.recipe.traits.exchanges == "shards"
 
     @property

@@ -24,8 +24,7 @@ from trainer.training.parts import PARTS
 from trainer.training.replicas import ReplicaComparison
 from trainer.training.state import Resolved, TrainState
 
-# The shards that a rank writes: for each file of a checkpoint, by its name without the ending, a
-# dictionary of shards by the name of the whole tensor.
+# Shards that a rank writes: {name of the file without suffix: {name of the whole tensor: shard}}.
 Parts = dict[str, dict[str, Shard]]
 
 

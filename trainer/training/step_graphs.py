@@ -485,7 +485,8 @@ class GraphSteps(EagerSteps):
         self.captured = None
         self._evidence = None
         self._tries = 0
-        # In the middle of a step, its remaining part still needs the gradients.
+        # In the middle of a step the gradients are kept, because the remaining micro-batches add to
+        # them.
         if self._micro_step == 0:
             self.updater.zero_grad()
 

@@ -321,7 +321,7 @@ class FakeModel:
         return [*costs, BlockCost(last.forward, last.backward, 0)]
 
     def stages(self, cuts: Sequence[str], rows: int, wired: bool) -> list[StagePass]:
-        """Return the pass of a micro-batch through each stage.
+        """Measure the pass of a micro-batch through each stage.
 
         Args:
             cuts: modules after which the model is cut.

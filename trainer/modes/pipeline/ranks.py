@@ -463,7 +463,8 @@ class ProcessPipeline(Staged):
         sends: deque[tuple[Any, Tensor]] = deque()
         with translate_peer_errors(), torch.no_grad():
             for first in range(0, count, wave):
-                # Outputs that are inputs of the next stage on this rank.
+                # Tensors that stay on this rank: first the micro-batches, then the outputs of each
+                # stage whose next stage is here, and finally the outputs of the model.
                 local_outputs = list(microbatches[first : first + wave])
                 for index in self.local_stages:
                     stage_inputs = iter(local_outputs)

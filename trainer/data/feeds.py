@@ -209,7 +209,7 @@ class PhotoFeed:
         return self._read(self._keys(None, batches))
 
     def prefetch(self, epoch: int | None, batches: Sequence[Array]) -> None:
-        """Read `batches` as soon as workers are idle; Evaluation has no `epoch`."""
+        """Read `batches` as soon as workers are idle. Evaluation has no `epoch`."""
         self._readers.prefetch(self._keys(epoch, batches))
 
     def close(self) -> None:

@@ -76,7 +76,7 @@ class LeftOut(Counter[str]):
 def what_reads(suffix: str) -> str | None:
     """Return advice on how to make files with this suffix readable.
 
-    Return None for a suffix without advice, and an empty string for HEIF photos if they can be read.
+    Return None for a suffix without advice, and "" for HEIF photos if they can be read.
     """
     lower = suffix.lower()
     return register_heif() if lower in HEIF else NEEDS.get(lower)

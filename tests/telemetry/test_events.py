@@ -16,6 +16,7 @@ from tests.command_line import written
 from tests.saving.states import flip
 from trainer.recipe import load
 from trainer.saving.checkpoint import Position
+from trainer.saving.journal import OTHER
 from trainer.saving.run_folder import RunFolder
 from trainer.telemetry.clocks import Ledger
 from trainer.telemetry.events import trim_events
@@ -93,7 +94,7 @@ def test_a_damaged_events_file_is_left_out_with_a_sentence(tmp_path, damage):
     assert len(messages) == (damage not in ("empty", "huge record"))
     assert all(re.match(rf"{damaged} .*\b\d+ events\b", line) for line in messages)
     assert len(list(tmp_path.glob("events*"))) == 1
-    tracker = Tracker(recipe, RunFolder(recipe), Ledger("other"))
+    tracker = Tracker(recipe, RunFolder(recipe), Ledger(OTHER))
     tracker.start(Position(3, 0, 3), 10, "top1")
     tracker.close()
 
@@ -128,7 +129,7 @@ def test_a_clock_that_was_set_back_leaves_one_clean_set_of_events(tmp_path, monk
         (1e9, 2, 4.0),
     ):
         monkeypatch.setattr(time, "time", lambda now=clock: now)
-        tracker = Tracker(recipe, RunFolder(recipe), Ledger("other"))
+        tracker = Tracker(recipe, RunFolder(recipe), Ledger(OTHER))
         tracker.start(Position(position, 1 if position else 0, 0), 10, "top1")
         for step in range(position + 1, 6):
             tracker.scalars({"train/loss": value}, step)

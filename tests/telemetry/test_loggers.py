@@ -20,6 +20,7 @@ from trainer.errors import SetupError
 from trainer.recipe import load
 from trainer.recipe.checks import check_loggers
 from trainer.saving.checkpoint import Position
+from trainer.saving.journal import OTHER
 from trainer.saving.run_folder import RunFolder
 from trainer.telemetry import loggers
 from trainer.telemetry.clocks import Ledger
@@ -54,7 +55,7 @@ def track(tmp_path, monkeypatch):
     def start(kind, *words):
         monkeypatch.setitem(loggers.KINDS, "wandb", kind)
         recipe = load("digits", f"output={tmp_path / 'run'}", "logging.wandb=mine", *words)
-        tracker = Tracker(recipe, RunFolder(recipe), Ledger("other"))
+        tracker = Tracker(recipe, RunFolder(recipe), Ledger(OTHER))
         tracker.start(Position(0, 0, 0), 10, "top1")
         return tracker
 

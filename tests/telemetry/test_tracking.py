@@ -18,6 +18,7 @@ from tests.saving.states import commit
 from trainer.errors import FolderInUseError, SetupError
 from trainer.recipe import load
 from trainer.saving.checkpoint import Position, State
+from trainer.saving.journal import OTHER
 from trainer.saving.run_folder import RunFolder
 from trainer.telemetry import tracking
 from trainer.telemetry.clocks import Ledger
@@ -28,7 +29,7 @@ from trainer.telemetry.tracking import NullTracker, Tracker
 def tracker(tmp_path):
     """Return a tracker of a run of 30 epochs in the folder `run`, which is not started."""
     recipe = load("digits", f"output={tmp_path / 'run'}")
-    return Tracker(recipe, RunFolder(recipe), Ledger("other"))
+    return Tracker(recipe, RunFolder(recipe), Ledger(OTHER))
 
 
 def test_a_folder_that_was_removed_is_one_error_and_is_not_made_again(tmp_path, tracker):

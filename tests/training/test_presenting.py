@@ -87,6 +87,7 @@ def test_pictures(shown):
 
 def test_a_server_that_reads_while_a_run_is_continued_forgets_what_comes_again(tmp_path):
     from trainer.saving.checkpoint import Position
+    from trainer.saving.journal import OTHER
     from trainer.saving.run_folder import RunFolder
     from trainer.telemetry.clocks import Ledger
     from trainer.telemetry.tracking import Tracker
@@ -96,7 +97,7 @@ def test_a_server_that_reads_while_a_run_is_continued_forgets_what_comes_again(t
     (tmp_path / "run" / "checkpoints" / "step-00000005").mkdir(parents=True)
     reader = EventAccumulator(str(tmp_path / "run"))
     for position, last in ((Position(0, 0, 0), 8), (Position(5, 0, 5), 10)):
-        tracker = Tracker(recipe, RunFolder(recipe), Ledger("other"))
+        tracker = Tracker(recipe, RunFolder(recipe), Ledger(OTHER))
         tracker.start(position, 10, "top1")
         for step in range(position.step + 1, last + 1):
             tracker.scalars({"train/loss": float(step)}, step)

@@ -1,4 +1,4 @@
-# Those of the words that begin with $_trainer_word, a line each.
+# Print the words that begin with $_trainer_word, one per line.
 _trainer_match() {
     local each
     for each do
@@ -6,7 +6,7 @@ _trainer_match() {
     done
 }
 
-# What can stand at the cursor, a line each: $1 is what is typed of it, then come the words before it.
+# Print what can stand at the cursor, one word per line. $1 is the typed part of the word, and the words before it follow.
 _trainer_found() {
     local _trainer_word=$1 command=train _trainer_keys='@KEYS@'
     shift

@@ -103,7 +103,7 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
     forward.begin(len(loader.evaluation_spans))
     metrics = evaluate(strategy, loader.evaluation(), world, forward=forward)
     forward.close()
-    skipped = int(world.sum_(torch.tensor([float(loader.skipped)])).item())
+    skipped = int(world.sum_(torch.tensor(loader.skipped, dtype=torch.float64)))
     loader.close()
     if world.is_main:
         kind = "test" if split == "test" else "held-out"

@@ -322,7 +322,7 @@ def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, ledg
     # The ranks of a machine that read images share its cores for their loader workers. In a
     # pipeline, only one or two ranks of each replica read images.
     reads = torch.tensor(float(share.inputs))
-    reading_ranks = int(world.sum_(reads).item())
+    reading_ranks = int(world.sum_(reads))
     readers = max(1, world.place.local_size * reading_ranks // world.size)
     loader = Loader(data, recipe, resolved.task, share, world.device, readers)
     state = TrainState(resolved, strategy, updater, ledger.start_time)

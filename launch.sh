@@ -177,15 +177,9 @@ case $1 in
         if [ -e /dev/nvidiactl ] && [ $# = 0 ]; then "$venv/bin/python" -m pytest --numprocesses=2 -m gpu; fi
         exec "$venv/bin/python" -m pytest --numprocesses="$(workers)" --dist=worksteal "$@"
         ;;
-    tensorboard)
-        shift
-        case " $*" in *" --logdir"*) ;; *) set -- --logdir=runs "$@" ;; esac
-        case " $*" in *" --host"* | *" --bind_all"*) ;; *) set -- --host=127.0.0.1 "$@" ;; esac
-        exec "$venv/bin/python" -P -m tensorboard.main "$@"
-        ;;
     *)
         TRAINER_COMMAND=$(printf %q "$0") # what an error tells to type
-        export TRAINER_COMMAND TRAINER_TENSORBOARD="$TRAINER_COMMAND tensorboard"
+        export TRAINER_COMMAND
         hold=() # Ctrl-C while Python itself starts, which would show a traceback, waits until the trainer hears it
         if env --block-signal=INT true 2>/dev/null; then hold=(env --block-signal=INT); fi
         exec ${hold[@]+"${hold[@]}"} "$venv/bin/python" -P -m trainer "$@"

@@ -46,6 +46,9 @@ SAID = {
     "recipe=digits --nproc": "type nproc=",
     "recipe=digits --amp epochs=3": "--amp: amp is not a key; did you mean precision?",
     "plan recipe=digits --jsonn": "jsonn is not a key",
+    "fit recipe=digits": "type train recipe=digits",
+    "val runs/x": "type evaluate checkpoint=RUN",
+    "resume runs/x": "type train output=RUN resume=auto",
 }
 
 FILES = [
@@ -85,6 +88,7 @@ def test_words_of_other_commands() -> None:
     assert read(["--version"]) == ("version", [])
     assert read(["export", "runs/x", "--format", "onnx"]) == ("export", ["runs/x", "format=onnx"])
     assert read(["submit", "slurm", "--nodes", "2"]) == ("submit", ["slurm", "nodes=2"])
+    assert read(["tensorboard", "a", "--port", "1"]) == ("tensorboard", ["a", "--port", "1"])
     assert (
         read(["sweep", "recipe=digits", "--optimizer.lr", "0.01..0.1"])[1][1]
         == "optimizer.lr=0.01..0.1"

@@ -140,15 +140,7 @@ def test_commands(checkout: Checkout) -> None:
             ("test", "--all", "-k", "x"),
             f"{home}: -m pytest --numprocesses={WORKERS} --dist=worksteal --all -k x",
         ),
-        (("tensorboard",), f"{here}: -P -m tensorboard.main --host=127.0.0.1 --logdir=runs"),
-        (
-            ("tensorboard", "--logdir", "x", "--bind_all"),
-            f"{here}: -P -m tensorboard.main --logdir x --bind_all",
-        ),
-        (
-            ("tensorboard", "--port=1"),
-            f"{here}: -P -m tensorboard.main --host=127.0.0.1 --logdir=runs --port=1",
-        ),
+        (("tensorboard", "--port=1"), f"{here}: -P -m trainer tensorboard --port=1"),
         (("recipes", "digits"), f"{here}: -P -m trainer recipes digits"),
         (("tset",), f"{here}: -P -m trainer tset"),
     ):

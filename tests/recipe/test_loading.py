@@ -165,6 +165,22 @@ def test_defaults_then_file_then_words_then_keywords(tmp_path: Path) -> None:
     assert load({"optimizer": {"lr": 0.5}}, optimizer={"momentum": 0.5}).optimizer.lr == 0.5
 
 
+def test_a_section_may_be_given_by_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("model: mlp\noptimizer: {name: adamw, lr: 0.5}\n")
+    by_name = [
+        load(file, "optimizer=adam", "task=multilabel"),
+        load(file, optimizer="adam", task="multilabel"),
+        load({"model": "mlp", "optimizer": "adam", "task": "multilabel"}, optimizer={"lr": 0.5}),
+    ]
+    by_key = load(file, "optimizer.name=adam", "task.name=multilabel").to_dict()
+    assert [recipe.to_dict() for recipe in by_name] == [by_key] * 3
+    assert by_key["optimizer"]["lr"] == 0.5 and by_key["model"]["name"] == "mlp"
+    for words in (["optimizer=adam", "optimizer.name=sgd"], ["logging=x"], ["optimizer=5"]):
+        with pytest.raises(RecipeError):
+            load(file, *words)
+
+
 # Wrong arguments, each with what the line names: the key, its valid values, the value that was
 # meant.
 WRONG = {
@@ -182,7 +198,8 @@ WRONG = {
     "max_steps=x": "max_steps=x integer null",
     "optimizer.lr=fast": "optimizer.lr=fast number",
     "compile=1": "compile=1 true false",
-    "optimizer=sgd": "optimizer=sgd section optimizer.name=",
+    "optimizer=sgdd": "optimizer.name=sgdd optimizer.name=sgd?",
+    "logging=sgd": "logging=sgd section logging.every_steps=",
     # ranges
     "epochs=0": "epochs=0 1",
     "optimizer.lr=0": "optimizer.lr=0 above",

@@ -54,6 +54,7 @@ COMMANDS = {
     ),
     "export": Command("trainer.commands.export", wants=("RUN", "format=onnx"), alone=True),
     "runs": Command("trainer.commands.runs"),
+    "tensorboard": Command("trainer.commands.tensorboard", alone=True),
     "cache": Command("trainer.commands.cache", alone=True),
     "doctor": Command("trainer.commands.doctor"),
     "prove": Command("trainer.commands.prove", alone=True),

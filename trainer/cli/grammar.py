@@ -22,6 +22,17 @@ from trainer.saving.run_names import HOME, is_run
 
 # Options without a value, which `normalize_options` does not rewrite.
 FLAGS = ("--json",)
+# Commands of Lightning, Ultralytics and others -> what to type here instead.
+_COMMANDS_ELSEWHERE = {
+    "fit": "train recipe=digits",
+    "val": "evaluate checkpoint=RUN",
+    "validate": "evaluate checkpoint=RUN",
+    "eval": "evaluate checkpoint=RUN",
+    "test": "evaluate checkpoint=RUN split=test",
+    "infer": "predict RUN photo.jpg",
+    "resume": "train output=RUN resume=auto, with the arguments of the run",
+    "benchmark": "compare recipe=digits",
+}
 
 
 def format_program(environment: Mapping[str, str] = os.environ) -> str:
@@ -71,7 +82,9 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
         if "=" not in command and not command.startswith("-"):
             guess = find_nearest(command, [*COMMANDS, *shipped_recipes()])
             hint = ""
-            if guess:
+            if instead := _COMMANDS_ELSEWHERE.get(command):
+                hint = f"type {instead}; "
+            elif guess:
                 suggestion = guess if guess in COMMANDS else f"recipe={guess}"
                 hint = f"did you mean {suggestion}? "
             raise RecipeError(
@@ -84,6 +97,9 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
         return "help", [command]
     if COMMANDS[command].wants and not rest:
         raise _build_missing_error(command)
+    # TensorBoard reads its options itself.
+    if command == "tensorboard":
+        return command, rest
     arguments = normalize_options(rest)
     if command == "predict":
         arguments = classify_paths(arguments)

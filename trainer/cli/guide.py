@@ -99,7 +99,7 @@ def _name_program(topic: str, text: str) -> str:
     if topic != "start":
         text = localize_commands(text)
     return re.sub(
-        r"\./launch\.sh(?= (?!test\b|tensorboard\b|--help\b)[\w-])",
+        r"\./launch\.sh(?= (?!test\b|--help\b)[\w-])",
         lambda _: format_program(),
         text,
     )

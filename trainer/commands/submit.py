@@ -17,7 +17,7 @@ from trainer.devices.assignment import assign_devices, count_named_cards
 from trainer.errors import PeerError, Preempted, RecipeError, SetupError
 from trainer.processes.interrupts import SAVE_SECONDS
 from trainer.processes.rank import read_place
-from trainer.recipe import Recipe, shipped_recipes
+from trainer.recipe import Recipe
 from trainer.recipe.checks import check_names, check_processes
 from trainer.recipe.recipe_files import parse_positive_integer, split_arguments
 from trainer.recipe.text import format_value
@@ -26,6 +26,7 @@ from trainer.recipe.text import format_value
 LAUNCH = ("recipe", "plugin", "max_restarts")
 OWN = ("nodes", "cpus", "memory", "requeues", "time", "partition", "account")
 EXAMPLES = {
+    "recipe": "recipe=digits, a shipped recipe or your file",
     "nproc": "nproc=8, the processes on each node, one per GPU",
     "time": "time=24:00:00, after which SLURM ends the job, which then continues",
     "cpus": "cpus=32, the CPU cores of each node: the cluster would give one or none",
@@ -76,10 +77,15 @@ def build_script(words: Sequence[str], program: str) -> str:
         RecipeError: An argument is wrong or missing.
     """
     options, overrides = split_arguments(words, (*OWN, *LAUNCH, "nproc", "output", "resume"))
-    if "recipe" not in options:
-        raise RecipeError(
-            f"submit needs recipe=, as in recipe=digits; shipped: {', '.join(shipped_recipes())}"
-        )
+    missing = [key for key in EXAMPLES if key not in options]
+    base = Recipe()
+    if "recipe" in options:
+        base = recipes.load(options["recipe"], *overrides)
+    if base.processes == "one" and "nproc" in missing:
+        missing.remove("nproc")
+    if missing:
+        needed = "; ".join(EXAMPLES[key] for key in missing)
+        raise RecipeError(f"submit slurm also needs {needed}")
     if options.get("resume", "auto") != "auto":
         raise RecipeError(
             f"resume={format_value(options['resume'])} must be auto, and may be left out"
@@ -89,10 +95,6 @@ def build_script(words: Sequence[str], program: str) -> str:
             f"output={format_value(options['output'])}: write the folder's path on the cluster, "
             "without ~"
         )
-    base = recipes.load(options["recipe"], *overrides)
-    for key, example in EXAMPLES.items():
-        if key not in options and not (key == "nproc" and base.processes == "one"):
-            raise RecipeError(f"submit slurm needs {key}=, as in {example}")
     for key, (pattern, rule) in RULES.items():
         if not re.fullmatch(pattern, options.get(key, "")):
             raise RecipeError(f"{key}={format_value(options[key])} must be {rule}")

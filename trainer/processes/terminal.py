@@ -44,8 +44,7 @@ def localize_commands(text: str) -> str:
     command = os.environ.get("TRAINER_COMMAND")
     if not command:
         return text
-    board = os.environ.get("TRAINER_TENSORBOARD", f"{command} tensorboard")
-    text = text.replace("python -m trainer", command).replace("python -m tensorboard.main", board)
+    text = text.replace("python -m trainer", command)
     # Environments created by uv do not contain pip, so uv installs into them.
     python = shlex.quote(sys.executable)
     if find_spec("pip"):
@@ -94,15 +93,10 @@ def name_installed_command(started: str) -> None:
     Args:
         started: path of the script that is running.
     """
-    command = _shorten_path("trainer", started)
-    python = _shorten_path("python", sys.executable)
+    command = "trainer"
+    if shutil.which(command) != started:
+        command = shlex.quote(started)
     os.environ.setdefault("TRAINER_COMMAND", command)
-    os.environ.setdefault("TRAINER_TENSORBOARD", f"{python} -m tensorboard.main")
-
-
-def _shorten_path(name: str, path: str) -> str:
-    """Return `name` if the shell finds `path` by it, else the quoted path."""
-    return name if shutil.which(name) == path else shlex.quote(path)
 
 
 def can_overwrite(stream: TextIO | None) -> bool:

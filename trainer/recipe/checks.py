@@ -4,6 +4,7 @@ The checks run before anything heavy is imported. Their messages name a command 
 """
 
 import math
+import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 
@@ -482,7 +483,9 @@ def check_names(recipe: Recipe) -> None:
         if name not in known_names:
             guess = find_nearest(name, known_names)
             hint = ""
-            if guess:
+            if os.path.isdir(os.path.expanduser(name)):
+                hint = f"for photos in a folder type data.name=imagefolder data.root={name}; "
+            elif guess:
                 hint = f"did you mean {key}={guess}? "
             listed = ", ".join(known_names)
             raise RecipeError(

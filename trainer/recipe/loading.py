@@ -118,7 +118,19 @@ def load_stored(tree: Any, label: str) -> Recipe:
 
 
 def _read(path: Path) -> dict[Any, Any]:
-    return replace_removed(read_recipe_file(path), str(path))
+    return replace_removed(_expand_names(read_recipe_file(path)), str(path))
+
+
+def _expand_names(tree: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Replace a string in the place of a section by the section's key `name`.
+
+    `optimizer: adam` becomes `optimizer: {name: adam}`. Sections without such a key are kept.
+    """
+    expanded = dict(tree)
+    for key, value in tree.items():
+        if isinstance(value, str) and f"{key}.name" in defaults():
+            expanded[key] = {"name": value}
+    return expanded
 
 
 def _layers(
@@ -147,11 +159,11 @@ def _layers(
         )
     try:
         if isinstance(recipe, Mapping):
-            tree = nest_keywords(recipe)
+            tree = _expand_names(nest_keywords(recipe))
             refuse_removed(tree)
             chain = _extended(name, tree, None)
         argument_tree = _words(words)
-        keyword_tree = nest_keywords(keywords)
+        keyword_tree = _expand_names(nest_keywords(keywords))
     except RecursionError as error:
         raise RecipeError(f"{name}: {one_line(error)}") from None
     repeated_keys = flatten(argument_tree).keys() & flatten(keyword_tree).keys()
@@ -257,6 +269,9 @@ def _words(words: Iterable[str]) -> dict[Any, Any]:
         key, _, value = word.partition("=")
         if not re.match(r"[A-Za-z_]\w*(\.\w+)*=", word):
             raise RecipeError(f"'{word}' is not key=value, as in optimizer.lr=0.05")
+        # `optimizer=adam` means `optimizer.name=adam`; `optimizer={lr: 0.1}` is the whole section.
+        if f"{key}.name" in defaults() and not value.startswith("{"):
+            key += ".name"
         if key in seen:
             raise RecipeError(f"{key} is given twice, as '{seen[key]}' and as '{word}': keep one")
         if not value:

@@ -246,7 +246,7 @@ def build_last_lines(
         lines["worst"] = f"{folder}/{WORST}"
         lines["labels"] = f"python -m trainer predict {quoted_folder} predict.split=train"
     if recipe.logging.tensorboard:
-        lines["watch"] = f"python -m tensorboard.main --logdir {quoted_folder}"
+        lines["watch"] = f"python -m trainer tensorboard {quoted_folder}"
     return lines
 
 

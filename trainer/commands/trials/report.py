@@ -149,7 +149,7 @@ def report_files(folder: Path, name: str, curves: Path, draw: Callable[[], Seque
         say(f"  no pictures: {type(error).__name__}: {' '.join(str(error).split())}")
     files = [f"{folder}/{name}.md", ".csv", ".json", *pictures]
     say(f"  tables   {', '.join(files)}")
-    say(f"  watch    python -m tensorboard.main --logdir {shlex.quote(str(curves))}")
+    say(f"  watch    python -m trainer tensorboard {shlex.quote(str(curves))}")
 
 
 def read_machine() -> Json:

@@ -1,0 +1,45 @@
+"""The command `tensorboard`: show the curves of runs in a browser."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from trainer.errors import SetupError
+from trainer.saving.run_names import HOME, find_run
+
+
+def command(words: Sequence[str]) -> int:
+    """Replace this process by TensorBoard, so that its signals and exit code are TensorBoard's own.
+
+    Args:
+        words: runs to show, by path or by name below runs/, then TensorBoard's own arguments. If no
+            run is named, the folder `runs` with all its runs is shown.
+
+    Raises:
+        CheckpointError: there is no such run.
+        SetupError: no run is named, and there is no folder `runs`.
+    """
+    options_start = len(words)
+    for index, word in enumerate(words):
+        if word.startswith("-"):
+            options_start = index
+            break
+    folders = [str(find_run(word)) for word in words[:options_start]]
+    arguments = list(words[options_start:])
+    option_names = {argument.partition("=")[0] for argument in arguments}
+    if not folders and option_names.isdisjoint(("--logdir", "--logdir_spec")):
+        if not os.path.isdir(HOME):
+            raise SetupError(
+                f"there is no folder {HOME} here: train a model first, or name a folder, as in "
+                "python -m trainer tensorboard FOLDER"
+            )
+        folders = [HOME]
+    if len(folders) == 1:
+        arguments += ["--logdir", folders[0]]
+    elif folders:
+        named = [f"{os.path.basename(os.path.abspath(folder))}:{folder}" for folder in folders]
+        arguments += ["--logdir_spec", ",".join(named)]
+    # Other machines can connect only if the user allows it.
+    if option_names.isdisjoint(("--host", "--bind_all")):
+        arguments += ["--host", "127.0.0.1"]
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "tensorboard.main", *arguments])

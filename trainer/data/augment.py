@@ -1,6 +1,6 @@
 """Augmentation of small images in whole batches, of single photos, and of batches on the device.
 
-Random draws depend only on the seed, the epoch and the sample index. Those of mixup and cutmix
+Random draws depend only on the seed, the epoch and the sample index. The draws for mixup and cutmix
 depend on the step instead of the sample index: see `sampling`.
 """
 
@@ -51,7 +51,8 @@ AUTO: dict[str, Any] = {
 class Auto:
     """Automatic augmentation policy of torchvision, seeded for each sample.
 
-    Calls seed torch's CPU generator, so they must be inside `private_random_state`.
+    If `recipe.auto` names no policy, images are returned unchanged. Calls seed torch's CPU
+    generator, so they must be inside `private_random_state`.
     """
 
     def __init__(
@@ -121,7 +122,16 @@ class Draws:
         size: ImageSize,
         device: torch.device,
     ) -> Draws:
-        """Draw what `recipe` needs for the samples `index`, whose images have the size `size`."""
+        """Draw the values that the augmentation needs.
+
+        Args:
+            recipe: the recipe's `augment` section. Draws are made only for operations that are on.
+            seed: the recipe's seed.
+            epoch: number of the epoch.
+            index: (n,) indices of the samples.
+            size: size of the images in pixels.
+            device: device on which the results are stored.
+        """
         shift = box = flip = None
         if recipe.crop == "pad":
             shift = sampling.draw_shifts(seed, epoch, index, recipe.crop_padding)
@@ -143,7 +153,7 @@ class Draws:
         return cls(move(shift), move(box), move(flip))
 
     def rows(self, start: int, stop: int) -> Draws:
-        """Return the draws of images `start` to `stop`."""
+        """Return the draws for images `start` to `stop - 1`."""
         parts = (self.shift, self.box, self.flip)
         return Draws(*(part if part is None else part[start:stop] for part in parts))
 
@@ -184,7 +194,7 @@ class Gallery:
             self._windows = all_windows[:, :, ::channels]
 
     def take(self, index: Tensor, draws: Draws) -> Tensor:
-        """Return the images of the rows `index`, augmented by `draws`, (n, H, W, C) uint8."""
+        """Return the images at `index`, augmented with `draws`, as (n, H, W, C) uint8."""
         if draws.shift is None:
             batch = self.images.index_select(0, index)
         elif self.device.type == "cpu":
@@ -206,7 +216,7 @@ class Gallery:
     def _flip(self, batch: Tensor, flip: Tensor) -> Tensor:
         if self.device.type != "cpu":
             return torch.where(flip[:, None, None, None], batch.flip(2), batch)
-        # NumPy moves a whole pixel as one element, which takes half of torch's time.
+        # View each pixel as a single element. NumPy then needs half as much time as torch.
         pixels = batch.numpy().view(f"V{batch.shape[3]}")[..., 0]
         chosen = flip.numpy()
         pixels[chosen] = pixels[chosen][:, :, ::-1]
@@ -290,8 +300,8 @@ class DeviceTransform:
         if not self.channels_last:
             images = images.permute(0, 3, 1, 2).contiguous()
         on_cpu = self.device.type == "cpu"
-        # NumPy allocates huge pages. With the small pages that torch allocates, page faults take
-        # half of the time.
+        # Allocate with NumPy, which requests huge pages for large arrays. torch does not, and page
+        # faults would then take half of the time.
         if on_cpu:
             inputs = torch.from_numpy(np.empty(images.shape, np.float32))
         else:

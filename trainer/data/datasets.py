@@ -33,7 +33,7 @@ POOL_BYTES = 2**26
 # Minimum number of steps per epoch on synthetic images that stand in for missing photos.
 STAND_IN_STEPS = 20
 NO_FOLDER = "not a folder on this machine; type data.root=FOLDER of one that is"
-# Keys of the recipe's `augment` section that move pixels.
+# Options of the recipe's `augment` section that move pixels to other positions.
 MOVING = ("crop", "hflip", "auto")
 
 
@@ -51,7 +51,7 @@ def open_datasets(recipe: Recipe, before: Before = NOTHING_BEFORE) -> Datasets:
         RecipeError: there is no such data set, or it does not fit the recipe.
         SetupError: the files of the data set are missing, or cannot be read.
     """
-    # An unknown task is refused before anything is opened.
+    # Refuse an unknown task before anything is opened.
     kind = tasks.find_task_class(recipe)
     name = f"data.name={recipe.data.name}"
     data = _open(recipe, before)
@@ -98,7 +98,8 @@ def open_datasets(recipe: Recipe, before: Before = NOTHING_BEFORE) -> Datasets:
 def _check_augmentation(recipe: Recipe, data: Datasets) -> None:
     """Refuse augmentation that does not fit the inputs and targets, or has no effect.
 
-    Inputs that are not images cannot be augmented. If targets belong to pixels, no pixels may move.
+    Inputs that are not images cannot be augmented. If a target has several dimensions, such as a
+    mask, it would not move with the pixels, so operations that move pixels are refused.
     """
     if recipe.augment.alternate and not recipe.augment.hflip:
         raise RecipeError(

@@ -150,8 +150,8 @@ def _choose_names(
 ) -> Names:
     """Return the names of the classes or values.
 
-    The names come from the user, from the number of classes that the user states, from the data
-    sets, or else from the targets.
+    The first of these sources that exists is used: the names, or the number of classes, that the
+    user's function returns; the names that the data sets contain; the targets.
 
     Raises:
         RecipeError: the data sets or the user assign different numbers to the same classes, or the

@@ -37,8 +37,8 @@ Made = TypeVar("Made")
 DATA_PATIENCE = 86400.0
 # Timeout in seconds of the first exchange, after all ranks have met at their store.
 FIRST_EXCHANGE = 60.0
-# Time that is added to NCCL's timeout, at which NCCL's watchdog aborts the process. So gloo, whose
-# timeout ends earlier, raises an error first, which can be reported.
+# Time by which the timeout of NCCL is longer than that of gloo. At NCCL's timeout, its watchdog
+# aborts the process. Gloo's timeout comes first and raises an error, which can be reported.
 NCCL_LATER = timedelta(seconds=120)
 MET = "all ranks are there, and wait for the first answer from each other"
 
@@ -207,9 +207,9 @@ class World:
         )
 
     def _delay_nccl(self, group: Any, limit: timedelta) -> None:
-        """Set the NCCL timeout of a group to `NCCL_LATER` after `limit`.
+        """Set the NCCL timeout of a group to `limit` + `NCCL_LATER`.
 
-        Then gloo reports an error before NCCL aborts the process.
+        If a peer is silent, gloo then raises an error before NCCL aborts the process.
         """
         if self.nccl:
             group._get_backend(self.device).set_timeout(limit + NCCL_LATER)
@@ -385,7 +385,8 @@ class World:
                     dist.send(tensor, 0)
                 return []
             gathered = [local]
-            # The receives must have the order of the sends, which is that of the specs.
+            # Receive the tensors in the order in which the rank sends them, which is that of the
+            # specs.
             for rank, specs in enumerate(specs_by_rank[1:], 1):
                 tensors = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in specs}
                 gathered.append(tensors)

@@ -68,7 +68,7 @@ class ProcessHandle:
             self.connection.send(Message(extent, kind, number))
 
     def receive(self) -> list[tuple[Message, Packed]]:
-        """Return all answers that have arrived, also from a process that has ended since."""
+        """Return all answers that have arrived, even if the process has ended in the meantime."""
         answers = []
         try:
             while self.connection.poll():

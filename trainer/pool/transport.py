@@ -53,8 +53,8 @@ class Extent(NamedTuple):
         end: offset after the last byte.
         body: size of the body in bytes.
         buffers: number of buffers.
-        rows: number of tensors or arrays of equal shape that the only buffer contains; 0 if the
-            value was pickled in another way than as rows of one shape.
+        rows: number of tensors or arrays of equal shape in the only buffer, if the value was
+            pickled as one block of rows; otherwise 0.
     """
 
     start: int = 0

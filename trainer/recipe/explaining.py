@@ -214,7 +214,7 @@ def suggest_key(name: str, known: Collection[str]) -> str:
     if guess is None:
         in_section = [key for key in known if dot and key.startswith(f"{section}.")]
         guess = find_nearest(name, in_section)
-        # A key may have been typed in the wrong section.
+        # Suggest a key of the same name in another section, unless several sections have one.
         same_last = [key for key in known if key.rpartition(".")[2] == last != "name"]
         if guess is None and len(same_last) == 1:
             guess = same_last[0]

@@ -103,7 +103,7 @@ def check_model_name(name: str) -> None:
     if name.startswith(TIMM):
         if not prefixed_names:
             raise RecipeError(f"model.name={name} needs timm: pip install timm")
-        # A tag of the weights may follow the name.
+        # The name of a timm model may end with a dot and a tag of its weights. Remove the tag.
         name_without_tag = name.partition(".")[0]
         known_names = prefixed_names
         what = "no model of timm"
@@ -160,7 +160,7 @@ Entry = TypeVar("Entry")
 
 
 class Registry(dict[str, Entry]):
-    """Registered objects by name."""
+    """Dictionary of the registered objects by name."""
 
     def __init__(
         self,

@@ -47,7 +47,10 @@ class Layer(NamedTuple):
 
 
 def load(recipe: Source = None, *words: str, **keywords: Any) -> Recipe:
-    """Merge defaults < the recipes that a file extends < the file < arguments < keywords.
+    """Load a recipe: merge the values from all sources, and check the result.
+
+    A value from a later source in this list replaces a value from an earlier one: the defaults, the
+    recipes that the file extends, the file, `words`, `keywords`.
 
     Args:
         recipe: name of a shipped recipe ("digits"), path of a YAML file or run folder, a mapping, a
@@ -230,7 +233,7 @@ def _extended(label: str, tree: Any, path: Path | None) -> list[Layer]:
 
 
 def format_arguments(recipe: Recipe) -> list[str]:
-    """Return the arguments that a user types for a recipe."""
+    """Return the arguments `key=value` that a user can type to get this recipe."""
     words = []
     base = Recipe()
     if recipe.name in shipped_recipes():
@@ -253,7 +256,7 @@ def _words(words: Iterable[str]) -> dict[Any, Any]:
             raise RecipeError(
                 f"each word is a separate text, as in 'epochs=2', not {type(word).__name__}"
             )
-        # Everything after the first "=" is the value, which may contain more of them.
+        # Everything after the first "=" is the value, which may contain further "=" characters.
         key, _, value = word.partition("=")
         if not re.match(r"[A-Za-z_]\w*(\.\w+)*=", word):
             raise RecipeError(f"'{word}' is not key=value, as in optimizer.lr=0.05")

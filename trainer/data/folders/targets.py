@@ -78,7 +78,8 @@ class Targets:
         """
         is_plain = self.kind.checked.__func__ is Classification.checked.__func__  # type: ignore[attr-defined]
         if is_plain and type(target) is int and 0 <= target < len(self.names):
-            # Skip the check as a tensor, which takes longer than reading a small image.
+            # Return a valid class number at once. Its conversion to a tensor for the checks below
+            # would take longer than reading a small image.
             return target
         tensor = target_of(target, self.kind, self.names)
         if (

@@ -1,4 +1,4 @@
-"""Conversion to bytes of pixels that are not bytes, and the choice of their black and white.
+"""Conversion of 16-bit and floating-point pixels to bytes.
 
 The pixel values that become black and white are chosen once for a whole data set, by the recipe's
 data.pixel_range or by the type of the pixels. They never depend on the values of a single image,
@@ -15,7 +15,7 @@ from PIL import Image, UnidentifiedImageError
 from trainer.errors import SetupError
 from trainer.recipe import DataRecipe
 
-# Pixel values of black and of white.
+# (black, white): the pixel values that become the bytes 0 and 255.
 Range = tuple[float, float]
 Values = np.ndarray[Any, Any]
 
@@ -232,10 +232,11 @@ class PixelValues:
         self._high = max(self._high, float(values.max(initial=0)))
 
     def check(self, channels: int) -> None:
-        """Refuse images with other channels, or with values that do not fit black and white.
+        """Check the number of channels and the pixel values of the images that were added.
 
         Raises:
-            SetupError: no image has `channels` channels, or data.pixel_range must be set.
+            SetupError: no image can be read with `channels` channels. Or data.pixel_range is not
+                set, and pixels exceed the natural range of their type or are very dark.
         """
         if self.channels and not {0, channels} & {*self.channels}:
             actual, names = max(self.channels.items(), key=lambda item: len(item[1]))

@@ -27,7 +27,8 @@ from trainer.recipe import DataRecipe, Recipe, compare_recipes
 from trainer.recipe.image_sizes import ImageSize, sides, typed_size
 from trainer.recipe.known_names import DATASETS, OWN_PHOTOS, WITHOUT_FOLDER
 
-# Maximum number, and maximum size in bytes, of the images that a synthetic data set repeats.
+# A synthetic data set repeats a pool of random images. The pool has at most POOL_IMAGES images, and
+# at most POOL_BYTES bytes unless a single image is larger.
 POOL_IMAGES = 256
 POOL_BYTES = 2**26
 # Minimum number of steps per epoch on synthetic images that stand in for missing photos.

@@ -210,7 +210,7 @@ class PhotoFeed:
         return self._read(self._keys(None, batches))
 
     def prefetch(self, epoch: int | None, batches: Sequence[Array]) -> None:
-        """Read `batches` as soon as workers are idle. In evaluation, `epoch` is None."""
+        """Read `batches` as soon as workers are idle. Pass None as `epoch` for evaluation."""
         self._readers.prefetch(self._keys(epoch, batches))
 
     def close(self) -> None:

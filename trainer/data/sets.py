@@ -71,7 +71,7 @@ CLASS = TensorSpec((), torch.int64)
 
 @dataclass(frozen=True)
 class Example:
-    """Shapes and types of a micro-batch, before the first one is read.
+    """Shapes and types of a full micro-batch, which are known before any sample is read.
 
     Attributes:
         rows: samples of a full micro-batch.

@@ -108,11 +108,13 @@ def origins(recipe: Source = None, *words: str) -> dict[str, str]:
 
 
 def load_stored(tree: Any, label: str) -> Recipe:
-    """Load a recipe that a run has stored in another file.
+    """Load a recipe from the metadata of a checkpoint, or from another file of a run.
+
+    Keys and values that newer versions have removed are replaced.
 
     Args:
         tree: the stored recipe.
-        label: name of the recipe in messages.
+        label: name of the file in messages.
 
     Raises:
         RecipeError, ValueError, TypeError: `tree` is not a recipe.

@@ -76,8 +76,8 @@ TABLES: dict[str, Mapping[str, OptimizerTraits | ScheduleTraits]] = {
 LOCAL = ("data__root", "data__labels", "data__cache_dir", "model__init_from")
 # Name in messages for a recipe that does not come from a file.
 NAMELESS = "recipe"
-# Key of a recipe file that names the recipe on which the file is based. Only files have this key.
-# It is resolved when a file is loaded, so a `Recipe` does not have it.
+# Key of a recipe file that names the recipe on which the file is based. A `Recipe` does not have
+# this key, because loading a file resolves it.
 EXTENDS = "extends"
 EXTENDS_COMMENT = (
     "the recipe that this file changes: a shipped name, or a file or run folder relative to this "

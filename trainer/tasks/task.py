@@ -178,7 +178,7 @@ class Task:
     def shown(self, metrics: Mapping[str, float | None]) -> dict[str, str]:
         """Format metrics for display, in the order of `metrics`.
 
-        Metrics whose value is None are left out. A subclass may leave out further metrics.
+        Metrics without a value (None) are left out. A subclass may leave out further metrics.
 
         Args:
             metrics: values by the name of the metric.

@@ -91,7 +91,8 @@ def open_archives(recipe: Recipe, before: Before) -> Datasets:
         before: the split of an earlier run, if any.
 
     Raises:
-        SetupError: there are no shards, or their samples are not a classification data set.
+        SetupError: there are no shards; a shard or its labels are invalid; there are fewer than two
+            classes; or a sample has no class and data.on_error=stop.
     """
     if recipe.data.root is None:
         raise SetupError(f"data.name=shards needs shards: type data.root={EXAMPLE}")
@@ -182,7 +183,7 @@ def load_indexes(paths: Sequence[str], show: bool) -> list[IndexedShard]:
     Raises:
         SetupError: a shard cannot be read.
     """
-    # Each rank uses a different random order, so that the ranks share the work of making indexes.
+    # Ranks use different random orders, so that they share the work of making indexes.
     order = random.sample(range(len(paths)), len(paths))
     pool = ThreadPoolExecutor(min(THREADS, len(paths)))
     progress = Progress(len(paths), show, "index", "shard")
@@ -275,9 +276,9 @@ def _outermost(
     used: Array,
     has_labels: bool,
 ) -> list[str]:
-    """Return for each path the outermost directory below the path that all used paths share.
+    """Return for each path its outermost directory below the common parent of all used paths.
 
-    The result is an empty string for a path that has no such directory.
+    The result is an empty string for a path that has no directory there.
 
     Args:
         root: directory that contains all shards, for error messages.
@@ -289,8 +290,8 @@ def _outermost(
         SetupError: the directories are splits such as train and val, not classes.
     """
     used_paths = [paths[code] for code in used]
-    # Each path is a tuple of directory names, so `commonprefix` compares whole names. It would
-    # compare strings character by character.
+    # `commonprefix` compares whole names of directories, because the paths are tuples of names. It
+    # would compare strings character by character.
     shared = os.path.commonprefix(used_paths)  # noqa: RUF071
     depths = [len(path) - 1 for path in used_paths]
     depth = max(0, min([len(shared), *depths]))

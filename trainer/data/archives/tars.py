@@ -100,8 +100,8 @@ def read_index(shard: Archive) -> ArchiveIndex:
     """
     # Check that the path is a regular file, and that the file has not changed.
     open_shard(shard)
-    # For each image's path: start, size, index of the class in `texts`, and index of the directory
-    # in `below`.
+    # Start, size, index of the class in `texts`, and index of the directory in `below`, by the
+    # image's path.
     rows: dict[bytes, tuple[int, int, int, int]] = {}
     left = LeftOut()
     texts = dict[str, int]()

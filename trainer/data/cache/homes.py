@@ -104,7 +104,7 @@ def _clear(path: Path, keep: Set[str]) -> None:
             if name.endswith(cache_blocks.DRAFT):
                 # `claim_file` removes the draft on exit if it can lock the draft. A worker of a
                 # killed run that still writes the draft holds the lock, so that the draft is kept.
-                # Without the draft, the worker would later rename another process's new draft.
+                # If it were removed, the worker would later rename another process's new draft.
                 with locks.claim_file(path / name):
                     pass
             elif name.endswith(cache_blocks.SUFFIX) and name not in keep:

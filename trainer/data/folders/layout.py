@@ -71,7 +71,7 @@ class ClassNames(NamedTuple):
 
 
 def class_names(texts: Iterable[str], others: Iterable[str] = ()) -> ClassNames:
-    """Determine the classes from names, of which several may be spellings of the same class.
+    """Determine the classes from their names. Several names may be spellings of the same class.
 
     Args:
         texts: names as written in a folder or table.
@@ -235,7 +235,7 @@ def check_several(train: Path, classes: dict[str, list[str]]) -> None:
         SetupError: there is one class, or every class folder contains folders of the same parts,
             such as train and val.
     """
-    # For each class, the names of the folders inside its class folder that contain images.
+    # Names of the folders with images inside the class folder, for each class.
     inside = []
     for paths in classes.values():
         inside.append({path.split("/")[1] for path in paths if path.count("/") > 1})

@@ -197,7 +197,7 @@ def photos(
     Args:
         recipe: the recipe.
         before: the split of an earlier run, if any.
-        train: training images, or all images if `val` is None.
+        train: training images, or all images without a separate validation set.
         val: validation images; if None, they are drawn from `train`.
         names: names of the classes or values.
         holdout: description of `val` for the user.

@@ -24,7 +24,10 @@ class Copies:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def begin(self, values: Tensor) -> Copy:
-        """Start a copy. The caller may change `values` as soon as this function returns."""
+        """Start to copy `values` to the GPU, and return a function that delivers the copy.
+
+        The caller may change `values` as soon as this method returns.
+        """
         with torch.cuda.stream(self._stream):
             copied = copy_to_device(values, self._device)
         event = self._stream.record_event()

@@ -25,7 +25,8 @@ WHOLE = (0.0, 65535.0)
 REAL = (0.0, 1.0)
 # Tolerance as a fraction of white: filters may overshoot slightly above white or below black.
 BEYOND = 0.05
-# If the brightest value of a data set is below white / DARK, the value of white is probably wrong.
+# If the brightest value of a data set is below white / DARK, the value of white is probably wrong,
+# so `PixelValues.check` requires the user to set data.pixel_range.
 DARK = 4
 # Usual values of white: 1 for floating point, and the maxima of 8, 10, 12, 14 and 16 bits.
 WHITES = (1, 255, 1023, 4095, 16383, 65535)

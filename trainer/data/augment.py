@@ -51,8 +51,8 @@ AUTO: dict[str, Any] = {
 class Auto:
     """Automatic augmentation policy of torchvision, seeded for each sample.
 
-    If `recipe.auto` names no policy, images are returned unchanged. Calls seed torch's CPU
-    generator, so they must be inside `private_random_state`.
+    If `recipe.auto` names no policy, images are returned unchanged. Each call seeds torch's CPU
+    generator, so call the object only inside `private_random_state`.
     """
 
     def __init__(
@@ -347,8 +347,8 @@ class DeviceTransform:
             inside = self._inside(mix.box, inputs.shape[-2:])[:, None]
             mixed = torch.where(inside, other, mixed)
         whole = self._with_last(mixed.flatten(0, 1), inputs)
-        # With one channel, several strides describe the same layout, but other strides than those
-        # of the input would cause a recompilation.
+        # With one channel, tensors of the same layout can have different strides. Restore the
+        # strides of the input, because other strides would cause a recompilation.
         if inputs.shape[1] == 1:
             return whole.as_strided(whole.shape, inputs.stride())
         return whole

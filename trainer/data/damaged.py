@@ -171,8 +171,8 @@ def is_complete(address: bytes) -> bool:
             file.seek(0)
             first = file.read(ENDS)
             if first.startswith(JPEG[0]):
-                # The end marker cannot occur within the compressed pixels, so a file that is cut
-                # off within them does not contain it in its last bytes.
+                # Compressed pixels cannot contain the end marker. If the marker is near the end of
+                # the file, the pixels are therefore probably complete.
                 return JPEG[1] in last
             file.seek(0)
             if first.startswith(PNG[0]):

@@ -31,7 +31,7 @@ Copying = tuple[Copy, Copy, Report]
 
 
 class MemoryFeed:
-    """Batches of samples in memory, indexed when they are needed.
+    """Batches of samples that are in memory. A batch is indexed when it is needed.
 
     All feeds return images (n, H, W, C) uint8, or other inputs (n, ...), and labels (n, ...) on the
     device. Inputs or labels that the rank does not need are empty tensors.

@@ -281,8 +281,8 @@ class Loader:
     def skipped(self) -> int:
         """Number of times that an unreadable image was replaced (training) or skipped (evaluation).
 
-        On a rank that needs no images, or needs them only for a teacher, this is 0. The rank on
-        which the model reads the same images counts them.
+        The number is 0 on a rank that needs no images, or needs them only for a teacher. The rank
+        on which the model reads the same images counts them.
         """
         if self._share.inputs and self._share.counted:
             return sum(len(feed.failures) for feed in self._feeds)

@@ -56,7 +56,7 @@ class World:
         local_devices: all devices of this rank.
         shared: whether ranks share a GPU, on this machine or, after `connect`, on any machine.
         nccl: whether tensors on GPUs are exchanged by NCCL.
-        timeout: seconds for which a rank or a device may be silent, once `connect` was called.
+        timeout: seconds for which a rank or a device may be silent. `connect` sets this value.
         grid: coordinates of this rank.
     """
 
@@ -297,7 +297,8 @@ class World:
     def sum_(self, values: Tensor, along: str | None = None) -> Tensor:
         """Sum a tensor over all ranks in place, and return it.
 
-        With a dimension `along`, the sum is over this rank's line along it.
+        If `along` names a dimension of the grid, the sum is only over the ranks on this rank's line
+        along that dimension.
         """
         if self._several(along):
             with translate_peer_errors() as dist:
@@ -320,7 +321,8 @@ class World:
     def broadcast_(self, values: Tensor, along: str | None = None) -> Tensor:
         """Copy rank 0's values of a tensor to all ranks in place, and return the tensor.
 
-        With a dimension `along`, the first rank of each line along it sends to that line.
+        If `along` names a dimension of the grid, the first rank of each line along that dimension
+        sends its values to the other ranks on the line.
         """
         if self._several(along):
             first = self.grid.ranks(along)[0] if along else 0

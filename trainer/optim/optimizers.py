@@ -38,7 +38,7 @@ class LearningRates:
         """Prepare the groups of `optimizer`.
 
         Args:
-            optimizer: its groups have the key `rate`, see `build_parameter_groups`.
+            optimizer: an optimizer with groups from `build_parameter_groups`, which have a `rate`.
             device: device for the learning rates as 0-dim tensors; None for Python numbers.
         """
         self.groups = optimizer.param_groups

@@ -64,7 +64,7 @@ class WorkerSpeed:
             self._judge(rate)
 
     def _judge(self, rate: float) -> None:
-        """Keep, double or halve the batch size after a batch of that size."""
+        """Decide whether to keep, double or halve the batch size, after a batch of that size."""
         if self._settled_rate:
             # The speed has changed, so that another size may be better: try sizes again.
             if not self._settled_rate / 1.5 < rate < self._settled_rate * 1.5:

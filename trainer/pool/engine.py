@@ -90,7 +90,7 @@ class Engine:
         return stream
 
     def close_stream(self, stream: Stream) -> None:
-        """Drop the items of a stream, and its results that are still to arrive."""
+        """Drop the waiting items of a stream, and ignore results that arrive later."""
         stream.closed = True
         with self._lock:
             if stream in self.scheduler.streams:
@@ -260,7 +260,7 @@ class Engine:
         return worker.since + allowed
 
     def _time_left(self) -> float | None:
-        """Return the seconds until the thread must act, or None if there is no such time."""
+        """Return the seconds until the thread must act; None if it only has to wait for events."""
         now = time.monotonic()
         due = [*map(self._deadline, self.workers)]
         due += [stream.due for stream in self.scheduler.streams if stream.due is not None]

@@ -58,7 +58,7 @@ class ProcessHandle:
         self.waits_on = self.connection, self.process.sentinel
 
     def send(self, kind: Kind, packed: Packed) -> None:
-        """Send a task, for which a slot must be free."""
+        """Send a task to the process. A slot must be free."""
         number = self.free[0]
         extent = store(packed, self.slots[number])
         # The slot stays free if `store` fails.

@@ -135,8 +135,8 @@ def check_processes(recipe: Recipe, processes: int, nodes: int = 1) -> None:
         nodes: number of nodes.
 
     Raises:
-        RecipeError: the mode does not support the number of processes or an option, or the batch
-            does not divide.
+        RecipeError: the mode does not support the number of processes or an option, or a batch
+            cannot be divided evenly.
     """
     check_options(recipe)
     if processes > 1:
@@ -505,7 +505,8 @@ def check_loggers(recipe: Recipe) -> None:
         if not getattr(recipe.logging, name):
             continue
         spec = find_spec(name)
-        # A folder of that name, such as the one that wandb writes, has a spec without an origin.
+        # A folder of the same name, such as the one that wandb creates, has a spec without an
+        # origin, and is not the library.
         if spec is None or spec.origin is None:
             raise SetupError(
                 f"logging.{name} needs the library: pip install {name}, or logging.{name}=null"

@@ -101,7 +101,7 @@ def explain_invalid(
     all_details = error.errors(include_url=False)
     first = all_details[0]
     key = _key(first, defaults)
-    # Pydantic reports an error for each type that a key may have.
+    # Pydantic reports an error for each type that a key may have. Choose the most helpful one.
     same_key = [
         details for details in all_details if _key(details, defaults).partition("[")[0] == key
     ]

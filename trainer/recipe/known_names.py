@@ -204,7 +204,10 @@ class Registry(dict[str, Entry]):
 
     @contextmanager
     def lent(self, name: str, value: Entry) -> Iterator[None]:
-        """Register `value` under `name` within this block, even if the name is taken."""
+        """Context manager that registers `value` under `name`, even if the name is taken.
+
+        At its end, the previous state is restored.
+        """
         before = self.get(name)
         self[name] = value
         try:

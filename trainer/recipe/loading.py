@@ -81,10 +81,10 @@ def load(recipe: Source = None, *words: str, **keywords: Any) -> Recipe:
 
 
 def notes_on_idle(recipe: Source = None, *words: str, **keywords: Any) -> list[str]:
-    """Return a sentence for each key without effect that the user typed or wrote into a file.
+    """Return a sentence for each key that has no effect although the user set it.
 
-    A key in a file is not reported if the user typed the value that makes it have no effect, such
-    as another mode.
+    Both typed keys and keys in the user's files are checked. A key in a file is not reported if the
+    user typed the reason why the key has no effect, such as another mode.
     """
     sources = _origins(_layers(recipe, words, keywords)[1])
     values = flatten(load(recipe, *words, **keywords).to_dict())

@@ -207,6 +207,9 @@ def _fill(descriptor: int, buffer: Array, offset: int) -> None:
 
 
 def _check(key: bytes, row: int, entry: Any, data: Array) -> int:
-    """Return a hash of the block's name, and of a photo's row, entry without hash, and bytes."""
+    """Return the hash of a photo.
+
+    The hash covers the block's name, the photo's row, its entry up to the hash, and its bytes.
+    """
     head = key + row.to_bytes(4, "little") + entry.tobytes()[:HASHED]
     return xxhash.xxh3_64_intdigest(data.data, seed=xxhash.xxh3_64_intdigest(head))

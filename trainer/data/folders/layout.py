@@ -149,7 +149,7 @@ def layout_of(root: Path, left: LeftOut, test: bool) -> ClassFolders:
 
     Args:
         root: the user's data.root.
-        left: counter of ignored files, to which this function adds.
+        left: counter of ignored files, to which this function adds the files that it ignores.
         test: whether the validation images must be those of the test part.
 
     Raises:

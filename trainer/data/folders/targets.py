@@ -15,7 +15,8 @@ from trainer.tasks import Classification, Task
 
 # If the highest class number is below this one, `sparse` returns no warning.
 MIN_SUSPICIOUS_NUMBER = 1000
-# Minimum ratio of the highest class number to the number of used classes for a warning.
+# If the highest class number is at least this multiple of the number of used classes, `sparse`
+# returns a warning.
 MAX_NUMBERS_PER_CLASS = 20
 
 

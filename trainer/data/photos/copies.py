@@ -1,4 +1,4 @@
-"""Copies from host memory to a device that overlap with its computation."""
+"""Asynchronous copies from host memory to a device, which overlap with the device's computation."""
 
 from collections.abc import Callable
 

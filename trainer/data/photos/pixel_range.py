@@ -61,7 +61,7 @@ def find_pixel_kind(image: Image.Image) -> PixelKind | None:
     Call this before the image is loaded. Afterwards, Pillow no longer knows the type in the file.
 
     Raises:
-        ValueError: the pixels are signed, have 12 or 32 bits, or have 16 bits of which 0 is white.
+        ValueError: the pixels are signed, have 12 or 32 bits, or have 16 bits and 0 means white.
         UnidentifiedImageError: the TIFF file stores each channel as a separate plane, and has more
             than 4 channels or more than 8 bits per channel, which Pillow misreads.
     """
@@ -113,15 +113,17 @@ def find_value_kind(values: Values) -> PixelKind | None:
 def as_bytes(
     values: Values, kind: PixelKind, pixel_range: Range | None
 ) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Scale values linearly, black to 0 and white to 255, and clip values outside this range.
+    """Convert pixel values to bytes.
 
-    NaN and infinity count as 0.
+    Values are scaled linearly, so that black becomes 0 and white becomes 255. Values outside this
+    range are clipped, and NaN and infinity count as 0. If `pixel_range` is None, 16-bit integers
+    are not scaled: their upper 8 bits are kept.
 
     Raises:
         ValueError: `pixel_range` is None, and values exceed the natural range of `kind` by more
             than the tolerance `BEYOND`.
     """
-    # Keep the upper 8 bits, as Pillow does for colors of 16 bits.
+    # Pillow converts color images of 16 bits in the same way.
     if pixel_range is None and kind.natural == WHOLE:
         return (values >> 8).astype(np.uint8)
     values = np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)

@@ -102,7 +102,7 @@ class Auto:
 class Draws:
     """Random draws for n small images, on the device of the images.
 
-    A field is None if its operation is off.
+    The field of an operation that is off has the value None.
 
     Attributes:
         shift: (n, 2) int64, top and left of a crop of the padded image.

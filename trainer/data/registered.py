@@ -66,9 +66,9 @@ def register_dataset(name: str) -> Callable[[Maker], Maker]:
       (from torch, NumPy, random, or generators among the data set's attributes) depend only on
       seed, epoch and index.
 
-    `names` contains the names of the classes, or of a regression's values. If `names` is a number,
-    the names are "0", "1", ... If `names` is None, the data sets contain the names, or numbers that
-    follow from the targets are used as names.
+    `names` contains the names of the classes, or of a regression's values. A number of names stands
+    for the names "0", "1", ... With None, the names in the data sets are used if they have any.
+    Otherwise, the names are numbers that follow from the targets.
 
     Images are uint8 tensors (N, C, H, W) with C = 1, 3 or data.channels. The input of an item is
     one image (C, H, W) of any size, or a Pillow image. Inputs of another type reach the model

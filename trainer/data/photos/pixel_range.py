@@ -116,8 +116,8 @@ def as_bytes(
     """Convert pixel values to bytes.
 
     Values are scaled linearly, so that black becomes 0 and white becomes 255. Values outside this
-    range are clipped, and NaN and infinity count as 0. If `pixel_range` is None, 16-bit integers
-    are not scaled: their upper 8 bits are kept.
+    range are clipped, and NaN and infinity count as 0. Without a `pixel_range`, 16-bit integers are
+    not scaled: their upper 8 bits are kept.
 
     Raises:
         ValueError: `pixel_range` is None, and values exceed the natural range of `kind` by more

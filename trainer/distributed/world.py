@@ -103,7 +103,7 @@ class World:
                 store = self._own_store() or next(rendezvous("env://", timeout=limit))[0]
                 store.set_timeout(limit)
                 self.agree(store)
-            # NCCL does not support several ranks on one GPU.
+            # NCCL does not support several ranks on one GPU, so ranks that share a GPU use gloo.
             cuda = self.device.type == "cuda" and not self.shared
             if cuda and not dist.is_nccl_available():
                 raise SetupError(cards.NO_NCCL)
@@ -228,8 +228,8 @@ class World:
     def agree(self, store: Store) -> None:
         """Check that all ranks use the same type of device, and set `shared` equally on all ranks.
 
-        Both determine the backend, and all ranks must create the group with the same backend. The
-        values that a rank finds on its own machine may differ from those of other machines.
+        The type of device and `shared` determine the backend, which must be the same on all ranks.
+        Before this call, a rank knows only the values of its own machine.
 
         Raises:
             SetupError: only some ranks have a GPU.

@@ -35,7 +35,7 @@ class LearningRates:
         optimizer: torch.optim.Optimizer,
         device: torch.device | None = None,
     ) -> None:
-        """Prepare the groups of `optimizer`.
+        """Prepare to set the learning rates of `optimizer`.
 
         Args:
             optimizer: an optimizer with groups from `build_parameter_groups`, which have a `rate`.

@@ -303,7 +303,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _are_alike(rows: Sequence[Any], first: Tensor) -> bool:
-    """Return whether all rows are tensors with the shape, type and device of `first`."""
+    """Return whether `first` is contiguous and all rows have its shape, type and device."""
     kind = first.shape, first.dtype, first.device
     return first.is_contiguous() and all(
         type(row) is Tensor

@@ -84,7 +84,7 @@ def notes_on_idle(recipe: Source = None, *words: str, **keywords: Any) -> list[s
     """Return a sentence for each key that has no effect although the user set it.
 
     Both typed keys and keys in the user's files are checked. A key in a file is not reported if the
-    user typed the reason why the key has no effect, such as another mode.
+    user typed the argument that makes the key ineffective, such as another mode.
     """
     sources = _origins(_layers(recipe, words, keywords)[1])
     values = flatten(load(recipe, *words, **keywords).to_dict())

@@ -211,10 +211,10 @@ def split_arguments(
 
 
 def parse_positive_integer(key: str, value: int | str | None) -> int | None:
-    """Parse the number of an option; None if the option was not typed.
+    """Parse the number of an option. Return None if the option was not typed.
 
     Raises:
-        RecipeError: the value is not a whole number above 0.
+        RecipeError: the value is not a whole number from 1 to 999,999.
     """
     if value is None:
         return None

@@ -635,7 +635,7 @@ class Recipe(_Section):
 
     @property
     def processes(self) -> Processes:
-        """Whether a single process trains ("one"), several ("many"), or either is possible.
+        """Whether one process trains ("one"), several train ("many"), or both work ("either").
 
         The mode determines the result. If the mode allows either and the recipe sets
         `pipeline.schedule`, the schedule determines it.

@@ -64,8 +64,8 @@ def cached(
 ) -> tuple[Datasets, Recipe]:
     """Return the data set with its photos read from the cache, and build the cache if necessary.
 
-    With data.cache=off, no cache is used, and the data set is that of `as_stored`. Data sets in
-    memory are returned unchanged. All ranks call this function together.
+    With data.cache=off, no cache is read or built, and `as_stored` returns the data set. Data sets
+    in memory are returned unchanged. All ranks call this function together.
 
     Args:
         data: the data set.

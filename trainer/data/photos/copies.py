@@ -17,7 +17,7 @@ def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 class Copies:
-    """Copies to a GPU on a separate stream, so that they do not queue behind its kernels."""
+    """Copies to a GPU on a separate stream, so that they do not wait for the GPU's kernels."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -71,7 +71,7 @@ class PlannedModel(Protocol):
         layout: Layout,
         cut: Any = None,
     ) -> StagedModel:
-        """Cut the model into stages at `cut`, or without a `cut` as the recipe says."""
+        """Cut the model into stages at `cut`, or as the recipe says if `cut` is None."""
 
 
 @dataclass(frozen=True)
@@ -200,10 +200,11 @@ def _predict_shard(
     layout: Layout,
     rows: int,
 ) -> Device:
-    """Predict the memory of a rank of FSDP. Measured peaks differ by less than 10 %.
+    """Predict the memory of a rank of FSDP. Predictions are within 10 % of measured peaks.
 
-    A rank has all buffers and a shard of each other tensor. A pass also gathers parameters: all of
-    them with fsdp.reshard=false, or else those that `count_gathered` counts.
+    A rank has all buffers, and a shard of each parameter, gradient and optimizer tensor. A pass
+    also gathers parameters: all of them with fsdp.reshard=false, otherwise those that
+    `count_gathered` counts.
     """
     recipe = layout.recipe
     shards = count_weight_shards(recipe, layout.processes)

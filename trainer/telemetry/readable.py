@@ -15,9 +15,10 @@ from trainer.processes import terminal
 FRACTIONS = ("top1", "top5", "f1", "f1_macro")
 # Maximum width of a table in characters.
 MAX_WIDTH = 100
-# Titles next to which a command or a path is printed. It is not wrapped, so that it can be copied.
+# Titles of lines that contain a command or a path. These lines are not wrapped, so that the command
+# or path can be copied.
 UNWRAPPED_TITLES = ("best", "details", "labels", "result", "timeline", "watch", "weights", "worst")
-# Seconds of each unit of time, from the largest unit on.
+# Length in seconds and name of each unit of time, the largest first.
 UNITS = ((86_400 * 365, "y"), (86_400, "d"), (3_600, "h"), (60, "min"))
 # Bytes, or bytes per second, of each unit in lower case.
 SIZES: dict[str, float] = {}

@@ -1,7 +1,8 @@
 """`python -m trainer doctor`: report the hardware and software of this machine, and its problems.
 
-The report has versions, GPUs with a check of their computing and copying, communication between
-processes, cores, memory, disk, limits, and the environment variables that change training.
+The report lists versions, GPUs, cores, memory, disk, limits, and environment variables that change
+training. It also says whether the GPUs compute and copy correctly, and whether processes can
+communicate.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
             `split=test` evaluates the test split, which a run with a validation split never reads.
 
     Returns:
-        The metrics of `trainer.training.evaluation.evaluate` on every rank, by the keys "val_loss"
-        or "test_loss" and so on.
+        The metrics, which are the same on every rank. The keys start with the name of the split, as
+        in "val_loss" and "test_loss".
 
     Raises:
         RecipeError: The checkpoint is not a path, or an override is wrong.

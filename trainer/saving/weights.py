@@ -132,8 +132,7 @@ def _read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     state = load(path)
     stored = state.part("model")
     averages = state.part("ema")
-    # Averages exist for parameters only. They replace the model's own parameters, and the buffers
-    # of the model are kept.
+    # If there are averages, they replace the model's tensors of the same names.
     tensors = {name: tensor.read() for name, tensor in (stored | averages).items()}
     metadata = {
         "format": "pt",

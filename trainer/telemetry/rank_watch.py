@@ -1,7 +1,7 @@
 """Detection of slow ranks, and choice of batch shares with which all ranks need the same time.
 
 Both use the times that each rank measured for its own samples. This module uses neither torch nor a
-clock. A division, below, is a choice of the number of samples that each rank gets of a batch.
+clock. In this module, a *division* says how many samples of a batch each rank gets.
 
 A healthy run must not get a warning, so each limit is far above random variation. The time of a
 rank is assumed to be proportional to its number of images. If that time has a constant part, such
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 # a window.
 WINDOWS = 6
 WINDOW = 10.0
-# Minimum number of measurements in a window, and before a division at the start of a run. If steps
-# take seconds, a window is longer than `WINDOW`.
+# Minimum number of measurements in a window, and before a division at the start of a run. So if
+# steps take many seconds, a window is longer than `WINDOW`.
 FEW = 3
 # Minimum relative excess of a slow rank's time over the median of the other ranks.
 MIN_LAG = 0.1
@@ -153,7 +153,7 @@ class RankWatch:
 
 
 class ShareWatch:
-    """Measures each rank's time for its samples, and chooses better numbers of samples."""
+    """Measure each rank's time for its samples, and choose better numbers of samples."""
 
     def __init__(self, rounds: int = ROUNDS) -> None:
         """Create a watch without measurements.

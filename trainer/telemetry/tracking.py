@@ -264,7 +264,8 @@ class Tracker(NullTracker):
     def _state(self, *parts: str, step: int | None = None) -> None:
         """Show the state in the progress bar, or print it as a line if there is no bar.
 
-        This does nothing if the display was updated a short time ago.
+        This does nothing if logging.progress is false. It also does nothing if the last update was
+        less than LIVE seconds ago or, without a bar, less than LINE_SECONDS seconds ago.
 
         Args:
             parts: Strings to show next to each other. Empty strings are left out.

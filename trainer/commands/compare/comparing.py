@@ -198,9 +198,10 @@ class Comparison:
         return TrialRun(name, [*self.first, *words], variables, read, key=(row, repeat))
 
     def _read(self, repeat: int, path: Path, result: Json) -> Json:
-        """Return `result`, the content of result.json, delete the weights and collect the curves.
+        """Delete the weights of a run, move its curves, and return `result` unchanged.
 
-        Curves of repeats look alike, so only those of the first repeat stay, one folder per entry.
+        The curves of all repeats look alike. So the curves of the first repeat are moved to a
+        folder of the entry, and all others are deleted.
 
         Raises:
             KeyError: the result cannot be used; see `TrialRun.read`.

@@ -1,4 +1,4 @@
-"""Export of models, with one function for each format and a check of the file's outputs."""
+"""Convert models to the formats of other programs, and check the outputs of converted models."""
 
 import io
 import json

@@ -1,4 +1,7 @@
-"""Processes, devices and batch division of a planned run, on any machine."""
+"""Choose the processes and devices of a planned run, and how it divides a batch.
+
+The planned devices need not exist on this machine.
+"""
 
 import os
 

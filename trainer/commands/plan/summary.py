@@ -86,7 +86,7 @@ def summarize(
         typed = recipe.replace(accumulate="auto") if is_auto else recipe
         layouts = lay_out_modes(typed, nproc, layout.kind == "cuda")
         modes = [_plan_mode(fake, mode, planned, memory) for mode, planned in layouts.items()]
-    # BatchNorm refuses a single value per channel, so the FLOPs of two images are counted.
+    # BatchNorm refuses a single value per channel, so count the FLOPs of two images and halve them.
     flops = fake.forward_flops(2) // 2
     advice = []
     if limit is not None and not fits:

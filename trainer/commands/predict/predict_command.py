@@ -179,7 +179,7 @@ def _count_decoders(devices: Sequence[str]) -> int:
 
 
 def _claim(folder: Path) -> None:
-    """Create the directory and lock it as long as this process lives.
+    """Create the directory, and lock it until this process exits.
 
     Raises:
         FolderInUseError: The directory holds a run or predictions, or another process uses it.

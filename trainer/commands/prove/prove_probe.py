@@ -175,8 +175,8 @@ def links(measurer: Measurer) -> Json:
     The rate of an all-reduce counts the bytes that each device sends in a ring.
 
     Returns:
-        "ways": successive rates of each way by its name, as in "0 to 1", for the ways on which this
-        process receives; "all_reduce": successive rates of the all-reduce.
+        "ways": for each process that sends to this one, successive rates by the ranks of the sender
+        and the receiver, as in "0 to 1"; "all_reduce": successive rates of the all-reduce.
     """
     size = 2**27 if measurer.device.type == "cuda" else 2**23
     block = torch.zeros(size // 4, device=measurer.device)
@@ -205,7 +205,7 @@ def links(measurer: Measurer) -> Json:
     return {"ways": ways, "all_reduce": all_reduce}
 
 
-# --- A bare PyTorch loop, with whose speed the speed of a run is compared
+# --- A bare PyTorch loop, which is the reference for the speed of a run
 
 
 def step_of(

@@ -239,8 +239,8 @@ def list_modes(devices: Devices) -> Iterator[Mode]:
                 continue
             words = (
                 "mode=pipeline",
-                # Pairs of devices are pipelines of two stages, which divide the batch among
-                # themselves. If the number of devices is odd, the last one is not used.
+                # Each pair of devices is a pipeline of two stages, and the pipelines divide the
+                # batch. If the number of devices is odd, the last device is not used.
                 *devices.in_ranks(count // 2 * 2),
                 "pipeline.stages=2",
                 f"pipeline.schedule={schedule}",
@@ -379,7 +379,7 @@ def _compare_tensors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor
     """Return the largest distance of a tensor from the expected tensor, relative to a norm.
 
     The norm is that of the expected tensor plus a thousandth of the norm of all expected tensors
-    together, so that tiny tensors do not decide.
+    together, so that rounding errors of tensors with tiny values do not decide the result.
     """
     if not expected or actual.keys() != expected.keys():
         return math.inf

@@ -119,9 +119,9 @@ def tabulate(trials: Sequence[TrialFigures], metric: Metric, images: int) -> lis
     chance. So the standard deviation of a run's accuracy is assumed to be at least 1 / `images`, by
     which a single image changes the accuracy.
 
-    The best row was chosen by the same values that are compared, so the error rate has to cover the
-    pairs of all rows: any row could have been the best. Only one direction of a pair is claimed.
-    Hence the pairs with the best of n rows get 2 / n of the error rate.
+    The best row was chosen by the same values that are compared, and any row could have been the
+    best. So the error rate has to cover all n (n - 1) / 2 pairs of n rows. Only the n - 1 pairs
+    with the best row are tested, so they get the fraction 2 / n of the error rate.
 
     Args:
         trials: Trials in any order.
@@ -149,8 +149,8 @@ def tabulate(trials: Sequence[TrialFigures], metric: Metric, images: int) -> lis
         margin = 0.0
         largest = [max(map(abs, runs.values())) for runs in finished.values()]
         scale = max(largest) or 1.0
-        # `find_differences` compares logarithms of speeds. Differences of a metric count as they
-        # are, so exponentials of the metric are passed.
+        # `find_differences` takes logarithms, because speeds are compared by their ratio. A metric
+        # is compared by its difference, so pass the exponential of the metric.
         for name, runs in finished.items():
             finished[name] = {seed: math.exp(value / scale) for seed, value in runs.items()}
         if metric.name in readable.FRACTIONS and images:

@@ -295,8 +295,8 @@ def claim_folder(
 
     Args:
         output: folder that the user chose.
-        default: folder to use if `output` is None; if it holds something else, a number is
-            appended.
+        default: folder to use if `output` is None. If it cannot be used for this work, a number is
+            appended to its name.
         kind: what the folder holds, for messages, as in "sweep".
         file: name of the file in the folder that stores `asked`.
         asked: arguments that a resumed command must repeat; the value of `settings` is a recipe.

@@ -259,7 +259,10 @@ def check_communication(report: Findings, count: int) -> None:
 def sum_over_processes(backend: str, devices: Sequence[str]) -> str:
     """Check that processes on these devices sum a pattern correctly.
 
-    The devices determine the backend; `backend` is only its name for the error.
+    Args:
+        backend: Name of the backend for the error message. The devices determine which backend is
+            used.
+        devices: Device of each process.
 
     Returns:
         A phrase for the report.

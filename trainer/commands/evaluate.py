@@ -69,8 +69,8 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
             f"{format_argument('shares', recipe.shares)}: evaluate divides images among torchrun's "
             "processes by numbers, as in shares=[3,1]; type shares=null"
         )
-    # The batch size need not be a multiple of the number of ranks: it is rounded up to one, which
-    # changes no metric, because the evaluation does not count the rows that pad the last batch.
+    # Round the batch size up to a multiple of the number of ranks. This changes no metric, because
+    # the evaluation does not count the rows that pad the last batch.
     local_batch = -(-recipe.batch_size // world.size)
     mode = "single" if world.size == 1 else "ddp"
     recipe = recipe.replace(

@@ -60,7 +60,7 @@ def _plural(names: Sequence[str]) -> str:
 
 
 def count_named_cards(devices: Sequence[str]) -> int:
-    """Return the minimum number of GPUs of a machine that has all of `devices`.
+    """Return the number of GPUs that a machine needs to have all of `devices`.
 
     Args:
         devices: Names of devices, such as cuda:0 or, for the first GPU, cuda.
@@ -135,8 +135,8 @@ def resolve_devices(devices: Sequence[str] | Literal["auto"], cuda: int) -> list
 def _assign_to_one_process(recipe: Recipe, names: list[str]) -> tuple[str, ...]:
     """Return the devices of a run's only process: all `names`, or one for each stage of the model.
 
-    On the CPU, the result has one "cpu" for each stage. With devices=auto, GPUs that exceed the
-    number of stages stay unused.
+    For a staged model on the CPU, the result has one "cpu" for each stage. With devices=auto, GPUs
+    that exceed the number of stages stay unused.
 
     Raises:
         RecipeError: The model is staged, and it has only one GPU, or the number of devices differs

@@ -93,7 +93,7 @@ def _read_number(folder: Path, *names: str) -> int | None:
 
 
 def _read_table(path: Path) -> dict[str, int]:
-    """Return the numbers in a file by the name at the start of the line; {} if it is unreadable."""
+    """Return the number in each line of a file by the name before it; {} if it is unreadable."""
     table = {}
     with suppress(OSError, ValueError):
         for fields in map(str.split, path.read_text().splitlines()):

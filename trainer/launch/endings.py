@@ -44,7 +44,7 @@ KILLED_LATE = 20.0
 # Name of the file that `note_completed` writes for a rank that has completed.
 COMPLETED = "completed"
 STOPPED = "it is stopped (SIGSTOP, Ctrl-Z, a debugger)"
-# Seconds that a rank waits before it exits because it lost a peer, so that our launcher notices the
+# Seconds that a rank that has lost a peer waits before it exits, so that our launcher notices the
 # exit of the peer first. The launcher polls every 0.1 s.
 NOTICE_SECONDS = 0.3
 # Under the user's torchrun, seconds that a rank waits before it exits with an error of the recipe
@@ -159,7 +159,7 @@ def write_report(line: str, code: int, now: float) -> None:
 
     Args:
         line: why the rank failed.
-        code: its exit code.
+        code: exit code of the rank.
         now: time of the failure in seconds since the epoch. Read the clock before
             `name_stopped_ranks` resumes stopped ranks, so that their failures are later than this.
     """

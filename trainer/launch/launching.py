@@ -43,7 +43,7 @@ EXACT = "TRAINER_EXACT"
 def launch_to_start(
     recipe: Recipe, nproc: str | None = None, max_restarts: int = 0
 ) -> Launch | None:
-    """Choose the ranks of a run, and check the recipe against them and their devices.
+    """Choose the ranks of a run, and check that the recipe can run on these ranks and devices.
 
     This is fast, so that mistakes are reported before anything slow starts.
 
@@ -52,7 +52,8 @@ def launch_to_start(
 
     Raises:
         RecipeError: the recipe cannot run with these processes and devices.
-        SetupError: a logger is not installed, or ranks cannot connect.
+        SetupError: a logger is not installed, ranks cannot connect, or TORCH_DISTRIBUTED_DEBUG has
+            a value that crashes DDP.
     """
     check_loggers(recipe)
     rank = read_place()

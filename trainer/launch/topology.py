@@ -1,8 +1,9 @@
 """Choose the number of ranks and nodes and their rendezvous, from the environment and the recipe.
 
-The first source that sets a value is used: the argument nproc=; NPROC and torchrun's variables for
-several nodes; the same variables with torchrun's prefix (PET_NPROC_PER_NODE); the tasks that mpirun
-or SLURM started; the devices of the recipe; the GPUs; the cores.
+The first source that sets a value is used: the argument nproc=; the environment variables NPROC,
+NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT; torchrun's own variables, such as
+PET_NPROC_PER_NODE; the tasks that mpirun or SLURM started; the devices of the recipe; the GPUs; the
+cores.
 """
 
 import re

@@ -44,8 +44,8 @@ def find_fewest_pieces(
     number of rows at least as fast as between the last two trials.
 
     Args:
-        rows: Number of rows of a micro-batch by the number of micro-batches, in ascending order of
-            the latter.
+        rows: Number of rows of a micro-batch by the number of micro-batches. The numbers of
+            micro-batches are in ascending order.
         measure_load: Function that runs passes with a number of micro-batches and returns their
             memory as a fraction of the available memory. If it is larger than 1, they do not fit.
         batch_norm: Whether the model needs more than one row for its batch statistics.

@@ -355,8 +355,8 @@ def find_limit(
 ) -> Limit | None:
     """Return the memory of each device, and how many bytes a run can use.
 
-    A tenth of the memory is reserved for fragmentation and libraries, or the memory of CUDA
-    contexts and NCCL if that is more, as on small GPUs.
+    A tenth of the memory is reserved for fragmentation and libraries. If CUDA contexts and NCCL
+    need more than this tenth, as on small GPUs, the memory that they need is reserved instead.
 
     Args:
         devices: Predicted memory of the devices.

@@ -342,9 +342,9 @@ class StepTimer:
 
 
 class Stopwatch:
-    """Context manager that adds up the durations of the blocks that it encloses.
+    """Context manager that measures every `every`-th block and adds up the measured durations.
 
-    It measures only every `every`-th block. Only the methods `seconds` and `lap` wait for a device.
+    Only the methods `seconds` and `lap` wait for a device.
     """
 
     def __init__(self, device: torch.device, every: int = 1) -> None:

@@ -195,8 +195,8 @@ class ShareWatch:
             divide: Function that divides a batch by the speed of the ranks.
 
         Returns:
-            The new number of samples of each rank; None if there are too few steps, or if no other
-            division is faster.
+            The new number of samples of each rank. None if there are too few steps, if no round is
+            left, or if the predicted speedup is less than `MIN_FIRST_GAIN`.
         """
         is_short = (
             len(self._measured) < FEW or self._steps < MIN_STEPS or self._seconds < MIN_SECONDS
@@ -215,9 +215,9 @@ class ShareWatch:
     def lasting(self, rows: Sequence[int], divide: Divide) -> list[int] | None:
         """Return better numbers of samples, computed from windows, or None.
 
-        The result is None if there are fewer than `WINDOWS` windows, or if they do not agree that
-        the new numbers are faster. Windows that were compared once are not used again. The
-        arguments are those of `first`.
+        The result is None if there are fewer than `WINDOWS` windows, or if too few of them predict
+        the speedup `LASTING`. Windows that were compared once are not used again. The arguments are
+        those of `first`.
         """
         if len(self._windows) < WINDOWS:
             return None

@@ -20,7 +20,7 @@ MAX_WIDTH = 100
 UNWRAPPED_TITLES = ("best", "details", "labels", "result", "timeline", "watch", "weights", "worst")
 # Length in seconds and name of each unit of time, the largest first.
 UNITS = ((86_400 * 365, "y"), (86_400, "d"), (3_600, "h"), (60, "min"))
-# Bytes, or bytes per second, of each unit in lower case.
+# Bytes, or bytes per second, of each unit, by the name of the unit in lower case.
 SIZES: dict[str, float] = {}
 SPEEDS: dict[str, float] = {}
 for power, prefix in enumerate("kmgt", 1):
@@ -155,8 +155,8 @@ def format_markdown_table(
     """Return the lines of a Markdown table.
 
     Args:
-        rows: Cells of each row, the head first.
-        bold: Indices of the bold rows, counted from 0 below the head.
+        rows: Cells of each row, the header row first.
+        bold: Indices of the bold rows; the first row below the header is 0.
     """
     lines = []
     for n, row in enumerate(rows, -1):

@@ -24,7 +24,8 @@ from trainer.telemetry.events import Events, arrange_tags, trim_events
 from trainer.telemetry.loggers import Loggers
 from trainer.telemetry.readable import format_duration, format_titled, table_width
 
-# Seconds between two updates of the progress bar, and between two lines of a run without a bar.
+# Minimum number of seconds between two updates of the progress bar, and between two lines of a run
+# without a bar.
 LIVE = 0.2
 LINE_SECONDS = 60.0
 # The same intervals before the first step.

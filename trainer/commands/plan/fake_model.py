@@ -123,8 +123,8 @@ class FakeModel:
             with torch.device("meta"):
                 model = self.images.model(self.recipe, starting)
         except RuntimeError:
-            # The constructor of some models computes with values, which the meta device lacks. Such
-            # a model is built on the CPU, and then loses its values.
+            # The constructor of some models computes with values, which the meta device lacks.
+            # Build such a model on the CPU. The code below moves it to the meta device.
             model = self.images.model(self.recipe, starting)
         model = model.to("meta", memory_format=layout)  # type: ignore[call-overload]
 

@@ -1,4 +1,4 @@
-"""Keys that depend on the memory of a planned run: values of auto keys, and suggestions."""
+"""Choose values for auto keys that depend on memory, and suggest arguments that save memory."""
 
 from dataclasses import replace
 from typing import Any

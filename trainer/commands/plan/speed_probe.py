@@ -1,7 +1,8 @@
-"""A short measurement for a plan: processes compute at the same time, and exchange data.
+"""Measure for a plan how fast several processes of this machine compute and exchange data.
 
-A process that computes alone would be too fast: ranks of one machine share the memory bandwidth and
-the caches. So there are as many processes as in the plan, if the machine has enough cores or GPUs.
+All processes compute at the same time, because a process that computes alone would be too fast:
+ranks of one machine share the memory bandwidth and the caches. So there are as many processes as in
+the plan, if the machine has enough cores or GPUs.
 """
 
 import tempfile

@@ -51,7 +51,7 @@ def summarize(
         bandwidth: bytes per second between devices; None if not stated.
         plugin: the user's own module, or None.
         every: whether to add a row for each mode.
-        words: arguments of the command line, for the commands to type.
+        words: arguments of the command line, for the commands that the plan shows.
 
     Returns:
         The plan; see `trainer.commands.plan.plan`.

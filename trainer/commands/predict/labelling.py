@@ -276,7 +276,7 @@ class Forward:
     """
 
     def __init__(self, model: nn.Module | bytes) -> None:
-        """Accept a model, or the bytes that `pickling.pickle_by_value` made of one."""
+        """Accept a model, or the bytes that `pickling.pickle_by_value` returned for a model."""
         self.model: nn.Module = pickle.loads(model) if isinstance(model, bytes) else model
 
     def setup(self, device: torch.device) -> None:

@@ -77,7 +77,7 @@ SECONDS = 5.0
 def command(words: Sequence[str]) -> int:
     """Label the images that the arguments name, and return exit code 0."""
     options, rest = split_arguments(words, ("checkpoint", "plugin", *NOT_OURS))
-    # An argument with "=" is an override, unless it has "/" before the "=", as only a path has.
+    # An argument with "=" is an override. If it has "/" before the "=", it is a path instead.
     photos = tuple(word for word in rest if "=" not in word or os.sep in word.partition("=")[0])
     overrides = [word for word in rest if word not in photos]
     for key, instead in NOT_OURS.items():
@@ -125,7 +125,8 @@ def label(trained: LabelModel, folder: Path) -> None:
     else:
         inputs = sources.find_images(trained.photos)
     devices = prediction_devices(recipe.devices, count_cuda_devices(recipe.devices), count_cores())
-    # The CPU alone gets one worker per core, at most eight, as it does on a machine without a GPU.
+    # For devices=[cpu], start one worker per core, but at most eight, as on a machine without a
+    # GPU.
     if devices == ["cpu"] and recipe.threads is None:
         devices = prediction_devices("auto", 0, count_cores())
     _claim(folder)

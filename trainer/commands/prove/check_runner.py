@@ -1,4 +1,4 @@
-"""Checks, their outcomes, and the runner that trains and measures for them in fresh processes."""
+"""Checks, their outcomes, and the runner that trains and measures for checks in fresh processes."""
 
 from __future__ import annotations
 

@@ -29,12 +29,13 @@ from trainer.telemetry.readable import format_number
 # The limits for CPUs are lower, because no clock excludes the effect of other programs completely.
 SLOW = {"cuda": 0.9, "cpu": 0.6}
 THROTTLED = {"cuda": 0.85, "cpu": 0.5}
-# A link is slow below this fraction of the fastest one.
+# A link is called slow if its best rate is below this fraction of the fastest link's best rate.
 SLOW_LINK = {"cuda": 0.5, "cpu": 0.25}
 # Number of warm-up steps of a timed run, and approximate duration of its timed steps in seconds.
 WARM = 5
 SECONDS = 2.5
-# Number of pairs of a bare loop and a run, which alternate, and approximate seconds of a pair.
+# A measurement alternates between a bare loop and a run. Number of such pairs, and approximate
+# duration of a pair in seconds.
 ROUNDS = {"cuda": 2, "cpu": 3}
 PAIR = {"cuda": 55.0, "cpu": 20.0}
 

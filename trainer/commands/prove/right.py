@@ -350,8 +350,8 @@ def load_traces(path: Path) -> Traces:
 def compute_differences(actual: Traces, expected: Traces) -> dict[str, float]:
     """Return the largest relative difference of two runs in each field of `Traces`.
 
-    A difference is infinite if one run lacks what the other has, if a value is not finite, or if
-    fewer than `STEPS` steps were recorded.
+    A difference is infinite if one run lacks a step or a tensor that the other run has, if a value
+    is not finite, or if fewer than `STEPS` steps were recorded.
     """
     return {
         "losses": _compare_numbers(actual.losses, expected.losses),

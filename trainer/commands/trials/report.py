@@ -50,11 +50,11 @@ def as_text(
     """Return the table for a terminal. Long notes of the last column are moved below the table.
 
     Args:
-        table: the head, then the rows.
-        right: numbers of the right-aligned columns.
-        marked: style of a row by its number; the first row below the head is 0.
+        table: the header row, then all other rows.
+        right: indices of the right-aligned columns.
+        marked: style of a row by its index; the first row below the header is 0.
         sentences: lines below the table.
-        shown: maximum number of rows below the head; the number of omitted rows is printed.
+        shown: maximum number of rows below the header; the number of omitted rows is printed.
     """
     head, *rows = [list(row) for row in table[: shown + 1]]
     long_notes = []
@@ -88,8 +88,8 @@ def as_markdown(
     Args:
         title: heading of the page.
         command: command line that was run.
-        table: the head, then the rows.
-        bold: numbers of the rows in bold type; the first row below the head is 0.
+        table: the header row, then all other rows.
+        bold: indices of the rows in bold type; the first row below the header is 0.
         sentences: items of the list below the table.
         more: paragraphs at the end.
     """

@@ -48,7 +48,7 @@ def detect() -> Cards:
     names = None
     if visible is not None:
         names = [name.strip() for name in visible.split(",")]
-        # CUDA ignores the entries after -1.
+        # CUDA ignores -1 and all entries after it.
         if "-1" in names:
             names = names[: names.index("-1")]
         if visible.strip().lower() in NONE_VISIBLE or not names:

@@ -54,7 +54,8 @@ def check_card(device: torch.device, count: int) -> None:
                 f"{name} is full before anything was loaded: nvidia-smi lists the programs that "
                 f"use it; or {remedy}"
             ) from error
-        # The error "no kernel image is available" means that torch does not support this GPU.
+        # The message contains the reason, such as "no kernel image is available" for a GPU that
+        # torch does not support.
         reason = " ".join(str(error).split())[:160]
         raise SetupError(
             f"{name} does not compute with torch {torch.__version__} ({reason}): {remedy}"

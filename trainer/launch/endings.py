@@ -166,7 +166,8 @@ def write_report(line: str, code: int, now: float) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    # torchrun prints the report of every rank, and a stack in each would hide the messages.
+    # torchrun prints the report of every rank. Keep only the first line, because a stack in each
+    # report would hide the messages.
     if not family.launcher_prints():
         line = line.partition("\n")[0]
     # torchrun reports the earliest failure. A rank that lost a peer is not the cause, so it reports

@@ -264,7 +264,8 @@ def _read_mpi(environment: Mapping[str, str]) -> dict[str, str]:
         # numberings leave no remainder, so they are not detected.
         node_rank, remainder = divmod(rank - local_rank, local_size)
         return {
-            # A single task on a node is a launcher, which starts one rank per device.
+            # If a node has a single task, leave the number of ranks open: this task then starts one
+            # rank per device.
             "NPROC": str(local_size) if local_size > 1 else "",
             "NNODES": str(-(-size // local_size)),
             "NODE_RANK": "" if remainder else str(node_rank),

@@ -215,7 +215,8 @@ class RunFolder(NullFolder):
     def _remove_files(self, resume: str | None) -> None:
         """Remove the files of a run that saved nothing, so that they do not mix with the next run.
 
-        The journal is kept with resume=auto, which makes this a further attempt of the same run.
+        With resume=auto, the journal is kept, because the next run is a further attempt of the same
+        run.
         """
         patterns = list(WRITTEN)
         if resume is None:

@@ -27,7 +27,7 @@ _NUMBER = re.compile(rb"-?[0-9]{1,18}(\.[0-9]{1,30})?(e[+-]?[0-9]{1,3})?|-?inf|n
 
 
 def read_steps(path: Path) -> tuple[list[dict[str, str]], int]:
-    """Read a steps.csv.
+    """Read a steps.csv file, which may be damaged.
 
     A last line without a line break is ignored, because its writer has not finished it.
 

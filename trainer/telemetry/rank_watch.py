@@ -30,7 +30,7 @@ ROUNDS = 3
 # Minimum predicted speedup for a division at the start of a run, and for a later one.
 MIN_FIRST_GAIN = 1.05
 LASTING = 1.1
-# Seconds of a window of `ShareWatch`. A later division needs `WINDOWS` windows.
+# Minimum number of seconds of a window of `ShareWatch`. A later division needs `WINDOWS` windows.
 SHARE_WINDOW = 1.0
 # A later division must reach the speedup `LASTING` in more than this fraction of the windows.
 MIN_WINDOW_SHARE = 2 / 3

@@ -240,7 +240,8 @@ class Tracker(NullTracker):
         now = time.perf_counter()
         self._epoch = epoch
         self.journal.mark(step)
-        # The speed is measured from the first call on, because earlier steps include start-up.
+        # Estimate the time left from the steps after the first call, because earlier steps include
+        # start-up.
         if self._paced is None:
             self._paced = (step, now)
         first, begun = self._paced
@@ -311,7 +312,7 @@ class Tracker(NullTracker):
                 self._events.sync()
 
     def close(self) -> None:
-        """Flush and close every file."""
+        """Close the loggers, the progress bar and all files, and release the run folder."""
         bar = self._bar
         steps = self._steps
         events = self._events

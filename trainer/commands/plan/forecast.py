@@ -161,7 +161,8 @@ def forecast(
         fake: the recipe's model.
         layout: processes and devices.
         measured: measured speeds of one device.
-        bandwidth: bytes per second between devices that the user has stated. None: as measured.
+        bandwidth: bandwidth between devices in bytes per second, as stated by the user. None: the
+            measured bandwidth.
 
     Raises:
         RecipeError: the mode cannot be predicted.

@@ -62,11 +62,12 @@ GAVE_UP = "gave up: "
 # If there are at most this number of images, their classes are also printed. The classes of more
 # images are only in the file of predictions.
 FEW = 10
-# Maximum number of printed classes of an image, and minimum probability of all but the first.
+# Maximum number of printed classes of an image. All of them except the first must have at least the
+# probability LEAST.
 MOST = 3
 LEAST = 0.01
-# The speed is printed for at least this number of images. For fewer images it is not, because most
-# of the time would be start-up time.
+# The speed is printed only if there are at least this number of images. For fewer images, most of
+# the time is start-up time.
 MANY = 100
 # Maximum number of threads that read images for one device.
 DECODERS = 32

@@ -306,9 +306,9 @@ class SearchSpace:
             raise RecipeError(f"a trial with {' '.join(words)} cannot run: {error}") from None
 
     def _launch(self, recipe: Recipe) -> Launch | None:
-        """Return the launch of a trial on the first devices of the sweep, as many as it needs.
+        """Return the ranks to start for a trial; None if no ranks have to be started.
 
-        Return None if no ranks have to be started.
+        The trial uses the first of the sweep's devices, and only as many as it needs.
         """
         count = None
         if recipe.traits.single_device:

@@ -89,7 +89,7 @@ class TrialRun:
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """End of a trial: its value or its error.
+    """Outcome of a trial: its value or its error.
 
     Attributes:
         value: what `TrialRun.read` returned; None if the trial failed.

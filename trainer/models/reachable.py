@@ -107,9 +107,10 @@ class Reachable:
         values: Pairs (name for messages, value). A value that can be reached in several ways is
             listed under each name. Numbers, strings, and the parameters and buffers that are
             registered in `modules` are left out.
-        plain: By the same names, results of `_plain`, such as numbers and lengths of containers,
-            which can be compared with a later snapshot. For other objects that the walk reaches
-            again, the name under which it reached them first.
+        plain: Values that can be compared with those of a later snapshot, by name for messages.
+            These are the results of `_plain`, such as numbers and lengths of containers. If
+            `_plain` returns None for an object that the walk has reached before, the value is the
+            first name of that object.
         is_complete: False if the walk ended at `MAX_VALUES` values.
     """
 

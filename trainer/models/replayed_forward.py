@@ -200,8 +200,8 @@ class ReplayedForward:
             rehearsal: Context that lists where the host waited for the device.
 
         Returns:
-            Copies of the outputs, and of the tensors that the pass may have changed, by names for
-            messages.
+            Copies of the outputs, and of the tensors that the pass may have changed, under the
+            names that messages use.
 
         Raises:
             NotCapturable: The pass has effects that a replay would not have.
@@ -223,9 +223,9 @@ class ReplayedForward:
             return copies
 
     def _read_host_state(self) -> dict[str, object]:
-        """Return the state on the host that a pass may change, which a replay does not change.
+        """Return the state that an eager pass may change on the host, but a replay does not change.
 
-        For weights, this is the number of times that they were written.
+        For each weight, the state is the number of times that it was written.
         """
         state = read_host_state(self._modules, {self._device.type})
         for number, module in enumerate(self._modules):

@@ -40,16 +40,17 @@ if TYPE_CHECKING:
 
 # Maximum number of timed pairs of passes, one with and one without communication.
 MEASURED_PAIRS = 8
-# Number of passes over the same inputs that search a model of the user's own code for unused
-# parameters, because these may vary from pass to pass. Other models need one pass.
+# Number of passes over the same inputs that `find_probe_inputs` runs to find out whether a model of
+# the user's own code leaves parameters unused, because this may vary from pass to pass. For other
+# models, a single pass is run.
 PROBE_PASSES = 4
 
 
 def read_in_training(model: nn.Module) -> bool:
     """Return True if a training step may read buffers, so that ranks must share them in each step.
 
-    In training BatchNorm only writes its buffers, so ranks need not share them in each step:
-    `sync_weights` copies rank 0's buffers to the other ranks.
+    In training, BatchNorm only writes its buffers. Ranks need not share such buffers in each step,
+    because `sync_weights` copies rank 0's buffers to the other ranks before anything reads them.
     """
     holders = {}
     for name, module in model.named_modules():
@@ -213,8 +214,8 @@ class DistributedDataParallel(Strategy):
         # the larger of two nearly equal scores. Two passes of one rank then differ too, so their
         # difference is measured and a multiple of it is allowed.
         repeated = self._gradients_of(self.module)
-        # The images and random numbers of all ranks are equal, so the average equals each rank's
-        # own gradient.
+        # The images and random numbers of all ranks are equal, so the average over the ranks should
+        # equal the gradient of each rank.
         together = self._gradients_of(self.wrapped)
         tolerance = SHARDED_TOLERANCE["bf16" if self.recipe.ddp.compress else self.recipe.precision]
         floor = FLOOR * get_total_norm([*alone.values()]).item()
@@ -385,7 +386,7 @@ class DistributedDataParallel(Strategy):
 
         If DDP's reducer is the last to refer to the group, it waits for gloo's thread while it
         holds the interpreter's lock, which that thread may need to free its last tensor. With torch
-        2.11 one run in several dozen hangs.
+        2.11, one run in several dozen would hang.
         """
         self.wrapped = None
 
@@ -423,7 +424,7 @@ class DistributedDataParallel(Strategy):
         """Measure the communication that the backward pass does not hide.
 
         Args:
-            pairs: number of passes to measure with DDP, and also without it.
+            pairs: number of measured passes with DDP. As many passes without DDP are measured.
         """
         batch = self.context.example.batch(self.device, channels_last=self.recipe.channels_last)
         self.train_for_probe()

@@ -110,9 +110,10 @@ def find_kept_parameter(before: Sequence[tuple[str, Storage]]) -> str | None:
 
 
 def compile_forward(unit: nn.Module, name: str) -> None:
-    """Compile the forward pass of a unit, without its hooks and inside its recomputation if any.
+    """Compile the forward pass of a unit, without the unit's hooks.
 
-    Torch's compiler would break the graph at the hooks.
+    Torch's compiler would break the graph at the hooks. If the unit recomputes its activations, the
+    function that is called twice, in the forward and in the backward pass, is compiled.
     """
     inside = getattr(unit.forward, "anew", None)
     if inside:

@@ -216,7 +216,7 @@ class TrainingPosition(Part):
 
 
 class ImageIdentity(Part):
-    """The identity of the images, and of the teacher's weights."""
+    """Values that identify the images and the teacher's weights."""
 
     name = "samples"
 

@@ -105,9 +105,9 @@ def report_mistakes(resolved: Resolved, collected: Mistakes, step: int) -> None:
 
 @contextmanager
 def skip_on_error(tracker: NullTracker) -> Iterator[None]:
-    """Print an error of this block instead of raising it: a picture must not end a run.
+    """Print an error of this block instead of raising it, because a picture must not end a run.
 
-    A TrainerError is raised.
+    A TrainerError is raised all the same.
     """
     try:
         yield

@@ -55,9 +55,8 @@ def log_step(
 ) -> None:
     """Log the values of a step, and write its row to steps.csv. Collective.
 
-    The values go to those of TensorBoard, W&B and MLflow that the recipe enables.
-
-    Speeds are left out during warm-up.
+    The values are logged to those of TensorBoard, W&B and MLflow that the recipe enables. Speeds
+    are left out during warm-up.
 
     Args:
         state: The state after the step.

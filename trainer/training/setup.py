@@ -354,7 +354,8 @@ def begin(run: Run) -> None:
     recipe = run.recipe
     data = run.datasets
     tracker = run.tracker
-    # The first call reads the user's source files. It is made here, before the user edits them.
+    # The first call reads the user's source files, and later calls return the same digests. Call it
+    # now, so that the digests do not include later edits.
     hash_user_code()
     tracker.folder.write_tuned(run.strategy.tuned)
     seed_ranks(recipe.seed, run.world.rank)
@@ -459,9 +460,11 @@ def compute_utilisation_base(
     if not peaks or len(peaks) < len(cards):
         return None, 0
     try:
-        # The copy shares closures and globals with the model, so their state must be restored.
+        # The copy shares closures and globals with the model. A pass may change the state of these,
+        # so it is restored.
         with restore_after([model]):
             return sum(peaks), count_training_flops(copy_to_meta(model), data.example(1).shape)
-    # Some models cannot be copied, need values besides shapes, or need more than one image.
+    # Some models cannot be copied, need values besides shapes, or need more than one image. Their
+    # FLOPs are unknown.
     except Exception:
         return None, 0

@@ -65,9 +65,9 @@ class Recorder:
         worker: int,
         action: Action,
     ) -> Iterator[None]:
-        """Return a context that is recorded as `action`.
+        """Return a context that records the time of its operations as `action`.
 
-        Its operations must be issued to the current stream of the current device.
+        The operations must be issued to the current stream of the current device.
         """
         if not self._is_on:
             yield

@@ -588,8 +588,8 @@ def _run_on_meta(
         # `restore_after` raises it: the pass changed state that cannot be restored.
         raise
     except NotImplementedError:
-        # An operator has no meta kernel, so the output is not checked here. The first training pass
-        # finds a wrong output.
+        # An operator has no meta kernel, so the output is not checked here. A wrong output is found
+        # in training instead.
         return UNKNOWN
     except (RuntimeError, ValueError, AssertionError) as error:
         if any(text in str(error) for text in NOT_ON_META):

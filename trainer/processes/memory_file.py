@@ -89,7 +89,7 @@ def align(offset: int) -> int:
 class OtherProcessError(Exception):
     """The process id of an address belongs to an unrelated process.
 
-    This happens if the address comes from another container, where process ids differ.
+    For example, the address comes from another container, in which process ids differ.
     """
 
 

@@ -49,7 +49,7 @@ Model = nn.Module | Callable[..., nn.Module] | str
 
 @contextmanager
 def register_temporarily(model: Model | None, data: Any) -> Iterator[dict[str, Any]]:
-    """Register the model and data that a program passes to `train`, for the time of this block.
+    """Register the model and data that a program passes to `train`, until the end of this block.
 
     Yields:
         The keys to set in the recipe, such as `model.name`, with their values.

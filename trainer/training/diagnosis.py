@@ -73,8 +73,8 @@ def diagnose(
     update = timer.update_seconds()
     launch_bound = (speed.launch_bound_fraction or 0.0) * step
     # A rank that waits for images or launches delays all others, so the largest value of all ranks
-    # counts. For the optimizer's update, the smallest value counts: in a pipeline, the time that
-    # other stages measure includes their wait for the last stage.
+    # counts. For the optimizer's update, the smallest value counts: in a pipeline, the measured
+    # time includes waiting for the last stage, on all ranks except those of the last stage.
     rank_seconds = torch.tensor([data_wait, -update, launch_bound], dtype=torch.float64)
     data, negative_update, launches_at_most = world.max_(rank_seconds).tolist()
     pipeline = strategy.result_fields().get("pipeline") or {}

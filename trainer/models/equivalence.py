@@ -243,7 +243,10 @@ def _iterate_differences(
     tolerance: float,
     floor: float,
 ) -> Iterator[str]:
-    """Yield a description of each difference, which starts with its name. Counters come first."""
+    """Yield a description of each difference, beginning with the counters.
+
+    A description starts with the name of the value that differs.
+    """
     counters = _find_counters(whole)
     others = _find_counters(replaced)
     for name in counters | others:

@@ -325,7 +325,8 @@ def _load_initial_weights(
         metadata = {**read_metadata(path), **metadata}
     state = model.state_dict()
     weights = torchvision_zoo.rename_weights(weights, state)
-    # Files from before PyTorch 0.4.1 have no batch counters. They start at 0, as in torch.
+    # Files from before PyTorch 0.4.1 have no batch counters, so the model keeps its own, which are
+    # 0.
     for key, tensor in state.items():
         if key.endswith(".num_batches_tracked"):
             weights.setdefault(key, tensor)

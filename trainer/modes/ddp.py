@@ -63,7 +63,7 @@ def average_in_bf16(bucket: GradBucket, ranks: int) -> torch.futures.Future[Tens
     """Average the gradients of a bucket over all ranks, which send them as bf16.
 
     All ranks get the same average. Torch's `bf16_compress_hook` is similar, but divides the rounded
-    gradients before the sum, and raises on a torch without CUDA.
+    gradients before the sum, and raises an error if torch was built without CUDA.
     """
     gradients = bucket.buffer()
     summed = dist.all_reduce(gradients.bfloat16(), async_op=True).get_future()

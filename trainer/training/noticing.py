@@ -53,7 +53,7 @@ def note_classes(task: Task, noticed: Noticed, sums: Sums) -> None:
 def watch_ranks(
     resolved: Resolved, noticed: Noticed, step: int, steps: int, ranks: Sequence[Sequence[float]]
 ) -> None:
-    """Warn of a rank that was slow in several successive windows of `RankWatch`.
+    """Warn about a rank that was slow in several successive windows of `RankWatch`.
 
     Collective if a rank is named. All ranks name it at the same step, because they have the same
     measurements.

@@ -62,8 +62,8 @@ class Run:
         self.ledger = observer.ledger
         self.noticed = observer.noticed
         self.strategy = state.strategy
-        # The first pass may fill caches, such as a table, which are no state of the model. So the
-        # state after the second pass is compared with the state after the first.
+        # The first pass may fill caches, such as a table, which do not count as state of the model.
+        # So the state after the second pass is compared with the state after the first.
         if self.resolved.checkpoint or self.recipe.pieces > 1:
             self.noticed.passes_to_compare = 2
         if self.recipe.shares == "auto" and self.world.size > 1:

@@ -1,7 +1,7 @@
 """`shares=auto`: divide every batch in proportion to the measured speeds of the ranks.
 
 All ranks have the same measurements and make the same decision. In the first steps the shares
-change as soon as speeds are measured, because a step computes the same images with any shares. If
+change as soon as speeds are measured, because the images of a step do not depend on the shares. If
 every worker has its own images, the shares change only at the start of an epoch.
 """
 

@@ -188,7 +188,7 @@ class Trained:
 
     @classmethod
     def read(cls, path: Path, words: Sequence[str] = ()) -> Trained:
-        """Read the weights at `path`, and their recipe with the arguments `words` of a command.
+        """Read the weights at `path` and their recipe, and apply the arguments `words` to it.
 
         Raises:
             CheckpointError: There are no weights, or no recipe with them.

@@ -53,7 +53,7 @@ class RecordedActions:
         minibatch = pipeline.begin(batch.inputs, self._last_targets, weight)
         self._unit = minibatch.gradients[len(lanes) - 1, 0]
         # Each entry has an action, the function that replays its graph, and the (source, target) of
-        # the copy that sends its result. The last value is None if the action sends no result.
+        # the copy that sends its result, or None instead of the pair if it sends no result.
         self._actions: list[tuple[Action, Replay, tuple[Tensor, Tensor] | None]] = []
         for action in pipeline.order(len(minibatch.targets)):
             kind, stage, m = action

@@ -103,9 +103,9 @@ class Strategy(ModelState, Measures):
         weight: float,
         sync: bool = True,
     ) -> Tensor:
-        """Run both passes of a micro-batch, and add the gradients of its weighted loss.
+        """Run the forward and backward pass of a micro-batch, and add its gradients to `grad`.
 
-        The weighted loss is `weight` times the sum of the loss over the rows of the batch.
+        The gradients are those of `weight` times the sum of the loss over the rows of the batch.
         If workers train independently, the gradients are also multiplied by `divisor` (see
         `set_shares`).
 
@@ -134,7 +134,7 @@ class Strategy(ModelState, Measures):
         """Sum gradients over replicas, unless the backward pass has summed them already."""
 
     def after_step(self, step: int) -> None:
-        """Do the work of the mode after an optimizer step. The loop calls this in every step.
+        """Exchange weights after an optimizer step, if the mode does so. Called in every step.
 
         Args:
             step: number of finished steps.
@@ -341,7 +341,7 @@ class Strategy(ModelState, Measures):
             return self.outputs(inputs)
 
     def after_epoch(self, averages: Mapping[str, Tensor]) -> None:
-        """Do the work of the mode at the end of an epoch, before evaluation.
+        """Exchange weights at the end of an epoch, before evaluation, if the mode does so.
 
         Args:
             averages: moving averages by plain name; empty without `ema`.

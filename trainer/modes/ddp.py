@@ -50,7 +50,8 @@ def read_in_training(model: nn.Module) -> bool:
     """Return True if a training step may read buffers, so that ranks must share them in each step.
 
     In training, BatchNorm only writes its buffers. Ranks need not share such buffers in each step,
-    because `sync_weights` copies rank 0's buffers to the other ranks before anything reads them.
+    because `sync_weights` copies rank 0's buffers to the other ranks before evaluation and
+    checkpoints.
     """
     holders = {}
     for name, module in model.named_modules():

@@ -14,7 +14,7 @@ from types import FrameType
 # s_cpu). At the hard limit of CPU time, the system sends SIGKILL.
 SAVE_AND_GO = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 # A signal that arrives within this number of seconds after a Ctrl-C is a copy of it. A later signal
-# is a new Ctrl-C, unless copies of the first Ctrl-C are still missing (see `CtrlC`).
+# is a new Ctrl-C, unless more copies of the first Ctrl-C are expected (see `CtrlC`).
 COPY_SECONDS = 1.0
 
 

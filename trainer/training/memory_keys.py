@@ -340,9 +340,9 @@ def _measure_load(run: Run, rows: int, passes: int) -> float:
 def undo_on_out_of_memory(run: Run) -> Iterator[None]:
     """Restore buffers and random states if memory runs out in this block with accumulate=auto.
 
-    `run.repeatable` is set then, so that `adapt_recipe` saves the run as it was before the block.
-    The error is raised again. With several ranks nothing is restored: the other ranks wait for the
-    failed pass, so no checkpoint can be saved.
+    In this case `run.repeatable` is set, so that `adapt_recipe` saves the run as it was before the
+    block. The error is raised again. With several ranks nothing is restored: the other ranks wait
+    for the failed pass, so no checkpoint can be saved.
     """
     if KEPT not in run.strategy.tuned or run.world.size > 1:
         yield

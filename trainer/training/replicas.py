@@ -124,10 +124,11 @@ class ReplicaComparison:
         world.raise_any(error)
 
     def _compare_buffers(self) -> None:
-        """Warn if a buffer differs between ranks, because each rank sees other images. Collective.
+        """Warn if a buffer that passes change differs between ranks. Collective.
 
-        BatchNorm's statistics are left out. Rank 0's buffers replace those of the other ranks, so a
-        memory bank or a codebook would learn from only a part of each batch.
+        The passes of each rank see other images. Rank 0's buffers replace those of the other ranks,
+        so a memory bank or a codebook would learn from only a part of each batch. BatchNorm's
+        statistics are left out.
         """
         strategy = self.state.strategy
         announced = self.observer.noticed.announced

@@ -188,7 +188,9 @@ class Trained:
 
     @classmethod
     def read(cls, path: Path, words: Sequence[str] = ()) -> Trained:
-        """Read the weights at `path` and their recipe, and apply the arguments `words` to it.
+        """Read the weights at `path` and their recipe, and apply `words` to the recipe.
+
+        `words` are arguments of a command, `key=value`.
 
         Raises:
             CheckpointError: There are no weights, or no recipe with them.

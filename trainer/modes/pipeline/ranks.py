@@ -3,7 +3,7 @@
 A world of P * R ranks has R replicas of a model, each in stages on P ranks. Rank r * P + p belongs
 to replica r and has one or more of that replica's stages. All schedules are torch's
 (docs.pytorch.org/docs/stable/distributed.pipelining.html), except `ScheduleMeasured`. Evaluation
-uses no schedule but plain forward passes, because some of torch's schedules cannot evaluate.
+runs plain forward passes instead of a schedule, because some of torch's schedules cannot evaluate.
 """
 
 import os
@@ -102,7 +102,7 @@ class Wire(nn.Module):
 
 
 class ProcessPipeline(Staged):
-    """The stages of one replica of the model that this rank computes."""
+    """A pipeline over several ranks: this rank computes some stages of one replica of the model."""
 
     divided_along = "stages"
 

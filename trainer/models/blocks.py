@@ -215,7 +215,7 @@ def refreeze(model: nn.Module) -> None:
     Dropout inside a frozen normalization layer stays active.
     """
     for layer in list_frozen_norms(model):
-        # `eval()` would also switch the children of the layer.
+        # Do not call `eval()`, which would also switch the children of the layer.
         layer.training = False
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):

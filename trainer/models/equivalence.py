@@ -187,7 +187,7 @@ def _copy_numbers(value: Any) -> Tensor | None:
     """Copy a tensor or array that a pass can change in place; return None for other values."""
     if isinstance(value, Tensor):
         return value.to("cpu", copy=True) if is_plain(value) else None
-    # torch cannot represent an array of objects.
+    # torch cannot represent an array of objects, so None is returned for it.
     with suppress(TypeError, ValueError):
         if value.flags.writeable:
             return torch.from_numpy(value.copy())

@@ -34,7 +34,7 @@ def read_host_state(
     """
     state = read_generator_states()
     if "cpu" in on_device:
-        # On a CPU that replaces a GPU, this generator belongs to the device.
+        # On a CPU that replaces a GPU, this generator belongs to the device, not to the host.
         del state["random state of torch"]
     for suffix, module in _number_modules(modules):
         reachable = Reachable([module])

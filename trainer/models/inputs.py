@@ -63,6 +63,6 @@ def _read_stored(source: str) -> dict[str, Any]:
         for key in ("image_size", "channels", "mean", "std"):
             stored[key] = json.loads(metadata[key])
     except (CheckpointError, KeyError, ValueError, RecursionError):
-        # Building the model reports what is wrong with the file.
+        # No error is raised here, because building the model reports what is wrong with the file.
         return {}
     return stored if stored["mean"] else {}

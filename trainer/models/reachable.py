@@ -118,7 +118,7 @@ class Reachable:
         self.values: list[tuple[str, Any]] = []
         self.plain: dict[str, object] = {}
         self._holders: list[tuple[Holder, Entries]] = []
-        # Iterators, their positions and their copies.
+        # (iterator, position, copy) of each visited iterator.
         self._iterators: list[tuple[Any, object, Any]] = []
         registered = set[int]()
         for module in modules:
@@ -317,7 +317,7 @@ class Holder:
                     entries[key] = entry
             return entries
         for name in self.names:
-            # A slot or a cell may be empty.
+            # A slot or a cell may be empty. Then there is no entry for it.
             with suppress(AttributeError, ValueError):
                 entries[name] = getattr(self.value, name)
         # A generator keeps its variables in its frame.
@@ -335,7 +335,7 @@ class Holder:
             owner = type(self.value)
         now = self.read()
         for key in now.keys() | entries.keys():
-            # Some attributes are read-only.
+            # Some attributes are read-only, so they are left as they are.
             with suppress(AttributeError, TypeError):
                 if key not in entries:
                     owner.__delattr__(self.value, key)
@@ -384,7 +384,7 @@ class Variable(Holder):
     """Value of a context variable."""
 
     def read(self) -> Entries:
-        # A variable without a default may never have been set.
+        # A variable that has no default and was never set has no entry.
         with suppress(LookupError):
             return {"value": self.value.get()}
         return {}
@@ -521,7 +521,7 @@ def _iterate_holders(name: str, value: Any) -> Iterator[Holder]:
         yield Cache(prefix, value)
     if isinstance(value, ctypes._SimpleCData):
         yield Holder(prefix, value, ["value"])
-    # `vars` does not list the attributes of a scripted module.
+    # `vars` does not list the attributes of a scripted module, so torch's methods list them.
     if isinstance(value, torch.jit.ScriptModule):
         scripted = [*value._concrete_type.get_attributes(), *value._modules.keys()]
         yield Holder(prefix, value, scripted)

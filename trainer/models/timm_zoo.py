@@ -78,7 +78,7 @@ def read_preset(model: ModelRecipe) -> tuple[Any, Any, Any]:
     """
     timm = _import_timm(model.name)
     name = _add_tag(model)
-    # Building the model reports an unknown name.
+    # An unknown name raises no error here, because building the model reports it.
     is_known = timm.is_model(name) and ("." not in name or name in _list_pretrained(timm, name))
     if not is_known or (config := timm.get_pretrained_cfg(name)) is None:
         return None, None, None

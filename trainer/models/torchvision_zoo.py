@@ -46,7 +46,8 @@ def create(
         SetupError: The weights cannot be downloaded or read.
         AssertionError: The model cannot be built for images of that size.
     """
-    # These models convert three channels to the normalization of their published weights.
+    # These models convert three channels to the normalization of their published weights, so they
+    # cannot read images with another number of channels.
     if channels != 3 and recipe.name in AUXILIARY:
         raise RecipeError(
             f"model.name={recipe.name} reads 3 channels and the images have {channels}: set "
@@ -228,7 +229,7 @@ def _builder_options(
     if recipe.name.startswith("maxvit_") and recipe.weights is None:
         options["input_size"] = sides(image_size)
     if recipe.name in AUXILIARY:
-        # With auxiliary heads, the output in training would be a tuple.
+        # With auxiliary heads, the output in training would be a tuple, so they are left out.
         options["aux_logits"] = False
         if recipe.weights is not None:
             # With this option the model converts its inputs to the normalization of the weights.
@@ -251,7 +252,7 @@ def replace_head(
     old: int,
     new: int,
 ) -> str:
-    """Replace the last linear or convolutional layer with `old` outputs by one with `new` outputs.
+    """Replace the last linear or convolutional layer that has `old` outputs. It gets `new` outputs.
 
     Returns:
         Name of the layer in the model.

@@ -252,7 +252,8 @@ def resolve_weights(recipe: ModelRecipe) -> str | None:
     with suppress(CheckpointError, RecipeError):
         path = find_run(recipe.init_from)
         model_section = _read_model_section(read_metadata(path))
-        # A checkpoint has no metadata until its run has written the first weights file.
+        # A checkpoint has no metadata until its run has written the first weights file. Until then,
+        # the recipe is read from the run folder.
         if not model_section and path.is_dir():
             run_folder = path.absolute().parents[1]
             model_section = recipes.load(str(run_folder)).to_dict()["model"]
@@ -316,7 +317,8 @@ def _load_initial_weights(
     """Load the weights of a run directory, a checkpoint or a file.
 
     If the file has class names, the last layer loads the outputs of the classes that it shares with
-    the data. Without names the last layer is loaded whole, unless the number of classes differs.
+    the data. Without names, the whole last layer is loaded if it has the same number of classes as
+    the data, and otherwise it is not loaded.
     """
     path = find_run(source)
     weights, metadata = read_weights(path)
@@ -517,7 +519,8 @@ def select_fitting_weights(
     """
     state = model.state_dict(keep_vars=True)
     tensors = {name: part for name, part in state.items() if isinstance(part, Tensor)}
-    # A tensor with several names in the model is saved under one of them.
+    # A tensor with several names in the model is saved under one of them. All its names get the
+    # saved tensor.
     saved = {}
     for name, tensor in tensors.items():
         if name in weights:

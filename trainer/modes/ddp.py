@@ -152,7 +152,8 @@ class DistributedDataParallel(Strategy):
                 # need the search.
                 if not has_unused or "ready only once" not in str(error):
                     raise
-                # A static graph fails inside the reducer when gradients accumulate.
+                # A static graph fails inside the reducer when gradients accumulate, so a step of
+                # several passes is refused.
                 if self.recipe.pieces > 1:
                     raise RecipeError(
                         f"model.name={self.recipe.model.name} leaves parameters unused and has a "

@@ -104,7 +104,7 @@ def find_kept_parameter(before: Sequence[tuple[str, Storage]]) -> str | None:
             return None
         # Reference cycles may keep a storage alive until they are collected.
         gc.collect()
-        # Gloo's thread releases the tensors that it has sent after a short delay.
+        # After a tensor was sent, gloo's thread releases it with a short delay.
         time.sleep(0.1)
     return f"keeps {alive} in a second place, as in a list or a view"
 

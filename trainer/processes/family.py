@@ -118,7 +118,7 @@ def living_ranks() -> dict[int, tuple[int, str]]:
     if "RANK" not in os.environ or not os.path.isdir("/proc"):
         return ranks
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        # The process may exit during this loop, or belong to another user.
+        # Skip a process that exits during this loop, or that belongs to another user.
         with suppress(OSError, ValueError):
             state, parent = _read(pid, "stat").rpartition(")")[2].split()[:2]
             if int(parent) != os.getppid() or state in "ZX":

@@ -33,8 +33,9 @@ def plain_context() -> Iterator[None]:
     """Run this block outside of the caller's torch context.
 
     The block runs without autocast, `no_grad`, `inference_mode`, `torch.device(...)` as a context,
-    `set_default_device`, `set_default_dtype`, other function and dispatch modes, anomaly detection,
-    CUDA streams, and warnings that raise.
+    `set_default_device`, other function and dispatch modes, anomaly detection, and filters that
+    turn warnings into errors. The default dtype is float32, and CUDA work is issued to the default
+    stream.
     """
     with ExitStack() as stack:
         # Function modes are left first, because they could change each call below.

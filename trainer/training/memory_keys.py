@@ -391,7 +391,7 @@ def adapt_recipe(run: Run, error: BaseException, since: float) -> Recipe | None:
     with suppress(TrainerError, RuntimeError, MemoryError):
         if run.repeatable:
             run.snapshots.save()
-        # The previous checkpoint may not be complete yet.
+        # The previous checkpoint may not be complete yet, so wait for it.
         run.snapshots.finish_saving()
         if run.repeatable:
             source = f"step {step}"
@@ -446,6 +446,7 @@ def _build_without_values(opened: Opened) -> nn.Module:
 
     with warnings.catch_warnings():
         # torch warns about each tensor that a model's code loads into a parameter without values.
+        # No values are needed here, so these warnings are hidden.
         warnings.simplefilter("ignore")
         model, _ = build_on_meta(make)
     if model is None:

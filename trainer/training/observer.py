@@ -72,7 +72,7 @@ class Observer:
     def __init__(
         self, recipe: Recipe, world: World, tracker: NullTracker, ledger: Ledger, model: ModelFacts
     ) -> None:
-        """Create the timers. `ledger` has counted since this attempt began."""
+        """Create the timers. `ledger` has measured times since the start of this attempt."""
         self.tracker = tracker
         self.ledger = ledger
         self.model = model

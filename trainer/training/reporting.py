@@ -211,7 +211,7 @@ def build_last_lines(
             speed += ", measured over all steps after the first: fewer than logging.warmup_steps"
     title = "warning"
     suggestions = [*result["warnings"].values()]
-    # The sentence of a verdict includes the warnings.
+    # The sentence of a verdict includes the warnings, so it is printed instead of them.
     if result["verdict"]:
         title = "verdict"
         suggestions = result["verdict"]["sentence"].splitlines()

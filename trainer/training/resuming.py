@@ -131,7 +131,11 @@ def check_here(path: Path, raw: bytes, files: checkpoint.Fingerprint) -> checkpo
 def _receive_files(
     path: Path, manifest: checkpoint.Manifest, world: World, is_missing: bool
 ) -> checkpoint.State | None:
-    """Broadcast every file from rank 0. Return the state on ranks whose checkpoint `is_missing`."""
+    """Broadcast every file of a checkpoint from rank 0. Collective.
+
+    Returns:
+        The checkpoint if `is_missing` is True on this rank, or else None.
+    """
     with ExitStack() as closing:
         received = {}
         for name, entry in manifest.files.items():

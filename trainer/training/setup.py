@@ -195,7 +195,7 @@ def open_run(typed: Recipe, claim: Claim, closing: ExitStack) -> Opened:
         recipe = resuming.extend_recipe(recipe, claim.shorter, state, steps)
     if recipe.shares == "auto":
         share = replace(share, numbers=read_kept_shares(recipe, state, world))
-    # A resumed run has been checked for damaged images when it was first started.
+    # Only a new run is checked for damaged images. A resumed run was checked when it was new.
     if state is None:
         data = find_damaged(data, recipe, world)
     samples = identify_images(world, data, state)

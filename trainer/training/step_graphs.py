@@ -139,7 +139,8 @@ class GraphSteps(EagerSteps):
         # Results of `shape_of` for the micro-batches of this step so far, and of the step before.
         self._shapes: list[tuple[object, ...]] = []
         self._shapes_before: list[tuple[object, ...]] = []
-        # Evidence of this step, or of the step before.
+        # Evidence that this step collects, or that the previous step has collected. None for steps
+        # without evidence.
         self._evidence: Evidence | None = None
         self.captured: CapturedStep | None = None
         # Whether this step is replayed, from its first pass on.
@@ -405,7 +406,7 @@ class GraphSteps(EagerSteps):
         captured_pass.batch.inputs.copy_(batch.inputs, non_blocking=True)
         captured_pass.batch.targets.copy_(batch.targets, non_blocking=True)
         captured_pass.replay()
-        # The next replay overwrites the static loss.
+        # Return a copy, because the next replay overwrites the static loss.
         return captured_pass.loss.clone()
 
     def _replay_evidence(self, evidence: Evidence) -> StepResult:

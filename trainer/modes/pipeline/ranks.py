@@ -124,7 +124,8 @@ class ProcessPipeline(Staged):
         replica, pipe_rank = divmod(world.rank, ranks)
         has_first = rank_of_stage[0] == pipe_rank
         has_last = rank_of_stage[-1] == pipe_rank
-        # The rank of the last stage computes the loss, which needs the teacher's outputs.
+        # The rank of the last stage computes the loss. With a teacher, the rank also needs the
+        # inputs, from which the teacher computes its outputs.
         needs_inputs = has_first or (has_last and recipe.distill.teacher is not None)
         return DataShare(
             replica,

@@ -42,7 +42,10 @@ class Recorder:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Return a context without recording: the time of an event in a CUDA graph is not known."""
+        """Return a context in which nothing is recorded.
+
+        Captures need it, because the time of an event in a CUDA graph is not known.
+        """
         self._is_on = False
         try:
             yield

@@ -195,7 +195,8 @@ def open_run(typed: Recipe, claim: Claim, closing: ExitStack) -> Opened:
         recipe = resuming.extend_recipe(recipe, claim.shorter, state, steps)
     if recipe.shares == "auto":
         share = replace(share, numbers=read_kept_shares(recipe, state, world))
-    # Only a new run is checked for damaged images. A resumed run was checked when it was new.
+    # Only a run without a checkpoint is checked for damaged images. A run with a checkpoint was
+    # checked when it was first started.
     if state is None:
         data = find_damaged(data, recipe, world)
     samples = identify_images(world, data, state)

@@ -44,7 +44,7 @@ class Recorder:
     def off(self) -> Iterator[None]:
         """Return a context in which nothing is recorded.
 
-        Captures need it, because the time of an event in a CUDA graph is not known.
+        Captures use it, because the time of an event in a CUDA graph is not known.
         """
         self._is_on = False
         try:

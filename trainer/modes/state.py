@@ -18,7 +18,7 @@ from trainer.saving.tensor_files import Shard, StoredTensor
 
 
 class ModelState:
-    """Tensors of this rank by their names in the plain model, and their position in that model."""
+    """Tensors of this rank by their names in the user's model, and their position in that model."""
 
     # Dimension of the rank grid over which the model is divided; None if every rank has the whole
     # model.

@@ -82,7 +82,8 @@ def first_cause(endings: Iterable[Ending]) -> Ending:
 
     def precedence(end: Ending) -> tuple[int, bool, bool, float, int]:
         # A late signal is not a cause, because torchrun kills ranks that do not react to SIGTERM.
-        # Nor is SIGABRT, because NCCL sends it to a rank that waited for another rank.
+        # Nor is SIGABRT, because torch's NCCL watchdog aborts a rank that has waited too long for
+        # another rank.
         was_killed = end.code < 0 and end.code != -signal.SIGABRT and end.time <= late
         # A rank that found a stopped rank knows the cause. It also wakes the stopped rank to write
         # its stacks. Python's faulthandler sometimes crashes then, which looks like a kill.

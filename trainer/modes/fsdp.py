@@ -61,9 +61,10 @@ class FullyShardedDataParallel(Strategy):
     readers: Sequence[torch.device] = ()
 
     def to_device(self, model: nn.Module) -> None:
-        """Keep blocks on the CPU, because the whole model may be too large for the device.
+        """Move the buffers, and the parameters of normalization layers, to the device.
 
-        Each block moves to the device when it is sharded.
+        All other parameters move when their unit is sharded, because the whole model may be too
+        large for the device.
         """
         if list_computed_tensors(model):
             raise self._refuse("keeps weights that are computed from others, as pruned ones")

@@ -278,7 +278,8 @@ def _check_worker(worker: Any, arguments: Sequence[Any]) -> None:
     name = _name(worker)
     is_class = isinstance(worker, type)
     if is_class:
-        # Calling the class creates an instance, so look for a method `__call__` of the instance.
+        # Every class is callable, because a call creates an instance. So look for the methods of
+        # its instances.
         methods = set().union(*map(vars, worker.__mro__))
         can_call = not methods.isdisjoint(("__call__", "batch"))
     else:

@@ -22,8 +22,8 @@ def _devices(value: Any) -> Any:
         if isinstance(value, str) and re.fullmatch(DEVICE, value):
             example = value
         count = ""
-        # Users of other programs may type a number of devices. The exact type is compared, because
-        # a boolean is also an instance of int.
+        # Other frameworks accept a number of devices. The exact type is compared, because a boolean
+        # is also an instance of int.
         if type(value) is int:
             count = f"; nproc={value} starts {value} processes"
         raise ValueError(f"must be auto or a list, as in devices=[{example}]{count}")

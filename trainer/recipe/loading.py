@@ -176,7 +176,7 @@ def _layers(
 
 def _merged(below: Mapping[Any, Any], above: Mapping[Any, Any], prefix: str = "") -> dict[Any, Any]:
     """Merge two trees: sections are joined, and values of `above` replace those of `below`."""
-    # Copy, because the caller still uses both trees.
+    # Copy, because `below` may be a section of a layer, whose keys are still read afterwards.
     tree = dict(below)
     for name, value in above.items():
         under = tree.get(name)

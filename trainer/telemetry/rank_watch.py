@@ -170,8 +170,9 @@ class ShareWatch:
     def _restart(self) -> None:
         self._steps = 0
         self._seconds = 0.0
-        # Measurements since the last window. At the start of a run, there are no windows yet.
+        # Measurements since the end of the last window, or since the restart without windows.
         self._measured: list[list[float]] = []
+        # Typical seconds of each rank in each window.
         self._windows: list[list[float]] = []
 
     def add(self, steps: int, ranks: Sequence[Sequence[float]]) -> None:

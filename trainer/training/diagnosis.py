@@ -26,7 +26,7 @@ from trainer.training.observer import Observer
 from trainer.training.reporting import compute_idle_share, list_seconds
 from trainer.training.state import Resolved, TrainState
 
-# Maximum duration of each probe, as a fraction of the duration of this attempt.
+# Maximum duration of each probe, as a fraction of the time since the run was started or resumed.
 BUDGET = 0.01
 # Upper bound of a GPU's cycles per second. With this bound, a sleep kernel may hold a device for
 # longer than needed, but never for a shorter time.

@@ -1,8 +1,8 @@
-"""Comparison of replicas, so that a rank that drifts apart ends the run before it is saved.
+"""Compare the replicas, and stop the run before it saves weights that have diverged.
 
 Replicas start from the same weights and apply the same gradients, so their weights stay equal, up
-to rounding if gradients are clipped. A model that writes its weights in a forward pass, from the
-images of one rank, makes the replicas differ without an error.
+to rounding if gradients are clipped. A model that changes its weights in the forward pass, based on
+the images of one rank, makes the replicas diverge without an error.
 """
 
 from collections.abc import Iterable

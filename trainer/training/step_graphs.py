@@ -193,7 +193,11 @@ class GraphSteps(EagerSteps):
             self._attempt(lambda: self._capture_and_compare(evidence))
 
     def begin(self, lr: float) -> None:
-        """Begin a step with learning rate `lr`, and choose whether it leaves evidence."""
+        """Begin a step with learning rate `lr`.
+
+        Choose whether to record the step's results as `Evidence`, with which a captured graph is
+        compared.
+        """
         self.rates.set(lr)
         self._micro_step = 0
         if self.recorder is None:

@@ -33,7 +33,8 @@ def command(words: Sequence[str]) -> int:
         check_names(recipe)
     # A plan without mode= compares all modes.
     has_mode = any(word.startswith("mode=") for word in recipe_arguments)
-    # The plan shows commands that start training, which does not accept the arguments of `plan`.
+    # The plan shows commands that start training, and training does not accept these options.
+    # `list_commands` adds an `nproc=` of its own.
     training_arguments = [word for word in arguments if word.partition("=")[0] not in OWN_ARGUMENTS]
     content = plan(recipe, **options, every=not has_mode, words=training_arguments)
     if JSON in words:

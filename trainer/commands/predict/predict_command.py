@@ -51,8 +51,9 @@ NOT_OURS = {
 }
 # The column `label` is the known class of an image.
 COLUMNS = ("path", "class", "probability", "top5", "label", "error")
-# Counts in predict.json: all rows; images that cannot be read; images on which workers failed;
-# labeled images whose class is known; and labeled images whose predicted class is the known class.
+# Counts in predict.json, in this order: all images; images that cannot be read; images on which
+# workers failed; images that have both a prediction and a known class; those of them whose
+# prediction is right.
 COUNTS = ("images", "unreadable", "failed", "labelled", "right")
 # Name of the file while rows are written, before the complete file is renamed.
 PART = "predictions.part"

@@ -249,8 +249,10 @@ def bare(measurer: Measurer, batch: int, **network: Any) -> Json:
     """Measure the images/s of this device in the bare loop.
 
     Returns:
-        "speeds": images/s in each window with an exchange of gradients, or in every window for one
-        process. "alone": images/s in each window without an exchange; empty for one process.
+        "speeds": images/s of each window whose steps exchange gradients. With one process, no step
+        exchanges gradients, and this is every window.
+        "alone": images/s of each window whose steps do not exchange gradients. With one process,
+        it is empty.
     """
     torch.backends.cudnn.benchmark = True
     step = step_of(measurer, batch, **network)

@@ -1,7 +1,7 @@
 """Checks of correctness: does this machine train correctly?
 
 Most checks start a whole run through the command line, and compare it with a run of `mode=single`
-or with an equal run. Other checks call `doctor`, and send patterns between devices.
+or with an identical run. The others run `doctor`, or copy and sum test patterns across devices.
 """
 
 from __future__ import annotations

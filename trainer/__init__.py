@@ -80,7 +80,7 @@ _HOME = {
     "ItemError": "trainer.pool",
     "current_device": "trainer.pool",
 }
-# Public names that have another name in their module, and that name.
+# Public name -> name in the module that defines the object, if the two names differ.
 _ALIASES = {"__version__": "VERSION", "load_recipe": "load", "evaluate": "evaluate_run"}
 
 

@@ -89,7 +89,7 @@ class PeerError(TrainerError, RuntimeError):
 
 
 class FolderInUseError(TrainerError):
-    """The folder holds something else, or another process uses it (exit 8)."""
+    """The output folder holds a run or other files already, or is in use (exit 8)."""
 
     code = 8
     cause = "folder in use"

@@ -116,15 +116,15 @@ def delete(caches: Sequence[Path], yes: str | None) -> None:
             return
         for cache in caches:
             try:
-                # The lock file is removed last, because a run that starts now waits for the lock
-                # and then builds its cache again.
+                # Remove the lock file last. Until then, a run that starts now waits for the lock.
+                # Afterwards, it builds its cache again.
                 for name in sorted(os.listdir(cache), key=USED.__eq__):
                     (cache / name).unlink(missing_ok=True)
                 cache.rmdir()
             except FileNotFoundError:
                 pass
             except OSError as error:
-                # If the directory is not empty, a new run has begun to use it, and it stays.
+                # If the directory is not empty, a new run has started to use it, so keep it.
                 if error.errno != errno.ENOTEMPTY:
                     raise SetupError(
                         f"{cache} cannot be removed ({describe_error(error)}): check its owner and "

@@ -1,7 +1,8 @@
 """`python -m trainer doctor`: report the hardware and software of this machine, and its problems.
 
-The report has versions, GPUs with a check of their computing and copying, communication between
-processes, cores, memory, disk, limits, and the environment variables that change training.
+The report lists versions, GPUs, cores, memory, disk, limits, and environment variables that change
+training. It also says whether the GPUs compute and copy correctly, and whether processes can
+communicate.
 """
 
 from __future__ import annotations
@@ -258,7 +259,10 @@ def check_communication(report: Findings, count: int) -> None:
 def sum_over_processes(backend: str, devices: Sequence[str]) -> str:
     """Check that processes on these devices sum a pattern correctly.
 
-    The devices determine the backend; `backend` is only its name for the error.
+    Args:
+        backend: Name of the backend for the error message. The devices determine which backend is
+            used.
+        devices: Device of each process.
 
     Returns:
         A phrase for the report.

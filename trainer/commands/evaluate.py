@@ -36,8 +36,8 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
             `split=test` evaluates the test split, which a run with a validation split never reads.
 
     Returns:
-        The metrics of `trainer.training.evaluation.evaluate` on every rank, by the keys "val_loss"
-        or "test_loss" and so on.
+        The metrics, which are the same on every rank. The keys start with the name of the split, as
+        in "val_loss" and "test_loss".
 
     Raises:
         RecipeError: The checkpoint is not a path, or an override is wrong.
@@ -69,8 +69,8 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
             f"{format_argument('shares', recipe.shares)}: evaluate divides images among torchrun's "
             "processes by numbers, as in shares=[3,1]; type shares=null"
         )
-    # The batch size need not be a multiple of the number of ranks: it is rounded up to one, which
-    # changes no metric, because the evaluation does not count the rows that pad the last batch.
+    # Round the batch size up to a multiple of the number of ranks. This changes no metric, because
+    # the evaluation does not count the rows that pad the last batch.
     local_batch = -(-recipe.batch_size // world.size)
     mode = "single" if world.size == 1 else "ddp"
     recipe = recipe.replace(

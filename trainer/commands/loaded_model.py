@@ -58,7 +58,7 @@ class Prediction:
 
 
 class LoadedModel:
-    """Trained model that labels images, which are prepared as in the evaluation of its run.
+    """Trained model that labels images. It prepares the images as in the evaluation of its run.
 
     Attributes:
         path: Path of the run or the weights.
@@ -99,7 +99,8 @@ class LoadedModel:
                 such image.
 
         Returns:
-            A `Prediction`; a list of them in order for a directory, a batch or a sequence.
+            A `Prediction` for a single image. For a directory, a batch or a sequence, a list with
+            one prediction for each image, in the order of the images.
 
         Raises:
             PredictionError: An image cannot be labeled; the message names the image.

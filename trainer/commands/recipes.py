@@ -1,8 +1,9 @@
 """Command `recipes`: print the list of shipped recipes, one recipe, the keys, or the JSON Schema.
 
-A recipe is printed with a comment and the origin of each key. The JSON Schema of recipe files is
-next to the shipped recipes. The second line of each recipe names the schema for editors with the
-YAML language server: VS Code with Red Hat's YAML extension, Neovim, Emacs, Helix.
+A recipe is printed with a comment for each key, and with the origin of each value that differs from
+the default. The JSON Schema of recipe files is next to the shipped recipes. The second line of each
+recipe names the schema for editors with the YAML language server: VS Code with Red Hat's YAML
+extension, Neovim, Emacs, Helix.
 """
 
 from collections.abc import Sequence

@@ -32,8 +32,8 @@ EXAMPLES = {
     "cpus": "cpus=32, the CPU cores of each node: the cluster would give one or none",
 }
 NAME = (r"[\w.,:/@-]*", "a name of letters, digits, dots and dashes")
-# Pattern and description of the values that the script passes to SLURM as they are; only the "iB"
-# of memory= is removed.
+# Pattern of the allowed values of each key, and their description for error messages. The script
+# passes these values to SLURM, for memory= without "iB".
 RULES = {
     "memory": (r"(\d+(MiB|GiB|TiB))?", "a whole number of MiB, GiB or TiB, as in memory=64GiB"),
     "partition": NAME,

@@ -1,6 +1,6 @@
 """Augmentation of small images in whole batches, of single photos, and of batches on the device.
 
-Random draws depend only on the seed, the epoch and the sample index. Those of mixup and cutmix
+Random draws depend only on the seed, the epoch and the sample index. The draws for mixup and cutmix
 depend on the step instead of the sample index: see `sampling`.
 """
 
@@ -51,7 +51,8 @@ AUTO: dict[str, Any] = {
 class Auto:
     """Automatic augmentation policy of torchvision, seeded for each sample.
 
-    Calls seed torch's CPU generator, so they must be inside `private_random_state`.
+    If `recipe.auto` names no policy, images are returned unchanged. Each call seeds torch's CPU
+    generator, so call the object only inside `private_random_state`.
     """
 
     def __init__(
@@ -99,7 +100,9 @@ class Auto:
 
 @dataclass(frozen=True)
 class Draws:
-    """Random draws for n small images, on their device. None means that an operation is off.
+    """Random draws for n small images, on the device of the images.
+
+    The field of an operation that is off has the value None.
 
     Attributes:
         shift: (n, 2) int64, top and left of a crop of the padded image.
@@ -121,7 +124,16 @@ class Draws:
         size: ImageSize,
         device: torch.device,
     ) -> Draws:
-        """Draw what `recipe` needs for the samples `index`, whose images have the size `size`."""
+        """Draw the values that the augmentation needs.
+
+        Args:
+            recipe: the recipe's `augment` section. Draws are made only for operations that are on.
+            seed: the recipe's seed.
+            epoch: number of the epoch.
+            index: (n,) indices of the samples.
+            size: size of the images in pixels.
+            device: device on which the results are stored.
+        """
         shift = box = flip = None
         if recipe.crop == "pad":
             shift = sampling.draw_shifts(seed, epoch, index, recipe.crop_padding)
@@ -143,7 +155,7 @@ class Draws:
         return cls(move(shift), move(box), move(flip))
 
     def rows(self, start: int, stop: int) -> Draws:
-        """Return the draws of images `start` to `stop`."""
+        """Return the draws for images `start` to `stop - 1`."""
         parts = (self.shift, self.box, self.flip)
         return Draws(*(part if part is None else part[start:stop] for part in parts))
 
@@ -173,18 +185,18 @@ class Gallery:
         padded = F.pad(images, (padding,) * 4) if padding else images
         self.images = padded.permute(0, 2, 3, 1).contiguous().to(device)
         if device.type == "cpu":
-            # NumPy copies each row of a window as a run of bytes, but torch copies element by
-            # element: 8 us against 72 us for 32 images of 3 x 32 x 32. The windows are
-            # (N, top, left, height, width * C).
+            # Create a NumPy view of all possible crops, (N, top, left, height, width * C). NumPy
+            # copies each row of a crop as a run of bytes, but torch copies element by element: 8 us
+            # against 72 us for 32 images of 3 x 32 x 32.
             lines = self.images.numpy().reshape(*self.images.shape[:2], -1)
             channels = self.images.shape[3]
             window = (self.height, self.width * channels)
             all_windows = sliding_window_view(lines, window, (1, 2))
-            # A window must start at the first channel of a pixel.
+            # Keep only the crops that start at the first channel of a pixel.
             self._windows = all_windows[:, :, ::channels]
 
     def take(self, index: Tensor, draws: Draws) -> Tensor:
-        """Return the images of the rows `index`, augmented by `draws`, (n, H, W, C) uint8."""
+        """Return the images at `index`, augmented with `draws`, as (n, H, W, C) uint8."""
         if draws.shift is None:
             batch = self.images.index_select(0, index)
         elif self.device.type == "cpu":
@@ -206,7 +218,7 @@ class Gallery:
     def _flip(self, batch: Tensor, flip: Tensor) -> Tensor:
         if self.device.type != "cpu":
             return torch.where(flip[:, None, None, None], batch.flip(2), batch)
-        # NumPy moves a whole pixel as one element, which takes half of torch's time.
+        # View each pixel as a single element. NumPy then needs half as much time as torch.
         pixels = batch.numpy().view(f"V{batch.shape[3]}")[..., 0]
         chosen = flip.numpy()
         pixels[chosen] = pixels[chosen][:, :, ::-1]
@@ -237,8 +249,8 @@ def resize_crops(batch: Tensor, boxes: Tensor) -> Tensor:
     return pixels.permute(0, 2, 3, 1).contiguous()
 
 
-# Number of values of an image up to which a CPU normalizes a whole batch at once. Larger images are
-# normalized one at a time, so that each image stays in the CPU's cache.
+# Maximum number of values of an image for which a CPU normalizes a whole batch at once. Larger
+# images are normalized one at a time, so that each image stays in the CPU's cache.
 CACHED = 2**16
 
 
@@ -290,8 +302,8 @@ class DeviceTransform:
         if not self.channels_last:
             images = images.permute(0, 3, 1, 2).contiguous()
         on_cpu = self.device.type == "cpu"
-        # NumPy allocates huge pages. With the small pages that torch allocates, page faults take
-        # half of the time.
+        # Allocate with NumPy, which requests huge pages for large arrays. torch does not, and page
+        # faults would then take half of the time.
         if on_cpu:
             inputs = torch.from_numpy(np.empty(images.shape, np.float32))
         else:
@@ -335,8 +347,8 @@ class DeviceTransform:
             inside = self._inside(mix.box, inputs.shape[-2:])[:, None]
             mixed = torch.where(inside, other, mixed)
         whole = self._with_last(mixed.flatten(0, 1), inputs)
-        # With one channel, several strides describe the same layout, but other strides than those
-        # of the input would cause a recompilation.
+        # With one channel, tensors of the same layout can have different strides. Restore the
+        # strides of the input, because other strides would cause a recompilation.
         if inputs.shape[1] == 1:
             return whole.as_strided(whole.shape, inputs.stride())
         return whole

@@ -51,7 +51,7 @@ PNG = (PNG_START, b"IEND\xaeB`\x82")
 # Bytes 0 to 3 and bytes 8 to 11 of a WebP file.
 WEBP = (b"RIFF", b"WEBP")
 
-# Split ("train" or "val"), path and reason.
+# (split, path, reason) of a damaged photo. The split is "train" or "val".
 Damaged = tuple[str, str, str]
 
 
@@ -171,7 +171,8 @@ def is_complete(address: bytes) -> bool:
             file.seek(0)
             first = file.read(ENDS)
             if first.startswith(JPEG[0]):
-                # The end marker cannot occur within the compressed pixels.
+                # Compressed pixels cannot contain the end marker. If the marker is near the end of
+                # the file, the pixels are therefore probably complete.
                 return JPEG[1] in last
             file.seek(0)
             if first.startswith(PNG[0]):

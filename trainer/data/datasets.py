@@ -27,13 +27,14 @@ from trainer.recipe import DataRecipe, Recipe, compare_recipes
 from trainer.recipe.image_sizes import ImageSize, sides, typed_size
 from trainer.recipe.known_names import DATASETS, OWN_PHOTOS, WITHOUT_FOLDER
 
-# Maximum number, and maximum size in bytes, of the images that a synthetic data set repeats.
+# A synthetic data set repeats a pool of random images. The pool has at most POOL_IMAGES images, and
+# at most POOL_BYTES bytes unless a single image is larger.
 POOL_IMAGES = 256
 POOL_BYTES = 2**26
 # Minimum number of steps per epoch on synthetic images that stand in for missing photos.
 STAND_IN_STEPS = 20
 NO_FOLDER = "not a folder on this machine; type data.root=FOLDER of one that is"
-# Keys of the recipe's `augment` section that move pixels.
+# Options of the recipe's `augment` section that move pixels to other positions.
 MOVING = ("crop", "hflip", "auto")
 
 
@@ -51,7 +52,7 @@ def open_datasets(recipe: Recipe, before: Before = NOTHING_BEFORE) -> Datasets:
         RecipeError: there is no such data set, or it does not fit the recipe.
         SetupError: the files of the data set are missing, or cannot be read.
     """
-    # An unknown task is refused before anything is opened.
+    # Refuse an unknown task before anything is opened.
     kind = tasks.find_task_class(recipe)
     name = f"data.name={recipe.data.name}"
     data = _open(recipe, before)
@@ -98,7 +99,8 @@ def open_datasets(recipe: Recipe, before: Before = NOTHING_BEFORE) -> Datasets:
 def _check_augmentation(recipe: Recipe, data: Datasets) -> None:
     """Refuse augmentation that does not fit the inputs and targets, or has no effect.
 
-    Inputs that are not images cannot be augmented. If targets belong to pixels, no pixels may move.
+    Inputs that are not images cannot be augmented. If a target has several dimensions, such as a
+    mask, it would not move with the pixels, so operations that move pixels are refused.
     """
     if recipe.augment.alternate and not recipe.augment.hflip:
         raise RecipeError(

@@ -2,7 +2,7 @@
 
 The address of an image says where its bytes are, and is valid in every process of the machine. For
 an image in a separate file, it is the path of the file. For an image in a shard, it contains the
-shard's path, kind, size and modification time, and two numbers whose meaning depends on the kind,
+shard's path, kind, size and modification time, and the two numbers of `ArchiveIndex.places`,
 separated by zero bytes.
 """
 
@@ -38,12 +38,12 @@ READ = {tars.KIND: tars.encoded, parquet.KIND: parquet.encoded}
 
 
 def archive_prefix(shard: Archive, kind: bytes) -> bytes:
-    """Return the first bytes of the addresses of a shard's images."""
+    """Return the bytes with which the addresses of all images of a shard start."""
     return b"%b\0%b\0%d\0%d\0" % (shard.path, kind, shard.size, shard.time)
 
 
 def read_encoded(address: bytes) -> Bytes:
-    """Return the bytes of an image.
+    """Return the encoded bytes of an image.
 
     Raises:
         OSError, ValueError: the file or shard cannot be read, or the shard has changed.
@@ -58,10 +58,12 @@ def read_encoded(address: bytes) -> Bytes:
 
 
 def open_header(address: bytes) -> BinaryIO:
-    """Return a file to read an image's header from.
+    """Open an encoded image as a binary file, to read its header.
+
+    For an image in a shard, the whole image is read into memory.
 
     Raises:
-        Exception: as in `read_encoded`.
+        Exception: the image cannot be read, as in `read_encoded`.
     """
     if b"\0" in address:
         return io.BytesIO(read_encoded(address).data)
@@ -85,7 +87,10 @@ def compute_identity(address: bytes) -> bytes:
 
 
 def hash_location(address: bytes) -> int:
-    """Return a hash that differs after the file was replaced or copied; 0 if it is missing."""
+    """Return a hash of the inode and the change time of an image's file or shard.
+
+    The hash changes if the file is replaced or copied. The result is 0 if the file is missing.
+    """
     with suppress(OSError):
         status = os.stat(address.partition(b"\0")[0])
         return xxhash.xxh3_64_intdigest(b"%d %d" % (status.st_ino, status.st_ctime_ns))
@@ -93,9 +98,9 @@ def hash_location(address: bytes) -> int:
 
 
 def hash_content(address: bytes, blocks: int) -> int:
-    """Return a hash of about `blocks` blocks of the image, the first and last ones included.
+    """Return a hash of about `blocks` blocks of the encoded image, at equal distances.
 
-    The hash is 0 if the image cannot be read.
+    The first and the last block are included. The result is 0 if the image cannot be read.
     """
     digest = xxhash.xxh3_64()
     # pyarrow can raise anything.
@@ -111,9 +116,10 @@ def hash_content(address: bytes, blocks: int) -> int:
 
 
 def encoded_size(address: bytes) -> int:
-    """Return the image's size in bytes.
+    """Return the size of an encoded image in bytes.
 
-    The size is -1 if the image is missing, or if its size is not known without reading it.
+    The result is -1 for a missing file, and for an image in a Parquet shard, whose size is unknown
+    until the image is read.
     """
     parts = compute_identity(address).split(b"\0")
     if b"\0" not in address:

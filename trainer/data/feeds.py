@@ -22,15 +22,16 @@ BLOCK = 16_384
 Batches = Iterator[tuple[Tensor, Tensor]]
 # Inputs, labels and the number of rows that are not padding.
 PaddedBatches = Iterator[tuple[Tensor, Tensor, int]]
-# Function that returns the training inputs of a batch. Its arguments are the batch's rows in the
-# pool, the position of its first sample in the block, and its sample indices.
+# Function (rows, start, batch) that returns the training inputs of a batch. `rows` are the indices
+# of the samples' images in memory, `start` is the position of the batch in the block for which
+# random draws were made, and `batch` contains the sample indices.
 Take = Callable[[Tensor, int, Array], Tensor]
 # Copies of inputs and labels in progress, and the report about the batch.
 Copying = tuple[Copy, Copy, Report]
 
 
 class MemoryFeed:
-    """Batches of samples in memory, indexed when they are needed.
+    """Batches of samples that are in memory. A batch is indexed when it is needed.
 
     All feeds return images (n, H, W, C) uint8, or other inputs (n, ...), and labels (n, ...) on the
     device. Inputs or labels that the rank does not need are empty tensors.
@@ -95,7 +96,7 @@ class MemoryFeed:
         """Do nothing: there are no workers to stop."""
 
     def _prepare_block(self, epoch: int, index: Array) -> Take:
-        """Return a function that returns the training inputs of batches of the samples `index`."""
+        """Return a `Take` for the batches of a block, which consists of the samples `index`."""
         return lambda rows, start, batch: self._take_plain(rows)
 
     def _take_plain(self, rows: Tensor) -> Tensor:
@@ -159,7 +160,7 @@ def build_readers(
 ) -> Workers | InProcess:
     """Create the readers of `sources`, which read batches of `rows` samples.
 
-    They run in `workers` processes, or in this process if `workers` is 0.
+    The readers run in `workers` processes, or in this process if `workers` is 0.
     """
 
     def allocate(slots: int) -> tuple[Buffers, list[Reader]]:
@@ -179,7 +180,7 @@ class PhotoFeed:
     """Batches of photos from one source of `readers`.
 
     Attributes:
-        failures: names of unreadable samples, and the reasons.
+        failures: path of each unreadable sample, and the reason.
         uncached: number of photos that were prepared because the cache lacked them.
     """
 
@@ -209,7 +210,7 @@ class PhotoFeed:
         return self._read(self._keys(None, batches))
 
     def prefetch(self, epoch: int | None, batches: Sequence[Array]) -> None:
-        """Read `batches` as soon as workers are idle. Evaluation has no `epoch`."""
+        """Read `batches` as soon as workers are idle. Pass None as `epoch` for evaluation."""
         self._readers.prefetch(self._keys(epoch, batches))
 
     def close(self) -> None:
@@ -266,7 +267,7 @@ class PhotoFeed:
     def _add_report(self, report: Report, key: Key) -> int:
         """Add the failures of a batch and return its number of rows.
 
-        In evaluation, this is the number of rows of a full batch, including padding.
+        In evaluation, the result is the number of rows of a full batch, including padding.
 
         Raises:
             SetupError: an image cannot be read and data.on_error=stop, or none of

@@ -1,7 +1,7 @@
 """Random generators that belong to a user's data set, such as those of its transforms.
 
-They are seeded for each sample of each epoch, so that their numbers depend neither on the worker
-nor on the samples that it read before.
+The generators are seeded for each sample of each epoch, so that their numbers depend neither on the
+loader worker nor on the samples that this worker read before.
 """
 
 import random

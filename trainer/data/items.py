@@ -71,7 +71,7 @@ def move_channels_first(images: Tensor, dimensions: int) -> Tensor:
         return images.unsqueeze(channel_dim)
     if images.dim() != dimensions:
         return images
-    # A shape such as (3, H, 3) has its channels first already.
+    # An ambiguous shape such as (3, H, 3) is assumed to have its channels first.
     is_first = images.shape[channel_dim] in (1, 3)
     if images.shape[-1] in (1, 3) and not is_first:
         return images.movedim(-1, channel_dim)
@@ -180,7 +180,7 @@ def find_class_names(part: Any) -> Names:
 def find_stored_targets(part: Any) -> Tensor | None:
     """Return all class indices of a data set if it has them as an attribute, else None.
 
-    For a Subset, they are those of the data set inside it.
+    For a Subset, the class indices are those of the whole data set inside it.
     """
     if isinstance(part, Subset):
         return find_stored_targets(part.dataset)

@@ -104,8 +104,7 @@ def count_workers(
 ) -> int:
     """Return the number of loader workers of one rank.
 
-    This is data.workers, or by default the number that the cores and the memory of this machine
-    allow.
+    The number is data.workers. By default, the cores and the memory of this machine determine it.
 
     Args:
         recipe: the recipe.
@@ -185,7 +184,10 @@ class Loader:
         self.set_shares(share.numbers)
 
     def set_shares(self, numbers: tuple[float, ...]) -> None:
-        """Divide batches among the shares in proportion to `numbers`, from the next batch on."""
+        """Divide each batch among the shares in proportion to `numbers`; equally if it is empty.
+
+        The present feeds are closed, and new ones are created for the next epoch or evaluation.
+        """
         recipe = self._recipe
         datasets = self._datasets
         device = self._device
@@ -279,8 +281,8 @@ class Loader:
     def skipped(self) -> int:
         """Number of times that an unreadable image was replaced (training) or skipped (evaluation).
 
-        On a rank that needs no images, or needs them only for a teacher, this is 0. The rank on
-        which the model reads the same images counts them.
+        The number is 0 on a rank that needs no images, or needs them only for a teacher. The rank
+        on which the model reads the same images counts them.
         """
         if self._share.inputs and self._share.counted:
             return sum(len(feed.failures) for feed in self._feeds)
@@ -375,7 +377,7 @@ class Loader:
         return self._epoch[1]
 
     def _order(self, epoch: int) -> Array:
-        """Return the sample indices of an epoch in order."""
+        """Return the order in which all shares together read the samples of an epoch."""
         recipe = self._recipe
         train = self._datasets.train
         samples = len(train)

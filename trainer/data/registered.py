@@ -58,19 +58,23 @@ def register_dataset(name: str) -> Callable[[Maker], Maker]:
     """Register a data set as `data.name=name`.
 
     The decorated function accepts the recipe's `data` section and returns (train, val, names).
-    `names` contains the names of the classes, or of a regression's values. If `names` is their
-    number, the names are "0", "1", ... With None, the names are those that the data sets contain,
-    or else numbers that follow from the targets. `train` and `val` are both pairs of tensors or
-    arrays (inputs, targets) or TensorDatasets, which are kept in memory, or both map-style data
-    sets of items (input, target) or {"image": input, "label": target}, which loader workers read.
-    The random numbers that an item draws (from torch, NumPy, random, or generators among the data
-    set's attributes) depend only on seed, epoch and index.
+    Both `train` and `val` have one of these forms:
+
+    - Data in memory: a pair of tensors or arrays (inputs, targets), or a TensorDataset.
+    - Data that loader workers read: a map-style data set. An item is a pair (input, target), or a
+      dictionary such as {"image": input, "label": target}. The random numbers that an item draws
+      (from torch, NumPy, random, or generators among the data set's attributes) depend only on
+      seed, epoch and index.
+
+    `names` contains the names of the classes, or of a regression's values. A number of names stands
+    for the names "0", "1", ... With None, the names in the data sets are used if they have any.
+    Otherwise, the names are numbers that follow from the targets.
 
     Images are uint8 tensors (N, C, H, W) with C = 1, 3 or data.channels. The input of an item is
     one image (C, H, W) of any size, or a Pillow image. Inputs of another type reach the model
-    unchanged, except that floating-point inputs become float32, and must all have the same shape.
-    Targets have the form that the recipe's task expects: for classification, class indices (N,), or
-    an int per item.
+    unchanged, except that floating-point inputs become float32. All of them must have the same
+    shape. Targets have the form that the recipe's task expects: for classification, class indices
+    (N,), or an int per item.
 
     Raises:
         RecipeError: the name is taken.
@@ -150,8 +154,8 @@ def _choose_names(
 ) -> Names:
     """Return the names of the classes or values.
 
-    The names come from the user, from the number of classes that the user states, from the data
-    sets, or else from the targets.
+    The first of these sources that exists is used: the names, or the number of classes, that the
+    user's function returns; the names that the data sets contain; the targets.
 
     Raises:
         RecipeError: the data sets or the user assign different numbers to the same classes, or the
@@ -440,7 +444,7 @@ def _build_tensor_datasets(
 
 
 def measure_statistics(images: Tensor) -> tuple[Numbers, Numbers]:
-    """Return the mean and standard deviation of each channel, over fewer than 20,000 images."""
+    """Measure the mean and standard deviation of each channel over at most 20,000 images."""
     pixels = images[:: max(1, len(images) // 10_000)].double() / 255
     mean = pixels.mean((0, 2, 3))
     std = pixels.std((0, 2, 3)).clamp_min(1e-3)

@@ -24,8 +24,9 @@ Span = tuple[int, int]
 # Top, left, height, width in pixels.
 Box = tuple[int, int, int, int]
 
-# Value of `draw` for each purpose. CROP and ERASE use BOX_DRAWS values each, so they are far apart.
-# Other values would change the results of every recipe.
+# Argument `draw` of `draw_bits` for each purpose. CROP and ERASE are far apart from other values,
+# because each is the first of BOX_DRAWS consecutive values. Do not change any value: the results of
+# all recipes would change.
 ORDER, FLIP, SHIFT_Y, SHIFT_X, AUTO, MIX, ERASE_OR_NOT, POOL, BALANCE, ITEM = range(10)
 BOX_TRIES = 10
 BOX_DRAWS = 4 * BOX_TRIES
@@ -129,8 +130,8 @@ def draw_balanced_permutation(
             repeats = number - passes[0]
             samples[in_pass] = shuffled[positions[in_pass]] + repeats * stride
         drawn.append(samples)
-    # If an epoch cannot be divided evenly, `surplus` classes have one image fewer. These are
-    # different classes in every epoch.
+    # If the epoch cannot be divided evenly among the classes, `surplus` classes have one image
+    # fewer. The classes take turns, so that none has fewer images in every epoch.
     surplus = len(counts) * per_class - len(labels)
     short = np.roll(np.arange(len(counts)), epoch * surplus)[:surplus]
     for row in short:
@@ -236,7 +237,7 @@ def draw_shifts(
 ) -> Array:
     """Draw where the crop of a padded image starts: (n, 2) int64, y then x.
 
-    The image has `padding` pixels on all four sides.
+    `padding` is the number of pixels that were added on each of the four sides.
     """
     drawn = draw_uniform(seed, epoch, index[:, None], np.array([SHIFT_Y, SHIFT_X]))
     return (drawn * (2 * padding + 1)).astype(np.int64)
@@ -268,7 +269,18 @@ def draw_boxes(
     index: Array,
     purpose: int,
 ) -> Array:
-    """Draw the numbers for one box per image, (n, BOX_TRIES, 4); `purpose` is CROP or ERASE."""
+    """Draw the random numbers from which `BOX_TRIES` boxes per image are computed.
+
+    Args:
+        seed: the recipe's seed.
+        epoch: number of the epoch.
+        index: (n,) sample indices.
+        purpose: CROP or ERASE.
+
+    Returns:
+        (n, BOX_TRIES, 4) float64 in [0, 1): for each box, the numbers that determine its area, its
+        aspect ratio, its top and its left.
+    """
     draws = draw_uniform(seed, epoch, index[:, None], purpose + np.arange(BOX_DRAWS))
     return draws.reshape(len(index), BOX_TRIES, 4)
 
@@ -286,7 +298,10 @@ def crop_boxes(
     central box with a ratio in this range.
 
     Args:
-        draws: (n, BOX_TRIES, 4) of `draw_boxes`.
+        draws: (n, BOX_TRIES, 4), the result of `draw_boxes`.
+        height: height of the images in pixels.
+        width: width of the images in pixels.
+        scale: smallest and largest area of a crop, as fractions of the image's area.
 
     Returns:
         (n, 4) int64: top, left, height, width.
@@ -306,11 +321,17 @@ def crop_boxes(
 class CropBoxes:
     """The boxes of `crop_boxes` for images of different sizes, one box at a time.
 
-    They are computed with Python numbers, because NumPy takes ten times as long for a single box.
+    The boxes are computed with Python numbers, because NumPy takes ten times as long for a single
+    box.
     """
 
     def __init__(self, draws: Array, scale: Sequence[float]) -> None:
-        """Prepare the `draws`, (n, BOX_TRIES, 4) of `draw_boxes`."""
+        """Compute the relative areas, aspect ratios and relative positions of all tries in advance.
+
+        Args:
+            draws: (n, BOX_TRIES, 4), the result of `draw_boxes`.
+            scale: smallest and largest area of a crop, as fractions of the image's area.
+        """
         self._areas = _compute_areas(draws, scale).tolist()
         self._aspects = _compute_aspects(draws, RATIO).tolist()
         self._places = draws[..., 2:].tolist()
@@ -399,7 +420,7 @@ def _choose_boxes(
 
 
 def _compute_areas(draws: Array, scale: Sequence[float]) -> Array:
-    """Return the area of each try relative to the image's, (n, BOX_TRIES)."""
+    """Return the area of each try as a fraction of the image's area, (n, BOX_TRIES)."""
     low, high = scale
     return low + (high - low) * draws[..., 0]
 
@@ -420,13 +441,15 @@ def _compute_central_box(height: int, width: int) -> Box:
 
 @dataclass(frozen=True)
 class Mix:
-    """How the images 2k and 2k + 1 of a global batch, which form pair k of P, are mixed.
+    """Weights and boxes with which pairs of images in a global batch are mixed.
+
+    Images 2k and 2k + 1 form pair k. P is the number of pairs.
 
     Attributes:
         blend: (P,) float32, the weight of an image's own pixels (mixup); 1 for a cutmix pair.
         label: (P,) float32, the weight of an image's own label.
-        box: (P, 4) int64 of top, left, height, width: the box that a pair exchanges (cutmix); all 0
-            for a mixup pair.
+        box: (P, 4) int64, top, left, height and width of the box that the two images exchange
+            (cutmix); all 0 for a mixup pair.
     """
 
     blend: Array
@@ -434,7 +457,7 @@ class Mix:
     box: Array
 
     def rows(self, start: int, stop: int) -> Mix:
-        """Return the pairs of images `start` to `stop` of the global batch."""
+        """Return the entries for images `start` to `stop - 1` of the global batch."""
         pairs = slice(start // 2, stop // 2)
         return Mix(self.blend[pairs], self.label[pairs], self.box[pairs])
 

@@ -71,7 +71,7 @@ CLASS = TensorSpec((), torch.int64)
 
 @dataclass(frozen=True)
 class Example:
-    """Shapes and types of a micro-batch, before the first one is read.
+    """Shapes and types of a full micro-batch, known before the first micro-batch is read.
 
     Attributes:
         rows: samples of a full micro-batch.

@@ -1,4 +1,4 @@
-"""Assign devices to processes, from the recipe and the numbers of local ranks and GPUs."""
+"""Decide which devices each process uses, and check that they exist and suit the mode."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,9 +13,9 @@ def assign_devices(
 ) -> list[tuple[str, ...]]:
     """Return the devices of each local rank.
 
-    Each rank gets one device. If a single process runs a mode of several devices, it gets all
-    devices, or one device for each stage of a split model. Without a GPU, all stages of a split
-    model run on the CPU. Workers of local SGD may share a device.
+    Each rank gets one device, with one exception: in a mode whose single process uses several
+    devices, that process gets all devices, or one device for each stage of a staged model. Several
+    ranks or stages can share the CPU. Workers of local SGD can also share a GPU.
 
     Args:
         recipe: The recipe.
@@ -25,7 +25,7 @@ def assign_devices(
             `local_size` is 1.
 
     Raises:
-        RecipeError: A device does not exist, or the mode cannot use this number of devices.
+        RecipeError: A device does not exist, or the mode cannot use these devices.
     """
     names = named_devices(recipe, cuda)
     if recipe.traits.many_devices and local_size == nodes == 1:
@@ -60,7 +60,7 @@ def _plural(names: Sequence[str]) -> str:
 
 
 def count_named_cards(devices: Sequence[str]) -> int:
-    """Return the minimum number of GPUs of a machine that has all of `devices`.
+    """Return the number of GPUs that a machine needs to have all of `devices`.
 
     Args:
         devices: Names of devices, such as cuda:0 or, for the first GPU, cuda.
@@ -73,10 +73,10 @@ def count_named_cards(devices: Sequence[str]) -> int:
 
 
 def named_devices(recipe: Recipe, cuda: int) -> list[str]:
-    """Return the devices in the recipe, or for devices=auto all GPUs of the machine.
+    """Return the devices that the recipe lists, or all GPUs of the machine for devices=auto.
 
-    The result is ["cpu"] if the recipe lists no device, and for devices=auto also if the machine
-    has no GPU or if the processes share weights in the CPU's memory.
+    The result is ["cpu"] if the recipe lists no device. For devices=auto, it is also ["cpu"] if the
+    machine has no GPU, or if the processes share weights in the CPU's memory.
 
     Raises:
         RecipeError: A name is invalid, or this machine does not have the device.
@@ -133,10 +133,14 @@ def resolve_devices(devices: Sequence[str] | Literal["auto"], cuda: int) -> list
 
 
 def _assign_to_one_process(recipe: Recipe, names: list[str]) -> tuple[str, ...]:
-    """Return the devices of a mode with one process: all `names`, or one for each stage of a model.
+    """Return the devices of a run's only process: all `names`, or one for each stage of the model.
+
+    For a staged model on the CPU, the result has one "cpu" for each stage. With devices=auto, GPUs
+    that exceed the number of stages stay unused.
 
     Raises:
-        RecipeError: A staged model has a single GPU, or not one device for each stage.
+        RecipeError: The model is staged, and it has only one GPU, or the number of devices differs
+            from the number of stages.
     """
     if not recipe.traits.staged:
         return tuple(names)
@@ -161,8 +165,8 @@ def _assign_to_one_process(recipe: Recipe, names: list[str]) -> tuple[str, ...]:
 def number_devices(devices: Iterable[object]) -> Iterator[str]:
     """Yield a unique name for each device in a list.
 
-    A device that occurs several times, because ranks, stages or workers share it, is followed by
-    its position in the list: cuda:0#1, or cpu:1 for the CPU.
+    A device can occur several times, because ranks, stages or workers share it. Its name then ends
+    with the position in the list: cuda:0#1, or cpu:1 for the CPU.
     """
     names = list(map(str, devices))
     for position, name in enumerate(names):

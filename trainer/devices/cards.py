@@ -19,8 +19,8 @@ NO_NCCL = (
     f"this torch has no NCCL, which ranks on GPUs communicate through: {REINSTALL}, or train with "
     "devices=[cpu]"
 )
-# Pattern of files that exist if a GPU is partitioned by MIG. A process can use only one partition,
-# so CUDA may count fewer devices than there are device nodes.
+# Pattern of files that exist if a GPU is partitioned by MIG. A process can use only one partition.
+# So it is no fault if CUDA then counts fewer GPUs than there are device nodes.
 MIG = "/proc/driver/nvidia/capabilities/gpu*/mig/gi*"
 
 
@@ -30,7 +30,8 @@ class Cards:
 
     Attributes:
         count: Number of GPUs that torch can use.
-        fault: Error to raise or report if torch cannot use all GPUs that it should; otherwise None.
+        fault: Error that says why torch can use fewer GPUs than this machine has, or fewer than
+            CUDA_VISIBLE_DEVICES lists; None if there is no such fault.
     """
 
     count: int = 0
@@ -47,7 +48,7 @@ def detect() -> Cards:
     names = None
     if visible is not None:
         names = [name.strip() for name in visible.split(",")]
-        # CUDA ignores the entries after -1.
+        # CUDA ignores -1 and all entries after it.
         if "-1" in names:
             names = names[: names.index("-1")]
         if visible.strip().lower() in NONE_VISIBLE or not names:
@@ -70,8 +71,8 @@ def detect() -> Cards:
     if len(nodes) == 1:
         machine = "this machine has 1 NVIDIA card"
     if not count:
-        # `possible_nodes` alone may belong to another kind of device, so it is no fault if this
-        # torch does not support it.
+        # Without an NVIDIA device node, `possible_nodes` do not prove that there is a GPU for this
+        # torch. For example, /dev/kfd belongs to AMD GPUs, which only torch for ROCm can use.
         if not nodes and torch.version.hip is None:
             return Cards()
         message = (
@@ -95,12 +96,13 @@ def detect() -> Cards:
 
 
 def list_device_nodes() -> tuple[list[str], list[str]]:
-    """List the files that drivers create to show that this machine has GPUs.
+    """List the device nodes of NVIDIA GPUs, and other paths that suggest that there may be a GPU.
 
     Returns:
-        (nodes, possible_nodes): `nodes` are the device nodes of NVIDIA GPUs. `possible_nodes` do
-        not prove that torch can use a GPU: the device node of AMD's compute driver, if it is
-        loaded, and one directory for each NVIDIA GPU that the driver has detected.
+        (nodes, possible_nodes): two lists of paths. `nodes` are the device nodes of NVIDIA GPUs.
+        `possible_nodes` are weaker evidence. They contain /dev/kfd, which exists if AMD's compute
+        driver is loaded, and one directory for each NVIDIA GPU that the driver has detected, even
+        if this process has no device node for it.
     """
     nodes = sorted(glob.glob("/dev/nvidia[0-9]*"))
     # Windows Subsystem for Linux has a single node for all GPUs.
@@ -112,8 +114,8 @@ def list_device_nodes() -> tuple[list[str], list[str]]:
 def _openable(nodes: Iterable[str]) -> list[str]:
     """List the nodes that this process has permission to use, including those of failed GPUs.
 
-    A container or SLURM denies permission for the GPUs of other users. Opening the node of a failed
-    GPU raises a different error.
+    A container or SLURM denies permission for the GPUs of other users, so their nodes are left out.
+    Opening the node of a failed GPU raises a different error, so its node is listed.
     """
     allowed = []
     for node in nodes:

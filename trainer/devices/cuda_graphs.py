@@ -90,10 +90,10 @@ class StepRecorder:
 
     @contextmanager
     def collect_waits(self) -> Iterator[list[str]]:
-        """List the lines of code at which the host waits for the device in this context.
+        """Yield a list that will contain the lines of code at which the host waited for the device.
 
-        Work that waits cannot be captured. The list is filled when the context ends. It contains
-        most waits, but not all, because this feature of torch is a prototype.
+        Work that waits cannot be captured. The list is filled when the context ends. It may lack
+        some waits, because torch's synchronization warnings are a prototype.
         """
         waits: list[str] = []
         before = torch.cuda.get_sync_debug_mode()
@@ -115,8 +115,8 @@ class StepRecorder:
 
         Args:
             work: Function that computes on the device.
-            stream: Stream to capture on, on which `work` was run before. The default is the side
-                stream.
+            stream: Stream to capture on. `work` must have run on this stream before. The default is
+                the side stream.
 
         Returns:
             (replay, result): a function that replays the work, and the result of `work`. Each
@@ -156,8 +156,8 @@ class StepRecorder:
                     raise
                 graph.capture_end()
         except Exception as error:
-            # Any error only ends the capture. An error of the work itself is raised again by the
-            # eager step.
+            # Report every error as NotCapturable, so that the caller runs the step eagerly. If the
+            # error comes from the work itself, the eager step raises it again.
             self._recover()
             raise NotCapturable(
                 str(error).strip().partition("\n")[0] or type(error).__name__

@@ -17,8 +17,8 @@ from trainer.recipe.text import list_some
 if TYPE_CHECKING:
     import torch
 
-# Maximum number of seconds that one interval between two queries of a device adds to the waiting
-# time. If an interval is longer, this process was stopped in between.
+# An interval between two queries of a device adds at most this number of seconds to the waiting
+# time. In a longer interval, this process was stopped, so the rest of the interval does not count.
 MAX_QUERY_SECONDS = 0.5
 # Number of int32 elements in a copy that is checked.
 PATTERN_SIZE = 1 << 20
@@ -54,7 +54,8 @@ def check_card(device: torch.device, count: int) -> None:
                 f"{name} is full before anything was loaded: nvidia-smi lists the programs that "
                 f"use it; or {remedy}"
             ) from error
-        # The error "no kernel image is available" means that torch does not support this GPU.
+        # The message contains the reason, such as "no kernel image is available" for a GPU that
+        # torch does not support.
         reason = " ".join(str(error).split())[:160]
         raise SetupError(
             f"{name} does not compute with torch {torch.__version__} ({reason}): {remedy}"
@@ -111,10 +112,10 @@ def find_unfinished(devices: Iterable[torch.device], seconds: float) -> torch.de
 
 
 def list_copy_pairs(devices: Sequence[torch.device]) -> list[tuple[torch.device, torch.device]]:
-    """List the pairs of devices between which one process copies, for stages or replicas.
+    """List the pairs (source, target) of devices between which one process copies tensors.
 
-    A pair consists of neighbors, or of the first device and any other device. Both directions are
-    listed.
+    Stages copy between neighbors in `devices`. Replicas copy between the first device and each
+    other device. Both directions are listed.
     """
     first, *others = devices
     pairs = []
@@ -127,8 +128,8 @@ def list_copy_pairs(devices: Sequence[torch.device]) -> list[tuple[torch.device,
 def copies_correctly(source: torch.device, target: torch.device, pattern: int) -> bool:
     """Copy a pattern from one GPU to another, and return whether it arrives unchanged.
 
-    Each `pattern` has different numbers, and the target is filled with zeros first. Otherwise
-    numbers of an earlier copy could hide that nothing is copied.
+    Each value of `pattern` yields different numbers, and the target is filled with zeros first.
+    Otherwise, numbers of an earlier copy could hide that nothing is copied.
     """
     import torch
 

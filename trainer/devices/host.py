@@ -12,13 +12,13 @@ from pathlib import Path
 
 PROC = Path("/proc")
 GROUPS = Path("/sys/fs/cgroup")
-# A control group without a memory limit reports a huge number: this number of bytes, or more, means
-# that there is no limit.
+# Memory limits of at least this number of bytes are ignored: a control group without a limit
+# reports a huge number.
 UNLIMITED = 1 << 60
 # Seconds per tick of the kernel's counters.
 TICK = 1 / (os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100)
-# Minimum fraction of the time that a thread waits for a core, or that other virtual machines use
-# the cores, for a noticeable slowdown. Below it, the load by other programs counts as 0.
+# The load by other programs counts as 0 unless a thread of this process waits for a core, or other
+# virtual machines use the cores, for at least this fraction of the time.
 MAX_WAITING = 0.2
 
 
@@ -47,8 +47,8 @@ def free_memory() -> int:
         limit = _read_number(folder, "memory.max", "memory.limit_in_bytes")
         used = _read_number(folder, "memory.current", "memory.usage_in_bytes")
         if limit is not None and used is not None:
-            # The kernel frees cached files when memory is needed. The key's name depends on the
-            # version of control groups.
+            # Cached files count as free, because the kernel evicts them when memory is needed. The
+            # name of their key depends on the version of control groups.
             table = _read_table(folder / "memory.stat")
             cached = table.get("total_inactive_file", table.get("inactive_file", 0))
             free = min(free, max(0, limit - used + cached))
@@ -93,7 +93,7 @@ def _read_number(folder: Path, *names: str) -> int | None:
 
 
 def _read_table(path: Path) -> dict[str, int]:
-    """Return the numbers in a file by the name at the start of the line; {} if it is unreadable."""
+    """Return the number in each line of a file by the name before it; {} if it is unreadable."""
     table = {}
     with suppress(OSError, ValueError):
         for fields in map(str.split, path.read_text().splitlines()):
@@ -118,9 +118,10 @@ class Strain:
 
     Attributes:
         seconds: Seconds since the creation of the meter.
-        others: Fraction of the cores' time that other virtual machines used if it is at least
-            `MAX_WAITING`, otherwise the fraction that other programs used. The latter counts as 0
-            if no thread of this process waited for a core for `MAX_WAITING` of the time.
+        others: Fraction of the cores' time, at least 0. If other virtual machines used at least the
+            fraction `MAX_WAITING`, it is the fraction that they used. Otherwise, it is the fraction
+            that other programs of this machine used, or 0 if no thread of this process waited for
+            a core for at least `MAX_WAITING` of the time.
     """
 
     seconds: float = 0.0

@@ -39,7 +39,8 @@ class Grid:
     def lines(self, dimension: str) -> list[list[int]]:
         """Return all lines of ranks along a dimension. Each line becomes one process group.
 
-        The order is the same on every rank, because all ranks must create the groups in one order.
+        The result is the same on every rank, because all ranks must create all process groups in
+        the same order.
         """
         lines = []
         for rank in range(math.prod(self.sizes.values())):

@@ -38,9 +38,9 @@ GLOO = re.compile(rf"({CALLBACK})?({PLACE}|Gloo connectFullMesh failed)")
 class translate_peer_errors:
     """Context manager that translates errors of collectives.
 
-    An error because a peer is gone or silent becomes a PeerError, and an error because of a setting
-    of this machine becomes a SetupError. All other errors, including out-of-memory errors, are
-    raised unchanged.
+    If a lost or silent peer caused an error, the error becomes a PeerError. If a setting of this
+    machine caused it, the error becomes a SetupError. All other errors, including out-of-memory
+    errors, are raised unchanged.
     """
 
     def __init__(self, patience: float | None = None) -> None:
@@ -102,7 +102,9 @@ def describe_lost_peer(cause: BaseException | float) -> str:
 
 
 def leave_silent_peers(seconds: float) -> None:
-    """Print the reason and end this process, because a collective neither returns nor raises.
+    """Print that peers are silent, and end this process.
+
+    A hanging collective neither returns nor raises, so an exception could not end the run.
 
     Args:
         seconds: timeout after which the peers were given up.

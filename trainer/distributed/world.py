@@ -37,8 +37,8 @@ Made = TypeVar("Made")
 DATA_PATIENCE = 86400.0
 # Timeout in seconds of the first exchange, after all ranks have met at their store.
 FIRST_EXCHANGE = 60.0
-# Time that is added to NCCL's timeout, at which NCCL's watchdog aborts the process. So gloo, whose
-# timeout ends earlier, raises an error first, which can be reported.
+# Time by which the timeout of NCCL is longer than that of gloo. At NCCL's timeout, its watchdog
+# aborts the process. Gloo's timeout comes first and raises an error, which can be reported.
 NCCL_LATER = timedelta(seconds=120)
 MET = "all ranks are there, and wait for the first answer from each other"
 
@@ -56,7 +56,7 @@ class World:
         local_devices: all devices of this rank.
         shared: whether ranks share a GPU, on this machine or, after `connect`, on any machine.
         nccl: whether tensors on GPUs are exchanged by NCCL.
-        timeout: seconds for which a rank or a device may be silent, once `connect` was called.
+        timeout: seconds for which a rank or a device may be silent. `connect` sets this value.
         grid: coordinates of this rank.
     """
 
@@ -103,7 +103,7 @@ class World:
                 store = self._own_store() or next(rendezvous("env://", timeout=limit))[0]
                 store.set_timeout(limit)
                 self.agree(store)
-            # NCCL does not support several ranks on one GPU.
+            # NCCL does not support several ranks on one GPU, so ranks that share a GPU use gloo.
             cuda = self.device.type == "cuda" and not self.shared
             if cuda and not dist.is_nccl_available():
                 raise SetupError(cards.NO_NCCL)
@@ -207,9 +207,9 @@ class World:
         )
 
     def _delay_nccl(self, group: Any, limit: timedelta) -> None:
-        """Set the NCCL timeout of a group to `NCCL_LATER` after `limit`.
+        """Set the NCCL timeout of a group to `limit` + `NCCL_LATER`.
 
-        Then gloo reports an error before NCCL aborts the process.
+        If a peer is silent, gloo then raises an error before NCCL aborts the process.
         """
         if self.nccl:
             group._get_backend(self.device).set_timeout(limit + NCCL_LATER)
@@ -228,8 +228,8 @@ class World:
     def agree(self, store: Store) -> None:
         """Check that all ranks use the same type of device, and set `shared` equally on all ranks.
 
-        Both determine the backend, and all ranks must create the group with the same backend. The
-        values that a rank finds on its own machine may differ from those of other machines.
+        The type of device and `shared` determine the backend, which must be the same on all ranks.
+        Before this call, a rank knows only the values of its own machine.
 
         Raises:
             SetupError: only some ranks have a GPU.
@@ -297,7 +297,8 @@ class World:
     def sum_(self, values: Tensor, along: str | None = None) -> Tensor:
         """Sum a tensor over all ranks in place, and return it.
 
-        With a dimension `along`, the sum is over this rank's line along it.
+        If `along` names a dimension of the grid, the sum is only over the ranks on this rank's line
+        along that dimension.
         """
         if self._several(along):
             with translate_peer_errors() as dist:
@@ -320,7 +321,8 @@ class World:
     def broadcast_(self, values: Tensor, along: str | None = None) -> Tensor:
         """Copy rank 0's values of a tensor to all ranks in place, and return the tensor.
 
-        With a dimension `along`, the first rank of each line along it sends to that line.
+        If `along` names a dimension of the grid, the first rank of each line along that dimension
+        sends its values to the other ranks on the line.
         """
         if self._several(along):
             first = self.grid.ranks(along)[0] if along else 0
@@ -385,7 +387,8 @@ class World:
                     dist.send(tensor, 0)
                 return []
             gathered = [local]
-            # The receives must have the order of the sends, which is that of the specs.
+            # Receive the tensors in the order in which the rank sends them, which is that of the
+            # specs.
             for rank, specs in enumerate(specs_by_rank[1:], 1):
                 tensors = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in specs}
                 gathered.append(tensors)

@@ -49,7 +49,8 @@ def train_in_children(
     else:
         folder = fresh_folder(recipe)
     with tempfile.TemporaryDirectory(prefix="trainer-") as temporary:
-        # A recipe is named after the folder of its recipe.yaml.
+        # The folder of recipe.yaml must have the recipe's name, because the child names the recipe
+        # after this folder.
         file = Path(temporary, recipe.name, "recipe.yaml")
         file.parent.mkdir()
         with_output = recipe.replace(output=str(folder.absolute()))
@@ -65,8 +66,8 @@ def train_in_children(
             Path(module_folder, name).write_bytes(content)
         # Ranks import from the same directories as this process.
         search_path = [str(module_folder), *map(os.path.abspath, sys.path)]
-        # A child does not inherit a replaced stdout, such as that of a notebook, so the child's
-        # output is copied to it.
+        # A child does not inherit a `sys.stdout` that was replaced, as in a notebook. The child's
+        # output is then copied to `sys.stdout`.
         is_redirected = sys.stdout is not sys.__stdout__
         with (
             family.run_command(

@@ -31,19 +31,20 @@ from trainer.processes.rank import read_place
 from trainer.processes.terminal import localize_commands
 from trainer.processes.watchdog_process import WATCHDOG_SIGNAL
 
-# Part of the message of a run that ran out of memory, if smaller micro-batches may fit.
+# Part of the message of a run that ran out of memory, if smaller micro-batches may fit. The
+# launcher starts such a run again.
 SMALLER = "the next attempt takes more pieces"
 # Minimum number of seconds between two failures for lack of memory that restart the run with
 # smaller micro-batches. If memory runs out again sooner, the run ends, because even smaller
 # micro-batches are unlikely to help.
 SMALLER_AFTER = 60.0
 # A rank that a signal kills more than this number of seconds after the first failure is not the
-# cause: torchrun sends SIGKILL to the ranks that are left 30 seconds after a failure, or later.
+# cause: torchrun itself sends SIGKILL to ranks that still run 30 or more seconds after a failure.
 KILLED_LATE = 20.0
-# Name of the file that `note_completed` writes.
+# Name of the file that `note_completed` writes for a rank that has completed.
 COMPLETED = "completed"
 STOPPED = "it is stopped (SIGSTOP, Ctrl-Z, a debugger)"
-# Seconds that a rank waits before it exits because it lost a peer, so that our launcher notices the
+# Seconds that a rank that has lost a peer waits before it exits, so that our launcher notices the
 # exit of the peer first. The launcher polls every 0.1 s.
 NOTICE_SECONDS = 0.3
 # Under the user's torchrun, seconds that a rank waits before it exits with an error of the recipe
@@ -81,7 +82,8 @@ def first_cause(endings: Iterable[Ending]) -> Ending:
 
     def precedence(end: Ending) -> tuple[int, bool, bool, float, int]:
         # A late signal is not a cause, because torchrun kills ranks that do not react to SIGTERM.
-        # Nor is SIGABRT, because NCCL sends it to a rank that waited for another rank.
+        # Nor is SIGABRT, because torch's NCCL watchdog aborts a rank that has waited too long for
+        # another rank.
         was_killed = end.code < 0 and end.code != -signal.SIGABRT and end.time <= late
         # A rank that found a stopped rank knows the cause. It also wakes the stopped rank to write
         # its stacks. Python's faulthandler sometimes crashes then, which looks like a kill.
@@ -97,9 +99,9 @@ def first_cause(endings: Iterable[Ending]) -> Ending:
 def public_code(code: int) -> int:
     """Convert an exit code of `subprocess` to the exit code that the launcher reports.
 
-    A negative code, which is the number of the signal that killed the rank, becomes the code of a
-    stopped run (130, 131 or 143) for signals that stop a run. For all other signals it becomes that
-    of a lost rank (`PeerError.code`).
+    A negative code -N means that signal N killed the rank. If signal N is one that stops a run, the
+    result is the exit code of a stopped run (130, 131 or 143). For any other signal, the result is
+    the exit code of a lost rank (`PeerError.code`).
     """
     if code >= 0:
         return code
@@ -158,14 +160,15 @@ def write_report(line: str, code: int, now: float) -> None:
 
     Args:
         line: why the rank failed.
-        code: its exit code.
+        code: exit code of the rank.
         now: time of the failure in seconds since the epoch. Read the clock before
             `name_stopped_ranks` resumes stopped ranks, so that their failures are later than this.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    # torchrun prints the report of every rank, and a stack in each would hide the messages.
+    # torchrun prints the report of every rank. Keep only the first line, because a stack in each
+    # report would hide the messages.
     if not family.launcher_prints():
         line = line.partition("\n")[0]
     # torchrun reports the earliest failure. A rank that lost a peer is not the cause, so it reports
@@ -212,7 +215,7 @@ def with_stack(line: str, error: BaseException) -> str:
 
 
 def name_stopped_ranks(line: str, code: int, error: BaseException) -> str:
-    """Resume the stopped ranks of this node, and name them in the message of a rank that lost one.
+    """If this rank lost a peer, resume the stopped ranks of this node and name them in a message.
 
     Args:
         line: message of this rank.

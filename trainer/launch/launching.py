@@ -35,15 +35,15 @@ from trainer.recipe.checks import check_loggers, check_processes
 MAIN = "trainer.__main__"
 # Seconds after which the exception for a signal is raised again, in case torch has caught it.
 RERAISE_SECONDS = 1.0
-# Environment variable that is set for runs whose losses are compared, so that they use the same
-# kernels: see `training/randomness.py`.
+# Environment variable that is set for runs whose losses are compared, so that all of these runs use
+# the same kernels: see `training/randomness.py`.
 EXACT = "TRAINER_EXACT"
 
 
 def launch_to_start(
     recipe: Recipe, nproc: str | None = None, max_restarts: int = 0
 ) -> Launch | None:
-    """Choose the ranks of a run, and check the recipe against them and their devices.
+    """Choose the ranks of a run, and check that the recipe can run on these ranks and devices.
 
     This is fast, so that mistakes are reported before anything slow starts.
 
@@ -52,7 +52,8 @@ def launch_to_start(
 
     Raises:
         RecipeError: the recipe cannot run with these processes and devices.
-        SetupError: a logger is not installed, or ranks cannot connect.
+        SetupError: a logger is not installed, ranks cannot connect, or TORCH_DISTRIBUTED_DEBUG has
+            a value that crashes DDP.
     """
     check_loggers(recipe)
     rank = read_place()
@@ -176,10 +177,12 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch, max_restarts: in
         )
         return 0
     if bound_by_mpi(os.environ):
-        # mpirun bound this task to a part of the cores, and all ranks of the node start from it.
+        # mpirun may have bound this task to some of the cores, and all ranks of the node would
+        # inherit this binding. Use the cores that the parent process may use instead.
         with suppress(OSError):
             os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
-    # torchrun would set OMP_NUM_THREADS=1, which could not be distinguished from the user's own 1.
+    # Set OMP_NUM_THREADS here. Otherwise torchrun sets it to 1, and ranks cannot tell whether the
+    # user has chosen this 1.
     threads = resources.choose_threads(recipe, launch.nproc)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     start_server()
@@ -209,8 +212,8 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch, max_restarts: in
         arguments += [f"--master_addr={launch.master_addr}", f"--master_port={launch.master_port}"]
     # torch logs 30 lines about a failed rank, which would hide our one-line message.
     logging.disable()
-    # The thread of torch's rendezvous may hold its own last reference, and try to join itself. The
-    # resulting error is harmless, so it is not printed.
+    # A timer thread of torch's rendezvous may drop the last reference to its timer, and then tries
+    # to join itself. The resulting error is harmless, so it is not printed.
     show = sys.unraisablehook
     sys.unraisablehook = lambda error: (
         None if "cannot join current thread" in str(error.exc_value) else show(error)
@@ -261,9 +264,9 @@ def start(recipe: Recipe, words: Sequence[str], launch: Launch, max_restarts: in
 def passing_signals_on() -> Iterator[None]:
     """Stop the ranks at the first signal, and kill them at the user's second Ctrl-C.
 
-    torch's own handler raises at every copy of a signal: at the second one ranks receive SIGTERM,
-    and at the third one the launcher exits and kills ranks that are still saving. After this block
-    signals are ignored, because the process is about to exit.
+    torch's own handler is not used, because it raises an exception at every signal. At the second
+    signal, the ranks receive SIGTERM. At the third, the launcher exits and kills ranks that are
+    still saving. After this block, signals are ignored, because the process is about to exit.
 
     Raises:
         SignalException: the first signal arrived. The exception is torch's.
@@ -336,11 +339,10 @@ def _attempt(
 
 
 def _missing_nodes(launch: Launch, timeout: float, logs: Path) -> str:
-    """Describe which other nodes this node waits for, and how to start them.
+    """Return a sentence that says which nodes this node waits for, and how to start them.
 
-    Returns:
-        An empty string if there is only one node, or once the ranks of this node are started,
-        because then all nodes are connected.
+    The result is empty if there is only one node. It is also empty when the ranks of this node have
+    been started, because all nodes are connected then.
     """
     if launch.nnodes == 1 or any(logs.glob("*/attempt_*")):
         return ""

@@ -1,8 +1,9 @@
 """Choose the number of ranks and nodes and their rendezvous, from the environment and the recipe.
 
-The first source that sets a value is used: the argument nproc=; NPROC and torchrun's variables for
-several nodes; the same variables with torchrun's prefix (PET_NPROC_PER_NODE); the tasks that mpirun
-or SLURM started; the devices of the recipe; the GPUs; the cores.
+The first source that sets a value is used: the argument nproc=; the environment variables NPROC,
+NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT; torchrun's own variables, such as
+PET_NPROC_PER_NODE; the tasks that mpirun or SLURM started; the devices of the recipe; the GPUs; the
+cores.
 """
 
 import re
@@ -87,7 +88,8 @@ def choose_launch(
     variables = {key: value for key, value in environment.items() if value}
     from_launcher = _read_mpi(variables) or _read_slurm(variables)
     if not from_launcher:
-        # Kubernetes numbers the pods of an indexed job. There is one pod for each node.
+        # In an indexed job of Kubernetes, each pod is a node of the run, and this variable contains
+        # the number of the pod.
         from_launcher = {"NODE_RANK": variables.get("JOB_COMPLETION_INDEX", "")}
     set_by_launcher = {key: value for key, value in from_launcher.items() if value}
     variables = {**set_by_launcher, **_read_torchrun(variables), **variables}
@@ -182,7 +184,8 @@ def _read_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
 
 def task_of_node(environment: Mapping[str, str]) -> int:
     """Return the local rank that mpirun or srun gave this process, or 0 without them."""
-    # If mpirun or srun started torchrun, the ranks of torchrun inherit their variables.
+    # Ranks of torchrun inherit the variables of an mpirun or srun that started torchrun, so ignore
+    # these variables.
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return 0
     names = [local for local, _, rank, size in MPI if {local, rank, size} <= set(environment)]
@@ -198,7 +201,8 @@ def task_of_node(environment: Mapping[str, str]) -> int:
 
 def tasks_started(environment: Mapping[str, str]) -> int:
     """Return the number of tasks that mpirun or srun started on all nodes, or 1 without them."""
-    # If mpirun or srun started torchrun, the ranks of torchrun inherit their variables.
+    # Ranks of torchrun inherit the variables of an mpirun or srun that started torchrun, so ignore
+    # these variables.
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return 1
     names = [*OTHERS, *((rank, size) for _, _, rank, size in MPI)]
@@ -255,12 +259,13 @@ def _read_mpi(environment: Mapping[str, str]) -> dict[str, str]:
         local_rank, local_size, rank, size = map(int, texts)
         if size < 2:
             continue
-        # This assumes that ranks are numbered node by node, which is mpirun's default. A remainder
-        # shows that they are not, and then the number of the node is unknown. Some mappings by
-        # node leave no remainder.
+        # This assumes that ranks are numbered node by node, which is mpirun's default. If there is
+        # a remainder, the assumption is wrong, and the number of the node is unknown. Some other
+        # numberings leave no remainder, so they are not detected.
         node_rank, remainder = divmod(rank - local_rank, local_size)
         return {
-            # A single task on a node is a launcher, which starts one rank per device.
+            # If a node has a single task, leave the number of ranks open: this task then starts one
+            # rank per device.
             "NPROC": str(local_size) if local_size > 1 else "",
             "NNODES": str(-(-size // local_size)),
             "NODE_RANK": "" if remainder else str(node_rank),

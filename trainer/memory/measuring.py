@@ -97,7 +97,7 @@ def measure_pass(
         module: The module to measure. Its parameters and buffers do not count.
         run: Function that computes the module's outputs from `inputs`.
         inputs: A micro-batch (N, ...). It does not count.
-        loss: Function that computes the tensor to differentiate from the outputs.
+        loss: Function that maps the outputs to the tensor where the backward pass starts.
         known: Further tensors that exist before the pass and do not count.
         gradients: Whether to allocate gradients before the pass, so that they do not count.
         cpu: Whether peaks include the scratch memory that oneDNN allocates for convolutions.
@@ -192,9 +192,9 @@ def _estimate_scratch(
     """Return the scratch memory in bytes of a convolution's backward pass on a CPU.
 
     oneDNN computes the weight's gradient in blocks of 16 x 16 channels per group (except 3 x 3
-    depthwise convolutions), adds 16-bit values up in fp32, and copies the gradient to the weight's
-    layout. The numbers come from the profiler's memory events (AVX-512, torch 2.15). The scratch
-    memory is a large share of the peak for depthwise convolutions of few images.
+    depthwise convolutions), accumulates 16-bit gradients in fp32, and copies the result to the
+    weight's layout. The formula fits the profiler's memory events (AVX-512, torch 2.15). For
+    depthwise convolutions of few images, the scratch memory is a large fraction of the peak.
     """
     outs = weight.shape[0] // groups
     ins = weight.shape[1]

@@ -44,8 +44,8 @@ def find_fewest_pieces(
     number of rows at least as fast as between the last two trials.
 
     Args:
-        rows: Number of rows of a micro-batch by the number of micro-batches, in ascending order of
-            the latter.
+        rows: Number of rows of a micro-batch by the number of micro-batches. The numbers of
+            micro-batches are in ascending order.
         measure_load: Function that runs passes with a number of micro-batches and returns their
             memory as a fraction of the available memory. If it is larger than 1, they do not fit.
         batch_norm: Whether the model needs more than one row for its batch statistics.
@@ -57,8 +57,9 @@ def find_fewest_pieces(
     measured: list[tuple[int, float]] = []
     fitting = None
     for number, count in reversed(rows.items()):
-        # BatchNorm needs more than one row. For other models, a single row is a poor first trial,
-        # and is skipped if there are sizes between it and the whole batch.
+        # Skip micro-batches of one row, unless the whole batch is one row: BatchNorm needs more
+        # rows. Without BatchNorm, one row is a poor first trial, but it is skipped only if there
+        # are sizes between one row and the whole batch.
         is_skipped = len(rows) > 2 or batch_norm
         if count == 1 and number > min(rows) and is_skipped:
             continue

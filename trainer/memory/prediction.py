@@ -71,7 +71,7 @@ class PlannedModel(Protocol):
         layout: Layout,
         cut: Any = None,
     ) -> StagedModel:
-        """Cut the model into stages at `cut`, or without a `cut` as the recipe says."""
+        """Cut the model into stages at `cut`, or as the recipe says if `cut` is None."""
 
 
 @dataclass(frozen=True)
@@ -200,10 +200,11 @@ def _predict_shard(
     layout: Layout,
     rows: int,
 ) -> Device:
-    """Predict the memory of a rank of FSDP. Measured peaks differ by less than 10 %.
+    """Predict the memory of a rank of FSDP. Predictions are within 10 % of measured peaks.
 
-    A rank has all buffers and a shard of each other tensor. A pass also gathers parameters: all of
-    them with fsdp.reshard=false, or else those that `count_gathered` counts.
+    A rank has all buffers, and a shard of each parameter, gradient and optimizer tensor. A pass
+    also gathers parameters: all of them with fsdp.reshard=false, otherwise those that
+    `count_gathered` counts.
     """
     recipe = layout.recipe
     shards = count_weight_shards(recipe, layout.processes)
@@ -354,8 +355,8 @@ def find_limit(
 ) -> Limit | None:
     """Return the memory of each device, and how many bytes a run can use.
 
-    A tenth of the memory is reserved for fragmentation and libraries, or the memory of CUDA
-    contexts and NCCL if that is more, as on small GPUs.
+    A tenth of the memory is reserved for fragmentation and libraries. If CUDA contexts and NCCL
+    need more than this tenth, as on small GPUs, the memory that they need is reserved instead.
 
     Args:
         devices: Predicted memory of the devices.

@@ -15,7 +15,7 @@ from trainer.memory.measuring import Allocations, count_bytes
 from trainer.models.partition import Traced, resolve_cuts
 from trainer.models.undisturbed import restore_after
 
-# Durations that differ by at most this factor count as equal, because timings vary by a percent.
+# Durations that differ by at most this factor count as equal, because timings vary by about 1 %.
 TIE = 1.01
 
 
@@ -212,7 +212,7 @@ def _measure(
         # The output has no gradient if this block and all blocks before it are frozen.
         if out.requires_grad:
             inputs = [received, *parameters] if received.requires_grad else parameters
-            # `backward` would change the attribute `grad` of the parameters.
+            # Call `grad`, because `backward` would change the gradients of the parameters.
             torch.autograd.grad(out, inputs, torch.ones_like(out), allow_unused=True)
         end = _clock(received.device)
     sent = out.detach()

@@ -33,11 +33,13 @@ def list_blocks(model: nn.Module) -> list[Block]:
 
     A block is a child of the model, or of a list in the model (`nn.Sequential`, `nn.ModuleList`),
     or of a module whose lists contain more than half of all weights. Examples are a residual block,
-    an encoder layer, and a single convolution. Loose parameters are those that the model, or a
-    module that is divided into blocks, holds itself, and those of a child without a parameter of
-    two or more dimensions. Examples are position embeddings, class tokens, and normalization
-    between blocks. They belong to the block before them, or to the first block if there is none
-    before them. A parameter with several names is listed once.
+    an encoder layer, and a single convolution.
+
+    All other parameters are loose, such as position embeddings and class tokens. A child whose
+    parameters all have fewer than two dimensions is not a block, so its parameters are loose too,
+    such as those of normalization between blocks. Loose parameters are added to the block before
+    them, or to the first block if there is none before them. A parameter with several names is
+    listed once.
     """
     rows: list[Block] = []
     # Loose parameters before the first block.
@@ -108,9 +110,9 @@ def freeze(
 
     Args:
         model: Changed in place.
-        wanted: Number of blocks to freeze, counted from the first one. A negative number is minus
-            the number of blocks at the end that stay trainable. A list has names or patterns of
-            modules and parameters to freeze, such as `layer1` or `encoder.layers.*.mlp`.
+        wanted: A positive number n freezes the first n blocks. A negative number -n freezes all
+            blocks except the last n. A list has names or patterns of modules and parameters to
+            freeze, such as `layer1` or `encoder.layers.*.mlp`.
         name: The model's name, for messages.
 
     Raises:
@@ -213,7 +215,7 @@ def refreeze(model: nn.Module) -> None:
     Dropout inside a frozen normalization layer stays active.
     """
     for layer in list_frozen_norms(model):
-        # `eval()` would also switch the children of the layer.
+        # Do not call `eval()`, which would also switch the children of the layer.
         layer.training = False
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -230,9 +232,9 @@ def _find_frozen_norms(model: nn.Module) -> Iterator[_NormBase]:
     """Yield frozen batch normalization, and frozen instance normalization that tracks statistics.
 
     A layer without weight and bias counts as frozen if the innermost module around it that has
-    parameters is frozen. If only some parameters of that module are frozen, the layer has the state
-    of the last layer with parameters before it, or, without a layer before it, that of the first
-    layer with parameters.
+    parameters is frozen. If only some parameters of that module are frozen, the layer counts as
+    frozen if the last layer with parameters before it is frozen. If no layer before it has
+    parameters, the first layer of the model with parameters decides.
     """
     flags_of_layers = []
     for layer in model.modules():

@@ -35,7 +35,7 @@ Tensors = dict[str, Tensor | None]
 
 
 class Passes(NamedTuple):
-    """Record of training passes. Dictionaries are indexed by names for messages.
+    """Record of training passes. The keys of all dictionaries are the names that messages use.
 
     Attributes:
         tensors: One dictionary before the first pass and one after each pass. Each has the buffers,
@@ -75,7 +75,7 @@ def try_fewest_rows(
         try:
             return make(rows)
         except Exception as error:
-            # The model's code may raise anything.
+            # The model's code may raise any exception.
             if is_out_of_memory(error):
                 say(
                     f"WARNING: {name} is not compared with what replaces it: memory is too small "
@@ -172,7 +172,7 @@ def read_plain_attributes(
     model: nn.Module,
     reachable: Reachable | None = None,
 ) -> dict[str, object]:
-    """Return values that a model's code may branch on, by names for messages.
+    """Return values that a model's code may branch on, under the names that messages use.
 
     These are the numbers, strings and lengths that the code reaches, and `requires_grad` of each
     parameter.
@@ -187,7 +187,7 @@ def _copy_numbers(value: Any) -> Tensor | None:
     """Copy a tensor or array that a pass can change in place; return None for other values."""
     if isinstance(value, Tensor):
         return value.to("cpu", copy=True) if is_plain(value) else None
-    # torch cannot represent an array of objects.
+    # torch cannot represent an array of objects, so None is returned for it.
     with suppress(TypeError, ValueError):
         if value.flags.writeable:
             return torch.from_numpy(value.copy())
@@ -243,7 +243,10 @@ def _iterate_differences(
     tolerance: float,
     floor: float,
 ) -> Iterator[str]:
-    """Yield a description of each difference, which starts with its name. Counters come first."""
+    """Yield a description of each difference, beginning with the counters.
+
+    A description starts with the name of the value that differs.
+    """
     counters = _find_counters(whole)
     others = _find_counters(replaced)
     for name in counters | others:
@@ -286,7 +289,7 @@ def relative_error(
     other: Tensor,
     floor: float = 0.0,
 ) -> float:
-    """Return the norm of the difference, divided by the norm of `one`, or by `floor` if larger.
+    """Return the norm of the difference, divided by the larger of `floor` and the norm of `one`.
 
     The result is infinite if the tensors have different shapes or types.
     """

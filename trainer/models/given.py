@@ -32,8 +32,8 @@ class ModelBuilder:
         """Check the source.
 
         Raises:
-            RecipeError: `source` is not a module, and cannot be called with arguments of `OFFERED`
-                alone, or it is a module that cannot be copied or trained.
+            RecipeError: `source` is a module that cannot be copied or trained, a function that
+                needs arguments other than those of `OFFERED`, or neither a module nor a function.
         """
         if isinstance(source, nn.Module):
             source = unwrap(source)
@@ -158,7 +158,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def _select_parameters(source: Callable[..., Any]) -> list[str]:
-    """Return which of `OFFERED` a function is called with.
+    """Return the names of the arguments in `OFFERED` that a function should be called with.
 
     Raises:
         RecipeError: The function needs another argument.

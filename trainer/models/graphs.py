@@ -152,8 +152,8 @@ class Recording:
     def names(self, value: fx.Node) -> list[str]:
         """Return unique names of a value.
 
-        These are the modules that return the value and are called once, the innermost first. If
-        there are none, it is the name of the operation.
+        These are the names of the modules that return the value and are called only once, the
+        innermost first. If there are no such modules, the only name is that of the operation.
         """
         calls = self.tracer.calls
         modules = [name for name in self.tracer.ends[value] if calls[name] == 1]
@@ -277,5 +277,5 @@ def _merge_argument(
 
 
 def attribute(model: nn.Module, target: object) -> Any:
-    """Return the attribute with a dotted name."""
+    """Return the attribute of `model` with the dotted name `target`, such as `layer1.0.weight`."""
     return operator.attrgetter(str(target))(model)

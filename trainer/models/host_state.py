@@ -1,4 +1,4 @@
-"""Read host state that a pass may change, which a CUDA graph replay would not change."""
+"""Read the state on the host that an eager pass may change, but a CUDA graph replay would not."""
 
 import functools
 import hashlib
@@ -23,7 +23,7 @@ def read_host_state(
     modules: Sequence[nn.Module],
     on_device: Collection[str],
 ) -> dict[str, object]:
-    """Return the state on the host that a pass may change, by names for messages.
+    """Return the state on the host that a pass may change, under the names that messages use.
 
     This is the state of random generators, and the buffers and attributes of modules.
 
@@ -34,7 +34,7 @@ def read_host_state(
     """
     state = read_generator_states()
     if "cpu" in on_device:
-        # On a CPU that replaces a GPU, this generator belongs to the device.
+        # On a CPU that replaces a GPU, this generator belongs to the device, not to the host.
         del state["random state of torch"]
     for suffix, module in _number_modules(modules):
         reachable = Reachable([module])
@@ -52,7 +52,7 @@ def read_host_state(
 
 
 def list_held_tensors(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Return the buffers and attributes that a pass may change in place, by names for messages."""
+    """Return the tensors in buffers and attributes that a pass may change in place, by name."""
     tensors = {}
     for number, module in enumerate(modules):
         for name, value in [*_name_buffers(module), *Reachable([module]).values]:
@@ -99,10 +99,10 @@ class _Snapshot:
 
 
 def read_settings(modules: Sequence[nn.Module]) -> dict[str, object]:
-    """Return values that a model's code may branch on, by names for messages.
+    """Return values that a model's code may branch on, under the names that messages use.
 
-    These are attributes, training flags, which parameters train, and the name of the first hook of
-    the user, if any.
+    These are attributes, training flags, `requires_grad` of each parameter, and the name of the
+    user's first hook, if any.
     """
     state = {}
     for suffix, module in _number_modules(modules):

@@ -29,7 +29,7 @@ def add_pretrained_input(recipe: Recipe) -> Recipe:
         return recipe
     arguments = {}
     if recipe.model.init_from is not None and (stored := _read_stored(recipe.model.init_from)):
-        # Mean and deviation of gray images also fit color images, and the reverse. Any other number
+        # Mean and deviation of gray images also fit color images, and vice versa. Any other number
         # of channels must equal the stored one. Otherwise mean and deviation are left out here and
         # measured later.
         if (recipe.data.channels or 3) not in (1, 3, stored["channels"]):
@@ -63,6 +63,6 @@ def _read_stored(source: str) -> dict[str, Any]:
         for key in ("image_size", "channels", "mean", "std"):
             stored[key] = json.loads(metadata[key])
     except (CheckpointError, KeyError, ValueError, RecursionError):
-        # Building the model reports what is wrong with the file.
+        # No error is raised here, because building the model reports what is wrong with the file.
         return {}
     return stored if stored["mean"] else {}

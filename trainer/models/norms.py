@@ -152,7 +152,7 @@ def acts_as_batch_norm(layer: nn.Module) -> bool:
 
     try:
         with restore_after([layer], torch.device("cpu")):
-            # Rows do not interact in a layer that stays in evaluation mode.
+            # In a layer that stays in evaluation mode, rows do not interact, so it needs no test.
             if not layer.train().training:
                 return True
         for inputs in _iterate_samples(layer):

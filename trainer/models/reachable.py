@@ -107,9 +107,10 @@ class Reachable:
         values: Pairs (name for messages, value). A value that can be reached in several ways is
             listed under each name. Numbers, strings, and the parameters and buffers that are
             registered in `modules` are left out.
-        plain: By the same names, results of `_plain`, such as numbers and lengths of containers,
-            which can be compared with a later snapshot. For other objects that the walk reaches
-            again, the name under which it reached them first.
+        plain: Values that can be compared with those of a later snapshot, by name for messages.
+            These are the results of `_plain`, such as numbers and lengths of containers. If
+            `_plain` returns None for an object that the walk has reached before, the value is the
+            first name of that object.
         is_complete: False if the walk ended at `MAX_VALUES` values.
     """
 
@@ -117,7 +118,7 @@ class Reachable:
         self.values: list[tuple[str, Any]] = []
         self.plain: dict[str, object] = {}
         self._holders: list[tuple[Holder, Entries]] = []
-        # Iterators, their positions and their copies.
+        # (iterator, position, copy) of each visited iterator.
         self._iterators: list[tuple[Any, object, Any]] = []
         registered = set[int]()
         for module in modules:
@@ -316,7 +317,7 @@ class Holder:
                     entries[key] = entry
             return entries
         for name in self.names:
-            # A slot or a cell may be empty.
+            # A slot or a cell may be empty. Then there is no entry for it.
             with suppress(AttributeError, ValueError):
                 entries[name] = getattr(self.value, name)
         # A generator keeps its variables in its frame.
@@ -334,7 +335,7 @@ class Holder:
             owner = type(self.value)
         now = self.read()
         for key in now.keys() | entries.keys():
-            # Some attributes are read-only.
+            # Some attributes are read-only, so they are left as they are.
             with suppress(AttributeError, TypeError):
                 if key not in entries:
                     owner.__delattr__(self.value, key)
@@ -383,7 +384,7 @@ class Variable(Holder):
     """Value of a context variable."""
 
     def read(self) -> Entries:
-        # A variable without a default may never have been set.
+        # A variable that has no default and was never set has no entry.
         with suppress(LookupError):
             return {"value": self.value.get()}
         return {}
@@ -520,7 +521,7 @@ def _iterate_holders(name: str, value: Any) -> Iterator[Holder]:
         yield Cache(prefix, value)
     if isinstance(value, ctypes._SimpleCData):
         yield Holder(prefix, value, ["value"])
-    # `vars` does not list the attributes of a scripted module.
+    # `vars` does not list the attributes of a scripted module, so torch's methods list them.
     if isinstance(value, torch.jit.ScriptModule):
         scripted = [*value._concrete_type.get_attributes(), *value._modules.keys()]
         yield Holder(prefix, value, scripted)

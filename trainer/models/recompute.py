@@ -151,8 +151,9 @@ def _chain(parts: Sequence[Forward]) -> Forward:
 def compile_call(forward: Forward, name: str) -> Forward:
     """Compile a block's `forward` separately from the rest of the model.
 
-    The function gets its own code object and name. If torch's tracer meets the same code with
-    different shapes, it marks the shapes as dynamic, and it gives up at the ninth shape.
+    Each compiled function has its own code object and name. If all blocks shared one code object,
+    torch's tracer would see it with the shapes of all blocks. It would mark the shapes as dynamic,
+    and give up at the ninth shape.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:

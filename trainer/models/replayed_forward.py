@@ -127,7 +127,7 @@ class ReplayedForward:
         assert self._replay is not None
         self._inputs.copy_(inputs, non_blocking=True)
         self._replay()
-        # The next replay overwrites the outputs.
+        # Return a copy, because the next replay overwrites the outputs.
         return self._outputs.clone()
 
     def _run_eagerly(self, inputs: Tensor) -> Tensor | None:
@@ -160,7 +160,7 @@ class ReplayedForward:
             raise NotCapturable(f"a {hook} would not be called by a replay")
         with recorder.use_side_stream():
             expected = self._run_trial(lambda: self._forward(inputs), recorder.collect_waits())
-        # The clone has the strides of the inputs.
+        # The clone has the strides of the inputs, for which the pass is captured.
         own_inputs = inputs.clone()
         # The capture runs the model's Python code, which may change host state.
         with restore_after(self._modules, self._device, weights=True):
@@ -200,8 +200,8 @@ class ReplayedForward:
             rehearsal: Context that lists where the host waited for the device.
 
         Returns:
-            Copies of the outputs, and of the tensors that the pass may have changed, by names for
-            messages.
+            Copies of the outputs, and of the tensors that the pass may have changed, under the
+            names that messages use.
 
         Raises:
             NotCapturable: The pass has effects that a replay would not have.
@@ -223,14 +223,14 @@ class ReplayedForward:
             return copies
 
     def _read_host_state(self) -> dict[str, object]:
-        """Return the state on the host that a pass may change, which a replay does not change.
+        """Return the state that an eager pass may change on the host, but a replay does not change.
 
-        For weights, this is the number of times that they were written.
+        For each weight, the state is the number of times that it was written.
         """
         state = read_host_state(self._modules, {self._device.type})
         for number, module in enumerate(self._modules):
             for name, parameter in module.named_parameters():
-                # Inference tensors have no version.
+                # Inference tensors have no version, so it is not known whether they were written.
                 if not parameter.is_inference():
                     state[f"weight {name} ({number})"] = parameter._version
         return state

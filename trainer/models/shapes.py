@@ -47,9 +47,9 @@ def build_on_meta(make: Callable[[], nn.Module]) -> tuple[nn.Module | None, str]
     """Call `make` on the meta device.
 
     Returns:
-        (model, ""), or (None, reason) if loading weights into the model later would not give the
-        model that `make` builds: its code reads values, a tensor is neither a parameter nor a
-        buffer, or random numbers are drawn on another device.
+        (model, "") if the model will equal one that `make` builds on the CPU, once the same weights
+        are loaded into both. Otherwise (None, reason): the model's code reads values, a tensor is
+        neither a parameter nor a buffer, or random numbers are drawn on another device.
     """
     random_state = torch.get_rng_state()
     try:

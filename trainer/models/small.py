@@ -214,7 +214,10 @@ def fast_cnn_mirrored(
     channels: int,
     image_size: ImageSize,
 ) -> nn.Module:
-    """Build `fast_cnn` with the same parameter names, averaged over mirror images."""
+    """Build a `fast_cnn` that averages over mirror images in evaluation.
+
+    Its parameters have the same names as those of `fast_cnn`.
+    """
     return Mirrored(*fast_cnn(num_classes, channels, image_size).children())
 
 

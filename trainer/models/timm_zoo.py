@@ -70,15 +70,15 @@ def bare(
 def read_preset(model: ModelRecipe) -> tuple[Any, Any, Any]:
     """Return mean, standard deviation and image size of a model's preprocessing in timm.
 
-    Values that timm does not list are None. The image size is also None for random weights, which
-    no size suits better than another.
+    Values that timm does not list are None. The image size is also None for random weights, because
+    no size suits them better than another.
 
     Raises:
         RecipeError: timm is not installed.
     """
     timm = _import_timm(model.name)
     name = _add_tag(model)
-    # Building the model reports an unknown name.
+    # An unknown name raises no error here, because building the model reports it.
     is_known = timm.is_model(name) and ("." not in name or name in _list_pretrained(timm, name))
     if not is_known or (config := timm.get_pretrained_cfg(name)) is None:
         return None, None, None
@@ -139,7 +139,7 @@ def _find_model(recipe: ModelRecipe) -> tuple[Any, str]:
 
 
 def _list_pretrained(timm: Any, name: str) -> list[str]:
-    """List the names in timm of a model's published weights."""
+    """List timm's names for the published weights of a model."""
     return list(timm.list_pretrained(f"{name.partition('.')[0]}.*"))
 
 

@@ -18,7 +18,7 @@ from trainer.recipe.image_sizes import ImageSize, sides, square
 from trainer.recipe.known_names import AUXILIARY
 from trainer.saving import locks
 
-# Patterns of tensor names in published files of DenseNet and ViT, and the current names.
+# Patterns of old tensor names in published files of DenseNet and ViT, and their replacements.
 OLDER = {
     r"(denselayer\d+\.(?:norm|relu|conv))\.([12]\.)": r"\1\2",
     r"(encoder_layer_\d+\.mlp)\.linear_1\.": r"\1.0.",
@@ -46,7 +46,8 @@ def create(
         SetupError: The weights cannot be downloaded or read.
         AssertionError: The model cannot be built for images of that size.
     """
-    # These models convert three channels to the normalization of their published weights.
+    # These models convert three channels to the normalization of their published weights, so they
+    # cannot read images with another number of channels.
     if channels != 3 and recipe.name in AUXILIARY:
         raise RecipeError(
             f"model.name={recipe.name} reads 3 channels and the images have {channels}: set "
@@ -61,7 +62,7 @@ def create(
         try:
             model: nn.Module = builder(num_classes=num_classes, **options)
         except ValueError as error:
-            # MaxViT divides the image into windows. Some sizes are not divisible.
+            # MaxViT divides the image into windows, which is not possible for every size.
             raise AssertionError(str(error)) from None
         _set_channels(model, channels, is_pretrained=False)
         return model
@@ -178,8 +179,9 @@ def count_classes(model: ModelRecipe) -> int:
 def read_preset(model: ModelRecipe) -> tuple[Any, Any, Any]:
     """Return mean, standard deviation and image size of the preprocessing of a model's weights.
 
-    Values that are usual for photos are returned as None. The image size is also None with
-    `init_from`. All values are None for random weights and for models that are not torchvision's.
+    Values that equal those of ResNet-18, which are usual for photos, are returned as None. The
+    image size is also None with `init_from`. All values are None for random weights and for models
+    that are not torchvision's.
 
     Raises:
         RecipeError: The weights are not published.
@@ -227,7 +229,7 @@ def _builder_options(
     if recipe.name.startswith("maxvit_") and recipe.weights is None:
         options["input_size"] = sides(image_size)
     if recipe.name in AUXILIARY:
-        # With auxiliary heads, the output in training would be a tuple.
+        # With auxiliary heads, the output in training would be a tuple, so they are left out.
         options["aux_logits"] = False
         if recipe.weights is not None:
             # With this option the model converts its inputs to the normalization of the weights.
@@ -238,7 +240,7 @@ def _builder_options(
 def bare(recipe: ModelRecipe, num_classes: int, image_size: ImageSize) -> str:
     """Format the call that builds the same model with torchvision alone."""
     options = {"num_classes": num_classes, **_builder_options(recipe, image_size)}
-    # Initializing weights that are loaded afterwards wastes time.
+    # The weights are loaded afterwards, so initializing them would waste time.
     if recipe.name in AUXILIARY:
         options["init_weights"] = False
     arguments = ", ".join(f"{key}={value}" for key, value in options.items())
@@ -250,7 +252,7 @@ def replace_head(
     old: int,
     new: int,
 ) -> str:
-    """Replace the last linear or convolutional layer with `old` outputs by one with `new` outputs.
+    """Replace the last linear or convolutional layer that has `old` outputs. It gets `new` outputs.
 
     Returns:
         Name of the layer in the model.

@@ -99,7 +99,7 @@ def is_expanded(tensor: Tensor) -> bool:
 
 
 def read_generator_states() -> dict[str, object]:
-    """Return comparable states of the global random generators, by names for messages."""
+    """Return the states of the global random generators, in a form that `find_change` compares."""
     numpy_state = np.random.get_state(legacy=False)["state"]
     return {
         "random state of NumPy": (numpy_state["key"].tobytes(), numpy_state["pos"]),

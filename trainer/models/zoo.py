@@ -109,7 +109,7 @@ def build(
         )
     try:
         model = _build_unchecked(recipe, num_classes, channels, image_size, starting)
-        # Only models on a GPU are moved, because `cpu()` would raise for one on the meta device.
+        # Only models on a GPU are moved: for a model on the meta device, `cpu()` raises an error.
         tensors = [*model.parameters(), *model.buffers()]
         if any(tensor.is_cuda for tensor in tensors):
             model = model.cpu()
@@ -252,7 +252,8 @@ def resolve_weights(recipe: ModelRecipe) -> str | None:
     with suppress(CheckpointError, RecipeError):
         path = find_run(recipe.init_from)
         model_section = _read_model_section(read_metadata(path))
-        # A checkpoint has no metadata until its run has written the first weights file.
+        # A checkpoint has no metadata until its run has written the first weights file. Until then,
+        # the recipe is read from the run folder.
         if not model_section and path.is_dir():
             run_folder = path.absolute().parents[1]
             model_section = recipes.load(str(run_folder)).to_dict()["model"]
@@ -292,8 +293,8 @@ def count_shared_classes(
 def describe_order_match(source: str, classes: Sequence[str]) -> str:
     """Return a note for the start-up summary about classes that could not be matched by name.
 
-    The note is empty if neither `init_from` nor the data has class names, or if both list their
-    classes but not equally many.
+    The note is empty if neither `init_from` nor the data has class names, or if both list classes
+    but different numbers of them.
     """
     stored_classes = _read_class_names(read_metadata(find_run(source)))
     if not are_names(stored_classes) and not are_names(classes):
@@ -316,7 +317,8 @@ def _load_initial_weights(
     """Load the weights of a run directory, a checkpoint or a file.
 
     If the file has class names, the last layer loads the outputs of the classes that it shares with
-    the data. Without names the last layer is loaded whole, unless the number of classes differs.
+    the data. Without names, the whole last layer is loaded if it has the same number of classes as
+    the data, and otherwise it is not loaded.
     """
     path = find_run(source)
     weights, metadata = read_weights(path)
@@ -325,7 +327,8 @@ def _load_initial_weights(
         metadata = {**read_metadata(path), **metadata}
     state = model.state_dict()
     weights = torchvision_zoo.rename_weights(weights, state)
-    # Files from before PyTorch 0.4.1 have no batch counters. They start at 0, as in torch.
+    # Files from before PyTorch 0.4.1 have no batch counters, so the model keeps its own, which are
+    # 0.
     for key, tensor in state.items():
         if key.endswith(".num_batches_tracked"):
             weights.setdefault(key, tensor)
@@ -380,11 +383,11 @@ def _merge_by_class(
     classes: Sequence[str],
     outputs: int,
 ) -> dict[str, Tensor]:
-    """Match the last layer to the classes of the data by their names.
+    """Return weights whose last layer has the rows of the data's classes, matched by name.
 
     Outputs of classes that the file does not have keep the model's new weights, because an output
     that was trained for another class would be confident and wrong. If the last layer does not have
-    one output per class, as in some users' models, the weights are returned unchanged.
+    one output per class, as in some users' models, `weights` is returned unchanged.
     """
     stored_classes = _read_class_names(metadata)
     matches = match_by_name(stored_classes, classes)
@@ -416,7 +419,7 @@ def match_by_name(
     known: Sequence[str],
     classes: Sequence[str],
 ) -> list[int | None] | None:
-    """Match class names.
+    """Find the position of each of `classes` in `known`, by name.
 
     Data sets without names call their classes 0, 1, 2, ... These numbers count as names if the
     other sequence has names and shares at least one of them, because directories named by numbers
@@ -516,7 +519,8 @@ def select_fitting_weights(
     """
     state = model.state_dict(keep_vars=True)
     tensors = {name: part for name, part in state.items() if isinstance(part, Tensor)}
-    # A tensor with several names in the model is saved under one of them.
+    # A tensor with several names in the model is saved under one of them. All its names get the
+    # saved tensor.
     saved = {}
     for name, tensor in tensors.items():
         if name in weights:
@@ -555,8 +559,8 @@ def _run_on_meta(
     A model with weights of another type than float32 runs on the CPU instead.
 
     Returns:
-        The output, or `UNKNOWN` if the model cannot be copied, or if it fails for a reason that
-            lies in the meta device or in the copy rather than in the inputs.
+        The output. `UNKNOWN` if the model cannot be copied, or if the pass fails because of the
+        meta device or the copy, not because of the inputs.
 
     Raises:
         AssertionError: The model cannot read the inputs.
@@ -580,14 +584,16 @@ def _run_on_meta(
             return UNKNOWN
         if inputs is None:
             inputs = torch.zeros(2, channels, *sides(image_size))
-        # The copy shares closures and globals with the model.
+        # The copy shares closures and globals with the model, so the pass might change the model's
+        # state. Check that it did not.
         with restore_after([probe], checked=[model]), torch.no_grad():
             return probe(inputs.to(device))
     except RecipeError:
         # `restore_after` raises it: the pass changed state that cannot be restored.
         raise
     except NotImplementedError:
-        # An operator has no meta kernel. Wrong outputs are found in training.
+        # An operator has no meta kernel, so the output is not checked here. A wrong output is found
+        # in training instead.
         return UNKNOWN
     except (RuntimeError, ValueError, AssertionError) as error:
         if any(text in str(error) for text in NOT_ON_META):

@@ -26,7 +26,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "ddp": DistributedDataParallel,
     "split": Split,
     "pipeline": CapturablePipeline,
-    # A single process has no ranks to shard over, so its `fsdp` is mode `single`.
+    # A single process has no ranks to shard over, so mode `fsdp` trains as mode `single`.
     "fsdp": Strategy,
     "local_sgd": LocalSGD,
     "hogwild": Hogwild,

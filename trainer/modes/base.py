@@ -50,7 +50,7 @@ def compile_in_place(module: nn.Module) -> None:
 class Strategy(ModelState, Measures):
     """One model on one device: mode `single`, and the base class of all other modes.
 
-    A new mode overrides those of these eight methods in which it differs:
+    A new mode overrides those of the following eight methods that must behave differently:
 
     - `connect`: connect ranks or devices once, after the model is on its device.
     - `outputs`: run the forward pass, in training and in evaluation.
@@ -89,7 +89,7 @@ class Strategy(ModelState, Measures):
     # The methods that a new mode overrides (and three in `state.py`).
 
     def connect(self) -> None:
-        """Connect ranks or devices, for example by DDP, after `to_device` and `transform`."""
+        """Connect ranks or devices, for example with DDP, after `to_device` and `transform`."""
         self._parameters = list(self.named_parameters().values())
         self._trained = self._read_flags()
 
@@ -103,8 +103,9 @@ class Strategy(ModelState, Measures):
         weight: float,
         sync: bool = True,
     ) -> Tensor:
-        """Add the gradients of `weight` times the loss summed over the batch's rows.
+        """Run the forward and backward pass of a micro-batch, and add its gradients to `grad`.
 
+        The gradients are those of `weight` times the sum of the loss over the rows of the batch.
         If workers train independently, the gradients are also multiplied by `divisor` (see
         `set_shares`).
 
@@ -133,7 +134,7 @@ class Strategy(ModelState, Measures):
         """Sum gradients over replicas, unless the backward pass has summed them already."""
 
     def after_step(self, step: int) -> None:
-        """Run after every optimizer step.
+        """Exchange weights after an optimizer step, if the mode does so. Called in every step.
 
         Args:
             step: number of finished steps.
@@ -340,7 +341,7 @@ class Strategy(ModelState, Measures):
             return self.outputs(inputs)
 
     def after_epoch(self, averages: Mapping[str, Tensor]) -> None:
-        """Run at the end of an epoch, before evaluation.
+        """Exchange weights at the end of an epoch, before evaluation, if the mode does so.
 
         Args:
             averages: moving averages by plain name; empty without `ema`.

@@ -40,16 +40,18 @@ if TYPE_CHECKING:
 
 # Maximum number of timed pairs of passes, one with and one without communication.
 MEASURED_PAIRS = 8
-# Number of passes over the same inputs that search a model of the user's own code for unused
-# parameters, because these may vary from pass to pass. Other models need one pass.
+# Number of passes over the same inputs that `find_probe_inputs` runs to find out whether a model of
+# the user's own code leaves parameters unused, because this may vary from pass to pass. For other
+# models, a single pass is run.
 PROBE_PASSES = 4
 
 
 def read_in_training(model: nn.Module) -> bool:
     """Return True if a training step may read buffers, so that ranks must share them in each step.
 
-    In training BatchNorm only writes its buffers, so ranks need not share them in each step:
-    `sync_weights` copies rank 0's buffers to the other ranks.
+    In training, BatchNorm only writes its buffers. Ranks need not share such buffers in each step,
+    because `sync_weights` copies rank 0's buffers to the other ranks before evaluation and
+    checkpoints.
     """
     holders = {}
     for name, module in model.named_modules():
@@ -62,7 +64,7 @@ def average_in_bf16(bucket: GradBucket, ranks: int) -> torch.futures.Future[Tens
     """Average the gradients of a bucket over all ranks, which send them as bf16.
 
     All ranks get the same average. Torch's `bf16_compress_hook` is similar, but divides the rounded
-    gradients before the sum, and raises on a torch without CUDA.
+    gradients before the sum, and raises an error if torch was built without CUDA.
     """
     gradients = bucket.buffer()
     summed = dist.all_reduce(gradients.bfloat16(), async_op=True).get_future()
@@ -150,7 +152,8 @@ class DistributedDataParallel(Strategy):
                 # need the search.
                 if not has_unused or "ready only once" not in str(error):
                     raise
-                # A static graph fails inside the reducer when gradients accumulate.
+                # A static graph fails inside the reducer when gradients accumulate, so a step of
+                # several passes is refused.
                 if self.recipe.pieces > 1:
                     raise RecipeError(
                         f"model.name={self.recipe.model.name} leaves parameters unused and has a "
@@ -213,8 +216,8 @@ class DistributedDataParallel(Strategy):
         # the larger of two nearly equal scores. Two passes of one rank then differ too, so their
         # difference is measured and a multiple of it is allowed.
         repeated = self._gradients_of(self.module)
-        # The images and random numbers of all ranks are equal, so the average equals each rank's
-        # own gradient.
+        # The images and random numbers of all ranks are equal, so the average over the ranks should
+        # equal the gradient of each rank.
         together = self._gradients_of(self.wrapped)
         tolerance = SHARDED_TOLERANCE["bf16" if self.recipe.ddp.compress else self.recipe.precision]
         floor = FLOOR * get_total_norm([*alone.values()]).item()
@@ -385,7 +388,7 @@ class DistributedDataParallel(Strategy):
 
         If DDP's reducer is the last to refer to the group, it waits for gloo's thread while it
         holds the interpreter's lock, which that thread may need to free its last tensor. With torch
-        2.11 one run in several dozen hangs.
+        2.11, one run in several dozen would hang.
         """
         self.wrapped = None
 
@@ -423,7 +426,7 @@ class DistributedDataParallel(Strategy):
         """Measure the communication that the backward pass does not hide.
 
         Args:
-            pairs: number of passes to measure with DDP, and also without it.
+            pairs: number of measured passes with DDP. As many passes without DDP are measured.
         """
         batch = self.context.example.batch(self.device, channels_last=self.recipe.channels_last)
         self.train_for_probe()

@@ -12,10 +12,10 @@ from trainer.recipe.shares import split_rows
 
 
 class Replica(nn.Module):
-    """A model that enters autocast itself.
+    """A model that enters autocast in its own `forward`.
 
     Autocast's data type is set per thread. Torch runs replicas in threads that enter autocast
-    without a data type, which on CUDA means fp16.
+    without a data type, which on CUDA means fp16. So each replica sets the recipe's data type.
     """
 
     def __init__(

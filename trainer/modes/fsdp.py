@@ -49,20 +49,22 @@ from trainer.telemetry.clocks import synchronise
 
 
 class FullyShardedDataParallel(Strategy):
-    """Torch's `fully_shard` of each unit that `find_units` lists and of the root, in fp32 shards.
+    """A model that torch's `fully_shard` shards: each unit of `find_units`, then the root.
 
-    The class needs several ranks. With one rank, `fsdp` is the class `Strategy`.
+    The shards are in fp32. The class needs several ranks. With one rank, mode `fsdp` uses the class
+    `Strategy`.
     """
 
     divided_along = "shards"
-    # GPUs that copy weights from the host; empty unless `fsdp.offload` keeps the weights of a GPU
-    # there. The weights must not change before the copies end.
+    # With `fsdp.offload` on a GPU, the weights are in host memory. This list then has the GPU that
+    # copies them, and otherwise it is empty. The weights must not change before the copies end.
     readers: Sequence[torch.device] = ()
 
     def to_device(self, model: nn.Module) -> None:
-        """Keep blocks on the CPU, because the whole model may be too large for the device.
+        """Move the buffers, and the parameters of normalization layers, to the device.
 
-        Each block moves to the device when it is sharded.
+        All other parameters move when their unit is sharded, because the whole model may be too
+        large for the device.
         """
         if list_computed_tensors(model):
             raise self._refuse("keeps weights that are computed from others, as pruned ones")
@@ -204,9 +206,9 @@ class FullyShardedDataParallel(Strategy):
         return refuse_sharding(f"model.name={self.recipe.model.name}", reason)
 
     def watched_forward(self) -> AbstractContextManager[None]:
-        """Return a context without a clock, because hooks measure the blocks instead.
+        """Return a context that measures nothing, because hooks measure the blocks instead.
 
-        A whole pass includes waiting for weights from other ranks, between blocks.
+        The time of a whole pass would include the time of waiting for weights between blocks.
         """
         return nullcontext()
 
@@ -284,10 +286,10 @@ class FullyShardedDataParallel(Strategy):
         step_seconds: float,
         budget: float,
     ) -> Communication:
-        """Estimate the time of communication by an all-reduce of one shard: an upper bound.
+        """Estimate an upper bound of the time of communication from one timed all-reduce.
 
-        An all-reduce sends every byte twice, while an all-gather and a reduce-scatter send it once
-        each.
+        The all-reduce has the size of one shard. It sends every byte twice, while an all-gather and
+        a reduce-scatter send it once each.
         """
         shards = self.world.grid.size("shards")
         # The numbers of local rows, and the budgets, may differ between ranks. The sizes and the
@@ -338,7 +340,8 @@ def shard_teacher(
     Args:
         model: the teacher.
         mesh: ranks to shard over.
-        refuse: function that returns the error for a model that cannot be sharded, from a reason.
+        refuse: function that is called with the reason why the model cannot be sharded, and returns
+            the error to raise.
 
     Returns:
         A function that maps inputs to the teacher's outputs.
@@ -362,7 +365,7 @@ def shard_teacher(
 
 @contextmanager
 def _explain_errors(refuse: Callable[[str], RecipeError]) -> Iterator[None]:
-    """Replace torch's errors about blocks that cannot be sharded by a RecipeError."""
+    """Raise a RecipeError instead of torch's errors about blocks that cannot be sharded."""
     reasons = {
         "mixed torch.Tensor and DTensor": "uses a block's parameters outside of that block",
         "out of bounds for storage": "changes a block's outputs in place",

@@ -104,15 +104,16 @@ def find_kept_parameter(before: Sequence[tuple[str, Storage]]) -> str | None:
             return None
         # Reference cycles may keep a storage alive until they are collected.
         gc.collect()
-        # Gloo's thread releases the tensors that it has sent after a short delay.
+        # After a tensor was sent, gloo's thread releases it with a short delay.
         time.sleep(0.1)
     return f"keeps {alive} in a second place, as in a list or a view"
 
 
 def compile_forward(unit: nn.Module, name: str) -> None:
-    """Compile the forward pass of a unit, without its hooks and inside its recomputation if any.
+    """Compile the forward pass of a unit, without the unit's hooks.
 
-    Torch's compiler would break the graph at the hooks.
+    Torch's compiler would break the graph at the hooks. If the unit recomputes its activations, the
+    function that is called twice, in the forward and in the backward pass, is compiled.
     """
     inside = getattr(unit.forward, "anew", None)
     if inside:

@@ -83,8 +83,8 @@ class OuterSGD:
 class LocalSGD(Strategy):
     """Workers with their own weights, buffers, optimizer and moving average, one on each rank.
 
-    Weights are averaged every `local_sgd.every` steps and at the end of every epoch. In the
-    average, each worker counts by its fraction of an epoch's images. Integer buffers, such as the
+    Weights are averaged every `local_sgd.every` steps and at the end of every epoch. Each worker is
+    weighted by the fraction of an epoch's images that it trains on. Integer buffers, such as the
     counters of BatchNorm, are copied from rank 0. Optimizer states are never averaged. With
     `local_sgd.outer_lr` and `outer_momentum`, `OuterSGD` moves the trained weights towards the
     average. A single worker trains like `single`.

@@ -32,9 +32,9 @@ from trainer.models.recompute import ALTERNATIVE, Run, recompute
 from trainer.modes.context import Context
 from trainer.modes.state import ModelState
 
-# Maximum relative error of a comparison, by precision; a larger error refuses the model. Equal
-# models differ a little, because sums over ranks and nondeterministic kernels add in another order
-# than the whole model does.
+# Maximum relative error of a comparison, by precision. A model with a larger error is refused.
+# Equal models differ a little, because sums over ranks and nondeterministic kernels add in another
+# order than the whole model does.
 SHARDED_TOLERANCE = {"fp32": 1e-3, "tf32": 1e-3, "bf16": 1e-2, "fp16": 1e-2}
 # Minimum divisor of relative errors, as a fraction of the norm of the whole gradient.
 FLOOR = 1e-2
@@ -136,8 +136,8 @@ def recompute_proven(
 def _observe_draws(modules: Iterable[nn.Module], device: torch.device) -> Iterator[list[bool]]:
     """Return a context whose value is a list with one bool per forward pass of a module.
 
-    The bool is True if the pass draws random numbers of torch's generators of the CPU or of
-    `device`, the only generators that are observed. It is appended when the pass ends.
+    The bool is appended when the pass ends. It is True if the pass draws random numbers from
+    torch's generators of the CPU or of `device`. No other generators are observed.
     """
     draws = []
     states_before = {}
@@ -228,7 +228,8 @@ def check_sharded(
 
     sharded = _observe_passes(state.context, state.module, rows, after=after, parameters=parameters)
     expected, norm = _own_rows(state, whole[0].gradients if whole else {})
-    # Only rank 0 has observed the whole model. The other ranks compare their gradients only.
+    # Only rank 0 has observed the whole model. On the other ranks, only the gradients are compared:
+    # all other values are those of the sharded model itself.
     passes = (whole[0] if whole else sharded)._replace(gradients=expected)
     if state.recipe.sync_bn:
         # The running variance is not compared: under sync_bn it covers the samples of all ranks,

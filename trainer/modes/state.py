@@ -1,7 +1,7 @@
 """The tensors of a model on one rank, which are optimized, averaged and saved.
 
-The defaults are right for a rank that has the whole model. Optimizer states are named
-`parameter//key`, and lie on the same rank as their parameter.
+The methods here assume that the rank has the whole model. Modes that divide the model override
+them. Optimizer states are named `parameter//key`, and are on the same rank as their parameter.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from trainer.saving.tensor_files import Shard, StoredTensor
 
 
 class ModelState:
-    """Tensors of this rank by their names in the plain model, and their position in that model."""
+    """Tensors of this rank by their names in the user's model, and their position in that model."""
 
     # Dimension of the rank grid over which the model is divided; None if every rank has the whole
     # model.

@@ -73,7 +73,7 @@ def build_loss_scaler(
     recipe: Recipe,
     device: torch.device,
 ) -> torch.amp.GradScaler | None:
-    """Build the scaler that keeps small fp16 gradients above zero; None in other precisions."""
+    """Return a scaler that keeps small fp16 gradients from becoming 0; None in other precisions."""
     if recipe.precision == "fp16":
         return torch.amp.GradScaler(device.type)
     return None
@@ -98,8 +98,8 @@ class _DeviceGroup(NamedTuple):
     Attributes:
         parameters: the parameters.
         flag: becomes 1 if a gradient is not finite, 0-dim.
-        scale: always 1, 0-dim. The check also multiplies the gradients by this number, the inverse
-            of a loss scale.
+        scale: always 1, 0-dim. torch's check also multiplies the gradients by the inverse of a loss
+            scale, but without fp16 the loss is not scaled.
     """
 
     parameters: list[nn.Parameter]
@@ -280,8 +280,8 @@ def _merge_flags(flag: Tensor, others: Iterable[Tensor]) -> None:
 class MovingAverage:
     """Exponential moving average of weights and float buffers, by their names in the user's model.
 
-    The decay after n steps is (1 + n) / (10 + n), and at most `decay`, so that the initial weights
-    have little influence on short runs.
+    The decay after n steps is the smaller of `decay` and (1 + n) / (10 + n), so that the initial
+    weights have little influence in short runs.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ class LearningRates:
 
     Learning rates are rounded to float32. They are Python numbers, or tensors for a step that is
     captured as a CUDA graph: a replay reads the tensors at their addresses, so `set` fills them in
-    place. Numbers and tensors have the same bits.
+    place. A tensor has exactly the same value as the corresponding number.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class LearningRates:
         optimizer: torch.optim.Optimizer,
         device: torch.device | None = None,
     ) -> None:
-        """Prepare the groups of `optimizer`.
+        """Prepare to set the learning rates of `optimizer`.
 
         Args:
-            optimizer: its groups have the key `rate`, see `build_parameter_groups`.
+            optimizer: an optimizer with groups from `build_parameter_groups`, which have a `rate`.
             device: device for the learning rates as 0-dim tensors; None for Python numbers.
         """
         self.groups = optimizer.param_groups
@@ -148,8 +148,8 @@ def _fill_state(
 ) -> None:
     """Add the tensors that the first step would create for `p`, unless `state` has them.
 
-    The first step of fused SGD would leave the momentum uninitialized if it were skipped because a
-    gradient is not finite.
+    Without these tensors, the momentum would stay uninitialized if the first step of fused SGD were
+    skipped because a gradient is not finite.
     """
     zeros = {}
     for name in names:
@@ -162,10 +162,10 @@ def _fill_state(
 
 
 def undo_failed_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Let a step of `optimizer` change nothing if `found_inf` is set, as in fused optimizers.
+    """Make steps of `optimizer` change nothing if `found_inf` is set, as steps of fused optimizers.
 
-    The step runs, and its changes are undone on the device, so that the host need not wait for the
-    flag. A step therefore needs memory for a second copy of weights and state.
+    Each step runs. If the flag is set, the changes are then undone on the device, so the host does
+    not wait for the flag. A step therefore needs memory for a second copy of weights and state.
     """
     copies = []
 

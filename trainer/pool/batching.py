@@ -15,7 +15,7 @@ MAX_BATCH_SECONDS = 0.15
 MIN_BATCH_SECONDS = 0.005
 # Maximum size of a batch in bytes, items and results together.
 MAX_BATCH_BYTES = 1 << 25
-# Minimum ratio of speeds per item that justifies a batch of twice the size.
+# Minimum speedup, in items per second, that justifies a batch of twice the size.
 MIN_GAIN = 1.05
 # Maximum number of items in flight, as a multiple of the items in one batch of each worker.
 WINDOW_BATCHES = 4
@@ -64,7 +64,7 @@ class WorkerSpeed:
             self._judge(rate)
 
     def _judge(self, rate: float) -> None:
-        """Keep, double or halve the batch size after a batch of that size."""
+        """Decide whether to keep, double or halve the batch size, after a batch of that size."""
         if self._settled_rate:
             # The speed has changed, so that another size may be better: try sizes again.
             if not self._settled_rate / 1.5 < rate < self._settled_rate * 1.5:

@@ -195,8 +195,9 @@ class DevicePool:
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Run one job, `function(*args, **kwargs)`, on a worker.
 
-        In the job, the worker's device is the current CUDA device, and `current_device()` returns
-        it. A job whose process is lost is repeated, up to `retries` tries.
+        While the job runs, `current_device()` returns the worker's device. If this device is a GPU,
+        it is also the current CUDA device. If the process is lost, the job is repeated, up to
+        `retries` tries.
 
         Returns:
             A Future. An exception of the job is set on it, with the worker's traceback as a note.
@@ -277,7 +278,8 @@ def _check_worker(worker: Any, arguments: Sequence[Any]) -> None:
     name = _name(worker)
     is_class = isinstance(worker, type)
     if is_class:
-        # Calling the class creates an instance, so look for a method `__call__` of the instance.
+        # Every class is callable, because a call creates an instance. So look for the methods of
+        # its instances.
         methods = set().union(*map(vars, worker.__mro__))
         can_call = not methods.isdisjoint(("__call__", "batch"))
     else:

@@ -90,7 +90,7 @@ class Engine:
         return stream
 
     def close_stream(self, stream: Stream) -> None:
-        """Drop the items of a stream, and its results that are still to arrive."""
+        """Drop the waiting items of a stream, and ignore results that arrive later."""
         stream.closed = True
         with self._lock:
             if stream in self.scheduler.streams:
@@ -176,7 +176,7 @@ class Engine:
             handle.kill(max(0.0, deadline - time.monotonic()))
         for worker in self.workers:
             worker.handle = None
-        # Free the arguments of the worker class, to which this function refers.
+        # Free the memory of the arguments of the worker class, which `start` references.
         del self.start
         self._selector.close()
 
@@ -242,7 +242,7 @@ class Engine:
         self._start(worker)
 
     def _deadline(self, worker: PoolWorker) -> float:
-        """Return the `time.monotonic` at which a worker's process counts as hung.
+        """Return the time, by `time.monotonic`, at which a worker's process counts as hung.
 
         The result is infinite if the worker is ready and has no task, or a task without a limit.
         """
@@ -253,13 +253,14 @@ class Engine:
         count = len(worker.queue[0].items)
         allowed = count * self.item_timeout
         usual = self.scheduler.batching.expected(worker.index, count)
-        # If one item of a batch hangs, the other items need no longer than usual.
+        # Usually only one item of a batch hangs. Allow `item_timeout` for this item, and four times
+        # the usual time of the batch for the others.
         if usual is not None and count > 1:
             allowed = min(allowed, self.item_timeout + 4 * usual)
         return worker.since + allowed
 
     def _time_left(self) -> float | None:
-        """Return the seconds until the thread must act, or None if there is no such time."""
+        """Return the seconds until the thread must act; None if it only has to wait for events."""
         now = time.monotonic()
         due = [*map(self._deadline, self.workers)]
         due += [stream.due for stream in self.scheduler.streams if stream.due is not None]

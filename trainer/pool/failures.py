@@ -67,7 +67,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, whole: bool = False) -> Failure:
-        """Describe an exception."""
+        """Create the failure that describes an exception."""
         message = type(error).__name__
         text = " ".join(read_text(error).split())
         if text:

@@ -58,7 +58,7 @@ class ProcessHandle:
         self.waits_on = self.connection, self.process.sentinel
 
     def send(self, kind: Kind, packed: Packed) -> None:
-        """Send a task, for which a slot must be free."""
+        """Send a task to the process. A slot must be free."""
         number = self.free[0]
         extent = store(packed, self.slots[number])
         # The slot stays free if `store` fails.
@@ -68,7 +68,7 @@ class ProcessHandle:
             self.connection.send(Message(extent, kind, number))
 
     def receive(self) -> list[tuple[Message, Packed]]:
-        """Return all answers that have arrived, also from a process that has ended since."""
+        """Return all answers that have arrived, even if the process has ended in the meantime."""
         answers = []
         try:
             while self.connection.poll():

@@ -315,9 +315,11 @@ class Scheduler:
         single.stream.deliver(single, ItemError.of(single.indices.start, failure))
 
     def rescue(self, worker: PoolWorker, reason: str) -> None:
-        """Put the tasks of a lost process at the front of the queue, or report their last failure.
+        """Put the tasks of a lost process at the front of the queue again.
 
-        Only the oldest task may be the reason for the loss, because the others had not started.
+        The oldest task may be the reason for the loss, so its tries are counted. After `retries`
+        tries, the task fails, or its items are repeated separately. The other tasks had not
+        started.
 
         Args:
             worker: the worker whose process was lost.

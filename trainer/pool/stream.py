@@ -100,7 +100,7 @@ class Stream:
         window: maximum number of items in flight; the engine changes it.
         again: chunks of each lane to repeat before new items are sent.
         arrived: chunks with their results, in the order of arrival.
-        news: set when results or an error arrive.
+        news: event that is set when results or an error arrive.
         wanted: number of items that the engine waits for; 0 if it waits for none.
         since: time at which the engine first saw less than a full batch; 0 if it has not.
         due: time at which the engine will accept less than a full batch; None if it does not wait

@@ -53,8 +53,8 @@ class Extent(NamedTuple):
         end: offset after the last byte.
         body: size of the body in bytes.
         buffers: number of buffers.
-        rows: number of tensors or arrays of equal shape that the only buffer contains; 0 if the
-            value was pickled in another way than as rows of one shape.
+        rows: number of tensors or arrays of equal shape in the only buffer, if the value was
+            pickled as one block of rows; otherwise 0.
     """
 
     start: int = 0
@@ -303,7 +303,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _are_alike(rows: Sequence[Any], first: Tensor) -> bool:
-    """Return whether all rows are tensors with the shape, type and device of `first`."""
+    """Return whether `first` is contiguous and all rows have its shape, type and device."""
     kind = first.shape, first.dtype, first.device
     return first.is_contiguous() and all(
         type(row) is Tensor

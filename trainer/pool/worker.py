@@ -175,7 +175,8 @@ def _check_results(results: Any, count: int) -> Any:
 class Definition:
     """The user's worker and its arguments in shared memory.
 
-    They are pickled once and mapped by every process, so weights are in memory only once.
+    The worker and the arguments are pickled once, and every process maps the same memory, so
+    weights are in memory only once.
 
     Attributes:
         slot: shared memory with the pickled worker and arguments.

@@ -14,7 +14,7 @@ from types import FrameType
 # s_cpu). At the hard limit of CPU time, the system sends SIGKILL.
 SAVE_AND_GO = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 # A signal that arrives within this number of seconds after a Ctrl-C is a copy of it. A later signal
-# is a new Ctrl-C, unless `CtrlC.routes` says that more copies must arrive first.
+# is a new Ctrl-C, unless more copies of the first Ctrl-C are expected (see `CtrlC`).
 COPY_SECONDS = 1.0
 
 
@@ -26,9 +26,9 @@ class CtrlC:
     second Ctrl-C would end the run without saving.
 
     Args:
-        routes: for each signal as which a Ctrl-C may arrive, the number of signals that must have
-            arrived before this signal can be a second Ctrl-C. Earlier signals are copies of the
-            first Ctrl-C, after any delay.
+        routes: maps each signal that a Ctrl-C may arrive as to the number of signals that one
+            Ctrl-C can cause. Until this number of signals has arrived, every signal after the first
+            one is a copy, however late it arrives.
     """
 
     def __init__(self, routes: dict[int, int]) -> None:
@@ -66,9 +66,9 @@ class CtrlC:
 
 
 def is_installed_command() -> bool:
-    """Return whether the user started this process by the script `trainer` that pip installs.
+    """Return whether the user started this process with the script `trainer` that pip installs.
 
-    In child processes the main module is another one, so the result is False.
+    The result is False in child processes, because their main module is a different one.
     """
     return (
         sys.argv[0].endswith("/trainer")
@@ -77,7 +77,7 @@ def is_installed_command() -> bool:
 
 
 def exit_on_signal(number: int, _: FrameType | None) -> None:
-    """Exit with the code of a run that is stopped while it trains: 130 for Ctrl-C, else 143."""
+    """Exit with code 130 after Ctrl-C, and with 143 after other signals, as a training run does."""
     os._exit(130 if number == signal.SIGINT else 143)
 
 

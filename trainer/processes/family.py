@@ -24,13 +24,13 @@ from trainer.processes.watchdog_process import WATCHDOG_SIGNAL
 # `die_with_parent` reads it, so that the process dies when this parent dies. A rank with this
 # variable does not print how it ended, because our launcher does.
 PARENT = "TRAINER_PARENT"
-# Exit code of a child whose parent has died before the child could ask to die with it.
+# Exit code of a child that finds in `die_with_parent` that its parent is already dead.
 PARENT_DIED = 7
-# Name in /proc of a forked rank, followed by its number. Its environment in /proc is that of the
-# fork server, so it does not contain RANK.
+# A forked rank sets its process name to this prefix and its rank number. Other processes cannot
+# read RANK of a forked rank in /proc, which shows the environment of the fork server instead.
 RANK_NAME = "rank "
-# For each signal that may end a process, its frequent cause if nobody sent it on purpose. Messages
-# add the cause to the name of the signal.
+# The likely cause of death by each signal, if nobody sent the signal on purpose. Messages append
+# the cause to the name of the signal.
 CAUSES = {
     "SIGKILL": " (the system may be short of memory)",
     "SIGABRT": " (NCCL does this if another rank is lost or silent; so does a library that finds "
@@ -45,15 +45,16 @@ STACKS = signal.SIGURG
 
 
 def die_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> None:
-    """Ask the kernel to signal this process when its parent dies, or exit if it is dead already.
+    """Ask the kernel to signal this process when its parent dies.
 
-    For the kernel, the parent is the thread that started this process.
+    If the parent is already dead, this process exits. The kernel sends the signal when the thread
+    that started this process ends, even if other threads of the parent process live on.
 
     Args:
         parent: process id of the parent. None selects the process of `trainer` or of torchrun that
             has started this process. None does nothing in a process that the user has started,
             because such a process may outlive its parent.
-        number: signal.
+        number: signal that the kernel sends.
     """
     if parent is None:
         named = os.environ.get(PARENT, "")
@@ -94,7 +95,8 @@ def _is_adopted(parent: int) -> bool:
         if "libtorch" in _read(parent, "maps"):
             return False
         return "\0TORCHELASTIC_RUN_ID=" not in _read(parent, "environ")
-    # The command line is readable even if the process belongs to another user.
+    # The command line is readable even if the process belongs to another user. torchrun is a Python
+    # program, so a parent without "python" in its command line is not torchrun.
     with suppress(OSError):
         return "python" not in _read(parent, "cmdline")
     return False
@@ -116,7 +118,7 @@ def living_ranks() -> dict[int, tuple[int, str]]:
     if "RANK" not in os.environ or not os.path.isdir("/proc"):
         return ranks
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        # The process may exit during this loop, or belong to another user.
+        # Skip a process that exits during this loop, or that belongs to another user.
         with suppress(OSError, ValueError):
             state, parent = _read(pid, "stat").rpartition(")")[2].split()[:2]
             if int(parent) != os.getppid() or state in "ZX":
@@ -134,7 +136,7 @@ def living_ranks() -> dict[int, tuple[int, str]]:
 def resume_stopped() -> list[int]:
     """Let stopped siblings write their stacks and continue, so that they notice a lost peer.
 
-    A stopped process does not receive other signals, except SIGKILL, which torchrun sends after
+    While a process is stopped, it handles no signal except SIGKILL, which torchrun sends after
     30 s.
 
     Returns:
@@ -167,7 +169,7 @@ def describe_exit(code: int) -> str:
 def run_command(
     command: Sequence[str], environment: Mapping[str, str], **streams: Any
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a command within this block, and kill it at the end of the block.
+    """Start a command at the beginning of this block, and kill it at the end of the block.
 
     Args:
         command: a command that calls `die_with_parent`, so that it also dies with this process.
@@ -205,7 +207,7 @@ def run_together(
     """Run commands at the same time until all have succeeded or one has failed.
 
     Args:
-        commands: commands, see `run_command`.
+        commands: commands as for `run_command`.
         environment: environment variables.
         output: file for stdout and stderr.
         seconds: timeout.
@@ -243,8 +245,8 @@ def start_companion(
 ) -> subprocess.Popen[bytes]:
     """Start a command that shares a file with this process.
 
-    The command must exit at the end of its stdin, to which this process can write without blocking.
-    It stays in the process group of this process.
+    The command must exit when its stdin is closed. This process can write to that stdin without
+    blocking. The command stays in the process group of this process.
 
     Args:
         command: the command.

@@ -38,7 +38,7 @@ def inject(inputs: Tensor, step: int) -> None:
 
     Args:
         inputs: inputs of the step, which the fault `nan` overwrites.
-        step: step that follows.
+        step: number of the step that follows.
     """
     if trigger(os.environ.get("RANK", "0"), step):
         inputs.fill_(math.nan)

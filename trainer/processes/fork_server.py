@@ -22,7 +22,7 @@ from typing import Any
 from trainer.processes import early, family, pickling
 from trainer.processes.silence import call_within
 
-# The standard library's only object for a fork server. It has no public name or type.
+# The standard library's object for its fork server, which has no public name or type.
 SERVER: Any = forkserver._forkserver
 # Signals that are blocked in the server. A worker ignores them, and a rank handles them.
 SIGNALS = {signal.SIGINT, signal.SIGTERM, *early.SAVE_AND_GO}
@@ -66,8 +66,8 @@ def start_server(*preload: str) -> Any:
         # Starting the tracker unblocks SIGINT and SIGTERM, so the mask is set again afterwards.
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_SETMASK, {*mask, *SIGNALS})
-        # The server dies with this process only if the main thread starts the server. If another
-        # thread starts it, the kernel would kill it when that thread ends.
+        # The server dies with this process only if the main thread starts the server. A server that
+        # another thread starts would be killed as soon as that thread ends.
         is_main_thread = threading.current_thread() is threading.main_thread()
         os.environ[SERVED_PID] = str(os.getpid() if is_main_thread else 0)
         _choose_folder()

@@ -33,9 +33,11 @@ from trainer.processes.terminal import escape_control_characters
 from trainer.processes.watchdog_process import WATCHDOG_SIGNAL
 
 ALWAYS = (signal.SIGINT, signal.SIGTERM)
-# Signals that are handled only if nobody else handles or ignores them (nohup ignores SIGHUP).
+# Signals that are handled only if no other code handles them, and if they are not ignored (nohup
+# ignores SIGHUP).
 IF_UNUSED = early.SAVE_AND_GO
-# Default of `grace` for `Interrupts`, in seconds, which equals the default of the recipe's key.
+# Default of the argument `grace` of `Interrupts`, in seconds. The recipe's key `grace` has the same
+# default.
 GRACE = 60.0
 # Seconds beyond `grace` that the launcher grants its ranks for saving, before it sends SIGKILL.
 SAVE_SECONDS = 30.0
@@ -44,7 +46,7 @@ IDLE_GRACE_SECONDS = 2.0
 # Seconds after a signal or the last step, whichever is later, until the watcher thread ends this
 # process if a peer is gone.
 LOST_PEER_SECONDS = 4.0
-# Seconds for saving that are reserved before torchrun sends SIGKILL.
+# Seconds that are reserved for saving before torchrun sends SIGKILL.
 SAVE_RESERVE = 5.0
 # Signal that `trainer.train` sends to our launcher at the user's second Ctrl-C.
 SECOND_CTRL_C = WATCHDOG_SIGNAL
@@ -69,7 +71,8 @@ class Watchdog:
         Args:
             wakeup: socket to which Python writes the numbers of signals.
             signals: signals that ask the rank to exit.
-            grace: seconds that a call may take after a signal while all peers are alive.
+            grace: seconds for which a call may keep the rank's Python from running after a signal,
+                while all peers are alive.
         """
         arguments = [wakeup.fileno(), os.getpid(), grace, *map(int, signals)]
         # Python starts in 20 ms with -S, which skips site-packages.
@@ -82,11 +85,12 @@ class Watchdog:
         """Report the state of this rank to the process.
 
         Args:
-            line: "alive" after a signal, "saving" at the start of a save, "saved" at the end of a
-                save, or the process ids of all ranks on this machine when training starts.
+            line: one of four reports. The process ids of all ranks on this machine are sent once,
+                in the first `Interrupts.beat`. "alive" is sent repeatedly after a signal, as long
+                as Python runs. "saving" is sent at the start of a save, and "saved" at its end.
         """
         if self._process is not None and self._process.stdin is not None:
-            # The user or the system may have killed the process.
+            # Writing fails if the user or the system has killed the process.
             with suppress(OSError):
                 self._process.stdin.write(f"{line}\n".encode())
 
@@ -113,10 +117,12 @@ class Interrupts:
     A second Ctrl-C ends the process immediately. Other repeated signals are ignored, because
     schedulers and launchers repeat them. Before the first `beat`, there is nothing to save, so any
     signal ends the process immediately. If a checkpoint contains all trained steps, a signal ends
-    the process after two seconds without the end of a step, because compiling a step may take
-    minutes. If `own_process` is False, the process is never ended: a second Ctrl-C, or any signal
-    before the first `beat`, raises KeyboardInterrupt. Outside the main thread, such as in a thread
-    of a notebook, nothing is installed.
+    the process unless a step ends within two seconds. The process does not wait longer in this
+    case, because the step may need minutes to compile.
+
+    If `own_process` is False, the process is never ended: a second Ctrl-C, or any signal before the
+    first `beat`, raises KeyboardInterrupt. Outside the main thread, such as in a thread of a
+    notebook, nothing is installed.
 
     Attributes:
         received: first signal that was received; None before a signal.
@@ -244,7 +250,10 @@ class Interrupts:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Let the watcher and the watchdog wait until the end of this block, which saves."""
+        """Suspend the time limits after a signal during this block, which saves.
+
+        If the save waits for a rank that is gone, the watcher thread still ends this process.
+        """
         self._suspended = True
         self._watchdog.send("saving")
         try:
@@ -258,8 +267,8 @@ class Interrupts:
         first = self.received
         if first is None:
             self.received = signal.Signals(number)
-        # If this process belongs to the run, `_watch` counts the signals. It sees a signal when it
-        # arrives, whereas a long call delays this handler.
+        # If this process belongs to the run, the watcher thread counts the signals. The thread sees
+        # each signal immediately, whereas a long call delays this handler.
         if self.own_process:
             return
         ends_early = first is None and not self._beat
@@ -369,7 +378,10 @@ def seconds_to_sigkill() -> float:
 
 
 def raise_at_ctrl_c() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt once per Ctrl-C of the user, not once per copy."""
+    """Install a SIGINT handler that raises KeyboardInterrupt, but ignores copies of a Ctrl-C.
+
+    Nothing is installed outside the main thread, or if SIGINT is ignored.
+    """
     ctrl_c = early.CtrlC({signal.SIGINT: 1})
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -385,7 +397,7 @@ def raise_at_ctrl_c() -> None:
 def install_handler(
     numbers: Iterable[int], handler: Callable[[int, FrameType | None], object]
 ) -> Iterator[None]:
-    """Handle signals by `handler` within this block, and restore the previous handlers."""
+    """Handle `numbers` with `handler` during this block, then restore the previous handlers."""
     previous_handlers = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
@@ -398,13 +410,14 @@ def install_handler(
 def stop_between_runs(
     then: str = "what was done is kept, and the same words continue it",
 ) -> Iterator[None]:
-    """Let the signals that stop a run raise KeyboardInterrupt in this block, as Ctrl-C does.
+    """Interrupt this block at a signal, and raise an error that says how to continue.
 
-    The block is a command that keeps the results of completed runs. When the user types the same
+    Inside the block, each signal of `stop_signals` raises KeyboardInterrupt, as Ctrl-C does. The
+    block is a command that keeps the results of completed runs. When the user types the same
     command again, it continues with the runs that are missing.
 
     Args:
-        then: end of the error's message, after the signal.
+        then: end of the error's message, which follows the name of the signal.
 
     Raises:
         Interrupted: the user pressed Ctrl-C.
@@ -441,7 +454,8 @@ def exit_now(code: int) -> NoReturn:
 def exit_python(code: int) -> None:
     """Exit as `sys.exit` does, but skip the shutdown of torch, which takes a second.
 
-    The shutdown is not skipped if another thread must end first, or if a profiler reports in it.
+    The shutdown is not skipped if another non-daemon thread runs, or if a profiler or a coverage
+    tool reports during the shutdown.
     """
     threads = [thread for thread in threading.enumerate() if not thread.daemon]
     is_alone = threads == [threading.main_thread()]
@@ -452,7 +466,7 @@ def exit_python(code: int) -> None:
 
 
 def _is_profiled() -> bool:
-    """Return whether a profiler or a coverage tool runs, which reports during the shutdown."""
+    """Return whether a profiler or a coverage tool is active."""
     # Python 3.11 does not have `sys.monitoring`, so only the older hooks are checked there.
     monitoring = getattr(sys, "monitoring", None)
     if monitoring is not None and any(monitoring.get_tool(number) for number in range(6)):

@@ -1,8 +1,8 @@
 """Anonymous memory that processes share. Linux only.
 
-The kernel frees the memory when the last process that uses it ends in any way, and /dev/shm is not
-needed. A worker of multiprocessing receives the file descriptor. Unrelated processes of the same
-machine open the memory by its address.
+The memory does not need /dev/shm, and the kernel frees it when the last process that uses it ends,
+even if that process is killed. A worker of multiprocessing receives the file descriptor. Unrelated
+processes on the same machine open the memory by its `Address`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,10 @@ def align(offset: int) -> int:
 
 
 class OtherProcessError(Exception):
-    """The process id of an address belongs to an unrelated process, for example in a container."""
+    """The process id of an address belongs to an unrelated process.
+
+    For example, the address comes from another container, in which process ids differ.
+    """
 
 
 class Address(NamedTuple):
@@ -96,7 +99,7 @@ class Address(NamedTuple):
     Attributes:
         pid: id of the process.
         descriptor: file descriptor in that process.
-        inode: inode of the file, to recognize it.
+        inode: inode number of the file, which `open` compares with that of the opened file.
     """
 
     pid: int
@@ -107,7 +110,7 @@ class Address(NamedTuple):
         """Map the file.
 
         Raises:
-            OSError: the process does not exist or belongs to another user.
+            OSError: the process does not exist, has closed the file, or belongs to another user.
             OtherProcessError: the descriptor of the process refers to another file.
         """
         descriptor = os.open(f"/proc/{self.pid}/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)

@@ -1,8 +1,9 @@
 """First import of a fork server, which ties the life of the server to that of its parent.
 
-The kernel kills the server when the process whose main thread started it dies, and kills the
-server's children when the server dies. Without this module, the server would notice the death of
-its parent only after it has imported all modules and all its children have exited.
+If the main thread of a process starts the server, the kernel kills the server when that process
+dies. In any case it kills the server's children when the server dies. Without this module, the
+server would notice the death of its parent only after it has imported all modules and all its
+children have exited.
 """
 
 import atexit

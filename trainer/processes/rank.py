@@ -149,8 +149,9 @@ def read_boot_id() -> str:
 def build_job_id() -> str:
     """Return a unique name of this job that does not change when torchrun restarts it.
 
-    The name consists of the host, the process id of the launcher, and the start of that process,
-    because process ids are reused.
+    The name consists of the host, the process id of the launcher, and the start time of that
+    process, because process ids are reused. Without a launcher, this process counts as the
+    launcher.
     """
     owner = launcher() if read_place().launched else os.getpid()
     try:

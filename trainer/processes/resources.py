@@ -12,7 +12,7 @@ from trainer.devices import cards, host
 from trainer.processes.family import PARENT
 from trainer.recipe import Recipe
 
-# Maximum size in bytes of a freed block that processes that decode photos keep for reuse. Larger
+# Processes that decode photos keep freed blocks of up to this number of bytes for reuse. Larger
 # blocks return to the kernel. This is the largest threshold that glibc accepts, and enough for a
 # photo of 11 megapixels.
 MAX_KEPT_BLOCK = 2**25
@@ -83,9 +83,8 @@ def spin_briefly() -> None:
     Idle threads of GNU OpenMP spin 300,000 times, which takes milliseconds. On a machine that other
     processes use, the spinning threads occupy the core that the thread they wait for needs.
     Measured with a tiny net and two threads on two cores: next to ten busy processes, training with
-    10,000 spins is 2.4 to 6.5 times as fast as with the default. On an idle machine, the speed with
-    10,000 spins equals that with the default, with 1,000 spins it is 0.8 times and without spins
-    0.55 times as high.
+    10,000 spins is 2.4 to 6.5 times as fast as with the default. On an idle machine, 10,000 spins
+    are as fast as the default, 1,000 spins reach 0.8 times its speed, and no spins 0.55 times.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
@@ -94,9 +93,9 @@ def spin_briefly() -> None:
 def keep_freed_memory(largest: int | None = None) -> None:
     """Make the `malloc` of glibc keep large freed blocks of memory and reuse them.
 
-    By default, `malloc` returns a freed block to the kernel, and the kernel clears every page of
-    the next block. Clearing takes 6 to 14 % of a training step on a CPU, and up to half of the time
-    for decoding a photo.
+    By default, `malloc` returns a large freed block to the kernel, and the kernel clears every page
+    of the next large block. Clearing takes 6 to 14 % of a training step on a CPU, and up to half of
+    the time for decoding a photo.
 
     Args:
         largest: maximum size in bytes of a block that is kept. None keeps all blocks.

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 @contextmanager
 def _without_raising() -> Iterator[None]:
-    """Return a context that prints the warnings that the caller's filters turn into errors.
+    """In this block, print the warnings that the caller's filters would raise as errors.
 
-    Other filters are kept.
+    Filters with other actions are kept.
     """
     filters: list[Any] = [*warnings.filters]
     with warnings.catch_warnings():
@@ -30,11 +30,12 @@ def _without_raising() -> Iterator[None]:
 
 @contextmanager
 def plain_context() -> Iterator[None]:
-    """Leave the caller's torch context within this block.
+    """Run this block outside of the caller's torch context.
 
     The block runs without autocast, `no_grad`, `inference_mode`, `torch.device(...)` as a context,
-    `set_default_device`, `set_default_dtype`, other function and dispatch modes, anomaly detection,
-    CUDA streams, and warnings that raise.
+    `set_default_device`, other function and dispatch modes, anomaly detection, and filters that
+    turn warnings into errors. The default dtype is float32, and CUDA work is issued to the default
+    stream.
     """
     with ExitStack() as stack:
         # Function modes are left first, because they could change each call below.

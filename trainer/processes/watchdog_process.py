@@ -16,8 +16,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
-# Seconds without a line from the rank, after a signal, until the rank is killed if it has not
-# started to train or a peer is gone. Otherwise the limit is `grace`, but at least this number.
+# After a signal, the rank is killed if it sends no line for this number of seconds. While training
+# has started and all peers are alive, the limit is `grace` instead, if `grace` is larger.
 SILENT = 5.0
 # Seconds between two checks after a signal.
 LOOK = 0.1
@@ -34,8 +34,8 @@ def watch(wakeup: socket.socket, rank: int, grace: float, signals: set[int]) -> 
     Args:
         wakeup: socket to which Python writes the numbers of signals.
         rank: process id of the rank.
-        grace: seconds without a line from the rank, after a signal, until it is killed if its peers
-            are alive; at least `SILENT`.
+        grace: seconds without a line from the rank, after a signal, until the rank is killed while
+            all its peers are alive. A value below `SILENT` counts as `SILENT`.
         signals: numbers of the signals that ask the rank to exit.
 
     Returns:
@@ -74,8 +74,8 @@ def watch(wakeup: socket.socket, rank: int, grace: float, signals: set[int]) -> 
                 numbers = wakeup.recv(1 << 12, socket.MSG_PEEK | socket.MSG_DONTWAIT)
                 is_signalled = not signals.isdisjoint(numbers)
             answered_at = now
-            # Numbers of other signals may stay in the socket for a long time, in which `select`
-            # would return immediately.
+            # Numbers of other signals may stay in the socket for a long time, during which `select`
+            # returns immediately.
             time.sleep(LOOK)
         patience = SILENT
         if peers is not None and all(_is_alive(pid) for pid in peers):

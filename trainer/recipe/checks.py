@@ -63,8 +63,8 @@ OPTIONS = {
 def resolve_schedule(recipe: Recipe, processes: int) -> str:
     """Return the schedule of the stages.
 
-    This is `IN_TURN` for a mode in which one stage works at a time. For all other modes it is
-    `pipeline.schedule`, whose default is streams in one process and 1F1B in several.
+    The result is `IN_TURN` for a mode in which one stage works at a time. For all other modes, it
+    is `pipeline.schedule`, whose default is streams in one process and 1F1B in several processes.
     """
     if recipe.traits.one_stage_at_a_time:
         return IN_TURN
@@ -136,8 +136,8 @@ def check_processes(recipe: Recipe, processes: int, nodes: int = 1) -> None:
         nodes: number of nodes.
 
     Raises:
-        RecipeError: the mode does not support the number of processes or an option, or the batch
-            does not divide.
+        RecipeError: the mode does not support the number of processes or an option, or a batch
+            cannot be divided evenly.
     """
     check_options(recipe)
     if processes > 1:
@@ -263,7 +263,7 @@ def _refuse(recipe: Recipe, refuses: Mapping[str, str]) -> None:
     values = flatten(recipe.to_dict())
     for option, reason in refuses.items():
         key, value = OPTIONS[option]
-        # A list of numbers turns the option `shares` on as well as "auto" does.
+        # The option `shares` is also on if its value is a list of numbers.
         if values[key] == value or isinstance(values[key], list):
             raise RecipeError(
                 f"{format_argument(key, values[key])} is not for mode={recipe.mode}: {reason}"
@@ -322,11 +322,13 @@ def _check_pipeline(recipe: Recipe, processes: int) -> None:
 def microbatch_counts(recipe: Recipe, processes: int) -> list[int]:
     """List the numbers of micro-batches that a pipeline may use.
 
-    The list has one item if the recipe has a number. In several processes all micro-batches have
-    the same size, because stages exchange tensors of one shape.
+    If the recipe sets the number or the size of micro-batches, the list has a single item. In
+    several processes, all micro-batches have the same size, because stages exchange tensors of one
+    shape.
 
     Raises:
-        RecipeError: the recipe's number is impossible. The message names possible ones.
+        RecipeError: the recipe's number of micro-batches is not possible, or no number is. The
+            message suggests values that are possible.
     """
     schedule = resolve_schedule(recipe, processes)
     section = recipe.pipeline
@@ -384,7 +386,10 @@ def microbatch_counts(recipe: Recipe, processes: int) -> list[int]:
 def _explain_refusal(
     schedule: str, microbatches: int, recipe: Recipe, processes: int
 ) -> str | None:
-    """Explain why torch's schedule refuses a number of micro-batches; None if it accepts it."""
+    """Explain why torch's schedule refuses a number of micro-batches.
+
+    Return None if the schedule accepts the number.
+    """
     ranks = ranks_per_pipeline(recipe, processes)
     stages = ranks * virtual_stages(recipe, schedule)
     if schedule in ("1f1b", "dualpipev") and microbatches < stages:
@@ -497,13 +502,14 @@ def check_loggers(recipe: Recipe) -> None:
     """Check that the loggers in the recipe are installed.
 
     Raises:
-        SetupError: one is not installed.
+        SetupError: a logger is not installed.
     """
     for name in ("wandb", "mlflow"):
         if not getattr(recipe.logging, name):
             continue
         spec = find_spec(name)
-        # A folder of that name, such as the one that wandb writes, has a spec without an origin.
+        # A folder of the same name, such as the one that wandb creates, has a spec without an
+        # origin, and is not the library.
         if spec is None or spec.origin is None:
             raise SetupError(
                 f"logging.{name} needs the library: pip install {name}, or logging.{name}=null"

@@ -101,7 +101,7 @@ def explain_invalid(
     all_details = error.errors(include_url=False)
     first = all_details[0]
     key = _key(first, defaults)
-    # Pydantic reports an error for each type that a key may have.
+    # Pydantic reports an error for each type that a key may have. Choose the most helpful one.
     same_key = [
         details for details in all_details if _key(details, defaults).partition("[")[0] == key
     ]
@@ -214,7 +214,7 @@ def suggest_key(name: str, known: Collection[str]) -> str:
     if guess is None:
         in_section = [key for key in known if dot and key.startswith(f"{section}.")]
         guess = find_nearest(name, in_section)
-        # A key may have been typed in the wrong section.
+        # Suggest a key of the same name in another section, unless several sections have one.
         same_last = [key for key in known if key.rpartition(".")[2] == last != "name"]
         if guess is None and len(same_last) == 1:
             guess = same_last[0]

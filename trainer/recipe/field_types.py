@@ -22,8 +22,8 @@ def _devices(value: Any) -> Any:
         if isinstance(value, str) and re.fullmatch(DEVICE, value):
             example = value
         count = ""
-        # Users of other programs may type a number of devices. The exact type is compared, because
-        # a boolean is also an instance of int.
+        # Other frameworks accept a number of devices. The exact type is compared, because a boolean
+        # is also an instance of int.
         if type(value) is int:
             count = f"; nproc={value} starts {value} processes"
         raise ValueError(f"must be auto or a list, as in devices=[{example}]{count}")
@@ -34,14 +34,14 @@ def _devices(value: Any) -> Any:
 
 
 def _count(value: Any) -> Any:
-    # A boolean is an int for isinstance, but not a number here.
+    # Compare the exact type, because a boolean is also an instance of int.
     if value != "auto" and not (type(value) is int and value >= 1):
         raise ValueError("must be auto or a number, as in 8")
     return value
 
 
 def _cache(value: Any) -> Any:
-    # YAML 1.1 reads `off` as False and `on` as True.
+    # YAML 1.1 reads `off` as False and `on` as True, so booleans stand for these words.
     if value in ("none", None) or value is False:
         return "off"
     if value is True:
@@ -55,7 +55,7 @@ def _names(value: Any) -> list[str]:
         value = [value]
     names = []
     for name in value:
-        # Layers of nn.Sequential have numbers as names.
+        # YAML reads the name of a layer of nn.Sequential, such as 3, as a number.
         if type(name) is int:
             name = str(name)
         if not isinstance(name, str) or not name:
@@ -172,8 +172,9 @@ def _columns(value: Any) -> Any:
     return names[0]
 
 
-# Types with two forms have a validator that runs first, because pydantic's messages for a union are
-# long. The JSON Schema for editors follows from the types.
+# Types that accept several forms of a value have a validator that runs before pydantic's checks,
+# because pydantic's messages for a union are long. The types still list all forms, because the JSON
+# Schema for editors is generated from them.
 _OneName = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
 _Side = Annotated[int, Field(ge=1, le=LARGEST_SIDE)]
@@ -193,7 +194,7 @@ Name = Annotated[str, WithJsonSchema({"type": ["string", "integer"], "minLength"
 Names = Annotated[list[Name], Field(min_length=1)]
 Columns = Annotated[_OneName | Names, BeforeValidator(_columns)]
 Cache = Annotated[Literal["off", "disk"], BeforeValidator(_cache)]
-# YAML 1.1 reads `off` as False.
+# YAML 1.1 reads `off` as False, so the validator converts False back.
 Check = Annotated[
     Literal["headers", "off"], BeforeValidator(lambda value: "off" if value is False else value)
 ]

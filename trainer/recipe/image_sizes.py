@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 
-# A square is always one number, as in recipes, files and users' models.
+# Length of the sides of a square in pixels, or (height, width). A square is always stored as a
+# single number.
 ImageSize = int | tuple[int, int]
 
 
 def sides(size: ImageSize) -> tuple[int, int]:
-    """Return height and width."""
+    """Return (height, width)."""
     if isinstance(size, int):
         return size, size
     return size

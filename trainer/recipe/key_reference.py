@@ -42,7 +42,7 @@ def keys() -> dict[str, Key]:
     for name, field in key_fields():
         default = format_yaml(defaults()[name])
         values = ", ".join(choices().get(name, ()))
-        # Readers know the values of a boolean, so they are not listed.
+        # The values of a boolean are not listed, because users know them.
         if values in ("true, false", "true, false, null"):
             values = ""
         example = _example(name, field.examples or ())
@@ -60,7 +60,10 @@ def sections() -> dict[str, str]:
 
 
 def _example(name: str, examples: Sequence[Any]) -> str:
-    """Format arguments that set a key, with the arguments before them that make a run read it.
+    """Format the argument that sets a key.
+
+    If only some optimizers or schedules read the key, an argument that chooses one of them precedes
+    the key's argument.
 
     Args:
         name: dotted name of the key.

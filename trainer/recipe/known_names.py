@@ -103,7 +103,7 @@ def check_model_name(name: str) -> None:
     if name.startswith(TIMM):
         if not prefixed_names:
             raise RecipeError(f"model.name={name} needs timm: pip install timm")
-        # A tag of the weights may follow the name.
+        # The name of a timm model may end with a dot and a tag of its weights. Remove the tag.
         name_without_tag = name.partition(".")[0]
         known_names = prefixed_names
         what = "no model of timm"
@@ -160,7 +160,7 @@ Entry = TypeVar("Entry")
 
 
 class Registry(dict[str, Entry]):
-    """Registered objects by name."""
+    """Dictionary of the registered objects by name."""
 
     def __init__(
         self,
@@ -204,7 +204,10 @@ class Registry(dict[str, Entry]):
 
     @contextmanager
     def lent(self, name: str, value: Entry) -> Iterator[None]:
-        """Register `value` under `name` within this block, even if the name is taken."""
+        """Context manager that registers `value` under `name`, even if the name is taken.
+
+        At its end, the previous state is restored.
+        """
         before = self.get(name)
         self[name] = value
         try:

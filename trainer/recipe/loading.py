@@ -47,7 +47,10 @@ class Layer(NamedTuple):
 
 
 def load(recipe: Source = None, *words: str, **keywords: Any) -> Recipe:
-    """Merge defaults < the recipes that a file extends < the file < arguments < keywords.
+    """Load a recipe: merge the values from all sources, and check the result.
+
+    A value from a later source in this list replaces a value from an earlier one: the defaults, the
+    recipes that the file extends, the file, `words`, `keywords`.
 
     Args:
         recipe: name of a shipped recipe ("digits"), path of a YAML file or run folder, a mapping, a
@@ -78,10 +81,10 @@ def load(recipe: Source = None, *words: str, **keywords: Any) -> Recipe:
 
 
 def notes_on_idle(recipe: Source = None, *words: str, **keywords: Any) -> list[str]:
-    """Return a sentence for each key without effect that the user typed or wrote into a file.
+    """Return a sentence for each key that has no effect although the user set it.
 
-    A key in a file is not reported if the user typed the value that makes it have no effect, such
-    as another mode.
+    Both typed keys and keys in the user's files are checked. A key in a file is not reported if the
+    user typed the argument that makes the key ineffective, such as another mode.
     """
     sources = _origins(_layers(recipe, words, keywords)[1])
     values = flatten(load(recipe, *words, **keywords).to_dict())
@@ -105,11 +108,13 @@ def origins(recipe: Source = None, *words: str) -> dict[str, str]:
 
 
 def load_stored(tree: Any, label: str) -> Recipe:
-    """Load a recipe that a run has stored in another file.
+    """Load a recipe from the metadata of a checkpoint, or from another file of a run.
+
+    Keys and values that newer versions have removed are replaced.
 
     Args:
         tree: the stored recipe.
-        label: name of the recipe in messages.
+        label: name of the file in messages.
 
     Raises:
         RecipeError, ValueError, TypeError: `tree` is not a recipe.
@@ -183,7 +188,7 @@ def _layers(
 
 def _merged(below: Mapping[Any, Any], above: Mapping[Any, Any], prefix: str = "") -> dict[Any, Any]:
     """Merge two trees: sections are joined, and values of `above` replace those of `below`."""
-    # Copy, because the caller still uses both trees.
+    # Copy, because `below` may be a section of a layer, whose keys are still read afterwards.
     tree = dict(below)
     for name, value in above.items():
         under = tree.get(name)
@@ -242,7 +247,7 @@ def _extended(label: str, tree: Any, path: Path | None) -> list[Layer]:
 
 
 def format_arguments(recipe: Recipe) -> list[str]:
-    """Return the arguments that a user types for a recipe."""
+    """Return the arguments `key=value` that a user can type to get this recipe."""
     words = []
     base = Recipe()
     if recipe.name in shipped_recipes():
@@ -265,7 +270,7 @@ def _words(words: Iterable[str]) -> dict[Any, Any]:
             raise RecipeError(
                 f"each word is a separate text, as in 'epochs=2', not {type(word).__name__}"
             )
-        # Everything after the first "=" is the value, which may contain more of them.
+        # Everything after the first "=" is the value, which may contain further "=" characters.
         key, _, value = word.partition("=")
         if not re.match(r"[A-Za-z_]\w*(\.\w+)*=", word):
             raise RecipeError(f"'{word}' is not key=value, as in optimizer.lr=0.05")

@@ -99,7 +99,7 @@ def read_recipe_file(path: Path) -> Any:
         # Editors on Windows write a byte order mark, which this encoding skips.
         text = path.read_text(encoding="utf-8-sig")
         check_shape(text, str(path))
-        # OmegaConf would read a file that has only a string as a key, so such a file is refused.
+        # Refuse a file that contains only a string. OmegaConf would read the string as a key.
         is_bare_text = isinstance(yaml.compose(text, Loader=LOADER), yaml.ScalarNode)
         if is_bare_text:
             tree = None
@@ -211,10 +211,10 @@ def split_arguments(
 
 
 def parse_positive_integer(key: str, value: int | str | None) -> int | None:
-    """Parse the number of an option; None if the option was not typed.
+    """Parse the number of an option. Return None if the option was not typed.
 
     Raises:
-        RecipeError: the value is not a whole number above 0.
+        RecipeError: the value is not a whole number from 1 to 999,999.
     """
     if value is None:
         return None
@@ -226,8 +226,8 @@ def parse_positive_integer(key: str, value: int | str | None) -> int | None:
 def parse_value(key: str, text: str) -> Any:
     """Parse the value of an argument `key=text`.
 
-    If the key accepts strings, `text` is the value, including its quotes and spaces. Exceptions are
-    null, and numbers, booleans and lists for keys that accept these, too.
+    If the key accepts strings, the result is `text` itself, including its quotes and spaces. There
+    is one exception: null, a number, a boolean or a list is parsed if the key also accepts it.
 
     Raises:
         RecipeError: the value would grow without limit.

@@ -78,8 +78,8 @@ def defaults() -> dict[str, Any]:
 def list_key_types() -> dict[str, tuple[Any, ...]]:
     """Return the types that each key accepts.
 
-    These are int, float, bool, str, list, type(None) and Literals. A list of strings has two types,
-    list and list[str].
+    The types are int, float, bool, str, list, type(None) and Literals. For a list of strings, the
+    result contains both list and list[str].
     """
     return {key: tuple(_parts(field.annotation)) for key, field in key_fields()}
 
@@ -188,7 +188,10 @@ def compare_recipes(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
 
 
 def is_longer(old: Recipe, new: Recipe) -> bool:
-    """Return whether `new` has more epochs or steps than `old`, without fewer steps or epochs."""
+    """Return whether `new` makes a run of `old` longer.
+
+    The result is True if `new` has more `epochs` or a larger `max_steps`, and neither is smaller.
+    """
     old_steps = old.max_steps or math.inf
     new_steps = new.max_steps or math.inf
     if new.epochs < old.epochs or new_steps < old_steps:
@@ -221,13 +224,15 @@ def describe_restart(old: Recipe, new: Recipe) -> str | None:
 def changed_keys(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
     """Return the keys that differ and must not differ in a resumed run, with (old, new) values."""
     free = set(FREE_ON_RESUME)
-    # Resuming compares the weights of the teachers, so their path may change.
+    # Resuming compares the weights of the two teachers, so the path of the teacher may change.
     if None not in (old.distill.teacher, new.distill.teacher):
         free |= {"distill.teacher"}
-    # If the format of the cache is set, images have the same pixels with and without the cache.
+    # If the format of the cache is set, images have the same pixels with and without the cache, so
+    # the run may be resumed with or without it.
     if old.data.cache_format is not None:
         free |= {"data.cache"}
-    # Only columns that were typed are compared, because earlier versions searched for the columns.
+    # If the old recipe names no column, the new one may name it: earlier versions searched for the
+    # columns, so the user may have to name the columns that were found.
     if old.data.image_column is None:
         free.add("data.image_column")
         if old.data.label_column is None:

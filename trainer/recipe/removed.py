@@ -67,7 +67,7 @@ REMOVED = {
     "save.every": Removed("save.every_steps=500 saves within epochs", idle="null"),
     "save.mttf_hours": Removed("leave it out: no run chooses by itself when to save", idle="24.0"),
 }
-# Pairs of a file and an argument that were reported.
+# Pairs (label of a file, argument) that this process has already reported.
 _reported: set[tuple[str, str]] = set()
 
 
@@ -81,10 +81,10 @@ def find_removed(tree: Mapping[Any, Any]) -> Iterator[tuple[str, str, Removed]]:
 
 
 def refuse_removed(tree: Mapping[Any, Any]) -> None:
-    """Refuse removed keys and values, which the user typed.
+    """Refuse removed keys and values. Use this for a tree that the user typed.
 
     Raises:
-        RecipeError: the tree has one.
+        RecipeError: the tree contains a removed key or value.
     """
     for _, argument, row in find_removed(tree):
         raise RecipeError(f"{format_value(argument)} is no more: {row.sentence}")

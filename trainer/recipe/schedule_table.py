@@ -20,12 +20,12 @@ class ScheduleTraits:
     """Properties of a learning-rate schedule.
 
     Attributes:
-        formula: computes the learning rate after the warm-up from four arguments: the finished
-            fraction of the steps (0 to 1, from 0 again after each `schedule.restart`), the number
-            of whole epochs since the warm-up, the highest learning rate, and the recipe's section
-            `schedule`.
-        keys: keys of that section that only some schedules read. The schedule can restart at the
-            highest learning rate if it reads `restart`.
+        formula: function that returns the learning rate after the warm-up. The arguments are the
+            finished fraction of the steps (0 to 1, from 0 again after each `schedule.restart`), the
+            number of whole epochs since the warm-up, the highest learning rate, and the recipe's
+            section `schedule`.
+        keys: keys of the section `schedule` that this schedule reads but some other schedules do
+            not. If `restart` is among them, the schedule can restart at the highest learning rate.
     """
 
     formula: Callable[[float, int, float, ScheduleRecipe], float]

@@ -64,8 +64,9 @@ Schedule = Literal[
     "measured",
 ]
 
-# Section -> table of the optimizers or schedules that its key `name` chooses from. `keys` of a row
-# has the keys of the section that only some rows read, including that row.
+# Section -> table of the optimizers or schedules from which the section's key `name` chooses. The
+# field `keys` of a row lists the keys of the section that this row reads but some other rows do
+# not.
 TABLES: dict[str, Mapping[str, OptimizerTraits | ScheduleTraits]] = {
     "optimizer": OPTIMIZERS,
     "schedule": LR_SCHEDULES,
@@ -73,9 +74,10 @@ TABLES: dict[str, Mapping[str, OptimizerTraits | ScheduleTraits]] = {
 
 # Keys whose values are paths on this machine. `Recipe.for_others` omits them.
 LOCAL = ("data__root", "data__labels", "data__cache_dir", "model__init_from")
-# Name of a recipe that is not a file, in messages.
+# Name in messages for a recipe that does not come from a file.
 NAMELESS = "recipe"
-# Key of the recipe that a file is based on. Only files have it, not recipes.
+# Key of a recipe file that names the recipe on which the file is based. A `Recipe` does not have
+# this key, because loading a file resolves it.
 EXTENDS = "extends"
 EXTENDS_COMMENT = (
     "the recipe that this file changes: a shipped name, or a file or run folder relative to this "
@@ -91,7 +93,7 @@ def readers(key: str) -> list[str]:
 
 
 def listed(key: str) -> str:
-    """Format the readers of a key for its comment."""
+    """Format the names of the optimizers or schedules that read a key, for the key's comment."""
     return ", ".join(readers(key))
 
 
@@ -269,7 +271,7 @@ class AugmentRecipe(_Section):
     def together(self) -> int:
         """Number of neighboring images that stay in one micro-batch.
 
-        This is 2 if mixup or cutmix may mix the images of a pair, else 1.
+        The number is 2 if mixup or cutmix may mix the images of a pair, else 1.
         """
         if self.mixup or self.cutmix:
             return 2
@@ -633,9 +635,10 @@ class Recipe(_Section):
 
     @property
     def processes(self) -> Processes:
-        """Whether one process trains or several: `one`, `many`, or `either`.
+        """Whether one process trains ("one"), several train ("many"), or both work ("either").
 
-        The mode decides. If it allows either, `pipeline.schedule` decides, if the recipe sets it.
+        The mode determines the result. If the mode allows either and the recipe sets
+        `pipeline.schedule`, the schedule determines it.
         """
         if self.traits.processes != "either" or self.pipeline.schedule is None:
             return self.traits.processes
@@ -650,7 +653,7 @@ class Recipe(_Section):
     def for_others(self) -> dict[str, Any]:
         """Return the recipe for the metadata of weights.
 
-        It omits the paths of this machine, the teacher and the loggers.
+        Paths on this machine, the teacher and the loggers are left out.
         """
         omitted = dict.fromkeys(("output", "resume", *LOCAL))
         tree = self.replace(distill={}, **omitted).to_dict()
@@ -690,7 +693,8 @@ def validated(plain: Any, name: str, origins: Mapping[str, str] | None = None) -
     Args:
         plain: the values.
         name: name of the recipe.
-        origins: source of each dotted key. Messages name it unless it is the recipe itself.
+        origins: source of each dotted key, such as a file. An error message names the source unless
+            it is the recipe itself.
 
     Raises:
         RecipeError: a key or value is invalid. The message says what to type.

@@ -39,15 +39,15 @@ from trainer.saving.tensor_files import (
 )
 
 MANIFEST = "manifest.json"
-# Maximum size of a manifest in bytes. A larger one makes its checkpoint a bad one. The history of a
-# run, which a manifest contains, is far smaller.
+# Maximum size of a manifest in bytes. A checkpoint with a larger manifest counts as damaged. The
+# history of a run, which a manifest contains, is far smaller.
 MAX_MANIFEST = 64 * 2**20
 _NAME = re.compile(r"step-([0-9]{8,})")
 _LEFTOVER = re.compile(r"step-[0-9]{8,}\.tmp-.+")
 # Names in a manifest have no slash and no leading dot, so they cannot point outside the folder.
 _STEM = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 # Pattern of the name of a file with shards of one rank ("model-00001"). It does not match
-# "rank-00001", the file with the state that each rank has for itself.
+# "rank-00001", the name of a file with state of one rank that consists of complete tensors.
 OF_RANK = re.compile(r"(?!rank-)\w+-[0-9]{5,}")
 _SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n\}\n\Z')
 

@@ -70,8 +70,8 @@ def open_streams() -> None:
             mode = "w" if number else "r"
             stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115
             setattr(sys, name, stream)
-    # File names may contain bytes that are not text. Python prints them to stderr with this error
-    # handler; on stdout they would raise.
+    # File names may contain bytes that are not valid text. By default, printing such a name to
+    # stdout raises an error. Use the error handler that Python uses for stderr instead.
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -91,8 +91,8 @@ def format_csv(rows: Iterable[Sequence[Any]]) -> str:
     text = StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     if "\r" in text.getvalue():
-        # The csv module may leave a cell with "\r" unquoted, because lines end in "\n" here, but
-        # readers accept both as the end of a line.
+        # Readers accept "\r" as the end of a line, but the csv module may leave a cell with "\r"
+        # unquoted, because lines end in "\n" here. So quote all cells.
         text = StringIO()
         csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL).writerows(rows)
     return text.getvalue()
@@ -209,15 +209,15 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def report_write_errors(folder: Path, again: str = "resume=auto") -> Iterator[None]:
-    """Turn each OSError of a block that writes into an error that names the folder.
+    """Convert an OSError of the block into an error whose one-line message names the folder.
 
     Args:
-        folder: folder that is written to.
+        folder: folder that the block writes to.
         again: what to type to continue after freeing space on the disk.
 
     Raises:
         DiskFullError: the disk is full.
-        SetupError: another OSError was raised.
+        SetupError: the block raised another OSError.
     """
     try:
         yield
@@ -240,7 +240,7 @@ def write_json(path: Path, content: object) -> None:
 
 
 def write_atomically(path: Path, text: str, check: Callable[[], None] = lambda: None) -> None:
-    """Replace a file such that readers see either the old text or the new one.
+    """Replace a file atomically: readers see either the old or the new text, and never a mixture.
 
     Args:
         path: path of the file.

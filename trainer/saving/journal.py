@@ -36,8 +36,8 @@ REDONE = "redone steps"
 RESTART = "waiting to be restarted"
 # Cause of the end of an attempt that completed the run.
 COMPLETED = "completed"
-# Cause of the end of an attempt that could not record a cause: SIGKILL, too little memory, or a
-# power failure.
+# Cause of the end of an attempt that could not record a cause, because it was ended by SIGKILL, by
+# the kernel for lack of memory, or by a power failure.
 KILLED = "killed"
 # Maximum number of problems in a line. Further problems are dropped, because a run with a lasting
 # problem would fill its journal with the same sentence.
@@ -325,7 +325,7 @@ def compute_goodput(
         else:
             gap = after.time - (after.now - after.began) - before.time
         seconds[RESTART] += max(0.0, gap)
-        # Clocks of different machines may differ by a second, so only a larger step is reported.
+        # Clocks of different machines may differ by a second, so report only a larger difference.
         if gap < -1 and not is_same_boot:
             remarks.append(
                 f"a clock went back {-gap:.0f} s from one attempt to the next: no time between "

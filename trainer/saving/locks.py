@@ -36,7 +36,7 @@ def lock_folder(folder: Path, others: str, name: str = ".lock") -> int:
     """
     with report_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        # Writing through a symbolic link would overwrite another file.
+        # Refuse a symbolic link, because writing through it would overwrite another file.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
         lock = os.open(folder / name, flags, 0o666)
     for attempt in range(LOCK_ATTEMPTS):
@@ -44,7 +44,8 @@ def lock_folder(folder: Path, others: str, name: str = ".lock") -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if is_at(lock, folder / name):
                 return lock
-            # The file was removed after we opened it, and a new file may be the lock now.
+            # Another process has removed or replaced the file since it was opened. A lock on the
+            # old file does not protect the folder.
             break
         except OSError:
             if attempt + 1 < LOCK_ATTEMPTS:
@@ -104,7 +105,7 @@ def is_locked(folder: Path) -> bool:
         return False
     except BlockingIOError:
         return True
-    # Some file systems do not support locks. No folder counts as locked there.
+    # On a file system without support for locks, no folder counts as locked.
     except OSError:
         return False
     finally:
@@ -120,7 +121,7 @@ def wait_for_lock(folder: Path, name: str) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / name, "ab") as lock:
-        # Some file systems do not support locks. The block runs without one there.
+        # On a file system without support for locks, run the block without a lock.
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -131,7 +132,7 @@ def claim_file(path: Path) -> Iterator[BufferedRandom | None]:
     """Create an empty file that only this process may write within this block.
 
     A file that a dead process left behind is emptied and reused. If the block renames the file, the
-    new path is kept. A file that was not renamed is removed.
+    file is kept under its new path. Otherwise, the file is removed at the end of the block.
 
     Args:
         path: path of the file.
@@ -164,10 +165,11 @@ def claim_file(path: Path) -> Iterator[BufferedRandom | None]:
 def open_lock(path: Path) -> int:
     """Open a lock file without locking it. Create the file if it is missing.
 
-    An existing file in a directory that cannot be written is opened for reading.
+    If permissions or a read-only file system do not allow writing, an existing file is opened for
+    reading.
 
     Raises:
-        OSError: the file is missing and cannot be created.
+        OSError: the file cannot be opened or created.
     """
     flags = os.O_NOFOLLOW | os.O_CLOEXEC
     try:

@@ -147,7 +147,7 @@ class RunFolder(NullFolder):
             )
         if resuming:
             self._resume(recipe)
-            # A job that was killed while it wrote files may have left drafts.
+            # Remove the drafts that a job has left if it was killed while it wrote files.
             if owner:
                 for name in (*WRITTEN, JOURNAL):
                     for draft in self.path.glob(f".{name}.{'[0-9a-f]' * 32}"):
@@ -215,7 +215,8 @@ class RunFolder(NullFolder):
     def _remove_files(self, resume: str | None) -> None:
         """Remove the files of a run that saved nothing, so that they do not mix with the next run.
 
-        The journal is kept with resume=auto, which makes this a further attempt of the same run.
+        With resume=auto, the journal is kept, because the next run is a further attempt of the same
+        run.
         """
         patterns = list(WRITTEN)
         if resume is None:
@@ -226,7 +227,10 @@ class RunFolder(NullFolder):
                     path.unlink()
 
     def _resume(self, recipe: Recipe) -> None:
-        """Read the keys that the folder's run has chosen, and compare its other keys with `recipe`.
+        """Check that the folder's run can be resumed with `recipe`.
+
+        This sets `resolved_keys` to the values that the run has chosen, and `shorter` if `recipe`
+        trains longer than the run.
 
         Raises:
             RecipeError: the run cannot be resumed with `recipe`.
@@ -284,7 +288,7 @@ class RunFolder(NullFolder):
         A resumed run keeps its recipe.yaml unless it trains longer.
 
         Args:
-            recipe: recipe with all keys chosen.
+            recipe: recipe in which all keys that the user left open have values.
         """
         if self.shorter is not None or not os.path.lexists(self.path / "recipe.yaml"):
             portable_recipe = recipe.replace(output=None, resume=None)
@@ -373,7 +377,7 @@ def fresh_folder(recipe: Recipe) -> Path:
         lock_files = sorted(Path("runs").glob(f"{glob.escape(name)}-*/{LOCK}"), reverse=True)
     for lock_file in lock_files:
         recipe_file = lock_file.parent / "recipe.yaml"
-        # A recipe that cannot be loaded belongs to another run of this job.
+        # A folder whose lock file or recipe cannot be read is not used again.
         with suppress(OSError, RecipeError):
             if not is_this_job(read(lock_file).decode(errors="replace")):
                 continue

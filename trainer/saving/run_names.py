@@ -11,8 +11,8 @@ from trainer.recipe import find_nearest
 from trainer.recipe.known_names import WEIGHTS_FILES
 
 HOME = "runs"
-# Any of these files makes a folder a run. "recipe.yaml" exists from the start of a run, and
-# "manifest.json" only in a checkpoint.
+# A folder that contains any of these files counts as a run. "recipe.yaml" exists from the start of
+# a run, and "manifest.json" only in a checkpoint.
 RUN_FILES = ("recipe.yaml", "last.safetensors", "manifest.json")
 
 

@@ -1,8 +1,8 @@
 """Save checkpoints in a thread while training continues.
 
-Training copies its state to host memory, and a thread of each rank writes the copy. The threads do
-not communicate through collectives, whose order they would disturb. A rank lists the files that it
-has written in a further file in the same folder, and rank 0 seals the checkpoint when the lists of
+Training copies its state to host memory, and a thread of each rank writes the copy. The threads use
+no collectives, because these would mix with the collectives of training. Instead, each rank writes
+a list of its files into the checkpoint's folder, and rank 0 seals the checkpoint when the lists of
 all ranks exist. All ranks learn of a failed save at their next synchronization.
 """
 
@@ -25,8 +25,8 @@ from trainer.saving.files import read_json, remove, report_write_errors, write_a
 from trainer.saving.tensor_files import map_shards
 from trainer.saving.weights import save_weights
 
-# Seconds that rank 0 waits for the files of other ranks if the run ends with an error, because the
-# other ranks may have failed before they wrote their files.
+# Maximum number of seconds that rank 0 waits for the files of other ranks if the run ends with an
+# error. The other ranks may have failed before they wrote their files.
 LEAVING = 3.0
 
 
@@ -45,7 +45,7 @@ class Save:
         weights: metadata of each weights file by its path.
         evaluated: part of the state that the weights files contain: "model" or "ema".
         keep: number of checkpoints to keep.
-        check: raises if nothing may be saved anymore.
+        check: function that raises an error if this run must not save anything anymore.
     """
 
     folder: Path
@@ -74,7 +74,7 @@ class Cost(NamedTuple):
 
 
 class Saver:
-    """Writer of saves. A thread writes one save at a time.
+    """Writer of checkpoints and weights files, in a thread that writes one save at a time.
 
     Attributes:
         rank: rank of this process.
@@ -97,7 +97,8 @@ class Saver:
         self._result: tuple[int, float]
         self._thread: threading.Thread | None = None
         self._draft: Path | None = None
-        # Set when the run ends with an error: time since then, and maximum number of seconds.
+        # Set when the run ends with an error: a clock that starts then, and the maximum number of
+        # seconds to wait.
         self._leaving: tuple[AwakeClock, float] | None = None
         self._buffers: dict[tuple[str, str], Tensor] = {}
 
@@ -145,7 +146,8 @@ class Saver:
         self._leaving = None
         self._thread = threading.Thread(target=work, name="saver", daemon=True)
         self._thread.start()
-        # A test that injects a fault at a step must know which files exist then.
+        # If a test injects a fault at a step, finish the save first, so that the test knows which
+        # files exist when the fault occurs.
         if faults.is_at_step():
             self._thread.join()
 
@@ -197,8 +199,8 @@ class Saver:
     def _write_all(self, save: Save, draft: Path) -> None:
         """Write the files of rank 0, and complete the save when all other ranks have written.
 
-        To complete the save, the weights files are written. The draft is then sealed, and older
-        checkpoints are removed, or the draft is removed if it is not to become a checkpoint.
+        To complete the save, the weights files are written. If `save.sealed` is true, the draft is
+        then sealed and older checkpoints are removed. Otherwise, the draft is removed.
         """
         files = write_files(draft, save.state) if save.sealed else {}
         for rank in sorted(save.peers):

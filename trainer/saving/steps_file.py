@@ -1,4 +1,4 @@
-"""Write steps.csv of a run folder, and read one that may be damaged."""
+"""Write the steps.csv of a run folder, and read it even if some lines are damaged."""
 
 import csv
 import errno
@@ -27,7 +27,7 @@ _NUMBER = re.compile(rb"-?[0-9]{1,18}(\.[0-9]{1,30})?(e[+-]?[0-9]{1,3})?|-?inf|n
 
 
 def read_steps(path: Path) -> tuple[list[dict[str, str]], int]:
-    """Read a steps.csv.
+    """Read a steps.csv file, which may be damaged.
 
     A last line without a line break is ignored, because its writer has not finished it.
 
@@ -49,8 +49,8 @@ def read_steps(path: Path) -> tuple[list[dict[str, str]], int]:
         line = b""
         for chunk in iter(lambda: file.readline(MAX_LINE), b""):
             line = (line + chunk)[:MAX_LINE]
-            # A chunk without a line break is the start of a line that is too long, which is
-            # damaged, or of the last line.
+            # A chunk without a line break belongs to a line that is longer than MAX_LINE, or it is
+            # the unfinished last line. Continue with the next chunk, if any.
             if not chunk.endswith(b"\n"):
                 continue
             row = _parse_row(line)
@@ -85,7 +85,7 @@ class StepsFile(AppendFile):
     def __init__(
         self, folder: Path, last_step: int, warn: Callable[[str], None] = lambda line: None
     ) -> None:
-        """Start the file, or continue the one of a resumed run.
+        """Create steps.csv. For a resumed run, keep its rows up to `last_step`.
 
         Rows after `last_step` and damaged lines are removed.
 

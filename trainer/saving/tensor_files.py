@@ -69,10 +69,10 @@ class Shard(NamedTuple):
         return self.local.shape == self.shape
 
     def rows_of(self, whole: StoredTensor) -> Tensor:
-        """Read the rows of another tensor that this shard covers, and only those.
+        """Read only those rows of `whole` that this shard covers.
 
         Args:
-            whole: tensor of the same shape as the complete tensor.
+            whole: tensor of the same shape as the complete tensor of this shard.
         """
         if self.is_whole:
             return whole.read()
@@ -284,11 +284,12 @@ def write_synced(path: Path, parts: Iterable[memoryview], place: str) -> tuple[i
 
     Args:
         path: path of the file.
-        parts: contents.
+        parts: contents of the file, in the order in which they are written.
         place: name of the writer in `TRAINER_FAULT`, with which tests inject faults.
 
     Returns:
-        Size in bytes and SHA-256 (hexadecimal) of `parts` in memory, not of the file on the disk.
+        (size, sha256): the size in bytes and the SHA-256 (hexadecimal). Both are computed from
+        `parts` in memory, and not from the file on the disk.
     """
     sha = hashlib.sha256()
     size = 0

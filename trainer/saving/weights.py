@@ -85,8 +85,8 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             tensors. Code in pickled files is not executed.
 
     Returns:
-        The weights by name, and the metadata of the file. Metadata of a checkpoint contains
-        "weights", which is "ema" or "model".
+        (weights, metadata): the weights by name, and the metadata of the file. For a checkpoint,
+        the entry "weights" of the metadata is "ema" or "model".
 
     Raises:
         CheckpointError: no weights can be read. The message says which paths are accepted.
@@ -132,8 +132,7 @@ def _read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     state = load(path)
     stored = state.part("model")
     averages = state.part("ema")
-    # Averages exist for parameters only. They replace the model's own parameters, and the buffers
-    # of the model are kept.
+    # If there are averages, they replace the model's tensors of the same names.
     tensors = {name: tensor.read() for name, tensor in (stored | averages).items()}
     metadata = {
         "format": "pt",

@@ -19,8 +19,8 @@ from trainer.recipe import Recipe
 from trainer.recipe.text import list_some
 from trainer.tasks.task import Task, register_task
 
-# `ranked` returns this number of most probable classes, or all classes if there are fewer. For the
-# metric top5, a sample is correct if its label is one of this number of most probable classes.
+# Number of most probable classes that `ranked` returns. If there are fewer classes, it returns all
+# of them. For the metric top5, a sample is correct if its label is among these classes.
 TOP_CLASSES = 5
 # With fewer classes than this, top-5 accuracy is not printed: it would be high for any model.
 MIN_CLASSES_FOR_TOP5 = 10
@@ -175,8 +175,9 @@ class Classification(ClassTask):
         """
         label_logits = outputs.gather(1, targets[:, None])
         indices = torch.arange(outputs.shape[1], device=outputs.device)
-        # The rank of the label is its position in `largest`, without sorting: the first of equal
-        # logits comes first. A NaN is not <= anything, so it precedes the label.
+        # Compute the position of the label in the order of `largest`, without sorting. If logits
+        # are equal, the class with the lower index comes first. A NaN comes before the label,
+        # because NaN <= x is false.
         is_larger = ~(outputs <= label_logits)
         is_before = indices < targets[:, None]
         wins_tie = (outputs == label_logits) & is_before

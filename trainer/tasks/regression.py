@@ -12,9 +12,9 @@ from trainer.recipe import Recipe
 from trainer.tasks.classification import described
 from trainer.tasks.task import Task, register_task
 
-# If the squared distances of a value's targets from their mean sum to at most this fraction of the
-# targets' sum of squares, the value counts as constant and is left out of R2. For equal targets,
-# rounding in float64 leads to fractions of up to 1e-13 (measured in batches of 1 to 256).
+# A value counts as constant, and is left out of R2, if the variance of its targets is at most this
+# fraction of their mean square. The variance of equal targets should be 0, but rounding in float64
+# leads to fractions of up to 1e-13 (measured in batches of 1 to 256).
 ROUNDING = 1e-12
 
 
@@ -67,7 +67,8 @@ class Regression(Task):
         return mse_loss(outputs, targets)
 
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        # In float32, the difference of two large sums in `metrics` could lose all digits.
+        # Compute in float64: in float32, the difference of two large sums in `metrics` could lose
+        # all significant digits.
         outputs = outputs.double()
         targets = targets.double()
         error = outputs - targets

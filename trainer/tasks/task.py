@@ -21,8 +21,8 @@ class Task:
     To add a task, write a subclass with a `loss`; everything else has a default.
 
     Attributes:
-        reads: content of a table of labels: the "class" or the "classes" of each image, or
-            "values" for numbers.
+        reads: kind of label of an image: "class" for exactly one class, "classes" for any number of
+            classes, or "values" for numbers.
         metric: name of the metric that chooses the best epoch.
         larger_is_better: True if the largest value of `metric` is the best.
         tells: names of all metrics that the method `metrics` returns. If empty, they are "loss"
@@ -144,7 +144,7 @@ class Task:
         return {"loss": sums["loss"].item() / count}
 
     def shares(self, targets: Tensor) -> Tensor:
-        """Convert targets (N, ...) to float32 values, which mixup and cutmix average.
+        """Convert targets (N, ...) to float32 values that mixup and cutmix can average.
 
         A task needs this method only if its attribute `mixes` is True.
         """
@@ -176,7 +176,16 @@ class Task:
         return value < best
 
     def shown(self, metrics: Mapping[str, float | None]) -> dict[str, str]:
-        """Format the metrics that are worth showing, by title; `loss` comes first."""
+        """Format metrics for display, in the order of `metrics`.
+
+        Metrics without a value (None) are left out. A subclass may leave out further metrics.
+
+        Args:
+            metrics: values by the name of the metric.
+
+        Returns:
+            The formatted values by the display name of the metric (see `titles`).
+        """
         texts = {}
         for name, value in metrics.items():
             if value is not None:
@@ -195,8 +204,8 @@ class Task:
     def headline(cls) -> str:
         """Return the name of the metric to show next to the loss.
 
-        This is the metric that chooses the best epoch. If the loss chooses it, the name is that of
-        the first other metric, or "loss" if there is no other.
+        The result is the metric that chooses the best epoch. If that metric is the loss, the result
+        is the first other metric, or "loss" if there is no other.
         """
         for name in (cls.metric, *cls.metric_names()):
             if name != "loss":
@@ -276,7 +285,7 @@ def create_task(
             f"those of task.name={recipe.task.name} do not mix: set {remedy}"
         )
     if recipe.distill.teacher is not None:
-        # The outputs of the teacher are appended to the targets, so their number must be fixed.
+        # The teacher's outputs are appended to the targets, so the number of outputs must be fixed.
         has_soft_loss = type(task).soft_loss is not Task.soft_loss
         if not has_soft_loss or task.outputs() is None:
             raise RecipeError(

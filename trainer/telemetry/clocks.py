@@ -94,13 +94,14 @@ class StepTimer:
     Waiting for kernel launches is detected by comparing two times: when the device ends a step, and
     when the host has launched all kernels of the next step. If the host was earlier, the next step
     does not wait for launches, and its duration is that of the device's work alone. If the device
-    was earlier, it may wait until the last kernel is launched. No event shows how long it works
-    until then, so only an upper bound is known: the time from the device's arrival at the step to
-    the last launch, without waiting for data, and at most the excess over the duration of a step
-    that does not wait for launches.
+    was earlier, it may wait until the last kernel is launched. No event shows for how much of this
+    time the device waits, so only an upper bound is known. The bound is the smaller of two times:
+    the time from the device's arrival at the step to the last launch, and the excess of the step's
+    duration over the shortest step that did not wait for launches. Both exclude waiting for data.
     """
 
-    # Interval, in steps, at which the optimizer is timed on CUDA: an event costs microseconds.
+    # On CUDA, the optimizer is timed only once in this number of steps, because recording an event
+    # costs microseconds.
     MARKED = 8
 
     def __init__(self, devices: Sequence[torch.device], warmup: int) -> None:
@@ -341,7 +342,7 @@ class StepTimer:
 
 
 class Stopwatch:
-    """Context manager that measures the time of one in `every` of the blocks that it encloses.
+    """Context manager that measures every `every`-th block and adds up the measured durations.
 
     Only the methods `seconds` and `lap` wait for a device.
     """

@@ -33,7 +33,7 @@ from trainer.saving.files import (
 if TYPE_CHECKING:
     from trainer.saving.checkpoint import Position
 
-# Steps, seconds since the first event of the run, and values.
+# Lists (steps, seconds, values) of one tag. The seconds count from the first event of the run.
 Curve = tuple[list[float], list[float], list[float]]
 # Number of seconds after which logged values are flushed, so that TensorBoard can read them.
 FLUSH_SECONDS = 10.0

@@ -1,4 +1,4 @@
-"""Logging to Weights & Biases and MLflow: the values of TensorBoard, the recipe, and final numbers.
+"""Log the values of TensorBoard, the recipe and final numbers to Weights & Biases and MLflow.
 
 Both libraries store values, send them in the background and retry by themselves. They are optional,
 and imported on first use.
@@ -107,7 +107,7 @@ class MlflowRun:
 
         self._id = load_or_create_id(folder, "mlflow", address, create_run)
         client.update_run(self._id, status="RUNNING")
-        # A resumed run already has parameters, which MLflow refuses to change, so log only others.
+        # MLflow refuses to change the parameters of a run that is resumed, so log only new ones.
         logged = client.get_run(self._id).data.params
         params = []
         for key, value in flatten(recipe.to_dict()).items():

@@ -1,7 +1,7 @@
 """Detection of slow ranks, and choice of batch shares with which all ranks need the same time.
 
 Both use the times that each rank measured for its own samples. This module uses neither torch nor a
-clock. A division, below, is a choice of the number of samples that each rank gets of a batch.
+clock. In this module, a *division* says how many samples of a batch each rank gets.
 
 A healthy run must not get a warning, so each limit is far above random variation. The time of a
 rank is assumed to be proportional to its number of images. If that time has a constant part, such
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 # a window.
 WINDOWS = 6
 WINDOW = 10.0
-# Minimum number of measurements in a window, and before a division at the start of a run. If steps
-# take seconds, a window is longer than `WINDOW`.
+# Minimum number of measurements in a window, and before a division at the start of a run. So if
+# steps take many seconds, a window is longer than `WINDOW`.
 FEW = 3
 # Minimum relative excess of a slow rank's time over the median of the other ranks.
 MIN_LAG = 0.1
@@ -30,7 +30,7 @@ ROUNDS = 3
 # Minimum predicted speedup for a division at the start of a run, and for a later one.
 MIN_FIRST_GAIN = 1.05
 LASTING = 1.1
-# Seconds of a window of `ShareWatch`. A later division needs `WINDOWS` windows.
+# Minimum number of seconds of a window of `ShareWatch`. A later division needs `WINDOWS` windows.
 SHARE_WINDOW = 1.0
 # A later division must reach the speedup `LASTING` in more than this fraction of the windows.
 MIN_WINDOW_SHARE = 2 / 3
@@ -153,7 +153,7 @@ class RankWatch:
 
 
 class ShareWatch:
-    """Measures each rank's time for its samples, and chooses better numbers of samples."""
+    """Measure each rank's time for its samples, and choose better numbers of samples."""
 
     def __init__(self, rounds: int = ROUNDS) -> None:
         """Create a watch without measurements.
@@ -170,8 +170,9 @@ class ShareWatch:
     def _restart(self) -> None:
         self._steps = 0
         self._seconds = 0.0
-        # Measurements since the last window. At the start of a run, there are no windows yet.
+        # Measurements since the end of the last window, or since the restart without windows.
         self._measured: list[list[float]] = []
+        # Typical seconds of each rank in each window.
         self._windows: list[list[float]] = []
 
     def add(self, steps: int, ranks: Sequence[Sequence[float]]) -> None:
@@ -195,8 +196,8 @@ class ShareWatch:
             divide: Function that divides a batch by the speed of the ranks.
 
         Returns:
-            The new number of samples of each rank; None if there are too few steps, or if no other
-            division is faster.
+            The new number of samples of each rank. None if there are too few steps, if no round is
+            left, or if the predicted speedup is less than `MIN_FIRST_GAIN`.
         """
         is_short = (
             len(self._measured) < FEW or self._steps < MIN_STEPS or self._seconds < MIN_SECONDS
@@ -215,9 +216,9 @@ class ShareWatch:
     def lasting(self, rows: Sequence[int], divide: Divide) -> list[int] | None:
         """Return better numbers of samples, computed from windows, or None.
 
-        The result is None if there are fewer than `WINDOWS` windows, or if they do not agree that
-        the new numbers are faster. Windows that were compared once are not used again. The
-        arguments are those of `first`.
+        The result is None if there are fewer than `WINDOWS` windows, or if too few of them predict
+        the speedup `LASTING`. Windows that were compared once are not used again. The arguments are
+        those of `first`.
         """
         if len(self._windows) < WINDOWS:
             return None

@@ -15,11 +15,12 @@ from trainer.processes import terminal
 FRACTIONS = ("top1", "top5", "f1", "f1_macro")
 # Maximum width of a table in characters.
 MAX_WIDTH = 100
-# Titles next to which a command or a path is printed. It is not wrapped, so that it can be copied.
+# Titles of lines that contain a command or a path. These lines are not wrapped, so that the command
+# or path can be copied.
 UNWRAPPED_TITLES = ("best", "details", "labels", "result", "timeline", "watch", "weights", "worst")
-# Seconds of each unit of time, from the largest unit on.
+# Length in seconds and name of each unit of time, the largest first.
 UNITS = ((86_400 * 365, "y"), (86_400, "d"), (3_600, "h"), (60, "min"))
-# Bytes, or bytes per second, of each unit in lower case.
+# Bytes, or bytes per second, of each unit, by the name of the unit in lower case.
 SIZES: dict[str, float] = {}
 SPEEDS: dict[str, float] = {}
 for power, prefix in enumerate("kmgt", 1):
@@ -154,8 +155,8 @@ def format_markdown_table(
     """Return the lines of a Markdown table.
 
     Args:
-        rows: Cells of each row, the head first.
-        bold: Indices of the bold rows, counted from 0 below the head.
+        rows: Cells of each row, the header row first.
+        bold: Indices of the bold rows; the first row below the header is 0.
     """
     lines = []
     for n, row in enumerate(rows, -1):

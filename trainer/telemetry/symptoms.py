@@ -19,11 +19,13 @@ from trainer.telemetry.rank_watch import Lag
 # Minimum number of steps for a warning about accuracy, memorization or a class that is never
 # predicted. After fewer steps, a healthy run may not have learned anything yet.
 MIN_STEPS = 50
-# Minimum number of validation images, in total and of one class, for a meaningful accuracy.
+# Minimum number of validation images for a warning about accuracy or memorization, and minimum
+# number of validation images of a class for a warning that this class is never predicted.
 MIN_VALIDATION_IMAGES = 50
 MIN_CLASS_IMAGES = 20
-# Number of latest epochs in which accuracy must be as low as that of always predicting the largest
-# class, for a warning. A slow start can have one or two such epochs.
+# There is a warning about accuracy only if the model was no better than a constant prediction of
+# the largest class in each of this number of latest epochs. One or two such epochs can be a slow
+# start.
 STANDSTILL_EPOCHS = 3
 # Minimum ratio of the loss to the loss of guessing for a warning. The loss of a healthy run starts
 # below this ratio, or falls below it within an epoch.

@@ -24,7 +24,8 @@ from trainer.telemetry.events import Events, arrange_tags, trim_events
 from trainer.telemetry.loggers import Loggers
 from trainer.telemetry.readable import format_duration, format_titled, table_width
 
-# Seconds between two updates of the progress bar, and between two lines of a run without a bar.
+# Minimum number of seconds between two updates of the progress bar, and between two lines of a run
+# without a bar.
 LIVE = 0.2
 LINE_SECONDS = 60.0
 # The same intervals before the first step.
@@ -239,7 +240,8 @@ class Tracker(NullTracker):
         now = time.perf_counter()
         self._epoch = epoch
         self.journal.mark(step)
-        # The speed is measured from the first call on, because earlier steps include start-up.
+        # Estimate the time left from the steps after the first call, because earlier steps include
+        # start-up.
         if self._paced is None:
             self._paced = (step, now)
         first, begun = self._paced
@@ -264,7 +266,8 @@ class Tracker(NullTracker):
     def _state(self, *parts: str, step: int | None = None) -> None:
         """Show the state in the progress bar, or print it as a line if there is no bar.
 
-        This does nothing if the display was updated a short time ago.
+        This does nothing if logging.progress is false. It also does nothing if the last update was
+        less than LIVE seconds ago or, without a bar, less than LINE_SECONDS seconds ago.
 
         Args:
             parts: Strings to show next to each other. Empty strings are left out.
@@ -309,7 +312,7 @@ class Tracker(NullTracker):
                 self._events.sync()
 
     def close(self) -> None:
-        """Flush and close every file."""
+        """Close the loggers, the progress bar and all files, and release the run folder."""
         bar = self._bar
         steps = self._steps
         events = self._events

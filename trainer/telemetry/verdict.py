@@ -19,10 +19,11 @@ MIN_CACHE_SPEEDUP = 1.2
 CACHE = "data.cache=disk"
 FEWER_THREADS = "threads=1"
 TOO_SHORT = "the run is too short: "
-# Maximum share of a step that is not worth mentioning, for waiting and for communication.
+# Waiting for kernel launches, or communication of shards, is not mentioned if it takes at most this
+# share of a step.
 NEGLIGIBLE_SHARE = 0.05
-# Minimum ratio of the slowest stage's time to the mean of all stages for which stages count as
-# unbalanced.
+# Stages count as unbalanced if the slowest one takes more than this multiple of the stages' mean
+# time.
 UNEVEN_FACTOR = 1.15
 Part = Literal["data", "compute", "launches", "communication", "bubble", "optimizer", "logging"]
 PARTS: tuple[Part, ...] = get_args(Part)

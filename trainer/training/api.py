@@ -1,7 +1,7 @@
 """Function `train` for scripts and notebooks, which may pass their own model and data.
 
-If the ranks run in other processes than the calling program, they receive its callback, and the
-registered model, data set and task that the recipe names.
+If the ranks do not run in the process of the calling program, the program's callback is sent to
+them, and so are the registered model, data set and task that the recipe names.
 """
 
 import multiprocessing
@@ -35,11 +35,12 @@ from trainer.training.callbacks import Callbacks, OnEpoch
 from trainer.training.randomness import restore_global_state
 from trainer.training.results import Result
 
-# Keys of the training set, and of the validation set, in a dictionary that `train` gets as `data`.
+# If the argument `data` of `train` is a dictionary, these are the accepted keys of the training set
+# and of the validation set.
 TRAINING = ("train", "training")
 HELD_OUT = ("val", "valid", "validation", "test")
-# Name of the file of pickled objects that is sent to ranks, and name of the plugin module that is
-# sent with it and registers these objects.
+# Two files are sent to ranks in other processes: the pickled objects (SENT), and a plugin module
+# that registers these objects (named MODULE).
 SENT = "given.pickle"
 MODULE = "trainer_given"
 
@@ -48,10 +49,10 @@ Model = nn.Module | Callable[..., nn.Module] | str
 
 @contextmanager
 def register_temporarily(model: Model | None, data: Any) -> Iterator[dict[str, Any]]:
-    """Register a program's model and data within this block.
+    """Register the model and data that a program passes to `train`, until the end of this block.
 
     Yields:
-        The recipe keys that name them.
+        The keys to set in the recipe, such as `model.name`, with their values.
 
     Raises:
         RecipeError: `model` cannot be trained or does not build a model, or `data` has a form that
@@ -89,7 +90,7 @@ class GivenData:
     """Data set function that returns the data that a program passes to `train`."""
 
     def __init__(self, source: Any) -> None:
-        """Store `source`, which is data as `train` accepts it, or a function that returns data.
+        """Store `source`: data in a form that `train` accepts, or a function that returns it.
 
         The result of a function is checked when the run calls it.
 
@@ -243,9 +244,9 @@ def train(
         recipe: The name of a shipped recipe, a YAML file, a run folder, a dictionary, or a recipe
             that `load_recipe` returned. None means the defaults of all keys.
         words: Arguments `key=value` of the recipe, as on the command line.
-        model: A `torch.nn.Module`, whose current weights are the start weights, and which has the
-            final weights after a completed run; a function that returns a module and accepts any of
-            the parameters num_classes, channels and image_size; or a name.
+        model: A `torch.nn.Module`: training starts from its current weights, and a completed run
+            copies the final weights into it. Or a function that returns a module and accepts any of
+            the parameters num_classes, channels and image_size. Or the name of a model.
         data: (training set, validation set), and optionally the names of the classes or their
             number as a third element; a dictionary with train and validation or test; a function
             that returns one of these; a name; or a folder of photos. Sets are pairs of tensors or
@@ -256,7 +257,7 @@ def train(
             has a copy of everything that the function uses. If the function returns False, the run
             ends as completed. If it raises, the run ends as failed. The other ranks wait until it
             returns.
-        nproc: Number of processes on this machine, for modes with several.
+        nproc: Number of processes on this machine, for modes that use several processes.
         plugin: Name of a module that registers models, data sets or tasks.
         keywords: Keys of the recipe: `epochs=1`, `optimizer__lr=0.05`, `optimizer={"lr": 0.05}`.
 
@@ -264,8 +265,8 @@ def train(
         The content of `result.json`.
 
     Raises:
-        TrainerError: One of the types in `trainer.errors`, with the exit code of the command line.
-            `Interrupted` after Ctrl-C, which saves a checkpoint.
+        TrainerError: The run failed or was stopped. Each type in `trainer.errors` has the exit code
+            of the command line. After Ctrl-C, the run saves a checkpoint and raises `Interrupted`.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise RecipeError(

@@ -1,4 +1,4 @@
-"""The banner: lines about what is about to run, on the terminal and in TensorBoard."""
+"""The banner: lines that describe a run before it trains, on the terminal and in TensorBoard."""
 
 import shlex
 import textwrap
@@ -106,7 +106,7 @@ def build_banner(
         resolved: The configuration of the run.
         strategy: The mode, which holds this rank's part of the model.
         model: Properties of the whole model.
-        readers: Text about the processes that read images, if any.
+        readers: Description of the processes that read images. None if there are none.
     """
     recipe = resolved.recipe
     world = resolved.world
@@ -208,7 +208,7 @@ def _describe_steps(resolved: Resolved, strategy: Strategy, has_batch_norm: bool
 
 
 def compute_shares(strategy: Strategy) -> list[int] | None:
-    """Return each rank's number of images of a step.
+    """Return the number of images that each rank computes in a step.
 
     Return None if neither the recipe nor a measurement sets the shares.
     """

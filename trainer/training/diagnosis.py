@@ -26,7 +26,7 @@ from trainer.training.observer import Observer
 from trainer.training.reporting import compute_idle_share, list_seconds
 from trainer.training.state import Resolved, TrainState
 
-# Maximum duration of each probe, as a fraction of the duration of this attempt.
+# Maximum duration of each probe, as a fraction of the time since the run was started or resumed.
 BUDGET = 0.01
 # Upper bound of a GPU's cycles per second. With this bound, a sleep kernel may hold a device for
 # longer than needed, but never for a shorter time.
@@ -72,9 +72,9 @@ def diagnose(
     data_wait = speed.data_wait_fraction * step
     update = timer.update_seconds()
     launch_bound = (speed.launch_bound_fraction or 0.0) * step
-    # A rank that waits for images or launches delays all others, so the largest value counts. Of
-    # the optimizer's times the smallest counts: in a pipeline, all ranks except those of the last
-    # stage also wait for that stage in this time.
+    # A rank that waits for images or launches delays all others, so the largest value of all ranks
+    # counts. For the optimizer's update, the smallest value counts: in a pipeline, the measured
+    # time includes waiting for the last stage, on all ranks except those of the last stage.
     rank_seconds = torch.tensor([data_wait, -update, launch_bound], dtype=torch.float64)
     data, negative_update, launches_at_most = world.max_(rank_seconds).tolist()
     pipeline = strategy.result_fields().get("pipeline") or {}
@@ -116,7 +116,7 @@ def diagnose(
         busy=pipeline.get("stage_seconds") or (),
     )
     probe_start = time.perf_counter()
-    # Seconds that rank 0 needs to read one photo.
+    # Seconds that rank 0 needs to read one photo. None if this is not measured.
     reading = None
     datasets = resolved.datasets
     photos = datasets.train
@@ -149,14 +149,14 @@ def diagnose(
 def _measure_device_seconds(
     state: TrainState, weight: float, step: float, data_wait: float, update: float, budget: float
 ) -> tuple[float, float] | None:
-    """Measure a step's passes and its update on devices that wait for no launch. Collective.
+    """Measure how long a step takes on devices that do not wait for kernel launches. Collective.
 
-    The host issues a micro-batch of random inputs, at a learning rate of 0, while a sleep kernel
-    holds the devices, so that they find all kernels queued when they start. All ranks start
-    together. The queue of a device holds about a thousand kernels. If there are more, the device
-    may still wait for some of them, so the measured time can be too long, but not too short.
-    Weights and buffers keep their values. The optimizer's state and the moving average do not, but
-    nothing reads them any more.
+    A sleep kernel occupies each device while the host launches the passes of one micro-batch of
+    random inputs, and an update with learning rate 0. All other kernels are then already queued
+    when the sleep ends. All ranks start together. The queue of a device holds about a thousand
+    kernels. If a step has more, the device may still wait for some of them, so the measured time
+    can be too long, but not too short. Weights and buffers keep their values. The optimizer's state
+    and the moving average do not, but nothing reads them any more.
 
     Args:
         state: State of a finished run.

@@ -17,8 +17,7 @@ from trainer.models.replayed_forward import ReplayedForward
 from trainer.modes import Strategy
 from trainer.tasks import Task
 
-# Maximum number of model outputs with which a confusion matrix is collected. A model with more
-# outputs gets none.
+# No confusion matrix is collected for a model with more outputs than this number.
 CLASSES = 256
 # File of the worst predictions in the run folder, and the maximum number of its rows.
 WORST = "worst.csv"
@@ -142,7 +141,7 @@ def build_forward(strategy: Strategy, say: Callable[[str], None]) -> ReplayedFor
 
 
 def strip_prefix(values: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics in a result of `evaluate` under the task's own names.
+    """Remove the prefix `val_` from the names of the metrics in a result of `evaluate`.
 
     The number of samples is left out.
     """
@@ -183,8 +182,9 @@ class Mistakes:
         # this rank, and (classes, classes) after `gathered`. None before the first batch, with more
         # than CLASSES classes, and after `gathered` on ranks other than 0.
         self.pairs: Tensor | None = None
-        # For each batch, the values of its samples, one tensor for each field of `Mistake`. If
-        # there are many rows, one entry with the worst of them replaces those of several batches.
+        # Each entry has the samples of a batch, as one (samples,) tensor for each field of
+        # `Mistake`. As soon as the entries have more than 2 * ROWS samples, they are replaced by a
+        # single entry with the worst ROWS samples.
         self._worst: list[tuple[Tensor, ...]] = []
         self._row_count = 0
         self._possible = True

@@ -97,11 +97,11 @@ def _build_whole_on_rank_0(
     world: World,
     say: Callable[[str], None],
 ) -> nn.Module:
-    """Build the model by `make` on rank 0, and without values on the other ranks. Collective.
+    """Build the model with `make` on rank 0, and without values on the other ranks. Collective.
 
-    The other ranks call `make_without_weights` on the meta device. If the call fails on a rank, or
-    its result differs from rank 0's model in more than values, that rank calls
-    `make_without_weights` again, with values.
+    The other ranks call `make_without_weights` on the meta device. If the model cannot be built
+    there, or has other modules or shapes than rank 0's, the rank calls `make_without_weights` again
+    on the CPU.
     """
     states = read_random_states()
     model, reason = world.all_or_none(
@@ -268,7 +268,7 @@ def check_task(
 
 
 def _is_loss_a_mean(task: Task, outputs: Tensor, data: Datasets) -> bool:
-    """Return whether the loss of a batch is the weighted mean of the losses of its two parts.
+    """Return whether the loss of a batch is the mean of the losses of its parts, weighted by size.
 
     The loss is computed from random outputs in the shape of `outputs`, and from targets of samples
     that are evenly spaced in the training set. The result is True if the loss is not finite or

@@ -73,8 +73,12 @@ def _attempt(
 ) -> Result | Recipe:
     """Train to the end, or until memory runs out.
 
-    The arguments are those of `run`, and `last_shortage`: the value of `time.monotonic()` when
-    memory ran out in the previous attempt, or -inf in the first attempt.
+    Args:
+        recipe: As in `run`.
+        own_process: As in `run`.
+        program_callbacks: As in `run`.
+        last_shortage: Value of `time.monotonic()` when memory ran out in the previous attempt; -inf
+            in the first attempt.
 
     Returns:
         The result, or the recipe to resume with if memory ran out and smaller micro-batches may
@@ -392,7 +396,7 @@ def note_skipped(run: Run) -> None:
 
 
 def note_memory(run: Run) -> None:
-    """Note each device's peak memory and the worst load by other processes. Collective."""
+    """Store each device's peak memory and the highest load by other processes. Collective."""
     devices = run.world.driven()
     peaks = {name: peak_memory(device) for name, device in devices.items()}
     rank_values = run.world.gather((peaks, run.noticed.meter.read()))

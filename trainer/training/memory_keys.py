@@ -1,7 +1,7 @@
-"""Choose `accumulate` and `recompute` by the memory of a run's devices, and recover if it runs out.
+"""Choose `accumulate` and `recompute` so that a run fits in memory, and recover if it does not.
 
 With `accumulate=auto`, a batch is divided into the smallest number of micro-batches whose passes
-fit the device of every rank. On GPUs, trial passes before the first step find this number, starting
+fit in the memory of every rank. On GPUs, trial passes before training find this number, starting
 with the smallest micro-batches. On CPUs, there are no trials: the number is 1 until memory runs
 out. The run folder stores the number, which is used again on the same devices. If memory runs out
 in training, the run or its next attempt resumes with at least twice as many micro-batches.
@@ -94,9 +94,10 @@ def describe_needs(resolved: Resolved, state: TrainState) -> str:
     for kind in PARTS:
         if kind.trains:
             tensors += kind(resolved, state).tensors().values()
-    # Gradients have the size of their parameters.
+    # A gradient has the size of its parameter, so each trained parameter is counted a second time.
     tensors += [parameter for parameter in state.parameters.values() if parameter.requires_grad]
-    # Tensors that fsdp.offload keeps on the host do not fill the device.
+    # Tensors that fsdp.offload keeps on the host do not use the device's memory, so they are left
+    # out.
     device_type = world.device.type
     resident = count_bytes(*(tensor for tensor in tensors if tensor.device.type == device_type))
     count = state.strategy.share.count
@@ -202,7 +203,8 @@ def resolve_and_build(opened: Opened, build: Callable[[Resolved], Run]) -> Run:
         )
 
     purpose = describe_purpose(recipe.recompute)
-    # Earlier versions stored the typed value of `recompute`, which may be auto, so both are valid.
+    # Earlier versions stored the value of `recompute` as the user typed it, which may be auto. A
+    # number that was stored with that value is valid too.
     purposes = purpose, describe_purpose(opened.recipe.recompute)
 
     def build_probe() -> Run:
@@ -338,9 +340,9 @@ def _measure_load(run: Run, rows: int, passes: int) -> float:
 def undo_on_out_of_memory(run: Run) -> Iterator[None]:
     """Restore buffers and random states if memory runs out in this block with accumulate=auto.
 
-    Then the run can be saved as it was before the passes of the block. The error is raised again.
-    With several ranks nothing is restored: the other ranks wait for the failed pass, so no
-    checkpoint can be saved.
+    In this case `run.repeatable` is set, so that `adapt_recipe` saves the run as it was before the
+    block. The error is raised again. With several ranks nothing is restored: the other ranks wait
+    for the failed pass, so no checkpoint can be saved.
     """
     if KEPT not in run.strategy.tuned or run.world.size > 1:
         yield
@@ -367,12 +369,12 @@ def adapt_recipe(run: Run, error: BaseException, since: float) -> Recipe | None:
     Args:
         run: The run that has ended.
         error: The error that ended it.
-        since: The value of `time.monotonic()` when memory ran out in an earlier attempt.
+        since: The value of `time.monotonic()` when memory ran out in an earlier attempt, or -inf.
 
     Returns:
-        The recipe. None if the run must end: after any other error, with several ranks, without
-        accumulate=auto, without a larger number of micro-batches, without a checkpoint, or less
-        than SMALLER_AFTER seconds after `since`.
+        The recipe, or None if the run must end. The run must end after any other error, with
+        several ranks, without accumulate=auto, without a checkpoint, if no larger number of
+        micro-batches is possible, or less than SMALLER_AFTER seconds after `since`.
     """
     path = run.tracker.path
     is_short = (
@@ -389,7 +391,7 @@ def adapt_recipe(run: Run, error: BaseException, since: float) -> Recipe | None:
     with suppress(TrainerError, RuntimeError, MemoryError):
         if run.repeatable:
             run.snapshots.save()
-        # The previous checkpoint may not be complete yet.
+        # The previous checkpoint may not be complete yet, so wait for it.
         run.snapshots.finish_saving()
         if run.repeatable:
             source = f"step {step}"
@@ -405,8 +407,8 @@ def choose_recompute(opened: Opened) -> tuple[Recipe, int | None]:
     """Choose `recompute` if it is auto. A CPU recomputes no block. Collective.
 
     Returns:
-        `(recipe, count)`: The recipe with the chosen `recompute`, and the number N of blocks, so
-        that the first N blocks of the model are recomputed. N is None if `recompute` was not auto.
+        `(recipe, count)`: `recipe` has the chosen `recompute`. `count` is the number of blocks to
+        recompute, counted from the start of the model, or None if `recompute` was not auto.
 
     Raises:
         RecipeError: Blocks must be recomputed, but another key of the recipe does not allow it.
@@ -444,6 +446,7 @@ def _build_without_values(opened: Opened) -> nn.Module:
 
     with warnings.catch_warnings():
         # torch warns about each tensor that a model's code loads into a parameter without values.
+        # No values are needed here, so these warnings are hidden.
         warnings.simplefilter("ignore")
         model, _ = build_on_meta(make)
     if model is None:
@@ -484,13 +487,14 @@ def count_blocks_to_recompute(
             needed: float = measure_pass(copy, copy, inputs).peak + count_bytes(inputs)
         weights = count_bytes(*copy.parameters())
         if shards > 1:
-            # Ranks gather the shards of a few units at a time.
+            # A rank also holds the gathered weights of a few units at a time.
             needed += count_gathered(compute_unit_sizes(copy, find_units(copy)))
         copies = COPIES + (recipe.ema is not None)
         return needed + weights * copies / shards <= memory
 
     try:
-        # The copies share closures and globals with the model, so their state must be restored.
+        # The copies share closures and globals with the model. A pass may change the state of
+        # these, so it is restored.
         with restore_after([model]):
             return find_fewest(len(runs), fits)
     except (RuntimeError, NotImplementedError, AssertionError, ValueError, TypeError, LookupError):

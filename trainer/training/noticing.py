@@ -33,16 +33,16 @@ NOT_SAVED = (
     "no checkpoint contains it, so this resumed run started without it; keep it in a buffer "
     "(register_buffer())"
 )
-# Seconds from the start of a run in which a warning about other processes is not printed yet,
-# because their load may be short. If the load lasts, the warning is printed later.
+# A warning about the load of other processes is printed only after this number of seconds since the
+# start of the run, because the load may be short.
 LONG = 10.0
 
 
 def note_classes(task: Task, noticed: Noticed, sums: Sums) -> None:
     """Store an evaluation's counts per class in `noticed.classes`.
 
-    Only the counts of tasks whose method `metrics` is that of `Classification` are stored. Those of
-    the last two evaluations are kept.
+    The counts of the last two evaluations are kept. Nothing is stored for a task whose method
+    `metrics` is not that of `Classification`.
     """
     names = {"actual", "predicted"}
     if names <= sums.whole.keys() and type(task).metrics is Classification.metrics:
@@ -53,14 +53,14 @@ def note_classes(task: Task, noticed: Noticed, sums: Sums) -> None:
 def watch_ranks(
     resolved: Resolved, noticed: Noticed, step: int, steps: int, ranks: Sequence[Sequence[float]]
 ) -> None:
-    """Warn of a rank that was slow in several successive windows of `RankWatch`.
+    """Warn about a rank that was slow in several successive windows of `RankWatch`.
 
     Collective if a rank is named. All ranks name it at the same step, because they have the same
     measurements.
 
     Args:
         resolved: The configuration of the run.
-        noticed: The observations so far, which this updates.
+        noticed: The observations so far, which this function updates.
         step: Number of the last step.
         steps: Number of steps that were measured.
         ranks: For each rank the seconds that `RankWatch.add` accepts.
@@ -148,11 +148,11 @@ def _facts(resolved: Resolved, state: TrainState, noticed: Noticed, over: bool) 
 
 
 def compare_passes(resolved: Resolved, strategy: Strategy, noticed: Noticed) -> None:
-    """Warn of state and weights that each pass changes, except statistics such as BatchNorm's.
+    """Warn if each pass changes weights, or state other than statistics such as BatchNorm's.
 
     A step of several micro-batches changes such state several times, so it differs from a step of
-    the whole batch. A resumed run starts without any such state outside of weights and persistent
-    buffers, because a checkpoint contains no other state of a model.
+    the whole batch. A checkpoint contains only the weights and persistent buffers of a model, so a
+    resumed run starts without any other state.
     """
     modules = strategy.modules()
     is_resumed = resolved.checkpoint is not None
@@ -194,7 +194,7 @@ def compare_passes(resolved: Resolved, strategy: Strategy, noticed: Noticed) -> 
 
 
 def compare_epochs(resolved: Resolved, strategy: Strategy) -> None:
-    """Warn of state that the model's own `train()` changes and no checkpoint contains.
+    """Warn if the model's own `train()` changes state that no checkpoint contains.
 
     A resumed run starts without such state.
     """

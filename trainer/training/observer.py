@@ -18,8 +18,8 @@ class Noticed:
 
     Attributes:
         meter: Measures the load by other programs on this machine, since the run was built.
-        strain: The highest load by other programs on any rank since the run was built. Updated when
-            an epoch and when the run ends.
+        strain: The highest load by other programs on any rank since the run was built. Updated at
+            the end of each epoch and of the run.
         classes: The counts of the last two evaluations, older first: the number of validation
             samples of each class (`actual`), and of predictions of each class (`predicted`). Empty
             if the task does not count them.
@@ -29,7 +29,7 @@ class Noticed:
         ranks: Detects a rank that delays the others, if all do the same work.
         passes_to_compare: Number of passes that `noticing.compare_passes` still has to inspect. The
             first one only fills `state_seen`.
-        state_seen: State after the last inspected pass, by names for messages.
+        state_seen: State after the last inspected pass. The keys are the names that messages use.
         shares: Measures the speed of each rank. None without shares=auto, or with a single rank.
     """
 
@@ -72,7 +72,7 @@ class Observer:
     def __init__(
         self, recipe: Recipe, world: World, tracker: NullTracker, ledger: Ledger, model: ModelFacts
     ) -> None:
-        """Create the timers. `ledger` has counted since this attempt began."""
+        """Create the timers. `ledger` has measured times since the start of this attempt."""
         self.tracker = tracker
         self.ledger = ledger
         self.model = model
@@ -81,5 +81,5 @@ class Observer:
         self.noticed = Noticed(StrainMeter(world.place.local_size))
         # Peak memory in bytes by device name, for the devices of all ranks.
         self.memory: dict[str, int] = {}
-        # Lines about what is about to run, by title.
+        # Lines of the banner, by title.
         self.banner_lines: dict[str, str] = {}

@@ -216,7 +216,7 @@ class TrainingPosition(Part):
 
 
 class ImageIdentity(Part):
-    """The identity of the images, and of the teacher's weights."""
+    """Values that identify the images and the teacher's weights."""
 
     name = "samples"
 
@@ -230,7 +230,7 @@ class ImageIdentity(Part):
     def restore(self, saved: State) -> None:
         saved_teacher = saved.facts.get("teacher")
         teacher = self.facts()["teacher"]
-        # Earlier versions saved only the digest of the teacher's weights.
+        # Earlier versions saved only the digest of the teacher's weights, so it is accepted too.
         digest = teacher and teacher[0]
         if saved_teacher not in (teacher, digest):
             raise CheckpointError(

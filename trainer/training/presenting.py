@@ -105,9 +105,9 @@ def report_mistakes(resolved: Resolved, collected: Mistakes, step: int) -> None:
 
 @contextmanager
 def skip_on_error(tracker: NullTracker) -> Iterator[None]:
-    """Print an error of this block instead of raising it: a picture must not end a run.
+    """Print an error of this block instead of raising it, because a picture must not end a run.
 
-    A TrainerError is raised.
+    A TrainerError is raised all the same.
     """
     try:
         yield
@@ -156,7 +156,8 @@ def escape_missing_characters(text: str) -> str:
     characters = []
     for character in text:
         code = ord(character)
-        # DejaVu Sans has the letters of Europe and the Near East, and symbols: these two ranges.
+        # DejaVu Sans has the characters in these two ranges: the letters of Europe and the Near
+        # East, and symbols.
         is_drawn = character.isprintable() and (code < 0x700 or 0x1E00 <= code < 0x2C00)
         if not is_drawn:
             character = character.encode("unicode_escape").decode()

@@ -40,7 +40,7 @@ def seed_everything(seed: int, deterministic: bool, compiled: bool = False) -> N
 
 
 def seed_ranks(seed: int, rank: int) -> None:
-    """Seed each rank differently, for dropout.
+    """Seed the generators of this rank, so that dropout differs from rank to rank.
 
     Rank 0 gets the same random numbers as a run with a single process.
     """
@@ -64,8 +64,8 @@ def restore_global_state() -> Iterator[None]:
     benchmark = torch.backends.cudnn.benchmark
     debug_mode = torch.get_deterministic_debug_mode()
     tf32 = None
-    # Reading these attributes raises if the program has set TF32 by torch's newer attributes. Then
-    # TF32 is not restored.
+    # Reading these attributes raises an error if the program has set TF32 through torch's newer
+    # attributes. In this case TF32 is not restored.
     with suppress(RuntimeError):
         tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     compiler: Any = sys.modules.get("torch._inductor.config")

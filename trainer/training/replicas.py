@@ -1,8 +1,8 @@
-"""Comparison of replicas, so that a rank that drifts apart ends the run before it is saved.
+"""Compare the replicas, and stop the run before it saves weights that have diverged.
 
 Replicas start from the same weights and apply the same gradients, so their weights stay equal, up
-to rounding if gradients are clipped. A model that writes its weights in a forward pass, from the
-images of one rank, makes the replicas differ without an error.
+to rounding if gradients are clipped. A model that changes its weights in the forward pass, based on
+the images of one rank, makes the replicas diverge without an error.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from trainer.training.observer import Observer
 from trainer.training.state import TrainState
 from trainer.training.steps import EagerSteps
 
-# Number of elements that are multiplied at a time, so few that they fit the CPU's cache.
+# Number of elements that are multiplied at a time: few enough to fit in the CPU's cache.
 CHUNK = 2**17
 # Minimum number of steps of this process, and minimum seconds of the run, before gradients are
 # compared. In shorter runs the comparison might take more than 0.5 % of the time.
@@ -124,10 +124,11 @@ class ReplicaComparison:
         world.raise_any(error)
 
     def _compare_buffers(self) -> None:
-        """Warn of a buffer that differs between ranks because their passes see different images.
+        """Warn if a buffer that passes change differs between ranks. Collective.
 
-        BatchNorm's statistics are left out. Rank 0's buffers replace those of the other ranks, so a
-        memory bank or a codebook would learn from only a part of each batch. Collective.
+        The passes of each rank see other images. Rank 0's buffers replace those of the other ranks,
+        so a memory bank or a codebook would learn from only a part of each batch. BatchNorm's
+        statistics are left out.
         """
         strategy = self.state.strategy
         announced = self.observer.noticed.announced

@@ -55,9 +55,8 @@ def log_step(
 ) -> None:
     """Log the values of a step, and write its row to steps.csv. Collective.
 
-    The values go to those of TensorBoard, W&B and MLflow that the recipe enables.
-
-    Speeds are left out during warm-up.
+    The values are logged to those of TensorBoard, W&B and MLflow that the recipe enables. Speeds
+    are left out during warm-up.
 
     Args:
         state: The state after the step.
@@ -212,7 +211,7 @@ def build_last_lines(
             speed += ", measured over all steps after the first: fewer than logging.warmup_steps"
     title = "warning"
     suggestions = [*result["warnings"].values()]
-    # The sentence of a verdict includes the warnings.
+    # The sentence of a verdict includes the warnings, so it is printed instead of them.
     if result["verdict"]:
         title = "verdict"
         suggestions = result["verdict"]["sentence"].splitlines()

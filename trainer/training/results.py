@@ -4,7 +4,7 @@ from typing import Annotated, Any, TypedDict
 
 
 class Metrics(TypedDict, total=False):
-    """The metrics in `result.json`. The names of a user's own metrics have the same prefixes.
+    """The metrics in `result.json`. A user's own metrics get the same prefixes, `val_` and `best_`.
 
     A value is null until an epoch has been evaluated.
     """

@@ -43,7 +43,7 @@ def find_newest(tracker: NullTracker, world: World, recipe: Recipe) -> checkpoin
     """Return the newest intact checkpoint of the run folder, which rank 0 chooses for all ranks.
 
     Returns:
-        None if the run is not resumed, or has no checkpoint.
+        The checkpoint, or None if the run is not resumed or has no checkpoint.
 
     Raises:
         CheckpointError: All checkpoints are damaged, or the newest intact one has no weights.
@@ -88,10 +88,10 @@ def on_every_rank(
 ) -> checkpoint.State | None:
     """Return on every rank the checkpoint that rank 0 has `loaded`. Collective.
 
-    A rank reads the checkpoint from its own disk if it finds the files there that rank 0 has
-    hashed, or complete copies of them. If any rank does not, because its machine does not share the
-    run folder, rank 0 broadcasts the files in chunks. The ranks without them store temporary
-    copies.
+    A rank reads the checkpoint from its own disk if the files that rank 0 has hashed, or complete
+    copies of them, are there. If the files are missing on any rank, because its machine does not
+    share the run folder, rank 0 broadcasts them in chunks. The ranks that lack the files store
+    temporary copies.
 
     Raises:
         CheckpointError: Rank 0's files changed in the meantime.
@@ -131,7 +131,11 @@ def check_here(path: Path, raw: bytes, files: checkpoint.Fingerprint) -> checkpo
 def _receive_files(
     path: Path, manifest: checkpoint.Manifest, world: World, is_missing: bool
 ) -> checkpoint.State | None:
-    """Broadcast every file from rank 0. Return the state on ranks whose checkpoint `is_missing`."""
+    """Broadcast every file of a checkpoint from rank 0. Collective.
+
+    Returns:
+        The checkpoint if `is_missing` is True on this rank, or else None.
+    """
     with ExitStack() as closing:
         received = {}
         for name, entry in manifest.files.items():

@@ -29,8 +29,8 @@ from trainer.training.steps import EagerSteps
 class Run:
     """All objects of one run on one rank.
 
-    `__post_init__` creates the objects that compute, evaluate and save steps. It also sets
-    attributes from `recipe` to `strategy`, which are aliases of attributes of the objects below.
+    `__post_init__` creates the objects that compute, evaluate and save steps. It also sets aliases
+    (`recipe`, `world`, `tracker`, `strategy` and others) of attributes of the objects below.
 
     Attributes:
         resolved: The configuration of the run.
@@ -62,8 +62,8 @@ class Run:
         self.ledger = observer.ledger
         self.noticed = observer.noticed
         self.strategy = state.strategy
-        # The first pass may fill caches, such as a table, which are no state of the model. So the
-        # state after the second pass is compared with the state after the first.
+        # The first pass may fill caches, such as a table, which do not count as state of the model.
+        # So the state after the second pass is compared with the state after the first.
         if self.resolved.checkpoint or self.recipe.pieces > 1:
             self.noticed.passes_to_compare = 2
         if self.recipe.shares == "auto" and self.world.size > 1:
@@ -73,15 +73,16 @@ class Run:
         self.snapshots = Snapshots(resolved, state, self.interrupts, self.timer, replicas)
         self.saver = self.snapshots.saver
         self.forward = build_forward(self.strategy, self.tracker.say)
-        # Passes may change these buffers, so they are restored if memory runs out in a pass. Then
-        # `repeatable` becomes True: the state is that before the failed passes and can be saved.
+        # Buffers that a pass may change. If memory runs out in a pass, `undo_on_out_of_memory`
+        # restores them (only with accumulate=auto and a single rank) and sets `repeatable`: the run
+        # can then be saved as it was before the failed step. No other code sets `repeatable`.
         buffers: list[Tensor] = []
         for module in self.strategy.modules():
             buffers += filter(is_plain, module.buffers())
         self.buffers = group_by_type(buffers)
         self.repeatable = False
-        # Numbers of unreadable images and of uncached photos of this rank, (2,), that the history
-        # counts already.
+        # This rank's numbers of unreadable images and of uncached photos, (2,), that
+        # `loop.note_skipped` has already added to the history.
         self.counted = torch.zeros(2, dtype=torch.int64)
 
 

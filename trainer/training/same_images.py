@@ -48,8 +48,9 @@ def hash_contents(data: Datasets) -> dict[str, Tensor]:
     Returns:
         `train_images` has the number of training samples, the result of `_hash_part`, and the sizes
         of some photos in bytes. `train_contents` has hashes of the contents of these photos. A
-        missing photo has size -1 and hash 0. So does a photo in a Parquet file, which would take
-        long to read. `val_images` and `val_contents` have the same values for the validation split.
+        photo that is missing has size -1 and hash 0, and so has a photo in a Parquet file, because
+        reading it would take long. `val_images` and `val_contents` have the same values for the
+        validation split.
     """
     tensors = {}
     sources = data.sources or (data.train, data.val)
@@ -71,7 +72,7 @@ def _hash_content(address: bytes, size: int) -> int:
 
 
 def _find_changed(now: Mapping[str, Tensor], before: Mapping[str, Tensor], role: str) -> Tensor:
-    """Return a mask over the photos of `_choose_photos`: True if size or content hash differ."""
+    """Return a mask over the photos of `_choose_photos`: True where size or content hash differ."""
     images = f"{role}_images"
     contents = f"{role}_contents"
     different = now[images][2:] != before[images][2:]
@@ -116,14 +117,14 @@ def _hash_part(part: Any) -> int:
         root = str(getattr(items, "root", ""))
         for path, *_ in getattr(items, "samples", ()):
             digest.update(os.fsencode(str(path).removeprefix(root)))
-    # A user's data set may raise anything.
+    # The code of a user's data set may raise any exception.
     except Exception:
         return 0
     return int(digest.hexdigest(), 16)
 
 
 def check_same_images(world: World, data: Datasets) -> None:
-    """Check that all ranks have the same number, classes, shape and names of images. Collective.
+    """Check that all ranks have the same images: number, classes, shape, file names. Collective.
 
     Raises:
         SetupError: The data of a rank differs from rank 0's. Raised on every rank.
@@ -193,7 +194,7 @@ def identify_images(world: World, data: Datasets, state: State | None) -> dict[s
     for role, part in zip(roles, sources, strict=False):
         images = samples[f"{role}_images"]
         saved_images = before.get(f"{role}_images")
-        # Photos are only compared if the split has the same number, names and labels of photos as
+        # The photos of a split are compared only if their number, names and labels are the same as
         # before, and if each label is one class.
         if (
             saved_images is None

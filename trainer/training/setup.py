@@ -195,7 +195,8 @@ def open_run(typed: Recipe, claim: Claim, closing: ExitStack) -> Opened:
         recipe = resuming.extend_recipe(recipe, claim.shorter, state, steps)
     if recipe.shares == "auto":
         share = replace(share, numbers=read_kept_shares(recipe, state, world))
-    # A resumed run has been checked for damaged images when it was first started.
+    # Only a run without a checkpoint is checked for damaged images. A run with a checkpoint was
+    # checked when it was first started.
     if state is None:
         data = find_damaged(data, recipe, world)
     samples = identify_images(world, data, state)
@@ -354,7 +355,8 @@ def begin(run: Run) -> None:
     recipe = run.recipe
     data = run.datasets
     tracker = run.tracker
-    # The first call reads the user's source files. It is made here, before the user edits them.
+    # The first call reads the user's source files, and later calls return the same digests. Call it
+    # now, so that the digests do not include later edits.
     hash_user_code()
     tracker.folder.write_tuned(run.strategy.tuned)
     seed_ranks(recipe.seed, run.world.rank)
@@ -459,9 +461,11 @@ def compute_utilisation_base(
     if not peaks or len(peaks) < len(cards):
         return None, 0
     try:
-        # The copy shares closures and globals with the model, so their state must be restored.
+        # The copy shares closures and globals with the model. A pass may change the state of these,
+        # so it is restored.
         with restore_after([model]):
             return sum(peaks), count_training_flops(copy_to_meta(model), data.example(1).shape)
-    # Some models cannot be copied, need values besides shapes, or need more than one image.
+    # Some models cannot be copied, need values besides shapes, or need more than one image. Their
+    # FLOPs are unknown.
     except Exception:
         return None, 0

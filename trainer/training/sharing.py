@@ -1,8 +1,8 @@
 """`shares=auto`: divide every batch in proportion to the measured speeds of the ranks.
 
 All ranks have the same measurements and make the same decision. In the first steps the shares
-change as soon as speeds are measured, because a step has the same images with any shares. If every
-worker has its own images, the shares change only at the start of an epoch.
+change as soon as speeds are measured, because the images of a step do not depend on the shares. If
+every worker has its own images, the shares change only at the start of an epoch.
 """
 
 from collections.abc import Sequence

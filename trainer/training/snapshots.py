@@ -172,8 +172,9 @@ class Snapshots:
         to the checkpoint from which it is resumed.
 
         Returns:
-            `(folder, draft, sealed)`: The run folder; the folder for the files of a checkpoint,
-            None if there are none; whether the draft will be sealed as a checkpoint.
+            `(folder, draft, sealed)`: `folder` is the run folder. `draft` is the folder to which
+            the ranks write, or None if they write no checkpoint and no shards. `sealed` is whether
+            the draft will be sealed as a checkpoint.
         """
         tracker = self.resolved.tracker
         folder = tracker.path

@@ -105,7 +105,10 @@ class History:
 
 
 class TrainState:
-    """The objects that training changes. `parts` declares which of them a checkpoint contains."""
+    """The objects that training changes.
+
+    The module `parts` declares which of them a checkpoint contains.
+    """
 
     def __init__(
         self, resolved: Resolved, strategy: Strategy, updater: Updater, begun: float
@@ -122,7 +125,7 @@ class TrainState:
         self.position = Position(0, 0, 0)
         self.history = History()
         # Losses of the steps since the last logged step, 0-dim. They stay on the device, because
-        # reading them in every step would wait for it.
+        # reading a loss in every step would make the host wait for the device.
         self.unlogged: list[Tensor] = []
         self.total_steps = count_total_steps(recipe, resolved.steps_per_epoch)
         # Number of steps so far minus the number that this mode needs for the same epochs. It is

@@ -27,9 +27,9 @@ ULP = 2.0**-22
 
 
 def collect_live_state(model_state: ModelState, updater: Updater) -> dict[str, Tensor]:
-    """Return all tensors that a step reads and changes, by names for messages.
+    """Return all tensors that a step reads and changes, under the names that messages use.
 
-    Gradients, and the tensors that exist only within the step, are left out.
+    Gradients, and tensors that exist only within the step, are left out.
     """
     parameters = model_state.named_parameters()
     state = {f"weight {name}": parameter.data for name, parameter in parameters.items()}

@@ -1,4 +1,4 @@
-"""Computation of training steps by replaying CUDA graphs that were captured once.
+"""Training steps that are captured as CUDA graphs once, and replayed afterwards.
 
 Work that consists of hundreds of kernels is captured: the forward and backward pass of a
 micro-batch, and the update, from the finite check to the new weights. The first micro-batch of a
@@ -46,8 +46,8 @@ from trainer.training.step_evidence import (
 from trainer.training.step_tuning import StepTuner
 from trainer.training.steps import EagerSteps
 
-# Number of eager steps before the capture. The last of them is captured. With graphs=auto,
-# TIMED_STEPS more steps are eager before the capture.
+# Number of eager steps before the capture, which captures the work of the last one. With
+# graphs=auto, TIMED_STEPS more steps are eager before the capture.
 WARMUP_STEPS = 4
 # If this number of steps in a row cannot be captured, because their micro-batches have other shapes
 # than those of the step before, or because they are not finite, all later steps are eager.
@@ -85,7 +85,8 @@ class CapturedStep:
         loss: Loss that the captured update reads, 0-dim, always at the same address.
         norm: Norm of the gradient, which a captured update with clipping writes. Otherwise None.
         update: Replays the update. None if updates are eager.
-        made_for: The addresses and settings that the graphs depend on, by names for messages.
+        made_for: The addresses and settings that the graphs depend on, under the names that
+            messages use.
     """
 
     passes: dict[tuple[bool, object], CapturedPass] = field(default_factory=dict)
@@ -138,7 +139,8 @@ class GraphSteps(EagerSteps):
         # Results of `shape_of` for the micro-batches of this step so far, and of the step before.
         self._shapes: list[tuple[object, ...]] = []
         self._shapes_before: list[tuple[object, ...]] = []
-        # Evidence of this step, or of the step before.
+        # Evidence that this step collects, or that the previous step has collected. None for steps
+        # without evidence.
         self._evidence: Evidence | None = None
         self.captured: CapturedStep | None = None
         # Whether this step is replayed, from its first pass on.
@@ -191,7 +193,11 @@ class GraphSteps(EagerSteps):
             self._attempt(lambda: self._capture_and_compare(evidence))
 
     def begin(self, lr: float) -> None:
-        """Begin a step with learning rate `lr`, and choose whether it leaves evidence."""
+        """Begin a step with learning rate `lr`.
+
+        Choose whether to record the step's results as `Evidence`, with which a captured graph is
+        compared.
+        """
         self.rates.set(lr)
         self._micro_step = 0
         if self.recorder is None:
@@ -252,7 +258,7 @@ class GraphSteps(EagerSteps):
             if captured.norm is not None:
                 norm = captured.norm.clone()
             elif want_norm:
-                # Replayed gradients keep the values that the optimizer read until the next step.
+                # Until the next step, the gradients keep the values that the optimizer has read.
                 norm = self.strategy.grad_norm()
         else:
             norm = self._eager_update(loss, want_norm)
@@ -292,7 +298,7 @@ class GraphSteps(EagerSteps):
         self._evidence = Evidence(lr, copy_named(state))
 
     def _observed_pass(self, evidence: Evidence, batch: Batch, weight: float, sync: bool) -> Tensor:
-        """Compute an eager pass, and give up captures if a replay could not compute it."""
+        """Compute an eager pass for the evidence, and give up captures if a replay would differ."""
         assert self.recorder
         before = self._host_state()
         random_before = read_random_states(self._devices)
@@ -404,7 +410,7 @@ class GraphSteps(EagerSteps):
         captured_pass.batch.inputs.copy_(batch.inputs, non_blocking=True)
         captured_pass.batch.targets.copy_(batch.targets, non_blocking=True)
         captured_pass.replay()
-        # The next replay overwrites the static loss.
+        # Return a copy, because the next replay overwrites the static loss.
         return captured_pass.loss.clone()
 
     def _replay_evidence(self, evidence: Evidence) -> StepResult:

@@ -1,4 +1,4 @@
-"""The choice between eager steps and CUDA graph replays by measurement, for graphs=auto."""
+"""Timing of eager steps and CUDA graph replays, from which graphs=auto chooses the faster kind."""
 
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Computation of training steps by kernels that Python launches one by one.
+"""Training steps whose kernels Python launches one by one.
 
 If the device supports CUDA graphs and the recipe allows them, a run uses `step_graphs.GraphSteps`
 instead, which replays captured kernels. A CPU does not support CUDA graphs.
@@ -14,7 +14,7 @@ from trainer.optim.optimizers import LearningRates
 
 
 class EagerSteps:
-    """Computation of training steps, kernel by kernel.
+    """Training steps without CUDA graphs.
 
     The loop calls `check` at the start of an epoch. In each step it calls `begin`, then
     `forward_backward` for each micro-batch, then `update`.
@@ -45,11 +45,11 @@ class EagerSteps:
         return self.strategy.forward_backward(batch, weight, sync)
 
     def update(self, loss: Tensor, want_norm: bool) -> Tensor | None:
-        """Update the weights from gradients that are summed over the ranks.
+        """Update the weights with the gradients, which must already be summed over the ranks.
 
         Args:
             loss: Loss of this step, 0-dim.
-            want_norm: Whether to compute the norm even if the recipe does not clip it.
+            want_norm: Whether to compute the norm even if the recipe does not clip gradients.
 
         Returns:
             The norm of the gradient before clipping, 0-dim, or None if it was not computed.

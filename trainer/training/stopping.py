@@ -30,7 +30,7 @@ def has_lost_patience(resolved: Resolved, state: TrainState) -> bool:
     this reason stops again when it is resumed, unless `stop.patience` was raised.
     """
     patience = resolved.recipe.stop.patience
-    # A speed measurement evaluates nothing.
+    # A speed measurement evaluates nothing, so there is no metric that could improve.
     if patience is None or resolved.speed_only:
         return False
     return state.position.epoch - (find_best_epoch(state.history) or 0) >= patience

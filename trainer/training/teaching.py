@@ -49,7 +49,8 @@ def load_teacher(
         recipe: The recipe of the run.
         inputs: Shape and type of the run's inputs.
         outputs: Number of outputs of the run's model.
-        starting: Whether a published model gets its published weights, or else random ones.
+        starting: Whether a published model gets its published weights. If False, its weights are
+            random.
 
     Raises:
         TrainerError: There is no such teacher, or a published model has another number of classes

@@ -107,7 +107,7 @@ class WeightFacts(BaseModel):
 
     @property
     def spec(self) -> TensorSpec:
-        """Shape and type of one sample's input. Older files only describe images."""
+        """Shape and type of one sample's input. Older files describe only images."""
         image_shape = self.channels, *sides(self.image_size)
         kind, shape = self.inputs or ("float32", image_shape)
         # The validator has refused names that are not types of torch.
@@ -118,7 +118,7 @@ class WeightFacts(BaseModel):
 
         If the metadata does not record that size, as in older files, the default is computed.
         """
-        # The evaluation of the run cropped nothing.
+        # Equal sizes mean that the run's evaluation resized images without cropping them.
         if self.shorter_side == self.image_size:
             return size
         if self.shorter_side and size == self.image_size:
@@ -170,7 +170,7 @@ class Preparation:
 
 @dataclass(frozen=True)
 class Trained:
-    """Trained weights, and the recipe of their run. The weights of a run folder are its last ones.
+    """Trained weights, and the recipe of their run. For a run folder, these are its last weights.
 
     Attributes:
         path: Path of the weights.
@@ -188,7 +188,9 @@ class Trained:
 
     @classmethod
     def read(cls, path: Path, words: Sequence[str] = ()) -> Trained:
-        """Read the weights at `path`, and their recipe with the arguments `words` of a command.
+        """Read the weights at `path` and their recipe, and apply `words` to the recipe.
+
+        `words` are arguments of a command, `key=value`.
 
         Raises:
             CheckpointError: There are no weights, or no recipe with them.
@@ -291,7 +293,7 @@ def create_task_without_loss(recipe: Recipe, names: Sequence[str]) -> Task:
 
 
 def read_recipe(path: Path, metadata: Mapping[str, str]) -> Recipe:
-    """Return the recipe of weights, from their file or else from the run folder around them.
+    """Return the recipe that is stored with weights: in their file, or else in their run folder.
 
     Raises:
         CheckpointError: There is no recipe, or it is invalid.

@@ -60,8 +60,8 @@ def compare(
         modes: one string per entry: a mode, then arguments for this entry alone, as in
             "pipeline pipeline.schedule=streams". None: the mode of `mode=` in `words`, else all.
         words: key=value arguments for the recipe of every entry.
-        repeats: timed runs of each entry. None: 5, and up to 15 while a difference of 10 % could
-            hide in the spread.
+        repeats: timed runs of each entry. None: 5, or up to 15 if noise may still hide a difference
+            of 10 %.
         nproc: ranks of the modes that use several processes. None: one per device, two on the CPU.
         plugin: a Python file or module that every run imports.
         output: folder of the comparison. None: runs/compare-<recipe>-<time>.

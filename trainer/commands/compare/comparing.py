@@ -89,8 +89,8 @@ class Comparison:
         if self.asked["plugin"]:
             self.first.append(f"plugin={self.asked['plugin']}")
         self.engine = TrialEngine(self.folder)
-        # Unless the user has set the number of repeats, `_rounds` raises it while a difference of
-        # `significance.HIDDEN` could hide in the spread.
+        # Unless the user has set the number of repeats, `_rounds` raises it as long as noise may
+        # hide a difference of `significance.HIDDEN`.
         self.repeats: int = self.asked["repeats"] or significance.LOOKS[0]
         self.length: Length | None = None
         stored_length = read_json_or_empty(self.folder / FILE).get("length")
@@ -198,9 +198,10 @@ class Comparison:
         return TrialRun(name, [*self.first, *words], variables, read, key=(row, repeat))
 
     def _read(self, repeat: int, path: Path, result: Json) -> Json:
-        """Return `result`, the content of result.json, delete the weights and collect the curves.
+        """Delete the weights of a run, move its curves, and return `result` unchanged.
 
-        Curves of repeats look alike, so only those of the first repeat stay, one folder per entry.
+        The curves of all repeats look alike. So the curves of the first repeat are moved to a
+        folder of the entry, and all others are deleted.
 
         Raises:
             KeyError: the result cannot be used; see `TrialRun.read`.
@@ -262,8 +263,8 @@ class Comparison:
     def _rounds(self) -> Iterator[int]:
         """Yield the numbers of the repeats.
 
-        If the user has not set `repeats`, more repeats follow while a difference of
-        `significance.HIDDEN` could hide in the spread.
+        If the user has not set `repeats`, more repeats follow as long as noise may hide a
+        difference of `significance.HIDDEN`.
         """
         yield from range(1, self.repeats + 1)
         if self.asked["repeats"]:

@@ -42,7 +42,7 @@ CSV_COLUMNS = (
 
 
 def build_csv_rows(entries: Sequence[Json]) -> list[Sequence[Any]]:
-    """Return the head and one row per entry of compare.json, with the columns of CSV_COLUMNS."""
+    """Return CSV_COLUMNS as the header row, then one row per entry of compare.json."""
     rows: list[Sequence[Any]] = [CSV_COLUMNS]
     for entry in entries:
         speed = entry["samples_per_sec"] or {}
@@ -66,7 +66,7 @@ def build_csv_rows(entries: Sequence[Json]) -> list[Sequence[Any]]:
 
 
 def build_cells(entries: Sequence[Json]) -> list[list[str]]:
-    """Return the cells of the printed table: the head, then one row per entry."""
+    """Return the cells of the printed table: the header row, then one row per entry."""
     table = [
         [
             "entry",
@@ -118,8 +118,8 @@ def build_cells(entries: Sequence[Json]) -> list[list[str]]:
 def as_text(report: Json) -> str:
     """Return the table for a terminal. Rows that disagree with the reference are red."""
     head, *rows = build_cells(report["entries"])
-    # `reports.as_text` omits a column without any text. The head of the column "compared" is
-    # removed, so that the whole column is omitted if nothing was compared.
+    # `reports.as_text` omits a column without any text. Remove the title of the column "compared",
+    # so that the column is omitted if nothing was compared.
     head[4] = ""
     red_rows = dict.fromkeys(find_disagreeing(report), RED)
     return reports.as_text([head, *rows], {2, 5, 6, 7}, red_rows, report["conclusion"])

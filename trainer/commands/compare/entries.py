@@ -131,7 +131,11 @@ def build_entries(
 
 
 def parse_modes(text: str) -> list[str]:
-    """Parse the value of `modes=` into one string per entry. Raise RecipeError if it is no list."""
+    """Parse the value of `modes=` into one string per entry.
+
+    Raises:
+        RecipeError: the value is neither a string nor a list of strings.
+    """
     try:
         modes = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError):

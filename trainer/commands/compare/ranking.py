@@ -1,4 +1,4 @@
-"""Rows and conclusions of a comparison, and the check that all modes compute the same.
+"""Rows and conclusions of a comparison, and the check that all modes compute the same losses.
 
 The check compares the first losses of a mode with those of `single`, step by step. The fields of
 `EntryFigures` are keys of compare.json, which scripts read, so they never change.

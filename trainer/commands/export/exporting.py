@@ -1,4 +1,4 @@
-"""Export of models, with one function for each format and a check of the file's outputs."""
+"""Convert models to the formats of other programs, and check the outputs of converted models."""
 
 import io
 import json
@@ -124,7 +124,7 @@ def load(path: Path, words: Sequence[str]) -> ExportSource:
 
 
 def export(path: Path, kind: str, target: Path, words: Sequence[str]) -> str:
-    """Export a trained model to a file, which is written after its content was checked.
+    """Export a trained model. The file is written only if its outputs agree with the model's.
 
     Args:
         path: Run folder, checkpoint or weights file.
@@ -220,7 +220,7 @@ def _compare(source: ExportSource, run: Runner) -> str:
         worst = max(worst, difference)
         largest = max(largest, peak)
         allowed = TOLERANCE * (peak or 1.0)
-        # A comparison with NaN is false, so `not <=` refuses NaN as well, and `>` would not.
+        # A comparison with NaN is false, so `not <=` refuses NaN as well, whereas `>` would not.
         if not difference <= allowed:
             raise ValueError(
                 f"for {rows} samples its outputs differ by {difference:.2g}, allowed is "

@@ -33,7 +33,8 @@ def command(words: Sequence[str]) -> int:
         check_names(recipe)
     # A plan without mode= compares all modes.
     has_mode = any(word.startswith("mode=") for word in recipe_arguments)
-    # The commands to type are for training, which does not know the arguments of `plan`.
+    # The plan shows commands that start training, and training does not accept these options.
+    # `list_commands` adds an `nproc=` of its own.
     training_arguments = [word for word in arguments if word.partition("=")[0] not in OWN_ARGUMENTS]
     content = plan(recipe, **options, every=not has_mode, words=training_arguments)
     if JSON in words:
@@ -69,7 +70,7 @@ def plan(
         bandwidth: bandwidth between devices, in bytes per second or as in "10GB/s". None: the
             measured bandwidth, if any.
         plugin: the user's own module, which registers models and data sets.
-        every: whether to plan every mode on the same number of devices as well.
+        every: whether to add a short plan of each mode on the same number of devices.
         words: arguments of the command line, for the commands that the plan shows.
 
     Returns:
@@ -77,8 +78,8 @@ def plan(
         that a value is unknown, was not requested, or does not apply to the mode.
 
     Raises:
-        RecipeError: training would refuse the recipe even on a machine with all the devices, or
-            an argument is invalid.
+        RecipeError: training would refuse the recipe even on a machine that has the planned
+            devices, or an argument is invalid.
         SetupError: a device to measure is missing, or the data cannot be read.
     """
     if recipe is None:

@@ -27,8 +27,8 @@ PUBLISHED = {
     "cifar10": (50_000, 10_000, 10, 3, 32),
     "cifar100": (50_000, 10_000, 100, 3, 32),
 }
-# The numbers of classes and channels, and the side of an image in pixels, that are assumed for
-# photos that are not on this machine if the recipe does not state them.
+# Assumptions about photos that are not on this machine, if the recipe does not state these numbers:
+# number of classes, number of channels, and side of an image in pixels.
 IMAGENET = (1000, 3, 224)
 
 

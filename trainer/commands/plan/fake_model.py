@@ -1,7 +1,7 @@
-"""Model of shapes without values, which counts the memory and operations of its passes.
+"""A model whose tensors have shapes but no values, to count the memory and FLOPs of its passes.
 
-Nothing is allocated or computed: fake tensors run the shape functions of the real operators through
-autograd, as training would run the operators.
+Nothing is allocated or computed. The forward and backward pass call the same operators as in
+training, and each operator only computes the shapes of its outputs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -123,8 +123,8 @@ class FakeModel:
             with torch.device("meta"):
                 model = self.images.model(self.recipe, starting)
         except RuntimeError:
-            # The constructor of some models computes with values, which the meta device lacks. Such
-            # a model is built on the CPU, and then loses its values.
+            # The constructor of some models computes with values, which the meta device lacks.
+            # Build such a model on the CPU. The code below moves it to the meta device.
             model = self.images.model(self.recipe, starting)
         model = model.to("meta", memory_format=layout)  # type: ignore[call-overload]
 

@@ -15,8 +15,8 @@ from trainer.recipe.checks import count_weight_shards
 from trainer.recipe.layout import Layout
 from trainer.telemetry.readable import format_duration, format_size
 
-# Assumed fraction of the time of a forward and backward pass that the backward pass takes: the two
-# are measured together, but on a GPU only the backward pass can hide an all-reduce.
+# Assumed share of the backward pass in the time of a forward and backward pass. The two passes are
+# measured together, but on a GPU, only the backward pass can hide an all-reduce.
 BACKWARD = 2 / 3
 
 
@@ -81,7 +81,8 @@ def compute_traffic(fake: FakeModel, layout: Layout, cut: Cut | None) -> Traffic
             every = recipe.local_sgd.every
             return Traffic(averaged / every if every else 0.0, averaged)
         case "copies" if layout.kind == "cuda":
-            # The first device sends a copy to each other device, and receives their gradients.
+            # The first device sends a copy of the model to each other device, and receives the
+            # gradients of each copy.
             each = (resident.parameters + resident.gradients) * recipe.pieces
             return Traffic(crossing=float((len(layout.devices) - 1) * each))
     return Traffic()
@@ -160,7 +161,8 @@ def forecast(
         fake: the recipe's model.
         layout: processes and devices.
         measured: measured speeds of one device.
-        bandwidth: bytes per second between devices that the user has stated. None: as measured.
+        bandwidth: bandwidth between devices in bytes per second, as stated by the user. None: the
+            measured bandwidth.
 
     Raises:
         RecipeError: the mode cannot be predicted.

@@ -1,4 +1,4 @@
-"""Keys that depend on the memory of a planned run: values of auto keys, and suggestions."""
+"""Choose values for auto keys that depend on memory, and suggest arguments that save memory."""
 
 from dataclasses import replace
 from typing import Any
@@ -83,9 +83,8 @@ def choose_accumulate(fake: FakeModel, layout: Layout, memory: int | None) -> La
 def suggest_arguments(fake: FakeModel, layout: Layout, memory: int) -> list[dict[str, Any]]:
     """Return arguments that each alone make the run fit into `memory` bytes per device.
 
-    Each item is a dictionary with the keys "words", the argument, and "peak", the peak memory of
-    the fullest device in bytes if the argument is added. Arguments that do not change the
-    mathematics come first.
+    Each item is a dictionary: "words" is the argument, and "peak" is the peak memory in bytes of
+    the fullest device with this argument. Arguments that do not change the mathematics come first.
     """
     recipe = layout.recipe
     is_cuda = layout.kind == "cuda"

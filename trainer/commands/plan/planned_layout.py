@@ -1,4 +1,7 @@
-"""Processes, devices and batch division of a planned run, on any machine."""
+"""Choose the processes and devices of a planned run, and how it divides a batch.
+
+The planned devices need not exist on this machine.
+"""
 
 import os
 
@@ -35,8 +38,9 @@ def lay_out(recipe: Recipe, nproc: str | int | None = None, gpus: bool = False) 
 def _count_planned_gpus(recipe: Recipe, processes: int, gpus: bool) -> int:
     """Return the number of GPUs that the planned machine has.
 
-    The recipe may name the GPUs. With devices=auto, there is at least one GPU for each process or
-    stage if this machine has a GPU or `gpus` is true, and none otherwise.
+    If the recipe lists devices, the machine has just enough GPUs for them. With devices=auto, there
+    is at least one GPU for each process or stage if this machine has a GPU or `gpus` is true, and
+    none otherwise.
     """
     if recipe.devices != "auto":
         return count_named_cards(recipe.devices)

@@ -1,7 +1,8 @@
-"""A short measurement for a plan: processes compute at the same time, and exchange data.
+"""Measure for a plan how fast several processes of this machine compute and exchange data.
 
-A process that computes alone would be too fast: ranks of one machine share the memory bandwidth and
-the caches. So there are as many processes as in the plan, if the machine has enough cores or GPUs.
+All processes compute at the same time, because a process that computes alone would be too fast:
+ranks of one machine share the memory bandwidth and the caches. So there are as many processes as in
+the plan, if the machine has enough cores or GPUs.
 """
 
 import tempfile
@@ -33,8 +34,8 @@ from trainer.telemetry.clocks import synchronise
 from trainer.telemetry.readable import format_count
 from trainer.training.setup import place_model, start_process
 
-# A measured forward and backward pass has at most as many images as take about this number of
-# seconds.
+# Approximate maximum duration in seconds of a measured forward and backward pass. It limits the
+# number of images in the pass.
 PASS = 2.0
 # Sizes in bytes of the messages that measure latency and bandwidth.
 LATENCY_BYTES = 2**10
@@ -154,7 +155,8 @@ def measure(
     seconds, count, update, affordable = _measure_whole(context, model, most)
     blocks: dict[int, list[BlockCost]] = {}
     for rows in microbatches:
-        # A micro-batch that takes too long is measured with fewer images, and extrapolated.
+        # A micro-batch that would take too long is measured with fewer images, and the result is
+        # scaled up in proportion.
         measured_rows = min(rows, affordable)
         peers.barrier()
         inputs = example.batch(device, measured_rows, recipe.channels_last).inputs
@@ -175,9 +177,10 @@ def _measure_whole(
     """Measure passes of the whole model.
 
     Returns:
-        (seconds, images, update, affordable): the seconds of a forward and backward pass of
-        `images` images; the smaller of `rows` and `affordable`; the seconds of the optimizer; and
-        the number of images whose pass takes about PASS seconds.
+        (seconds, images, update, affordable): `seconds` is the duration of a forward and backward
+        pass on `images` images, and `update` is the duration of the optimizer's step. `affordable`
+        is the number of images whose pass takes about PASS seconds. `images` is the smaller of
+        `rows` and `affordable`.
     """
     peers = context.world
     example = context.example

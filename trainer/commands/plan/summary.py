@@ -51,7 +51,7 @@ def summarize(
         bandwidth: bytes per second between devices; None if not stated.
         plugin: the user's own module, or None.
         every: whether to add a row for each mode.
-        words: arguments of the command line, for the commands to type.
+        words: arguments of the command line, for the commands that the plan shows.
 
     Returns:
         The plan; see `trainer.commands.plan.plan`.
@@ -86,7 +86,7 @@ def summarize(
         typed = recipe.replace(accumulate="auto") if is_auto else recipe
         layouts = lay_out_modes(typed, nproc, layout.kind == "cuda")
         modes = [_plan_mode(fake, mode, planned, memory) for mode, planned in layouts.items()]
-    # BatchNorm refuses a single value per channel, so the FLOPs of two images are counted.
+    # BatchNorm refuses a single value per channel, so count the FLOPs of two images and halve them.
     flops = fake.forward_flops(2) // 2
     advice = []
     if limit is not None and not fits:

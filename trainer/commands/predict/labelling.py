@@ -107,8 +107,8 @@ class LabelModel:
             preparation = Preparation.of(data)
         task = create_task_without_loss(recipe, classes)
         if type(task).ranked is Task.ranked:
-            # The task cannot rank classes. Its method is called now, and not only in a worker,
-            # because the method raises the error that says so.
+            # This task cannot rank classes. Call its method now, so that its error is raised here
+            # and not in a worker.
             task.ranked(torch.zeros(0))
         model = trained.model(task, len(classes), preparation.channels, preparation.image_size)
         outputs = recipe.model.num_classes or 0
@@ -160,8 +160,9 @@ class Labeller:
         recipe = self.recipe
         keep_freed_memory()
         if device.type == "cpu" and (recipe.threads or recipe.predict.batch_size):
-            # The number of threads changes the order in which kernels sum. A fixed batch size
-            # promises identical output files on every machine, so the number is fixed, too.
+            # If predict.batch_size is set, output files must be identical on every machine. The
+            # number of threads changes the order in which kernels sum, so it must not depend on the
+            # number of cores.
             torch.set_num_threads(recipe.threads or 1)
         if device.type == "cuda":
             health.check_card(device, cards.detect().count)
@@ -179,7 +180,7 @@ class Labeller:
         self._decoders: ThreadPoolExecutor | None = None
         if self.threads:
             if device.type == "cuda":
-                # Torch would start one thread per core for the operations of each decoding thread.
+                # Otherwise, torch would start one thread per core for each decoding thread.
                 torch.set_num_threads(1)
             # Readers silence warnings themselves, but several threads undo each other's filters. So
             # warnings are silenced for the whole process.
@@ -275,7 +276,7 @@ class Forward:
     """
 
     def __init__(self, model: nn.Module | bytes) -> None:
-        """Accept a model, or the bytes that `pickling.pickle_by_value` made of one."""
+        """Accept a model, or the bytes that `pickling.pickle_by_value` returned for a model."""
         self.model: nn.Module = pickle.loads(model) if isinstance(model, bytes) else model
 
     def setup(self, device: torch.device) -> None:

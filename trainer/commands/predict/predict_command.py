@@ -51,8 +51,9 @@ NOT_OURS = {
 }
 # The column `label` is the known class of an image.
 COLUMNS = ("path", "class", "probability", "top5", "label", "error")
-# Counts in predict.json: all rows; images that cannot be read; images on which workers failed;
-# labeled images whose class is known; and labeled images whose predicted class is the known class.
+# Counts in predict.json, in this order: all images; images that cannot be read; images on which
+# workers failed; images that have both a prediction and a known class; those of them whose
+# prediction is right.
 COUNTS = ("images", "unreadable", "failed", "labelled", "right")
 # Name of the file while rows are written, before the complete file is renamed.
 PART = "predictions.part"
@@ -62,11 +63,12 @@ GAVE_UP = "gave up: "
 # If there are at most this number of images, their classes are also printed. The classes of more
 # images are only in the file of predictions.
 FEW = 10
-# Maximum number of printed classes of an image, and minimum probability of all but the first.
+# Maximum number of printed classes of an image. All of them except the first must have at least the
+# probability LEAST.
 MOST = 3
 LEAST = 0.01
-# The speed is printed for at least this number of images. For fewer images it is not, because most
-# of the time would be start-up time.
+# The speed is printed only if there are at least this number of images. For fewer images, most of
+# the time is start-up time.
 MANY = 100
 # Maximum number of threads that read images for one device.
 DECODERS = 32
@@ -77,7 +79,7 @@ SECONDS = 5.0
 def command(words: Sequence[str]) -> int:
     """Label the images that the arguments name, and return exit code 0."""
     options, rest = split_arguments(words, ("checkpoint", "plugin", *NOT_OURS))
-    # An argument with "=" is an override, unless it has "/" before the "=", as only a path has.
+    # An argument with "=" is an override. If it has "/" before the "=", it is a path instead.
     photos = tuple(word for word in rest if "=" not in word or os.sep in word.partition("=")[0])
     overrides = [word for word in rest if word not in photos]
     for key, instead in NOT_OURS.items():
@@ -125,7 +127,8 @@ def label(trained: LabelModel, folder: Path) -> None:
     else:
         inputs = sources.find_images(trained.photos)
     devices = prediction_devices(recipe.devices, count_cuda_devices(recipe.devices), count_cores())
-    # The CPU alone gets one worker per core, at most eight, as it does on a machine without a GPU.
+    # For devices=[cpu], start one worker per core, but at most eight, as on a machine without a
+    # GPU.
     if devices == ["cpu"] and recipe.threads is None:
         devices = prediction_devices("auto", 0, count_cores())
     _claim(folder)
@@ -179,7 +182,7 @@ def _count_decoders(devices: Sequence[str]) -> int:
 
 
 def _claim(folder: Path) -> None:
-    """Create the directory and lock it as long as this process lives.
+    """Create the directory, and lock it until this process exits.
 
     Raises:
         FolderInUseError: The directory holds a run or predictions, or another process uses it.

@@ -48,7 +48,7 @@ def command(words: Sequence[str]) -> int:
     if not re.fullmatch(r"\d{1,4}(\.\d{1,3})?", minutes) or not 0 < float(minutes) <= 1440:
         raise RecipeError(f"minutes={minutes[:40]} must be a number up to 1440, as in minutes=10")
     devices = find_devices(options.get("devices"))
-    # Importing torch takes seconds, which a wrong argument should not have to wait for.
+    # This imports torch, which takes seconds, so check the arguments first.
     from trainer.commands.prove import proving
 
     if proving.prove(devices, float(minutes), options.get("output")) == "wrong":

@@ -1,4 +1,4 @@
-"""Checks, their outcomes, and the runner that trains and measures for them in fresh processes."""
+"""Checks, their outcomes, and the runner that trains and measures for checks in fresh processes."""
 
 from __future__ import annotations
 
@@ -158,8 +158,9 @@ class CheckRunner:
             name: folder of the run below runs/.
             words: arguments of the run.
             environment: additional environment variables.
-            timed: whether the speed is compared with one that is measured at the same time. Such a
-                run starts again in any case, and its weights are deleted.
+            timed: whether the speed of the run is compared with another speed, which must be
+                measured at about the same time. Such a run always starts from scratch, and its
+                weights are deleted.
             resumes: whether a run that was stopped is resumed.
 
         Raises:

@@ -1,7 +1,8 @@
 """Measurements of speed: how fast does this machine train?
 
-The speed of training is compared with that of a bare PyTorch loop, the speed of a device with its
-physical limit if known and with the other devices, and the speed of a link with the fastest link.
+The speed of training is compared with the speed of a bare PyTorch loop. The speed of a device is
+compared with the speed of the other devices and, if known, with its physical limit. The speed of a
+link is compared with the speed of the fastest link.
 """
 
 import math
@@ -23,17 +24,18 @@ from trainer.saving.files import Json
 from trainer.telemetry.flops import look_up_published
 from trainer.telemetry.readable import format_number
 
-# A device is called slow below the fraction SLOW of the best rate of its kind, and throttled below
-# the fraction THROTTLED of its own best rate. The limits for CPUs are lower, because no clock
-# excludes the effect of other programs completely.
+# A device is called slow if its best rate is below the fraction SLOW of the best rate of its kind.
+# It is called throttled if its last two rates are below the fraction THROTTLED of its best rate.
+# The limits for CPUs are lower, because no clock excludes the effect of other programs completely.
 SLOW = {"cuda": 0.9, "cpu": 0.6}
 THROTTLED = {"cuda": 0.85, "cpu": 0.5}
-# A link is slow below this fraction of the fastest one.
+# A link is called slow if its best rate is below this fraction of the fastest link's best rate.
 SLOW_LINK = {"cuda": 0.5, "cpu": 0.25}
 # Number of warm-up steps of a timed run, and approximate duration of its timed steps in seconds.
 WARM = 5
 SECONDS = 2.5
-# Number of pairs of a bare loop and a run, which alternate, and approximate seconds of a pair.
+# A measurement alternates between a bare loop and a run. Number of such pairs, and approximate
+# duration of a pair in seconds.
 ROUNDS = {"cuda": 2, "cpu": 3}
 PAIR = {"cuda": 55.0, "cpu": 20.0}
 

@@ -28,13 +28,13 @@ ROUNDS = 4
 WARM = 4
 WINDOWS = 5
 SECONDS = 2.0
-# Each of these types represents all whole numbers from 0 up to, but not including, this bound
-# exactly. For the wider types, `make_pattern` uses the bound 2**22.
+# For each type, a number such that the type can represent all smaller whole numbers exactly,
+# starting from 0. For wider types, `make_pattern` uses 2**22.
 MOST = {torch.uint8: 256, torch.bfloat16: 256, torch.float16: 2048}
 
 
 def doctor(measurer: Measurer) -> Json:
-    """Run `doctor` in this process, whose end frees the memory of the GPUs that `doctor` uses."""
+    """Run `doctor` in this process. The end of the process frees the GPU memory that it uses."""
     from trainer.commands.doctor import examine
 
     return {"problems": examine().problems}
@@ -175,8 +175,8 @@ def links(measurer: Measurer) -> Json:
     The rate of an all-reduce counts the bytes that each device sends in a ring.
 
     Returns:
-        "ways": successive rates of each way by its name, as in "0 to 1", for the ways on which this
-        process receives; "all_reduce": successive rates of the all-reduce.
+        "ways": successive rates of the messages to this process, by the ranks of the sender and the
+        receiver, as in "0 to 1"; "all_reduce": successive rates of the all-reduce.
     """
     size = 2**27 if measurer.device.type == "cuda" else 2**23
     block = torch.zeros(size // 4, device=measurer.device)
@@ -205,7 +205,7 @@ def links(measurer: Measurer) -> Json:
     return {"ways": ways, "all_reduce": all_reduce}
 
 
-# --- A bare PyTorch loop, with whose speed the speed of a run is compared
+# --- A bare PyTorch loop, which is the reference for the speed of a run
 
 
 def step_of(
@@ -249,8 +249,10 @@ def bare(measurer: Measurer, batch: int, **network: Any) -> Json:
     """Measure the images/s of this device in the bare loop.
 
     Returns:
-        "speeds": images/s in each window with an exchange of gradients, or in every window for one
-        process. "alone": images/s in each window without an exchange; empty for one process.
+        "speeds": images/s of each window whose steps exchange gradients. With one process, no step
+        exchanges gradients, and this is every window.
+        "alone": images/s of each window whose steps do not exchange gradients. With one process,
+        it is empty.
     """
     torch.backends.cudnn.benchmark = True
     step = step_of(measurer, batch, **network)

@@ -1,7 +1,7 @@
 """Checks of correctness: does this machine train correctly?
 
 Most checks start a whole run through the command line, and compare it with a run of `mode=single`
-or with an equal run. Other checks call `doctor`, and send patterns between devices.
+or with an identical run. The others run `doctor`, or copy and sum test patterns across devices.
 """
 
 from __future__ import annotations
@@ -239,8 +239,8 @@ def list_modes(devices: Devices) -> Iterator[Mode]:
                 continue
             words = (
                 "mode=pipeline",
-                # Pairs of devices are pipelines of two stages, which divide the batch among
-                # themselves. If the number of devices is odd, the last one is not used.
+                # Each pair of devices is a pipeline of two stages, and the pipelines divide the
+                # batch. If the number of devices is odd, the last device is not used.
                 *devices.in_ranks(count // 2 * 2),
                 "pipeline.stages=2",
                 f"pipeline.schedule={schedule}",
@@ -350,8 +350,8 @@ def load_traces(path: Path) -> Traces:
 def compute_differences(actual: Traces, expected: Traces) -> dict[str, float]:
     """Return the largest relative difference of two runs in each field of `Traces`.
 
-    A difference is infinite if one run lacks what the other has, if a value is not finite, or if
-    fewer than `STEPS` steps were recorded.
+    A difference is infinite if one run lacks a step or a tensor that the other run has, if a value
+    is not finite, or if fewer than `STEPS` steps were recorded.
     """
     return {
         "losses": _compare_numbers(actual.losses, expected.losses),
@@ -379,7 +379,7 @@ def _compare_tensors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor
     """Return the largest distance of a tensor from the expected tensor, relative to a norm.
 
     The norm is that of the expected tensor plus a thousandth of the norm of all expected tensors
-    together, so that tiny tensors do not decide.
+    together, so that rounding errors of tensors with tiny values do not decide the result.
     """
     if not expected or actual.keys() != expected.keys():
         return math.inf

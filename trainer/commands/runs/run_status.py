@@ -296,11 +296,11 @@ def _list_figures(run: RunSummary) -> Lines:
 
 
 def _time_spent(run: RunSummary) -> Lines:
-    """Yield what the journal says about the time of the run; nothing if it holds no attempt.
+    """Yield what the journal says about the time of the run; nothing if it contains no attempt.
 
-    The lines are the goodput, the kinds of lost time from the largest to the smallest, the time,
-    step and cause at which each of the last `ENDS` finished attempts ended, and notes on gaps and
-    damage in the journal.
+    The lines are, in this order: the goodput; the kinds of lost time, the largest first; the time,
+    the step and the cause of the end of each of the last `ENDS` finished attempts; and notes on
+    gaps and damage in the journal.
     """
     goodput = compute_goodput(*read_journal(run.path / JOURNAL), over=run.status != "running")
     if goodput is None:

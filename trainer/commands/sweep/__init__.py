@@ -196,7 +196,8 @@ class Sweeping:
             if position == len(self.trials):
                 ended = []
                 for row in self.trials:
-                    # The sampler must not use a mean over only some of the seeds.
+                    # The sampler gets a value only if the trial has run with all seeds, because
+                    # means over different seeds cannot be compared.
                     value = row.value if row.status == "done" else None
                     ended.append((row.values, value))
                 values = space.sampled(ended, self.metric.larger_is_better)

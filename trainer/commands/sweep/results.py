@@ -115,13 +115,14 @@ class TrialFigures:
 def tabulate(trials: Sequence[TrialFigures], metric: Metric, images: int) -> list[TrialFigures]:
     """Rank the trials, and compare each one with the best.
 
-    On few images, several seeds often have exactly the same accuracy, as if it did not depend on
-    chance. So the standard deviation of a run's accuracy is assumed to be at least 1 / `images`, by
-    which a single image changes the accuracy.
+    With few validation images, runs with different seeds often have exactly the same accuracy.
+    Their standard deviation of 0 would mean that the accuracy does not depend on chance. So the
+    standard deviation of an accuracy is assumed to be at least 1 / `images`, which is the change by
+    a single image.
 
-    The best row was chosen by the same values that are compared, so the error rate has to cover the
-    pairs of all rows: any row could have been the best. Only one direction of a pair is claimed.
-    Hence the pairs with the best of n rows get 2 / n of the error rate.
+    The best row was chosen by the same values that are compared, and any row could have been the
+    best. So the error rate has to cover all n (n - 1) / 2 pairs of n rows. Only the n - 1 pairs
+    with the best row are tested, so they get the fraction 2 / n of the error rate.
 
     Args:
         trials: Trials in any order.
@@ -149,8 +150,8 @@ def tabulate(trials: Sequence[TrialFigures], metric: Metric, images: int) -> lis
         margin = 0.0
         largest = [max(map(abs, runs.values())) for runs in finished.values()]
         scale = max(largest) or 1.0
-        # `find_differences` compares logarithms of speeds. Differences of a metric count as they
-        # are, so exponentials of the metric are passed.
+        # `find_differences` takes logarithms, because speeds are compared by their ratio. A metric
+        # is compared by its difference, so pass the exponential of the metric.
         for name, runs in finished.items():
             finished[name] = {seed: math.exp(value / scale) for seed, value in runs.items()}
         if metric.name in readable.FRACTIONS and images:
@@ -210,7 +211,7 @@ def write_tables(folder: Path, report: Json, metric: Metric) -> None:
 
 
 def build_cells(report: Json, metric: Metric) -> list[list[str]]:
-    """Return the cells of the table as text, the head first."""
+    """Return the cells of the table as text, the header row first."""
     compared = ""
     if any(row["compared"] for row in report["trials"]):
         compared = "compared"
@@ -244,8 +245,9 @@ def as_text(report: Json, metric: Metric) -> str:
 def draw(folder: Path, report: Json, dimensions: Sequence[Dimension]) -> list[Path]:
     """Draw sweep.png if any trial is finished, and return its path.
 
-    There is a panel for each key with the metric of all trials, and a ring marks the best one.
-    Values of a list are evenly spaced in their order, and those of a range are on its scale.
+    There is a panel for each key with the metric of all trials, and a ring marks the best trial.
+    The values of a list are evenly spaced, in the order of the list. The values of a range are on a
+    linear or logarithmic scale.
     """
     finished = [row for row in report["trials"] if row["status"] == "done"]
     if not finished:

@@ -1,7 +1,7 @@
 """Search space of a sweep: the keys that vary, what all trials share, and where each trial runs.
 
 A key varies over a list of values, `optimizer.lr=[0.01,0.1]`, or over a range,
-`optimizer.lr=0.001..1`, which Optuna's TPE sampler samples.
+`optimizer.lr=0.001..1`, from which Optuna's TPE sampler draws values.
 """
 
 import itertools
@@ -99,9 +99,9 @@ class Dimension:
 def parse_dimension(key: str, text: str) -> Dimension | None:
     """Parse `key=text` into a dimension; return None for a single value or an unknown key.
 
-    The schema distinguishes a list of values from a list that is one value: `data.mean=[0.5]` is
-    one value, and `data.mean=[[0.5],[0.4]]` are two. For a size, `data.image_size=[96,128]` are two
-    squares, and `data.image_size=[[96,128]]` is one size.
+    The schema distinguishes a list of values from a list that is one value. For example,
+    `data.mean=[0.5]` is one value, and `data.mean=[[0.5],[0.4]]` lists two values. For a size,
+    `data.image_size=[96,128]` lists two squares, and `data.image_size=[[96,128]]` lists one size.
 
     Raises:
         RecipeError: The list or the range is wrong.
@@ -306,9 +306,9 @@ class SearchSpace:
             raise RecipeError(f"a trial with {' '.join(words)} cannot run: {error}") from None
 
     def _launch(self, recipe: Recipe) -> Launch | None:
-        """Return the launch of a trial on the first devices of the sweep, as many as it needs.
+        """Return the ranks to start for a trial; None if no ranks have to be started.
 
-        Return None if no ranks have to be started.
+        The trial uses the first of the sweep's devices, and only as many as it needs.
         """
         count = None
         if recipe.traits.single_device:

@@ -1,17 +1,19 @@
-"""Run each trial once in a fresh process, with as many trials at a time as worker slots.
+"""Run trials in fresh processes, one at a time in each worker slot.
 
-A command says which trials there are and what their results mean:
+A command defines the trials and interprets their results:
 
     with claim_folder(output, Path("runs/sweep-x"), "sweep", "sweep.json", asked) as folder:
         engine = TrialEngine(folder, places=[["devices=[cuda:0]"], ["devices=[cuda:1]"]])
         engine.run(trials(), on_outcome)
 
-The engine asks `trials()` for the next trial whenever a slot is free, so what it yields may depend
-on the outcomes that `on_outcome` received. With one slot the trials run in the order in which they
-are yielded (A B C A B C ...). A trial that completed before is not run again, unless
-`TrialRun.resumes` is false and its arguments have changed. A trial that failed or was stopped is
-resumed if `TrialRun.resumes` is true, and otherwise starts from scratch. A resumable trial whose
-loss was not finite does not run again, because it would fail again.
+The engine asks the generator `trials()` for the next trial whenever a slot is free. So the
+generator can choose a trial by the outcomes that `on_outcome` has received. With one slot, the
+trials run in the order in which they are yielded (A B C A B C ...).
+
+If the same command is run again, a completed trial does not run again, unless `TrialRun.resumes` is
+false and the trial's arguments have changed. A trial that failed or was stopped is resumed if
+`TrialRun.resumes` is true, and otherwise starts from scratch. A resumable trial whose loss was not
+finite does not run again, because it would fail again.
 """
 
 from __future__ import annotations
@@ -69,9 +71,10 @@ class TrialRun:
         words: all arguments except output= and those of the worker slot.
         environment: variables that are added to those of this process.
         read: function that computes the value of the trial from the folder and the content of
-            result.json, and deletes what need not be kept. It raises TrialFailed if the trial has
-            failed, and KeyError or another error of a damaged file if the result cannot be used. In
-            the latter case an earlier run starts again, and a run that has just ended has failed.
+            result.json, and deletes files that are no longer needed. It raises TrialFailed if the
+            trial has failed. It raises KeyError, ValueError or a similar error if the result is
+            damaged: a result from an earlier command is then computed again, and a run that has
+            just ended counts as failed.
         resumes: whether a stopped run is resumed; otherwise it starts from scratch.
         key: value with which the command identifies the trial.
     """
@@ -86,7 +89,7 @@ class TrialRun:
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """End of a trial: its value or its error.
+    """Outcome of a trial: its value or its error.
 
     Attributes:
         value: what `TrialRun.read` returned; None if the trial failed.
@@ -292,15 +295,16 @@ def claim_folder(
 
     Args:
         output: folder that the user chose.
-        default: folder to use if `output` is None; if it holds something else, a number is
-            appended.
+        default: folder to use if `output` is None. If it cannot be used for this work, a number is
+            appended to its name.
         kind: what the folder holds, for messages, as in "sweep".
         file: name of the file in the folder that stores `asked`.
         asked: arguments that a resumed command must repeat; the value of `settings` is a recipe.
         command: command line that resumes the work. It is stored in `file`, so that a message can
             show it later. Empty: none is stored.
-        free: keys of `asked`, and keys and sections of its recipe, that may change.
-        resume: whether the user wants to resume. None: the same command resumes by itself.
+        free: keys of `asked`, and keys and sections of its recipe, that may differ from the
+            stored ones.
+        resume: whether the user wants to resume. None: the command resumes without an option.
 
     Raises:
         FolderInUseError: the folder holds something else, is used already and `resume` is False,
@@ -356,9 +360,16 @@ def claim_folder(
 
 
 def _find_changed_keys(previous: Json, asked: Json, free: Collection[str]) -> list[str]:
-    """Return the keys of the arguments and of their recipe whose values differ, without `free`.
+    """Return the keys whose values differ between `previous` and `asked`.
 
-    A key that an older version did not store in the recipe has its default value.
+    The keys of the recipe in `settings` are compared one by one. A key that an older version did
+    not store in its recipe counts as its default. If one of the recipes is missing or cannot be
+    loaded, the result contains "settings".
+
+    Args:
+        previous: arguments that the folder's command stored before.
+        asked: arguments of the current command.
+        free: keys, and sections of the recipe, that are not compared.
     """
     changed = []
     for key in {**asked, **previous}:
@@ -384,7 +395,7 @@ def log_path(path: Path) -> Path:
 
 
 def merge_arguments(words: Sequence[str], more: Iterable[str]) -> list[str]:
-    """Return the arguments `words`, where those in `more` replace arguments with the same key."""
+    """Join the arguments `words` and `more`. If both contain a key, the one in `more` counts."""
     by_key = {}
     for word in (*words, *more):
         by_key[word.partition("=")[0]] = word

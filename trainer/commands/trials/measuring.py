@@ -1,7 +1,7 @@
-"""Measurements by several processes at the same time, one on each device.
+"""Measure on several devices at the same time, with one process for each device.
 
-Each process calls the same function and writes its result to a folder. This module is also the
-program of such a process: `python -m trainer.commands.trials.measuring FOLDER RANK`.
+Each process calls the same function and writes its result to a folder. The processes run this
+module as their program: `python -m trainer.commands.trials.measuring FOLDER RANK`.
 """
 
 import datetime
@@ -37,11 +37,11 @@ def _read_seconds_per_thread() -> float:
 
 @dataclass(frozen=True)
 class Measurer:
-    """Process that measures at the same time as others.
+    """One of several processes that measure at the same time.
 
     Attributes:
         devices: the device of each process.
-        rank: number of this process.
+        rank: index of this process in `devices`.
         device: device of this process.
     """
 

@@ -18,11 +18,11 @@ from trainer.processes.terminal import add_style, localize_commands, say
 from trainer.saving.files import Json, format_csv, without_nan, write_atomically, write_json
 from trainer.telemetry import readable
 
-# Maximum number of characters of a note in a terminal's table. The whole text of a longer note is
-# moved below the table, whose cell keeps the text before the first colon.
+# Maximum number of characters of a note in a terminal's table. A longer note is printed below the
+# table, and only its text before the first colon stays in the table.
 NOTE = 12
-# Maximum number of rows that a terminal shows of a table whose rows are all in a file as well. The
-# number of the omitted rows is printed.
+# Maximum number of rows of a table in the terminal, if a file contains the whole table. The number
+# of omitted rows is printed.
 SHOWN = 20
 # A measurement counts as unreliable if other processes use at least BUSY cores and at least the
 # fraction BUSY_FRACTION of this machine's cores. The services of an idle machine use less.
@@ -50,11 +50,11 @@ def as_text(
     """Return the table for a terminal. Long notes of the last column are moved below the table.
 
     Args:
-        table: the head, then the rows.
-        right: numbers of the right-aligned columns.
-        marked: style of a row by its number; the first row below the head is 0.
+        table: the header row, then all other rows.
+        right: indices of the right-aligned columns.
+        marked: style of a row by its index; the first row below the header is 0.
         sentences: lines below the table.
-        shown: maximum number of rows below the head; the number of omitted rows is printed.
+        shown: maximum number of rows below the header; the number of omitted rows is printed.
     """
     head, *rows = [list(row) for row in table[: shown + 1]]
     long_notes = []
@@ -88,8 +88,8 @@ def as_markdown(
     Args:
         title: heading of the page.
         command: command line that was run.
-        table: the head, then the rows.
-        bold: numbers of the rows in bold type; the first row below the head is 0.
+        table: the header row, then all other rows.
+        bold: indices of the rows in bold type; the first row below the header is 0.
         sentences: items of the list below the table.
         more: paragraphs at the end.
     """
@@ -204,7 +204,10 @@ def _own_core_seconds() -> float:
 
 
 def is_busy(cores: float | None) -> bool:
-    """Return whether the use of `cores` cores by other processes makes speeds meaningless."""
+    """Return whether other processes use so many cores that measured speeds are unreliable.
+
+    If `cores` is None, their use is unknown, and the result is False.
+    """
     return cores is not None and cores >= max(BUSY, BUSY_FRACTION * resources.count_cores())
 
 

@@ -1,9 +1,10 @@
 """Decide from paired repeats which of several entries are faster, with a controlled error rate.
 
-All functions are pure and work on numbers. Speeds compare as ratios, so everything here uses
+All functions are pure and work on numbers. Speeds are compared as ratios, so the tests use
 logarithms. Repeats are interleaved (A B C A B C ...), and repeat i of one entry is paired with
-repeat i of the other: anything that slows the machine for a minute slows both. A difference is
-*shown* if its confidence interval lies wholly beyond a margin that nobody would switch modes for.
+repeat i of the other, because a disturbance of a minute slows down both. A difference is *shown* if
+the confidence interval of the ratio lies wholly outside a margin. The margin contains differences
+that are too small to matter to a user.
 """
 
 import math
@@ -17,13 +18,13 @@ from scipy.special import stdtr, stdtrit
 
 # Maximum probability of claiming a difference between entries that are equally fast.
 ERROR = 0.05
-# Relative difference of speeds; smaller differences are not shown.
+# Half-width of the margin: a relative difference of speeds that is too small to matter.
 MARGIN = 0.02
 # Numbers of repeats after which `compare` tests whether they suffice, unless the user has set the
 # number of repeats. After the last number it stops in any case.
 LOOKS = (5, 10, 15)
-# `compare` adds repeats while the speeds of a pair of entries may differ by this fraction although
-# no difference is shown.
+# `compare` runs more repeats while the confidence interval of a pair without a shown difference
+# still includes a difference of more than this fraction.
 HIDDEN = 0.1
 
 # Speed of each finished repeat, by its number.
@@ -43,8 +44,8 @@ class Difference:
         low: lower end of the ratio's confidence interval, at the level that this pair was tested
             at; None for fewer than two common repeats.
         high: upper end of that interval; None for fewer than two common repeats.
-        p: probability of such repeats if the true ratio were within the margin, for this pair
-            alone.
+        p: p-value of this pair alone: probability of a difference at least this clear if the true
+            ratio were within the margin.
         verdict: "faster" or "slower" if the difference is shown, else None.
     """
 
@@ -70,11 +71,11 @@ def find_differences(
     Paired t-tests on log-ratios test the hypothesis that the ratio lies within 1 +- `margin` (a
     minimum-effect test: Murphy and Myors, J. Applied Psychology 84 (1999), p. 234; here on both
     sides with half of `error` each). With five or more common repeats, two entries are tested
-    twice, on all ratios and without the extreme fifths (Tukey and McLaughlin, Sankhya A 25 (1963),
-    p. 331), because another program may spoil a whole run; the clearer test counts, at twice its p.
-    The step-down procedure of Holm, "A Simple Sequentially Rejective Multiple Test Procedure",
-    Scand. J. Statistics 6 (1979), p. 65, divides the error over the pairs of entries, however these
-    depend on each other.
+    twice: on all ratios, and without the lowest and the highest fifth (Tukey and McLaughlin,
+    Sankhya A 25 (1963), p. 331), because another program may spoil a whole run. The test with the
+    smaller p-value counts, with twice this p-value. The step-down procedure of Holm, "A Simple
+    Sequentially Rejective Multiple Test Procedure", Scand. J. Statistics 6 (1979), p. 65, divides
+    `error` among the pairs. It is valid even if the tests of the pairs depend on each other.
 
     Args:
         speeds: speeds of each entry by its name.
@@ -164,9 +165,10 @@ class _Estimate:
     tests: int
 
     def p(self, margin: float) -> float:
-        """Return the two-sided p of the center beyond the margin, times the number of tests.
+        """Return the p-value of the two-sided test that the center lies within `margin`.
 
-        The result is at most 1. It is 1 if the center is within the margin, or is a single ratio.
+        The p-value is multiplied by the number of tests, up to 1. It is 1 if the center is within
+        the margin, or if there is only one ratio.
         """
         beyond = abs(self.center) - margin
         if beyond <= 0 or not self.freedom:
@@ -187,7 +189,7 @@ class _Estimate:
 
 
 def _estimate(logs: Sequence[float], least: float) -> list[_Estimate]:
-    """Estimate the center from all ratios and, for five or more, without the extreme fifths."""
+    """Estimate the center from all `logs` and, for five or more, without the extreme fifths."""
     count = len(logs)
     cut = count // 5
     std = stdev(logs) if count > 1 else 0.0

@@ -1,7 +1,7 @@
 """Shards, which must not change during a run, and their indexes.
 
 An index lists the samples of a shard: names, classes, and the positions of the images. Indexes are
-stored in the data folder, because reading all headers of a shard takes long. The name of an index
+stored in the data folder, because reading all headers of a shard is slow. The name of an index
 file is a hash of the shard's path, and the file contains the size and the modification time of the
 shard. If the shard has changed, or the index file is damaged, the index is made again. If a process
 is killed while it writes an index, it leaves a temporary file, which the next process overwrites.
@@ -33,7 +33,8 @@ from trainer.saving import files, locks
 
 # Maximum number of shards that a process keeps open.
 MAX_OPEN_SHARDS = 64
-# Must increase whenever the contents of index files change.
+# Version of the index files. Increase it whenever their contents change: files of another version
+# are not loaded.
 VERSION = 4
 FOLDER = "shards"
 # Attributes of an index that are stored as arrays.
@@ -41,7 +42,7 @@ ARRAYS = ("names", "places", "labels", "folders")
 
 
 class Archive(NamedTuple):
-    """A shard, a file that contains many images, in the state in which it was first seen.
+    """A shard file, with the size and modification time that it had when it was first opened.
 
     Attributes:
         path: absolute path.
@@ -55,7 +56,7 @@ class Archive(NamedTuple):
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> Archive:
-        """Return the present state of a file.
+        """Create a record of a file with its current size and modification time.
 
         Raises:
             OSError: the file cannot be accessed.
@@ -101,16 +102,16 @@ class ArchiveIndex:
     """The samples of a shard, without their images.
 
     Attributes:
-        names: names of all samples as bytes, each followed by a zero byte.
-        places: (samples, 2) int64, two numbers per image that say where the image is. Their
-            meaning depends on the kind of shard.
-        labels: (samples,) int32, indices into `texts`; -1 for a sample without a class.
-        folders: (samples,) int32, indices into `below`.
-        texts: the classes as written in the shard.
-        classes: names of all classes if the shard contains such a list, in which case `texts` are
-            indices into the list; otherwise None.
+        names: names of all samples as uint8 bytes, each name followed by a zero byte.
+        places: (samples, 2) int64, position of each image in the shard: offset and size in bytes
+            in a tar file, row group and row in a Parquet file.
+        labels: (samples,) int32, index of each sample's class in `texts`; -1 for no class.
+        folders: (samples,) int32, index of each image's directory in `below`.
+        texts: the different classes as written in the shard.
+        classes: names of classes 0, 1, ... if the shard lists them; the strings in `texts` are then
+            class numbers. None if the shard has no such list.
         below: directories in the shard that contain images.
-        left: number of files that are not read, by a description of the files.
+        left: number of ignored files for each description of such files (see `LeftOut`).
     """
 
     names: Array
@@ -130,8 +131,9 @@ class ArchiveIndex:
         """Create an index.
 
         Args:
-            rows: position of the image (two numbers), label and folder, by the sample's name.
-            contents: `texts`, `classes`, `below` and `left`.
+            rows: for each sample's name, its values in `places` (two numbers), `labels` and
+                `folders`.
+            contents: the attributes `texts`, `classes`, `below` and `left`.
         """
         table = np.array([*rows.values()], np.int64).reshape(-1, 4)
         places = table[:, :2].copy()
@@ -153,8 +155,10 @@ def load_or_make(
 
     Args:
         shard: the shard.
-        how: text that must differ if `make` would return another index for the same shard.
-        make: function that reads the shard and returns its index. Its exceptions are not caught.
+        how: description of how `make` reads the shard. A stored index is used only if it was made
+            with the same description.
+        make: function that reads the shard and returns its index. This function's exceptions are
+            not caught.
     """
     path = index_path(shard)
     about = {
@@ -168,8 +172,8 @@ def load_or_make(
     # Size and modification time do not reveal every replacement of a shard, so also compare the
     # inode and the change time.
     about |= {"inode": status.st_ino, "changed": status.st_ctime_ns}
-    # The file is a zip with checksums. Reading a damaged file can raise any exception. The index is
-    # then made again.
+    # The file is a zip archive with checksums, and loading a damaged one can raise any exception.
+    # Suppress the exception, because the index is then made again below.
     with suppress(Exception), open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
         stored_about = json.loads(stored["about"].tobytes())
         contents = stored_about.pop("contents")

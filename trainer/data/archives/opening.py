@@ -46,7 +46,7 @@ IndexedShard = tuple[Archive, ArchiveIndex]
 
 
 class ArchivedPhotos(EncodedPhotos):
-    """The images of one split, each in a shard."""
+    """The images of one split, stored in shards."""
 
     def __init__(
         self,
@@ -63,9 +63,9 @@ class ArchivedPhotos(EncodedPhotos):
             root: directory that contains all shards.
             names: path of each image below `root`, as if a shard were a directory.
             labels: (names, ...) targets.
-            begins: first bytes of the addresses of each shard's images.
-            shards: (names,) index of each image's shard in `begins`.
-            places: (names, 2) position of each image in its shard.
+            begins: for each shard, the bytes with which the addresses of its images start.
+            shards: (names,) index in `begins` of each image's shard.
+            places: (names, 2) position of each image in its shard, as in `ArchiveIndex.places`.
         """
         super().__init__(root, names, labels)
         self._begins = tuple(begins)
@@ -91,7 +91,8 @@ def open_archives(recipe: Recipe, before: Before) -> Datasets:
         before: the split of an earlier run, if any.
 
     Raises:
-        SetupError: there are no shards, or their samples are not a classification data set.
+        SetupError: there are no shards; a shard or its labels are invalid; there are fewer than two
+            classes; or a sample has no class and data.on_error=stop.
     """
     if recipe.data.root is None:
         raise SetupError(f"data.name=shards needs shards: type data.root={EXAMPLE}")
@@ -176,13 +177,13 @@ def load_indexes(paths: Sequence[str], show: bool) -> list[IndexedShard]:
     """Load the indexes of shards in parallel, and make the missing ones.
 
     Args:
-        paths: the shards.
+        paths: paths of the shards.
         show: whether to show a progress bar.
 
     Raises:
         SetupError: a shard cannot be read.
     """
-    # Ranks should start with different shards, so that each makes some of the indexes.
+    # Ranks use different random orders, so that they share the work of making indexes.
     order = random.sample(range(len(paths)), len(paths))
     pool = ThreadPoolExecutor(min(THREADS, len(paths)))
     progress = Progress(len(paths), show, "index", "shard")
@@ -206,7 +207,7 @@ def _load_index(path: str) -> IndexedShard:
         shard = Archive.of(path)
         return shard, _reader(path).index(shard)
     except SetupError:
-        # SetupError is a subclass of OSError, which the next clause would wrap again.
+        # SetupError is a subclass of OSError, so the next clause would wrap it a second time.
         raise
     except OSError as error:
         raise SetupError(f"{path} cannot be read ({error.strerror or error})") from None
@@ -238,7 +239,8 @@ def classes_of(
     folder_paths, folder_codes = _join_tables((index.below, index.folders) for index in indexes)
     paths = [tuple(filter(None, path.split("/"))) for path in folder_paths]
     has_labels = bool((codes >= 0).any())
-    # Look at the directories even if there are labels: shards with several splits are refused.
+    # Check the directories even if the samples have labels, because `_outermost` refuses shards
+    # that contain several splits.
     train_folders = _outermost(root, paths, np.unique(folder_codes[~held_out]), has_labels)
     val_folders = _outermost(root, paths, np.unique(folder_codes[held_out]), has_labels)
     if not has_labels:
@@ -261,7 +263,10 @@ def classes_of(
 
 
 def _used_texts(texts: Sequence[str], codes: Array) -> set[str]:
-    """Return the strings of `texts` at the indices `codes`, without -1 and the empty string."""
+    """Return the set of strings in `texts` that `codes` selects.
+
+    The index -1 is ignored, and the empty string is left out.
+    """
     return {texts[code] for code in np.unique(codes) if code >= 0} - {""}
 
 
@@ -271,9 +276,9 @@ def _outermost(
     used: Array,
     has_labels: bool,
 ) -> list[str]:
-    """Return for each path the outermost directory below the path that all used paths share.
+    """Return for each path its outermost directory below the common parent of all used paths.
 
-    The result is an empty string for a path that has no such directory.
+    The result is an empty string for a path that has no directory there.
 
     Args:
         root: directory that contains all shards, for error messages.
@@ -285,8 +290,8 @@ def _outermost(
         SetupError: the directories are splits such as train and val, not classes.
     """
     used_paths = [paths[code] for code in used]
-    # `commonprefix` compares the items of tuples, here whole names of directories. Paths as strings
-    # would be compared character by character.
+    # `commonprefix` compares whole names of directories, because the paths are tuples of names. It
+    # would compare strings character by character.
     shared = os.path.commonprefix(used_paths)  # noqa: RUF071
     depths = [len(path) - 1 for path in used_paths]
     depth = max(0, min([len(shared), *depths]))
@@ -309,10 +314,12 @@ def _join_tables(tables: Iterable[tuple[list[str], Array]]) -> tuple[list[str], 
     """Join tables of strings into one table without duplicates.
 
     Args:
-        tables: strings and indices into them; -1 stands for no string.
+        tables: pairs of a list of strings and an array of indices into the list. The index -1
+            stands for no string.
 
     Returns:
-        (strings, indices): the joined table, and all indices, converted to the joined table.
+        (strings, indices): the different strings of all tables, and the concatenated indices of all
+        tables, converted to int64 indices into `strings`.
     """
     joined: dict[str, int] = {}
     joined_codes = [np.empty(0, np.int64)]
@@ -323,15 +330,15 @@ def _join_tables(tables: Iterable[tuple[list[str], Array]]) -> tuple[list[str], 
 
 
 def _look_up(values: Sequence[int], codes: Array) -> Array:
-    """Return the value at each index of `codes`; -1 for the index -1."""
+    """Return `values[code]` for each code of `codes`, and -1 for the code -1."""
     return np.array([*values, -1], np.int64)[codes]
 
 
 def _parse_number(text: str) -> int:
-    """Return a class's number, or -1 if it is negative.
+    """Parse a class number. Return -1 for a negative number.
 
-    Long numbers are cut to ten digits. They still exceed the number of classes of any data set, and
-    are refused later.
+    Only the first ten digits of a long number are used, so that the result fits in int64. Even the
+    shortened number exceeds the number of classes of any data set, so `_name_numbers` refuses it.
     """
     if text.isdecimal():
         return int(text.lstrip("0")[:10] or 0)
@@ -382,10 +389,13 @@ def _name_numbers(root: Path, indexes: Sequence[ArchiveIndex], numbers: Array) -
 
 
 def shards_of(root: str) -> list[Path]:
-    """Return the shards that `data.root` names: a file, a directory or a pattern, sorted by name.
+    """Return the paths of the shards that `data.root` names, sorted by name.
+
+    `data.root` is the path of a shard or of a directory, or a glob pattern.
 
     Raises:
-        SetupError: there are no shards, or other files than shards.
+        SetupError: there are no shards; a file is not a shard; or a directory contains shards of
+            both formats.
     """
     pattern = os.path.expanduser(root)
     if os.path.lexists(pattern):
@@ -439,10 +449,10 @@ def packed_or_remote(root: str) -> str | None:
 
 
 def part_of(path: str) -> str | None:
-    """Return the part (train, val or test) that a shard's name, or one of its directories, names.
+    """Return the part (train, val or test) to which a shard belongs, or None if it is unknown.
 
-    The name of the shard counts more than its directories, and the innermost directory more than
-    the others.
+    The words of the file name are checked first, then the directories of the path from the
+    innermost to the outermost. The first name of a part decides.
     """
     *folders, name = path.split("/")
     words = (*re.split(r"[^a-z]+", name.lower()), *reversed(folders))

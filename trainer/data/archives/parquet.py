@@ -1,9 +1,10 @@
 """Parquet shards: files with a column of encoded images and a column of labels, read with pyarrow.
 
-Parquet compresses the rows of a row group together, so reading one image means reading its group. A
-process keeps the groups that it read most recently. Reading in the order of the file, as at the
-start for small images, in evaluation and in the build of a cache, therefore reads each group once.
-Training without a cache reads a group for each image.
+Parquet compresses the rows of a row group together, so reading one image means reading its whole
+group. A process keeps the most recently used groups in memory. Each group is therefore read only
+once if images are read in file order: when small images are loaded at the start, in evaluation,
+and when a cache is built. Training without a cache reads images in random order, and therefore
+reads about one group per image.
 """
 
 import json
@@ -26,7 +27,8 @@ from trainer.data.photos.decoding import Bytes, describe_failure
 from trainer.errors import SetupError, load_extra
 
 KIND = b"parquet"
-# Maximum number of bytes of row groups that a process keeps. The latest group is always kept.
+# Maximum total size in bytes of the row groups that a process keeps in memory. The most recently
+# used group is kept even if it is larger.
 CACHE_BYTES = 2**28
 # Names of pyarrow's types of bytes and of text.
 BYTES_TYPES = ("binary", "large_binary", "binary_view")
@@ -45,7 +47,7 @@ def index(shard: Archive) -> ArchiveIndex:
 
 
 def encoded(shard: Archive, group: int, row: int) -> Bytes:
-    """Return the bytes of an image.
+    """Return the encoded bytes of an image.
 
     Args:
         shard: the shard.
@@ -117,7 +119,8 @@ def read_index(shard: Archive) -> ArchiveIndex:
             number = len(rows)
             rows[b"%d" % number] = (group, row, codes[number], 0)
     names = None
-    # The library `datasets` writes the names of classes into the metadata.
+    # Hugging Face's library `datasets` writes the names of the classes into the metadata. Other
+    # files have no names there.
     with suppress(KeyError, ValueError, TypeError):
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         names = [*map(str, features[label]["names"])] or None
@@ -138,7 +141,7 @@ def open_table(shard: Archive) -> Any:
 
 
 def image_column(schema: Any) -> str | None:
-    """Return the path of the column that contains the bytes of images, if any."""
+    """Return the column of encoded images, such as "image" or "image.bytes"; None without one."""
     for name in INPUTS:
         if name not in schema.names:
             continue
@@ -166,7 +169,8 @@ def label_column(schema: Any) -> str | None:
 
 
 _LOCK = threading.Lock()
-# pyarrow arrays of the most recently read images, by shard and row group, the oldest group first.
+# Encoded images of the most recently used row groups, as pyarrow arrays. The key is the shard and
+# the index of the row group. The least recently used group comes first.
 _GROUPS: OrderedDict[tuple[Archive, int], Any] = OrderedDict()
 
 

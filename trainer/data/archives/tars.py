@@ -1,9 +1,10 @@
 """Tar shards: samples by WebDataset's conventions, and the positions of their images.
 
 A sample consists of consecutive files whose names are equal up to the first dot, such as 0001.jpg
-and 0001.cls. Its class is the text of the .cls file, or `cls`, `label` or `class` in the .json
-file. Samples with any other kind of label are refused, because a class is never guessed. In a shard
-without .cls and .json files, every image is a sample, and its directory is its class.
+and 0001.cls. The class of a sample is the text of the .cls file, or the value of `cls`, `label` or
+`class` in the .json file. Samples with any other kind of label are refused, because a class is
+never guessed. In a shard without .cls and .json files, every image is a sample, and its directory
+is its class.
 """
 
 import json
@@ -62,20 +63,27 @@ def index(shard: Archive) -> ArchiveIndex:
     """Return the index of a shard's samples.
 
     Raises:
-        SetupError: the shard is damaged, or its samples are not understood.
+        SetupError: the shard is damaged, or a sample has an invalid label or several images for
+            one class.
         OSError: the shard cannot be read.
     """
-    # The suffixes that can be read depend on the installed libraries, and so does the index.
+    # The installed libraries determine which suffixes can be read, and therefore which files the
+    # index contains. An index that was made for other suffixes is not used.
     suffixes = " ".join(sorted({ARRAY, *readable_suffixes()}))
     return load_or_make(shard, f"tar {suffixes}", read_index)
 
 
 def encoded(shard: Archive, start: int, size: int) -> Bytes:
-    """Return the bytes of an image.
+    """Return the encoded bytes of an image.
+
+    Args:
+        shard: the shard.
+        start: offset of the first byte in the shard.
+        size: number of bytes.
 
     Raises:
         OSError: the shard cannot be read, or has changed.
-        ValueError: the image is too large.
+        ValueError: the image has more than `LARGEST` bytes.
     """
     if size > LARGEST:
         raise ValueError(f"the file is larger than {LARGEST:,} bytes")
@@ -86,12 +94,14 @@ def read_index(shard: Archive) -> ArchiveIndex:
     """Make the index of a shard from its headers and classes, without reading images.
 
     Raises:
-        SetupError: the shard is damaged, or its samples are not understood.
+        SetupError: the shard is damaged, or a sample has an invalid label or several images for
+            one class.
         OSError: the shard cannot be read.
     """
     # Check that the path is a regular file, and that the file has not changed.
     open_shard(shard)
-    # Start, size, class and directory of each image.
+    # Start, size, index of the class in `texts`, and index of the directory in `below`, by the
+    # image's path.
     rows: dict[bytes, tuple[int, int, int, int]] = {}
     left = LeftOut()
     texts = dict[str, int]()
@@ -99,7 +109,7 @@ def read_index(shard: Archive) -> ArchiveIndex:
     additional_images = list[str]()
     with open(shard.path, "rb", HEADER_BYTES) as file:
         if hasattr(os, "posix_fadvise"):
-            # Without this call, the system reads ahead, and therefore reads the images, too.
+            # Turn off readahead: the kernel would also read the images, which are skipped here.
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         try:
             for _, sample in groupby(list_files(file, shard.size, left), lambda member: member.key):
@@ -107,8 +117,9 @@ def read_index(shard: Archive) -> ArchiveIndex:
                 label = -1
                 if text is not None:
                     label = texts.setdefault(text, len(texts))
-                    # `parse_sample` refuses several photos with one class. Several arrays are
-                    # refused below, because arrays next to photos are not images.
+                    # `parse_sample` refuses several photos with one class, so these additional
+                    # images are arrays. They are an error only if the shard contains no photos,
+                    # which is known after the last sample. Otherwise, all arrays are ignored.
                     additional_images += [image.name for image in images[1:]]
                 for image in images:
                     name = os.fsencode(image.name)
@@ -124,7 +135,7 @@ def read_index(shard: Archive) -> ArchiveIndex:
                 f"{shard}: {error}: repair the shard, or exclude it with a pattern such as "
                 "data.root='/data/train-*.tar'"
             ) from None
-    # Arrays next to photos do not count as images: they may be masks or features.
+    # If the shard also contains photos, remove all arrays, which may be masks or features.
     if len(arrays) < len(rows):
         for name in arrays:
             del rows[name]
@@ -133,12 +144,12 @@ def read_index(shard: Archive) -> ArchiveIndex:
 
 
 def list_files(file: BinaryIO, size: int, left: LeftOut) -> Iterator[Member]:
-    """Yield the files of a shard that may belong to samples.
+    """Yield all regular files of a shard except hidden files and files of operating systems.
 
     Args:
         file: the shard.
         size: size of the shard in bytes.
-        left: counts all other files.
+        left: counter of ignored files, to which this function adds hidden files and links.
 
     Raises:
         ValueError: the shard is damaged.
@@ -146,7 +157,7 @@ def list_files(file: BinaryIO, size: int, left: LeftOut) -> Iterator[Member]:
     """
     for member in list_members(file, size):
         name = member.name
-        # Write ./cat/1.jpg as cat/1.jpg.
+        # Normalize the path: ./cat/1.jpg becomes cat/1.jpg.
         if name.startswith((".", "/")) or "/." in name or "//" in name:
             name = posixpath.normpath(name).lstrip("/")
         folder, _, base = name.rpartition("/")
@@ -192,7 +203,7 @@ def list_members(file: BinaryIO, size: int) -> Iterator[tarfile.TarInfo]:
                 raise ValueError(f"the shard is cut off or damaged at {member.name}")
             yield member
             offset = archive.offset
-            # Otherwise, tarfile would keep all members in memory.
+            # tarfile appends every member to this list. Clear it to save memory.
             archive.members.clear()  # type: ignore[attr-defined]
     except (tarfile.TarError, OverflowError, RecursionError) as error:
         raise ValueError(
@@ -216,16 +227,16 @@ def parse_sample(sample: list[Member], left: LeftOut) -> tuple[str | None, list[
 
     Args:
         sample: all files of the sample.
-        left: counts the files that are neither images nor labels.
+        left: counter of ignored files, to which files that are neither images nor labels are added.
 
     Returns:
         (label, images): the class, or None if the sample has no class, and the images.
 
     Raises:
-        ValueError: the label is not understood, or one class belongs to several images.
+        ValueError: the label is invalid, or one class belongs to several images.
     """
     label = None
-    # Sorting puts .cls before .json.
+    # Sorting puts .cls before .json, so that the class in the .cls file is used if both exist.
     for file in sorted(file for file in sample if file.last in (CLASS, JSON)):
         if label is None:
             label = read_class(file)

@@ -28,8 +28,8 @@ import xxhash
 from trainer.data.sampling import Array
 from trainer.saving import locks
 
-# Table entry of a photo: offset of its bytes in the file, their number, height and width of the
-# upright original, height and width as stored, and the hash.
+# Table entry of a photo: offset of its bytes in the file, number of bytes, height and width of the
+# original photo after its EXIF rotation, height and width of the stored image, and the hash.
 ENTRY = np.dtype(
     [
         ("start", "<u8"),
@@ -43,8 +43,8 @@ ENTRY = np.dtype(
 )
 # Number of bytes of an entry that precede its hash.
 HASHED = ENTRY.itemsize - 8
-# Two hashes of a photo's file: its location on the disk (`encoded.hash_location`) and its content
-# (`encoded.hash_content`).
+# Two hashes for each photo: `encoded.hash_location` of its file's inode and change time, and
+# `encoded.hash_content` of the image's bytes.
 ORIGIN = np.dtype([("placing", "<u8"), ("content", "<u8")])
 MARK = b"ORIGINS1"
 SUFFIX = ".block"
@@ -61,8 +61,8 @@ class Prepared:
     """A photo in the form in which the cache stores it.
 
     Attributes:
-        height: height of the upright original in pixels.
-        width: width of the upright original in pixels.
+        height: height of the original in pixels, after its EXIF rotation.
+        width: width of the original in pixels, after its EXIF rotation.
         rows: height of the stored image in pixels.
         columns: width of the stored image in pixels.
         data: uint8 pixels (rows, columns, channels), or the bytes of a JPEG.
@@ -153,8 +153,9 @@ def read(path: str | Path, key: bytes, row: int) -> Prepared | None:
 def remove(path: str | Path, descriptor: int) -> bool:
     """Remove the block that is open as `descriptor`.
 
-    A newer block that has the same name by now is kept. Every process claims the draft of a block
-    before it builds or removes the block, so no block is built at `path` during the removal.
+    If another process has replaced the block by a newer one of the same name, the newer one is
+    kept. Every process claims the draft of a block before it builds or removes the block, so no
+    block is built at `path` during the removal.
 
     Args:
         path: name of the block's file.
@@ -206,6 +207,9 @@ def _fill(descriptor: int, buffer: Array, offset: int) -> None:
 
 
 def _check(key: bytes, row: int, entry: Any, data: Array) -> int:
-    """Return a hash of the block's name, and of a photo's row, entry without hash, and bytes."""
+    """Return the hash of a photo.
+
+    The hash covers the block's name, the photo's row, its entry up to the hash, and its bytes.
+    """
     head = key + row.to_bytes(4, "little") + entry.tobytes()[:HASHED]
     return xxhash.xxh3_64_intdigest(data.data, seed=xxhash.xxh3_64_intdigest(head))

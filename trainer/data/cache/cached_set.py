@@ -46,7 +46,7 @@ from trainer.saving import locks
 from trainer.telemetry.readable import format_size
 from trainer.telemetry.tracking import Progress
 
-# Number of bytes of the disk that stay free.
+# Number of bytes that must remain free on the disk: a cache that would need them is not built.
 RESERVED_BYTES = 2**28
 # Maximum number of photos to prepare for an estimate of the cache's size, and the time in seconds
 # after which the estimate uses the photos prepared so far.
@@ -64,8 +64,8 @@ def cached(
 ) -> tuple[Datasets, Recipe]:
     """Return the data set with its photos read from the cache, and build the cache if necessary.
 
-    With data.cache=off, no cache is used, and the data set is that of `as_stored`. Data sets in
-    memory are returned unchanged. All ranks call this function together.
+    With data.cache=off, no cache is read or built, and `as_stored` returns the data set. Data sets
+    in memory are returned unchanged. All ranks call this function together.
 
     Args:
         data: the data set.
@@ -75,8 +75,8 @@ def cached(
         closing: stack that releases the lock on the cache when it is closed.
 
     Returns:
-        (data, recipe): the data set that reads from the cache, and the recipe with the format and
-        size of the cache.
+        (data, recipe): the data set that reads from the cache, and the recipe with the cache's
+        format and size as `data.cache_format` and `data.cache_size`.
 
     Raises:
         RecipeError: the data set has no photos in files or shards, or the format cannot store them.
@@ -89,7 +89,7 @@ def cached(
                 f"data.cache={options.cache} does nothing here: data.name={data.name} is in memory "
                 "as a whole"
             )
-        # A resumed run must see the pixels of the cache with which it started.
+        # If a run that started with a cache is resumed without it, it must see the same pixels.
         return as_stored(data, recipe), recipe
     if not isinstance(data.train, EncodedPhotos) or not isinstance(data.val, EncodedPhotos):
         raise RecipeError(
@@ -118,10 +118,10 @@ def cached(
 
 
 def as_stored(data: Datasets, recipe: Recipe) -> Datasets:
-    """Return the data set with the same pixels as from the run's cache.
+    """Return the data set with its photos prepared as the run's cache stores them.
 
-    No cache is built: photos are prepared as the cache would store them. The data set is returned
-    unchanged if the run had no cache.
+    No cache is read or built, and the pixels are the same as those from the cache. If the run had
+    no cache, the data set is returned unchanged.
     """
     options = recipe.data
     if options.cache_size is None or options.cache_format is None:
@@ -199,11 +199,11 @@ def check_photos(packing: Packing, home: Path) -> None:
 
 
 def estimate_bytes(paths: Sequence[bytes], photo_format: Format) -> int:
-    """Estimate the size in bytes of photos in the cache from a few of them."""
+    """Estimate the total size in bytes of photos in the cache from the mean size of a few."""
     start = time.perf_counter()
     sizes = []
     for path in random.Random(0).sample(paths, min(SAMPLED_PHOTOS, len(paths))):
-        # Decoders can raise any exception. A photo that cannot be read needs no space in the cache.
+        # Decoders can raise any exception. Photos that cannot be read are left out of the mean.
         with suppress(Exception):
             sizes.append(prepared(path, photo_format).data.nbytes)
         if time.perf_counter() - start > SAMPLING_SECONDS and sizes:
@@ -334,7 +334,7 @@ def _begin_worker() -> None:
 def _prepare_or_none(path: bytes, photo_format: Format) -> Prepared | None:
     """Return the photo to store, or None if it cannot be read or decoded.
 
-    Training reads a photo that the cache lacks from its original file, and reports the failure.
+    Training reads a photo without cached pixels from its original file, and reports the failure.
     """
     # Decoders can raise any exception.
     with suppress(Exception):

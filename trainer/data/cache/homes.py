@@ -102,9 +102,9 @@ def _clear(path: Path, keep: Set[str]) -> None:
     with suppress(OSError):
         for name in os.listdir(path):
             if name.endswith(cache_blocks.DRAFT):
-                # `claim_file` removes the draft at its end, but only if it can lock the draft. A
-                # worker of a killed run may still be writing this draft. If it were removed, the
-                # worker would later rename a new draft that has the same name.
+                # `claim_file` removes the draft on exit if it can lock the draft. A worker of a
+                # killed run that still writes the draft holds the lock, so that the draft is kept.
+                # If it were removed, the worker would later rename another process's new draft.
                 with locks.claim_file(path / name):
                     pass
             elif name.endswith(cache_blocks.SUFFIX) and name not in keep:

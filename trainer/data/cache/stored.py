@@ -52,7 +52,7 @@ MAX_PHOTOS_PER_BLOCK = 4 * PHOTOS_PER_BLOCK
 MEASURED_PHOTOS = 32
 SECONDS = 1.0
 JPEG_QUALITY = 90
-# Number of attempts to remove a block, and seconds between two of them. Other processes that check
+# Number of attempts to remove a block, and seconds between two attempts. Other processes that check
 # the same block lock its draft for microseconds only.
 MAX_ATTEMPTS = 500
 RETRY_SECONDS = 0.02
@@ -64,8 +64,8 @@ class Format:
 
     Attributes:
         layout: "raw" for pixels, or "jpeg".
-        size: size that a stored photo just covers; an int is the length of the shorter side.
-            Smaller photos are stored in their own size.
+        size: size in pixels that a stored photo just covers: (height, width), or the length of the
+            shorter side. Smaller photos are not enlarged.
         channels: number of channels; 1 or 3 for "jpeg".
         pixel_range: the recipe's data.pixel_range.
     """
@@ -75,7 +75,8 @@ class Format:
     channels: int
     pixel_range: Range | None = None
 
-    # Must increase whenever the stored pixels of an unchanged photo change.
+    # Increase this number whenever the stored pixels of an unchanged photo change. It is part of
+    # the hash that names a block, so blocks of earlier versions are not used.
     VERSION = 3
 
     def __str__(self) -> str:
@@ -193,9 +194,9 @@ def remove_changed(path: str, paths: Sequence[bytes]) -> None:
 
 
 def prepared(address: bytes, photo_format: Format) -> Prepared:
-    """Prepare a photo for the cache: reduce it to just cover `photo_format.size`.
+    """Decode a photo, reduce it to just cover `photo_format.size`, and encode it for the cache.
 
-    A photo that is not larger than needed keeps its size.
+    A smaller photo keeps its size.
 
     Raises:
         Exception: reading and decoding can raise any exception.
@@ -301,9 +302,10 @@ def block_path(home: str, key: bytes) -> str:
 def measure_reading(
     folder: EncodedPhotos, recipe: Recipe, size: ImageSize, channels: int, seconds: float = SECONDS
 ) -> Reading | None:
-    """Measure how long one loader worker needs per photo, in this process.
+    """Measure the time that a loader worker needs per photo.
 
-    Photos that were read before may come from the page cache, as they do in training.
+    The measurement runs in this process, with one thread. Files that were read before may come from
+    the page cache, as they do in training.
 
     Args:
         folder: the photos.
@@ -313,7 +315,7 @@ def measure_reading(
         seconds: approximate time limit of the measurement.
 
     Returns:
-        The mean time of each step over some photos, or None if no photo can be read.
+        The mean times over some photos, or None if no photo can be read.
     """
     indices = np.random.default_rng(0).permutation(len(folder))[:MEASURED_PHOTOS]
     draws = PhotoDraws(recipe.augment, recipe.seed, 0, indices)
@@ -331,7 +333,7 @@ def measure_reading(
             data = read_encoded(folder.address(index))
             read_seconds = time.perf_counter() - start
             picture = open_encoded(data, channels, folder.pixel_range)
-            # Opening decodes every kind of image except JPEG, which `decode` does later.
+            # Opening an image also decodes it, except for JPEG, which `picture.decode` decodes.
             open_seconds = time.perf_counter() - start - read_seconds
 
         def decode(factor: int) -> Tensor:
@@ -345,7 +347,7 @@ def measure_reading(
         total_seconds = time.perf_counter() - start
         stored = prepared(folder.address(index), photo_format)
         start = time.perf_counter()
-        # Reading a photo from the cache also copies and hashes its bytes.
+        # Copy and hash the bytes, as reading a photo from the cache does.
         xxhash.xxh3_64_intdigest(stored.data.copy().data)
         draws.apply(row, picture_of(stored, photo_format), size)
         return (

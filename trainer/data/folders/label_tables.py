@@ -28,9 +28,10 @@ from trainer.tasks.task import Reads
 SPLIT = "split"
 # Separator between the classes of an image.
 SEPARATOR = ";"
-# Maximum number of classes for which whole numbers are always accepted as names of classes. If a
-# column has more numbers, and more than half as many as there are training images, it probably
-# contains measurements and is refused.
+# A column that contains only numbers may hold class names, such as 0 to 9, or measurements. If its
+# number of distinct values exceeds half the number of training images, it is refused, because it
+# probably holds measurements. A column of whole numbers is never refused for this reason if it has
+# at most `MAX_DIGIT_CLASSES` distinct values.
 MAX_DIGIT_CLASSES = 10
 # Spellings of 0 and 1, including those of pandas and R, in lower case.
 BINARY = {
@@ -70,9 +71,9 @@ class Row(NamedTuple):
     Attributes:
         number: number of the line in the file, from 1.
         file: path of the image below data.root.
-        part: train, val or test, from the column `split`, or without this column from the first
-            directory of `file`; None if the column or directory names no part.
-        cells: the image's labels.
+        part: train, val or test, or None for no part. The name of the part is read from the column
+            `split`, or from the first directory of `file` if the table has no such column.
+        cells: cells of the columns with labels.
     """
 
     number: int
@@ -365,8 +366,8 @@ def _records(path: Path, text: str) -> Iterator[Line]:
     lines = []
     if '"' in text:
         lines = io.StringIO(text, newline="").readlines()
-    # Remove blanks between a closing quote and the separator, which the csv module refuses in
-    # strict mode.
+    # In strict mode, the csv module refuses blanks between a closing quote and the separator, so
+    # remove these blanks.
     tidy = (
         re.sub(r'(?<=") +(?=[,\t\r\n]|$)', "", line) if '" ' in line else line for line in lines
     )

@@ -28,7 +28,8 @@ from trainer.saving.run_folder import RunFolder
 from trainer.saving.run_names import find_run_folder
 from trainer.tasks.classification import class_name
 
-# Names of the folders of each part, in upper or lower case. The first one that exists is used.
+# Names of the folders of each part, in upper or lower case. If a folder contains several of them,
+# the first one in this list is used.
 PARTS = {
     "train": ("train", "training"),
     "val": ("val", "valid", "validation"),
@@ -56,11 +57,11 @@ class ClassFolders(NamedTuple):
 
 
 class ClassNames(NamedTuple):
-    """Names of classes.
+    """Names of the classes of a data set, and their spellings.
 
     Attributes:
-        names: sorted names.
-        places: index in `names` by each spelling of a class.
+        names: sorted names of the classes.
+        places: index of the class in `names` for each spelling of its name.
         notes: notes for a run's banner.
     """
 
@@ -70,11 +71,12 @@ class ClassNames(NamedTuple):
 
 
 def class_names(texts: Iterable[str], others: Iterable[str] = ()) -> ClassNames:
-    """Return the classes that `texts` name.
+    """Determine the classes from their names. Several names may be spellings of the same class.
 
     Args:
         texts: names as written in a folder or table.
-        others: further names, which may stand for one of these classes but add none.
+        others: names from another split, as written there. If such a name is a spelling of a class
+            in `texts`, it is added to `ClassNames.places`. Otherwise, it is ignored.
     """
     forms = {text: class_name(text) for text in texts}
     order = {form: place for place, form in enumerate(sorted({*forms.values()}))}
@@ -102,7 +104,7 @@ def _look(name: str) -> str:
 
 
 def part_named(name: str) -> str | None:
-    """Return the part (train, val or test) that a folder's name or a table's cell stands for."""
+    """Return the part (train, val or test) that a folder or a table's cell names, if any."""
     for part, names in PARTS.items():
         if name.lower() in names:
             return part
@@ -147,7 +149,7 @@ def layout_of(root: Path, left: LeftOut, test: bool) -> ClassFolders:
 
     Args:
         root: the user's data.root.
-        left: counts ignored files.
+        left: counter of ignored files, to which this function adds the files that it ignores.
         test: whether the validation images must be those of the test part.
 
     Raises:
@@ -157,7 +159,8 @@ def layout_of(root: Path, left: LeftOut, test: bool) -> ClassFolders:
     train = _named(folders, TRAIN)
     held_out = _held_out(root, folders, test)
     if train:
-        # Count images next to the train folder. `classes_of` counts those next to class folders.
+        # Images next to the train folder are ignored, so count them. `classes_of` counts the
+        # images next to class folders.
         left[LOOSE] += len(listed(root, left)[1])
         others = tuple(name for name in folders if root / name not in (root / train, held_out))
         return ClassFolders(root / train, held_out, others)
@@ -176,7 +179,7 @@ def layout_of(root: Path, left: LeftOut, test: bool) -> ClassFolders:
 def _held_out(root: Path, folders: Sequence[str], test: bool) -> Path | None:
     """Return the directory of validation images among the folders of `root`, if any.
 
-    A test part without class folders, as competitions publish it, does not count.
+    A test part without class folders is ignored. Competitions publish such parts without labels.
     """
     name = _named(folders, TEST if test else HELD_OUT)
     if name is None:
@@ -232,7 +235,7 @@ def check_several(train: Path, classes: dict[str, list[str]]) -> None:
         SetupError: there is one class, or every class folder contains folders of the same parts,
             such as train and val.
     """
-    # Names of the folders inside each class folder that contain its images.
+    # Names of the folders with images inside the class folder, for each class.
     inside = []
     for paths in classes.values():
         inside.append({path.split("/")[1] for path in paths if path.count("/") > 1})
@@ -259,8 +262,8 @@ class Before(NamedTuple):
 
     Attributes:
         held_out: names of the validation images; None if the recipe's seed draws them.
-        elsewhere: whether the data set may consist of other images than the earlier run's. If it
-            does, all of them are validation images.
+        elsewhere: whether the data set may be a different one than that of the earlier run. If it
+            cannot be divided as in that run, all images are validation images.
         test: whether to use the test part as the validation split.
     """
 

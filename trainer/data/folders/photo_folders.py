@@ -1,6 +1,6 @@
 """Data sets of photos from folders such as root/train/<class>/..., with image size and statistics.
 
-The module `layout` describes the layouts of folders that are understood.
+The module `layout` finds the parts and the classes in a folder.
 """
 
 import itertools
@@ -43,7 +43,7 @@ from trainer.saving.files import escape_non_utf8, format_csv
 
 # Mean and standard deviation of the channels of ImageNet.
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-# Weights of the channels in gray (ITU-R BT.601).
+# Weights of red, green and blue in a gray pixel (ITU-R BT.601).
 LUMA = (0.299, 0.587, 0.114)
 # Maximum size in bytes of a data set of tiny images (`photo_reader.TINY`) that is decoded at the
 # start and kept in memory. Images of a larger data set are decoded each time that they are read.
@@ -87,7 +87,7 @@ def open_folder(recipe: Recipe, before: Before) -> Datasets:
     Tiny images may be decoded immediately and kept in memory: see `photos`.
 
     Raises:
-        SetupError: the folder cannot be read, or its layout is not understood.
+        SetupError: the folder cannot be read, or its layout is not supported.
     """
     if recipe.data.root is None:
         raise SetupError(
@@ -163,7 +163,7 @@ def class_counts(
         for part in (train, val)
     )
     order = np.argsort(here, kind="stable")
-    # Ignore classes without training images.
+    # The smallest class that has training images, for the ratio below.
     fewest = next((row for row in order if here[row]), 0)
     most = order[-1]
     # If there are many classes, list only the smallest ones.
@@ -197,7 +197,7 @@ def photos(
     Args:
         recipe: the recipe.
         before: the split of an earlier run, if any.
-        train: training images, or all images without `val`.
+        train: training images, or all images without a separate validation set.
         val: validation images; if None, they are drawn from `train`.
         names: names of the classes or values.
         holdout: description of `val` for the user.
@@ -267,7 +267,7 @@ def header_shapes(folder: EncodedPhotos, values: PixelValues, channels: int | No
 
     Args:
         folder: the images.
-        values: collects the range of pixels that are not bytes.
+        values: collector to which this function adds the values of pixels that are not bytes.
         channels: the recipe's data.channels.
     """
     shapes = []
@@ -304,9 +304,12 @@ def image_shape(recipe: Recipe, shapes: list[Shape]) -> tuple[int, ImageSize, di
     """Choose the number of channels and the size of the model's images.
 
     The recipe's values are used if they are set. Otherwise, images become 3 x 224 x 224, with two
-    exceptions. Square images of one size below 224 keep their size, except with `model.weights` and
-    for a model of torchvision with `model.init_from`. Gray images stay gray, except with these
-    options and for all models of torchvision, which were designed for 3 channels.
+    exceptions:
+
+    - If all images in `shapes` are square and have the same size below 224, they keep this size.
+      This does not apply with `model.weights`, or to a torchvision model with `model.init_from`.
+    - If all images in `shapes` are gray, they stay gray. This does not apply with `model.weights`,
+      with `model.init_from`, or to a torchvision model, which was designed for 3 channels.
 
     Args:
         recipe: the recipe.
@@ -385,6 +388,9 @@ def measured_photos(
 def statistics(known: Sequence[float], channels: int) -> Numbers:
     """Convert the mean or standard deviation of pixels to another number of channels.
 
+    A single value is repeated for 3 channels, and 3 values are averaged with the weights `LUMA` for
+    one channel. For any other number of channels, the values are returned unchanged.
+
     Args:
         known: the statistic of each original channel.
         channels: number of channels after the conversion.
@@ -412,7 +418,8 @@ def decoded(
         evaluated: whether these are validation images.
 
     Raises:
-        SetupError: an image cannot be read and data.on_error=stop, or hardly any image can be read.
+        SetupError: an image cannot be read and data.on_error=stop; no validation image can be read;
+            or none of `NEIGHBOURS` consecutive training images can be read.
     """
     images = torch.empty(len(folder), *sides(size), channels, dtype=torch.uint8)
     failures = {}
@@ -454,7 +461,7 @@ def unreadable(failures: Sequence[tuple[str, str]], count: int) -> SetupError:
     """Create the error that ends a run because of unreadable images.
 
     Args:
-        failures: path of each unreadable image, and the reason.
+        failures: (path, reason) of each unreadable image.
         count: number of all images.
     """
     (where, why), *others = failures

@@ -100,7 +100,7 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
     """Return whether an entry is a folder in which to look for images.
 
     A link to a folder that contains the link itself is excluded, because the search would never
-    end. The folders of both the link's path and its real path are considered.
+    end. Both the path of the link and its real path are checked for such a folder.
     """
     try:
         if not entry.is_dir() or not entry.is_symlink():
@@ -126,7 +126,7 @@ def listed(folder: str | os.PathLike[str], left: LeftOut) -> tuple[list[str], li
 
     Args:
         folder: the folder.
-        left: counts all other files.
+        left: counter of ignored files, to which this function adds all other files.
 
     Raises:
         SetupError: the folder cannot be listed.
@@ -148,7 +148,7 @@ def listed(folder: str | os.PathLike[str], left: LeftOut) -> tuple[list[str], li
         raise SetupError(f"{error.filename or folder} cannot be listed: {error.strerror}") from None
     photos = [name for name in images if not name.lower().endswith(ARRAY)]
     if photos:
-        # Arrays next to photos do not count as images: they may be masks or features.
+        # If the folder also contains photos, ignore its arrays, which may be masks or features.
         for name in {*images} - {*photos}:
             left.other(name)
         images = photos
@@ -160,7 +160,7 @@ def images_below(folder: str, left: LeftOut, below: str = "") -> Iterator[str]:
 
     Args:
         folder: the folder.
-        left: counts all other files.
+        left: counter of ignored files, to which this function adds all other files.
         below: prefix of the paths that are yielded.
     """
     folders, images = listed(folder, left)

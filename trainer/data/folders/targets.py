@@ -15,7 +15,8 @@ from trainer.tasks import Classification, Task
 
 # If the highest class number is below this one, `sparse` returns no warning.
 MIN_SUSPICIOUS_NUMBER = 1000
-# Minimum ratio of the highest class number to the number of used classes for a warning.
+# If the highest class number is at least this multiple of the number of used classes, `sparse`
+# returns a warning.
 MAX_NUMBERS_PER_CLASS = 20
 
 
@@ -78,7 +79,8 @@ class Targets:
         """
         is_plain = self.kind.checked.__func__ is Classification.checked.__func__  # type: ignore[attr-defined]
         if is_plain and type(target) is int and 0 <= target < len(self.names):
-            # Skip the check as a tensor, which takes longer than reading a small image.
+            # Return a valid class number at once. Its conversion to a tensor for the checks below
+            # would take longer than reading a small image.
             return target
         tensor = target_of(target, self.kind, self.names)
         if (

@@ -1,4 +1,4 @@
-"""Copies from host memory to a device that overlap with its computation."""
+"""Asynchronous copies from host memory to a device, which overlap with the device's computation."""
 
 from collections.abc import Callable
 
@@ -17,14 +17,17 @@ def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 class Copies:
-    """Copies to a GPU on a separate stream, so that they do not queue behind its kernels."""
+    """Copies to a GPU on a separate stream, so that they do not wait for the GPU's kernels."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def begin(self, values: Tensor) -> Copy:
-        """Start a copy. The caller may change `values` as soon as this function returns."""
+        """Start to copy `values` to the GPU, and return a function that delivers the copy.
+
+        The caller may change `values` as soon as this method returns.
+        """
         with torch.cuda.stream(self._stream):
             copied = copy_to_device(values, self._device)
         event = self._stream.record_event()

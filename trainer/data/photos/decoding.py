@@ -25,22 +25,23 @@ from trainer.saving import files
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-# Formats that Pillow may open, whatever the suffix of a file: Pillow's readers of other formats
-# start programs (EPS: Ghostscript), or are rarely used and maintained. HEIF needs pillow-heif.
+# Formats that Pillow may open. The suffix of a file does not matter. Other formats are excluded,
+# because Pillow's readers for them start programs (Ghostscript for EPS), or are rarely used and
+# maintained. HEIF needs pillow-heif.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "HEIF", "JPEG2000")
 # First bytes of a PNG file.
 PNG = b"\x89PNG\r\n\x1a\n"
 # Markers of a JPEG: start of the pixels, end of the image.
 SCAN, END = b"\xff\xda", b"\xff\xd9"
-# Number of zero bytes at the end of a JPEG for which the file may have been cut: compressed pixels
-# never contain so many consecutive zero bytes.
+# If this number of bytes at the end of a JPEG are zeros, the end of the image may be missing:
+# compressed pixels never contain so many consecutive zero bytes.
 PADDING = 64
 # First bytes of a JPEG's XMP segment.
 XMP = b"http://ns.adobe.com/xap/1.0/\0"
 # Pillow's modes with transparency.
 ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
-# Dimensions to flip for each EXIF orientation. From orientation 5 on, height and width must be
-# exchanged first (Exif 2.32, page 36).
+# Dimensions of an image (C, H, W) to flip for each EXIF orientation (Exif 2.32, page 36). For
+# orientations 5 to 8, height and width must be exchanged before the flip.
 FLIPS: dict[int, tuple[int, ...]] = {
     2: (2,),
     3: (1, 2),
@@ -56,11 +57,15 @@ def open_image(
     channels: int,
     pixel_range: Range | None = None,
 ) -> Picture:
-    """Open an image file, upright as its EXIF orientation says.
+    """Open an image file. The decoded image is turned upright according to its EXIF orientation.
 
-    `decode_jpeg` decodes JPEGs, with torchcodec twice as fast as Pillow. Pillow decodes other
-    formats, JPEGs that `decode_jpeg` refuses, and JPEGs that are decoded at a smaller size.
-    `read_stack` decodes arrays, and TIFF files that Pillow refuses.
+    The format determines the decoder:
+
+    - `decode_jpeg` decodes JPEG files. With torchcodec, it is twice as fast as Pillow.
+    - Pillow decodes JPEG files that `decode_jpeg` refuses, JPEG files that are decoded at a reduced
+      size, and all other image formats.
+    - `read_stack` decodes arrays, and TIFF files that Pillow refuses. If `channels` is neither 1
+      nor 3, it reads all files, and refuses other formats.
 
     Args:
         path: the file.
@@ -98,7 +103,7 @@ def open_encoded(
     if data[:8].tobytes() == PNG:
         check_png(data)
     if data[:2].tobytes() == b"\xff\xd8" and not stack:
-        # Decoders turn missing pixels that were replaced by zeros into gray without an error.
+        # If missing pixels were replaced by zeros, decoders return gray pixels without an error.
         if not data[-PADDING:].any():
             raw = data.tobytes()
             if raw.rfind(SCAN) > raw.rfind(END):
@@ -109,8 +114,8 @@ def open_encoded(
         if height and width:
             size = (width, height) if orientation >= 5 else (height, width)
             if tags:
-                # Some decoders turn the image as these segments say, and `_turn` would turn it
-                # again. Change the type of the segments to a type that no decoder reads.
+                # Some decoders turn the image according to these segments, and `_turn` would turn
+                # it a second time. Change their type to one that no decoder reads.
                 data = data.copy()
                 data[[start + 1 for start in tags]] = 0xEC
             return Picture(*size, partial(_decode_jpeg, data, channels, orientation))
@@ -153,9 +158,11 @@ def _decode_jpeg(
     orientation: int,
     factor: int,
 ) -> Tensor:
-    """Decode a JPEG, upright, at 1 / `factor` of its size.
+    """Decode a JPEG at about 1 / `factor` of its size, and turn it upright.
 
-    If one library refuses the file, the other one is tried, whatever the factor.
+    With factor 1, `decode_jpeg` decodes the file, or Pillow if `decode_jpeg` refuses it. With
+    another factor, Pillow decodes the file at the reduced size. If Pillow refuses it, `decode_jpeg`
+    decodes it at full size.
     """
 
     def decode_whole() -> Tensor:
@@ -165,7 +172,8 @@ def _decode_jpeg(
         with contextlib.suppress(RuntimeError):
             return decode_whole()
     try:
-        # JpegImageFile does not check the size again, as Image.open would.
+        # Use JpegImageFile, because Image.open would apply Pillow's own limit of the image size.
+        # `open_encoded` has already checked the size.
         with without_warnings(), JpegImageFile(io.BytesIO(data.data)) as opened:
             if factor > 1:
                 mode = "RGB" if channels == 3 else "L"
@@ -179,7 +187,7 @@ def _decode_jpeg(
 
 
 def _turn(image: Tensor, orientation: int) -> Tensor:
-    """Turn an image (C, H, W) upright by its EXIF orientation."""
+    """Turn an image (C, H, W) upright according to its EXIF orientation."""
     if orientation >= 5:
         image = image.transpose(1, 2)
     dimensions = FLIPS.get(orientation)
@@ -206,7 +214,7 @@ def register_heif() -> str:
 
 @lru_cache(maxsize=1)
 def list_formats() -> tuple[str, ...]:
-    """Return the members of `FORMATS` that Pillow can open here."""
+    """Return the members of `FORMATS` that the installed Pillow can open."""
     Image.init()
     register_heif()
     return tuple(name for name in FORMATS if name in Image.OPEN)
@@ -216,9 +224,10 @@ def parse_jpeg_header(data: Bytes) -> tuple[int, int, int, list[int]]:
     """Read the segments of a JPEG up to its pixels.
 
     Returns:
-        (height, width, orientation, tags): height and width in the frame header, or 0 and 0 without
-        such a header; the orientation, 1 to 8, which Pillow finds in EXIF or else in XMP data, by
-        default 1; and the positions of the segments that may contain EXIF or XMP data.
+        (height, width, orientation, tags): height and width are those in the frame header, or 0 if
+        there is no such header. The orientation is a number from 1 to 8 in the EXIF data, or else
+        in the XMP data, or else 1. `tags` are the offsets of the segments that may contain EXIF or
+        XMP data.
     """
     start = 2
     end = len(data) - 8
@@ -243,7 +252,7 @@ def parse_jpeg_header(data: Bytes) -> tuple[int, int, int, list[int]]:
         if kind == 0xE1:
             tags.append(start)
             segment = data[start + 4 : start + step].tobytes()
-            # Long EXIF data are continued in further segments.
+            # Long EXIF data are divided among several segments, so join them.
             if segment.startswith(b"Exif"):
                 if "exif" in metadata.info:
                     metadata.info["exif"] = metadata.info["exif"] + segment[6:]
@@ -298,7 +307,10 @@ def from_pillow(
 
 
 def from_pillow_upright(image: Image.Image, channels: int, pixel_range: Range | None) -> Tensor:
-    """Convert like `from_pillow`, and turn the image upright by its EXIF data, or else XMP data."""
+    """Convert like `from_pillow`, and turn the image upright according to its metadata.
+
+    The orientation is read from the EXIF data, or else from the XMP data.
+    """
     if channels not in (1, 3):
         raise ValueError(
             f"a Pillow image has 1 or 3 channels, not data.channels={channels}: return a uint8 "
@@ -308,10 +320,12 @@ def from_pillow_upright(image: Image.Image, channels: int, pixel_range: Range | 
 
 
 def convert_channels(images: Tensor, channels: int) -> Tensor:
-    """Convert images (..., C, H, W) between 1 channel (luma) and 3 channels (equal ones).
+    """Convert images (..., C, H, W) to `channels` channels.
+
+    3 channels become their luma. One channel is repeated 3 times.
 
     Raises:
-        RecipeError: the images have another number of channels.
+        RecipeError: the conversion is not one between 1 and 3 channels.
     """
     actual = images.shape[-3]
     if actual == channels:

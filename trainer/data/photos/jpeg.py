@@ -26,8 +26,8 @@ class Codec(NamedTuple):
 
     Attributes:
         name: name of the library.
-        decode: function that decodes bytes to an image with a number of channels. Some decoders
-            turn the image as its first APP1 segment says.
+        decode: function (data, channels) that decodes the bytes of a JPEG. Some decoders turn the
+            image according to the EXIF orientation in its first APP1 segment.
         instead: reason why torchcodec is not used; empty if it is used.
     """
 
@@ -57,7 +57,7 @@ def encode_jpeg(image: Tensor, quality: int) -> Tensor:
 
 @lru_cache(maxsize=1)
 def get_codec() -> Codec:
-    """Return the decoder of this process."""
+    """Return torchcodec's decoder if it can be loaded, or else a fallback."""
     try:
         decode = import_module("torchcodec.decoders").decode_jpeg
     except (ModuleNotFoundError, AttributeError):

@@ -22,21 +22,22 @@ FACTORS = (8, 4, 2)
 # Maximum ratio of the longer side to the shorter one. `Picture.whole` refuses a more elongated
 # image, which would fill the memory when its shorter side is enlarged.
 LONGEST = 1000
-# Minimum number of pixels to decode along a side of a box. A box starts at a whole pixel of the
-# decoded image, so with fewer pixels, rounding would shift it noticeably.
+# Minimum number of pixels to decode along a side of a box. The position of a box is rounded to a
+# whole pixel of the decoded image. With fewer pixels, rounding would shift the box noticeably.
 FINE = 128
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An upright image that is decoded on demand.
+    """An image that is decoded on demand. The decoded image is upright.
 
     Attributes:
         height: height of the whole image in pixels.
         width: width of the whole image in pixels.
-        decode: function that returns the image as (C, h, w) uint8 for a factor of `FACTORS`, or 1.
-            With factor 1, it has its full size, or the size in which it is stored. With another
-            factor, it may be smaller, but each side has at least about 1 / factor of its length.
+        decode: function that decodes the image to (C, h, w) uint8. The argument is a factor of
+            `FACTORS`, or 1. With factor 1, the result has the full size of the image, or the
+            size in which a cache stores it. With another factor, the result may be smaller, but
+            each side has at least about 1 / factor of its full length.
     """
 
     height: int
@@ -44,9 +45,10 @@ class Picture:
     decode: Callable[[int], Tensor]
 
     def pixels(self, box: Box, least: ImageSize) -> Tensor:
-        """Decode a box, (C, h, w) uint8.
+        """Decode a box of the image to (C, h, w) uint8, at a reduced size if possible.
 
-        Each side has at least as many pixels as `least` and `FINE`, unless the box has fewer.
+        Each side of the result has at least `FINE` pixels and at least as many pixels as `least`,
+        unless the box itself has fewer.
 
         Raises:
             Exception: decoding can raise any exception.

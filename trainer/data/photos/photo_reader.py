@@ -1,6 +1,6 @@
 """Reading of photos in a loader worker: from a sample index to a uint8 image of the right size.
 
-`as_pictures` converts samples back to pictures for people.
+`as_pictures` converts the inputs of a model back to images that can be displayed.
 """
 
 import random
@@ -25,18 +25,18 @@ from trainer.data.sets import Datasets, ImageSet, LabelledSource, PhotoSource, P
 from trainer.recipe import AugmentRecipe, Recipe
 from trainer.recipe.image_sizes import ImageSize, sides
 
-# Maximum length in pixels of the longer side of a tiny image of the model. For evaluation, a photo
-# is resized to just cover a tiny image. For a larger image, the photo is resized to cover more, and
-# the center is cropped (`compute_shorter_side`).
+# The model's images are tiny if their longer side has at most this number of pixels. For evaluation
+# on tiny images, a photo is resized so that it just covers the image. For other sizes, the photo is
+# resized to a larger size, and its center is cropped (`compute_shorter_side`).
 TINY = 64
 # Whether torch resizes uint8 on this CPU without a conversion to float.
 VECTORISED = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 # Maximum number of samples to try, starting with the requested sample, until one can be read.
 NEIGHBOURS = 100
 
-# Number of the reader; epoch, or None for evaluation; sample indices. In training, an index may
-# exceed the number of samples, and then stands for the index modulo this number
-# (`sampling.draw_balanced_permutation`).
+# (reader, epoch, index) of a batch: number of the reader; number of the epoch, or None in
+# evaluation; and sample indices. In training, an index i may exceed the number of samples, and then
+# means sample i % (number of samples) (`sampling.draw_balanced_permutation`).
 Key = tuple[int, int | None, Array]
 # Name of a sample that could not be read, and the reason.
 Unreadable = tuple[str, str]
@@ -97,7 +97,8 @@ def covering_size(
 ) -> tuple[int, int]:
     """Return the smallest (height, width) that has the proportions of an image and covers `box`.
 
-    If the box is a square, its side is the shorter side, as in torchvision's Resize(side).
+    If the box is a square, its side becomes the shorter side of the result, as in torchvision's
+    Resize(side).
     """
     box_height, box_width = sides(box)
     if box_height * width >= box_width * height:
@@ -106,10 +107,10 @@ def covering_size(
 
 
 def compute_shorter_side(size: ImageSize) -> ImageSize:
-    """Return the size that a photo covers before `size` is cropped for evaluation: size / 0.875.
+    """Return the size that a resized photo must cover before `size` is cropped for evaluation.
 
-    If no side is longer than `TINY`, the result is `size` itself. For a square, the result is the
-    length of the shorter side.
+    The result is `size` / 0.875, or `size` itself if no side is longer than `TINY`. For an int, the
+    result is an int: the length of the photo's shorter side.
     """
     if max(sides(size)) <= TINY:
         return size
@@ -249,8 +250,8 @@ class Reader:
             images: (slots, rows, H, W, C) uint8.
             labels: (slots, rows, ...).
             recipe: the recipe.
-            plain: True if inputs are not images, in which case the buffers receive them as the data
-                set returns them.
+            plain: whether inputs are not images. If True, they are copied to the buffers as the
+                data set returns them.
         """
         self.source = source
         self.images = images

@@ -1,4 +1,4 @@
-"""Conversion to bytes of pixels that are not bytes, and the choice of their black and white.
+"""Conversion of 16-bit and floating-point pixels to bytes.
 
 The pixel values that become black and white are chosen once for a whole data set, by the recipe's
 data.pixel_range or by the type of the pixels. They never depend on the values of a single image,
@@ -15,7 +15,7 @@ from PIL import Image, UnidentifiedImageError
 from trainer.errors import SetupError
 from trainer.recipe import DataRecipe
 
-# Pixel values of black and of white.
+# (black, white): the pixel values that become the bytes 0 and 255.
 Range = tuple[float, float]
 Values = np.ndarray[Any, Any]
 
@@ -25,7 +25,8 @@ WHOLE = (0.0, 65535.0)
 REAL = (0.0, 1.0)
 # Tolerance as a fraction of white: filters may overshoot slightly above white or below black.
 BEYOND = 0.05
-# If the brightest value of a data set is below white / DARK, the value of white is probably wrong.
+# If the brightest value of a data set is below white / DARK, the value of white is probably wrong,
+# so `PixelValues.check` requires the user to set data.pixel_range.
 DARK = 4
 # Usual values of white: 1 for floating point, and the maxima of 8, 10, 12, 14 and 16 bits.
 WHITES = (1, 255, 1023, 4095, 16383, 65535)
@@ -60,7 +61,7 @@ def find_pixel_kind(image: Image.Image) -> PixelKind | None:
     Call this before the image is loaded. Afterwards, Pillow no longer knows the type in the file.
 
     Raises:
-        ValueError: the pixels are signed, have 12 or 32 bits, or have 16 bits of which 0 is white.
+        ValueError: the pixels are signed, have 12 or 32 bits, or have 16 bits and 0 means white.
         UnidentifiedImageError: the TIFF file stores each channel as a separate plane, and has more
             than 4 channels or more than 8 bits per channel, which Pillow misreads.
     """
@@ -112,15 +113,17 @@ def find_value_kind(values: Values) -> PixelKind | None:
 def as_bytes(
     values: Values, kind: PixelKind, pixel_range: Range | None
 ) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Scale values linearly, black to 0 and white to 255, and clip values outside this range.
+    """Convert pixel values to bytes.
 
-    NaN and infinity count as 0.
+    Values are scaled linearly, so that black becomes 0 and white becomes 255. Values outside this
+    range are clipped, and NaN and infinity count as 0. Without a `pixel_range`, 16-bit integers are
+    not scaled: their upper 8 bits are kept.
 
     Raises:
         ValueError: `pixel_range` is None, and values exceed the natural range of `kind` by more
             than the tolerance `BEYOND`.
     """
-    # Keep the upper 8 bits, as Pillow does for colors of 16 bits.
+    # Pillow converts color images of 16 bits in the same way.
     if pixel_range is None and kind.natural == WHOLE:
         return (values >> 8).astype(np.uint8)
     values = np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
@@ -232,10 +235,11 @@ class PixelValues:
         self._high = max(self._high, float(values.max(initial=0)))
 
     def check(self, channels: int) -> None:
-        """Refuse images with other channels, or with values that do not fit black and white.
+        """Check the number of channels and the pixel values of the images that were added.
 
         Raises:
-            SetupError: no image has `channels` channels, or data.pixel_range must be set.
+            SetupError: no image can be read with `channels` channels. Or data.pixel_range is not
+                set, and pixels exceed the natural range of their type or are very dark.
         """
         if self.channels and not {0, channels} & {*self.channels}:
             actual, names = max(self.channels.items(), key=lambda item: len(item[1]))

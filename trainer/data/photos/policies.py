@@ -56,9 +56,9 @@ def record_steps(policy: Any) -> Callable[[Tensor], list[Step]]:
 
 
 def apply(images: Tensor, plans: Sequence[Sequence[Step]]) -> Tensor:
-    """Apply a plan to each image in place.
+    """Apply to each image the steps of its plan, in place.
 
-    The n-th steps of all plans run together, and each operation runs once for all its images.
+    The n-th steps of all plans run together: each operation runs once, for all images that need it.
 
     Args:
         images: (n, H, W, C) uint8.
@@ -130,7 +130,8 @@ def _contrast(images: Tensor, magnitudes: Magnitudes) -> Tensor:
 def _sharpness(images: Tensor, magnitudes: Magnitudes) -> Tensor:
     if min(images.shape[-2:]) <= 2:
         return images
-    # Sums of integers are exact, while a convolution on a GPU may round to TF32.
+    # Blur by adding neighbors. Sums of whole numbers are exact, but a convolution on a GPU may
+    # round to TF32.
     whole = images.float()
     middle = whole[..., 1:-1, :]
     lines = whole[..., :-2, :] + middle + whole[..., 2:, :]

@@ -25,7 +25,8 @@ SMALLER = 1 | 4
 def is_stack(start: bytes, channels: int | None) -> bool:
     """Return whether this module reads a file without trying Pillow first.
 
-    This is the case for arrays, and for all files if `channels` is a number other than 1 and 3.
+    The result is True for .npy files, and for all files if `channels` is a number other than 1
+    and 3.
 
     Args:
         start: the first 6 bytes of the file.
@@ -89,7 +90,9 @@ def read_stack(data: Values, channels: int | None) -> tuple[Values, PixelKind | 
 
 
 def choose_page(image: Image.Image) -> None:
-    """Go to the only page of a TIFF file that Pillow opened, except smaller copies and masks.
+    """Select the page that contains the image in a TIFF file that Pillow opened.
+
+    Pages that are smaller copies or masks are ignored.
 
     Raises:
         UnidentifiedImageError: the file has several gray pages, which are channels: use
@@ -135,7 +138,7 @@ def _read_tiff(data: Values) -> tuple[Values, int]:
         axes = series[0].axes
         shape = series[0].shape
         if len(series) > 1:
-            # Each page that was written separately is a series of its own.
+            # Pages that were written separately are separate series. Stack them along a new axis.
             axes = f"Q{axes}"
             shape = (len(series), *shape)
         channel_axes = []

@@ -164,7 +164,7 @@ class LocalStages(Strategy):
     def forget_figures(self) -> None:
         """Delete all measurements, for example those of eager steps when CUDA graphs begin."""
         self.recorder = Recorder(self.world.local_devices)
-        # Bubble of each measured step.
+        # Bubble of each measured step: the fraction of the workers' time in which they are idle.
         self._bubbles: list[float] = []
         # Fraction of the workers' time, for each measured step, in which a host was still launching
         # an action's kernels.

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-# Approximate number of limits on the micro-batches in flight that `as_ready` tries.
+# `as_ready` tries about this number of different limits on the micro-batches in flight.
 LIMITS = 8
 # Forward and backward time of each stage in seconds.
 StageSeconds = Sequence[tuple[float, float]]

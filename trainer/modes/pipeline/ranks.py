@@ -1,9 +1,9 @@
-"""`pipeline` in several processes, by `torch.distributed.pipelining`.
+"""`pipeline` in several processes, with `torch.distributed.pipelining`.
 
 A world of P * R ranks has R replicas of a model, each in stages on P ranks. Rank r * P + p belongs
 to replica r and has one or more of that replica's stages. All schedules are torch's
-(docs.pytorch.org/docs/stable/distributed.pipelining.html), except `ScheduleMeasured`. Evaluation is
-a chain of forward passes of our own, because some of torch's schedules cannot evaluate.
+(docs.pytorch.org/docs/stable/distributed.pipelining.html), except `ScheduleMeasured`. Evaluation
+runs plain forward passes instead of a schedule, because some of torch's schedules cannot evaluate.
 """
 
 import os
@@ -102,7 +102,7 @@ class Wire(nn.Module):
 
 
 class ProcessPipeline(Staged):
-    """The stages that this rank computes, of the replica to which the rank belongs."""
+    """A pipeline over several ranks: this rank computes some stages of one replica of the model."""
 
     divided_along = "stages"
 
@@ -124,7 +124,8 @@ class ProcessPipeline(Staged):
         replica, pipe_rank = divmod(world.rank, ranks)
         has_first = rank_of_stage[0] == pipe_rank
         has_last = rank_of_stage[-1] == pipe_rank
-        # The rank of the last stage computes the loss, which needs the teacher's outputs.
+        # The rank of the last stage computes the loss. With a teacher, the rank also needs the
+        # inputs, from which the teacher computes its outputs.
         needs_inputs = has_first or (has_last and recipe.distill.teacher is not None)
         return DataShare(
             replica,
@@ -303,11 +304,11 @@ class ProcessPipeline(Staged):
         return is_equal
 
     def _compile(self) -> None:
-        """Compile this rank's stages by one pass in training and one in evaluation.
+        """Compile this rank's stages by running a pass in training and a pass in evaluation.
 
-        This way all ranks compile at the same time. In a step they would compile one after another
-        while their peers wait, and might exceed `timeout`, which is meant for a step. State that
-        the passes change is restored.
+        All ranks call this at the same time, and so compile in parallel. In a step they would
+        compile one after another, and the waiting ranks might exceed `timeout`, which is meant for
+        a step. State that the passes change is restored.
         """
         with restore_after(self.modules(), self.device):
             for training in (True, False):

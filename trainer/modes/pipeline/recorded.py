@@ -52,8 +52,8 @@ class RecordedActions:
         self._last_targets = batch.targets.to(lanes[-1].device, copy=True)
         minibatch = pipeline.begin(batch.inputs, self._last_targets, weight)
         self._unit = minibatch.gradients[len(lanes) - 1, 0]
-        # For each action: the function that replays it, and the source and target of the copy of
-        # its result, or None if it has no result to send.
+        # Each entry has an action, the function that replays its graph, and the (source, target) of
+        # the copy that sends its result, or None instead of the pair if it sends no result.
         self._actions: list[tuple[Action, Replay, tuple[Tensor, Tensor] | None]] = []
         for action in pipeline.order(len(minibatch.targets)):
             kind, stage, m = action
@@ -112,7 +112,7 @@ class CapturablePipeline(StreamPipeline):
         weight: float,
         sync: bool,
     ) -> tuple[Callable[[], None], Tensor]:
-        """Capture a pass: as one graph on one device, or as a graph per action on several."""
+        """Capture a pass: as one graph if all stages are on one device, else a graph per action."""
         devices = [lane.device for lane in self.lanes]
         if 1 < len(set(devices)) < len(devices):
             raise NotCapturable(

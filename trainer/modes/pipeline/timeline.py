@@ -42,7 +42,10 @@ class Recorder:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Return a context without recording: the time of an event in a CUDA graph is not known."""
+        """Return a context in which nothing is recorded.
+
+        Captures use it, because the time of an event in a CUDA graph is not known.
+        """
         self._is_on = False
         try:
             yield
@@ -65,9 +68,9 @@ class Recorder:
         worker: int,
         action: Action,
     ) -> Iterator[None]:
-        """Return a context that is recorded as `action`.
+        """Return a context that records the time of its operations as `action`.
 
-        Its operations must be issued to the current stream of the current device.
+        The operations must be issued to the current stream of the current device.
         """
         if not self._is_on:
             yield

@@ -64,7 +64,7 @@ SCHEDULES = {
 }
 for name in list_refused_schedules():
     SCHEDULES.pop(name, None)
-# Silence torch's log, which contains whole schedules in addition to the errors that torch raises.
+# Silence torch's logger: besides raising an error, torch would also log whole schedules.
 logging.getLogger(schedules.__name__).setLevel(logging.CRITICAL)
 LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 

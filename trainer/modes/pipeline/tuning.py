@@ -26,8 +26,9 @@ from trainer.recipe import MEASURED, Recipe
 # Numbers of micro-batches per worker that are tried. Fewer micro-batches would leave a large
 # bubble, and more would be too small to keep a device busy.
 CANDIDATES = (2, 3, 4, 6, 8, 12)
-# Number of plans with the shortest predicted steps that are run. The best plan of each schedule is
-# run in addition. This is also the maximum number of close plans that a round runs again.
+# This number of plans are run: those with the shortest predicted steps. The best plan of each
+# schedule is run in addition. This is also the maximum number of close plans that a round runs
+# again.
 FINALISTS = 3
 # A plan is run again if its step is at most this fraction longer than that of the fastest plan.
 CLOSE = 0.1

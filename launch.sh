@@ -50,14 +50,14 @@ installed() {
 
 find_python() {
     local name
-    for name in python3.13 python3.12 python3.11 python3; do
+    for name in python3.14 python3.13 python3.12 python3.11 python3; do
         if "$name" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
             printf '%s\n' "$name"
             return
         fi
     done
-    echo "launch.sh: Python 3.11 or newer with its venv module is needed and none of python3.13, python3.12," \
-        "python3.11, python3 is one: install it (Debian, Ubuntu: apt install python3-venv) or install uv" >&2
+    echo "launch.sh: Python 3.11 or newer with its venv module is needed and none of python3.14, python3.13," \
+        "python3.12, python3.11, python3 is one: install it (Debian, Ubuntu: apt install python3-venv) or install uv" >&2
     exit 3
 }
 

@@ -1,4 +1,4 @@
-"""Charts that TensorBoard shows first."""
+"""Tags of runs that version 0.1 has started, and which tags the end of an epoch logs."""
 
 import pytest
 
@@ -28,8 +28,8 @@ FIRST = [
 
 
 @pytest.mark.parametrize(("metric", "first"), [("top1", FIRST), ("loss", [*FIRST[:2], *FIRST[3:]])])
-def test_learning_and_speed_come_first_and_memory_last(metric, first):
-    actual = events.arrange_tags({tag: float(n) for n, tag in enumerate(LOGGED)}, metric)
+def test_runs_of_version_0_1_keep_their_tags(metric, first):
+    actual = events.rename_as_before({tag: float(n) for n, tag in enumerate(LOGGED)}, metric)
     # TensorBoard builds and sorts them like this.
     groups = list(dict.fromkeys(tag.split("/")[0] for tag in sorted(actual)))
     assert groups == ["overview", "speed", "train", "val", "z_memory", "z_pipeline"]
@@ -38,7 +38,9 @@ def test_learning_and_speed_come_first_and_memory_last(metric, first):
     ] == first
     assert actual["overview/1_train_loss"] == actual["train/loss"] == 0.0
     assert {tag for tag in LOGGED if tag.startswith(("train/", "val/", "speed/"))} <= set(actual)
-    assert events.arrange_tags({"train/lr": 0.1}, "top1") == {"train/lr": 0.1}, "nothing is made up"
+    assert events.rename_as_before({"train/lr": 0.1}, "top1") == {"train/lr": 0.1}, (
+        "nothing is made up"
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,3 +61,13 @@ def test_learning_and_speed_come_first_and_memory_last(metric, first):
 )
 def test_which_values_an_epochs_end_logs(tag, again):
     assert bool(events.AT_END.match(tag)) is again
+
+
+def test_a_run_of_version_0_1_is_recognized_by_its_first_step(tmp_path):
+    for name, tags in (("old", ["train/loss", "overview/1_train_loss"]), ("new", ["train/loss"])):
+        writer = events.Events(tmp_path / name)
+        writer.scalars(dict.fromkeys(tags, 1.0), 1)
+        writer.close()
+    assert events.has_old_tags(tmp_path / "old")
+    assert not events.has_old_tags(tmp_path / "new")
+    assert not events.has_old_tags(tmp_path / "empty")

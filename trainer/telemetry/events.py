@@ -1,8 +1,4 @@
-"""TensorBoard event files: the order of charts, writing, reading and trimming.
-
-TensorBoard sorts groups of tags by name. Its first page, Time Series, opens the first two groups,
-and its page Scalars the first three. Therefore the most important values are repeated in a group
-that sorts first, and rarely needed values move to groups that sort last.
+"""TensorBoard event files: writing, reading and trimming.
 
 torch's own writer hands values to a thread, which reopens the file by its name for every block. If
 the disk is full or the directory was removed, that thread prints a traceback later. Here, the call
@@ -42,11 +38,10 @@ VERSION = {"file_version": "brain.Event:2"}
 # Head of a record: the length of its data and the checksum of the length. The data and their
 # checksum follow.
 _HEAD = struct.Struct("<QI")
-# Prefixes of the tags that TensorBoard shows first and last.
-FIRST = "overview/"
-LAST = "z_"
-# Prefixes of the tags that get the prefix `LAST`, because they are rarely needed.
-_MOVED = ("memory/", "pipeline/")
+# Version 0.1 repeated important values under this prefix, and put `_OLD_LAST` before `_OLD_MOVED`.
+_OLD_FIRST = "overview/"
+_OLD_LAST = "z_"
+_OLD_MOVED = ("memory/", "pipeline/")
 # Tags that a run logs at the end of an epoch. A run that is resumed before the epoch's evaluation
 # logs them again.
 AT_END = re.compile(
@@ -55,10 +50,18 @@ AT_END = re.compile(
 PICTURES = ("batch as the model sees it", "confusion matrix")
 
 
-def arrange_tags(values: Mapping[str, float], metric: str) -> dict[str, float]:
-    """Return values by the tags under which TensorBoard shows them.
+def has_old_tags(folder: Path) -> bool:
+    """Return whether version 0.1 has logged the run in `folder`, under tags of its own."""
+    for path in sorted(folder.glob("events.out.tfevents.*")):
+        for event in read_events(path):
+            tags = [value.tag for value in event.summary.value]
+            if "train/loss" in tags:
+                return f"{_OLD_FIRST}1_train_loss" in tags
+    return False
 
-    Some tags move to the end, and the most important values are repeated at the front.
+
+def rename_as_before(values: Mapping[str, float], metric: str) -> dict[str, float]:
+    """Return values by the tags of version 0.1, so that the curves of its runs are continued.
 
     Args:
         values: Values by tag.
@@ -77,20 +80,20 @@ def arrange_tags(values: Mapping[str, float], metric: str) -> dict[str, float]:
     for n, tag in enumerate(important, 1):
         name = tag.removeprefix("speed/").replace("/", "_")
         # If the main metric is the loss, its tag occurs twice: keep the first number.
-        front.setdefault(tag, f"{FIRST}{n}_{name}")
+        front.setdefault(tag, f"{_OLD_FIRST}{n}_{name}")
     moved = {}
     repeated = {}
     for tag, value in values.items():
         if tag in front:
             repeated[front[tag]] = value
-        if tag.startswith(_MOVED):
-            tag = LAST + tag
+        if tag.startswith(_OLD_MOVED):
+            tag = _OLD_LAST + tag
         moved[tag] = value
     return moved | repeated
 
 
 def image_summary(name: str, encoded: bytes, size: tuple[int, int]) -> Any:
-    """Return the summary of a picture. Its tag contains the number of the picture in `PICTURES`.
+    """Return the summary of a picture.
 
     Args:
         name: Element of `PICTURES`.
@@ -101,8 +104,7 @@ def image_summary(name: str, encoded: bytes, size: tuple[int, int]) -> Any:
 
     width, height = size
     picture = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=encoded)
-    tag = f"view/{PICTURES.index(name) + 1} {name}"
-    return Summary(value=[Summary.Value(tag=tag, image=picture)])
+    return Summary(value=[Summary.Value(tag=f"view/{name}", image=picture)])
 
 
 class Events(AppendFile):

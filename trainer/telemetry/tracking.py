@@ -20,7 +20,7 @@ from trainer.saving.journal import Journal, NullJournal
 from trainer.saving.run_folder import NullFolder, RunFolder
 from trainer.saving.steps_file import StepsFile
 from trainer.telemetry.clocks import Ledger
-from trainer.telemetry.events import Events, arrange_tags, trim_events
+from trainer.telemetry.events import Events, has_old_tags, rename_as_before, trim_events
 from trainer.telemetry.loggers import Loggers
 from trainer.telemetry.readable import format_duration, format_titled, table_width
 
@@ -97,6 +97,8 @@ class Tracker(NullTracker):
         self._bar: Any = None
         self._steps: StepsFile | None = None
         self._events: Any = None
+        # Whether version 0.1 started this run. Its curves continue under its tags.
+        self._has_old_tags = False
         self._loggers: Loggers | None = None
         # Column widths by title; empty until the titles are printed.
         self._widths: dict[str, int] = {}
@@ -179,9 +181,10 @@ class Tracker(NullTracker):
             self.folder.write_recipe(self.recipe)
             self._steps = StepsFile(self.path, position.step, self.say)
             if self.recipe.logging.tensorboard:
+                self._has_old_tags = has_old_tags(self.path) and position.step > 0
+                self._metric = metric
                 trim_events(self.path, position, self.say)
                 self._events = Events(self.path)
-                self._metric = metric
                 self.shows = True
                 self._events.begin(position.step + 1)
         self._loggers = Loggers(self.recipe, self.path, self.say)
@@ -202,7 +205,10 @@ class Tracker(NullTracker):
         """Log values by their TensorBoard tags at an optimizer step."""
         if self._events:
             with report_write_errors(self.path):
-                self._events.scalars(arrange_tags(values, self._metric), step)
+                tagged = values
+                if self._has_old_tags:
+                    tagged = rename_as_before(values, self._metric)
+                self._events.scalars(tagged, step)
         if self._loggers:
             self._loggers.scalars(values, step)
 

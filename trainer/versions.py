@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import NamedTuple
 
 # Must equal the version in pyproject.toml.
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 
 
 class Since(NamedTuple):

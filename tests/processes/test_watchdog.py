@@ -161,6 +161,8 @@ def test_running_python_code_does_not_wait_for_a_call_blocked_by_a_lost_peer(bod
 
 
 FORKED = (
+    # Python 3.12 and later warn about a fork beside other threads.
+    "import warnings; warnings.simplefilter('ignore')\n    "
     "if os.fork() == 0:\n        os.closerange(1, 3)\n        "
     "time.sleep(20)\n        os._exit(0)\n    os._exit(3)"
 )

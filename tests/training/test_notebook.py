@@ -118,7 +118,7 @@ def test_a_kernel_trains_in_itself_and_in_processes_with_its_classes(cells):
     outputs, folder = cells
     assert value(outputs["here"]) == "('completed', 2)"
     assert value(outputs["others"]) == "(2, 2.0, False)"
-    assert "trainer 0.1.0" in printed(outputs["here"])
+    assert "trainer 0.2.0" in printed(outputs["here"])
     for run, mode in (("here", "single"), ("others", "ddp")):
         assert "2/2" in printed(outputs[run]), "what the ranks print is the cell's output"
         assert result(Path(folder, run))["mode"] == mode

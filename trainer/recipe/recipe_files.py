@@ -57,7 +57,8 @@ def find_recipe(name: str, folder: Path = Path(), said: str = "recipe=") -> Path
     if said != "recipe=":
         where = f" in {folder.absolute()}"
     raise RecipeError(
-        f"{said}{name}: no such recipe or file{where}; {hint}shipped: python -m trainer recipes"
+        f"{said}{name[:200]}: no such recipe or file{where}; {hint}shipped: "
+        "python -m trainer recipes"
     )
 
 

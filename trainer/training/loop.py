@@ -280,6 +280,7 @@ def end_epoch(run: Run, epoch: int, epoch_start: float) -> None:
     evaluation_start = time.perf_counter()
     with run.ledger.span("evaluation"), undo_on_out_of_memory(run):
         history.validation = measure(run, mistakes, next_epoch)
+        history.evaluated_step = step
     metrics = strip_prefix(history.validation)
     history.latest = [*history.latest, metrics][-STANDSTILL_EPOCHS:]
     speed = history.validation["val_samples"] / (time.perf_counter() - evaluation_start)

@@ -260,8 +260,17 @@ def _collect_metadata(resolved: Resolved, state: TrainState) -> dict[str, str]:
     metadata = {"format": "pt"}
     if model := format_bare_call(recipe.model, outputs, data.image_size, data.channels):
         metadata["model"] = model
+    history = state.history
+    step, epoch, step_in_epoch = state.position
+    # Within an epoch, `epoch` counts the completed ones.
+    if step_in_epoch:
+        epoch += 1
+    metadata |= {"step": str(step), "epoch": str(epoch)}
+    if history.evaluated_step == step:
+        metric = resolved.task.metric
+        metadata["metric"] = json.dumps(metric)
+        metadata["value"] = json.dumps(history.validation[f"val_{metric}"])
     metadata |= {
-        "step": str(state.position.step),
         "ema": str(state.average is not None).lower(),
         "num_classes": str(outputs),
         "channels": str(data.channels),

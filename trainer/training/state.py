@@ -122,6 +122,8 @@ class TrainState:
         if recipe.ema is not None:
             self.average = MovingAverage(self.weights(), recipe.ema)
         self.position = Position(0, 0, 0)
+        # Whether this start of the run has ended because `max_time` is over.
+        self.out_of_time = False
         self.history = History()
         # Losses of the steps since the last logged step, 0-dim. They stay on the device, because
         # reading them in every step would wait for it.

@@ -49,6 +49,8 @@ TRAINING = {
     "resume",
     "epochs",
     "max_steps",
+    "max_time",
+    "evaluate",
     "accumulate",
     "optimizer",
     "schedule",

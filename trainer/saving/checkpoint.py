@@ -272,7 +272,12 @@ def seal(draft: Path, state: State, files: Mapping[str, File], check: Callable[[
 Rank = Callable[[Manifest], float | None]
 
 
-def prune(fresh: Path, keep: int, top_k: int = 0, rank: Rank = lambda manifest: None) -> None:
+def prune(
+    fresh: Path,
+    keep: int,
+    top_k: int = 0,
+    rank: Rank = lambda manifest: None,
+) -> None:
     """Remove checkpoints that are older than the newest `keep` good ones and not among the best.
 
     A checkpoint is renamed before its files are removed, so a kill does not leave an incomplete

@@ -105,7 +105,9 @@ def _find_weights(run: Path, choice: str) -> Path:
 
 def is_choice(word: str) -> bool:
     """Return whether an argument names weights of a run, and not a run of that name."""
-    return word in CHOICES and not is_run(word) and not is_run(os.path.join(HOME, word))
+    if word not in CHOICES:
+        return False
+    return not is_run(word) and not is_run(os.path.join(HOME, word))
 
 
 def split_choice(words: Sequence[str]) -> tuple[str, list[str]]:
@@ -121,7 +123,7 @@ def split_choice(words: Sequence[str]) -> tuple[str, list[str]]:
     if choice is None:
         return "", rest
     if choice not in CHOICES:
-        raise CheckpointError(f"checkpoint={choice[:80]} after a run is one of {CHOICES}")
+        raise CheckpointError(f"checkpoint={choice[:80]}: after a run, type best or last")
     return f" {choice}", rest
 
 

@@ -129,7 +129,7 @@ def test_recipes_into_a_reader_that_leaves() -> None:
             ["recipe=digits", "plugin=trainer_test_absent", "mode=single"],
             "plugin=trainer_test_absent",
         ),
-        (["evaluate"], "checkpoint="),
+        (["evaluate"], "RUN"),
         (["recipes", "schema", "digits"], "recipes schema digits"),
         (["recipes", "key"], "recipe=key"),
         (["recipes", "diff", "digits", "mnist"], "recipe=diff"),

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trainer.recipe import load as load_recipe
     from trainer.tasks import Classification, Task, register_task
     from trainer.training.api import train
-    from trainer.training.callbacks import EpochReport
+    from trainer.training.callbacks import EpochReport, EvaluationReport, StepReport
     from trainer.training.results import Result
 
     __version__: str
@@ -37,11 +37,13 @@ __all__ = [
     "Classification",
     "DevicePool",
     "EpochReport",
+    "EvaluationReport",
     "ItemError",
     "LoadedModel",
     "Prediction",
     "Recipe",
     "Result",
+    "StepReport",
     "Task",
     "compare",
     "current_device",
@@ -64,6 +66,8 @@ _HOME = {
     "train": "trainer.training.api",
     "Result": "trainer.training.results",
     "EpochReport": "trainer.training.callbacks",
+    "EvaluationReport": "trainer.training.callbacks",
+    "StepReport": "trainer.training.callbacks",
     "plan": "trainer.commands.plan",
     "compare": "trainer.commands.compare",
     "evaluate": "trainer.commands.evaluate",

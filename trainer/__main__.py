@@ -191,7 +191,7 @@ def evaluate(words: Sequence[str]) -> int:
     options, rest = split_arguments(words, LAUNCH_OPTIONS)
     if "checkpoint" not in options:
         raise RecipeError(
-            "evaluate needs checkpoint=, a run folder or one of its checkpoints: checkpoint=runs/x"
+            "evaluate needs a run, one of its checkpoints or a file of weights: evaluate runs/x"
         )
     if wrong := options.keys() & {"recipe", "nproc", "max_restarts"}:
         raise RecipeError(

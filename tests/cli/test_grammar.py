@@ -86,7 +86,11 @@ def test_invalid_arguments_are_answered(typed: str) -> None:
 
 def test_words_of_other_commands() -> None:
     assert read(["--version"]) == ("version", [])
-    assert read(["export", "runs/x", "--format", "onnx"]) == ("export", ["runs/x", "format=onnx"])
+    assert read(["export", "runs/x", "--format", "onnx"]) == (
+        "export",
+        ["checkpoint=runs/x", "format=onnx"],
+    )
+    assert read(["evaluate", "runs/lr=0.1"]) == ("evaluate", ["checkpoint=runs/lr=0.1"])
     assert read(["submit", "slurm", "--nodes", "2"]) == ("submit", ["slurm", "nodes=2"])
     assert read(["tensorboard", "a", "--port", "1"]) == ("tensorboard", ["a", "--port", "1"])
     assert (
@@ -315,6 +319,9 @@ def test_predict_takes_photos_folders_and_a_run_in_any_order() -> None:
         "photos runs/first": "photos checkpoint=runs/first",
         "runs/first photos photo.jpg": "checkpoint=runs/first photos photo.jpg",
         "photo.jpg first": "photo.jpg checkpoint=first",
+        "first last photo.jpg": "'checkpoint=first last' photo.jpg",
+        "photo.jpg runs/first checkpoint=best": "photo.jpg 'checkpoint=runs/first best'",
+        "checkpoint=last photo.jpg": "checkpoint=last photo.jpg",
         "data photos": "data photos",
         "'x #1.png' 'a b.jpg' lr=3.jpg": "'x #1.png' 'a b.jpg' ./lr=3.jpg",
         "w.pth photo.jpg threads=1": "checkpoint=w.pth photo.jpg threads=1",

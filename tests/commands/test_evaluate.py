@@ -2,11 +2,15 @@
 metadata.
 """
 
+import json
 import re
 import shutil
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+import trainer
 from tests.command_line import QUIET, ok, result, torchrun
 from tests.data.archives.making import tarred
 from tests.data.photo_folders import coloured
@@ -15,6 +19,7 @@ from trainer.data import open_datasets
 from trainer.data.folders.layout import Before
 from trainer.errors import CheckpointError, RecipeError, SetupError
 from trainer.recipe import load
+from trainer.saving.weights import read_metadata
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +35,65 @@ def trained(tmp_path_factory):
     ]
     ok("mode=single", *words, "batch_size=48", "epochs=1", *QUIET, f"output={folder}")
     return folder
+
+
+@pytest.fixture(scope="module")
+def worsened(tmp_path_factory):
+    """A run whose first epoch was its best."""
+    folder = tmp_path_factory.mktemp("best") / "run"
+    rate = ["optimizer.lr=1", "epochs=2", "schedule.warmup_epochs=2", "schedule.name=constant"]
+    ok("recipe=digits", "mode=single", *rate, *QUIET, f"output={folder}")
+    run_result = result(folder)
+    assert run_result["best_epoch"] == 1
+    assert run_result["best_top1"] > run_result["val_top1"]
+    return folder
+
+
+def test_every_entry_point_uses_the_best_weights_or_those_that_are_named(worsened, tmp_path):
+    run_result = result(worsened)
+    expected = {"": run_result["best_top1"], "best": run_result["best_top1"]}
+    expected["last"] = run_result["val_top1"]
+    tensors = {name: load_file(worsened / f"{name}.safetensors") for name in ("best", "last")}
+    for choice, top1 in expected.items():
+        words = [choice] if choice else []
+        assert evaluate_run(worsened, *words)["val_top1"] == pytest.approx(top1)
+        loaded = trainer.load(worsened, *words)
+        state = loaded.model.state_dict()
+        for name, tensor in tensors[choice or "best"].items():
+            assert torch.equal(state[name], tensor), name
+        assert f"top-1 {top1:.2%}" in " ".join(ok("evaluate", str(worsened), *words).stdout.split())
+        labels = tmp_path / f"labels{choice}"
+        ok("predict", str(worsened), *words, f"output={labels}")
+        assert json.loads((labels / "predict.json").read_text())["top1"] == pytest.approx(top1)
+        exported = tmp_path / f"weights{choice}.pt2"
+        ok("export", str(worsened), *words, "format=exported_program", f"output={exported}")
+        stored = torch.export.load(exported).state_dict
+        for name, tensor in tensors[choice or "best"].items():
+            assert torch.equal(stored[name], tensor), name
+
+
+def test_the_line_about_the_best_weights_has_only_what_their_file_contains(worsened, tmp_path):
+    metadata = read_metadata(worsened / "best.safetensors")
+    run_result = result(worsened)
+    assert json.loads(metadata["epoch"]) == run_result["best_epoch"]
+    assert json.loads(metadata["value"]) == run_result["best_top1"]
+    line = ok("evaluate", f"{worsened}").stdout.splitlines()[0]
+    assert "checkpoint=last" in line
+    assert f"epoch 1 (step {metadata['step']}), best top-1 {run_result['best_top1']:.2%}" in line
+    # The first line is absent if the weights were named, and if the run has no best weights.
+    assert len(ok("evaluate", f"checkpoint={worsened}", "checkpoint=last").stdout.splitlines()) == 1
+    shutil.copytree(worsened, tmp_path / "old")
+    tensors = load_file(worsened / "best.safetensors")
+    old = {key: metadata[key] for key in metadata if key not in ("epoch", "metric", "value")}
+    save_file(tensors, tmp_path / "old" / "best.safetensors", old)
+    line = ok("evaluate", f"{tmp_path / 'old'}").stdout.splitlines()[0]
+    assert f"step {metadata['step']}, best weights" in line
+    assert "epoch" not in line
+    (tmp_path / "old" / "best.safetensors").unlink()
+    [line] = ok("evaluate", f"{tmp_path / 'old'}").stdout.splitlines()
+    assert f"top-1 {run_result['val_top1']:.2%}" in line
+    with pytest.raises(CheckpointError):
+        evaluate_run(tmp_path / "old", "best")
 
 
 @pytest.mark.parametrize("given", [None, 5, {"output": "runs/x"}])

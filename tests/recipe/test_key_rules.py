@@ -166,6 +166,8 @@ ALWAYS = {  # keys and sections that act whatever the others are, or are refused
     "shares",
     "epochs",
     "max_steps",
+    "max_time",
+    "evaluate",
     "precision",
     "channels_last",
     "compile",

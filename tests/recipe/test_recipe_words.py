@@ -22,7 +22,7 @@ WORDS = [*COMMANDS, *shipped_recipes(), *flatten(Recipe().to_dict())]
         ("layer_decay", "optimizer.layer_decay"),
         ("optimizer.lrr", "optimizer.lr"),
         ("rect", None),
-        ("topk", None),
+        ("knn", None),
     ],
 )
 def test_a_slip_is_found_and_a_stranger_is_not(word, found):

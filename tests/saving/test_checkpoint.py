@@ -29,7 +29,7 @@ from tests.saving.states import (
 )
 from trainer.errors import CheckpointError, DiskFullError, FolderInUseError, SetupError
 from trainer.saving import checkpoint
-from trainer.saving.checkpoint import Position, State, load
+from trainer.saving.checkpoint import Position, State, load, load_newest, prune
 from trainer.saving.weights import save_weights
 
 # Saving and loading
@@ -115,6 +115,33 @@ def test_discovery_takes_full_names_only(tmp_path: Path) -> None:
         assert commit(tmp_path, make(step), keep=2).is_dir()
     loaded = newest_state(tmp_path, refuse)
     assert loaded is not None and loaded.position.step == 100_000_000
+
+
+@pytest.mark.parametrize(
+    ("top_k", "left"), [(0, [5, 6]), (1, [2, 5, 6]), (2, [2, 4, 5, 6]), (9, [1, 2, 3, 4, 5, 6])]
+)
+def test_pruning_keeps_the_best_besides_the_newest(
+    tmp_path: Path, top_k: int, left: list[int]
+) -> None:
+    # Steps 2 and 4 are equally good.
+    values = {1: 0.1, 2: 0.9, 3: 0.2, 4: 0.9, 5: 0.3, 6: 0.0}
+    for step in values:
+        path = commit(tmp_path, make(step), keep=9)
+    prune(path, 2, top_k, lambda manifest: values.get(manifest.step))
+    assert names(tmp_path) == [f"step-{step:08d}" for step in left]
+
+
+def test_pruning_counts_only_intact_checkpoints_among_the_best(tmp_path: Path) -> None:
+    for step in range(1, 7):
+        path = commit(tmp_path, make(step), keep=9)
+    (tmp_path / "checkpoints" / "step-00000002" / "model.safetensors").write_bytes(b"damaged")
+    (tmp_path / "checkpoints" / "step-00000006" / "model.safetensors").write_bytes(b"damaged")
+    # The newest is worst and damaged, so that two older ones and the best intact one are kept.
+    prune(path, 2, 1, lambda manifest: -abs(manifest.step - 2.4))
+    assert names(tmp_path) == [f"step-{step:08d}" for step in (3, 5, 6)]
+    newest = load_newest(tmp_path, lambda line: None)
+    assert newest
+    assert newest.path.name == "step-00000005"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.command_line import losses, result, written
+from tests.command_line import steps as read_steps
 from trainer import EpochReport, train
 from trainer.errors import RecipeError
 from trainer.recipe import TRAITS
@@ -86,7 +87,7 @@ def test_invalid_requests_are_one_sentence():
     for value in ("high", [1.0, 2.0], torch.zeros(2)):
         with pytest.raises(RecipeError, match=r"log.*\bvalue\b"):
             report.log("mine", value)
-    assert Callbacks(kept.append).report(alone, report).go_on
+    assert Callbacks(kept.append).report(alone, "on_epoch", report).go_on
     with pytest.raises(RecipeError, match="later"):
         kept[0].log("mine", 1.0)
     assert report == report_of()
@@ -97,10 +98,12 @@ def test_all_ranks_get_the_answer_of_rank_0():
     sent = []
     message.log("mine", 2)
     main = SimpleNamespace(is_main=True, wait_for=lambda value: sent.append(value) or sent)
-    here = Callbacks(lambda report: None).report(main, message)
+    here = Callbacks(lambda report: None).report(main, "on_epoch", message)
     rank = SimpleNamespace(is_main=False, wait_for=lambda value: [*sent, value])
     assert (
-        Callbacks(lambda report: pytest.fail("only rank 0 calls it")).report(rank, report_of())
+        Callbacks(lambda report: pytest.fail("only rank 0 calls it")).report(
+            rank, "on_epoch", report_of()
+        )
         == here
     )
     assert (here.go_on, here.logged) == (True, {"mine": 2.0})
@@ -118,3 +121,49 @@ def test_a_callback_may_last_longer_than_the_timeout(tmp_path, mode):
     }
     train(**words, on_epoch=lambda report: time.sleep(2.5))
     assert result(tmp_path / "run")["status"] == "completed"
+
+
+def test_callbacks_of_steps_and_evaluations_see_every_one_and_can_end_the_run(tmp_path):
+    steps = []
+    evaluations = []
+
+    def on_step(report):
+        steps.append((report.epoch, report.step, report.loss, report.lr))
+        report.log("seen", report.step)
+        return report.step < 5
+
+    def on_evaluation(report):
+        evaluations.append((report.epoch, report.step, report.metrics["loss"], report.best))
+
+    run_result = train(
+        **WORDS,
+        mode="single",
+        output=tmp_path / "run",
+        evaluate__every_steps=2,
+        on_step=on_step,
+        on_evaluation=on_evaluation,
+    )
+    rows = [row for row in read_steps(tmp_path / "run")]
+    assert [(int(row["epoch"]), int(row["step"])) for row in rows] == [
+        (epoch, step) for epoch, step, _, _ in steps
+    ]
+    assert [float(row["train_loss"]) for row in rows] == pytest.approx([row[2] for row in steps])
+    assert [float(row["lr"]) for row in rows] == pytest.approx([row[3] for row in steps])
+    assert [row[:2] for row in evaluations] == [(1, 2), (1, 3), (2, 4), (2, 5)]
+    assert evaluations[-1][2] == run_result["val_loss"]
+    assert evaluations[0][3] is True
+    assert (run_result["steps"], run_result["ended_by"]) == (5, "callback")
+    assert run_result["logged"] == {"seen": 5}
+
+
+@pytest.mark.slow
+def test_a_callback_of_steps_ends_all_ranks_at_the_same_step(tmp_path):
+    run_result = train(
+        **WORDS, **MODES["ddp"], output=tmp_path / "run", on_step=lambda report: report.step < 4
+    )
+    assert (run_result["steps"], run_result["ended_by"]) == (4, "callback")
+
+
+def test_a_callback_that_is_no_function_is_refused_by_name():
+    with pytest.raises(RecipeError, match=r"^on_step= "):
+        train(**WORDS, on_step=3)

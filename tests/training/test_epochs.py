@@ -75,6 +75,7 @@ def told(tmp_path, warnings=None, std=1329.0, **changes):
     parts = {
         "throughput": {"samples_per_sec": 4698.4, "std": std},
         "short": False,
+        "ended_by": "epochs",
         "seconds": 5.0,
         "verdict": None,
     }

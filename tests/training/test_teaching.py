@@ -136,7 +136,7 @@ def test_a_plain_loop_has_the_same_losses_and_weights(teacher, tmp_path, monkeyp
     monkeypatch.setitem(builders, "recording", lambda *_: Recording(10, 64))
     changed = latest(*SMALL[1:], *words, "model.name=recording", f"output={tmp_path / 'run'}")
     trainer.train(load("digits", *changed))
-    expert = trainer.load(teacher).model
+    expert = trainer.load(teacher, "last").model
     student = Recording(10, 64)
     collected = []
     mean, std = normalised(teacher)
@@ -351,7 +351,9 @@ def test_the_teacher_is_left_as_it_is(teacher):
     mean, std = normalised(teacher)
     # The teacher computes in fp32, because the student's bf16 would be 1e-3 apart.
     with torch.no_grad():
-        expected = trainer.load(teacher).model((inputs * data.std[0] + data.mean[0] - mean) / std)
+        expected = trainer.load(teacher, "last").model(
+            (inputs * data.std[0] + data.mean[0] - mean) / std
+        )
     torch.testing.assert_close(taught[:, 1:], expected, rtol=1e-5, atol=1e-5)
     assert idle.teach(batch) is batch and idle.facts == own.facts
 

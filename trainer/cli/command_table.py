@@ -49,10 +49,13 @@ COMMANDS = {
         wants=("photo.jpg",),
         alone=True,
     ),
-    "evaluate": Command(
-        words=("checkpoint", "plugin", "split"), wants=("checkpoint=RUN",), alone=True
+    "evaluate": Command(words=("checkpoint", "plugin", "split"), wants=("RUN",), alone=True),
+    "export": Command(
+        "trainer.commands.export",
+        ("checkpoint", "format", "output", "plugin"),
+        wants=("RUN", "format=onnx"),
+        alone=True,
     ),
-    "export": Command("trainer.commands.export", wants=("RUN", "format=onnx"), alone=True),
     "runs": Command("trainer.commands.runs"),
     "tensorboard": Command("trainer.commands.tensorboard", alone=True),
     "cache": Command("trainer.commands.cache", alone=True),

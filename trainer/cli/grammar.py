@@ -18,7 +18,7 @@ from trainer.recipe.explaining import suggest_key
 from trainer.recipe.key_reference import keys
 from trainer.recipe.reflection import defaults
 from trainer.recipe.text import find_nearest
-from trainer.saving.run_names import HOME, is_run
+from trainer.saving.run_names import HOME, is_choice, is_run
 
 # Options without a value, which `normalize_options` does not rewrite.
 FLAGS = ("--json",)
@@ -65,7 +65,7 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
 
     Raises:
         RecipeError: the command or an option is unknown, a required argument or a value is missing,
-            or a path for `predict` is ambiguous or does not exist.
+            or an argument that is a run or a path is ambiguous or does not exist.
     """
     # Remove the CR that a shell passes at the end of each command of a script with Windows line
     # endings.
@@ -101,8 +101,8 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
     if command == "tensorboard":
         return command, rest
     arguments = normalize_options(rest)
-    if command == "predict":
-        arguments = classify_paths(arguments)
+    if command in ("predict", "evaluate", "export"):
+        arguments = join_run(command, arguments)
     # Drop an override that is repeated with the same value, because it is no conflict. Keep a
     # repeated photo.
     distinct = []
@@ -152,35 +152,56 @@ def normalize_options(words: Sequence[str]) -> list[str]:
     return arguments
 
 
-def classify_paths(words: Sequence[str]) -> list[str]:
-    """Classify the arguments of `predict`: a run becomes `checkpoint=RUN`.
+def join_run(command: str, words: Sequence[str]) -> list[str]:
+    """Join the arguments that name a run and its weights into `checkpoint=RUN` or `... RUN last`.
 
-    A path that contains "=" is rewritten so that it cannot be read as a key.
+    A path for `predict` that contains "=" is rewritten so that it cannot be read as a key.
 
     Raises:
         RecipeError: an argument is ambiguous or does not exist, or two arguments are runs.
     """
-    arguments = [_classify_path(word) for word in words]
-    checkpoints = [argument for argument in arguments if argument.startswith("checkpoint=")]
-    runs = [argument.partition("=")[2] for argument in dict.fromkeys(checkpoints)]
-    if len(runs) > 1:
-        raise RecipeError(
-            f"{runs[0]} and {runs[1]} are both runs: type one of them, as in predict {runs[0]} "
-            "photo.jpg"
-        )
+    arguments = []
+    runs: dict[str, None] = {}
+    weights: dict[str, None] = {}
+    position = 0
+    for word in words:
+        argument = _classify_path(word, command)
+        key, _, value = argument.partition("=")
+        if key != "checkpoint":
+            arguments.append(argument)
+        elif is_choice(value):
+            weights[value] = None
+        else:
+            runs[value] = None
+            position = len(arguments)
+    for names, kind in ((runs, "runs"), (weights, "weights of a run")):
+        if len(names) > 1:
+            first, second = [*names][:2]
+            raise RecipeError(f"{first} and {second} are both {kind}: type one of them")
+    if runs or weights:
+        arguments.insert(position, f"checkpoint={' '.join([*runs, *weights])}")
     return arguments
 
 
-def _classify_path(word: str) -> str:
+def _classify_path(word: str, command: str) -> str:
     key, equals, _ = word.partition("=")
     path = os.path.expanduser(word)
     exists = os.path.lexists(path)
-    is_key = key in defaults() or key in COMMANDS["predict"].words
+    is_key = key in defaults() or key in COMMANDS[command].words
     if word.startswith("-"):
         return word
     # A misspelled key is returned too, for the parser of the recipe to report.
     if equals and (is_key or (not exists and os.sep not in key)):
         return word
+    if command != "predict":
+        return f"checkpoint={word}"
+    if is_choice(word):
+        if exists:
+            raise RecipeError(
+                f"'{word}' is here: type ./{word} to label it, or checkpoint={word} for the {word} "
+                "weights of the run"
+            )
+        return f"checkpoint={word}"
     # The user may name a run by its path or by its name below the folder `runs`.
     below = os.path.join(HOME, word)
     run_here = is_run(path)

@@ -14,7 +14,7 @@ from trainer.processes.terminal import say
 from trainer.processes.torch_context import plain_context
 from trainer.recipe.checks import check_processes
 from trainer.recipe.recipe_files import format_argument, split_arguments
-from trainer.saving.run_names import find_run
+from trainer.saving.run_names import find_run, split_choice
 from trainer.saving.tensor_files import wrap_tensors
 from trainer.training.evaluation import build_forward, evaluate, strip_prefix
 from trainer.training.initial_model import build_for_dataset
@@ -30,9 +30,10 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
     """Evaluate a trained run again, in this process or as one of torchrun's ranks.
 
     Args:
-        checkpoint: Run folder (for its last weights), name of a run below runs, checkpoint of a
-            run, or .safetensors file.
+        checkpoint: Run folder (for its best weights, or else its last), name of a run below runs,
+            checkpoint of a run, or .safetensors file. "runs/x last" names the last weights.
         words: `key=value` overrides of the run's recipe, such as the data, batch size and devices.
+            `checkpoint=last` reads the last weights.
             `split=test` evaluates the test split, which a run with a validation split never reads.
 
     Returns:
@@ -48,7 +49,8 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
             "evaluate() accepts the path of a run, as in evaluate('runs/x'), not "
             f"{type(checkpoint).__name__}"
         )
-    options, overrides = split_arguments(words, ("split",))
+    choice, rest = split_choice(words)
+    options, overrides = split_arguments(rest, ("split",))
     split = options.get("split", "val")
     if split not in ("val", "test"):
         raise RecipeError(
@@ -59,7 +61,7 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
             "output= is not for evaluate, which writes no file; it accepts data. keys, split=, "
             "batch_size=, devices=, threads= and precision="
         )
-    trained = Trained.read(find_run(str(checkpoint)), overrides)
+    trained = Trained.read(find_run(f"{checkpoint}{choice}"), overrides)
     path = str(trained.path)
     recipe = trained.recipe
     start_process(recipe)
@@ -106,6 +108,8 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
     skipped = int(world.sum_(torch.tensor(loader.skipped, dtype=torch.float64)))
     loader.close()
     if world.is_main:
+        if line := trained.describe_choice():
+            say(line)
         kind = "test" if split == "test" else "held-out"
         images = f"{metrics['val_samples']:,} {kind} images of {data.name}"
         if skipped:

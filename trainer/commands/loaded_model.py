@@ -24,7 +24,7 @@ from trainer.data.photos.pixel_range import recipe_pixel_range
 from trainer.errors import PredictionError, RecipeError
 from trainer.pool import DevicePool, ItemError
 from trainer.processes.torch_context import plain_context
-from trainer.saving.run_names import find_run, newest_run
+from trainer.saving.run_names import find_run, newest_run, split_choice
 
 # Batch size if this process labels the images itself.
 AT_ONCE = 64
@@ -239,9 +239,10 @@ def load(run: str | Path | None = None, *words: str) -> LoadedModel:
     """Load a trained run to label images.
 
     Args:
-        run: Run folder (for its last weights), name of a run below runs, checkpoint of a run, or
-            .safetensors file; None is the newest run below runs.
-        words: `key=value` overrides of the run's recipe, as in "precision=bf16".
+        run: Run folder (for its best weights, or else its last), name of a run below runs,
+            checkpoint of a run, or .safetensors file; None is the newest run below runs.
+        words: `key=value` overrides of the run's recipe, as in "precision=bf16". "checkpoint=last"
+            reads the last weights.
 
     Raises:
         CheckpointError: There is no such run, or it has no weights.
@@ -251,5 +252,6 @@ def load(run: str | Path | None = None, *words: str) -> LoadedModel:
         raise RecipeError(
             f"load() accepts the path of a run, as in load('runs/x'), not {type(run).__name__}"
         )
-    path = newest_run() if run is None else find_run(str(run))
-    return LoadedModel(path, words)
+    choice, rest = split_choice(words)
+    name = newest_run() if run is None else run
+    return LoadedModel(find_run(f"{name}{choice}"), rest)

@@ -4,6 +4,7 @@ Stich, "Local SGD Converges Fast and Communicates Little" (arXiv:1805.09767).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -130,6 +131,21 @@ class LocalSGD(Strategy):
         if outer and not all(map(torch.equal, outer.weights, outer.outer_weights)):
             outer.step()
         self.has_equal_weights = True
+
+    @contextmanager
+    def average_for_evaluation(self, averages: Mapping[str, Tensor]) -> Iterator[None]:
+        if self.has_equal_weights and not averages:
+            yield
+            return
+        tensors = [*self._weights(), *averages.values()]
+        own_values = [tensor.detach().clone() for tensor in tensors]
+        self._average(tensors, tensors, exact=True)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip(tensors, own_values, strict=True):
+                    tensor.copy_(value)
 
     def outer_state(self) -> dict[str, Tensor]:
         if self.outer is None:

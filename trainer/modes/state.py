@@ -119,6 +119,17 @@ class ModelState:
             averages: moving averages by plain name.
         """
 
+    @contextmanager
+    def average_for_evaluation(self, averages: Mapping[str, Tensor]) -> Iterator[None]:
+        """Return a context in which all ranks have the weights that a checkpoint would contain.
+
+        Only workers that train independently override this method.
+
+        Args:
+            averages: moving averages by plain name; empty without `ema`.
+        """
+        yield
+
     def broadcast_buffers(
         self,
         averages: Mapping[str, Tensor],

@@ -10,6 +10,8 @@ from trainer.recipe.text import format_value
 # Maximum side of an image, in pixels.
 LARGEST_SIDE = 2**14
 MOST_CHANNELS = 64
+# Seconds of each unit of a duration.
+SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 # Regular expression of a device's name.
 DEVICE = r"cpu|cuda(:\d{1,3})?"
 
@@ -152,6 +154,20 @@ def _restart(value: Any) -> Any:
     return [float(number) for number in numbers]
 
 
+def parse_duration(text: str) -> float | None:
+    """Return the seconds of a duration such as 90s, 30m, 2h or 1d, or None if it is invalid."""
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smhd])", text)
+    if match is None:
+        return None
+    return float(match[1]) * SECONDS[match[2]]
+
+
+def _duration(value: Any) -> Any:
+    if value is not None and not parse_duration(str(value)):
+        raise ValueError("must be a number above 0 and its unit, as in 90s, 30m, 2h or 1d")
+    return value
+
+
 def _shares(value: Any) -> Any:
     if value is None or value == "auto":
         return value
@@ -207,6 +223,7 @@ Shares = Annotated[
     Literal["auto"] | Annotated[list[int | float], Field(min_length=2)] | None,
     BeforeValidator(_shares),
 ]
+Duration = Annotated[str | None, BeforeValidator(_duration)]
 Logger = Annotated[bool | str | None, BeforeValidator(_logger)]
 _Blocks = Annotated[int, WithJsonSchema({"type": "integer", "not": {"const": 0}})]
 Restart = Annotated[

@@ -363,7 +363,7 @@ def _plain(value: Any, key: str) -> Any:
     if not first_key and key not in defaults():
         raise RecipeError(
             f"{key}={name} is not a key: what is no recipe's is model=net, data=(train, val), "
-            "on_epoch=f"
+            "on_epoch=f, on_step=f, on_evaluation=f"
         )
     instead = "write numbers, text and lists"
     if first_key:

@@ -21,6 +21,7 @@ from trainer.recipe.field_types import (
     Decay,
     Deviations,
     Devices,
+    Duration,
     Fractions,
     Freeze,
     Logger,
@@ -494,6 +495,14 @@ class StopRecipe(_Section):
     )
 
 
+class EvaluateRecipe(_Section):
+    """When a run evaluates besides the end of every epoch."""
+
+    every_steps: Positive | None = key(
+        None, "steps between evaluations within epochs; null: none", 500
+    )
+
+
 class SaveRecipe(_Section):
     """How often checkpoints are written."""
 
@@ -504,6 +513,9 @@ class SaveRecipe(_Section):
         None, "steps between checkpoints within epochs; null: none", 500
     )
     keep: int = key(2, "number of newest checkpoints to keep", 5, ge=2)
+    top_k: Positive | None = key(
+        None, "number of best evaluated checkpoints to keep besides; null: none", 3
+    )
 
 
 class LoggingRecipe(_Section):
@@ -547,6 +559,9 @@ class Recipe(_Section):
     max_steps: Positive | None = key(
         None, "end after this many optimizer steps, if that is sooner than epochs", 100
     )
+    max_time: Duration = key(
+        None, "save and end after this time of one start: 90s, 30m, 2h, 1d; null: no limit", "2h"
+    )
     optimizer: OptimizerRecipe = OptimizerRecipe()
     schedule: ScheduleRecipe = ScheduleRecipe()
     loss: LossRecipe = LossRecipe()
@@ -587,6 +602,7 @@ class Recipe(_Section):
     timeout: float = key(600.0, "seconds to wait for a silent rank, loader worker or GPU", gt=0)
     grace: float = key(60.0, "seconds a step may still take after SIGTERM", gt=0)
     stop: StopRecipe = StopRecipe()
+    evaluate: EvaluateRecipe = EvaluateRecipe()
     save: SaveRecipe = SaveRecipe()
     resume: Literal["auto"] | None = key(
         None, "auto: continue from the newest intact checkpoint in output"

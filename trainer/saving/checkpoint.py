@@ -13,8 +13,8 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
@@ -269,8 +269,16 @@ def seal(draft: Path, state: State, files: Mapping[str, File], check: Callable[[
     return final
 
 
-def prune(fresh: Path, keep: int) -> None:
-    """Remove all checkpoints that are older than the newest `keep` good ones.
+Rank = Callable[[Manifest], float | None]
+
+
+def prune(
+    fresh: Path,
+    keep: int,
+    top_k: int = 0,
+    rank: Rank = lambda manifest: None,
+) -> None:
+    """Remove checkpoints that are older than the newest `keep` good ones and not among the best.
 
     A checkpoint is renamed before its files are removed, so a kill does not leave an incomplete
     folder with the name of a checkpoint.
@@ -279,6 +287,9 @@ def prune(fresh: Path, keep: int) -> None:
         fresh: path of the checkpoint that was just written.
         keep: number of good checkpoints to keep. Values below 2 count as 2. Bad checkpoints are not
             counted.
+        top_k: number of best good checkpoints to keep besides, whatever their age.
+        rank: function that returns how good a checkpoint is; larger is better. None if it was not
+            evaluated. Of equally good ones, the older is better.
     """
     paths = checkpoints_in(fresh.parent)
     keep = max(keep, 2)
@@ -291,6 +302,8 @@ def prune(fresh: Path, keep: int) -> None:
             doomed.append(path)
         elif path == fresh or _is_good(path):
             good_count += 1
+    best = _list_best(paths, rank)[:top_k] if top_k else []
+    doomed = [path for path in doomed if path not in best]
     drafts = [path.rename(_temporary_path(path)) for path in doomed]
     for path in doomed:
         _verified.pop(path.absolute(), None)
@@ -298,6 +311,18 @@ def prune(fresh: Path, keep: int) -> None:
     fault_point("prune")
     for draft in drafts:
         remove(draft)
+
+
+def _list_best(paths: Sequence[Path], rank: Rank) -> list[Path]:
+    """Return the good checkpoints that were evaluated, best first."""
+    ranks = {}
+    # The sort is stable, so the older one of two equally good checkpoints comes first.
+    for path in reversed(paths):
+        with suppress(CheckpointError):
+            value = rank(_verify(path))
+            if value is not None:
+                ranks[path] = value
+    return sorted(ranks, key=lambda path: -ranks[path])
 
 
 class GoodCheckpoint(NamedTuple):

@@ -4,16 +4,20 @@ The module does not import torch, so a mistyped name is reported without delay.
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.errors import CheckpointError
 from trainer.recipe import find_nearest
 from trainer.recipe.known_names import WEIGHTS_FILES
+from trainer.recipe.recipe_files import split_arguments
 
 HOME = "runs"
 # A folder that contains any of these files counts as a run. "recipe.yaml" exists from the start of
 # a run, and "manifest.json" only in a checkpoint.
 RUN_FILES = ("recipe.yaml", "last.safetensors", "manifest.json")
+# Names of the weights of a run, which may follow its path, as in "runs/x last".
+CHOICES = ("best", "last")
 
 
 def is_run(path: str | Path, files: tuple[str, ...] = RUN_FILES) -> bool:
@@ -42,20 +46,25 @@ def find_run_folder(path: Path, above: int = 3) -> Path | None:
 
 
 def find_run(name: str) -> Path:
-    """Return the path of the run that the user means.
+    """Return the path of the run that the user means, or of the weights that are named after it.
 
     Args:
         name: a path, or a name in runs/. If both exist, the path is chosen unless only the folder
-            in runs/ has weights or is a checkpoint.
+            in runs/ has weights or is a checkpoint. "RUN best" and "RUN last" are the weights files
+            of that run.
 
     Raises:
-        CheckpointError: neither exists. The message suggests a run with a similar name.
+        CheckpointError: neither exists, or the run has no such weights. The message suggests a run
+            with a similar name, or other weights.
     """
     path = os.path.expanduser(name)
     candidates = [path]
     if path.split(os.sep)[0] not in (HOME, "", ".", ".."):
         candidates.append(os.path.join(HOME, path))
     existing = [Path(candidate) for candidate in candidates if os.path.exists(candidate)]
+    run_name, _, choice = name.rpartition(" ")
+    if not existing and run_name and choice in CHOICES:
+        return _find_weights(find_run(run_name), choice)
     if not existing:
         nor = ""
         if len(candidates) > 1:
@@ -71,6 +80,51 @@ def find_run(name: str) -> Path:
         if run.is_file() or is_run(run, RUN_FILES[1:]):
             return run
     return existing[0]
+
+
+def _find_weights(run: Path, choice: str) -> Path:
+    """Return the file with the weights `choice` of a run folder.
+
+    Raises:
+        CheckpointError: `run` is not a run folder, or has no such file.
+    """
+    if run.is_file() or (run / "manifest.json").exists():
+        raise CheckpointError(f"{run} holds one set of weights: leave out '{choice}'")
+    file = run / f"{choice}.safetensors"
+    if file.is_file():
+        return file
+    names = [name for name in CHOICES if (run / f"{name}.safetensors").is_file()]
+    checkpoints = sorted((run / "checkpoints").glob("step-*/manifest.json"))
+    hint = "it has no weights yet"
+    if names:
+        hint = f"type '{run} {names[0]}'"
+    elif checkpoints:
+        hint = f"type {checkpoints[-1].parent}, its newest checkpoint"
+    raise CheckpointError(f"{file} is not there: {hint}")
+
+
+def is_choice(word: str) -> bool:
+    """Return whether an argument names weights of a run, and not a run of that name."""
+    if word not in CHOICES:
+        return False
+    return not is_run(word) and not is_run(os.path.join(HOME, word))
+
+
+def split_choice(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Split "best", "last", "checkpoint=best" or "checkpoint=last" from arguments.
+
+    Returns:
+        (suffix, rest): what follows the run's name for `find_run`, as in " last", or an empty text;
+        and the other arguments.
+    """
+    named = [f"checkpoint={word}" if word in CHOICES else word for word in words]
+    options, rest = split_arguments(named, ("checkpoint",))
+    choice = options.get("checkpoint")
+    if choice is None:
+        return "", rest
+    if choice not in CHOICES:
+        raise CheckpointError(f"checkpoint={choice[:80]}: after a run, type best or last")
+    return f" {choice}", rest
 
 
 def newest_run() -> Path:

@@ -20,7 +20,7 @@ from torch import Tensor
 from trainer.errors import PeerError, SetupError
 from trainer.processes import faults
 from trainer.processes.silence import AwakeClock
-from trainer.saving.checkpoint import OF_RANK, File, State, prune, seal, write_files
+from trainer.saving.checkpoint import OF_RANK, File, Rank, State, prune, seal, write_files
 from trainer.saving.files import read_json, remove, report_write_errors, write_atomically
 from trainer.saving.tensor_files import map_shards
 from trainer.saving.weights import save_weights
@@ -44,8 +44,10 @@ class Save:
         peers: numbers of the other ranks that write into the draft.
         weights: metadata of each weights file by its path.
         evaluated: part of the state that the weights files contain: "model" or "ema".
-        keep: number of checkpoints to keep.
-        check: function that raises an error if this run must not save anything anymore.
+        keep: number of newest checkpoints to keep.
+        check: raises if nothing may be saved anymore.
+        top_k: number of best checkpoints to keep besides.
+        rank: see `prune`.
     """
 
     folder: Path
@@ -57,6 +59,8 @@ class Save:
     evaluated: str
     keep: int
     check: Callable[[], None]
+    top_k: int = 0
+    rank: Rank = lambda manifest: None
 
 
 class Cost(NamedTuple):
@@ -214,7 +218,8 @@ class Saver:
         # and its weights, or neither.
         _write_weights(save, replace(save.state, pieces=shards | save.state.pieces))
         if save.sealed:
-            prune(seal(draft, save.state, files, save.check), save.keep)
+            fresh = seal(draft, save.state, files, save.check)
+            prune(fresh, save.keep, save.top_k, save.rank)
         else:
             remove(draft)
 

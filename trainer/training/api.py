@@ -31,7 +31,7 @@ from trainer.recipe import DataRecipe, Recipe, load, notes_on_idle
 from trainer.recipe.known_names import DATASETS, TASKS, torchvision_classifiers
 from trainer.saving.weights import read_weights
 from trainer.training import callbacks, loop
-from trainer.training.callbacks import Callbacks, OnEpoch
+from trainer.training.callbacks import Callbacks, OnEpoch, OnEvaluation, OnStep
 from trainer.training.randomness import restore_global_state
 from trainer.training.results import Result
 
@@ -180,7 +180,8 @@ def pack_for_ranks(recipe: Recipe, plugin: str | None, calls: Callbacks) -> dict
             parts[what] = name, pickling.pickle_by_value(value, f"{what}={name}")
     if calls.wanted:
         advice = "use only objects that can be, or train in this process, with mode=single"
-        parts["callbacks"] = ("", pickling.pickle_by_value(calls, "on_epoch=", advice))
+        names = "=, ".join(calls.wanted) + "="
+        parts["callbacks"] = ("", pickling.pickle_by_value(calls, names, advice))
     if not parts:
         return {}
     source = f"from trainer.training import api\napi.receive(__file__, {plugin!r})"
@@ -227,6 +228,8 @@ def train(
     model: Model | None = None,
     data: Any = None,
     on_epoch: OnEpoch | None = None,
+    on_step: OnStep | None = None,
+    on_evaluation: OnEvaluation | None = None,
     nproc: int | str | None = None,
     plugin: str | None = None,
     **keywords: Any,
@@ -257,7 +260,11 @@ def train(
             has a copy of everything that the function uses. If the function returns False, the run
             ends as completed. If it raises, the run ends as failed. The other ranks wait until it
             returns.
-        nproc: Number of processes on this machine, for modes that use several processes.
+        on_step: Like `on_epoch`, called with a `StepReport` after every step that is logged: every
+            `logging.every_steps`-th one, and the last of each epoch.
+        on_evaluation: Like `on_epoch`, called with an `EvaluationReport` after every evaluation,
+            also within epochs; at the end of an epoch before `on_epoch`.
+        nproc: Number of processes on this machine, for modes with several.
         plugin: Name of a module that registers models, data sets or tasks.
         keywords: Keys of the recipe: `epochs=1`, `optimizer__lr=0.05`, `optimizer={"lr": 0.05}`.
 
@@ -279,10 +286,11 @@ def train(
                 "positional arguments are keys of the recipe, as 'epochs=2'; model=, data=, nproc= "
                 "and plugin= are keywords"
             )
-    if on_epoch is not None and not callable(on_epoch):
-        raise RecipeError(f"on_epoch= is a function of one report, not {type(on_epoch).__name__}")
+    calls = Callbacks(on_epoch, on_step, on_evaluation)
+    for name, function in calls.functions.items():
+        if not callable(function):
+            raise RecipeError(f"{name}= is a function of one report, not {type(function).__name__}")
     launching.check_plugin(plugin)
-    calls = Callbacks(on_epoch)
     processes = None if nproc is None else str(nproc)
     with register_temporarily(model, data) as object_keys:
         keywords = object_keys | keywords
@@ -291,8 +299,8 @@ def train(
             files = pack_for_ranks(chosen, plugin, calls)
             if calls.wanted:
                 print(
-                    "on_epoch: runs in rank 0's process, so objects that it changes stay as they "
-                    "are here; use report.log() to return values",
+                    f"{', '.join(calls.wanted)}: runs in rank 0's process, so objects that it "
+                    "changes stay as they are here; use report.log() to return values",
                     flush=True,
                 )
             module = MODULE if files else plugin

@@ -1,11 +1,12 @@
-"""The callback of the program that called `train`, which runs after each epoch in rank 0's process.
+"""Callbacks of the program that called `train`: after steps, evaluations and epochs.
 
-A callback may end the run and log values.
+They run in rank 0's process. A callback may end the run and log values.
 """
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -29,26 +30,17 @@ class CallbackAnswer:
 
 
 @dataclass(frozen=True)
-class EpochReport:
-    """Report of an epoch that was trained and evaluated. Loss and metrics cover all ranks.
+class ProgramReport:
+    """Report to a callback, which may log values with it. Losses and metrics cover all ranks.
 
     Attributes:
-        epoch: Number of epochs done, from 1.
-        epochs: Number of epochs of the whole run.
+        epoch: Number of the epoch, from 1.
         step: Number of steps done.
-        train_loss: Mean training loss of the epoch.
-        metrics: Metrics of the validation split, such as
-            `{"loss": 0.31, "top1": 0.92, "top5": 0.99}`.
-        best: Whether this is the best epoch so far.
         seconds: Seconds of the run so far.
     """
 
     epoch: int
-    epochs: int
     step: int
-    train_loss: float
-    metrics: dict[str, float]
-    best: bool
     seconds: float
     _answer: CallbackAnswer = field(
         default_factory=CallbackAnswer, init=False, repr=False, compare=False
@@ -86,36 +78,93 @@ class EpochReport:
         return self._answer
 
 
+@dataclass(frozen=True)
+class StepReport(ProgramReport):
+    """Report of a logged step: every `logging.every_steps`-th one, and the last of each epoch.
+
+    Attributes:
+        loss: Mean training loss of the steps since the last logged step.
+        lr: Learning rate of the step.
+        samples_per_sec: Images per second of all devices; None during warm-up.
+    """
+
+    loss: float
+    lr: float
+    samples_per_sec: float | None
+
+
+@dataclass(frozen=True)
+class EvaluationReport(ProgramReport):
+    """Report of an evaluation, at the end of an epoch or after `evaluate.every_steps` steps.
+
+    Attributes:
+        metrics: Metrics of the validation split, such as
+            `{"loss": 0.31, "top1": 0.92, "top5": 0.99}`.
+        best: Whether this is the best evaluation so far.
+    """
+
+    metrics: dict[str, float]
+    best: bool
+
+
+@dataclass(frozen=True)
+class EpochReport(EvaluationReport):
+    """Report of an epoch that was trained and evaluated.
+
+    Attributes:
+        epochs: Number of epochs of the whole run.
+        train_loss: Mean training loss of the epoch.
+    """
+
+    epochs: int
+    train_loss: float
+
+
 OnEpoch = Callable[[EpochReport], object]
+OnStep = Callable[[StepReport], object]
+OnEvaluation = Callable[[EvaluationReport], object]
 
 
 class Callbacks:
-    """Callback of a program. Rank 0 calls the function and broadcasts its requests."""
+    """Callbacks of a program. Rank 0 calls the functions and broadcasts their requests."""
 
-    def __init__(self, on_epoch: OnEpoch | None = None) -> None:
-        self.on_epoch = on_epoch
-        self.wanted = on_epoch is not None
+    def __init__(
+        self,
+        on_epoch: OnEpoch | None = None,
+        on_step: OnStep | None = None,
+        on_evaluation: OnEvaluation | None = None,
+    ) -> None:
+        functions: dict[str, Callable[[Any], object] | None] = {
+            "on_epoch": on_epoch,
+            "on_step": on_step,
+            "on_evaluation": on_evaluation,
+        }
+        # The functions by their names, of those that the program has.
+        self.functions = {}
+        for name, function in functions.items():
+            if function is not None:
+                self.functions[name] = function
+        self.wanted = tuple(self.functions)
 
     def connect(self, world: World) -> None:
-        """Broadcast whether rank 0's program has a callback. Collective."""
+        """Broadcast which callbacks rank 0's program has. Collective."""
         self.wanted = world.broadcast_object(self.wanted)
 
-    def report(self, world: World, report: EpochReport) -> CallbackAnswer:
-        """Call rank 0's function, if any, and return its requests on all ranks. Collective."""
-        if not self.wanted:
+    def report(self, world: World, name: str, report: ProgramReport) -> CallbackAnswer:
+        """Call rank 0's function `name`, if any. Return its requests on all ranks. Collective."""
+        if name not in self.wanted:
             return CallbackAnswer()
         answer: CallbackAnswer | str = ""
         raised: Exception | None = None
         if world.is_main:
-            assert self.on_epoch is not None
             try:
-                returned = self.on_epoch(report)
+                returned = self.functions[name](report)
                 # Any returned value except False means that training continues.
                 is_stop = isinstance(returned, bool | np.bool_) and not returned
                 answer = report.answer(not is_stop)
             except Exception as error:
                 raised = error
-                answer = f"on_epoch raised {type(error).__name__}: {error}"
+                answer = f"{name} raised {type(error).__name__}: {error}"
         # The callback may run for longer than `timeout`, after which a silent rank counts as lost.
         # So the ranks exchange the requests with `wait_for`, which has a longer timeout.
         shared: CallbackAnswer | str = world.wait_for(answer)[0]
@@ -126,5 +175,5 @@ class Callbacks:
         return shared
 
 
-# Callback of the program that started this rank. Without such a program, `on_epoch` is None.
+# Callbacks of the program that started this rank; none without such a program.
 received = Callbacks()

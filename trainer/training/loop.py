@@ -3,12 +3,14 @@
 import gc
 import math
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import cast
 
 import torch
 
+from trainer.data import Batch
 from trainer.errors import Interrupted, Preempted, SetupError, TrainerError, explain_in_one_line
 from trainer.launch import endings
 from trainer.memory.device import peak_memory
@@ -16,7 +18,7 @@ from trainer.modes.pipeline import timeline
 from trainer.optim.optimization import build_learning_rate
 from trainer.processes import stacks
 from trainer.processes.interrupts import Interrupts
-from trainer.processes.terminal import GREEN
+from trainer.processes.terminal import BOLD, GREEN
 from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position
 from trainer.saving.journal import COMPLETED, START, STEPS
@@ -35,7 +37,7 @@ from trainer.training import (
 from trainer.training.callbacks import Callbacks
 from trainer.training.evaluation import Mistakes, Sums, evaluate, strip_prefix
 from trainer.training.memory_keys import adapt_recipe, explain_out_of_memory, undo_on_out_of_memory
-from trainer.training.rank_sync import RankSync
+from trainer.training.rank_sync import RankSync, TimeIsUp
 from trainer.training.results import Result
 from trainer.training.run import Run
 from trainer.training.setup import current_result, note_end, prepare
@@ -95,7 +97,10 @@ def _attempt(
             if not own_process:
                 closing.callback(this.loader.close)
             with explain_out_of_memory(this.resolved, this.state):
-                loop(this)
+                try:
+                    loop(this)
+                except TimeIsUp:
+                    this.state.out_of_time = True
                 result = finish(this)
             endings.note_completed()
             return result
@@ -155,10 +160,15 @@ def train_epoch(run: Run, epoch: int) -> None:
     loss_weight = 1 / run.loader.samples_per_step
     save_every = recipe.save.every_steps
     start = state.position.step_in_epoch
+    # The run may have been killed between this step and its evaluation.
+    if 0 < start < per_epoch and is_evaluation_due(run):
+        files = evaluate_within_epoch(run, epoch)
+        if files:
+            run.snapshots.save(files, sealed=False)
     stop = min(per_epoch, start + state.total_steps - state.position.step)
     measures_shares = run.noticed.shares is not None
     update_shares(run, epoch_begins=start == 0)
-    batches = run.loader.training(epoch, start, stop)
+    batches = open_batches(run, stop)
     rank_sync = RankSync(run.observer, run.snapshots, state.position.step)
     run.interrupts.beat()
     strategy.train()
@@ -207,7 +217,8 @@ def train_epoch(run: Run, epoch: int) -> None:
         run.interrupts.beat()
         # The last step of an epoch is saved after its evaluation, by `end_epoch`.
         save = save_every and step % save_every == 0 and step_in_epoch < stop
-        if log or save or step >= rank_sync.next:
+        should_evaluate = step_in_epoch < stop and is_evaluation_due(run)
+        if log or save or should_evaluate or step >= rank_sync.next:
             # This exchange makes the host wait for the device and the other ranks, so it does not
             # happen in every step.
             synced = rank_sync.after_step(log)
@@ -223,13 +234,94 @@ def train_epoch(run: Run, epoch: int) -> None:
                         state, run.observer, mean_loss, lr, norm, speed, synced.window
                     )
                 run.tracker.progress(step, epoch + 1, mean_loss, speed)
+            if log and not reporting.report_to_program(
+                run.resolved,
+                state,
+                run.callbacks,
+                "on_step",
+                loss=mean_loss,
+                lr=lr,
+                samples_per_sec=speed,
+            ):
+                state.total_steps = step
             if synced.stop:
                 rank_sync.save_and_stop(synced.stop)
-        if save:
+        files = []
+        if should_evaluate and step < state.total_steps:
+            files = evaluate_within_epoch(run, epoch)
+            batches = open_batches(run, stop)
+        # If a callback has ended the run here, `end_epoch` saves the checkpoint of this step.
+        is_over = step >= state.total_steps
+        sealed = bool(save) and not is_over
+        if sealed or files:
             with run.ledger.span("saving"):
-                run.snapshots.save()
+                run.snapshots.save(files, sealed)
+        if is_over:
+            break
         if measures_shares and step_in_epoch < stop and update_shares(run, epoch_begins=False):
-            batches = run.loader.training(epoch, step_in_epoch, stop)
+            batches = open_batches(run, stop)
+
+
+def open_batches(run: Run, stop: int) -> Iterator[Batch]:
+    """Return the micro-batches from the present step to the next evaluation within the epoch.
+
+    Without such an evaluation, they end at the step `stop` of the epoch. Workers do not read beyond
+    an evaluation, because it would drop what they have read.
+    """
+    step, epoch, start = run.state.position
+    every = run.recipe.evaluate.every_steps
+    if every is not None and not run.resolved.speed_only:
+        stop = min(stop, start + every - step % every)
+    return run.loader.training(epoch, start, stop)
+
+
+def is_evaluation_due(run: Run) -> bool:
+    """Return whether the present step of `evaluate.every_steps` has not been evaluated yet."""
+    every = run.recipe.evaluate.every_steps
+    step = run.state.position.step
+    if every is None or run.resolved.speed_only or step == 0:
+        return False
+    return step % every == 0 and run.state.history.evaluated_step != step
+
+
+def evaluate_within_epoch(run: Run, epoch: int) -> list[str]:
+    """Evaluate between two steps of an epoch, without a change to the training. Collective.
+
+    Returns:
+        Names of the weights files to save: "best", or none.
+    """
+    step = run.state.position.step
+    with run.ledger.span("evaluation"), undo_on_out_of_memory(run):
+        run.state.history.validation = measure(run)
+    is_best = note_evaluation(run, epoch)
+    metrics = strip_prefix(run.state.history.validation)
+    run.tracker.scalars({f"val/{name}": value for name, value in metrics.items()}, step)
+    style = BOLD if is_best else ""
+    run.tracker.say(f"  step {step}: {run.task.text(metrics)}", style)
+    if not reporting.report_to_program(
+        run.resolved, run.state, run.callbacks, "on_evaluation", metrics=metrics, best=is_best
+    ):
+        run.state.total_steps = step
+    # Only the start of an epoch may change which parameters train.
+    run.strategy.train_for_probe()
+    run.timer.start()
+    return ["best"] if is_best else []
+
+
+def note_evaluation(run: Run, epoch: int) -> bool:
+    """Record in the history that `history.validation` is of the present step.
+
+    Returns:
+        Whether the task's metric is the best so far.
+    """
+    history = run.state.history
+    history.evaluated_step = run.state.position.step
+    metric = history.validation[f"val_{run.task.metric}"]
+    is_best = run.task.improves(metric, history.best)
+    if is_best:
+        history.best = metric
+        history.best_epoch = epoch
+    return is_best
 
 
 def update_shares(run: Run, epoch_begins: bool) -> bool:
@@ -288,11 +380,7 @@ def end_epoch(run: Run, epoch: int, epoch_start: float) -> None:
     history.latest = [*history.latest, metrics][-STANDSTILL_EPOCHS:]
     speed = history.validation["val_samples"] / (time.perf_counter() - evaluation_start)
     note_skipped(run)
-    metric = history.validation[f"val_{run.task.metric}"]
-    is_best = run.task.improves(metric, history.best)
-    if is_best:
-        history.best = metric
-        history.best_epoch = epoch
+    is_best = note_evaluation(run, epoch)
     values = {f"val/{name}": value for name, value in metrics.items()}
     values["speed/val_samples_per_sec"] = speed
     if goodput := tracker.journal.goodput():
@@ -312,7 +400,23 @@ def end_epoch(run: Run, epoch: int, epoch_start: float) -> None:
     patience = run.recipe.stop.patience
     if patience is not None and stopping.has_lost_patience(run.resolved, state):
         tracker.say(stopping.format_patience(patience, run.task, history))
-    if not reporting.report_epoch(run.resolved, state, run.callbacks, epoch, is_best):
+    reports = reporting.report_to_program
+    goes_on = reports(
+        run.resolved, state, run.callbacks, "on_evaluation", metrics=metrics, best=is_best
+    )
+    if not goes_on:
+        state.total_steps = step
+    goes_on = reports(
+        run.resolved,
+        state,
+        run.callbacks,
+        "on_epoch",
+        metrics=metrics,
+        best=is_best,
+        epochs=run.recipe.epochs,
+        train_loss=history.losses[-1],
+    )
+    if not goes_on:
         state.total_steps = step
     is_finished = stopping.is_over(run.resolved, state) or epoch + 1 == run.recipe.epochs
     if is_finished and mistakes:
@@ -367,7 +471,7 @@ def measure(
                 raise synced.stop()
 
     try:
-        with run.strategy.weights(averages):
+        with run.strategy.average_for_evaluation(averages), run.strategy.weights(averages):
             sums = Sums(run.task)
             batches = run.loader.evaluation(next_epoch)
             run.forward.begin(batch_count)
@@ -377,7 +481,7 @@ def measure(
             )
             noticing.note_classes(run.task, run.noticed, sums)
             return figures
-    except (Interrupted, Preempted) as error:
+    except (Interrupted, Preempted, TimeIsUp) as error:
         rank_sync.save_and_stop(type(error))
         raise
 

@@ -2,15 +2,21 @@
 
 import math
 import shlex
+import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from trainer.errors import Interrupted, NotFiniteError, Preempted, TrainerError
+from trainer.errors import Interrupted, NotFiniteError, Preempted
+from trainer.recipe.field_types import parse_duration
 from trainer.training import noticing
 from trainer.training.observer import Observer
 from trainer.training.snapshots import Snapshots
+
+
+class TimeIsUp(Exception):
+    """The run has trained for `max_time`. Raised on every rank at the same step."""
 
 
 class RankReport(NamedTuple):
@@ -25,6 +31,7 @@ class RankReport(NamedTuple):
         interrupted: Whether Ctrl-C was received.
         stopped: Whether any signal was received.
         unsaved: Whether a save has failed.
+        late: Whether `max_time` is over.
     """
 
     loss: float
@@ -33,6 +40,7 @@ class RankReport(NamedTuple):
     interrupted: float
     stopped: float
     unsaved: float
+    late: float
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,8 @@ class SyncedState:
         loss: Loss summed over the ranks and the steps since the last logged step. 0 within an
             evaluation.
         finite: Whether all losses and gradients of these steps were finite.
-        stop: Type of the error to stop with if a rank received a signal, or else None.
+        stop: Type of the error to stop with if a rank received a signal or `max_time` is over, or
+            else None.
         ranks: For each rank the seconds of a step, the seconds of waiting for data in a step, and
             the seconds of a forward pass (of one block, if weights are sharded). Empty within an
             evaluation, and if the ranks cannot be compared by these times (see
@@ -54,7 +63,7 @@ class SyncedState:
 
     loss: float
     finite: bool
-    stop: type[TrainerError] | None
+    stop: type[Exception] | None
     ranks: list[list[float]]
     window: tuple[int, float, float]
 
@@ -79,6 +88,10 @@ class RankSync:
         # again.
         self.next = done + 1
         self._window = (0, 0.0, 0.0)
+        self._deadline = math.inf
+        if self.resolved.recipe.max_time is not None:
+            seconds = parse_duration(self.resolved.recipe.max_time) or math.inf
+            self._deadline = observer.ledger.start_time + seconds
 
     def after_step(self, log: bool) -> SyncedState:
         """Synchronize after a training step. Collective.
@@ -145,6 +158,9 @@ class RankSync:
     ) -> SyncedState:
         """Exchange values with all ranks, and choose the next step to synchronize at. Collective.
 
+        If `max_time` is over on any rank, `SyncedState.stop` is `TimeIsUp`, unless there is a
+        signal.
+
         Args:
             done: Number of steps, or of batches of an evaluation, that are done.
             seconds: Seconds of one step or batch.
@@ -163,6 +179,7 @@ class RankSync:
             interrupted=signal is not None and signal.name == "SIGINT",
             stopped=signal is not None,
             unsaved=saver.error is not None,
+            late=time.perf_counter() >= self._deadline,
         )
         # Each rank fills its own row, so that the sum has the rows of all ranks.
         rows = torch.zeros(0, 3, dtype=torch.float64)
@@ -182,24 +199,31 @@ class RankSync:
         save_seconds = saver.costs[-1].seconds if saver.costs else 0.0
         if not first and (warning := self.interrupts.too_slow(seconds, save_seconds)):
             self.resolved.tracker.say(warning)
-        stop: type[TrainerError] | None = None
+        stop: type[Exception] | None = None
         if total.interrupted:
             stop = Interrupted
         elif total.stopped:
             stop = Preempted
+        elif total.late:
+            stop = TimeIsUp
         is_finite = not total.bad and math.isfinite(total.loss)
         ranks = summed[len(report) :].view(-1, 3).tolist()
         return SyncedState(total.loss, is_finite, stop, ranks, self._window)
 
-    def save_and_stop(self, stop: type[TrainerError]) -> None:
+    def save_and_stop(self, stop: type[Exception]) -> None:
         """Save the run and raise `stop`. Collective.
 
-        Call this only after `exchange` has informed all ranks of a signal.
+        Call this only after `exchange` has informed all ranks of a signal, or of the end of
+        `max_time`. A run that ends by `max_time` also saves its last weights, because it has ended
+        without an error.
         """
         resolved = self.resolved
+        files = ["last"] if stop is TimeIsUp else []
         with self.observer.ledger.span("saving"):
-            self.snapshots.save()
+            self.snapshots.save(files)
             self.snapshots.finish_saving()
+        if stop is TimeIsUp:
+            raise TimeIsUp
         quoted_folder = shlex.quote(str(resolved.tracker.path))
         folder = resolved.world.broadcast_object(quoted_folder)
         saved = ""

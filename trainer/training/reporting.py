@@ -3,8 +3,9 @@
 import platform
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import torch
 import torchvision
@@ -21,7 +22,13 @@ from trainer.tasks.task import figure
 from trainer.telemetry.clocks import Ledger, StepTimer
 from trainer.telemetry.readable import format_duration, format_number, format_size
 from trainer.training.banner import compute_shares
-from trainer.training.callbacks import Callbacks, EpochReport
+from trainer.training.callbacks import (
+    Callbacks,
+    EpochReport,
+    EvaluationReport,
+    ProgramReport,
+    StepReport,
+)
 from trainer.training.evaluation import WORST, strip_prefix
 from trainer.training.observer import ModelFacts, Observer
 from trainer.training.results import Result
@@ -31,6 +38,12 @@ from trainer.versions import VERSION
 
 # Maximum number of suggestions that the end of a run prints. `runs show` prints all of them.
 SUGGESTIONS = 3
+# Type of the report to each callback.
+REPORTS: dict[str, Callable[..., ProgramReport]] = {
+    "on_step": StepReport,
+    "on_evaluation": EvaluationReport,
+    "on_epoch": EpochReport,
+}
 # Keys of the earlier result that are kept if a resumed run has no step left to train.
 KEPT_KEYS = (
     "throughput",
@@ -100,28 +113,22 @@ def log_step(
     tracker.scalars(values | state.strategy.figures(), position.step)
 
 
-def report_epoch(
-    resolved: Resolved, state: TrainState, callbacks: Callbacks, epoch: int, best: bool
+def report_to_program(
+    resolved: Resolved, state: TrainState, callbacks: Callbacks, name: str, **values: Any
 ) -> bool:
-    """Call the program's `on_epoch` and log its values. Return whether training continues.
+    """Call the program's callback `name` and log its values. Return whether training continues.
 
-    Collective.
+    Collective. `values` are the fields of the callback's report, except those of every report.
     """
-    history = state.history
-    step = state.position.step
-    report = EpochReport(
-        epoch=epoch + 1,
-        epochs=resolved.recipe.epochs,
-        step=step,
-        train_loss=history.losses[-1],
-        metrics=strip_prefix(history.validation),
-        best=best,
-        seconds=state.seconds(),
-    )
-    answer = callbacks.report(resolved.world, report)
-    history.logged |= answer.logged
-    values = {f"logged/{name}": value for name, value in answer.logged.items()}
-    resolved.tracker.scalars(values, step)
+    step, epoch, step_in_epoch = state.position
+    # At the end of an epoch, the position is that of the next.
+    if step_in_epoch:
+        epoch += 1
+    report = REPORTS[name](epoch=epoch, step=step, seconds=state.seconds(), **values)
+    answer = callbacks.report(resolved.world, name, report)
+    state.history.logged |= answer.logged
+    logged = {f"logged/{key}": value for key, value in answer.logged.items()}
+    resolved.tracker.scalars(logged, step)
     return answer.go_on
 
 
@@ -222,6 +229,12 @@ def build_last_lines(
         sizes = ", ".join(f"{name} {format_size(size)}" for name, size in memory.items())
         measured = f"on synthetic images: {speed}; peak memory {sizes}"
         return {"measured": measured, **verdict, "result": f"{folder}/result.json"}
+    quoted_folder = shlex.quote(str(folder))
+    weights = {"weights": f"{folder}/last.safetensors"}
+    if result["ended_by"] == "max_time":
+        text = f"max_time={recipe.max_time} is over: step {result['steps']} is saved; continue with"
+        text += f" recipe={quoted_folder} output={quoted_folder} resume=auto"
+        return {"stopped": text, **verdict, **weights}
     metric = task.metric
     value = task.text({metric: history.validation.get(f"val_{metric}")})
     best = _describe_best(task, history)
@@ -234,12 +247,11 @@ def build_last_lines(
             f"; {result['data']['uncached']:,} times a photo was not in the cache and was prepared "
             "again"
         )
-    lines = {"done": text, **verdict, "weights": f"{folder}/last.safetensors"}
+    lines = {"done": text, **verdict, **weights}
     if best:
         lines["best"] = f"{folder}/best.safetensors"
     if recipe.pipeline.timeline:
         lines["timeline"] = f"{folder}/timeline.png"
-    quoted_folder = shlex.quote(str(folder))
     is_own = recipe.data.name in OWN_PHOTOS
     if is_own and folder and (folder / WORST).exists():
         lines["worst"] = f"{folder}/{WORST}"

@@ -43,7 +43,9 @@ class Result(Metrics):
     status: Annotated[str, "`running`, `completed`, `preempted` or `failed`"]
     error: Annotated[str | None, "one line, if it failed"]
     ended_by: Annotated[
-        str | None, "`epochs`, `max_steps`, `stop.patience`, `callback` or `speed`, if it completed"
+        str | None,
+        "`epochs`, `max_steps`, `max_time`, `stop.patience`, `callback` or `speed`, if it "
+        "completed",
     ]
     exit_code: Annotated[int | None, "null while it runs"]
     task: Annotated[str, "name of the task"]

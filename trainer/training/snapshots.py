@@ -1,10 +1,12 @@
 """Saving a step: copy to host memory while training pauses, then write while training continues."""
 
 import json
+import math
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,11 @@ from trainer.distributed.world import World
 from trainer.errors import NotFiniteError
 from trainer.models.zoo import format_bare_call
 from trainer.processes.interrupts import Interrupts
-from trainer.saving.checkpoint import OF_RANK, State, create_draft, is_saved
+from trainer.saving.checkpoint import OF_RANK, Manifest, State, create_draft, is_saved
 from trainer.saving.files import report_write_errors
 from trainer.saving.saver import Save, Saver
 from trainer.saving.tensor_files import Shard, require_finite
+from trainer.tasks import Task
 from trainer.telemetry.clocks import StepTimer, synchronise
 from trainer.training.parts import PARTS
 from trainer.training.replicas import ReplicaComparison
@@ -93,6 +96,8 @@ class Snapshots:
                     "ema" if state.average is not None else "model",
                     resolved.recipe.save.keep,
                     resolved.tracker.folder.check,
+                    resolved.recipe.save.top_k or 0,
+                    partial(_rank_checkpoint, resolved.task),
                 )
                 self.saver.start(work, start)
         self.saver.blocked = time.perf_counter() - start
@@ -190,6 +195,17 @@ class Snapshots:
             return folder, draft, sealed
 
 
+def _rank_checkpoint(task: Task, manifest: Manifest) -> float | None:
+    """Return how good an evaluated checkpoint is by the task's metric; larger is better."""
+    history = manifest.facts.get("history", {})
+    value = history.get("validation", {}).get(f"val_{task.metric}")
+    # Earlier versions evaluated only at the end of an epoch.
+    evaluated_step = history.get("evaluated_step", 0 if manifest.step_in_epoch else manifest.step)
+    if evaluated_step != manifest.step or value is None or math.isnan(value):
+        return None
+    return float(value if task.larger_is_better else -value)
+
+
 def on_host(saver: Saver, parts: Parts, devices: Sequence[torch.device]) -> Parts:
     """Copy shards to host memory, so that training may change the originals during the save.
 
@@ -261,8 +277,17 @@ def _collect_metadata(resolved: Resolved, state: TrainState) -> dict[str, str]:
     metadata = {"format": "pt"}
     if model := format_bare_call(recipe.model, outputs, data.image_size, data.channels):
         metadata["model"] = model
+    history = state.history
+    step, epoch, step_in_epoch = state.position
+    # Within an epoch, `epoch` counts the completed ones.
+    if step_in_epoch:
+        epoch += 1
+    metadata |= {"step": str(step), "epoch": str(epoch)}
+    if history.evaluated_step == step:
+        metric = resolved.task.metric
+        metadata["metric"] = json.dumps(metric)
+        metadata["value"] = json.dumps(history.validation[f"val_{metric}"])
     metadata |= {
-        "step": str(state.position.step),
         "ema": str(state.average is not None).lower(),
         "num_classes": str(outputs),
         "channels": str(data.channels),

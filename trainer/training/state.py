@@ -75,6 +75,7 @@ class History:
     Attributes:
         losses: Mean training loss of each epoch.
         validation: Metrics of the last evaluated epoch, as `evaluate` returns them.
+        evaluated_step: Step of the evaluation that `validation` is from; 0 before the first one.
         latest: Metrics of the last STANDSTILL_EPOCHS evaluated epochs, under the task's own names.
         best: Best value of the task's metric, or None before the first evaluation.
         best_epoch: Epoch of `best`, counted from 0, or None before the first evaluation.
@@ -91,6 +92,7 @@ class History:
 
     losses: list[float] = field(default_factory=list)
     validation: dict[str, float] = field(default_factory=dict)
+    evaluated_step: int = 0
     latest: list[dict[str, float]] = field(default_factory=list)
     best: float | None = None
     best_epoch: int | None = None
@@ -123,6 +125,8 @@ class TrainState:
         if recipe.ema is not None:
             self.average = MovingAverage(self.weights(), recipe.ema)
         self.position = Position(0, 0, 0)
+        # Whether this start of the run has ended because `max_time` is over.
+        self.out_of_time = False
         self.history = History()
         # Losses of the steps since the last logged step, 0-dim. They stay on the device, because
         # reading a loss in every step would make the host wait for the device.

@@ -74,6 +74,8 @@ def describe_end(resolved: Resolved, state: TrainState) -> str:
     """Return the reason why a completed run ended: the value of `ended_by` in result.json."""
     if resolved.speed_only:
         return "speed"
+    if state.out_of_time:
+        return "max_time"
     step = state.position.step
     limit = resolved.recipe.max_steps
     if step >= resolved.recipe.epochs * resolved.steps_per_epoch + state.step_offset:

@@ -60,7 +60,9 @@ def load_teacher(
     is_timm = name.startswith(TIMM)
     try:
         if not is_timm and name not in torchvision_classifiers():
-            return Trained.read(find_run(name))
+            # A recipe means the same weights whenever it runs, also for runs of earlier versions,
+            # so a teacher's last weights are read unless its best are named.
+            return Trained.read(find_run(name), prefers_best=False)
         own = Recipe().replace(
             model={"name": name, "weights": "DEFAULT"}, data={"name": "imagefolder"}
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +28,7 @@ from trainer.recipe.image_sizes import ImageSize, sides, typed_size
 from trainer.recipe.known_names import WITHOUT_FOLDER
 from trainer.recipe.loading import load_stored
 from trainer.recipe.text import list_some
+from trainer.saving.checkpoint import is_checkpoint
 from trainer.saving.run_names import find_run_folder
 from trainer.saving.weights import read_metadata, read_weights
 from trainer.tasks import Task
@@ -47,6 +49,8 @@ TRAINING = {
     "resume",
     "epochs",
     "max_steps",
+    "max_time",
+    "evaluate",
     "accumulate",
     "optimizer",
     "schedule",
@@ -170,10 +174,11 @@ class Preparation:
 
 @dataclass(frozen=True)
 class Trained:
-    """Trained weights, and the recipe of their run. For a run folder, these are its last weights.
+    """Trained weights, and the recipe of their run.
 
     Attributes:
-        path: Path of the weights.
+        path: Path of the weights. For a run folder, they are its best weights, or else its last.
+        is_best: Whether the best weights of a run folder were chosen.
         weights: Parameters and buffers by their names in the user's model.
         metadata: Metadata of the file.
         own: Recipe of the run, in which the values of ANYWHERE replace devices, mode and shares.
@@ -185,12 +190,16 @@ class Trained:
     metadata: dict[str, str]
     own: Recipe
     recipe: Recipe
+    is_best: bool = False
 
     @classmethod
-    def read(cls, path: Path, words: Sequence[str] = ()) -> Trained:
-        """Read the weights at `path` and their recipe, and apply `words` to the recipe.
+    def read(cls, path: Path, words: Sequence[str] = (), prefers_best: bool = True) -> Trained:
+        """Read the weights at `path`, and their recipe with the arguments `words` of a command.
 
-        `words` are arguments of a command, `key=value`.
+        Args:
+            path: Run folder, checkpoint or weights file.
+            words: Overrides of the run's recipe.
+            prefers_best: Whether a run folder's best weights are read if it has any.
 
         Raises:
             CheckpointError: There are no weights, or no recipe with them.
@@ -200,10 +209,31 @@ class Trained:
             key = word.partition("=")[0]
             if key.partition(".")[0] in TRAINING:
                 raise RecipeError(f"{key}= changes nothing once a model is trained: leave it out")
-        weights, metadata = read_weights(path)
+        best = path / "best.safetensors"
+        is_best = prefers_best and best.is_file() and not is_checkpoint(path)
+        weights, metadata = read_weights(best if is_best else path)
         own = read_recipe(path, metadata).to_dict() | ANYWHERE
         own_recipe = recipes.load(own)
-        return cls(path, weights, metadata, own_recipe, recipes.load(own, *words))
+        recipe = recipes.load(own, *words)
+        return cls(path, weights, metadata, own_recipe, recipe, is_best)
+
+    def describe_choice(self) -> str | None:
+        """Return a line about the best weights of a run folder, or None if they were not chosen.
+
+        The line has only what the file contains: older files lack the epoch and the metric.
+        """
+        if not self.is_best:
+            return None
+        metadata = self.metadata
+        position = f"step {metadata.get('step', 'unknown')}"
+        if "epoch" in metadata:
+            position = f"epoch {metadata['epoch']} ({position})"
+        best = "best weights"
+        with suppress(KeyError, ValueError):
+            values = {json.loads(metadata["metric"]): float(metadata["value"])}
+            task = create_task_without_loss(self.own, self.facts.classes or ())
+            best = f"best {task.text(values)}"
+        return f"{self.path}: {position}, {best}; checkpoint=last for the last"
 
     @cached_property
     def facts(self) -> WeightFacts:

@@ -118,7 +118,7 @@ def test_large_photos_of_a_folder_are_labelled_as_they_were_evaluated(crop, tmp_
     other = {row["path"]: float(row["probability"]) for row in read(tmp_path / "all")}
     assert 0 < len(one) < len(other) == 24
     assert {path: other[path] for path in one} == pytest.approx(one, abs=3e-6)
-    assert "24 images labelled\n" in completed.stdout and "top-1" not in completed.stdout
+    assert "24 images labelled\n" in completed.stdout and "\n  top-1" not in completed.stdout
     alone = label(run, tmp_path / "one", CPU, f"data.root={next(iter(one))}").stdout
     assert (
         re.search(r"^predicting 1 image .*\bcpu", alone, re.M) and "\n1 image labelled\n" in alone

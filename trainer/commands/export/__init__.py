@@ -85,13 +85,11 @@ def export_run(
 def _choose_target(path: Path, kind: str) -> Path:
     """Return the path of the file next to the weights.
 
-    For format=onnx it is model.onnx for a run, model-best.onnx for best.safetensors, and
+    For format=onnx it is model.onnx for a run, model-last.onnx for last.safetensors, and
     model-step-00000120.onnx for a checkpoint.
     """
-    if path.is_dir() and is_run(path, ("last.safetensors",)):
+    if path.is_dir() and is_run(path, ("best.safetensors", "last.safetensors")):
         return path / f"model{SUFFIXES[kind]}"
-    if path.stem == "last":
-        return path.with_name(f"model{SUFFIXES[kind]}")
     folder = path.parent
     if folder.name == "checkpoints":
         folder = folder.parent

@@ -22,6 +22,7 @@ from trainer.errors import (
     is_out_of_memory,
     read_text,
 )
+from trainer.processes.terminal import say
 from trainer.recipe.image_sizes import in_pixels, sides
 from trainer.recipe.known_names import TASKS
 from trainer.saving.weights import write_whole
@@ -78,6 +79,8 @@ def load(path: Path, words: Sequence[str]) -> ExportSource:
         RecipeError: An override is wrong.
     """
     trained = Trained.read(path, words)
+    if line := trained.describe_choice():
+        say(line)
     recipe = trained.recipe
     facts = trained.facts
     if facts.classes is None or (facts.inputs is None and not facts.mean):

@@ -28,6 +28,7 @@ from trainer.devices.precision import autocast, set_precision
 from trainer.errors import RecipeError
 from trainer.models.replayed_forward import ReplayedForward
 from trainer.processes.resources import keep_freed_memory
+from trainer.processes.terminal import say
 from trainer.recipe import Recipe
 from trainer.tasks import Task
 from trainer.training.trained import Preparation, Trained, create_task_without_loss
@@ -80,6 +81,8 @@ class LabelModel:
             RecipeError: An override is wrong, or the model does not label images.
         """
         trained = Trained.read(path, words)
+        if line := trained.describe_choice():
+            say(line)
         recipe = trained.recipe
         split_name = recipe.predict.split
         if split_name is not None and photos:

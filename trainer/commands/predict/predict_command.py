@@ -37,7 +37,7 @@ from trainer.saving.files import (
     set_aside,
     write_json,
 )
-from trainer.saving.run_names import find_run, newest_run
+from trainer.saving.run_names import find_run, is_choice, newest_run
 from trainer.saving.tensor_files import sync
 from trainer.telemetry.readable import escape_control_characters, format_count, format_duration
 
@@ -92,11 +92,12 @@ def command(words: Sequence[str]) -> int:
     launching.load_plugin(options.get("plugin"))
     # The fork server imports torch while this process reads the run.
     fork_server.start_server("trainer.pool.worker", "trainer.commands.predict.labelling")
-    if "checkpoint" in options:
-        run = find_run(options["checkpoint"])
-    else:
-        run = newest_run()
-        say(f"with {run}, the newest run")
+    name = options.get("checkpoint")
+    if name is None or is_choice(name):
+        newest = newest_run()
+        say(f"with {newest}, the newest run")
+        name = f"{newest} {name}" if name else str(newest)
+    run = find_run(name)
     trained = LabelModel.read(run, overrides, photos)
     run_name = run.absolute().name.removesuffix(".safetensors")
     default = Path("runs", f"predict-{run_name}-{time.strftime('%Y%m%d-%H%M%S')}")

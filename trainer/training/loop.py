@@ -289,6 +289,9 @@ def end_epoch(run: Run, epoch: int, epoch_start: float) -> None:
     if is_best:
         history.best = metric
         history.best_epoch = epoch
+    lowered = stopping.lower_rate(run.recipe, history, epoch)
+    if lowered is not None:
+        tracker.say(lowered)
     values = {f"val/{name}": value for name, value in metrics.items()}
     values["speed/val_samples_per_sec"] = speed
     if goodput := tracker.journal.goodput():

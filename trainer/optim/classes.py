@@ -16,6 +16,7 @@ from trainer.recipe.call_arguments import check_arguments, list_parameters
 from trainer.recipe.known_names import TIMM
 from trainer.recipe.optimizer_table import OPTIMIZERS, OptimizerTraits
 from trainer.recipe.schedule_table import LR_SCHEDULES, OWN_KEYS, Formula, ScheduleTraits
+from trainer.recipe.text import format_value
 
 OptimizerClass = TypeVar("OptimizerClass", bound=type[torch.optim.Optimizer])
 # Classes that the user has registered, by the value of optimizer.name.
@@ -134,7 +135,10 @@ def create_optimizer(
     except (TypeError, ValueError, RuntimeError) as error:
         # The program's own arguments are right, so the user's are not.
         if recipe.args or recipe.name in OWN_CLASSES:
-            raise RecipeError(f"{subject} cannot be created: {error}") from None
+            raise RecipeError(
+                f"{subject} cannot be created with optimizer.args={format_value(recipe.args)}: "
+                f"{error}"
+            ) from None
         raise
     return optimizer
 

@@ -146,13 +146,18 @@ def undo_failed_steps(optimizer: torch.optim.Optimizer) -> None:
     the flag ends the run, so that its counters no longer matter.
     """
     copies: list[tuple[Tensor, Tensor]] = []
+    flags: dict[str, Any] = {}
     is_on_host = False
     for p, state in optimizer.state.items():
         for tensor in state.values():
             is_on_host = is_on_host or tensor.device != p.device
 
     def copy(*_: object) -> None:
-        if getattr(optimizer, "found_inf", None) is None:
+        # Some classes refuse to step while they have these attributes.
+        for name in ("found_inf", "grad_scale"):
+            if name in vars(optimizer):
+                flags[name] = vars(optimizer).pop(name)
+        if flags.get("found_inf") is None:
             return
         for group in optimizer.param_groups:
             for p in group["params"]:
@@ -162,14 +167,14 @@ def undo_failed_steps(optimizer: torch.optim.Optimizer) -> None:
                         copies.append((tensor, tensor.clone()))
 
     def restore(*_: object) -> None:
-        flag = getattr(optimizer, "found_inf", None)
-        if flag is not None:
-            for tensor, before in copies:
-                is_bad = flag.to(tensor.device, non_blocking=True) > 0
-                # Unlike `copy_`, this writes nothing if the flag is not set. Under Hogwild, writing
-                # would lose updates by other workers.
-                tensor.masked_scatter_(is_bad, before)
+        for tensor, before in copies:
+            is_bad = flags["found_inf"].to(tensor.device, non_blocking=True) > 0
+            # Unlike `copy_`, this writes nothing if the flag is not set. Under Hogwild, writing
+            # would lose updates by other workers.
+            tensor.masked_scatter_(is_bad, before)
         copies.clear()
+        vars(optimizer).update(flags)
+        flags.clear()
 
     # With this attribute, GradScaler sets `found_inf`. Without it, GradScaler reads the flag, and
     # the host waits for the device.

@@ -8,7 +8,6 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from operator import itemgetter
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from trainer.errors import RecipeError, read_text
 from trainer.optim.classes import OWN_CLASSES, create_optimizer, fill_state
 from trainer.recipe import OptimizerRecipe
 from trainer.recipe.optimizer_table import OPTIMIZERS, OptimizerTraits
+from trainer.recipe.text import format_value
 
 # Shapes of the parameters of the trials: a bias, a linear layer and a convolution.
 SHAPES = ((4,), (6, 5), (4, 3, 2, 2))
@@ -196,7 +196,7 @@ def _are_close(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 
 def _refuse(recipe: OptimizerRecipe, reason: str) -> RecipeError:
-    arguments: Any = ""
+    arguments = ""
     if recipe.args:
-        arguments = f" with optimizer.args={recipe.args}"
+        arguments = f" with optimizer.args={format_value(recipe.args)}"
     return RecipeError(f"optimizer.name={recipe.name}{arguments}: {reason}")

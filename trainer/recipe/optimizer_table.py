@@ -156,12 +156,6 @@ OPTIMIZERS = Registry[OptimizerTraits](
         "timm:sgdp": OptimizerTraits(
             "SGDP", keys=("momentum", "nesterov"), state=("momentum",), whole=True, scales_lr=True
         ),
-        "timm:sgdw": OptimizerTraits(
-            "SGDW",
-            keys=("momentum", "nesterov"),
-            momentum_state=("momentum_buffer",),
-            scales_lr=True,
-        ),
     },
 )
 # Optimizers that train matrices by other rules than the other parameters.

@@ -75,11 +75,16 @@ def test_every_schedule_resumes_to_the_bit(name, tmp_path):
     # An epoch has three or four steps, and there is no warm-up: the rates are the schedule's.
     words = [word for word in WORDS if not word.startswith(("batch_size=", "epochs="))]
     words += ["batch_size=360", "epochs=3", "schedule.warmup_epochs=0"]
-    words += {
-        "step": ["schedule.step_epochs=1"],
-        # The rate is too high for the metric to improve in every epoch.
-        "plateau": ["schedule.patience=1", "optimizer.lr=3", "stop.patience=null"],
-    }.get(name, [])
+    if name == "step":
+        words.append("schedule.step_epochs=1")
+    if name == "plateau":
+        # The rate is too low for the metric to improve in every epoch, so that it falls before the
+        # run is killed.
+        words.remove("optimizer.lr=0.002")
+        words += ["optimizer.lr=1e-9", "schedule.patience=1", "batch_size=1000"]
+        words.remove("batch_size=360")
+        words.remove("epochs=3")
+        words.append("epochs=8")
     compare([*words, "mode=single", f"schedule.name={name}"], tmp_path)
     rates = {row["lr"] for row in steps(tmp_path / "run")}
     assert len(rates) > 1 or name == "constant"

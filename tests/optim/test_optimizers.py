@@ -401,3 +401,13 @@ def test_parts_of_a_model_take_the_steps_of_the_whole(name):
     ]
     together = {key: value for state in states[1:] for key, value in state.items()}
     torch.testing.assert_close(together, states[0], rtol=0, atol=0)
+
+
+def test_adamw_has_a_rate_of_its_own_next_to_muon():
+    words = ["optimizer.name=muon", "optimizer.lr=0.02", "optimizer.layer_decay=0.5"]
+    optimizer, named = made(small(), *words, "optimizer.adamw_lr=0.005")
+    LearningRates(optimizer).set(0.02)
+    rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    assert rates[named["3.weight"]] == pytest.approx(0.01)
+    assert rates[named["3.bias"]] == pytest.approx(0.0025)
+    assert rates[named["5.weight"]] == pytest.approx(0.005)

@@ -168,7 +168,7 @@ def _arguments(value: Any) -> Any:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise ValueError("must be arguments by name, as in {width: 2}, or each as in args.width=2")
+        raise ValueError("must be arguments by name, as in {width: 2}")
     for name, argument in value.items():
         if not isinstance(name, str) or not name.isidentifier():
             raise ValueError(f"'{format_value(name)}' is not the name of an argument")

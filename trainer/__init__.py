@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from trainer.commands.predict.python_api import predict
     from trainer.data import register_dataset
     from trainer.models.zoo import register_model
+    from trainer.optim import register_optimizer, register_schedule
     from trainer.pool import DevicePool, ItemError, current_device
     from trainer.recipe import Recipe
     from trainer.recipe import load as load_recipe
@@ -55,6 +56,8 @@ __all__ = [
     "predict",
     "register_dataset",
     "register_model",
+    "register_optimizer",
+    "register_schedule",
     "register_task",
     "train",
 ]
@@ -77,6 +80,8 @@ _HOME = {
     "Prediction": "trainer.commands.loaded_model",
     "register_model": "trainer.models.zoo",
     "register_dataset": "trainer.data",
+    "register_optimizer": "trainer.optim",
+    "register_schedule": "trainer.optim",
     "register_task": "trainer.tasks",
     "Task": "trainer.tasks",
     "Classification": "trainer.tasks",

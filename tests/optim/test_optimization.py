@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from tests.command_line import QUIET, ok, steps
+from tests.optim.rows import NAMES
 from tests.strategies import create_strategy
 from trainer.distributed.world import World
 from trainer.modes import Strategy
@@ -79,6 +80,13 @@ TORCHS = {
         lambda o, w: lr_scheduler.CosineAnnealingLR(o, 10 * STEPS - w, 0.01),
     ),
     "step": (["schedule.step_epochs=2"], lambda o, w: lr_scheduler.StepLR(o, 2 * STEPS, 0.1)),
+    "exponential": (["schedule.gamma=0.8"], lambda o, w: lr_scheduler.StepLR(o, STEPS, 0.8)),
+    "polynomial": (
+        ["schedule.power=1.5"],
+        lambda o, w: lr_scheduler.PolynomialLR(o, 10 * STEPS - w, 1.5),
+    ),
+    # The metric lowers the rate as well, see `tests/training/test_plateau.py`.
+    "plateau": ([], lambda o, w: lr_scheduler.ConstantLR(o, 1.0)),
 }
 
 
@@ -133,6 +141,8 @@ def test_the_rates_of_a_run_are_the_plain_formulas(name, tmp_path):
     own = {
         "cosine": ["schedule.min_lr=0.002"],
         "step": ["schedule.step_epochs=1", "schedule.gamma=0.5"],
+        "exponential": ["schedule.gamma=0.5"],
+        "polynomial": ["schedule.min_lr=0.002", "schedule.power=2"],
     }
     words = [
         "optimizer.lr=0.05",
@@ -160,13 +170,16 @@ def test_the_rates_of_a_run_are_the_plain_formulas(name, tmp_path):
         "constant": lambda n: top,
         "cosine": lambda n: low + (top - low) * math.cos(math.pi / 2 * n / (22 - rising)) ** 2,
         "step": lambda n: top / 2 ** (n // each),
+        "exponential": lambda n: top / 2 ** (n // each),
+        "polynomial": lambda n: low + (top - low) * (1 - n / (22 - rising)) ** 2,
+        "plateau": lambda n: top,
     }[name]
     for n, row in enumerate(rows):
         expected = top * (0.1 + 0.9 * n / rising) if n < rising else after(n - rising)
         assert float(row["lr"]) == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_gradient_that_is_not_finite_stops_all_updates(name):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     alone = Alone(model, f"optimizer.name={name}", "optimizer.weight_decay=0.1")
@@ -228,7 +241,7 @@ def test_clipping():
     assert (before - model.weight).norm().item() == pytest.approx(0.5, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_fp16_skips_one_overflow_and_goes_on(name):
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
     alone = Alone(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.optim.rows import NAMES
 from trainer.errors import RecipeError
 from trainer.models.blocks import freeze
 from trainer.models.zoo import build
@@ -20,7 +21,7 @@ from trainer.optim.optimizers import (
 )
 from trainer.optim.trainable import find_roles, list_hidden_matrices
 from trainer.recipe import load
-from trainer.recipe.optimizer_table import OPTIMIZERS, OptimizerTraits
+from trainer.recipe.optimizer_table import OPTIMIZERS
 
 
 def small():
@@ -255,7 +256,7 @@ def gradients(model, step):
 
 
 @pytest.mark.parametrize("build_model", [small, Convolutions])
-@pytest.mark.parametrize("name", WITH_TENSORS)
+@pytest.mark.parametrize("name", [name for name, row in OPTIMIZERS.items() if row.fused])
 def test_a_learning_rate_as_a_tensor_is_the_number_to_the_bit(name, build_model):
     """Fractions of the rate, changes from step to step, and skipped steps give the same bits."""
     states = []
@@ -278,11 +279,13 @@ def test_a_learning_rate_as_a_tensor_is_the_number_to_the_bit(name, build_model)
 
 
 @pytest.mark.parametrize("device", [None, torch.device("cpu")], ids=["number", "tensor"])
-@pytest.mark.parametrize("name", WITH_TENSORS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_skipped_step_leaves_everything_as_it_was(name, device):
     """Even the sign of a zero stays the same."""
     model = Convolutions().to(memory_format=torch.channels_last)
     optimizer, _ = made(model, *WITH_TENSORS[name], *SHARES)
+    if not OPTIMIZERS[name].fused:
+        device = None
     rates = LearningRates(optimizer, device)
     rates.set(0.1)
     gradients(model, 0)
@@ -300,7 +303,7 @@ def test_a_skipped_step_leaves_everything_as_it_was(name, device):
     assert as_bytes(state_of(model, optimizer)) == before
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_first_step_creates_no_state(name):
     """Else a resumed run could not restore it: the row lacks a name."""
     model = small()
@@ -309,37 +312,6 @@ def test_the_first_step_creates_no_state(name):
     descend(model, [optimizer])
     after = name_optimizer_state(optimizer, named)
     assert shapes and shapes == {key: tensor.shape for key, tensor in after.items()}
-
-
-RMSPROP = OptimizerTraits(
-    "RMSprop",
-    keys=("momentum", "eps"),
-    state=("step", "square_avg"),
-    momentum_state=("momentum_buffer",),
-)
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_an_optimizer_of_torch_without_a_fused_step_is_a_row(momentum, monkeypatch):
-    """Its steps are torch's, and a step that is not finite leaves no trace."""
-    monkeypatch.setitem(OPTIMIZERS, "rmsprop", RMSPROP)
-    changes = {"name": "rmsprop", "momentum": momentum, "lr": 0.01}
-    recipe = load(None).optimizer.model_copy(update=changes)
-    ours = small()
-    theirs = small()
-    optimizer = build_optimizer(dict(ours.named_parameters()), recipe)
-    names = {*state_of(ours, optimizer)}
-    descend(ours, [optimizer], found=torch.zeros(()))
-    descend(theirs, [torch.optim.RMSprop(theirs.parameters(), lr=0.01, momentum=momentum)])
-    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
-    before = as_bytes(state_of(ours, optimizer))
-    assert before.keys() == names
-    optimizer.found_inf = torch.ones(())
-    for p in ours.parameters():
-        p.grad = torch.full_like(p, torch.nan)
-    optimizer.step()
-    assert as_bytes(state_of(ours, optimizer)) == before
-    assert ("0.weight//momentum_buffer" in before) == (momentum > 0)
 
 
 def test_muon_has_nothing_to_do_without_hidden_layers():
@@ -373,7 +345,7 @@ def test_layer_decay():
     }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_is_frozen_has_no_state_and_stays(name):
     model = small()
     freeze(model, ["0"], "small")
@@ -385,7 +357,7 @@ def test_what_is_frozen_has_no_state_and_stays(name):
     assert not torch.equal(model[3].weight, small()[3].weight)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_parts_of_a_model_take_the_steps_of_the_whole(name):
     """Stages hold parts of a model: matrices alone, no matrices, or vectors alone."""
     words = [
@@ -429,3 +401,13 @@ def test_parts_of_a_model_take_the_steps_of_the_whole(name):
     ]
     together = {key: value for state in states[1:] for key, value in state.items()}
     torch.testing.assert_close(together, states[0], rtol=0, atol=0)
+
+
+def test_adamw_has_a_rate_of_its_own_next_to_muon():
+    words = ["optimizer.name=muon", "optimizer.lr=0.02", "optimizer.layer_decay=0.5"]
+    optimizer, named = made(small(), *words, "optimizer.adamw_lr=0.005")
+    LearningRates(optimizer).set(0.02)
+    rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    assert rates[named["3.weight"]] == pytest.approx(0.01)
+    assert rates[named["3.bias"]] == pytest.approx(0.0025)
+    assert rates[named["5.weight"]] == pytest.approx(0.005)

@@ -422,6 +422,9 @@ def test_names_are_checked_without_importing_what_holds_them() -> None:
     assert "small ones: mlp, cnn" in line(check_model_name, "zzz")
     check_names(load("mnist"))
     assert "data.name=cifar10?" in line(check_names, load(None, "data.name=cifar1O"))
+    assert "optimizer.name=adam?" in line(check_names, load(None, "optimizer.name=adm"))
+    assert "optimizer.name=lbfgs" in line(check_names, load(None, "optimizer.name=lbfgs"))
+    assert "schedule.name=cosine?" in line(check_names, load(None, "schedule.name=cosin"))
 
 
 def test_training_uses_one_kind_of_device() -> None:

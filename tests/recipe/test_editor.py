@@ -53,7 +53,6 @@ def test_every_shipped_recipe_is_accepted_and_names_the_schema(checker: Any, nam
         "optimizer: {lr: fast}",
         "optimizer: {lr: 0}",
         "optimizer: sgd",
-        "optimizer: {name: adm}",
         "optimizer: {betas: [0.9]}",
         "augment: {hflip: 2}",
         "ema: 1",

@@ -15,6 +15,7 @@ from trainer.cli.command_table import COMMANDS
 from trainer.recipe import Recipe, flatten, load
 from trainer.recipe.key_reference import Key, keys, sections
 from trainer.recipe.schema import EXTENDS
+from trainer.recipe.text import ARGUMENT_KEYS
 
 
 def test_every_key_has_a_comment_of_its_own() -> None:
@@ -54,12 +55,14 @@ def test_the_example_of_a_key_is_what_can_be_typed(key: Key, tmp_path: Path) -> 
     words = key.example.split()
     name, _, value = words[-1].partition("=")
     recipe = load(None, *words)
-    assert name == key.name
+    typed = flatten(recipe.to_dict())[key.name]
+    if key.name in ARGUMENT_KEYS:
+        argument = name.removeprefix(f"{key.name}.")
+        typed = typed[argument]
+    else:
+        assert name == key.name
     # "off" is a word here, and false in YAML.
-    assert flatten(recipe.to_dict())[name] in (
-        yaml.safe_load(value),
-        value,
-    )
+    assert typed in (yaml.safe_load(value), value)
     assert value != key.default or re.search("[1-9]", value), "shows nothing"
 
 

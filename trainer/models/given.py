@@ -25,7 +25,7 @@ class ModelBuilder:
 
     A module is copied with its weights, so that a run does not change the caller's module. A
     function or class is called with those of the arguments num_classes, channels and image_size
-    for which it has a parameter.
+    for which it has a parameter, and with those of `model.args`.
     """
 
     def __init__(self, source: nn.Module | Callable[..., nn.Module]) -> None:
@@ -81,12 +81,13 @@ class ModelBuilder:
         num_classes: int,
         channels: int,
         image_size: ImageSize,
+        **own_arguments: Any,
     ) -> nn.Module:
         if isinstance(self.source, nn.Module):
             return self._copy(self.source)
         offered = dict(zip(OFFERED, (num_classes, channels, image_size), strict=True))
         arguments = {name: offered[name] for name in _select_parameters(self.source)}
-        model = self.source(**arguments)
+        model = self.source(**arguments, **own_arguments)
         if not isinstance(model, nn.Module):
             raise RecipeError(
                 f"model={self.name} must return a torch.nn.Module, not {type(model).__name__}"

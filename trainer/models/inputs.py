@@ -6,7 +6,7 @@ from typing import Any
 
 from trainer.errors import CheckpointError, RecipeError
 from trainer.models import timm_zoo, torchvision_zoo
-from trainer.models.zoo import resolve_weights
+from trainer.models.zoo import resolve_arguments, resolve_weights
 from trainer.recipe import Recipe
 from trainer.recipe.known_names import OWN_PHOTOS, TIMM
 from trainer.saving.run_names import find_run
@@ -16,7 +16,8 @@ from trainer.saving.weights import read_metadata
 def add_pretrained_input(recipe: Recipe) -> Recipe:
     """Return a recipe with the preprocessing of its initial weights.
 
-    `model.weights` becomes the result of `resolve_weights`. If the recipe trains on the user's own
+    `model.weights` and `model.args` become the results of `resolve_weights` and
+    `resolve_arguments`. If the recipe trains on the user's own
     photos, the keys of `data` that it leaves open get the values of the run in `model.init_from`,
     of torchvision's weights, or of timm's model.
 
@@ -25,9 +26,11 @@ def add_pretrained_input(recipe: Recipe) -> Recipe:
     """
     if (weights := resolve_weights(recipe.model)) != recipe.model.weights:
         recipe = recipe.replace(model__weights=weights)
+    if (arguments := resolve_arguments(recipe.model)) != recipe.model.args:
+        recipe = recipe.replace(model__args=arguments)
     if recipe.data.name not in OWN_PHOTOS:
         return recipe
-    arguments = {}
+    preset = {}
     if recipe.model.init_from is not None and (stored := _read_stored(recipe.model.init_from)):
         # Mean and deviation of gray images also fit color images, and vice versa. Any other number
         # of channels must equal the stored one. Otherwise mean and deviation are left out here and
@@ -36,20 +39,20 @@ def add_pretrained_input(recipe: Recipe) -> Recipe:
             del stored["mean"], stored["std"]
         for key, value in stored.items():
             if getattr(recipe.data, key) is None:
-                arguments[f"data__{key}"] = value
+                preset[f"data__{key}"] = value
         # Invalid values of a damaged file are ignored here. Building the model reports them.
         with suppress(RecipeError):
-            return recipe.replace(**arguments)
-        arguments = {}
+            return recipe.replace(**preset)
+        preset = {}
     zoo = timm_zoo if recipe.model.name.startswith(TIMM) else torchvision_zoo
     mean, std, size = zoo.read_preset(recipe.model)
     if recipe.data.image_size is None and size:
-        arguments["data__image_size"] = size
+        preset["data__image_size"] = size
     # If the number of channels is not 1 or 3, mean and deviation will be measured.
     has_preset = mean and recipe.data.channels in (None, 1, 3)
     if has_preset and recipe.data.mean is None and recipe.data.std is None:
-        arguments |= {"data__mean": mean, "data__std": std}
-    return recipe.replace(**arguments) if arguments else recipe
+        preset |= {"data__mean": mean, "data__std": std}
+    return recipe.replace(**preset) if preset else recipe
 
 
 def _read_stored(source: str) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torchvision
@@ -13,8 +12,9 @@ from torchvision.models.resnet import BasicBlock
 
 from trainer.recipe.image_sizes import ImageSize, sides, square
 
-# A builder is called with num_classes, channels and image_size, which is an int or (height, width).
-Builder = Callable[[int, int, Any], nn.Module]
+# A builder is called with num_classes, channels and image_size, which is an int or (height, width),
+# and with the arguments in `model.args`.
+Builder = Callable[..., nn.Module]
 
 
 def mlp(

@@ -3,13 +3,15 @@
 timm is an optional dependency. It is imported only if a recipe names one of its models.
 """
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from trainer.errors import RecipeError, SetupError, load_extra, read_text
+from trainer.models.builder_arguments import check_class_arguments
 from trainer.recipe import ModelRecipe
 from trainer.recipe.image_sizes import ImageSize
 from trainer.recipe.known_names import TIMM
@@ -25,13 +27,16 @@ def create(
     """Build a timm model, with published weights if the recipe and `starting` ask for them.
 
     Raises:
-        RecipeError: timm is not installed, or has no such model or weights.
+        RecipeError: timm is not installed, or has no such model or weights, or an argument in
+            `args` is wrong.
         SetupError: The weights cannot be downloaded.
         AssertionError: The model cannot be built for images of that size.
     """
     timm, name = _find_model(recipe)
     is_pretrained = starting and recipe.weights is not None
     options = {"num_classes": num_classes, "in_chans": channels, "pretrained": is_pretrained}
+    if recipe.args:
+        options |= _check_arguments(recipe, partial(timm.create_model, name), is_pretrained)
     try:
         try:
             model: nn.Module = timm.create_model(name, **options, img_size=image_size)
@@ -55,16 +60,29 @@ def create(
         ) from None
 
 
+def _check_arguments(
+    recipe: ModelRecipe, build: Callable[..., nn.Module], is_pretrained: bool
+) -> dict[str, Any]:
+    for name, value in recipe.args.items():
+        if value is None:
+            raise RecipeError(
+                f"model.args.{name}=null: timm ignores an argument that is null; leave it out"
+            )
+    return check_class_arguments(recipe, build, {}, is_pretrained)
+
+
 def bare(
-    name: str,
+    recipe: ModelRecipe,
     num_classes: int,
     channels: int,
     image_size: ImageSize,
 ) -> str:
     """Format the call that builds the same model with timm alone."""
-    timm_name = name.removeprefix(TIMM)
-    size = f", img_size={image_size}" if _has_size_argument(name) else ""
-    return f"timm.create_model('{timm_name}', num_classes={num_classes}, in_chans={channels}{size})"
+    timm_name = recipe.name.removeprefix(TIMM)
+    rest = f", img_size={image_size}" if _has_size_argument(recipe.name) else ""
+    for name, value in recipe.args.items():
+        rest += f", {name}={value!r}"
+    return f"timm.create_model('{timm_name}', num_classes={num_classes}, in_chans={channels}{rest})"
 
 
 def read_preset(model: ModelRecipe) -> tuple[Any, Any, Any]:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from pickle import UnpicklingError
@@ -13,6 +14,7 @@ import torchvision
 from torch import Tensor, nn
 
 from trainer.errors import RecipeError, SetupError, is_out_of_memory, read_text
+from trainer.models.builder_arguments import check_class_arguments
 from trainer.recipe import ModelRecipe
 from trainer.recipe.image_sizes import ImageSize, sides, square
 from trainer.recipe.known_names import AUXILIARY
@@ -41,8 +43,8 @@ def create(
     """Build a torchvision model, with published weights if the recipe and `starting` ask for them.
 
     Raises:
-        RecipeError: The weights are not published, or the images do not have the 3 channels that a
-            model with built-in input normalization needs.
+        RecipeError: The weights are not published, an argument in `args` is wrong, or the images do
+            not have the 3 channels that a model with built-in input normalization needs.
         SetupError: The weights cannot be downloaded or read.
         AssertionError: The model cannot be built for images of that size.
     """
@@ -55,12 +57,20 @@ def create(
         )
     builder = torchvision.models.get_model_builder(recipe.name)
     options = _builder_options(recipe, image_size)
-    if recipe.weights is None or recipe.init_from is not None or not starting:
+    is_pretrained = recipe.weights is not None and recipe.init_from is None and starting
+    arguments: dict[str, Any] = {}
+    if recipe.args:
+        fixed = dict(options)
+        # The models of a check need no weights.
+        if recipe.name in AUXILIARY:
+            fixed["init_weights"] = False
+        arguments = check_class_arguments(recipe, partial(builder, **fixed), fixed, is_pretrained)
+    if not is_pretrained:
         # torchvision warns about slow initialization if this option is not set.
         if recipe.name in AUXILIARY:
             options["init_weights"] = True
         try:
-            model: nn.Module = builder(num_classes=num_classes, **options)
+            model: nn.Module = builder(num_classes=num_classes, **options, **arguments)
         except ValueError as error:
             # MaxViT divides the image into windows, which is not possible for every size.
             raise AssertionError(str(error)) from None
@@ -70,7 +80,7 @@ def create(
     # Published files contain the auxiliary heads, so the model must be built with them.
     if recipe.name in AUXILIARY:
         options = {}
-    model = _fetch_model(builder, weights, options, recipe.weights)
+    model = _fetch_model(builder, weights, options | arguments, recipe.weights)
     if recipe.name == "inception_v3":
         inception: Any = model
         inception.aux_logits = False
@@ -239,11 +249,11 @@ def _builder_options(
 
 def bare(recipe: ModelRecipe, num_classes: int, image_size: ImageSize) -> str:
     """Format the call that builds the same model with torchvision alone."""
-    options = {"num_classes": num_classes, **_builder_options(recipe, image_size)}
+    options = {"num_classes": num_classes, **_builder_options(recipe, image_size), **recipe.args}
     # The weights are loaded afterwards, so initializing them would waste time.
     if recipe.name in AUXILIARY:
         options["init_weights"] = False
-    arguments = ", ".join(f"{key}={value}" for key, value in options.items())
+    arguments = ", ".join(f"{key}={value!r}" for key, value in options.items())
     return f"torchvision.models.{recipe.name}({arguments})"
 
 

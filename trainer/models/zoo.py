@@ -14,6 +14,7 @@ from trainer import recipe as recipes
 from trainer.errors import CheckpointError, RecipeError
 from trainer.models import timm_zoo, torchvision_zoo
 from trainer.models.blocks import find_head, freeze
+from trainer.models.builder_arguments import check_builder_arguments
 from trainer.models.shapes import copy_to_meta
 from trainer.models.small import SMALL, Builder
 from trainer.models.undisturbed import restore_after
@@ -42,7 +43,8 @@ def register_model(name: str) -> Callable[[Builder], Builder]:
     """Register a function that builds a model under `name`, for use as `model.name`.
 
     The decorated function is called as `function(num_classes, channels, image_size)` and returns
-    the model. `image_size` is an int, or (height, width) if `data.image_size` is not square.
+    the model. `image_size` is an int, or (height, width) if `data.image_size` is not square. If the
+    function has more arguments, the recipe sets them with `model.args`.
 
     Put the function in a module and name the module on the command line:
     `plugin=my_module model.name=my_net`.
@@ -87,9 +89,9 @@ def build(
         classes: Class names to match the outputs of `init_from` with. Empty if unknown.
 
     Raises:
-        RecipeError: The name or the weights are unknown, the data has more classes than the recipe
-            allows, the model cannot read such images, its output has another shape, it keeps state
-            that no checkpoint contains, or `freeze` does not fit it.
+        RecipeError: The name, the weights or an argument in `args` are unknown, the data has more
+            classes than the recipe allows, the model cannot read such images, its output has
+            another shape, it keeps state that no checkpoint contains, or `freeze` does not fit it.
         SetupError: Published weights cannot be downloaded.
         CheckpointError: The weights of `init_from` do not fit.
     """
@@ -100,7 +102,8 @@ def build(
         )
     num_classes = recipe.num_classes or num_classes
     if starting:
-        recipe = recipe.model_copy(update={"weights": resolve_weights(recipe)})
+        update = {"weights": resolve_weights(recipe), "args": resolve_arguments(recipe)}
+        recipe = recipe.model_copy(update=update)
     if recipe.name in builders and recipe.weights is not None:
         raise RecipeError(
             f"model.weights={recipe.weights}: {recipe.name} has no published weights; type "
@@ -195,8 +198,12 @@ def _build_unchecked(
     starting: bool,
 ) -> nn.Module:
     if recipe.name in builders:
+        builder = builders[recipe.name]
+        arguments = {}
+        if recipe.args:
+            arguments = check_builder_arguments(recipe, builder)
         try:
-            return builders[recipe.name](num_classes, channels, image_size)
+            return builder(num_classes, channels, image_size, **arguments)
         except TypeError as error:
             if isinstance(image_size, int):
                 raise
@@ -232,7 +239,7 @@ def format_bare_call(
     if recipe.name in builders:
         return None
     if recipe.name.startswith(TIMM):
-        return timm_zoo.bare(recipe.name, num_classes, channels, image_size)
+        return timm_zoo.bare(recipe, num_classes, channels, image_size)
     if channels == 3:
         return torchvision_zoo.bare(recipe, num_classes, image_size)
     return None
@@ -268,6 +275,27 @@ def resolve_weights(recipe: ModelRecipe) -> str | None:
             return None
         return str(torchvision_zoo.find_published(published).name)
     return recipe.weights
+
+
+def resolve_arguments(recipe: ModelRecipe) -> dict[str, Any]:
+    """Return the arguments that determine how a model is built.
+
+    These are the recipe's own, and those of the model in `init_from` that the recipe does not set,
+    if it has the same name.
+    """
+    if recipe.init_from is None:
+        return recipe.args
+    stored: Mapping[str, Any] = {}
+    # A damaged file is ignored here, because loading the weights reports it.
+    with suppress(CheckpointError, RecipeError):
+        path = find_run(recipe.init_from)
+        stored = _read_model_section(read_metadata(path))
+        # A checkpoint has no metadata until its run has written the first weights file.
+        if not stored and path.is_dir():
+            stored = recipes.load(str(path.absolute().parents[1])).to_dict()["model"]
+    if stored.get("name") != recipe.name:
+        return recipe.args
+    return {**stored.get("args", {}), **recipe.args}
 
 
 def count_shared_classes(

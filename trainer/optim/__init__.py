@@ -2,3 +2,7 @@
 
 Imports: errors, recipe, models.
 """
+
+from trainer.optim.classes import register_optimizer, register_schedule
+
+__all__ = ["register_optimizer", "register_schedule"]

@@ -18,7 +18,7 @@ MIN_NORM = 1e-7
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon for weight matrices and AdamW for all other parameters, at one learning rate.
+    """Muon for weight matrices and AdamW for all other parameters.
 
     The updates are those of `torch.optim.Muon` and `torch.optim.AdamW`. The weight of a convolution
     is viewed as a matrix with a row for each output channel (Jordan et al., "Muon: An optimizer for
@@ -45,6 +45,7 @@ class MuonAdamW(torch.optim.Optimizer):
         lr: float,
         momentum: float,
         nesterov: bool,
+        adamw_lr: float | None = None,
         **adamw_options: Any,
     ) -> None:
         """Split `groups`, in the format of torch's optimizers, between Muon and AdamW.
@@ -52,11 +53,16 @@ class MuonAdamW(torch.optim.Optimizer):
         Args:
             groups: parameter groups.
             matrices: parameters for Muon; AdamW trains the others.
-            lr: learning rate of both.
+            lr: learning rate of both, or of Muon if `adamw_lr` is a number.
             momentum: momentum of Muon, 0 to 1.
             nesterov: whether Muon uses Nesterov momentum.
+            adamw_lr: learning rate of AdamW. Its ratio to `lr` becomes a factor of the `rate` of
+                AdamW's groups, so that a schedule changes both in proportion.
             **adamw_options: further arguments of AdamW.
         """
+        ratio = 1.0
+        if adamw_lr is not None:
+            ratio = adamw_lr / lr
         muon_groups = []
         other_groups = []
         for group in groups:
@@ -67,7 +73,8 @@ class MuonAdamW(torch.optim.Optimizer):
                 else:
                     other_parameters.append(p)
             if other_parameters:
-                other_groups.append(group | {"params": other_parameters})
+                rate = group["rate"] * ratio
+                other_groups.append(group | {"params": other_parameters, "rate": rate})
         self.adamw: AdamW | None = None
         adamw_groups = []
         if other_groups:

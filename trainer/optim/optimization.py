@@ -4,6 +4,7 @@ The training loop calls `build_learning_rate` and `MovingAverage`, and `training
 `Updater`.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -64,7 +65,13 @@ def build_learning_rate(recipe: Recipe, steps_per_epoch: int, total: int) -> Cal
         start, stop = next(cycle for cycle in cycles if step >= cycle[0])
         fraction = min(1.0, (step - start) / (stop - start))
         epochs = (step - warmup) // steps_per_epoch
-        return lr_after_warmup(fraction, epochs, peak_lr, schedule)
+        lr = float(lr_after_warmup(fraction, epochs, peak_lr, schedule))
+        if not 0 <= lr < math.inf:
+            raise RecipeError(
+                f"schedule.name={schedule.name} returns the learning rate {lr} for step {step}: it "
+                "must be 0 or more, and finite"
+            )
+        return lr
 
     return compute_lr
 

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.optim.muon import MuonAdamW, round_to_float32
+from trainer.optim.classes import create_optimizer, fill_state
+from trainer.optim.muon import round_to_float32
 from trainer.optim.trainable import Roles
+from trainer.optim.verification import find_traits
 from trainer.recipe import OptimizerRecipe
-from trainer.recipe.optimizer_table import OPTIMIZERS
 
-# Optimizer classes by the `class_name` of a row of `OPTIMIZERS`: those of torch, and MuonAdamW.
-CLASSES: dict[str, Any] = {**vars(torch.optim), "MuonAdamW": MuonAdamW}
 NO_ROLES = Roles()
 OptimizerState = Mapping[Tensor, dict[str, Any]]
 NO_STATE: OptimizerState = {}
@@ -116,49 +115,24 @@ def build_optimizer(
         state: state of an earlier optimizer. A parameter with an empty state starts with zeros. A
             frozen parameter that is not in `state` does not get a state.
     """
-    row = OPTIMIZERS[recipe.name]
-    options: dict[str, Any] = {key: getattr(recipe, key) for key in row.keys}
+    row = find_traits(recipe)
+    options: dict[str, Any] = {}
     if row.fused:
         options["fused"] = True
+    # Without this option, torch's classes read the number of steps from a GPU in every step.
+    if row.capturable and any(p.is_cuda for p in parameters.values()):
+        options["capturable"] = True
     matrices = set()
     if row.matrix_state:
         matrices = {parameters[name] for name in roles.matrices if name in parameters}
         options["matrices"] = matrices
     groups = build_parameter_groups(parameters, recipe, roles, state)
-    optimizer: torch.optim.Optimizer = CLASSES[row.class_name](groups, lr=recipe.lr, **options)
+    optimizer = create_optimizer(recipe, groups, **options)
+    optimizer.state |= state
+    fill_state(optimizer, row, recipe.momentum, matrices)
     if not row.fused:
         undo_failed_steps(optimizer)
-    optimizer.state |= state
-    state_names = row.state
-    if recipe.momentum > 0:
-        state_names += row.momentum_state
-    for group in groups:
-        for p in group["params"]:
-            if p in matrices:
-                _fill_state(optimizer.state, p, row.matrix_state)
-            else:
-                _fill_state(optimizer.state, p, state_names)
     return optimizer
-
-
-def _fill_state(
-    state: dict[Tensor, dict[str, Any]],
-    p: nn.Parameter,
-    names: tuple[str, ...],
-) -> None:
-    """Add the tensors that the first step would create for `p`, unless `state` has them.
-
-    Without these tensors, the momentum would stay uninitialized if the first step of fused SGD were
-    skipped because a gradient is not finite.
-    """
-    zeros = {}
-    for name in names:
-        if name == "step":
-            zeros[name] = torch.zeros((), dtype=torch.float32, device=p.device)
-        else:
-            zeros[name] = torch.zeros_like(p)
-    if zeros:
-        state[p] = zeros | state[p]
 
 
 def undo_failed_steps(optimizer: torch.optim.Optimizer) -> None:
@@ -166,29 +140,45 @@ def undo_failed_steps(optimizer: torch.optim.Optimizer) -> None:
 
     Each step runs. If the flag is set, the changes are then undone on the device, so the host does
     not wait for the flag. A step therefore needs memory for a second copy of weights and state.
+
+    A step that counts on the host cannot be undone there without waiting for a GPU. In fp16,
+    GradScaler then waits for the flag, and calls `step` only if it is not set. In other precisions
+    the flag ends the run, so that its counters no longer matter.
     """
-    copies = []
+    copies: list[tuple[Tensor, Tensor]] = []
+    flags: dict[str, Any] = {}
+    is_on_host = False
+    for p, state in optimizer.state.items():
+        for tensor in state.values():
+            is_on_host = is_on_host or tensor.device != p.device
 
     def copy(*_: object) -> None:
+        # Some classes refuse to step while they have these attributes.
+        for name in ("found_inf", "grad_scale"):
+            if name in vars(optimizer):
+                flags[name] = vars(optimizer).pop(name)
+        if flags.get("found_inf") is None:
+            return
         for group in optimizer.param_groups:
             for p in group["params"]:
                 state = optimizer.state.get(p, {})
                 for tensor in (p.detach(), *state.values()):
-                    copies.append((tensor, tensor.clone()))
+                    if tensor.device == p.device:
+                        copies.append((tensor, tensor.clone()))
 
     def restore(*_: object) -> None:
-        flag = getattr(optimizer, "found_inf", None)
-        if flag is not None:
-            for tensor, before in copies:
-                is_bad = flag.to(tensor.device, non_blocking=True) > 0
-                # Unlike `copy_`, this writes nothing if the flag is not set. Under Hogwild, writing
-                # would lose updates by other workers.
-                tensor.masked_scatter_(is_bad, before)
+        for tensor, before in copies:
+            is_bad = flags["found_inf"].to(tensor.device, non_blocking=True) > 0
+            # Unlike `copy_`, this writes nothing if the flag is not set. Under Hogwild, writing
+            # would lose updates by other workers.
+            tensor.masked_scatter_(is_bad, before)
         copies.clear()
+        vars(optimizer).update(flags)
+        flags.clear()
 
-    # With this attribute, GradScaler sets `found_inf`. Without it, GradScaler would read the flag,
-    # and the host would wait for the device.
-    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    # With this attribute, GradScaler sets `found_inf`. Without it, GradScaler reads the flag, and
+    # the host waits for the device.
+    optimizer._step_supports_amp_scaling = not is_on_host  # type: ignore[attr-defined]
     optimizer.register_step_pre_hook(copy)
     optimizer.register_step_post_hook(restore)
 

@@ -17,7 +17,9 @@ from trainer.models.blocks import (
     list_frozen,
     list_frozen_norms,
 )
+from trainer.optim.verification import find_traits
 from trainer.recipe import Recipe
+from trainer.recipe.checks import check_optimizer, check_rows
 from trainer.recipe.optimizer_table import MATRIX_OPTIMIZERS
 
 
@@ -39,8 +41,11 @@ def find_roles(model: nn.Module, recipe: Recipe) -> Roles:
     """Determine the roles of a whole model's parameters.
 
     Raises:
-        RecipeError: the optimizer trains weight matrices, and the model has none that train.
+        RecipeError: the mode does not support the optimizer, or the optimizer trains weight
+            matrices and the model has none that train.
     """
+    check_rows(recipe)
+    check_optimizer(recipe, find_traits(recipe.optimizer))
     decay = recipe.optimizer.layer_decay
     rates: dict[str, float] = {}
     if decay is not None:
@@ -150,8 +155,11 @@ def describe_training(
         names = list_hidden_matrices(model, recipe)
         matrices = [parameters[name] for name in names if parameters[name].requires_grad]
         size = sum(p.numel() for p in matrices)
+        adamw_lr = "the same lr"
+        if optimizer.adamw_lr is not None:
+            adamw_lr = f"lr {recipe.peak_lr * optimizer.adamw_lr / optimizer.lr:g}"
         lines[optimizer.name] = (
-            f"{len(matrices)} hidden layers, {size:,} parameters; AdamW has the others, at the "
-            "same lr"
+            f"{len(matrices)} hidden layers, {size:,} parameters; AdamW has the others, at "
+            f"{adamw_lr}"
         )
     return lines

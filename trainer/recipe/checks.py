@@ -5,14 +5,21 @@ The checks run before anything heavy is imported. Their messages name a command 
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe import IN_TURN, MEASURED, STREAMS, Recipe, flatten, format_neighbors
-from trainer.recipe.known_names import DATASETS, TASKS, check_model_name
-from trainer.recipe.optimizer_table import MATRIX_OPTIMIZERS, OPTIMIZERS
+from trainer.recipe.known_names import DATASETS, TASKS, TIMM, check_model_name
+from trainer.recipe.mode_table import WHOLE_MATRICES
+from trainer.recipe.optimizer_table import (
+    MATRIX_OPTIMIZERS,
+    OPTIMIZERS,
+    REFUSED,
+    OptimizerTraits,
+)
 from trainer.recipe.recipe_files import format_argument
+from trainer.recipe.schedule_table import LR_SCHEDULES
 from trainer.recipe.shares import check_shares, count_rows, fixed_shares
 from trainer.recipe.text import find_nearest
 from trainer.versions import SINCE, read_version, torch_has
@@ -207,6 +214,9 @@ def check_options(recipe: Recipe) -> None:
             f"recompute=auto is not for mode={recipe.mode}, whose cuts are measured with it or "
             "without: use recompute=true, or recompute=false"
         )
+    row = OPTIMIZERS.get(recipe.optimizer.name)
+    if row is not None:
+        check_optimizer(recipe, row)
     distill = recipe.distill
     has_distill_keys = distill.weight is not None or distill.temperature is not None
     if distill.teacher is None and has_distill_keys:
@@ -231,6 +241,25 @@ def check_options(recipe: Recipe) -> None:
             f"compile=true is not for pipeline.schedule={schedule}, which computes the gradients "
             "of inputs and weights apart, and a compiled backward pass is one piece: use "
             "pipeline.schedule=1f1b or interleaved1f1b"
+        )
+
+
+def check_optimizer(recipe: Recipe, row: OptimizerTraits) -> None:
+    """Check that the mode supports the recipe's optimizer, whose properties are in `row`.
+
+    Raises:
+        RecipeError: the mode does not.
+    """
+    if (row.whole or row.joint) and recipe.traits.exchanges == "shards":
+        raise RecipeError(
+            f"optimizer.name={recipe.optimizer.name} is not for mode={recipe.mode}: "
+            f"{WHOLE_MATRICES}"
+        )
+    if row.joint and recipe.traits.staged and recipe.processes != "one":
+        raise RecipeError(
+            f"optimizer.name={recipe.optimizer.name} is not for mode={recipe.mode} in several "
+            "processes: the step of a weight depends on weights of other stages; use "
+            "pipeline.schedule=streams, or mode=ddp"
         )
 
 
@@ -475,27 +504,47 @@ def _join_choices(choices: list[int]) -> str:
 
 
 def check_names(recipe: Recipe) -> None:
-    """Check the names of the model, the data set and the task.
+    """Check the names of model, data set, task, optimizer and schedule.
 
     Raises:
         RecipeError: a name is unknown. The message suggests the closest known name.
     """
     check_model_name(recipe.model.name)
-    for key, name, what, known_names in (
-        ("data.name", recipe.data.name, "a data set", DATASETS),
-        ("task.name", recipe.task.name, "a task", TASKS),
-    ):
-        if name not in known_names:
-            guess = find_nearest(name, known_names)
-            hint = ""
-            if os.path.isdir(os.path.expanduser(name)):
-                hint = f"for photos in a folder type data.name=imagefolder data.root={name}; "
-            elif guess:
-                hint = f"did you mean {key}={guess}? "
-            listed = ", ".join(known_names)
-            raise RecipeError(
-                f"{key}={name} is not {what}; {hint}known: {listed} (your own: plugin=my_module)"
-            )
+    check_name("data.name", recipe.data.name, "a data set", DATASETS)
+    check_name("task.name", recipe.task.name, "a task", TASKS)
+    check_rows(recipe)
+
+
+def check_rows(recipe: Recipe) -> None:
+    """Check the names of the optimizer and the schedule.
+
+    Raises:
+        RecipeError: a name is unknown, or the run cannot use the optimizer.
+    """
+    name = recipe.optimizer.name
+    reason = REFUSED.get(name)
+    if reason is not None:
+        raise RecipeError(f"optimizer.name={name} cannot train here: {reason}")
+    check_name("optimizer.name", name, "an optimizer", OPTIMIZERS)
+    if name.startswith(TIMM) and find_spec("timm") is None:
+        raise RecipeError(f"optimizer.name={name} needs timm: pip install timm")
+    check_name("schedule.name", recipe.schedule.name, "a schedule", LR_SCHEDULES)
+
+
+def check_name(key: str, name: str, what: str, known_names: Collection[str]) -> None:
+    """Raise RecipeError if `name`, the value of `key`, is not one of `known_names`."""
+    if name in known_names:
+        return
+    guess = find_nearest(name, known_names)
+    hint = ""
+    if key == "data.name" and os.path.isdir(os.path.expanduser(name)):
+        hint = f"for photos in a folder type data.name=imagefolder data.root={name}; "
+    elif guess:
+        hint = f"did you mean {key}={guess}? "
+    listed = ", ".join(known_names)
+    raise RecipeError(
+        f"{key}={name} is not {what}; {hint}known: {listed} (your own: plugin=my_module)"
+    )
 
 
 def check_loggers(recipe: Recipe) -> None:

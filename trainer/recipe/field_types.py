@@ -1,5 +1,6 @@
 """Types of the values of recipe keys, with messages for invalid values."""
 
+import math
 import re
 from typing import Annotated, Any, Literal
 
@@ -179,6 +180,30 @@ def _shares(value: Any) -> Any:
     return numbers
 
 
+def _arguments(value: Any) -> Any:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError("must be arguments by name, as in {width: 2}")
+    for name, argument in value.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"'{format_value(name)}' is not the name of an argument")
+        _check_argument(name, argument)
+    return value
+
+
+def _check_argument(name: str, value: Any) -> None:
+    if isinstance(value, list):
+        for item in value:
+            _check_argument(name, item)
+    elif not isinstance(value, bool | int | float | str | None):
+        raise ValueError(
+            f"{name}={format_value(value)} must be a number, text, true, false, null, or a list"
+        )
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name}={value} must be a finite number")
+
+
 def _columns(value: Any) -> Any:
     names = _names(value)
     if not names:
@@ -230,4 +255,5 @@ Restart = Annotated[
     bool | Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)],
     BeforeValidator(_restart),
 ]
+Arguments = Annotated[dict[str, Any], BeforeValidator(_arguments)]
 Freeze = Annotated[_Blocks | _OneName | Names | None, BeforeValidator(_freeze)]

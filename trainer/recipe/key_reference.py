@@ -74,6 +74,9 @@ def _example(name: str, examples: Sequence[Any]) -> str:
     for example in (defaults()[name], *examples):
         if isinstance(example, list):
             values.append(format_value(example))
+        elif isinstance(example, dict) and example:
+            (argument, argument_value), *_ = example.items()
+            return f"{name}.{argument}={format_yaml(argument_value)}"
         else:
             values.append(format_yaml(example))
     default, *others = values

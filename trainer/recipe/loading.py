@@ -26,7 +26,7 @@ from trainer.recipe.recipe_files import (
 from trainer.recipe.reflection import check_read, compare_recipes, defaults, find_idle, find_unread
 from trainer.recipe.removed import refuse_removed, replace_removed
 from trainer.recipe.schema import EXTENDS, NAMELESS, Recipe, validated
-from trainer.recipe.text import flatten, format_value, not_utf8, one_line
+from trainer.recipe.text import ARGUMENT_KEYS, flatten, format_value, not_utf8, one_line
 
 # Origin of the keys that the user typed on the command line or passed as keywords.
 YOURS = "your words"
@@ -195,11 +195,13 @@ def _merged(below: Mapping[Any, Any], above: Mapping[Any, Any], prefix: str = ""
         key = f"{prefix}{name}"
         is_section = isinstance(value, Mapping)
         was_section = isinstance(under, Mapping)
+        # Arguments are a section that null replaces.
+        is_free = under is None or key in ARGUMENT_KEYS
         if is_section and was_section:
             tree[name] = _merged(tree[name], value, f"{key}.")
         # If only one of the two is a section, the one with the wrong type is kept, so that the
         # check of the merged recipe reports it.
-        elif under is None or is_section == was_section or is_section == (key in defaults()):
+        elif is_free or is_section == was_section or is_section == (key in defaults()):
             tree[name] = value
     return tree
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from trainer.errors import RecipeError
 from trainer.recipe.mode_table import MODES, TRAITS
-from trainer.recipe.schema import Recipe, key_fields, readers
+from trainer.recipe.schema import TABLES, Recipe, is_read, key_fields, readers
 from trainer.recipe.text import flatten, format_yaml
 
 # Rows (keys, other key, values): the keys have no effect in training if the other key has one of
@@ -132,8 +132,7 @@ def find_unread(values: Mapping[str, Any], keys: Iterable[str]) -> Iterator[tupl
     """
     for key in keys:
         chooser = f"{key.partition('.')[0]}.name"
-        names = readers(key)
-        if names and values[chooser] not in names:
+        if readers(key) and not is_read(key, values[chooser]):
             yield key, chooser
 
 
@@ -176,9 +175,15 @@ def check_read(recipe: Recipe, keys: Iterable[str]) -> None:
                     "leave it out"
                 )
     for key, chooser in find_unread(values, set_keys):
+        section, _, field = key.partition(".")
+        hint = f"leave it out, or type {chooser}={' or '.join(readers(key))}"
+        row = TABLES[section].get(values[chooser])
+        # The class of such an optimizer may have an argument of this name.
+        if section == "optimizer" and (row is None or not row.keys):
+            hint += f"; its class may accept optimizer.args.{field}="
         raise RecipeError(
             f"{key}={format_yaml(values[key])} does nothing with {chooser}={values[chooser]}: "
-            f"leave it out, or type {chooser}={' or '.join(readers(key))}"
+            f"{hint}"
         )
 
 

@@ -11,8 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trainer.recipe.known_names import Registry
+
 if TYPE_CHECKING:
     from trainer.recipe.schema import ScheduleRecipe
+
+Formula = Callable[[float, int, float, "ScheduleRecipe"], float]
 
 
 @dataclass(frozen=True)
@@ -26,10 +30,17 @@ class ScheduleTraits:
             section `schedule`.
         keys: keys of the section `schedule` that this schedule reads but some other schedules do
             not. If `restart` is among them, the schedule can restart at the highest learning rate.
+        waits: True if the rate also falls when the task's metric has not improved for more than
+            `schedule.patience` epochs, see `trainer.training.stopping.lower_rate`.
     """
 
-    formula: Callable[[float, int, float, ScheduleRecipe], float]
+    formula: Formula
     keys: tuple[str, ...] = ()
+    waits: bool = False
+
+
+def _constant(fraction: float, epochs: int, peak_lr: float, schedule: ScheduleRecipe) -> float:
+    return peak_lr
 
 
 def _cosine(fraction: float, epochs: int, peak_lr: float, schedule: ScheduleRecipe) -> float:
@@ -43,8 +54,26 @@ def _step(fraction: float, epochs: int, peak_lr: float, schedule: ScheduleRecipe
     return peak_lr * float(schedule.gamma ** (epochs // schedule.step_epochs))
 
 
-LR_SCHEDULES = {
-    "constant": ScheduleTraits(lambda fraction, epochs, peak_lr, schedule: peak_lr),
-    "cosine": ScheduleTraits(_cosine, keys=("min_lr", "restart")),
-    "step": ScheduleTraits(_step, keys=("step_epochs", "gamma")),
-}
+def _exponential(fraction: float, epochs: int, peak_lr: float, schedule: ScheduleRecipe) -> float:
+    """Multiply by `gamma` every epoch."""
+    return peak_lr * float(schedule.gamma**epochs)
+
+
+def _polynomial(fraction: float, epochs: int, peak_lr: float, schedule: ScheduleRecipe) -> float:
+    """Decay to `min_lr` along a power of the remaining fraction, as torch's `PolynomialLR`."""
+    return schedule.min_lr + (peak_lr - schedule.min_lr) * float((1 - fraction) ** schedule.power)
+
+
+LR_SCHEDULES = Registry[ScheduleTraits](
+    "register_schedule",
+    {
+        "constant": ScheduleTraits(_constant),
+        "cosine": ScheduleTraits(_cosine, keys=("min_lr", "restart")),
+        "step": ScheduleTraits(_step, keys=("step_epochs", "gamma")),
+        "exponential": ScheduleTraits(_exponential, keys=("gamma",)),
+        "polynomial": ScheduleTraits(_polynomial, keys=("min_lr", "restart", "power")),
+        "plateau": ScheduleTraits(_constant, keys=("min_lr", "gamma", "patience"), waits=True),
+    },
+)
+# Keys that the schedules of users read. Their names are not known before their module is imported.
+OWN_KEYS = ("min_lr", "step_epochs", "gamma", "power")

@@ -14,6 +14,7 @@ from trainer.recipe.explaining import explain_invalid
 from trainer.recipe.field_types import (
     MOST_CHANNELS,
     Amount,
+    Arguments,
     Cache,
     Check,
     Columns,
@@ -37,7 +38,7 @@ from trainer.recipe.field_types import (
 from trainer.recipe.known_names import AUXILIARY, TASKS
 from trainer.recipe.mode_table import TRAITS, Mode, Processes, Traits
 from trainer.recipe.optimizer_table import OPTIMIZERS, OptimizerTraits
-from trainer.recipe.schedule_table import LR_SCHEDULES, ScheduleTraits
+from trainer.recipe.schedule_table import LR_SCHEDULES, OWN_KEYS, ScheduleTraits
 from trainer.recipe.text import (
     explain_unstorable,
     flatten,
@@ -93,6 +94,17 @@ def readers(key: str) -> list[str]:
     return [name for name, row in rows.items() if field in row.keys]
 
 
+def is_read(key: str, name: str) -> bool:
+    """Return whether the optimizer or schedule `name` reads a key that only some of them read."""
+    section, _, field = key.partition(".")
+    row = TABLES[section].get(name)
+    if row is not None:
+        return field in row.keys
+    # The user's own ones are not known before their module is imported. An optimizer of this kind
+    # reads its arguments from `optimizer.args`.
+    return section == "schedule" and field in OWN_KEYS
+
+
 def listed(key: str) -> str:
     """Format the names of the optimizers or schedules that read a key, for the key's comment."""
     return ", ".join(readers(key))
@@ -145,6 +157,9 @@ class ModelRecipe(_Section):
     )
     freeze: Freeze = key(
         None, "number of first blocks to freeze (-1: all but the last), or names, as in [conv1]", 3
+    )
+    args: Arguments = key(
+        {}, "more arguments of the function that builds the model", {"drop_path_rate": 0.1}
     )
 
     @model_validator(mode="before")
@@ -283,8 +298,10 @@ class OptimizerRecipe(_Section):
     """How gradients change weights."""
 
     # mypy cannot read the names from the table, so the error is ignored.
-    name: Literal[*OPTIMIZERS] = key(  # type: ignore[valid-type]
-        "sgd", "sgd has momentum, adam betas and eps; adamw suits transformers", "adamw"
+    name: Literal[*OPTIMIZERS] | str = key(  # type: ignore[valid-type]
+        "sgd",
+        "adamw suits transformers; timm:NAME needs timm; or one that a plugin registers",
+        "adamw",
     )
     lr: float = key(0.1, "highest learning rate, for the whole batch_size", 0.05, gt=0)
     lr_per: Positive | None = key(
@@ -295,9 +312,13 @@ class OptimizerRecipe(_Section):
     layer_decay: float | None = key(
         None, "a block's learning rate as a share of the next block's; null: 1", 0.75, gt=0, le=1
     )
-    momentum: Decay = key(
-        0.9, f"{listed('optimizer.momentum')}: the share of the last step that goes into the next"
+    adamw_lr: float | None = key(
+        None,
+        f"{listed('optimizer.adamw_lr')}: highest learning rate of what AdamW trains; null: lr",
+        0.001,
+        gt=0,
     )
+    momentum: Decay = key(0.9, f"{listed('optimizer.momentum')}: share of the last step")
     nesterov: bool = key(False, f"{listed('optimizer.nesterov')}: Nesterov's form of momentum")
     weight_decay: Amount = key(
         0.0,
@@ -314,14 +335,16 @@ class OptimizerRecipe(_Section):
         max_length=2,
     )
     eps: float = key(1e-8, f"{listed('optimizer.eps')}: added to the divisor", gt=0)
+    args: Arguments = key({}, "more arguments of the optimizer's class", {"amsgrad": True})
 
 
 class ScheduleRecipe(_Section):
     """How the learning rate changes over the run."""
 
     # mypy cannot read the names from the table, so the error is ignored.
-    name: Literal[*LR_SCHEDULES] = key(  # type: ignore[valid-type]
-        "cosine", "how the learning rate changes after the warm-up"
+    name: Literal[*LR_SCHEDULES] | str = key(  # type: ignore[valid-type]
+        "cosine",
+        "how the learning rate changes after the warm-up; or one that a plugin registers",
     )
     warmup_epochs: Amount = key(
         0.0, "epochs over which the rate rises to optimizer.lr; fractions work too", 0.5
@@ -338,7 +361,22 @@ class ScheduleRecipe(_Section):
         30, f"{listed('schedule.step_epochs')}: epochs between changes, counted after the warm-up"
     )
     gamma: float = key(
-        0.1, f"{listed('schedule.gamma')}: factor of the learning rate at each change", gt=0, le=1
+        0.1,
+        f"{listed('schedule.gamma')}: factor of the learning rate at each change; exponential: "
+        "each epoch",
+        gt=0,
+        le=1,
+    )
+    power: float = key(
+        1.0,
+        f"{listed('schedule.power')}: exponent of the share of the steps that are left",
+        0.9,
+        gt=0,
+    )
+    patience: Positive = key(
+        10,
+        f"{listed('schedule.patience')}: epochs without a better metric before the rate changes",
+        3,
     )
 
     @property
@@ -742,12 +780,20 @@ def validated(plain: Any, name: str, origins: Mapping[str, str] | None = None) -
 def _check_texts(recipe: Recipe, name: str) -> None:
     """Refuse strings that cannot be stored in the files of a run and read back."""
     for key, value in flatten(recipe.to_dict()).items():
-        texts = [value]
-        if isinstance(value, list):
-            texts = value
-        for text in texts:
-            if isinstance(text, str) and (fault := explain_unstorable(text)):
+        for text in _list_texts(value):
+            if fault := explain_unstorable(text):
                 raise RecipeError(f"{name}: {key}={format_value(text)}: {fault}")
+
+
+def _list_texts(value: Any) -> Iterator[str]:
+    """Yield all strings in a value of a key."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _list_texts([*value.values()])
+    elif isinstance(value, list):
+        for item in value:
+            yield from _list_texts(item)
 
 
 def _check_together(recipe: Recipe, name: str) -> None:
@@ -759,7 +805,7 @@ def _check_together(recipe: Recipe, name: str) -> None:
             f"accumulate={recipe.pieces} equal parts; try batch_size={sizes}"
         )
     optimizer = recipe.optimizer
-    has_nesterov = optimizer.nesterov and optimizer.name in readers("optimizer.nesterov")
+    has_nesterov = optimizer.nesterov and is_read("optimizer.nesterov", optimizer.name)
     if has_nesterov and optimizer.momentum == 0:
         raise RecipeError(f"{name}: optimizer.nesterov=true needs optimizer.momentum above 0")
     if recipe.schedule.min_lr > recipe.peak_lr:
@@ -769,6 +815,15 @@ def _check_together(recipe: Recipe, name: str) -> None:
         raise RecipeError(
             f"{name}: schedule.min_lr={recipe.schedule.min_lr} is above "
             f"optimizer.lr={optimizer.lr}{scaled}"
+        )
+    patience = recipe.stop.patience
+    schedule = recipe.schedule
+    is_waiting = is_read("schedule.patience", schedule.name)
+    if is_waiting and patience is not None and patience <= schedule.patience:
+        raise RecipeError(
+            f"{name}: stop.patience={patience} ends the run before "
+            f"schedule.patience={schedule.patience} lowers the learning rate: type "
+            f"stop.patience={2 * schedule.patience} or more, or null"
         )
     if recipe.pipeline.split_size is not None and recipe.pipeline.microbatches != "auto":
         raise RecipeError(

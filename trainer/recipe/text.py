@@ -15,13 +15,15 @@ MAX_SHOWN = 100
 # Minimum similarity, from 0 to 1, of a typo and the name that it stands for. Names that are less
 # similar are not suggested.
 MIN_SIMILARITY = 0.75
+# Keys whose values are arguments of a function, by name. They are values, not sections.
+ARGUMENT_KEYS = ("model.args", "optimizer.args")
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested sections to one level of dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and f"{prefix}{key}" not in ARGUMENT_KEYS:
             flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
@@ -69,6 +71,8 @@ def format_value(value: Any) -> str:
     """Format a value for a message, in at most `MAX_SHOWN` characters."""
     if isinstance(value, list):
         text = f"[{','.join(map(format_value, value))}]"
+    elif isinstance(value, Mapping):
+        text = format_yaml(value)
     elif value is None:
         text = "null"
     elif isinstance(value, bool):

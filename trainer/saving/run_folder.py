@@ -257,6 +257,8 @@ class RunFolder(NullFolder):
                 self.resolved_keys[f"data__{key}"] = getattr(before.data, key)
         if recipe.model.init_from is not None and recipe.model.weights is None:
             self.resolved_keys["model__weights"] = before.model.weights
+        if recipe.model.init_from is not None and not recipe.model.args:
+            self.resolved_keys["model__args"] = before.model.args
         if not recipe.schedule.restarts:
             self.resolved_keys["schedule__restart"] = before.schedule.restart
         changes = recipes.changed_keys(before, recipe.replace(**self.resolved_keys))

@@ -381,6 +381,9 @@ def end_epoch(run: Run, epoch: int, epoch_start: float) -> None:
     speed = history.validation["val_samples"] / (time.perf_counter() - evaluation_start)
     note_skipped(run)
     is_best = note_evaluation(run, epoch)
+    lowered = stopping.lower_rate(run.recipe, history, epoch)
+    if lowered is not None:
+        tracker.say(lowered)
     values = {f"val/{name}": value for name, value in metrics.items()}
     values["speed/val_samples_per_sec"] = speed
     if goodput := tracker.journal.goodput():

@@ -87,7 +87,10 @@ class History:
         logged: Last value that a program's callback logged under each name.
         nonfinite: Numbers of the steps that an earlier version of the program left out because a
             loss or gradient was not finite.
-        lr_factor: Factor of the learning rate, which callbacks of earlier versions could change.
+        lr_factor: Factor of the learning rate, which schedule.name=plateau lowers, and callbacks
+            of earlier versions could change.
+        lowered_epoch: Epoch after which schedule.name=plateau has lowered the rate for the last
+            time, counted from 0, or None.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -104,6 +107,7 @@ class History:
     logged: dict[str, float] = field(default_factory=dict)
     nonfinite: list[int] = field(default_factory=list)
     lr_factor: float = 1.0
+    lowered_epoch: int | None = None
 
 
 class TrainState:

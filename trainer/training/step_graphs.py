@@ -30,6 +30,7 @@ from trainer.modes.base import Strategy
 from trainer.optim.optimization import Updater
 from trainer.optim.optimizers import LearningRates
 from trainer.recipe import Recipe
+from trainer.recipe.optimizer_table import OPTIMIZERS
 from trainer.training import step_tuning
 from trainer.training.step_evidence import (
     EagerPass,
@@ -117,9 +118,12 @@ class GraphSteps(EagerSteps):
     ) -> None:
         # Captures the passes and the update. None after the run has given up captures.
         self.recorder: StepRecorder | None = cuda_graphs.StepRecorder(strategy.device)
-        # A graph belongs to one device, so the update of a model on several devices is eager.
+        # A graph belongs to one device, so the update of a model on several devices is eager. So is
+        # the update of an optimizer that is not fused, because it may compute with numbers on the
+        # host, such as the number of steps, which a replay would not change.
         self._devices = strategy.world.local_devices
-        self._one_device = len(set(self._devices)) == 1
+        is_fused = OPTIMIZERS[recipe.optimizer.name].fused
+        self._captures_update = is_fused and len(set(self._devices)) == 1
         super().__init__(strategy, updater)
         self.recipe = recipe
         self._say = say
@@ -147,7 +151,7 @@ class GraphSteps(EagerSteps):
         self._replays = False
 
     def _set_rates(self) -> None:
-        on_device = self.recorder is not None and self._one_device
+        on_device = self.recorder is not None and self._captures_update
         self.rates = LearningRates(
             self.updater.optimizer, self.strategy.gradient_device if on_device else None
         )
@@ -333,7 +337,7 @@ class GraphSteps(EagerSteps):
         with recorder.use_side_stream(), recorder.collect_waits() as waits:
             norm = self.updater.step(loss, self.strategy, want_norm)
         evidence.after = copy_named(collect_live_state(self.strategy, self.updater))
-        if waits and self._one_device:
+        if waits and self._captures_update:
             self._give_up(f"the optimizer waits for the device, in {waits[0]}")
         return norm
 
@@ -369,7 +373,7 @@ class GraphSteps(EagerSteps):
             # memory.
             if micro_step == 0:
                 captured.gradients = [parameter.grad for parameter in self.updater.parameters]
-        if self._one_device:
+        if self._captures_update:
             captured.loss = torch.zeros_like(evidence.passes[0].loss)
             captured.update, captured.norm = self.recorder.record(
                 lambda: self.updater.step(captured.loss, self.strategy, False)

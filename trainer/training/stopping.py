@@ -1,9 +1,13 @@
-"""Conditions that end a run: its last step, or no better metric for `stop.patience` epochs."""
+"""Conditions that end a run: its last step, or no better metric for `stop.patience` epochs.
+
+With `schedule.name=plateau`, epochs without a better metric also lower the learning rate.
+"""
 
 import math
 
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
+from trainer.recipe.schedule_table import LR_SCHEDULES
 from trainer.tasks import Task
 from trainer.telemetry.readable import format_count
 from trainer.training.state import History, Resolved, TrainState
@@ -45,6 +49,43 @@ def check_patience(resolved: Resolved, state: TrainState) -> None:
             f"{format_count(epochs, 'epoch')} without a better {resolved.task.metric}: to train "
             f"longer, add stop.patience={epochs + 1} or more, or null"
         )
+
+
+def lower_rate(recipe: Recipe, history: History, epoch: int) -> str | None:
+    """Lower the learning rate if the schedule is `plateau` and the metric has stopped improving.
+
+    The rate changes as with torch's `ReduceLROnPlateau` and threshold=0: after more than
+    `schedule.patience` epochs that were not the best so far, counted again after each change. All
+    ranks have the same history, so their rates are the same.
+
+    Args:
+        recipe: the recipe.
+        history: its factor of the learning rate is changed.
+        epoch: the epoch that was evaluated, counted from 0.
+
+    Returns:
+        A line for the user if the rate was lowered, or else None.
+    """
+    schedule = recipe.schedule
+    if not LR_SCHEDULES[schedule.name].waits:
+        return None
+    # Numbers of the last better epoch and of the last change, counted from 1; 0 before them.
+    best = find_best_epoch(history) or 0
+    lowered = 0
+    if history.lowered_epoch is not None:
+        lowered = history.lowered_epoch + 1
+    waited = epoch + 1 - max(best, lowered)
+    if waited <= schedule.patience:
+        return None
+    before = history.lr_factor
+    history.lr_factor = min(before, max(before * schedule.gamma, schedule.min_lr / recipe.peak_lr))
+    history.lowered_epoch = epoch
+    if history.lr_factor == before:
+        return None
+    return (
+        f"learning rate {recipe.peak_lr * history.lr_factor:g}: {format_count(waited, 'epoch')} "
+        f"without a better metric (schedule.patience={schedule.patience})"
+    )
 
 
 def find_best_epoch(history: History) -> int | None:

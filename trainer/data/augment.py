@@ -105,11 +105,13 @@ class Draws:
         shift: (n, 2) int64, top and left of a crop of the padded image.
         box: (n, 4) int64, top, left, height and width of a crop that is resized.
         flip: (n,) bool, whether to mirror the image.
+        vflip: (n,) bool, whether to turn the image upside down.
     """
 
-    shift: Tensor | None
-    box: Tensor | None
-    flip: Tensor | None
+    shift: Tensor | None = None
+    box: Tensor | None = None
+    flip: Tensor | None = None
+    vflip: Tensor | None = None
 
     @classmethod
     def of(
@@ -122,7 +124,7 @@ class Draws:
         device: torch.device,
     ) -> Draws:
         """Draw what `recipe` needs for the samples `index`, whose images have the size `size`."""
-        shift = box = flip = None
+        shift = box = flip = vflip = None
         if recipe.crop == "pad":
             shift = sampling.draw_shifts(seed, epoch, index, recipe.crop_padding)
         if recipe.crop == "resized":
@@ -136,15 +138,17 @@ class Draws:
                 recipe.hflip,
                 recipe.alternate,
             )
+        if recipe.vflip:
+            vflip = sampling.draw_vertical_flips(seed, epoch, index, recipe.vflip)
 
         def move(part: Array | None) -> Tensor | None:
             return None if part is None else copy_to_device(torch.from_numpy(part), device)
 
-        return cls(move(shift), move(box), move(flip))
+        return cls(move(shift), move(box), move(flip), move(vflip))
 
     def rows(self, start: int, stop: int) -> Draws:
         """Return the draws of images `start` to `stop`."""
-        parts = (self.shift, self.box, self.flip)
+        parts = (self.shift, self.box, self.flip, self.vflip)
         return Draws(*(part if part is None else part[start:stop] for part in parts))
 
 
@@ -201,6 +205,8 @@ class Gallery:
             batch = resize_crops(batch, draws.box)
         if draws.flip is not None:
             batch = self._flip(batch, draws.flip)
+        if draws.vflip is not None:
+            batch = torch.where(draws.vflip[:, None, None, None], batch.flip(1), batch)
         return batch
 
     def _flip(self, batch: Tensor, flip: Tensor) -> Tensor:

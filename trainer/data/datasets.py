@@ -22,10 +22,12 @@ from trainer.data.items import name_by_number
 from trainer.data.registered import UserItems, build_in_memory, open_registered, registered
 from trainer.data.sets import Datasets, ImageSet, TensorSet, TensorSpec
 from trainer.data.tensors import as_targets
+from trainer.data.transforms import build_transforms, check_transforms
 from trainer.errors import RecipeError, SetupError
-from trainer.recipe import DataRecipe, Recipe, compare_recipes
+from trainer.recipe import AugmentRecipe, DataRecipe, Recipe, compare_recipes
 from trainer.recipe.image_sizes import ImageSize, sides, typed_size
 from trainer.recipe.known_names import DATASETS, OWN_PHOTOS, WITHOUT_FOLDER
+from trainer.recipe.recipe_files import format_argument
 
 # Maximum number, and maximum size in bytes, of the images that a synthetic data set repeats.
 POOL_IMAGES = 256
@@ -34,7 +36,7 @@ POOL_BYTES = 2**26
 STAND_IN_STEPS = 20
 NO_FOLDER = "not a folder on this machine; type data.root=FOLDER of one that is"
 # Keys of the recipe's `augment` section that move pixels.
-MOVING = ("crop", "hflip", "auto")
+MOVING = ("crop", "hflip", "vflip", "auto", "transforms")
 
 
 def open_datasets(recipe: Recipe, before: Before = NOTHING_BEFORE) -> Datasets:
@@ -51,8 +53,9 @@ def open_datasets(recipe: Recipe, before: Before = NOTHING_BEFORE) -> Datasets:
         RecipeError: there is no such data set, or it does not fit the recipe.
         SetupError: the files of the data set are missing, or cannot be read.
     """
-    # An unknown task is refused before anything is opened.
+    # An unknown task or transform is refused before anything is opened.
     kind = tasks.find_task_class(recipe)
+    build_transforms(recipe.augment)
     name = f"data.name={recipe.data.name}"
     data = _open(recipe, before)
 
@@ -105,6 +108,14 @@ def _check_augmentation(recipe: Recipe, data: Datasets) -> None:
             "augment.hflip=0 leaves nothing to alternate: set augment.alternate=false or "
             "augment.hflip=0.5"
         )
+    repeats = recipe.augment.repeats
+    is_varied = recipe.augment != AugmentRecipe(repeats=repeats)
+    # A user's own data set may vary its items itself.
+    if repeats > 1 and not is_varied and not isinstance(data.train, UserItems):
+        raise RecipeError(
+            f"augment.repeats={repeats} repeats each image, and nothing varies its copies: set "
+            "augment.repeats=1, or add augmentation, as in augment.hflip=0.5"
+        )
     keys: tuple[str, ...] = MOVING
     name = f"data.name={recipe.data.name}"
     if data.plain:
@@ -117,13 +128,16 @@ def _check_augmentation(recipe: Recipe, data: Datasets) -> None:
         why = f"changes colours, but images have {data.channels} channels"
         raise RecipeError(f"augment.auto={recipe.augment.auto} {why}: set augment.auto=none")
     else:
+        check_transforms(recipe.augment, data.channels, data.image_size)
         return
     changed = compare_recipes(Recipe(), recipe)
     for option in keys:
         key = f"augment.{option}"
         if key in changed:
             default, value = changed[key]
-            raise RecipeError(f"{key}={value} {why}: set {key}={default}")
+            raise RecipeError(
+                f"{format_argument(key, value)} {why}: set {format_argument(key, default)}"
+            )
 
 
 def _open(recipe: Recipe, before: Before) -> Datasets:

@@ -12,6 +12,7 @@ from trainer.data.photos.copies import Copies, Copy, copy_to_device
 from trainer.data.photos.photo_reader import Key, Reader, Report, Unreadable
 from trainer.data.sampling import Array, Span
 from trainer.data.sets import Datasets, ImageSet, LabelledSource, PhotoSource, TensorSet
+from trainer.data.transforms import Transforms
 from trainer.data.workers.worker_pool import Buffers, Filled, InProcess, Workers
 from trainer.recipe import AugmentRecipe, Recipe
 
@@ -120,7 +121,10 @@ class ImageFeed(MemoryFeed):
         self._augment = augment
         self._seed = seed
         padding = augment.crop_padding if augment.crop == "pad" else 0
-        self._gallery = Gallery(images.images, padding, device)
+        # The transforms of torchvision run image by image and draw from torch's CPU generator, so
+        # their images stay on the CPU until they are transformed.
+        self._home = torch.device("cpu") if augment.transforms else device
+        self._gallery = Gallery(images.images, padding, self._home)
 
     def _prepare_block(self, epoch: int, index: Array) -> Take:
         size = (self._gallery.height, self._gallery.width)
@@ -130,7 +134,7 @@ class ImageFeed(MemoryFeed):
             epoch,
             index,
             size,
-            self._device,
+            self._home,
         )
 
         def take(
@@ -138,16 +142,23 @@ class ImageFeed(MemoryFeed):
             start: int,
             batch: Array,
         ) -> Tensor:
+            if self._augment.transforms:
+                rows = torch.from_numpy(batch % self._pool)
             images = self._gallery.take(rows, draws.rows(start, start + len(batch)))
-            if self._augment.auto != "none":
-                with private_random_state():
+            with private_random_state():
+                if self._augment.auto != "none":
                     images = Auto(self._augment, self._seed, epoch, batch).batch(images)
+                transforms = Transforms(self._augment, self._seed, epoch, batch)
+                if transforms.transforms:
+                    for row, image in enumerate(images.permute(0, 3, 1, 2)):
+                        image.copy_(transforms(row, image))
+                    images = copy_to_device(images, self._device)
             return images
 
         return take
 
     def _take_plain(self, rows: Tensor) -> Tensor:
-        return self._gallery.take(rows, Draws(None, None, None))
+        return self._gallery.take(rows, Draws())
 
 
 def build_readers(

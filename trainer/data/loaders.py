@@ -127,7 +127,8 @@ class Loader:
     """Reads the batches of a share.
 
     The order of samples in an epoch comes from `sampling.draw_permutation`, or with
-    data.balance=true from `sampling.draw_balanced_permutation`. Global batch b of an epoch is
+    data.balance=true from `sampling.draw_balanced_permutation`, or with augment.repeats from
+    `sampling.repeat_order`. Global batch b of an epoch is
     order[b * batch_size : (b + 1) * batch_size]. It consists of `accumulate` contiguous
     micro-batches. Share r of W reads the r-th contiguous part of each micro-batch
     (`sampling.share_spans`). With `DataShare.every_sample`, share r instead reads the r-th part of
@@ -379,14 +380,17 @@ class Loader:
         recipe = self._recipe
         train = self._datasets.train
         samples = len(train)
-        labels = find_labels(train, skip=False) if recipe.data.balance else None
-        if labels is None:
-            return sampling.draw_permutation(recipe.seed, epoch, samples)
         # Sample i of an `ImageSet` is row i % rows, so that few images can stand for many samples.
-        rows = len(labels)
+        rows = len(train.labels) if isinstance(train, ImageSet) else samples
         stride = -(-samples // rows) * rows
-        sample_labels = labels.numpy()[np.arange(samples) % rows]
-        return sampling.draw_balanced_permutation(recipe.seed, epoch, sample_labels, stride)
+        labels = find_labels(train, skip=False) if recipe.data.balance else None
+        if labels is not None:
+            sample_labels = labels.numpy()[np.arange(samples) % rows]
+            return sampling.draw_balanced_permutation(recipe.seed, epoch, sample_labels, stride)
+        order = sampling.draw_permutation(recipe.seed, epoch, samples)
+        if recipe.augment.repeats == 1:
+            return order
+        return sampling.repeat_order(order, recipe.batch_size, recipe.augment.repeats, stride)
 
     @property
     def evaluation_spans(self) -> list[Span]:

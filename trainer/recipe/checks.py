@@ -14,6 +14,7 @@ from trainer.recipe.optimizer_table import MATRIX_OPTIMIZERS, OPTIMIZERS
 from trainer.recipe.recipe_files import format_argument
 from trainer.recipe.shares import check_shares, count_rows, fixed_shares
 from trainer.recipe.text import find_nearest
+from trainer.recipe.transform_names import check_transform_names
 from trainer.versions import SINCE, read_version, torch_has
 
 # Schedules in which rank r has the stages r and 2P - 1 - r. P is the number of ranks in a pipeline.
@@ -469,7 +470,7 @@ def _join_choices(choices: list[int]) -> str:
 
 
 def check_names(recipe: Recipe) -> None:
-    """Check the names of the model, the data set and the task.
+    """Check the names of the model, the data set, the task and the transforms.
 
     Raises:
         RecipeError: a name is unknown. The message suggests the closest known name.
@@ -488,6 +489,7 @@ def check_names(recipe: Recipe) -> None:
             raise RecipeError(
                 f"{key}={name} is not {what}; {hint}known: {listed} (your own: plugin=my_module)"
             )
+    check_transform_names(recipe.augment.transforms)
 
 
 def check_loggers(recipe: Recipe) -> None:

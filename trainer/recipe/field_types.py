@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from trainer.recipe.text import format_value
+from trainer.recipe.transform_names import parse_transforms
 
 # Maximum side of an image, in pixels.
 LARGEST_SIDE = 2**14
@@ -211,5 +212,9 @@ _Blocks = Annotated[int, WithJsonSchema({"type": "integer", "not": {"const": 0}}
 Restart = Annotated[
     bool | Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)],
     BeforeValidator(_restart),
+]
+Transforms = Annotated[
+    list[_OneName | dict[str, Any]],
+    BeforeValidator(parse_transforms),
 ]
 Freeze = Annotated[_Blocks | _OneName | Names | None, BeforeValidator(_freeze)]

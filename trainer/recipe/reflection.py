@@ -66,6 +66,9 @@ FREE_ON_RESUME = {
     "threads",
     "timeout",
 }
+# Section whose keys may differ when a run is resumed, which the resumed run reports. They change
+# what its steps compute.
+REPORTED_ON_RESUME = "augment"
 
 
 @functools.cache

@@ -31,6 +31,7 @@ from trainer.recipe.field_types import (
     Probability,
     Restart,
     Shares,
+    Transforms,
     Workers,
 )
 from trainer.recipe.known_names import AUXILIARY, TASKS
@@ -253,6 +254,7 @@ class AugmentRecipe(_Section):
     alternate: bool = key(
         False, "augment.hflip is drawn for the first epoch, and goes the other way in every second"
     )
+    vflip: Probability = key(0.0, "probability of an up-down flip", 0.5)
     auto: Literal["none", "trivial", "rand", "autoaugment"] = key(
         "none", "torchvision's automatic policies"
     )
@@ -264,6 +266,17 @@ class AugmentRecipe(_Section):
         1.0,
     )
     erase: Probability = key(0.0, "probability of blanking a rectangle", 0.25)
+    repeats: Positive = key(
+        1,
+        "how often an image comes in an epoch, varied each time; the epoch is as long as without",
+        4,
+        le=64,
+    )
+    transforms: Transforms = key(
+        [],
+        "transforms of torchvision.transforms.v2, each a name or {name: arguments}",
+        ["RandomVerticalFlip", {"ColorJitter": {"brightness": 0.4}}, {"RandomRotation": 15}],
+    )
 
     @property
     def together(self) -> int:
@@ -757,6 +770,11 @@ def _check_together(recipe: Recipe, name: str) -> None:
     if recipe.data.balance and recipe.loss.class_weights == "balanced":
         raise RecipeError(
             f"{name}: data.balance=true and loss.class_weights=balanced do the same: keep one"
+        )
+    if recipe.data.balance and recipe.augment.repeats > 1:
+        raise RecipeError(
+            f"{name}: data.balance=true repeats images itself: set augment.repeats=1 or "
+            "data.balance=false"
         )
     channels = recipe.data.channels or 3
     for key, numbers in (("mean", recipe.data.mean), ("std", recipe.data.std)):

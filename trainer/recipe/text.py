@@ -69,6 +69,9 @@ def format_value(value: Any) -> str:
     """Format a value for a message, in at most `MAX_SHOWN` characters."""
     if isinstance(value, list):
         text = f"[{','.join(map(format_value, value))}]"
+    elif isinstance(value, Mapping):
+        pairs = [f"{key}: {format_value(inner)}" for key, inner in value.items()]
+        text = f"{{{', '.join(pairs)}}}"
     elif value is None:
         text = "null"
     elif isinstance(value, bool):

@@ -22,6 +22,7 @@ from trainer.data.photos.decoding import describe_failure
 from trainer.data.photos.lazy_images import Picture
 from trainer.data.sampling import Array
 from trainer.data.sets import Datasets, ImageSet, LabelledSource, PhotoSource, PictureSource
+from trainer.data.transforms import Transforms
 from trainer.recipe import AugmentRecipe, Recipe
 from trainer.recipe.image_sizes import ImageSize, sides
 
@@ -203,7 +204,9 @@ class PhotoDraws:
             recipe.hflip,
             recipe.alternate,
         )
+        self.vflip = sampling.draw_vertical_flips(seed, epoch, index, recipe.vflip)
         self.auto = Auto(recipe, seed, epoch, index)
+        self.transforms = Transforms(recipe, seed, epoch, index)
 
     def apply(
         self,
@@ -224,7 +227,9 @@ class PhotoDraws:
                 image = padded[:, top : top + height, left : left + width]
         if self.flip[row]:
             image = image.flip(-1)
-        return self.auto(row, image)
+        if self.vflip[row]:
+            image = image.flip(-2)
+        return self.transforms(row, self.auto(row, image))
 
 
 class Reader:

@@ -89,6 +89,20 @@ def test_images_in_memory_are_transformed_as_by_torchvision(loading, channels):
         assert torch.equal(picture.permute(2, 0, 1), expected)
 
 
+def test_the_strength_of_rand_augment_is_torchvisions(loading):
+    words = ["data.name=synthetic", "data.samples=24", "batch_size=8", "augment.auto=rand"]
+    words += ["augment.operations=3", "augment.magnitude=21"]
+    datasets = open_datasets(load(None, *words))
+    order = sampling.draw_permutation(0, 0, 24)
+    policy = v2.RandAugment(3, 21, interpolation=v2.InterpolationMode.BILINEAR)
+    actual = pictures_of(datasets, epoch(loading(datasets, *words), 0))
+    for picture, index in zip(actual, order, strict=True):
+        seed = sampling.draw_bits(0, 0, index, sampling.AUTO)[0] >> np.uint64(1)
+        torch.manual_seed(int(seed))
+        expected = policy(datasets.train.images[index])
+        assert torch.equal(picture.permute(2, 0, 1), expected)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_photos_are_transformed_as_by_torchvision(loading, photos, workers):
     words = [
@@ -328,4 +342,4 @@ def test_a_run_is_resumed_to_the_bit_or_with_other_augmentation(single, tmp_path
     assert losses(other)[:5] == expected[:5]
     assert losses(other)[5:] != expected[5:]
     assert load(other).augment.vflip == 0
-    assert result(other)["status"] == "complete"
+    assert result(other)["status"] == "completed"

@@ -25,7 +25,7 @@ from trainer.data.tensors import as_targets
 from trainer.data.transforms import build_transforms, check_transforms
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe import AugmentRecipe, DataRecipe, Recipe, compare_recipes
-from trainer.recipe.image_sizes import ImageSize, sides, typed_size
+from trainer.recipe.image_sizes import ImageSize, check_resize, sides, typed_size
 from trainer.recipe.known_names import DATASETS, OWN_PHOTOS, WITHOUT_FOLDER
 from trainer.recipe.recipe_files import format_argument
 
@@ -95,7 +95,37 @@ def open_datasets(recipe: Recipe, before: Before = NOTHING_BEFORE) -> Datasets:
                 f"data.{key} is for images, and the inputs of {name} are {data.plain}: remove it"
             )
         scales[key] = statistics(values, data.channels)
-    return replace(data, **scales)
+    return replace(data, **scales, **_choose_sizes(recipe, data))
+
+
+def _choose_sizes(recipe: Recipe, data: Datasets) -> dict[str, Any]:
+    """Return the fields of `Datasets` that say how photos are resized.
+
+    Raises:
+        RecipeError: the samples are not photos, or data.resize does not fit their size.
+    """
+    is_in_memory = isinstance(data.train, ImageSet | TensorSet)
+    # Synthetic images that stand in for missing photos have the size of the photos.
+    is_stand_in = data.synthetic and recipe.data.name != "synthetic"
+    for key in ("train_size", "resize"):
+        value = getattr(recipe.data, key)
+        if value is not None and (data.plain or (is_in_memory and not is_stand_in)):
+            kind = f"inputs are {data.plain}" if data.plain else "images are in memory"
+            raise RecipeError(
+                f"{format_argument(f'data.{key}', value)} is for photos that are resized one by "
+                f"one, and the {kind} with data.name={recipe.data.name}: set data.{key}=null"
+            )
+    resize = typed_size(recipe.data.resize)
+    if resize:
+        check_resize(resize, data.image_size)
+    train_size = typed_size(recipe.data.train_size)
+    if train_size == data.image_size:
+        train_size = None
+    return {
+        "train_size": train_size,
+        "resize": resize,
+        "interpolation": recipe.data.interpolation,
+    }
 
 
 def _check_augmentation(recipe: Recipe, data: Datasets) -> None:
@@ -128,7 +158,8 @@ def _check_augmentation(recipe: Recipe, data: Datasets) -> None:
         why = f"changes colours, but images have {data.channels} channels"
         raise RecipeError(f"augment.auto={recipe.augment.auto} {why}: set augment.auto=none")
     else:
-        check_transforms(recipe.augment, data.channels, data.image_size)
+        size = typed_size(recipe.data.train_size) or data.image_size
+        check_transforms(recipe.augment, data.channels, size)
         return
     changed = compare_recipes(Recipe(), recipe)
     for option in keys:
@@ -253,7 +284,7 @@ def generate_synthetic(
     image_bytes = math.prod((*sides(size), channels))
     rows = min(POOL_IMAGES, max(1, POOL_BYTES // image_bytes))
 
-    def make(split: int, length: int) -> ImageSet:
+    def make(split: int, length: int, size: ImageSize) -> ImageSet:
         key = int(sampling.draw_bits(recipe.seed, 0, split, sampling.POOL)[0])
         count = min(rows, length)
         stream = np.random.Generator(np.random.Philox(key=key))
@@ -262,8 +293,8 @@ def generate_synthetic(
 
     return Datasets(
         name=recipe.data.name,
-        train=make(0, samples),
-        val=make(1, recipe.data.val_samples),
+        train=make(0, samples, typed_size(recipe.data.train_size) or size),
+        val=make(1, recipe.data.val_samples, size),
         classes=name_by_number(classes),
         channels=channels,
         image_size=size,

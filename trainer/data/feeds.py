@@ -9,7 +9,7 @@ from torch import Tensor
 from trainer.data.augment import Auto, Draws, Gallery, private_random_state
 from trainer.data.folders.photo_folders import unreadable
 from trainer.data.photos.copies import Copies, Copy, copy_to_device
-from trainer.data.photos.photo_reader import Key, Reader, Report, Unreadable
+from trainer.data.photos.photo_reader import BILINEAR, Key, Reader, Report, Unreadable
 from trainer.data.sampling import Array, Span
 from trainer.data.sets import Datasets, ImageSet, LabelledSource, PhotoSource, TensorSet
 from trainer.data.transforms import Transforms
@@ -116,6 +116,7 @@ class ImageFeed(MemoryFeed):
         augment: AugmentRecipe,
         seed: int,
         device: torch.device,
+        interpolation: str = BILINEAR,
     ) -> None:
         super().__init__(None, images.labels, len(images), rows, device)
         self._augment = augment
@@ -124,7 +125,7 @@ class ImageFeed(MemoryFeed):
         # The transforms of torchvision run image by image and draw from torch's CPU generator, so
         # their images stay on the CPU until they are transformed.
         self._home = torch.device("cpu") if augment.transforms else device
-        self._gallery = Gallery(images.images, padding, self._home)
+        self._gallery = Gallery(images.images, padding, self._home, interpolation)
 
     def _prepare_block(self, epoch: int, index: Array) -> Take:
         size = (self._gallery.height, self._gallery.width)
@@ -174,11 +175,11 @@ def build_readers(
     """
 
     def allocate(slots: int) -> tuple[Buffers, list[Reader]]:
-        buffers = Buffers.allocate(datasets, rows, slots, shared=workers > 0)
+        buffers = Buffers.allocate(datasets, rows, slots, workers > 0, sources)
         plain = datasets.plain is not None
-        readers = [
-            Reader(source, buffers.inputs, buffers.labels, recipe, plain) for source in sources
-        ]
+        readers = []
+        for source, inputs in zip(sources, buffers.inputs, strict=True):
+            readers.append(Reader(source, inputs, buffers.labels, recipe, plain))
         return buffers, readers
 
     if workers:

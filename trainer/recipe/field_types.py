@@ -181,6 +181,7 @@ _Side = Annotated[int, Field(ge=1, le=LARGEST_SIDE)]
 PixelSize = Annotated[
     _Side | Annotated[list[_Side], Field(min_length=2, max_length=2)], BeforeValidator(_image_size)
 ]
+Interpolation = Literal["bilinear", "bicubic", "nearest"]
 Fractions = Annotated[list[float], BeforeValidator(_fractions)]
 Deviations = Annotated[list[float], BeforeValidator(_deviations)]
 PixelRange = Annotated[list[float], BeforeValidator(_black_and_white)]

@@ -23,6 +23,7 @@ from trainer.recipe.field_types import (
     Devices,
     Fractions,
     Freeze,
+    Interpolation,
     Logger,
     MicroBatches,
     PixelRange,
@@ -188,6 +189,16 @@ class DataRecipe(_Section):
     image_size: PixelSize | None = key(
         None, "pixels per side, or [height,width]; null: the data set's own, 224 for photos", 128
     )
+    train_size: PixelSize | None = key(
+        None, "pixels per side of training photos; null: image_size, as for evaluation", 176
+    )
+    resize: PixelSize | None = key(
+        None,
+        "shorter side of a photo before its middle is cut out, or what it covers; null: "
+        "image_size / 0.875",
+        232,
+    )
+    interpolation: Interpolation = key("bilinear", "how images are resized")
     channels: Positive | None = key(
         None,
         "1 gray, 3 color; to 64 of TIFF and .npy files; null: the data set's own, 1 or 3",
@@ -258,6 +269,8 @@ class AugmentRecipe(_Section):
     auto: Literal["none", "trivial", "rand", "autoaugment"] = key(
         "none", "torchvision's automatic policies"
     )
+    operations: Positive = key(2, "operations per image of augment.auto=rand", 3, le=16)
+    magnitude: int = key(9, "strength of the operations of augment.auto=rand", 15, ge=0, le=30)
     mixup: Amount = key(0.0, "alpha of Beta(alpha, alpha) for blending two images; 0: off", 0.2)
     cutmix: Amount = key(
         0.0,

@@ -25,6 +25,11 @@ from trainer.errors import RecipeError
 from trainer.recipe import load
 from trainer.saving.weights import read_metadata
 
+MODES = {
+    "bilinear": vision.InterpolationMode.BILINEAR,
+    "bicubic": vision.InterpolationMode.BICUBIC,
+    "nearest": vision.InterpolationMode.NEAREST_EXACT,
+}
 SIZES = ["data.train_size=24", "data.image_size=32", "data.resize=40", "data.interpolation=bicubic"]
 TRAIN = [
     "data.name=imagefolder",
@@ -58,7 +63,7 @@ def photos(tmp_path_factory):
 
 def evaluation_images(root, shorter, size, interpolation):
     """Return the validation images as torchvision's evaluation preset prepares them, by path."""
-    mode = vision.InterpolationMode(interpolation)
+    mode = MODES[interpolation]
     preset = v2.Compose([v2.Resize(shorter, mode, antialias=True), v2.CenterCrop(size)])
     return {
         path: preset(open_image(str(path), 3).decode(1)) for path in sorted(root.glob("val/?/*"))
@@ -91,7 +96,7 @@ def test_training_and_evaluation_have_their_own_sizes(loading, photos, workers, 
     boxes = sampling.crop_boxes(
         sampling.draw_boxes(0, 0, order, sampling.CROP), 60, 90, (0.08, 1.0)
     )
-    mode = vision.InterpolationMode(interpolation)
+    mode = MODES[interpolation]
     for picture, index, box in zip(actual, order, boxes.tolist(), strict=True):
         image = open_image(datasets.train.where(index), 3).decode(1)
         expected = vision.resized_crop(image, *box, [24, 24], mode, antialias=True)
@@ -102,11 +107,15 @@ def test_training_and_evaluation_have_their_own_sizes(loading, photos, workers, 
 @pytest.mark.parametrize("channels", [1, 3, 5])
 def test_an_interpolation_is_torchvisions(interpolation, channels):
     image = torch.randint(0, 256, (channels, 41, 33), dtype=torch.uint8)
-    mode = vision.InterpolationMode(interpolation)
+    mode = MODES[interpolation]
     for size in ([20, 30], [60, 50]):
         expected = vision.resize(image, size, mode, antialias=True)
         assert torch.equal(resize(image, size, interpolation), expected)
         assert torch.equal(resize(image[None], size, interpolation)[0], expected)
+    if interpolation == "nearest" and channels == 1:
+        picture = Image.fromarray(image[0].numpy())
+        by_pillow = np.asarray(picture.resize((50, 60), Image.Resampling.NEAREST))
+        assert np.array_equal(resize(image, [60, 50], interpolation)[0].numpy(), by_pillow)
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ class ImageFeed(MemoryFeed):
         return take
 
     def _take_plain(self, rows: Tensor) -> Tensor:
-        return self._gallery.take(rows, Draws())
+        return self._gallery.take(rows.to(self._home), Draws()).to(self._device)
 
 
 def build_readers(

@@ -55,6 +55,7 @@ TRAINING = {
     "ema",
     "stop",
     "save",
+    "data.train_size",
 }
 # Values that replace the devices and the mode of training, so that commands run on any machine.
 ANYWHERE = {"devices": "auto", "mode": "ddp", "shares": None}
@@ -205,7 +206,7 @@ class Trained:
         """
         for word in words:
             key = word.partition("=")[0]
-            if key.partition(".")[0] in TRAINING:
+            if not TRAINING.isdisjoint((key, key.partition(".")[0])):
                 raise RecipeError(f"{key}= changes nothing once a model is trained: leave it out")
         weights, metadata = read_weights(path)
         own = read_recipe(path, metadata).to_dict() | ANYWHERE

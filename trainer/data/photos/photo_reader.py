@@ -32,6 +32,13 @@ from trainer.recipe.image_sizes import ImageSize, sides, typed_size
 TINY = 64
 # Default of data.interpolation.
 BILINEAR = "bilinear"
+# Values of data.interpolation -> torchvision's names. `nearest-exact` chooses the same pixels as
+# Pillow, and `nearest` does not.
+MODES = {
+    BILINEAR: vision.InterpolationMode.BILINEAR,
+    "bicubic": vision.InterpolationMode.BICUBIC,
+    "nearest": vision.InterpolationMode.NEAREST_EXACT,
+}
 # Whether torch resizes uint8 on this CPU without a conversion to float.
 VECTORISED = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 # Maximum number of samples to try, starting with the requested sample, until one can be read.
@@ -140,7 +147,7 @@ def resize(image: Tensor, size: list[int], interpolation: str = BILINEAR) -> Ten
 
     `size` is [height, width], or [length] of the shorter side.
     """
-    mode = vision.InterpolationMode(interpolation)
+    mode = MODES[interpolation]
     if image.dim() > 3:
         return vision.resize(image, size, mode, antialias=True)  # type: ignore[no-any-return]
     # Keep the memory format channels_last, in which JPEG is decoded and batches are stored, so that

@@ -255,8 +255,11 @@ class ProcessPipeline(Staged):
         if issubclass(kind, schedules.PipelineScheduleSingle):
             stage_argument = pipeline_stages[0]
         self.schedule = kind(stage_argument, plan.microbatches, **options)
-        self._stage_inputs = {index: samples[index] for index in self.local_stages}
-        self._evaluated_inputs = {index: evaluated[index] for index in self.local_stages}
+        self._stage_inputs: dict[int, Tensor] = {}
+        self._evaluated_inputs: dict[int, Tensor] = {}
+        for index in self.local_stages:
+            self._stage_inputs[index] = samples[index]
+            self._evaluated_inputs[index] = evaluated[index]
         if self.recipe.compile:
             self._compile()
 

@@ -146,14 +146,15 @@ class ImageFeed(MemoryFeed):
             if self._augment.transforms:
                 rows = torch.from_numpy(batch % self._pool)
             images = self._gallery.take(rows, draws.rows(start, start + len(batch)))
-            with private_random_state():
-                if self._augment.auto != "none":
+            if self._augment.auto != "none":
+                with private_random_state():
                     images = Auto(self._augment, self._seed, epoch, batch).batch(images)
+            if self._augment.transforms:
                 transforms = Transforms(self._augment, self._seed, epoch, batch)
-                if transforms.transforms:
+                with private_random_state():
                     for row, image in enumerate(images.permute(0, 3, 1, 2)):
                         image.copy_(transforms(row, image))
-                    images = copy_to_device(images, self._device)
+                images = copy_to_device(images, self._device)
             return images
 
         return take

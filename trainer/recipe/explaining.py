@@ -82,7 +82,7 @@ _WITHOUT_KEY = (
     "bs micro_batch_size eval_batch_size val_batch_size validation_batch_size "
     "train_micro_batch_size_per_gpu gradient_accumulation_steps accumulate_grad_batches "
     "grad_accum_steps gpus world_size num_processes num_nodes nnodes num_machines distributed dp "
-    "warmup warmup_steps warmup_ratio base_lr lr_base blr lrf lr_decay "
+    "warmup warmup_steps warmup_ratio base_lr lr_base blr lrf lr_decay train_split "
     "steps steps_per_epoch eval_steps val_split fraction classes name half dtype drop weight_ema"
 )
 WITHOUT_KEY = frozenset(_WITHOUT_KEY.split())

@@ -288,7 +288,7 @@ class AugmentRecipe(_Section):
     transforms: Transforms = key(
         [],
         "transforms of torchvision.transforms.v2, each a name or {name: arguments}",
-        ["RandomVerticalFlip", {"ColorJitter": {"brightness": 0.4}}, {"RandomRotation": 15}],
+        ["RandomInvert", "RandomEqualize"],
     )
 
     @property

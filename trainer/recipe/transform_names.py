@@ -96,7 +96,7 @@ def check_transform_names(transforms: Sequence[TypedTransform]) -> None:
         if name in REFUSED:
             raise RecipeError(f"augment.transforms: {name} cannot be used here: {REFUSED[name]}")
         if known_names and name not in known_names:
-            allowed_names = [known for known in known_names if known not in REFUSED]
+            allowed_names = [other for other in known_names if other not in REFUSED]
             guess = find_nearest(name, allowed_names)
             hint = f"known: {', '.join(allowed_names)}"
             if guess:

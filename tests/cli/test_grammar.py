@@ -157,7 +157,7 @@ ELSEWHERE: dict[str, dict[str, str | None]] = {
         },
         **{
             "world_size": None,
-            "ra_sampler": None,
+            "ra_sampler": "augment.repeats",
             "model_ema_steps": None,
             "val_crop_size": None,
             "start_epoch": None,

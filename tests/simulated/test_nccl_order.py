@@ -218,7 +218,7 @@ def evaluation(schedule, ranks, virtual, m, waves=True):
         strategy.pipe_group = None
         strategy.assign_stages(strategy.plan)
         strategy.stages = {stage: nn.Identity() for stage in strategy.local_stages}
-        strategy._stage_inputs = {stage: torch.zeros(1, 4) for stage in strategy.local_stages}
+        strategy._evaluated_inputs = {stage: torch.zeros(1, 4) for stage in strategy.local_stages}
         strategy.ranks = ranks if waves else m + 1  # All micro-batches form one wave.
         return strategy.forward(images(m).flatten(1))
 

@@ -66,7 +66,10 @@ class Auto:
         self.seeds: list[int] = []
         kind = AUTO.get(recipe.auto)
         if kind:
-            self.policy = kind(interpolation=vision.InterpolationMode.BILINEAR)
+            options: dict[str, Any] = {"interpolation": vision.InterpolationMode.BILINEAR}
+            if recipe.auto == "rand":
+                options |= {"num_ops": recipe.operations, "magnitude": recipe.magnitude}
+            self.policy = kind(**options)
             bits = sampling.draw_bits(seed, epoch, index, sampling.AUTO) >> np.uint64(1)
             self.seeds = bits.tolist()
 
@@ -108,11 +111,13 @@ class Draws:
         shift: (n, 2) int64, top and left of a crop of the padded image.
         box: (n, 4) int64, top, left, height and width of a crop that is resized.
         flip: (n,) bool, whether to mirror the image.
+        vflip: (n,) bool, whether to turn the image upside down.
     """
 
-    shift: Tensor | None
-    box: Tensor | None
-    flip: Tensor | None
+    shift: Tensor | None = None
+    box: Tensor | None = None
+    flip: Tensor | None = None
+    vflip: Tensor | None = None
 
     @classmethod
     def of(
@@ -134,7 +139,7 @@ class Draws:
             size: size of the images in pixels.
             device: device on which the results are stored.
         """
-        shift = box = flip = None
+        shift = box = flip = vflip = None
         if recipe.crop == "pad":
             shift = sampling.draw_shifts(seed, epoch, index, recipe.crop_padding)
         if recipe.crop == "resized":
@@ -148,15 +153,17 @@ class Draws:
                 recipe.hflip,
                 recipe.alternate,
             )
+        if recipe.vflip:
+            vflip = sampling.draw_vertical_flips(seed, epoch, index, recipe.vflip)
 
         def move(part: Array | None) -> Tensor | None:
             return None if part is None else copy_to_device(torch.from_numpy(part), device)
 
-        return cls(move(shift), move(box), move(flip))
+        return cls(move(shift), move(box), move(flip), move(vflip))
 
     def rows(self, start: int, stop: int) -> Draws:
         """Return the draws for images `start` to `stop - 1`."""
-        parts = (self.shift, self.box, self.flip)
+        parts = (self.shift, self.box, self.flip, self.vflip)
         return Draws(*(part if part is None else part[start:stop] for part in parts))
 
 
@@ -172,6 +179,7 @@ class Gallery:
         images: Tensor,
         padding: int,
         device: torch.device,
+        interpolation: str = "bilinear",
     ) -> None:
         """Move `images` to `device`.
 
@@ -179,8 +187,10 @@ class Gallery:
             images: (N, C, H, W) uint8.
             padding: number of black pixels to add on each side, for `Draws.shift`.
             device: device that keeps the images.
+            interpolation: the recipe's data.interpolation, for `Draws.box`.
         """
         self.device = device
+        self.interpolation = interpolation
         self.height, self.width = images.shape[-2:]
         padded = F.pad(images, (padding,) * 4) if padding else images
         self.images = padded.permute(0, 2, 3, 1).contiguous().to(device)
@@ -210,9 +220,11 @@ class Gallery:
             top, left = draws.shift.unbind(1)
             batch = windows[index, top, left].contiguous()
         if draws.box is not None:
-            batch = resize_crops(batch, draws.box)
+            batch = resize_crops(batch, draws.box, self.interpolation)
         if draws.flip is not None:
             batch = self._flip(batch, draws.flip)
+        if draws.vflip is not None:
+            batch = torch.where(draws.vflip[:, None, None, None], batch.flip(1), batch)
         return batch
 
     def _flip(self, batch: Tensor, flip: Tensor) -> Tensor:
@@ -225,12 +237,13 @@ class Gallery:
         return batch
 
 
-def resize_crops(batch: Tensor, boxes: Tensor) -> Tensor:
-    """Crop a box from each image and resize it bilinearly to the size of the image.
+def resize_crops(batch: Tensor, boxes: Tensor, interpolation: str = "bilinear") -> Tensor:
+    """Crop a box from each image and resize it to the size of the image.
 
     Args:
         batch: (n, H, W, C) uint8.
         boxes: (n, 4), top, left, height and width of each box.
+        interpolation: the recipe's data.interpolation.
     """
     height, width = batch.shape[1:3]
     top, left, h, w = boxes.to(torch.float32).unbind(1)
@@ -244,7 +257,9 @@ def resize_crops(batch: Tensor, boxes: Tensor) -> Tensor:
     theta[:, 1, 2] = (2 * top + h) / height - 1
     images = batch.permute(0, 3, 1, 2).float()
     grid = F.affine_grid(theta, list(images.shape), align_corners=False).float()
-    cut = F.grid_sample(images, grid, padding_mode="border", align_corners=False)
+    cut = F.grid_sample(
+        images, grid, mode=interpolation, padding_mode="border", align_corners=False
+    )
     pixels = cut.round_().clamp_(0, 255).to(torch.uint8)
     return pixels.permute(0, 2, 3, 1).contiguous()
 

@@ -22,10 +22,12 @@ from trainer.data.items import name_by_number
 from trainer.data.registered import UserItems, build_in_memory, open_registered, registered
 from trainer.data.sets import Datasets, ImageSet, TensorSet, TensorSpec
 from trainer.data.tensors import as_targets
+from trainer.data.transforms import build_transforms, check_transforms
 from trainer.errors import RecipeError, SetupError
-from trainer.recipe import DataRecipe, Recipe, compare_recipes
-from trainer.recipe.image_sizes import ImageSize, sides, typed_size
+from trainer.recipe import AugmentRecipe, DataRecipe, Recipe, compare_recipes
+from trainer.recipe.image_sizes import ImageSize, check_resize, sides, typed_size
 from trainer.recipe.known_names import DATASETS, OWN_PHOTOS, WITHOUT_FOLDER
+from trainer.recipe.recipe_files import format_argument
 
 # A synthetic data set repeats a pool of random images. The pool has at most POOL_IMAGES images, and
 # at most POOL_BYTES bytes unless a single image is larger.
@@ -35,7 +37,7 @@ POOL_BYTES = 2**26
 STAND_IN_STEPS = 20
 NO_FOLDER = "not a folder on this machine; type data.root=FOLDER of one that is"
 # Options of the recipe's `augment` section that move pixels to other positions.
-MOVING = ("crop", "hflip", "auto")
+MOVING = ("crop", "hflip", "vflip", "auto", "transforms")
 
 
 def open_datasets(recipe: Recipe, before: Before = NOTHING_BEFORE) -> Datasets:
@@ -52,8 +54,9 @@ def open_datasets(recipe: Recipe, before: Before = NOTHING_BEFORE) -> Datasets:
         RecipeError: there is no such data set, or it does not fit the recipe.
         SetupError: the files of the data set are missing, or cannot be read.
     """
-    # Refuse an unknown task before anything is opened.
+    # Refuse an unknown task or transform before anything is opened.
     kind = tasks.find_task_class(recipe)
+    build_transforms(recipe.augment)
     name = f"data.name={recipe.data.name}"
     data = _open(recipe, before)
 
@@ -93,7 +96,37 @@ def open_datasets(recipe: Recipe, before: Before = NOTHING_BEFORE) -> Datasets:
                 f"data.{key} is for images, and the inputs of {name} are {data.plain}: remove it"
             )
         scales[key] = statistics(values, data.channels)
-    return replace(data, **scales)
+    return replace(data, **scales, **_choose_sizes(recipe, data))
+
+
+def _choose_sizes(recipe: Recipe, data: Datasets) -> dict[str, Any]:
+    """Return the fields of `Datasets` that say how photos are resized.
+
+    Raises:
+        RecipeError: the samples are not photos, or data.resize does not fit their size.
+    """
+    is_in_memory = isinstance(data.train, ImageSet | TensorSet)
+    # Synthetic images that stand in for missing photos have the size of the photos.
+    is_stand_in = data.synthetic and recipe.data.name != "synthetic"
+    for key in ("train_size", "resize"):
+        value = getattr(recipe.data, key)
+        if value is not None and (data.plain or (is_in_memory and not is_stand_in)):
+            kind = f"inputs are {data.plain}" if data.plain else "images are in memory"
+            raise RecipeError(
+                f"{format_argument(f'data.{key}', value)} is for photos that are resized one by "
+                f"one, and the {kind} with data.name={recipe.data.name}: set data.{key}=null"
+            )
+    resize = typed_size(recipe.data.resize)
+    if resize:
+        check_resize(resize, data.image_size)
+    train_size = typed_size(recipe.data.train_size)
+    if train_size == data.image_size:
+        train_size = None
+    return {
+        "train_size": train_size,
+        "resize": resize,
+        "interpolation": recipe.data.interpolation,
+    }
 
 
 def _check_augmentation(recipe: Recipe, data: Datasets) -> None:
@@ -107,6 +140,14 @@ def _check_augmentation(recipe: Recipe, data: Datasets) -> None:
             "augment.hflip=0 leaves nothing to alternate: set augment.alternate=false or "
             "augment.hflip=0.5"
         )
+    repeats = recipe.augment.repeats
+    is_varied = recipe.augment != AugmentRecipe(repeats=repeats)
+    # A user's own data set may vary its items itself.
+    if repeats > 1 and not is_varied and not isinstance(data.train, UserItems):
+        raise RecipeError(
+            f"augment.repeats={repeats} repeats each image, and nothing varies its copies: set "
+            "augment.repeats=1, or add augmentation, as in augment.hflip=0.5"
+        )
     keys: tuple[str, ...] = MOVING
     name = f"data.name={recipe.data.name}"
     if data.plain:
@@ -119,13 +160,17 @@ def _check_augmentation(recipe: Recipe, data: Datasets) -> None:
         why = f"changes colours, but images have {data.channels} channels"
         raise RecipeError(f"augment.auto={recipe.augment.auto} {why}: set augment.auto=none")
     else:
+        size = typed_size(recipe.data.train_size) or data.image_size
+        check_transforms(recipe.augment, data.channels, size)
         return
     changed = compare_recipes(Recipe(), recipe)
     for option in keys:
         key = f"augment.{option}"
         if key in changed:
             default, value = changed[key]
-            raise RecipeError(f"{key}={value} {why}: set {key}={default}")
+            raise RecipeError(
+                f"{format_argument(key, value)} {why}: set {format_argument(key, default)}"
+            )
 
 
 def _open(recipe: Recipe, before: Before) -> Datasets:
@@ -241,7 +286,7 @@ def generate_synthetic(
     image_bytes = math.prod((*sides(size), channels))
     rows = min(POOL_IMAGES, max(1, POOL_BYTES // image_bytes))
 
-    def make(split: int, length: int) -> ImageSet:
+    def make(split: int, length: int, size: ImageSize) -> ImageSet:
         key = int(sampling.draw_bits(recipe.seed, 0, split, sampling.POOL)[0])
         count = min(rows, length)
         stream = np.random.Generator(np.random.Philox(key=key))
@@ -250,8 +295,8 @@ def generate_synthetic(
 
     return Datasets(
         name=recipe.data.name,
-        train=make(0, samples),
-        val=make(1, recipe.data.val_samples),
+        train=make(0, samples, typed_size(recipe.data.train_size) or size),
+        val=make(1, recipe.data.val_samples, size),
         classes=name_by_number(classes),
         channels=channels,
         image_size=size,

@@ -9,9 +9,10 @@ from torch import Tensor
 from trainer.data.augment import Auto, Draws, Gallery, private_random_state
 from trainer.data.folders.photo_folders import unreadable
 from trainer.data.photos.copies import Copies, Copy, copy_to_device
-from trainer.data.photos.photo_reader import Key, Reader, Report, Unreadable
+from trainer.data.photos.photo_reader import BILINEAR, Key, Reader, Report, Unreadable
 from trainer.data.sampling import Array, Span
 from trainer.data.sets import Datasets, ImageSet, LabelledSource, PhotoSource, TensorSet
+from trainer.data.transforms import Transforms
 from trainer.data.workers.worker_pool import Buffers, Filled, InProcess, Workers
 from trainer.recipe import AugmentRecipe, Recipe
 
@@ -116,12 +117,16 @@ class ImageFeed(MemoryFeed):
         augment: AugmentRecipe,
         seed: int,
         device: torch.device,
+        interpolation: str = BILINEAR,
     ) -> None:
         super().__init__(None, images.labels, len(images), rows, device)
         self._augment = augment
         self._seed = seed
         padding = augment.crop_padding if augment.crop == "pad" else 0
-        self._gallery = Gallery(images.images, padding, device)
+        # The transforms of torchvision run image by image and draw from torch's CPU generator, so
+        # their images stay on the CPU until they are transformed.
+        self._home = torch.device("cpu") if augment.transforms else device
+        self._gallery = Gallery(images.images, padding, self._home, interpolation)
 
     def _prepare_block(self, epoch: int, index: Array) -> Take:
         size = (self._gallery.height, self._gallery.width)
@@ -131,7 +136,7 @@ class ImageFeed(MemoryFeed):
             epoch,
             index,
             size,
-            self._device,
+            self._home,
         )
 
         def take(
@@ -139,16 +144,24 @@ class ImageFeed(MemoryFeed):
             start: int,
             batch: Array,
         ) -> Tensor:
+            if self._augment.transforms:
+                rows = torch.from_numpy(batch % self._pool)
             images = self._gallery.take(rows, draws.rows(start, start + len(batch)))
             if self._augment.auto != "none":
                 with private_random_state():
                     images = Auto(self._augment, self._seed, epoch, batch).batch(images)
+            if self._augment.transforms:
+                transforms = Transforms(self._augment, self._seed, epoch, batch)
+                with private_random_state():
+                    for row, image in enumerate(images.permute(0, 3, 1, 2)):
+                        image.copy_(transforms(row, image))
+                images = copy_to_device(images, self._device)
             return images
 
         return take
 
     def _take_plain(self, rows: Tensor) -> Tensor:
-        return self._gallery.take(rows, Draws(None, None, None))
+        return self._gallery.take(rows.to(self._home), Draws()).to(self._device)
 
 
 def build_readers(
@@ -164,11 +177,11 @@ def build_readers(
     """
 
     def allocate(slots: int) -> tuple[Buffers, list[Reader]]:
-        buffers = Buffers.allocate(datasets, rows, slots, shared=workers > 0)
+        buffers = Buffers.allocate(datasets, rows, slots, workers > 0, sources)
         plain = datasets.plain is not None
-        readers = [
-            Reader(source, buffers.inputs, buffers.labels, recipe, plain) for source in sources
-        ]
+        readers = []
+        for source, inputs in zip(sources, buffers.inputs, strict=True):
+            readers.append(Reader(source, inputs, buffers.labels, recipe, plain))
         return buffers, readers
 
     if workers:

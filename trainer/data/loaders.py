@@ -25,6 +25,7 @@ from trainer.errors import RecipeError
 from trainer.memory.device import check_shared_memory
 from trainer.processes import faults
 from trainer.recipe import AugmentRecipe, Recipe
+from trainer.recipe.image_sizes import ImageSize
 from trainer.recipe.shares import count_rows, fixed_shares
 from trainer.tasks import Task
 
@@ -126,7 +127,8 @@ class Loader:
     """Reads the batches of a share.
 
     The order of samples in an epoch comes from `sampling.draw_permutation`, or with
-    data.balance=true from `sampling.draw_balanced_permutation`. Global batch b of an epoch is
+    data.balance=true from `sampling.draw_balanced_permutation`, or with augment.repeats from
+    `sampling.repeat_order`. Global batch b of an epoch is
     order[b * batch_size : (b + 1) * batch_size]. It consists of `accumulate` contiguous
     micro-batches. Share r of W reads the r-th contiguous part of each micro-batch
     (`sampling.share_spans`). With `DataShare.every_sample`, share r instead reads the r-th part of
@@ -171,17 +173,20 @@ class Loader:
         self._task = task
         # Number of the epoch that was used last, and the sample indices of its micro-batches.
         self._epoch: tuple[int, list[Array]] | None = None
-        self._transform = DeviceTransform(
-            datasets.mean,
-            datasets.std,
-            datasets.image_size,
-            recipe.channels_last,
-            device,
-        )
+        self._train_size = datasets.train_size or datasets.image_size
+        self._transform = self._build_transform(self._train_size)
+        self._evaluation_transform = self._transform
+        if datasets.train_size:
+            self._evaluation_transform = self._build_transform(datasets.image_size)
         self.readers = readers
         # The feed for training and the feed for evaluation.
         self._feeds: list[MemoryFeed | PhotoFeed] = []
         self.set_shares(share.numbers)
+
+    def _build_transform(self, size: ImageSize) -> DeviceTransform:
+        datasets = self._datasets
+        channels_last = self._recipe.channels_last
+        return DeviceTransform(datasets.mean, datasets.std, size, channels_last, self._device)
 
     def set_shares(self, numbers: tuple[float, ...]) -> None:
         """Divide each batch among the shares in proportion to `numbers`; equally if it is empty.
@@ -221,7 +226,8 @@ class Loader:
         self._workers = 0
         pool = None
         if sources:
-            row_bytes = buffered(datasets).bytes + datasets.targets.bytes + 8
+            input_bytes = max(buffered(datasets, training).bytes for training in (True, False))
+            row_bytes = input_bytes + datasets.targets.bytes + 8
             self._slot_bytes = self._rows * row_bytes
             self._workers = count_workers(recipe, self.readers, self._slot_bytes)
             pool = build_readers(
@@ -248,6 +254,7 @@ class Loader:
                     augment,
                     recipe.seed,
                     device,
+                    datasets.interpolation,
                 )
                 # All ranks have decoded all images, so only the first share reports the failures.
                 if share.index == 0 and not counters:
@@ -381,14 +388,17 @@ class Loader:
         recipe = self._recipe
         train = self._datasets.train
         samples = len(train)
-        labels = find_labels(train, skip=False) if recipe.data.balance else None
-        if labels is None:
-            return sampling.draw_permutation(recipe.seed, epoch, samples)
         # Sample i of an `ImageSet` is row i % rows, so that few images can stand for many samples.
-        rows = len(labels)
+        rows = len(train.labels) if isinstance(train, ImageSet) else samples
         stride = -(-samples // rows) * rows
-        sample_labels = labels.numpy()[np.arange(samples) % rows]
-        return sampling.draw_balanced_permutation(recipe.seed, epoch, sample_labels, stride)
+        labels = find_labels(train, skip=False) if recipe.data.balance else None
+        if labels is not None:
+            sample_labels = labels.numpy()[np.arange(samples) % rows]
+            return sampling.draw_balanced_permutation(recipe.seed, epoch, sample_labels, stride)
+        order = sampling.draw_permutation(recipe.seed, epoch, samples)
+        if recipe.augment.repeats == 1:
+            return order
+        return sampling.repeat_order(order, recipe.batch_size, recipe.augment.repeats, stride)
 
     @property
     def evaluation_spans(self) -> list[Span]:
@@ -417,7 +427,9 @@ class Loader:
         if then is not None and isinstance(train, PhotoFeed):
             train.prefetch(then, self._indices(then))
         for (images, labels, count), span in zip(batches, spans, strict=True):
-            inputs = self._inputs(images) if self._share.counted else self._transform.nothing
+            inputs = self._transform.nothing
+            if self._share.counted:
+                inputs = self._inputs(images, self._evaluation_transform)
             samples = self._samples(range(*span), count)
             yield Batch(inputs, self._targets(labels), count, samples)
 
@@ -448,12 +460,12 @@ class Loader:
         for feed in self._feeds:
             feed.close()
 
-    def _inputs(self, images: Tensor) -> Tensor:
+    def _inputs(self, images: Tensor, transform: DeviceTransform) -> Tensor:
         if not self._share.inputs:
-            return self._transform.nothing
+            return transform.nothing
         if self._datasets.plain:
             return images
-        return self._transform.inputs(images)
+        return transform.inputs(images)
 
     def _targets(self, labels: Tensor) -> Tensor:
         if self._share.targets:
@@ -471,9 +483,9 @@ class Loader:
     ) -> Batch:
         augment = self._recipe.augment
         seed = self._recipe.seed
-        size = self._datasets.image_size
+        size = self._train_size
         share = self._share
-        inputs = self._inputs(images)
+        inputs = self._inputs(images, self._transform)
         targets = self._targets(labels)
         if augment.erase and share.inputs:
             boxes = sampling.draw_erase_boxes(

@@ -243,7 +243,7 @@ def build_in_memory(
                     f"resized to {in_pixels(size)}, but not its targets of {target_shape}: type "
                     f"data.image_size=[{old_size[0]},{old_size[1]}]"
                 )
-            images = resize_and_center_crop(images, size, size)
+            images = resize_and_center_crop(images, size, size, data.interpolation)
         return ImageSet(images, targets)
 
     mean, std = (statistics(each, channels) for each in known_statistics)

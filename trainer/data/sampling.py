@@ -28,6 +28,7 @@ Box = tuple[int, int, int, int]
 # because each is the first of BOX_DRAWS consecutive values. Do not change any value: the results of
 # all recipes would change.
 ORDER, FLIP, SHIFT_Y, SHIFT_X, AUTO, MIX, ERASE_OR_NOT, POOL, BALANCE, ITEM = range(10)
+VFLIP, TRANSFORMS = range(10, 12)
 BOX_TRIES = 10
 BOX_DRAWS = 4 * BOX_TRIES
 CROP = 100
@@ -137,6 +138,34 @@ def draw_balanced_permutation(
     for row in short:
         drawn[row] = drawn[row][:-1]
     return np.concatenate(drawn)[draw_permutation(seed, epoch, len(labels))]
+
+
+def repeat_order(
+    order: Array,
+    batch_size: int,
+    repeats: int,
+    stride: int,
+) -> Array:
+    """Return an order of the same length in which each sample comes `repeats` times.
+
+    This is repeated augmentation (Hoffer et al. 2020, arXiv:1901.09335). A global batch has the
+    samples that `RASampler` of torchvision's references draws for it from the same permutation: an
+    epoch has the first len(order) / `repeats` samples of `order`.
+
+    Within a batch, all first copies come before all second copies, and so on, so that neighboring
+    images, which mixup and cutmix mix, are different, as on the ranks of `RASampler`.
+
+    Args:
+        order: sample indices of an epoch.
+        batch_size: rows of the global batch.
+        repeats: number of copies.
+        stride: offset of the indices between two copies, as in `draw_balanced_permutation`.
+    """
+    positions = np.arange(len(order))
+    copies = positions % repeats
+    samples = order[positions // repeats] + copies * stride
+    # The last key is the most significant one.
+    return samples[np.lexsort((positions, copies, positions // batch_size))]
 
 
 def share_spans(
@@ -261,6 +290,16 @@ def draw_flips(
     if alternate and epoch % 2:
         return ~flips
     return flips
+
+
+def draw_vertical_flips(
+    seed: int,
+    epoch: int,
+    index: Array,
+    probability: float,
+) -> Array:
+    """Draw which images are turned upside down: (n,) bool."""
+    return draw_uniform(seed, epoch, index, VFLIP) < probability
 
 
 def draw_boxes(

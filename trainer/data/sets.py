@@ -78,12 +78,14 @@ class Example:
         inputs: shape and type of a sample's inputs, as in `Batch`.
         targets: shape and type of a sample's targets, as in `Batch`.
         images: whether the inputs are images, which may be channels_last in memory.
+        evaluated: shape and type of a sample's inputs in evaluation; None if they are `inputs`.
     """
 
     rows: int
     inputs: TensorSpec
     targets: TensorSpec = CLASS
     images: bool = True
+    evaluated: TensorSpec | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -248,6 +250,10 @@ class Datasets:
         image_size: size of an image; for other inputs, the size of the last dimension.
         mean: mean of each channel, for pixels in [0, 1]; empty if inputs are not images.
         std: standard deviation of each channel; empty if inputs are not images.
+        train_size: size of a training image; None if it is `image_size`.
+        resize: size that a photo covers before `image_size` is cropped from its center; None for
+            the default (`photo_reader.compute_shorter_side`).
+        interpolation: the recipe's data.interpolation.
         holdout: a description of the validation split.
         synthetic: whether the images are random.
         notes: notes for the run's banner, by title.
@@ -276,12 +282,18 @@ class Datasets:
     sources: tuple[Any, ...] = ()
     holdout_table: Callable[[], str] | None = None
     damaged: tuple[tuple[str, str, str], ...] = ()
+    train_size: ImageSize | None = None
+    resize: ImageSize | None = None
+    interpolation: str = "bilinear"
 
     @property
     def inputs(self) -> TensorSpec:
-        """Shape and type of a sample's inputs, as the model receives them."""
+        """Shape and type of a sample's inputs in evaluation, as the model receives them."""
         return self.plain or TensorSpec((self.channels, *sides(self.image_size)), torch.float32)
 
     def example(self, rows: int) -> Example:
-        """Return shapes and types of a micro-batch of `rows` samples."""
-        return Example(rows, self.inputs, self.targets, self.plain is None)
+        """Return shapes and types of a micro-batch of `rows` training samples."""
+        if self.train_size is None:
+            return Example(rows, self.inputs, self.targets, self.plain is None)
+        inputs = TensorSpec((self.channels, *sides(self.train_size)), torch.float32)
+        return Example(rows, inputs, self.targets, evaluated=self.inputs)

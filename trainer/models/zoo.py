@@ -144,6 +144,22 @@ def build(
     return model
 
 
+def check_train_size(model: nn.Module, key: str, channels: int, size: ImageSize) -> None:
+    """Check that a model for images of another size can read images of data.train_size.
+
+    Raises:
+        RecipeError: it cannot. The message begins with `key`, the argument that names the model.
+    """
+    try:
+        _run_on_meta(model, channels, size)
+    except AssertionError as error:
+        reason = " ".join(str(error).split())[:160]
+        raise RecipeError(
+            f"{key} reads images of one size only, so it cannot train on {in_pixels(size)} pixels "
+            f"({reason}): set data.train_size=null"
+        ) from None
+
+
 def _check_storable(model: nn.Module, name: str) -> None:
     """Raise RecipeError if a checkpoint would not contain all state of the model."""
     if (fault := _find_extra_state(model)) is not None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -51,13 +51,16 @@ class Context:
         placed: nn.Module = model.to(device, memory_format=layout)  # type: ignore[call-overload]
         return placed
 
-    def sample(self, rows: int | None = None) -> Tensor:
+    def sample(self, rows: int | None = None, evaluated: bool = False) -> Tensor:
         """Create random inputs on this rank's device, for measurements and comparisons.
 
         Args:
             rows: number of inputs, by default that of a micro-batch.
+            evaluated: whether the inputs have the shape of those in evaluation.
         """
         example = self.example
+        if evaluated and example.evaluated:
+            example = replace(example, inputs=example.evaluated)
         channels_last = self.recipe.channels_last
         return example.batch(self.world.device, rows or example.rows, channels_last).inputs
 

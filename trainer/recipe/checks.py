@@ -22,6 +22,7 @@ from trainer.recipe.recipe_files import format_argument
 from trainer.recipe.schedule_table import LR_SCHEDULES
 from trainer.recipe.shares import check_shares, count_rows, fixed_shares
 from trainer.recipe.text import find_nearest
+from trainer.recipe.transform_names import check_transform_names
 from trainer.versions import SINCE, read_version, torch_has
 
 # Schedules in which rank r has the stages r and 2P - 1 - r. P is the number of ranks in a pipeline.
@@ -504,7 +505,7 @@ def _join_choices(choices: list[int]) -> str:
 
 
 def check_names(recipe: Recipe) -> None:
-    """Check the names of model, data set, task, optimizer and schedule.
+    """Check the names of model, data set, task, optimizer, schedule and transforms.
 
     Raises:
         RecipeError: a name is unknown. The message suggests the closest known name.
@@ -513,6 +514,7 @@ def check_names(recipe: Recipe) -> None:
     check_name("data.name", recipe.data.name, "a data set", DATASETS)
     check_name("task.name", recipe.task.name, "a task", TASKS)
     check_rows(recipe)
+    check_transform_names(recipe.augment.transforms)
 
 
 def check_rows(recipe: Recipe) -> None:

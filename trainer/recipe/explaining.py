@@ -58,6 +58,10 @@ _THEIRS = {
     "augment.mixup": "mixup_alpha",
     "augment.cutmix": "cutmix_alpha",
     "augment.erase": "random_erase reprob",
+    "augment.repeats": "ra_reps ra_sampler",
+    "augment.magnitude": "ra_magnitude",
+    "data.train_size": "train_crop_size",
+    "data.resize": "val_resize_size",
     "precision": "amp autocast mixed_precision",
     "ema": "model_ema model_ema_decay",
     "recompute": "gradient_checkpointing grad_checkpointing",
@@ -78,9 +82,8 @@ _WITHOUT_KEY = (
     "bs micro_batch_size eval_batch_size val_batch_size validation_batch_size "
     "train_micro_batch_size_per_gpu gradient_accumulation_steps accumulate_grad_batches "
     "grad_accum_steps gpus world_size num_processes num_nodes nnodes num_machines distributed dp "
-    "warmup warmup_steps warmup_ratio base_lr lr_base blr lrf lr_decay "
-    "steps steps_per_epoch eval_steps val_split fraction classes name half dtype drop weight_ema "
-    "ra_sampler"
+    "warmup warmup_steps warmup_ratio base_lr lr_base blr lrf lr_decay train_split "
+    "steps steps_per_epoch eval_steps val_split fraction classes name half dtype drop weight_ema"
 )
 WITHOUT_KEY = frozenset(_WITHOUT_KEY.split())
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from trainer.recipe.text import format_value
+from trainer.recipe.transform_names import parse_transforms
 
 # Maximum side of an image, in pixels.
 LARGEST_SIDE = 2**14
@@ -222,6 +223,7 @@ _Side = Annotated[int, Field(ge=1, le=LARGEST_SIDE)]
 PixelSize = Annotated[
     _Side | Annotated[list[_Side], Field(min_length=2, max_length=2)], BeforeValidator(_image_size)
 ]
+Interpolation = Literal["bilinear", "bicubic", "nearest"]
 Fractions = Annotated[list[float], BeforeValidator(_fractions)]
 Deviations = Annotated[list[float], BeforeValidator(_deviations)]
 PixelRange = Annotated[list[float], BeforeValidator(_black_and_white)]
@@ -256,4 +258,8 @@ Restart = Annotated[
     BeforeValidator(_restart),
 ]
 Arguments = Annotated[dict[str, Any], BeforeValidator(_arguments)]
+Transforms = Annotated[
+    list[_OneName | dict[str, Any]],
+    BeforeValidator(parse_transforms),
+]
 Freeze = Annotated[_Blocks | _OneName | Names | None, BeforeValidator(_freeze)]

@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 
+from trainer.errors import RecipeError
+from trainer.recipe.text import format_value
+
 # Length of the sides of a square in pixels, or (height, width). A square is always stored as a
 # single number.
 ImageSize = int | tuple[int, int]
@@ -27,6 +30,21 @@ def typed_size(value: int | Sequence[int] | None) -> ImageSize | None:
 def in_pixels(size: ImageSize) -> str:
     """Format a size, as in 224 x 320."""
     return " x ".join(map(str, sides(size)))
+
+
+def check_resize(resize: ImageSize, size: ImageSize) -> None:
+    """Refuse a `data.resize` from which `size` cannot be cropped, or that is over twice as large.
+
+    Raises:
+        RecipeError: it is refused.
+    """
+    for whole, crop in zip(sides(resize), sides(size), strict=True):
+        if not crop <= whole <= 2 * crop:
+            raise RecipeError(
+                f"data.resize={format_value(resize)} must cover the {in_pixels(size)} pixels that "
+                f"are cropped from it, and at most twice their sides; "
+                f"try data.resize={round(sides(size)[0] / 0.875)}"
+            )
 
 
 def square(size: ImageSize) -> int:

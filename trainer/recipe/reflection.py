@@ -16,6 +16,7 @@ from trainer.recipe.text import flatten, format_yaml
 _IDLE_WITH = (
     ("augment.crop_padding", "augment.crop", "none resized"),
     ("augment.crop_scale", "augment.crop", "none pad"),
+    ("augment.operations augment.magnitude", "augment.auto", "none trivial autoaugment"),
     ("schedule.warmup_factor", "schedule.warmup_epochs", "0.0"),
     ("data.root", "data.name", "digits synthetic"),
     ("data.download", "data.name", "digits synthetic imagefolder shards"),
@@ -68,6 +69,9 @@ FREE_ON_RESUME = {
     "threads",
     "timeout",
 }
+# Section whose keys may differ when a run is resumed, which the resumed run reports. They change
+# what its steps compute.
+REPORTED_ON_RESUME = "augment"
 
 
 @functools.cache

@@ -25,6 +25,7 @@ from trainer.recipe.field_types import (
     Duration,
     Fractions,
     Freeze,
+    Interpolation,
     Logger,
     MicroBatches,
     PixelRange,
@@ -33,6 +34,7 @@ from trainer.recipe.field_types import (
     Probability,
     Restart,
     Shares,
+    Transforms,
     Workers,
 )
 from trainer.recipe.known_names import AUXILIARY, TASKS
@@ -205,6 +207,16 @@ class DataRecipe(_Section):
     image_size: PixelSize | None = key(
         None, "pixels per side, or [height,width]; null: the data set's own, 224 for photos", 128
     )
+    train_size: PixelSize | None = key(
+        None, "pixels per side of training photos; null: image_size, as for evaluation", 176
+    )
+    resize: PixelSize | None = key(
+        None,
+        "shorter side of a photo before its middle is cut out, or what it covers; null: "
+        "image_size / 0.875",
+        232,
+    )
+    interpolation: Interpolation = key("bilinear", "how images are resized")
     channels: Positive | None = key(
         None,
         "1 gray, 3 color; to 64 of TIFF and .npy files; null: the data set's own, 1 or 3",
@@ -271,9 +283,12 @@ class AugmentRecipe(_Section):
     alternate: bool = key(
         False, "augment.hflip is drawn for the first epoch, and goes the other way in every second"
     )
+    vflip: Probability = key(0.0, "probability of an up-down flip", 0.5)
     auto: Literal["none", "trivial", "rand", "autoaugment"] = key(
         "none", "torchvision's automatic policies"
     )
+    operations: Positive = key(2, "operations per image of augment.auto=rand", 3, le=16)
+    magnitude: int = key(9, "strength of the operations of augment.auto=rand", 15, ge=0, le=30)
     mixup: Amount = key(0.0, "alpha of Beta(alpha, alpha) for blending two images; 0: off", 0.2)
     cutmix: Amount = key(
         0.0,
@@ -282,6 +297,17 @@ class AugmentRecipe(_Section):
         1.0,
     )
     erase: Probability = key(0.0, "probability of blanking a rectangle", 0.25)
+    repeats: Positive = key(
+        1,
+        "how often an image comes in an epoch, varied each time; the epoch is as long as without",
+        4,
+        le=64,
+    )
+    transforms: Transforms = key(
+        [],
+        "transforms of torchvision.transforms.v2, each a name or {name: arguments}",
+        ["RandomInvert", "RandomEqualize"],
+    )
 
     @property
     def together(self) -> int:
@@ -832,6 +858,11 @@ def _check_together(recipe: Recipe, name: str) -> None:
     if recipe.data.balance and recipe.loss.class_weights == "balanced":
         raise RecipeError(
             f"{name}: data.balance=true and loss.class_weights=balanced do the same: keep one"
+        )
+    if recipe.data.balance and recipe.augment.repeats > 1:
+        raise RecipeError(
+            f"{name}: data.balance=true repeats images itself: set augment.repeats=1 or "
+            "data.balance=false"
         )
     channels = recipe.data.channels or 3
     for key, numbers in (("mean", recipe.data.mean), ("std", recipe.data.std)):

@@ -72,7 +72,8 @@ def format_value(value: Any) -> str:
     if isinstance(value, list):
         text = f"[{','.join(map(format_value, value))}]"
     elif isinstance(value, Mapping):
-        text = format_yaml(value)
+        pairs = [f"{key}: {format_value(inner)}" for key, inner in value.items()]
+        text = f"{{{', '.join(pairs)}}}"
     elif value is None:
         text = "null"
     elif isinstance(value, bool):

@@ -21,7 +21,7 @@ from trainer.errors import FolderInUseError, RecipeError, SetupError, TrainerErr
 from trainer.processes.rank import build_signature, is_restart, is_this_job
 from trainer.processes.terminal import ask_permission
 from trainer.recipe import Recipe, recipe_files
-from trainer.recipe.reflection import describe_restart, is_longer
+from trainer.recipe.reflection import REPORTED_ON_RESUME, describe_restart, is_longer
 from trainer.recipe.removed import find_changed_setting
 from trainer.saving import locks
 from trainer.saving.files import (
@@ -64,6 +64,8 @@ class NullFolder:
         resuming: whether the run resumes from the newest good checkpoint of the folder.
         replaced: whether files of a run that had saved nothing were removed.
         shorter: recipe of the resumed run if this recipe trains longer; else None.
+        reported_changes: keys that differ from those of the resumed run and may differ, with their
+            (old, new) values.
         resolved_keys: values that the resumed run has chosen for keys that this recipe leaves open,
             by names such as "data__image_size".
     """
@@ -75,6 +77,7 @@ class NullFolder:
 
     def __init__(self) -> None:
         self.resolved_keys: dict[str, Any] = {}
+        self.reported_changes: dict[str, tuple[Any, Any]] = {}
 
     def check(self) -> None: ...
     def write_tuned(self, tuned: Mapping[str, Any]) -> None: ...
@@ -266,6 +269,9 @@ class RunFolder(NullFolder):
             changes.pop("epochs", None)
             changes.pop("max_steps", None)
             self.shorter = before
+        for key in list(changes):
+            if key.startswith(f"{REPORTED_ON_RESUME}."):
+                self.reported_changes[key] = changes.pop(key)
         if changes:
             first_changes = list(changes.items())[:4]
             listed = ", ".join(
@@ -287,12 +293,13 @@ class RunFolder(NullFolder):
     def write_recipe(self, recipe: Recipe) -> None:
         """Write recipe.yaml, from which the same run can be started again.
 
-        A resumed run keeps its recipe.yaml unless it trains longer.
+        A resumed run keeps its recipe.yaml unless it trains longer or with other augmentation.
 
         Args:
             recipe: recipe in which all keys that the user left open have values.
         """
-        if self.shorter is not None or not os.path.lexists(self.path / "recipe.yaml"):
+        is_changed = self.shorter is not None or self.reported_changes
+        if is_changed or not os.path.lexists(self.path / "recipe.yaml"):
             portable_recipe = recipe.replace(output=None, resume=None)
             write_atomically(self.path / "recipe.yaml", portable_recipe.to_yaml())
 

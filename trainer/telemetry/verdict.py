@@ -443,6 +443,8 @@ def _list_remedies(
                 remedies.append(f"data.workers={more_workers}")
         if recipe.augment.auto != "none":
             remedies.append("augment.auto=none")
+        elif recipe.augment.transforms:
+            remedies.append("augment.transforms=[]")
         elif workers is None:
             remedies.append(larger)
         return remedies

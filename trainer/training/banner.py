@@ -10,6 +10,7 @@ from trainer.processes.rank import find_elastic_problems
 from trainer.processes.terminal import BOLD
 from trainer.recipe import Recipe
 from trainer.recipe.checks import count_largest_rows
+from trainer.recipe.image_sizes import in_pixels
 from trainer.recipe.shares import count_rows
 from trainer.telemetry.readable import format_count, table_width
 from trainer.telemetry.tracking import NullTracker
@@ -123,6 +124,8 @@ def build_banner(
     ranks = format_count(world.size, "rank")
     threads = format_count(world.threads, "thread")
     shape = " x ".join(map(str, data.inputs.shape))
+    if data.train_size:
+        shape += f" (training: {in_pixels(data.train_size)})"
     options = [precision.resolve_precision(recipe.precision, world.device)]
     options += [key for key in ("channels_last", "compile", "sync_bn") if getattr(recipe, key)]
     if strategy.recompute_description:

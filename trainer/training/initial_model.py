@@ -21,6 +21,7 @@ from trainer.models.shapes import build_on_meta, compute_digest
 from trainer.models.undisturbed import restore_after
 from trainer.models.zoo import (
     build,
+    check_train_size,
     count_shared_classes,
     describe_order_match,
     find_color_filters,
@@ -137,7 +138,7 @@ def build_for_dataset(
 
     If `starting`, the model has the weights from which the recipe starts, otherwise random ones.
     """
-    return build_for_sizes(
+    model = build_for_sizes(
         recipe,
         task,
         len(data.classes),
@@ -147,6 +148,10 @@ def build_for_dataset(
         starting,
         data.classes,
     )
+    if data.train_size:
+        key = f"model.name={recipe.model.name}"
+        check_train_size(model, key, data.channels, data.train_size)
+    return model
 
 
 def build_for_sizes(

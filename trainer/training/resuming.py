@@ -25,7 +25,9 @@ from trainer.errors import (
 )
 from trainer.processes.rank import is_restart
 from trainer.recipe import Recipe
+from trainer.recipe.recipe_files import format_argument
 from trainer.recipe.reflection import describe_restart
+from trainer.recipe.text import format_yaml
 from trainer.saving import checkpoint
 from trainer.saving.tensor_files import CHUNK
 from trainer.telemetry.tracking import NullTracker
@@ -53,6 +55,11 @@ def find_newest(tracker: NullTracker, world: World, recipe: Recipe) -> checkpoin
     loaded = None
     if tracker.folder.replaced:
         tracker.say(f"{tracker.path}: the run that was here saved nothing; starting over")
+    changes = []
+    for key, (old, new) in tracker.folder.reported_changes.items():
+        changes.append(f"{format_argument(key, new)} instead of {format_yaml(old)}")
+    if changes:
+        tracker.say(f"{tracker.path}: resumed with other augmentation: {', '.join(changes)}")
     if tracker.folder.resuming and tracker.path:
         loaded = checkpoint.load_newest(tracker.path, tracker.say)
         if loaded is None:

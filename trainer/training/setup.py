@@ -273,6 +273,9 @@ def build_speed_recipe(recipe: Recipe, data: Datasets, say: Callable[[str], None
         augment__crop="none",
         augment__auto="none",
         augment__hflip=0.0,
+        augment__vflip=0.0,
+        augment__transforms=[],
+        augment__repeats=1,
         augment__alternate=False,
         augment__erase=0.0,
     )

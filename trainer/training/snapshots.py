@@ -295,6 +295,7 @@ def _collect_metadata(resolved: Resolved, state: TrainState) -> dict[str, str]:
     }
     if not data.plain:
         metadata["shorter_side"] = json.dumps(evaluation_shorter_side(data))
+        metadata["interpolation"] = json.dumps(data.interpolation)
     return metadata | {
         "inputs": data.inputs.to_json(),
         "mean": json.dumps(data.mean),

@@ -21,7 +21,7 @@ from trainer.errors import RecipeError, TrainerError
 from trainer.memory.measuring import count_bytes
 from trainer.models import timm_zoo, torchvision_zoo
 from trainer.models.inputs import add_pretrained_input
-from trainer.models.zoo import build, match_by_name
+from trainer.models.zoo import build, check_train_size, match_by_name
 from trainer.modes import Strategy
 from trainer.recipe import Recipe
 from trainer.recipe.image_sizes import ImageSize
@@ -152,6 +152,9 @@ class Teacher(Task):
         model = trained.model(
             without_loss, len(classes), facts.channels, facts.image_size, plain
         ).requires_grad_(False)
+        if data.train_size:
+            key = f"distill.teacher={distill.teacher}"
+            check_train_size(model, key, data.channels, data.train_size)
         # The model that trains starts from the same random numbers as without a teacher.
         restore_random_states(states)
         tensors = model.state_dict().values()

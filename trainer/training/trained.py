@@ -23,8 +23,8 @@ from trainer.data.photos.photo_reader import compute_shorter_side, evaluation_sh
 from trainer.errors import CheckpointError, RecipeError
 from trainer.models.zoo import load_weights
 from trainer.recipe import Recipe
-from trainer.recipe.field_types import LARGEST_SIDE, MOST_CHANNELS
-from trainer.recipe.image_sizes import ImageSize, sides, typed_size
+from trainer.recipe.field_types import LARGEST_SIDE, MOST_CHANNELS, Interpolation
+from trainer.recipe.image_sizes import ImageSize, check_resize, sides, typed_size
 from trainer.recipe.known_names import WITHOUT_FOLDER
 from trainer.recipe.loading import load_stored
 from trainer.recipe.text import list_some
@@ -59,6 +59,7 @@ TRAINING = {
     "ema",
     "stop",
     "save",
+    "data.train_size",
 }
 # Values that replace the devices and the mode of training, so that commands run on any machine.
 ANYWHERE = {"devices": "auto", "mode": "ddp", "shares": None}
@@ -79,6 +80,7 @@ class WeightFacts(BaseModel):
             it.
         shorter_side: Size that an image is resized to before `image_size` is cropped from it. None
             if the file does not contain it.
+        interpolation: The recipe's data.interpolation.
         channels: Number of channels of an image.
         inputs: (name of the type, shape) of one input. None if the file does not contain them.
     """
@@ -88,6 +90,7 @@ class WeightFacts(BaseModel):
     std: tuple[Std, ...] = ()
     image_size: SideOrZero | tuple[Side, Side] = 0
     shorter_side: Side | tuple[Side, Side] | None = None
+    interpolation: Interpolation = "bilinear"
     channels: int = 0
     inputs: tuple[str, tuple[Length, ...]] | None = None
 
@@ -157,6 +160,7 @@ class Preparation:
         channels: Number of channels.
         mean: Mean of each channel.
         std: Standard deviation of each channel.
+        interpolation: How images are resized: data.interpolation of a recipe.
     """
 
     image_size: ImageSize
@@ -164,11 +168,17 @@ class Preparation:
     channels: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    interpolation: str = "bilinear"
 
     @classmethod
     def of(cls, data: Datasets) -> Preparation:
         return cls(
-            data.image_size, evaluation_shorter_side(data), data.channels, data.mean, data.std
+            data.image_size,
+            evaluation_shorter_side(data),
+            data.channels,
+            data.mean,
+            data.std,
+            data.interpolation,
         )
 
 
@@ -207,7 +217,7 @@ class Trained:
         """
         for word in words:
             key = word.partition("=")[0]
-            if key.partition(".")[0] in TRAINING:
+            if not TRAINING.isdisjoint((key, key.partition(".")[0])):
                 raise RecipeError(f"{key}= changes nothing once a model is trained: leave it out")
         best = path / "best.safetensors"
         is_best = prefers_best and best.is_file() and not is_checkpoint(path)
@@ -261,9 +271,19 @@ class Trained:
             raise CheckpointError(
                 f"{self.path} does not name its classes; use a run folder or its last.safetensors"
             )
-        size = typed_size(self.recipe.data.image_size) or facts.image_size
+        typed = self.recipe.data
+        size = typed_size(typed.image_size) or facts.image_size
+        shorter = facts.shorter(size)
+        # The metadata describes the run, and arguments of a command replace it.
+        resize = typed_size(typed.resize)
+        if resize and typed.resize != self.own.data.resize:
+            check_resize(resize, size)
+            shorter = resize
+        interpolation: str = facts.interpolation
+        if typed.interpolation != self.own.data.interpolation:
+            interpolation = typed.interpolation
         return facts.classes, Preparation(
-            size, facts.shorter(size), facts.channels, facts.mean, facts.std
+            size, shorter, facts.channels, facts.mean, facts.std, interpolation
         )
 
     def data(self, recipe: Recipe, test: bool = False) -> Datasets:
@@ -277,6 +297,8 @@ class Trained:
             CheckpointError: The data has other classes than the model.
         """
         is_elsewhere = recipe.data.root != self.own.data.root
+        # All images are prepared as for evaluation.
+        recipe = recipe.replace(data__train_size=None)
         data = open_datasets(recipe, Before(part_of(self.path, "val"), is_elsewhere, test))
         classes = tuple(map(class_name, self.facts.classes or data.classes))
         if classes != data.classes:

@@ -64,6 +64,7 @@ def feed(kind, *words):
     [
         ("memory", ["augment.crop=pad", "augment.hflip=0.5"]),
         ("memory", ["augment.crop=resized"]),
+        ("memory", ["augment.crop=pad", "augment.vflip=0.5", "augment.transforms=[RandomInvert]"]),
         *[("memory", [f"augment.auto={policy}"]) for policy in ("trivial", "rand", "autoaugment")],
         ("labels", []),
         ("photos", []),
@@ -78,7 +79,11 @@ def test_batches_reach_a_gpu_in_order_and_without_waiting(kind, words):
             seen.append(labels.clone())
             images.float().sum()
             labels = images = None
-        for images, labels, _ in batches.evaluation([(0, 4), (20, 24)]):
+        assert dict(machine.waits.seen) == {}
+        # A run evaluates images without augmentation, from another feed.
+        evaluated = feed(kind) if words else batches
+        machine.waits.seen.clear()
+        for images, labels, _ in evaluated.evaluation([(0, 4), (20, 24)]):
             seen.append(labels.clone())
             images.float().sum()
         batches.close()

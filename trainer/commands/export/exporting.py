@@ -101,9 +101,11 @@ def load(path: Path, words: Sequence[str]) -> ExportSource:
             target = f"the shorter side to {shorter} pixels"
         else:
             target = COVERED.format(in_pixels(shorter))
-        resizing["resize"] = (
-            f"{target}, bilinear with antialiasing, then {in_pixels(size)} cut out of the centre"
-        )
+        method = preparation.interpolation
+        resizing["interpolation"] = method
+        if method != "nearest":
+            method += " with antialiasing"
+        resizing["resize"] = f"{target}, {method}, then {in_pixels(size)} cut out of the centre"
         inputs = TensorSpec((facts.channels, *sides(size)), inputs.dtype)
     task = create_task_without_loss(recipe, classes)
     spec = None if facts.mean else inputs

@@ -46,6 +46,7 @@ class DatasetFacts:
         note: phrase that says where the numbers come from, or why they are unknown.
         targets: shape and type of a sample's target.
         plain: shape and type of a sample's input; None if inputs are images.
+        train_size: size of a training image; None if it is `size`.
     """
 
     train: int | None
@@ -56,10 +57,12 @@ class DatasetFacts:
     note: str
     targets: TensorSpec = CLASS
     plain: TensorSpec | None = None
+    train_size: ImageSize | None = None
 
     def example(self, rows: int) -> Example:
         """Return the shapes and types of a batch of `rows` samples."""
-        images = TensorSpec((self.channels, *sides(self.size)), torch.float32)
+        size = self.train_size or self.size
+        images = TensorSpec((self.channels, *sides(size)), torch.float32)
         return Example(rows, self.plain or images, self.targets, self.plain is None)
 
     def task(self, recipe: Recipe) -> Task:
@@ -89,6 +92,7 @@ def read_dataset_facts(recipe: Recipe) -> DatasetFacts:
         SetupError: the data cannot be read.
     """
     facts = _find_facts(add_pretrained_input(recipe))
+    facts = replace(facts, train_size=typed_size(recipe.data.train_size))
     if facts.plain is not None or facts.targets != CLASS:
         return facts
     kind = tasks.find_task_class(recipe)

@@ -222,7 +222,10 @@ class Labeller:
         preparation = self.preparation
         try:
             return prepare_for_evaluation(
-                self._open(item), preparation.image_size, preparation.shorter_side
+                self._open(item),
+                preparation.image_size,
+                preparation.shorter_side,
+                preparation.interpolation,
             )
         # Decoders raise exceptions of any type for a damaged image, which must not stop the worker.
         except Exception as error:

@@ -33,6 +33,7 @@ from trainer.data.photos.decoding import open_encoded
 from trainer.data.photos.jpeg import decode_jpeg, encode_jpeg
 from trainer.data.photos.lazy_images import Picture
 from trainer.data.photos.photo_reader import (
+    BILINEAR,
     PhotoDraws,
     compute_shorter_side,
     covering_size,
@@ -41,8 +42,8 @@ from trainer.data.photos.photo_reader import (
 )
 from trainer.data.photos.pixel_range import Range, recipe_pixel_range
 from trainer.data.sampling import Array
-from trainer.recipe import Recipe
-from trainer.recipe.image_sizes import ImageSize, typed_size
+from trainer.recipe import DataRecipe, Recipe
+from trainer.recipe.image_sizes import ImageSize, sides, typed_size
 from trainer.telemetry.verdict import Reading
 
 # Mean and maximum number of photos per block.
@@ -68,27 +69,49 @@ class Format:
             shorter side. Smaller photos are not enlarged.
         channels: number of channels; 1 or 3 for "jpeg".
         pixel_range: the recipe's data.pixel_range.
+        interpolation: the recipe's data.interpolation.
     """
 
     layout: str
     size: ImageSize
     channels: int
     pixel_range: Range | None = None
+    interpolation: str = BILINEAR
 
     # Increase this number whenever the stored pixels of an unchanged photo change. It is part of
     # the hash that names a block, so blocks of earlier versions are not used.
     VERSION = 3
 
     def __str__(self) -> str:
-        return f"{self.VERSION}-{self.layout}-{self.size}-{self.channels}-{self.pixel_range}"
+        text = f"{self.VERSION}-{self.layout}-{self.size}-{self.channels}-{self.pixel_range}"
+        # Earlier versions only had bilinear interpolation, and their copies are still valid.
+        if self.interpolation != BILINEAR:
+            text += f"-{self.interpolation}"
+        return text
 
 
 def format_of(recipe: Recipe, image_size: ImageSize, channels: int) -> Format:
     """Return the format in which the cache stores photos that are resized to `image_size`."""
-    size = typed_size(recipe.data.cache_size) or compute_shorter_side(image_size)
+    data = recipe.data
     return Format(
-        recipe.data.cache_format or "raw", size, channels, recipe_pixel_range(recipe.data)
+        data.cache_format or "raw",
+        typed_size(data.cache_size) or _choose_size(data, image_size),
+        channels,
+        recipe_pixel_range(data),
+        data.interpolation,
     )
+
+
+def _choose_size(data: DataRecipe, image_size: ImageSize) -> ImageSize:
+    """Return a size that covers what evaluation, and training without random crops, resize to."""
+    evaluated = typed_size(data.resize) or compute_shorter_side(image_size)
+    trained = evaluated
+    if data.train_size is not None:
+        trained = compute_shorter_side(typed_size(data.train_size) or image_size)
+    height, width = map(max, sides(evaluated), sides(trained))
+    if height == width:
+        return height
+    return height, width
 
 
 @dataclass(frozen=True)
@@ -205,7 +228,7 @@ def prepared(address: bytes, photo_format: Format) -> Prepared:
     image = picture.whole(photo_format.size)
     new_size = covering_size(image.shape[1], image.shape[2], photo_format.size)
     if sum(new_size) < sum(image.shape[1:]):
-        image = resize(image, [*new_size])
+        image = resize(image, [*new_size], photo_format.interpolation)
     rows, columns = image.shape[-2:]
     if photo_format.layout == "jpeg":
         data = encode_jpeg(image, JPEG_QUALITY)
@@ -318,8 +341,11 @@ def measure_reading(
         The mean times over some photos, or None if no photo can be read.
     """
     indices = np.random.default_rng(0).permutation(len(folder))[:MEASURED_PHOTOS]
-    draws = PhotoDraws(recipe.augment, recipe.seed, 0, indices)
+    shorter = None if recipe.data.train_size else typed_size(recipe.data.resize)
+    interpolation = recipe.data.interpolation
+    draws = PhotoDraws(recipe.augment, recipe.seed, 0, indices, shorter, interpolation)
     photo_format = format_of(recipe, size, channels)
+    train_size = typed_size(recipe.data.train_size) or size
 
     def measure(row: int, index: int) -> tuple[float, float, float, float]:
         """Return the fields of `Reading` for a photo: (read, decode, transform, cached)."""
@@ -343,13 +369,13 @@ def measure_reading(
             return image
 
         start = time.perf_counter()
-        draws.apply(row, replace(picture, decode=decode), size)
+        draws.apply(row, replace(picture, decode=decode), train_size)
         total_seconds = time.perf_counter() - start
         stored = prepared(folder.address(index), photo_format)
         start = time.perf_counter()
         # Copy and hash the bytes, as reading a photo from the cache does.
         xxhash.xxh3_64_intdigest(stored.data.copy().data)
-        draws.apply(row, picture_of(stored, photo_format), size)
+        draws.apply(row, picture_of(stored, photo_format), train_size)
         return (
             read_seconds,
             open_seconds + decode_seconds[0],

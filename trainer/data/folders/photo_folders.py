@@ -35,7 +35,7 @@ from trainer.data.photos.stacks import choose_page, is_stack, read_stack
 from trainer.data.sampling import Array
 from trainer.data.sets import Datasets, ImageSet
 from trainer.errors import SetupError
-from trainer.recipe import Recipe
+from trainer.recipe import DataRecipe, Recipe
 from trainer.recipe.image_sizes import ImageSize, in_pixels, sides, typed_size
 from trainer.recipe.known_names import torchvision_classifiers
 from trainer.recipe.text import list_some
@@ -235,11 +235,13 @@ def photos(
         max(sides(size)) <= TINY
         and bytes_needed <= IN_MEMORY_BYTES
         and recipe.augment.crop != "resized"
+        and recipe.data.train_size is None
+        and recipe.data.resize is None
     )
     mean, std = (statistics(known, channels) for known in IMAGENET)
     measured = {}
     if channels not in (1, 3) and (recipe.data.mean is None or recipe.data.std is None):
-        mean, std, looked = measured_photos(train, size, channels)
+        mean, std, looked = measured_photos(train, size, channels, recipe.data)
         measured = {
             "measured": f"data.mean and data.std, over {looked:,} of {len(train):,} training images"
         }
@@ -350,7 +352,7 @@ def image_shape(recipe: Recipe, shapes: list[Shape]) -> tuple[int, ImageSize, di
 
 
 def measured_photos(
-    folder: EncodedPhotos, size: ImageSize, channels: int
+    folder: EncodedPhotos, size: ImageSize, channels: int, data: DataRecipe
 ) -> tuple[Numbers, Numbers, int]:
     """Measure mean and standard deviation of each channel over images prepared for evaluation.
 
@@ -369,7 +371,9 @@ def measured_photos(
     count = min(MAX_MEASURED_IMAGES, len(folder))
     for index in np.linspace(0, len(folder) - 1, count).astype(int).tolist():
         try:
-            image = prepare_for_evaluation(folder.open(index, channels)[0], size).numpy()
+            picture = folder.open(index, channels)[0]
+            shorter = typed_size(data.resize)
+            image = prepare_for_evaluation(picture, size, shorter, data.interpolation).numpy()
             for channel, pixels in enumerate(image):
                 counts[channel] += np.bincount(pixels.ravel(), minlength=256)
             looked += 1
@@ -426,9 +430,9 @@ def decoded(
     # Several threads would be slower: with small images, they compete for the interpreter lock.
     for index in range(len(folder)):
         try:
-            images[index] = prepare_for_evaluation(folder.open(index, channels)[0], size).permute(
-                1, 2, 0
-            )
+            picture = folder.open(index, channels)[0]
+            image = prepare_for_evaluation(picture, size, interpolation=recipe.data.interpolation)
+            images[index] = image.permute(1, 2, 0)
         except Exception as error:
             # Decoders can raise any exception.
             failures[index] = describe_failure(error)

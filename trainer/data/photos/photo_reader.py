@@ -22,13 +22,23 @@ from trainer.data.photos.decoding import describe_failure
 from trainer.data.photos.lazy_images import Picture
 from trainer.data.sampling import Array
 from trainer.data.sets import Datasets, ImageSet, LabelledSource, PhotoSource, PictureSource
+from trainer.data.transforms import Transforms
 from trainer.recipe import AugmentRecipe, Recipe
-from trainer.recipe.image_sizes import ImageSize, sides
+from trainer.recipe.image_sizes import ImageSize, sides, typed_size
 
 # The model's images are tiny if their longer side has at most this number of pixels. For evaluation
 # on tiny images, a photo is resized so that it just covers the image. For other sizes, the photo is
 # resized to a larger size, and its center is cropped (`compute_shorter_side`).
 TINY = 64
+# Default of data.interpolation.
+BILINEAR = "bilinear"
+# Values of data.interpolation -> torchvision's names. `nearest-exact` chooses the same pixels as
+# Pillow, and `nearest` does not.
+MODES = {
+    BILINEAR: vision.InterpolationMode.BILINEAR,
+    "bicubic": vision.InterpolationMode.BICUBIC,
+    "nearest": vision.InterpolationMode.NEAREST_EXACT,
+}
 # Whether torch resizes uint8 on this CPU without a conversion to float.
 VECTORISED = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 # Maximum number of samples to try, starting with the requested sample, until one can be read.
@@ -62,6 +72,7 @@ def prepare_for_evaluation(
     picture: Picture,
     size: ImageSize,
     shorter: ImageSize | None = None,
+    interpolation: str = BILINEAR,
 ) -> Tensor:
     """Prepare a photo for evaluation: resize it to just cover `shorter`, and crop the center.
 
@@ -72,21 +83,23 @@ def prepare_for_evaluation(
         picture: the photo.
         size: size of the crop in pixels.
         shorter: the size to cover; by default `compute_shorter_side(size)`.
+        interpolation: the recipe's data.interpolation.
     """
     shorter = shorter or compute_shorter_side(size)
-    return resize_and_center_crop(picture.whole(shorter), size, shorter)
+    return resize_and_center_crop(picture.whole(shorter), size, shorter, interpolation)
 
 
 def resize_and_center_crop(
     images: Tensor,
     size: ImageSize,
     shorter: ImageSize,
+    interpolation: str = BILINEAR,
 ) -> Tensor:
     """Resize images (..., C, H, W) to just cover `shorter`, and crop `size` from the center."""
     height, width = images.shape[-2:]
     new_size = covering_size(height, width, shorter)
     if new_size != (height, width):
-        images = resize(images, [*new_size])
+        images = resize(images, [*new_size], interpolation)
     return vision.center_crop(images, [*sides(size)])  # type: ignore[no-any-return]
 
 
@@ -121,28 +134,29 @@ def compute_shorter_side(size: ImageSize) -> ImageSize:
 
 
 def evaluation_shorter_side(data: Datasets) -> ImageSize:
-    """Return `compute_shorter_side` for the validation images of a data set.
+    """Return data.resize, or else `compute_shorter_side`, for the validation images of a data set.
 
     For images in memory, and for images with a target for each pixel, the result is their own size.
     """
     if isinstance(data.val, ImageSet) or len(data.targets.shape) > 1:
         return data.image_size
-    return compute_shorter_side(data.image_size)
+    return data.resize or compute_shorter_side(data.image_size)
 
 
-def resize(image: Tensor, size: list[int]) -> Tensor:
-    """Resize images (..., C, H, W) as torchvision does, with antialiasing.
+def resize(image: Tensor, size: list[int], interpolation: str = BILINEAR) -> Tensor:
+    """Resize images (..., C, H, W) as torchvision does, with antialiasing unless it is `nearest`.
 
     `size` is [height, width], or [length] of the shorter side.
     """
+    mode = MODES[interpolation]
     if image.dim() > 3:
-        return vision.resize(image, size, antialias=True)  # type: ignore[no-any-return]
+        return vision.resize(image, size, mode, antialias=True)  # type: ignore[no-any-return]
     # Keep the memory format channels_last, in which JPEG is decoded and batches are stored, so that
     # resizing and copying are faster.
     whole = image[None].contiguous(memory_format=torch.channels_last)
     is_fast = len(size) == 2 and VECTORISED and image.dtype == torch.uint8
-    if not is_fast or image.shape[1:] == (*size,):
-        return vision.resize(whole, size, antialias=True)[0]  # type: ignore[no-any-return]
+    if not is_fast or image.shape[1:] == (*size,) or interpolation != BILINEAR:
+        return vision.resize(whole, size, mode, antialias=True)[0]  # type: ignore[no-any-return]
     # torchvision calls the same function, but its checks of arguments take a quarter of the time of
     # a small image. Set the stride of the first dimension, because torch may otherwise return
     # another memory format (pytorch/pytorch#68430).
@@ -190,8 +204,23 @@ class PhotoDraws:
         seed: int,
         epoch: int,
         index: Array,
+        shorter: ImageSize | None = None,
+        interpolation: str = BILINEAR,
     ) -> None:
+        """Draw for the samples `index`.
+
+        Args:
+            recipe: the section `augment`.
+            seed: seed of the run.
+            epoch: the epoch.
+            index: indices of the samples.
+            shorter: size that a photo covers before its center is cropped, unless a random part is
+                enlarged; by default `compute_shorter_side`.
+            interpolation: the recipe's data.interpolation.
+        """
         self.recipe = recipe
+        self.shorter = shorter
+        self.interpolation = interpolation
         self.crop: sampling.CropBoxes | None = None
         if recipe.crop == "resized":
             draws = sampling.draw_boxes(seed, epoch, index, sampling.CROP)
@@ -204,7 +233,9 @@ class PhotoDraws:
             recipe.hflip,
             recipe.alternate,
         )
+        self.vflip = sampling.draw_vertical_flips(seed, epoch, index, recipe.vflip)
         self.auto = Auto(recipe, seed, epoch, index)
+        self.transforms = Transforms(recipe, seed, epoch, index)
 
     def apply(
         self,
@@ -216,16 +247,18 @@ class PhotoDraws:
         height, width = sides(size)
         if self.crop is not None:
             box = self.crop.box(row, picture.height, picture.width)
-            image = resize(picture.pixels(box, size), [height, width])
+            image = resize(picture.pixels(box, size), [height, width], self.interpolation)
         else:
-            image = prepare_for_evaluation(picture, size)
+            image = prepare_for_evaluation(picture, size, self.shorter, self.interpolation)
             if self.recipe.crop == "pad":
                 top, left = self.shift[row].tolist()
                 padded = F.pad(image, (self.recipe.crop_padding,) * 4)
                 image = padded[:, top : top + height, left : left + width]
         if self.flip[row]:
             image = image.flip(-1)
-        return self.auto(row, image)
+        if self.vflip[row]:
+            image = image.flip(-2)
+        return self.transforms(row, self.auto(row, image))
 
 
 class Reader:
@@ -258,6 +291,10 @@ class Reader:
         self.labels = labels
         self.plain = plain
         self.augment = recipe.augment
+        self.interpolation = recipe.data.interpolation
+        self.shorter = typed_size(recipe.data.resize)
+        # data.resize is what an image of data.image_size is cropped from.
+        self.training_shorter = None if recipe.data.train_size else self.shorter
         self.seed = recipe.seed
         self.skip = recipe.data.on_error == "skip"
         self.channels = images.shape[-1]
@@ -302,7 +339,9 @@ class Reader:
         epoch: int,
         index: Array,
     ) -> Report:
-        draws = PhotoDraws(self.augment, self.seed, epoch, index)
+        draws = PhotoDraws(
+            self.augment, self.seed, epoch, index, self.training_shorter, self.interpolation
+        )
         failures = []
         attempts = NEIGHBOURS if self.skip else 1
         for row, place in enumerate(index.tolist()):
@@ -327,7 +366,12 @@ class Reader:
         index: Array,
     ) -> Report:
         failures = []
-        prepare = partial(prepare_for_evaluation, size=self.size)
+        prepare = partial(
+            prepare_for_evaluation,
+            size=self.size,
+            shorter=self.shorter,
+            interpolation=self.interpolation,
+        )
         row = 0
         for sample in index.tolist():
             image, label, failed = self._read(sample, 0, prepare)

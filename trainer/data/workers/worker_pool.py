@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import struct
 import time
@@ -38,31 +39,47 @@ class Buffers(NamedTuple):
     """Slots for batches.
 
     Attributes:
-        inputs: (slots, rows, ...) inputs of the samples.
+        inputs: for each source, (slots, rows, ...) inputs of the samples. All are views of the
+            same memory.
         labels: (slots, rows, ...) targets of the samples.
         order: (slots, rows) int64, the sample indices that a worker reads into the slot.
     """
 
-    inputs: Tensor
+    inputs: Sequence[Tensor]
     labels: Tensor
     order: Tensor
 
     @classmethod
-    def allocate(cls, datasets: Datasets, rows: int, count: int, shared: bool) -> Buffers:
+    def allocate(
+        cls,
+        datasets: Datasets,
+        rows: int,
+        count: int,
+        shared: bool,
+        sources: Sequence[PhotoSource],
+    ) -> Buffers:
         """Allocate `count` slots for batches of `rows` samples, in shared memory if `shared`."""
-        specs = buffered(datasets), datasets.targets, TensorSpec((), torch.int64)
-        zeros = [torch.zeros(count, rows, *spec.shape, dtype=spec.dtype) for spec in specs]
-        buffers = cls(*zeros)
+        specs = [buffered(datasets, source is datasets.train) for source in sources]
+        elements = max(math.prod(spec.shape) for spec in specs)
+        memory = torch.zeros(count, rows * elements, dtype=specs[0].dtype)
+        labels = torch.zeros(count, rows, *datasets.targets.shape, dtype=datasets.targets.dtype)
+        order = torch.zeros(count, rows, dtype=torch.int64)
         if shared:
-            for tensor in buffers:
+            for tensor in (memory, labels, order):
                 tensor.share_memory_()  # type: ignore[no-untyped-call]
-        return buffers
+        inputs = []
+        for spec in specs:
+            used = memory[:, : rows * math.prod(spec.shape)]
+            inputs.append(used.view(count, rows, *spec.shape))
+        return cls(inputs, labels, order)
 
 
-def buffered(datasets: Datasets) -> TensorSpec:
-    """Return shape and type of one sample's inputs in a buffer."""
-    shape = (*sides(datasets.image_size), datasets.channels)
-    return datasets.plain or TensorSpec(shape, torch.uint8)
+def buffered(datasets: Datasets, training: bool) -> TensorSpec:
+    """Return shape and type of one sample's inputs in a buffer, in training or evaluation."""
+    size = datasets.image_size
+    if training and datasets.train_size:
+        size = datasets.train_size
+    return datasets.plain or TensorSpec((*sides(size), datasets.channels), torch.uint8)
 
 
 # Function that accepts a number of slots, and returns buffers with these slots and one reader for
@@ -94,7 +111,7 @@ class InProcess:
     def read(self, keys: Sequence[Key]) -> Iterator[Filled]:
         for part, epoch, index in keys:
             report = self._readers[part].fill(0, epoch, index)
-            yield Filled(self._buffers.inputs[0], self._buffers.labels[0], report)
+            yield Filled(self._buffers.inputs[part][0], self._buffers.labels[0], report)
 
     def prefetch(self, keys: Sequence[Key]) -> None:
         pass
@@ -137,7 +154,7 @@ class Worker:
         self.process = process
         self.connection = connection
         self.buffers = buffers
-        self.free = deque(range(len(buffers.inputs)))
+        self.free = deque(range(len(buffers.order)))
         self.requests: deque[Request] = deque()
 
     def request(self, key: Key) -> Request:
@@ -247,7 +264,7 @@ class Workers:
                     raise RuntimeError("these batches were dropped by a later call of read()")
                 request = self._await(key)
                 worker = request.worker
-                inputs = worker.buffers.inputs[request.slot]
+                inputs = worker.buffers.inputs[key[0]][request.slot]
                 labels = worker.buffers.labels[request.slot]
                 assert request.report is not None
                 try:

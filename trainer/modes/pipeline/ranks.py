@@ -199,7 +199,12 @@ class ProcessPipeline(Staged):
         self.stages.clear()
         self.assign_stages(plan)
         all_stages = traced.stages(plan.cuts)
-        samples = self._sample_messages(all_stages, self.pipe.rows // plan.microbatches)
+        rows = self.pipe.rows // plan.microbatches
+        samples = self._sample_messages(all_stages, self.context.sample(rows))
+        evaluated = samples
+        if self.context.example.evaluated:
+            message = self.context.sample(rows, evaluated=True)
+            evaluated = self._sample_messages(all_stages, message)
         for index in self.local_stages:
             self.stages[index] = self.prepare_stage(all_stages[index], self.device)
         pipeline_stages = []
@@ -251,7 +256,11 @@ class ProcessPipeline(Staged):
         if issubclass(kind, schedules.PipelineScheduleSingle):
             stage_argument = pipeline_stages[0]
         self.schedule = kind(stage_argument, plan.microbatches, **options)
-        self._stage_inputs = {index: samples[index] for index in self.local_stages}
+        self._stage_inputs: dict[int, Tensor] = {}
+        self._evaluated_inputs: dict[int, Tensor] = {}
+        for index in self.local_stages:
+            self._stage_inputs[index] = samples[index]
+            self._evaluated_inputs[index] = evaluated[index]
         if self.recipe.compile:
             self._compile()
 
@@ -314,8 +323,9 @@ class ProcessPipeline(Staged):
             for training in (True, False):
                 self.train(training)
                 run = self.run_stage if training else self.context.in_precision
+                inputs = self._stage_inputs if training else self._evaluated_inputs
                 for index, wire in self._wires(run).items():
-                    stage_input = self._stage_inputs[index].detach()
+                    stage_input = inputs[index].detach()
                     stage_input.requires_grad_(training and index > 0)
                     with torch.set_grad_enabled(training):
                         out = wire(stage_input)
@@ -340,18 +350,17 @@ class ProcessPipeline(Staged):
     def _sample_messages(
         self,
         all_stages: Sequence[nn.Module],
-        rows: int,
+        message: Tensor,
     ) -> list[Tensor]:
         """Run one pass to find the shape and type of each stage's input and of the last output.
 
         Args:
             all_stages: the stages of a replica.
-            rows: number of images of a micro-batch.
+            message: a micro-batch of inputs.
 
         Raises:
             RecipeError: a stage returns no gradient to the previous stage.
         """
-        message = self.context.sample(rows)
         samples = [message]
         for index, stage in enumerate(all_stages):
             # The pass runs in evaluation, in which BatchNorm does not change its statistics.
@@ -492,8 +501,8 @@ class ProcessPipeline(Staged):
         return torch.cat(outputs)
 
     def _receive(self, index: int) -> Tensor:
-        """Receive a micro-batch for stage `index` from the rank of the previous stage."""
-        received = torch.empty_like(self._stage_inputs[index])
+        """Receive a micro-batch of the evaluation for stage `index`, from the previous stage."""
+        received = torch.empty_like(self._evaluated_inputs[index])
         source = self._world_rank(self.holders[index - 1])
         dist.recv(received, source, group=self.pipe_group)
         return received

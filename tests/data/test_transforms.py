@@ -23,8 +23,8 @@ from trainer.recipe import load
 from trainer.recipe.transform_names import REFUSED, list_transforms
 
 TYPED = (
-    "augment.transforms=[{ColorJitter: {brightness: 0.4, contrast: 0.2}}, {RandomRotation: 15}, "
-    "{RandomPerspective: {p: 0.5, interpolation: bilinear}}, {GaussianNoise: {sigma: 0.05}}]"
+    "augment.transforms=[{GaussianNoise: {sigma: 0.05}}, {ColorJitter: {brightness: 0.4}}, "
+    "{RandomRotation: 15}, {RandomPerspective: {p: 0.5, interpolation: bilinear}}]"
 )
 
 
@@ -32,10 +32,10 @@ def compose():
     """Return the transforms of `TYPED` as a user of torchvision writes them."""
     return v2.Compose(
         [
-            v2.ColorJitter(brightness=0.4, contrast=0.2),
+            v2.GaussianNoise(sigma=0.05),
+            v2.ColorJitter(brightness=0.4),
             v2.RandomRotation(15),
             v2.RandomPerspective(p=0.5, interpolation=v2.InterpolationMode.BILINEAR),
-            v2.GaussianNoise(sigma=0.05),
         ]
     )
 

@@ -50,7 +50,7 @@ COMMANDS = {
         alone=True,
     ),
     "evaluate": Command(
-        words=("checkpoint", "plugin", "split"), wants=("checkpoint=RUN",), alone=True
+        words=("checkpoint", "plugin", "split", "output"), wants=("checkpoint=RUN",), alone=True
     ),
     "export": Command("trainer.commands.export", wants=("RUN", "format=onnx"), alone=True),
     "runs": Command("trainer.commands.runs"),

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe import IN_TURN, MEASURED, STREAMS, Recipe, flatten, format_neighbors
 from trainer.recipe.known_names import DATASETS, TASKS, check_model_name
+from trainer.recipe.metric_table import check_metrics
 from trainer.recipe.optimizer_table import MATRIX_OPTIMIZERS, OPTIMIZERS
 from trainer.recipe.recipe_files import format_argument
 from trainer.recipe.shares import check_shares, count_rows, fixed_shares
@@ -469,7 +470,7 @@ def _join_choices(choices: list[int]) -> str:
 
 
 def check_names(recipe: Recipe) -> None:
-    """Check the names of the model, the data set and the task.
+    """Check the names of the model, the data set, the task and its metrics.
 
     Raises:
         RecipeError: a name is unknown. The message suggests the closest known name.
@@ -488,6 +489,7 @@ def check_names(recipe: Recipe) -> None:
             raise RecipeError(
                 f"{key}={name} is not {what}; {hint}known: {listed} (your own: plugin=my_module)"
             )
+    check_metrics(recipe)
 
 
 def check_loggers(recipe: Recipe) -> None:

@@ -63,6 +63,7 @@ FREE_ON_RESUME = {
     "save",
     "shares",
     "stop",
+    "task.metrics",
     "threads",
     "timeout",
 }

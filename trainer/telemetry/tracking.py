@@ -1,4 +1,4 @@
-"""Output of a run: a progress bar or plain lines, TensorBoard, steps.csv and result.json.
+"""Output of a run: a progress bar or plain lines, TensorBoard, tables and result.json.
 
 Rank 0 has a `Tracker` and every other rank a `NullTracker`, so no caller checks its rank.
 """
@@ -18,7 +18,7 @@ from trainer.saving.checkpoint import Position
 from trainer.saving.files import report_write_errors, write_atomically
 from trainer.saving.journal import Journal, NullJournal
 from trainer.saving.run_folder import NullFolder, RunFolder
-from trainer.saving.steps_file import StepsFile
+from trainer.saving.steps_file import EpochsFile, StepsFile
 from trainer.telemetry.clocks import Ledger
 from trainer.telemetry.events import Events, arrange_tags, trim_events
 from trainer.telemetry.loggers import Loggers
@@ -50,6 +50,7 @@ class NullTracker:
     def scalars(self, values: Mapping[str, float], step: int) -> None: ...
     def show(self, summary: Any, step: int) -> None: ...
     def step(self, row: Mapping[str, Any]) -> None: ...
+    def epoch(self, row: Mapping[str, Any]) -> None: ...
     def progress(
         self,
         step: int,
@@ -95,6 +96,7 @@ class Tracker(NullTracker):
         self.journal = Journal(folder.path, folder.check, ledger.read_seconds, ours)
         self._bar: Any = None
         self._steps: StepsFile | None = None
+        self._epochs: EpochsFile | None = None
         self._events: Any = None
         self._loggers: Loggers | None = None
         # Column widths by title; empty until the titles are printed.
@@ -177,6 +179,12 @@ class Tracker(NullTracker):
         with report_write_errors(self.path):
             self.folder.write_recipe(self.recipe)
             self._steps = StepsFile(self.path, position.step, self.say)
+            # A checkpoint within or at the end of an epoch may precede the evaluation of its step,
+            # which is then done again.
+            evaluated_step = position.step
+            if position.step_in_epoch:
+                evaluated_step -= 1
+            self._epochs = EpochsFile(self.path, evaluated_step, self.say)
             if self.recipe.logging.tensorboard:
                 trim_events(self.path, position, self.say)
                 self._events = Events(self.path)
@@ -218,6 +226,13 @@ class Tracker(NullTracker):
             self.folder.check()
             with report_write_errors(self.path):
                 self._steps.add(row)
+
+    def epoch(self, row: Mapping[str, Any]) -> None:
+        """Write a row of epochs.csv."""
+        if self._epochs:
+            self.folder.check()
+            with report_write_errors(self.path):
+                self._epochs.add(row)
 
     def progress(
         self,
@@ -301,26 +316,22 @@ class Tracker(NullTracker):
             write_atomically(self.path / name, text)
 
     def flush(self) -> None:
-        """Write steps.csv and TensorBoard's values to disk, so that they match a checkpoint."""
+        """Write the tables and TensorBoard's values to disk, so that they match a checkpoint."""
         with report_write_errors(self.path):
-            if self._steps:
-                self._steps.sync()
-            if self._events:
-                self._events.sync()
+            for file in (self._steps, self._epochs, self._events):
+                if file:
+                    file.sync()
 
     def close(self) -> None:
         """Flush and close every file."""
-        bar = self._bar
-        steps = self._steps
-        events = self._events
-        loggers = self._loggers
-        self._bar = self._steps = self._events = self._loggers = None
+        files = (self._loggers, self._bar, self._steps, self._epochs, self._events)
+        self._bar = self._steps = self._epochs = self._events = self._loggers = None
         # The ExitStack closes all files even if one of them fails because the disk is full.
         with ExitStack() as closing:
             closing.callback(self.folder.close)
             closing.callback(self.journal.close)
             closing.enter_context(report_write_errors(self.path))
-            for part in (loggers, bar, steps, events):
+            for part in files:
                 if part is not None:
                     closing.callback(part.close)
 

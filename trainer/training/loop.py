@@ -3,6 +3,7 @@
 import gc
 import math
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import cast
@@ -147,7 +148,7 @@ def train_epoch(run: Run, epoch: int) -> None:
     state = run.state
     history = state.history
     per_epoch = run.resolved.steps_per_epoch
-    rate = build_learning_rate(recipe, per_epoch, state.total_steps - state.step_offset)
+    rate = build_rate(run)
     loss_weight = 1 / run.loader.samples_per_step
     save_every = recipe.save.every_steps
     start = state.position.step_in_epoch
@@ -167,7 +168,7 @@ def train_epoch(run: Run, epoch: int) -> None:
     for step_in_epoch in range(start + 1, stop + 1):
         step = state.position.step + 1
         log = step % recipe.logging.every_steps == 0 or step_in_epoch == stop
-        lr = history.lr_factor * rate(step - 1 - state.step_offset)
+        lr = rate(step)
         data_wait = 0.0
         loss = None
         if steps.should_capture:
@@ -228,6 +229,14 @@ def train_epoch(run: Run, epoch: int) -> None:
             batches = run.loader.training(epoch, step_in_epoch, stop)
 
 
+def build_rate(run: Run) -> Callable[[int], float]:
+    """Return a function from the number of a step, counted from 1, to its learning rate."""
+    state = run.state
+    steps = state.total_steps - state.step_offset
+    rate = build_learning_rate(run.recipe, run.resolved.steps_per_epoch, steps)
+    return lambda step: state.history.lr_factor * rate(step - 1 - state.step_offset)
+
+
 def update_shares(run: Run, epoch_begins: bool) -> bool:
     """Change the ranks' shares of a batch if measured speeds suggest it. Collective.
 
@@ -284,25 +293,26 @@ def end_epoch(run: Run, epoch: int, epoch_start: float) -> None:
     history.latest = [*history.latest, metrics][-STANDSTILL_EPOCHS:]
     speed = history.validation["val_samples"] / (time.perf_counter() - evaluation_start)
     note_skipped(run)
-    metric = history.validation[f"val_{run.task.metric}"]
+    metric = metrics[run.task.metric]
     is_best = run.task.improves(metric, history.best)
     if is_best:
         history.best = metric
         history.best_epoch = epoch
+        history.metric = run.task.metric
+    noticing.note_undefined_metric(run.task, run.noticed, metric)
+    done = {"epoch": epoch + 1, "step": step, "train_loss": history.losses[-1]}
+    history.evaluations.append({**done, **metrics})
     values = {f"val/{name}": value for name, value in metrics.items()}
     values["speed/val_samples_per_sec"] = speed
     if goodput := tracker.journal.goodput():
         values["speed/goodput_pct"] = 100 * goodput["fraction"]
     tracker.scalars(values, step)
-    row = reporting.build_epoch_row(
-        run.resolved,
-        history,
-        run.timer,
-        run.loader.samples_per_step,
-        epoch,
-        time.perf_counter() - epoch_start,
-    )
+    train_speed = reporting.compute_epoch_speed(run.timer, run.loader.samples_per_step)
+    seconds = time.perf_counter() - epoch_start
+    row = reporting.build_epoch_row(run.resolved, history, epoch, train_speed, seconds)
     tracker.row(row, is_best)
+    lr = build_rate(run)(step)
+    tracker.epoch(reporting.build_epochs_csv_row(state, lr, train_speed))
     state.position = Position(step, epoch + 1, 0)
     noticing.print_new_warnings(run.resolved, state, run.noticed)
     patience = run.recipe.stop.patience

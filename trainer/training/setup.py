@@ -286,7 +286,8 @@ def start_process(recipe: Recipe) -> None:
 
 def create_task(recipe: Recipe, data: Datasets) -> Task:
     """Return the recipe's task for a data set."""
-    return tasks.create_task(recipe, data.classes, find_labels(data.train, skip=False))
+    targets = find_labels(data.train, skip=False)
+    return tasks.create_task(recipe, data.classes, targets, len(data.val))
 
 
 def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, ledger: Ledger) -> Run:

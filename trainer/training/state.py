@@ -76,6 +76,9 @@ class History:
         losses: Mean training loss of each epoch.
         validation: Metrics of the last evaluated epoch, as `evaluate` returns them.
         latest: Metrics of the last STANDSTILL_EPOCHS evaluated epochs, under the task's own names.
+        evaluations: Metrics of each evaluated epoch, as in `latest`, after its `epoch`, counted
+            from 1, its `step` and its `train_loss`. Earlier versions saved none.
+        metric: Name of the metric that `best` is a value of.
         best: Best value of the task's metric, or None before the first evaluation.
         best_epoch: Epoch of `best`, counted from 0, or None before the first evaluation.
         epoch_loss: Sum of the logged step losses of the present epoch.
@@ -92,6 +95,8 @@ class History:
     losses: list[float] = field(default_factory=list)
     validation: dict[str, float] = field(default_factory=dict)
     latest: list[dict[str, float]] = field(default_factory=list)
+    evaluations: list[dict[str, float]] = field(default_factory=list)
+    metric: str | None = None
     best: float | None = None
     best_epoch: int | None = None
     epoch_loss: float = 0.0

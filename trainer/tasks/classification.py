@@ -191,6 +191,7 @@ class Classification(ClassTask):
         is_hit = rank == 0
         confidence = outputs.softmax(1).amax(1).double()
         # A bin contains its upper edge. A NaN falls into any bin, and makes the error NaN.
+        gaps = is_hit.double() - confidence
         bins = (confidence * BINS).ceil().long().clamp(1, BINS) - 1
         return {
             "loss": cross_entropy(outputs, targets, reduction="sum"),
@@ -201,9 +202,8 @@ class Classification(ClassTask):
             "correct": zeros.index_add(0, targets, is_hit.long()),
             # With NaN among the outputs, the rank of a label may be the number of classes.
             "ranks": zeros.index_add(0, rank.clamp_max(len(zeros) - 1), ones),
-            "calibration": confidence.new_zeros(BINS).index_add(
-                0, bins, is_hit.double() - confidence
-            ),
+            # `index_add` of floats would add in another order in each run on a GPU.
+            "calibration": (one_hot(bins, BINS) * gaps[:, None]).sum(0),
         }
 
     def metrics(
@@ -226,7 +226,8 @@ class Classification(ClassTask):
         return super().shown(metrics)
 
     def split_classes(self, outputs: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        return split_columns(outputs.double().softmax(1), one_hot(targets, outputs.shape[1]).bool())
+        classes = torch.arange(outputs.shape[1])
+        return split_columns(outputs.double().softmax(1), targets[:, None] == classes)
 
     def ranked(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the most probable classes and their probabilities."""

@@ -152,7 +152,7 @@ def test_every_key_that_takes_text_is_among_those() -> None:
         for key, kinds in reflection.list_key_types().items()
         if str in kinds and list not in kinds
     }
-    assert texts == {*TEXTS, "data.name", "model.weights", "logging.wandb"}
+    assert texts == {*TEXTS, "data.name", "model.weights", "logging.wandb", "task.metric"}
 
 
 def test_defaults_then_file_then_words_then_keywords(tmp_path: Path) -> None:

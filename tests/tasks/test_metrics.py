@@ -89,7 +89,7 @@ def test_metrics_of_one_class_are_scikit_learns(there, tmp_path):
     apart = outputs - 1e-6 * np.arange(7)
     built = tasks.create_task(load(None, "task.metrics=[top2,top3]"), list("abcdefg"))
     sums = built.sums(torch.from_numpy(outputs).float(), torch.from_numpy(targets))
-    ours = metrics.compute(("top2", "top3"), built.build_evidence(sums, 75))
+    ours = metrics.compute(("top2", "top3"), built.build_metric_inputs(sums, 75))
     for count in (2, 3):
         expected = top_k_accuracy_score(targets, apart, k=count, labels=range(7))
         assert ours[f"top{count}"] == pytest.approx(expected)

@@ -113,10 +113,10 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
             images += f"; {skipped:,} more cannot be read"
         figures = strip_prefix(metrics)
         say(f"{path}: {split} {task.text(figures)} on {images}")
-        evidence = sums.evidence or task.build_evidence(sums.whole, sums.count)
+        inputs = sums.inputs or task.build_metric_inputs(sums.whole, sums.count)
         source = recipe.data.root or data.name
         key = {"checkpoint": checkpoint_name, "split": split, "data": source}
-        columns = tabulate_classes(evidence)
+        columns = tabulate_classes(inputs)
         class_metrics.report(output, metrics_file, key, figures, data.classes, columns)
     world.barrier()
     world.close()

@@ -225,7 +225,11 @@ class Classification(ClassTask):
             metrics.pop("top5", None)
         return super().shown(metrics)
 
-    def split_classes(self, outputs: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def split_classes(
+        self,
+        outputs: Tensor,
+        targets: Tensor,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         classes = torch.arange(outputs.shape[1])
         return split_columns(outputs.double().softmax(1), targets[:, None] == classes)
 
@@ -347,8 +351,8 @@ class Multilabel(ClassTask):
         sums: Mapping[str, Tensor],
         count: int,
     ) -> dict[str, float]:
-        evidence = self.build_evidence(sums, count)
-        return {"loss": sums["loss"].item() / count, **compute(("f1", "f1_macro"), evidence)}
+        inputs = self.build_metric_inputs(sums, count)
+        return {"loss": sums["loss"].item() / count, **compute(("f1", "f1_macro"), inputs)}
 
     def ranked(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the most probable classes and the probability of each."""
@@ -356,7 +360,11 @@ class Multilabel(ClassTask):
         probabilities = outputs.sigmoid()
         return best, probabilities.gather(1, best)
 
-    def split_classes(self, outputs: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def split_classes(
+        self,
+        outputs: Tensor,
+        targets: Tensor,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         return split_columns(self._select_named(outputs), targets > 0.5)
 
     def shares(self, targets: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ RESERVED = ("samples", "epoch")
 
 
 @dataclass(frozen=True)
-class Evidence:
+class MetricInputs:
     """Values of all evaluated samples, from which metrics are computed.
 
     Attributes:
@@ -57,7 +57,10 @@ class Evidence:
         return torch.tensor(columns, dtype=torch.float64).T
 
 
-def compute_auroc(scores: Tensor, is_positive: Tensor) -> float:
+def compute_auroc(
+    scores: Tensor,
+    is_positive: Tensor,
+) -> float:
     """Return the area under the ROC curve, or NaN if there are no positives or no negatives.
 
     It is the share of pairs of a positive and a negative in which the positive has the higher
@@ -77,7 +80,10 @@ def compute_auroc(scores: Tensor, is_positive: Tensor) -> float:
     return (lower + not_higher).sum().item() / 2 / pairs
 
 
-def compute_average_precision(scores: Tensor, is_positive: Tensor) -> float:
+def compute_average_precision(
+    scores: Tensor,
+    is_positive: Tensor,
+) -> float:
     """Return the mean of the precisions at the scores of the positives; NaN without positives.
 
     Samples with equal scores enter together, as in scikit-learn's `average_precision_score`. The
@@ -92,22 +98,28 @@ def compute_average_precision(scores: Tensor, is_positive: Tensor) -> float:
     is_last = torch.ones_like(is_positive)
     is_last[:-1] = descending[1:] != descending[:-1]
     ends = is_last.nonzero().flatten()
-    found = hits[ends].double()
-    precision = found / (ends + 1)
-    gained = found.diff(prepend=found.new_zeros(1))
+    hit_counts = hits[ends].double()
+    precision = hit_counts / (ends + 1)
+    gained = hit_counts.diff(prepend=hit_counts.new_zeros(1))
     return (precision * gained).sum().item() / total
 
 
-def _compute_precision(sums: Mapping[str, Tensor]) -> Tensor:
+def _compute_precision(
+    sums: Mapping[str, Tensor],
+) -> Tensor:
     # All are counts, so a denominator of 0 has a numerator of 0.
     return sums["correct"] / sums["predicted"].clamp_min(1)
 
 
-def _compute_recall(sums: Mapping[str, Tensor]) -> Tensor:
+def _compute_recall(
+    sums: Mapping[str, Tensor],
+) -> Tensor:
     return sums["correct"] / sums["actual"].clamp_min(1)
 
 
-def _compute_f1(sums: Mapping[str, Tensor]) -> Tensor:
+def _compute_f1(
+    sums: Mapping[str, Tensor],
+) -> Tensor:
     return 2 * sums["correct"] / (sums["actual"] + sums["predicted"]).clamp_min(1)
 
 
@@ -116,43 +128,52 @@ PER_CLASS = {"precision": _compute_precision, "recall": _compute_recall, "f1": _
 PerClass = Callable[[Mapping[str, Tensor]], Tensor]
 
 
-def _average_micro(per_class: PerClass, evidence: Evidence) -> Tensor:
+def _average_micro(
+    per_class: PerClass,
+    inputs: MetricInputs,
+) -> Tensor:
     totals = {}
     for name in ("actual", "predicted", "correct"):
-        totals[name] = evidence.sums[name].sum()
+        totals[name] = inputs.sums[name].sum()
     return per_class(totals)
 
 
-def _average_macro(per_class: PerClass, evidence: Evidence) -> Tensor:
-    values = per_class(evidence.sums)
-    if evidence.has_one_class:
-        values = values[evidence.sums["actual"] + evidence.sums["predicted"] > 0]
+def _average_macro(
+    per_class: PerClass,
+    inputs: MetricInputs,
+) -> Tensor:
+    values = per_class(inputs.sums)
+    if inputs.has_one_class:
+        values = values[inputs.sums["actual"] + inputs.sums["predicted"] > 0]
     return values.mean()
 
 
-def _average_weighted(per_class: PerClass, evidence: Evidence) -> Tensor:
-    actual = evidence.sums["actual"]
-    return (per_class(evidence.sums) * actual).sum() / actual.sum().clamp_min(1)
+def _average_weighted(
+    per_class: PerClass,
+    inputs: MetricInputs,
+) -> Tensor:
+    actual = inputs.sums["actual"]
+    return (per_class(inputs.sums) * actual).sum() / actual.sum().clamp_min(1)
 
 
-def _compute_balanced_accuracy(evidence: Evidence) -> Tensor:
-    recall = _compute_recall(evidence.sums)
-    return recall[evidence.sums["actual"] > 0].mean()
+def _compute_balanced_accuracy(inputs: MetricInputs) -> Tensor:
+    recall = _compute_recall(inputs.sums)
+    return recall[inputs.sums["actual"] > 0].mean()
 
 
-def _compute_mcc(evidence: Evidence) -> Tensor:
+def _compute_mcc(inputs: MetricInputs) -> Tensor:
     """Return the correlation of labels and predictions, and 0 if either is constant.
 
     See Gorodkin, "Comparing two K-category assignments by a K-category correlation coefficient",
     Computational Biology and Chemistry 28, 2004.
     """
-    actual = evidence.sums["actual"]
-    predicted = evidence.sums["predicted"]
-    correct = evidence.sums["correct"].sum()
+    actual = inputs.sums["actual"]
+    predicted = inputs.sums["predicted"]
+    correct = inputs.sums["correct"].sum()
     count = actual.sum()
-    if not evidence.has_one_class:
+    if not inputs.has_one_class:
         # Each decision about a label is a sample of two classes: absent and present.
-        count = torch.tensor(float(evidence.count * len(actual)), dtype=torch.float64)
+        count = torch.tensor(float(inputs.count * len(actual)), dtype=torch.float64)
         actual = torch.stack([count - actual.sum(), actual.sum()])
         predicted = torch.stack([count - predicted.sum(), predicted.sum()])
         correct = count - actual[1] - predicted[1] + 2 * correct
@@ -164,19 +185,22 @@ def _compute_mcc(evidence: Evidence) -> Tensor:
     return covariance / (variance.sqrt() * predicted_variance.sqrt())
 
 
-def _compute_ece(evidence: Evidence) -> Tensor:
-    return evidence.sums["calibration"].abs().sum() / evidence.count
+def _compute_ece(inputs: MetricInputs) -> Tensor:
+    return inputs.sums["calibration"].abs().sum() / inputs.count
 
 
-def _compute_rmse(evidence: Evidence) -> Tensor:
-    return (evidence.sums["squared"] / evidence.count).sqrt().mean()
+def _compute_rmse(inputs: MetricInputs) -> Tensor:
+    return (inputs.sums["squared"] / inputs.count).sqrt().mean()
 
 
-def _compute_top(count: int, evidence: Evidence) -> Tensor:
-    return evidence.sums["ranks"][:count].sum() / evidence.count
+def _compute_top(
+    count: int,
+    inputs: MetricInputs,
+) -> Tensor:
+    return inputs.sums["ranks"][:count].sum() / inputs.count
 
 
-Function = Callable[[Evidence], Any]
+Function = Callable[[MetricInputs], Any]
 FUNCTIONS: Registry[Function] = Registry(
     "register_metric",
     {
@@ -185,8 +209,8 @@ FUNCTIONS: Registry[Function] = Registry(
         "balanced_accuracy": _compute_balanced_accuracy,
         "mcc": _compute_mcc,
         "ece": _compute_ece,
-        "auroc": lambda evidence: evidence.ranking[0].nanmean(),
-        "average_precision": lambda evidence: evidence.ranking[1].nanmean(),
+        "auroc": lambda inputs: inputs.ranking[0].nanmean(),
+        "average_precision": lambda inputs: inputs.ranking[1].nanmean(),
         "rmse": _compute_rmse,
     },
     taken=METRICS.keys,
@@ -197,7 +221,10 @@ for _name, _per_class in PER_CLASS.items():
     FUNCTIONS[f"{_name}_weighted"] = partial(_average_weighted, _per_class)
 
 
-def compute(names: Iterable[str], evidence: Evidence) -> dict[str, float]:
+def compute(
+    names: Iterable[str],
+    inputs: MetricInputs,
+) -> dict[str, float]:
     """Compute metrics by name.
 
     Raises:
@@ -208,7 +235,7 @@ def compute(names: Iterable[str], evidence: Evidence) -> dict[str, float]:
         match = TOP.fullmatch(name)
         function = partial(_compute_top, int(match[1])) if match else FUNCTIONS[name]
         try:
-            values[name] = float(function(evidence))
+            values[name] = float(function(inputs))
         except TrainerError:
             raise
         # A user's function may raise any error.
@@ -218,20 +245,20 @@ def compute(names: Iterable[str], evidence: Evidence) -> dict[str, float]:
     return values
 
 
-def tabulate_classes(evidence: Evidence) -> dict[str, list[float]]:
+def tabulate_classes(inputs: MetricInputs) -> dict[str, list[float]]:
     """Return the metrics of each class by name; empty if the task has no classes.
 
     `support` is the number of samples of a class. `auroc` and `average_precision` are there if the
-    evidence has outputs.
+    inputs has outputs.
     """
-    if "correct" not in evidence.sums:
+    if "correct" not in inputs.sums:
         return {}
     columns = {}
     for name, per_class in PER_CLASS.items():
-        columns[name] = per_class(evidence.sums).tolist()
-    if evidence.outputs is not None:
-        columns["auroc"], columns["average_precision"] = evidence.ranking.tolist()
-    columns["support"] = evidence.sums["actual"].tolist()
+        columns[name] = per_class(inputs.sums).tolist()
+    if inputs.outputs is not None:
+        columns["auroc"], columns["average_precision"] = inputs.ranking.tolist()
+    columns["support"] = inputs.sums["actual"].tolist()
     return columns
 
 
@@ -267,15 +294,17 @@ def register_metric(
             f"and _, and is not {', '.join(RESERVED)} or a top-k accuracy, as in 'kappa'"
         )
     if needs not in ("outputs", "sums"):
-        raise RecipeError(f"register_metric('{name}'): needs={needs!r} must be 'outputs' or 'sums'")
+        raise RecipeError(
+            f"register_metric('{name}'): `needs` must be 'outputs' or 'sums', not {needs!r}"
+        )
     if isinstance(tasks, str):
         tasks = (tasks,)
 
     def keep(function: Callable[..., Any]) -> Callable[..., Any]:
-        def compute_own(evidence: Evidence) -> Any:
+        def compute_own(inputs: MetricInputs) -> Any:
             if needs == "sums":
-                return function(evidence.sums, evidence.count)
-            return function(evidence.outputs, evidence.targets)
+                return function(inputs.sums, inputs.count)
+            return function(inputs.outputs, inputs.targets)
 
         register(compute_own)
         METRICS[name] = MetricTraits(
@@ -291,6 +320,9 @@ def register_metric(
     return keep
 
 
-def split_columns(scores: Tensor, is_positive: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def split_columns(
+    scores: Tensor,
+    is_positive: Tensor,
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the scores and labels of each class, from tensors (N, classes)."""
     yield from zip(scores.double().T, is_positive.T, strict=True)

@@ -12,7 +12,7 @@ from trainer.recipe.known_names import TASKS, Registry
 from trainer.recipe.metric_table import METRICS, TOP, MetricTraits, check_metrics, find_traits
 from trainer.recipe.schema import LossRecipe
 from trainer.recipe.text import format_yaml
-from trainer.tasks.metrics import FUNCTIONS, Evidence
+from trainer.tasks.metrics import FUNCTIONS, MetricInputs
 
 Reads = Literal["class", "classes", "values"]
 # Maximum number of outputs of all validation samples with which metrics that need all of them are
@@ -234,16 +234,16 @@ class Task:
         """
         raise NotImplementedError
 
-    def build_evidence(
+    def build_metric_inputs(
         self,
         sums: Mapping[str, Tensor],
         count: int,
         outputs: Tensor | None = None,
         targets: Tensor | None = None,
-    ) -> Evidence:
-        """Return the values from which the metrics in `measured` are computed; see `Evidence`."""
+    ) -> MetricInputs:
+        """Return the values from which the metrics in `measured` are computed."""
         has_one_class = self.reads == "class"
-        return Evidence(sums, count, outputs, targets, has_one_class, self.split_classes)
+        return MetricInputs(sums, count, outputs, targets, has_one_class, self.split_classes)
 
     def shares(self, targets: Tensor) -> Tensor:
         """Convert targets (N, ...) to float32 values, which mixup and cutmix average.

@@ -17,7 +17,7 @@ from trainer.models.replayed_forward import ReplayedForward
 from trainer.modes import Strategy
 from trainer.recipe.metric_table import needs_scores
 from trainer.tasks import Task
-from trainer.tasks.metrics import Evidence, compute
+from trainer.tasks.metrics import MetricInputs, compute
 
 # Maximum number of model outputs with which a confusion matrix is collected. A model with more
 # outputs gets none.
@@ -45,7 +45,7 @@ class Sums:
         self.scores = Scores() if any(map(needs_scores, task.measured)) else None
         # What the metrics were computed from; None until `metrics` sets it, and on ranks other than
         # 0.
-        self.evidence: Evidence | None = None
+        self.inputs: MetricInputs | None = None
 
     def add(self, outputs: Tensor, targets: Tensor, count: int) -> None:
         """Add the first `count` rows of a batch. The other rows are padding."""
@@ -98,8 +98,8 @@ class Sums:
             outputs_and_targets = self.scores.gather(world) if self.scores else ()
 
             def compute_measured() -> dict[str, float]:
-                self.evidence = self.task.build_evidence(self.whole, count, *outputs_and_targets)
-                return compute(self.task.measured, self.evidence)
+                self.inputs = self.task.build_metric_inputs(self.whole, count, *outputs_and_targets)
+                return compute(self.task.measured, self.inputs)
 
             # Only rank 0 has the outputs of all samples. A metric of a user may fail there, and
             # then all ranks must end.

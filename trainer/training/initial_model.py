@@ -245,10 +245,10 @@ def check_task(
             sums = task.sums(outputs, batch.targets)
             doubles = {key: part.double() for key, part in sums.items()}
             keys = task.metrics(doubles, 2).keys()
-            evidence = task.build_evidence(doubles, 2)
+            inputs = task.build_metric_inputs(doubles, 2)
             # The samples may all be of one class, which metrics of outputs may refuse.
             from_sums = [name for name in task.measured if not needs_scores(name)]
-            compute(from_sums, evidence)
+            compute(from_sums, inputs)
     # Metrics of two samples may divide by zero, because some classes have no sample. Then the
     # remaining checks are skipped.
     except ArithmeticError:

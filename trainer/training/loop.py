@@ -300,8 +300,8 @@ def end_epoch(run: Run, epoch: int, epoch_start: float) -> None:
         history.best_epoch = epoch
         history.metric = run.task.metric
     noticing.note_undefined_metric(run.task, run.noticed, metric)
-    done = {"epoch": epoch + 1, "step": step, "train_loss": history.losses[-1]}
-    history.evaluations.append({**done, **metrics})
+    evaluation = {"epoch": epoch + 1, "step": step, "train_loss": history.losses[-1]}
+    history.evaluations.append(evaluation | metrics)
     values = {f"val/{name}": value for name, value in metrics.items()}
     values["speed/val_samples_per_sec"] = speed
     if goodput := tracker.journal.goodput():

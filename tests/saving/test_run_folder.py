@@ -148,7 +148,7 @@ def test_evaluations_after_the_checkpoint_are_dropped(tmp_path):
     path = tmp_path / "epochs.csv"
     first = EpochsFile(tmp_path, 0)
     for epoch in (1, 2, 3):
-        first.add(row(epoch, loss=0.5, top1=float("nan")))
+        first.add(row(epoch, loss=0.5, top1=float("nan"), **{'a "b", ü/': 7.0}))
         assert len(rows(path)) == epoch, "a row is in the file at once"
     first.close()
     with path.open("a") as file:
@@ -161,6 +161,7 @@ def test_evaluations_after_the_checkpoint_are_dropped(tmp_path):
     assert [line["val_loss"] for line in table] == ["0.5", "0.5", "0.25"]
     assert [line["val_top1"] for line in table] == ["nan", "nan", ""]
     assert [line["val_auroc"] for line in table] == ["", "", "0.75"]
+    assert [line['val_a "b", ü/'] for line in table] == ["7.0", "7.0", ""]
     assert not list(tmp_path.glob(".epochs*"))
 
 

@@ -10,7 +10,14 @@ from pathlib import Path
 
 from trainer.errors import RecipeError, SetupError
 from trainer.processes.terminal import say
-from trainer.saving.files import describe_error, escape_non_utf8, format_csv, read, write_atomically
+from trainer.saving.files import (
+    describe_error,
+    escape_non_utf8,
+    format_csv,
+    read,
+    report_write_errors,
+    write_atomically,
+)
 from trainer.saving.run_names import find_run_folder
 from trainer.telemetry.readable import escape_control_characters, table_width
 from trainer.training.presenting import format_class
@@ -139,7 +146,8 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, str]]) -> None:
     table = [columns]
     for row in (*kept, *rows):
         table.append([row.get(name) or "" for name in columns])
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with report_write_errors(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, format_csv(table))
 
 

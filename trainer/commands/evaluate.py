@@ -111,13 +111,17 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
         images = f"{metrics['val_samples']:,} {kind} images of {data.name}"
         if skipped:
             images += f"; {skipped:,} more cannot be read"
-        figures = strip_prefix(metrics)
-        say(f"{path}: {split} {task.text(figures)} on {images}")
+        say(f"{path}: {split} {task.text(strip_prefix(metrics))} on {images}")
+
+    def report_classes() -> None:
         inputs = sums.inputs or task.build_metric_inputs(sums.whole, sums.count)
         source = recipe.data.root or data.name
         key = {"checkpoint": checkpoint_name, "split": split, "data": source}
         columns = tabulate_classes(inputs)
+        figures = strip_prefix(metrics)
         class_metrics.report(output, metrics_file, key, figures, data.classes, columns)
+
+    world.on_main(report_classes)
     world.barrier()
     world.close()
     return {f"{split}_{key.removeprefix('val_')}": value for key, value in metrics.items()}

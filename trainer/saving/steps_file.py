@@ -20,7 +20,7 @@ from trainer.saving.files import (
 STEP_COLUMNS = ("step", "epoch", "seconds", "train_loss", "lr", "samples_per_sec", "skipped")
 # First columns of epochs.csv. The metrics follow, as they are named in result.json.
 EPOCH_COLUMNS = ("epoch", "step", "train_loss", "seconds", "lr", "samples_per_sec")
-_EPOCHS_HEAD = re.compile(rf"{','.join(EPOCH_COLUMNS)}(,\w+)*".encode())
+_EPOCHS_HEAD = ",".join(EPOCH_COLUMNS)
 # Maximum size of a file and maximum length of a line in bytes. A larger file is refused, and a
 # longer line counts as damaged. This bounds time and memory if another file has the name of a
 # table.
@@ -74,8 +74,10 @@ def _read_table(path: Path, columns: Sequence[str]) -> tuple[Sequence[str], Rows
                 continue
             text = line.rstrip(b"\r\n")
             line = b""
-            if not columns and _EPOCHS_HEAD.fullmatch(text):
-                columns = text.decode().split(",")
+            if not columns and text.startswith(_EPOCHS_HEAD.encode()):
+                # The name of a metric may contain commas, and is then quoted.
+                columns = next(csv.reader([text.decode(errors="replace")]))
+                continue
             row = _parse_row(text, columns)
             if row:
                 by_step[int(row["step"])] = row
@@ -130,7 +132,7 @@ class _Table(AppendFile):
     def _rewrite(self, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
         draft = temporary_path(self._path)
         self._columns = columns
-        self._file = draft.open("w", newline="")
+        self._file = draft.open("w", newline="", encoding="utf-8")
         try:
             self._writer = csv.DictWriter(self._file, columns)
             self._writer.writeheader()

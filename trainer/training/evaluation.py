@@ -93,7 +93,7 @@ class Sums:
         self.whole = {name: total.view(shapes[name]) for name, total in named}
         # The metrics of a user's task may differ in the last bits from rank to rank, but all ranks
         # must agree on the best epoch. So all ranks use rank 0's metrics.
-        metrics = self.task.metrics(self.whole, count)
+        metrics = {**self.task.metrics(self.whole, count)}
         if self.task.measured:
             outputs_and_targets = self.scores.gather(world) if self.scores else ()
 

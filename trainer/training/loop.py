@@ -299,9 +299,10 @@ def end_epoch(run: Run, epoch: int, epoch_start: float) -> None:
         history.best = metric
         history.best_epoch = epoch
         history.metric = run.task.metric
-    noticing.note_undefined_metric(run.task, run.noticed, metric)
+    noticing.note_undefined_metric(run.task, run.noticed, metric, epoch)
     evaluation = {"epoch": epoch + 1, "step": step, "train_loss": history.losses[-1]}
-    history.evaluations.append(evaluation | metrics)
+    # A metric of a user's task may have one of these names.
+    history.evaluations.append({**evaluation, **metrics, **evaluation})
     values = {f"val/{name}": value for name, value in metrics.items()}
     values["speed/val_samples_per_sec"] = speed
     if goodput := tracker.journal.goodput():

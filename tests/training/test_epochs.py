@@ -145,3 +145,14 @@ def test_epochs_csv_of_a_killed_run_is_that_of_a_whole_one(mode, tmp_path):
     words = [*latest(*words, "epochs=4", "task.metric=mcc"), "schedule.restart=true"]
     refused = trainer(*words, f"output={run}", "resume=auto")
     assert refused.returncode == 2 and "task.metric: auroc" in refused.stderr
+
+
+def test_an_evaluation_within_an_epoch_is_dropped_if_the_epoch_goes_on(tmp_path):
+    """max_steps has ended the run in the middle of its second epoch."""
+    words = ["recipe=digits", "model.name=mlp", "epochs=2", "mode=single", "threads=1", *QUIET]
+    words += ["schedule.name=constant", f"output={tmp_path / 'run'}"]
+    ok(*words, "max_steps=20")
+    assert [row["step"] for row in rows(tmp_path / "run" / "epochs.csv")] == ["14", "20"]
+    ok(*words, "resume=auto")
+    assert [row["step"] for row in rows(tmp_path / "run" / "epochs.csv")] == ["14", "28"]
+    assert [row["step"] for row in result(tmp_path / "run")["validation"]] == [14, 28]

@@ -5,7 +5,7 @@ import errno
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ MAX_FILE = 4 * 2**30
 MAX_LINE = 10_000
 _NUMBER = re.compile(rb"-?[0-9]{1,18}(\.[0-9]{1,30})?(e[+-]?[0-9]{1,3})?|-?inf|nan")
 Rows = list[dict[str, str]]
+# Columns, rows sorted by step, and number of damaged lines.
+Table = tuple[Sequence[str], Rows, int]
 
 
 def read_steps(path: Path) -> tuple[Rows, int]:
@@ -49,7 +51,7 @@ def read_steps(path: Path) -> tuple[Rows, int]:
     return rows, damaged
 
 
-def read_epochs(path: Path) -> tuple[Sequence[str], Rows, int]:
+def read_epochs(path: Path) -> Table:
     """Read an epochs.csv. Return its columns, and its rows and damaged lines as `read_steps` does.
 
     Raises:
@@ -58,7 +60,7 @@ def read_epochs(path: Path) -> tuple[Sequence[str], Rows, int]:
     return _read_table(path, ())
 
 
-def _read_table(path: Path, columns: Sequence[str]) -> tuple[Sequence[str], Rows, int]:
+def _read_table(path: Path, columns: Sequence[str]) -> Table:
     """Read a table with these columns, or an epochs.csv with those of its first line."""
     by_step = {}
     damaged = 0
@@ -83,7 +85,8 @@ def _read_table(path: Path, columns: Sequence[str]) -> tuple[Sequence[str], Rows
                 by_step[int(row["step"])] = row
             elif text.strip() != ",".join(columns).encode():
                 damaged += 1
-    return columns, [by_step[step] for step in sorted(by_step)], damaged
+    rows = [by_step[step] for step in sorted(by_step)]
+    return columns, rows, damaged
 
 
 def _parse_row(line: bytes, columns: Sequence[str]) -> dict[str, str] | None:
@@ -112,7 +115,7 @@ class _Table(AppendFile):
         self,
         path: Path,
         columns: Sequence[str],
-        read_table: Callable[[Path], tuple[Sequence[str], Rows, int]],
+        read_table: Callable[[Path], Table],
         last_step: int,
         warn: Callable[[str], None],
     ) -> None:
@@ -127,9 +130,10 @@ class _Table(AppendFile):
                 warn(f"{path} is left out: {describe_error(error)}")
         if damaged:
             warn(f"{path}: damaged lines left out: {damaged}")
-        self._rewrite(columns, (row for row in rows if int(row["step"]) <= last_step))
+        kept = [row for row in rows if int(row["step"]) <= last_step]
+        self._rewrite(columns, kept)
 
-    def _rewrite(self, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    def _rewrite(self, columns: Sequence[str], rows: Rows) -> None:
         draft = temporary_path(self._path)
         self._columns = columns
         self._file = draft.open("w", newline="", encoding="utf-8")
@@ -148,7 +152,10 @@ class StepsFile(_Table):
     """Writer of steps.csv, which has one row per logged step."""
 
     def __init__(
-        self, folder: Path, last_step: int, warn: Callable[[str], None] = lambda line: None
+        self,
+        folder: Path,
+        last_step: int,
+        warn: Callable[[str], None] = lambda line: None,
     ) -> None:
         """Start the file, or continue the one of a resumed run.
 
@@ -160,7 +167,7 @@ class StepsFile(_Table):
             warn: called with one line about damage.
         """
 
-        def read_table(path: Path) -> tuple[Sequence[str], Rows, int]:
+        def read_table(path: Path) -> Table:
             return _read_table(path, STEP_COLUMNS)
 
         super().__init__(folder / "steps.csv", STEP_COLUMNS, read_table, last_step, warn)
@@ -179,7 +186,10 @@ class EpochsFile(_Table):
     """
 
     def __init__(
-        self, folder: Path, last_step: int, warn: Callable[[str], None] = lambda line: None
+        self,
+        folder: Path,
+        last_step: int,
+        warn: Callable[[str], None] = lambda line: None,
     ) -> None:
         """Start the file, or continue the one of a resumed run.
 

@@ -17,6 +17,7 @@ from trainer.recipe import load
 from trainer.recipe.checks import OPTIONS, SPLIT_BACKWARD, check_processes
 from trainer.recipe.key_reference import keys, sections
 from trainer.recipe.known_names import DATASETS, SMALL_MODELS, TASKS
+from trainer.recipe.metric_table import METRICS
 from trainer.recipe.mode_table import TRAITS, Traits
 from trainer.recipe.recipe_files import shipped_folder, shipped_recipes
 from trainer.recipe.schema import EXTENDS, EXTENDS_COMMENT, Recipe
@@ -261,9 +262,20 @@ def tasks_table() -> str:
     return "\n".join(lines)
 
 
+def metrics_table() -> str:
+    """Return the guide's table of metrics."""
+    marks = {True: "larger", False: "smaller"}
+    lines = ["| metric | tasks | better | meaning |", "| --- | --- | --- | --- |"]
+    for name, row in METRICS.items():
+        tasks = "all" if len(row.tasks) == len(TASKS) else ", ".join(row.tasks)
+        lines.append(f"| `{name}` | {tasks} | {marks[row.larger_is_better]} | {row.meaning} |")
+    return "\n".join(lines)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "modes": modes_table,
     "tasks": tasks_table,
+    "metrics": metrics_table,
     "short": short_table,
     "options": options_table,
     "result": result_table,

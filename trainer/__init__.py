@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trainer.pool import DevicePool, ItemError, current_device
     from trainer.recipe import Recipe
     from trainer.recipe import load as load_recipe
-    from trainer.tasks import Classification, Task, register_task
+    from trainer.tasks import Classification, Task, register_metric, register_task
     from trainer.training.api import train
     from trainer.training.callbacks import EpochReport, EvaluationReport, StepReport
     from trainer.training.results import Result
@@ -55,6 +55,7 @@ __all__ = [
     "plan",
     "predict",
     "register_dataset",
+    "register_metric",
     "register_model",
     "register_optimizer",
     "register_schedule",
@@ -80,6 +81,7 @@ _HOME = {
     "Prediction": "trainer.commands.loaded_model",
     "register_model": "trainer.models.zoo",
     "register_dataset": "trainer.data",
+    "register_metric": "trainer.tasks",
     "register_optimizer": "trainer.optim",
     "register_schedule": "trainer.optim",
     "register_task": "trainer.tasks",

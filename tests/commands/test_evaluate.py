@@ -3,6 +3,7 @@ metadata.
 """
 
 import json
+import math
 import re
 import shutil
 
@@ -11,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import trainer
-from tests.command_line import QUIET, ok, result, torchrun
+from tests.command_line import QUIET, ok, result, rows, torchrun
 from tests.data.archives.making import tarred
 from tests.data.photo_folders import coloured
+from trainer.commands import class_metrics
 from trainer.commands.evaluate import evaluate_run
 from trainer.data import open_datasets
 from trainer.data.folders.layout import Before
@@ -234,10 +236,89 @@ def test_evaluating_a_missing_test_split_is_refused(three_parts, words, tmp_path
 
 
 @pytest.mark.parametrize(
-    "word", ["output=z", "epochs=3", "optimizer.lr=1", "resume=auto", "schedule.restart=true"]
+    "word", ["epochs=3", "optimizer.lr=1", "resume=auto", "schedule.restart=true"]
 )
 def test_arguments_without_effect_are_refused(word, trained):
     with pytest.raises(
         RecipeError, match=rf"^{re.escape(word.partition('=')[0])}= (.*\bevaluate,|changes nothing)"
     ):
         evaluate_run(str(trained), word)
+
+
+def read_metrics(path):
+    """Return the overall row and the rows of the classes by (checkpoint, split)."""
+    overall = {}
+    classes = {}
+    for row in rows(path):
+        key = row["checkpoint"], row["split"]
+        if row["class"]:
+            classes.setdefault(key, []).append(row)
+        else:
+            overall[key] = row
+    return overall, classes
+
+
+def test_metrics_of_each_evaluation_are_kept(three_parts, tmp_path):
+    """Classes of the split test have each other's labels."""
+    from sklearn.metrics import precision_recall_fscore_support
+
+    _, words = three_parts
+    run = tmp_path / "run"
+    fast = ["model.name=mlp", "batch_size=8", "optimizer.lr=0.02", "epochs=1", "threads=1"]
+    ok("mode=single", *words["table"], *fast, *QUIET, f"output={run}")
+    for _ in range(2):
+        evaluate_run(run)
+    out = ok("evaluate", f"checkpoint={run}", "split=test").stdout
+    evaluate_run(run / "checkpoints" / "step-00000002", "task.metrics=[top1]")
+    overall, classes = read_metrics(run / "metrics.csv")
+    last = "last.safetensors"
+    assert [*overall] == [(last, "val"), (last, "test"), ("checkpoints/step-00000002", "val")]
+    assert [*map(len, classes.values())] == [2, 2, 2]
+    for key in ("loss", "top1", "f1_macro", "auroc"):
+        expected = result(run)[f"val_{key}"]
+        assert float(overall[last, "val"][key]) == pytest.approx(expected), key
+    assert overall["checkpoints/step-00000002", "val"]["auroc"] == ""
+    ok("predict", f"checkpoint={run}", "predict.split=val", f"output={tmp_path}", "devices=[cpu]")
+    predictions = rows(tmp_path / "predictions.csv")
+    figures = precision_recall_fscore_support(
+        [row["label"] for row in predictions],
+        [row["class"] for row in predictions],
+        labels=["blue", "red"],
+        zero_division=0,
+    )
+    for name, expected in zip(("precision", "recall", "f1", "support"), figures, strict=True):
+        ours = [float(row[name]) for row in classes[last, "val"]]
+        assert ours == pytest.approx(expected), name
+    assert [line.split()[-1] for line in out.splitlines()[1:4]] == ["class", "blue", "red"]
+    named = tmp_path / "own.csv"
+    named.write_text("a,b\n1,2\n")
+    with pytest.raises(RecipeError, match=r"own\.csv .*output="):
+        evaluate_run(run, f"output={named}")
+    with pytest.raises(RecipeError, match=rf"output={run} is a folder"):
+        evaluate_run(run, f"output={run}")
+    assert named.read_text() == "a,b\n1,2\n"
+    evaluate_run(run, f"output={tmp_path / 'new' / 'x.csv'}")
+    assert [*read_metrics(tmp_path / "new" / "x.csv")[0]] == [(f"../run/{last}", "val")]
+
+
+def test_the_table_of_classes_fits_the_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    count = 50
+    names = [f"{'long name ' * 4}{n}." if n % 2 else f"{'x' * 40}{n}." for n in range(count)]
+    columns = {
+        "precision": [1.0] * count,
+        "recall": [1.0] * count,
+        "f1": [(7 * n % count) / count for n in range(count)],
+        "auroc": [math.nan] * count,
+        "average_precision": [1.0] * count,
+        "support": [float(n) for n in range(count)],
+    }
+    lines = class_metrics.format_classes(names, columns)
+    assert max(map(len, lines)) <= 80
+    text = re.sub(r"\s", "", "".join(lines))
+    worst = sorted(range(1, count), key=lambda n: columns["f1"][n])
+    for place, n in enumerate(worst):
+        assert (names[n].replace(" ", "") in text) is (place < 20)
+    assert "nan" not in text.replace("longname", "")
+    few = {name: values[:3] for name, values in columns.items()}
+    assert len([line for line in class_metrics.format_classes(names, few) if "%" in line]) == 2

@@ -152,7 +152,7 @@ def test_every_key_that_takes_text_is_among_those() -> None:
         for key, kinds in reflection.list_key_types().items()
         if str in kinds and list not in kinds
     }
-    names = {"data.name", "optimizer.name", "schedule.name"}
+    names = {"data.name", "optimizer.name", "schedule.name", "task.metric"}
     assert texts == {*TEXTS, *names, "model.weights", "logging.wandb", "max_time"}
 
 

@@ -12,14 +12,14 @@ from subprocess import DEVNULL, PIPE
 
 import pytest
 
-from tests.command_line import QUIET, environment, ok, steps, trainer, within
+from tests.command_line import QUIET, environment, ok, rows, steps, trainer, within
 from tests.warm import Popen
 from trainer.errors import FolderInUseError, RecipeError, SetupError
 from trainer.recipe import load
 from trainer.saving import locks
 from trainer.saving.files import write_atomically
 from trainer.saving.run_folder import RunFolder
-from trainer.saving.steps_file import STEP_COLUMNS, StepsFile
+from trainer.saving.steps_file import EPOCH_COLUMNS, STEP_COLUMNS, EpochsFile, StepsFile
 
 
 def recipe(folder, *words):
@@ -138,6 +138,33 @@ def test_steps_after_the_checkpoint_are_dropped(tmp_path):
     assert [row["step"] for row in steps(tmp_path)] == ["1", "2", "3"]
 
 
+def test_evaluations_after_the_checkpoint_are_dropped(tmp_path):
+    """A resumed run may have other metrics, whose columns are added."""
+
+    def row(epoch, **metrics):
+        values = dict(zip(EPOCH_COLUMNS, (epoch, 10 * epoch, 0.5, 1.5, 0.1, ""), strict=True))
+        return values | {f"val_{name}": value for name, value in metrics.items()}
+
+    path = tmp_path / "epochs.csv"
+    first = EpochsFile(tmp_path, 0)
+    for epoch in (1, 2, 3):
+        first.add(row(epoch, loss=0.5, top1=float("nan"), **{'a "b", ü/': 7.0}))
+        assert len(rows(path)) == epoch, "a row is in the file at once"
+    first.close()
+    with path.open("a") as file:
+        file.write("4,40,0")  # killed in mid-row
+    second = EpochsFile(tmp_path, 20)
+    second.add(row(3, loss=0.25, auroc=0.75))
+    second.close()
+    table = rows(path)
+    assert [line["epoch"] for line in table] == ["1", "2", "3"]
+    assert [line["val_loss"] for line in table] == ["0.5", "0.5", "0.25"]
+    assert [line["val_top1"] for line in table] == ["nan", "nan", ""]
+    assert [line["val_auroc"] for line in table] == ["", "", "0.75"]
+    assert [line['val_a "b", ü/'] for line in table] == ["7.0", "7.0", ""]
+    assert not list(tmp_path.glob(".epochs*"))
+
+
 ROW = "{},0,1.0,0.5,0.1,9.0,0\n"
 SIDE = {
     "random": lambda path: path.write_bytes(random.Random(0).randbytes(3000)),
@@ -170,6 +197,24 @@ def test_a_damaged_steps_file_costs_its_damaged_rows_only(tmp_path, damage):
     assert str(path) in messages[0]
     assert "\n" not in messages[0]
     assert not list(tmp_path.glob(".steps*"))
+    assert damage != "a folder" or list(tmp_path.glob("aside-*/mine"))
+
+
+@pytest.mark.parametrize("damage", SIDE)
+def test_a_damaged_epochs_file_costs_its_damaged_rows_only(tmp_path, damage):
+    path = tmp_path / "epochs.csv"
+    first = EpochsFile(tmp_path, 0)
+    for epoch in (1, 2):
+        first.add(dict(zip(EPOCH_COLUMNS, (epoch, epoch, 1, 1, 1, 1), strict=True)))
+    first.close()
+    SIDE[damage](path)
+    messages = []
+    file = EpochsFile(tmp_path, 10, messages.append)
+    file.add({**dict(zip(EPOCH_COLUMNS, (11, 11, 1, 1, 1, 1), strict=True)), "val_loss": 2.0})
+    file.close()
+    appended = damage in ("not UTF-8", "giant field", "odd digit")
+    assert [row["step"] for row in rows(path)] == (["1", "2"] if appended else []) + ["11"]
+    assert len(messages) == 1 and str(path) in messages[0]
     assert damage != "a folder" or list(tmp_path.glob("aside-*/mine"))
 
 

@@ -131,7 +131,7 @@ KINDS_OF_TASKS = {
     name: tasks.task.find_task_class(load(None, f"task.name={name}")) for name in TASKS
 }
 PLUGINS = {"focal": "top1", "segmentation": "iou"}
-METRICS = PLUGINS | {name: kind.headline() for name, kind in KINDS_OF_TASKS.items()}
+METRICS = PLUGINS | {"classification": "top1", "multilabel": "f1", "regression": "mae"}
 # The metric that chooses the best epoch.
 BEST = PLUGINS | {name: kind.metric for name, kind in KINDS_OF_TASKS.items()}
 DIAGONAL = {
@@ -197,8 +197,10 @@ def test_every_task_in_every_mode(kind, mode, single, home, tmp_path, full):
     if mode in APART:
         return
     assert losses(tmp_path / "run") == pytest.approx(losses(single(kind)), rel=1e-4)
-    for key in ("val_loss", f"val_{metric}"):
-        assert ours[key] == pytest.approx(reference[key], rel=1e-4, abs=1e-4)
+    assert {key for key in ours if key.startswith("val_")} >= {"val_loss", f"val_{metric}"}
+    for key in reference:
+        if key.startswith("val_"):
+            assert ours[key] == pytest.approx(reference[key], rel=1e-4, abs=1e-4), key
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def write(folder, tags, *steps):
 def test_events_after_the_checkpoint_are_dropped(tmp_path):
     write(tmp_path, ["train/loss"], 1, 2, 3)
     write(tmp_path, ["train/loss"], 3, 4, 5)  # another start, its own file
-    trim_events(tmp_path, Position(2, 1, 0))
+    trim_events(tmp_path, Position(2, 1, 0), True)
     assert written(tmp_path) == [("train/loss", 1), ("train/loss", 2)]
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -49,9 +49,9 @@ def test_killed_while_the_files_are_put_together_nothing_is_lost(tmp_path, monke
         with monkeypatch.context() as patch:
             patch.setattr(os if at == "replace" else Path, at, kill)
             with pytest.raises(KeyboardInterrupt):
-                trim_events(tmp_path, Position(4, 1, 0))
+                trim_events(tmp_path, Position(4, 1, 0), True)
         assert set(written(tmp_path)) == set(everything), at
-    trim_events(tmp_path, Position(4, 1, 0))
+    trim_events(tmp_path, Position(4, 1, 0), True)
     assert written(tmp_path) == everything
 
 
@@ -89,7 +89,7 @@ def test_a_damaged_events_file_is_left_out_with_a_sentence(tmp_path, damage):
     damaged = sorted(tmp_path.glob("events*"))[0]
     DAMAGES[damage](damaged)
     messages = []
-    trim_events(tmp_path, Position(3, 0, 3), messages.append)
+    trim_events(tmp_path, Position(3, 0, 3), False, messages.append)
     assert {(tag, 2) for tag in "abcdefgh"} <= set(written(tmp_path))
     assert len(messages) == (damage not in ("empty", "huge record"))
     assert all(re.match(rf"{damaged} .*\b\d+ events\b", line) for line in messages)
@@ -101,9 +101,9 @@ def test_a_damaged_events_file_is_left_out_with_a_sentence(tmp_path, damage):
 
 def test_before_an_epochs_evaluation_its_values_are_still_to_come(tmp_path):
     write(tmp_path, ["train/loss", "val/top1", "memory/peak_gib/cpu"], 2)
-    trim_events(tmp_path, Position(2, 0, 2))
+    trim_events(tmp_path, Position(2, 0, 2), False)
     assert written(tmp_path) == [("train/loss", 2)]
-    trim_events(tmp_path, Position(0, 0, 0))
+    trim_events(tmp_path, Position(0, 0, 0), True)
     assert written(tmp_path) == [], "nothing was saved: everything starts anew"
 
 
@@ -111,7 +111,7 @@ def test_a_file_cut_in_mid_record_is_read_up_to_there(tmp_path):
     write(tmp_path, "a", 1, 2, 3, 4, 5)
     [path] = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:-7])
-    trim_events(tmp_path, Position(10, 1, 0))
+    trim_events(tmp_path, Position(10, 1, 0), True)
     assert written(tmp_path) == [("a", step) for step in range(1, 5)]
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.command_line import ok, result, steps
+from tests.command_line import QUIET, latest, ok, result, rows, steps, trainer
 from trainer.recipe import load
 from trainer.tasks.classification import Classification, Multilabel
 from trainer.tasks.regression import Regression
@@ -50,13 +50,12 @@ def test_one_way_of_counting_everywhere(tmp_path):
 )
 def test_each_task_has_the_columns_that_make_sense(kind, classes, values, titles):
     recipe = load("digits")
-    timer = SimpleNamespace(lap=lambda: (2, 4.0))
     history = History(
         losses=[2.0], validation={f"val_{name}": value for name, value in values.items()}
     )
     task = kind(recipe, tuple(map(str, range(classes))), None)
     resolved = SimpleNamespace(recipe=recipe, task=task)
-    row = reporting.build_epoch_row(resolved, history, timer, 96, 0, 5.0)
+    row = reporting.build_epoch_row(resolved, history, 0, 48.0, 5.0)
     assert list(row) == ["epoch", "train loss", *titles, "images/s", "seconds"]
     assert float(row["images/s"]) == 48
 
@@ -111,3 +110,50 @@ def test_a_meaningless_rate_is_not_printed(tmp_path):
         "it scatters",
         "it grows",
     ]
+
+
+@pytest.mark.parametrize("mode", [["mode=single"], ["mode=ddp", "nproc=2"]])
+def test_epochs_csv_of_a_killed_run_is_that_of_a_whole_one(mode, tmp_path):
+    """The run is killed after the second evaluation, and resumed from a step before it."""
+    words = ["recipe=digits", "model.name=mlp", "epochs=3", "threads=1", *mode, *QUIET]
+    words += ["save.every_epochs=null", "save.every_steps=20", "stop.patience=2"]
+    words += ["task.metric=auroc"]
+    whole = tmp_path / "whole"
+    run = tmp_path / "run"
+    ok(*words, f"output={whole}")
+    killed = trainer(*words, f"output={run}", env={"TRAINER_FAULT": "kill@0:31"})
+    assert killed.returncode != 0
+    assert [row["step"] for row in rows(run / "epochs.csv")] == ["14", "28"]
+    ok(*words, f"output={run}", "resume=auto", "task.metrics=[auroc,ece,top3]")
+    table = rows(run / "epochs.csv")
+    expected = rows(whole / "epochs.csv")
+    assert len(table) == len(expected) == 3
+    for ours, theirs in zip(table, expected, strict=True):
+        for key in ("epoch", "step", "train_loss", "lr", "val_loss", "val_auroc", "val_ece"):
+            assert ours[key] == theirs[key], key
+    assert [row["val_f1_macro"] != "" for row in table] == [True, False, False]
+    assert [row["val_top3"] != "" for row in table] == [False, True, True]
+    logged = {row["step"]: row for row in steps(whole)}
+    for row, evaluation in zip(expected, result(whole)["validation"], strict=True):
+        assert float(row["lr"]) == float(logged[row["step"]]["lr"])
+        assert float(row["train_loss"]) == evaluation["train_loss"]
+        for name in ("loss", "top1", "auroc"):
+            assert float(row[f"val_{name}"]) == evaluation[name]
+    for folder in (run, whole):
+        aurocs = [float(row["val_auroc"]) for row in table]
+        assert result(folder)["best_auroc"] == max(aurocs)
+        assert result(folder)["best_epoch"] == 1 + aurocs.index(max(aurocs))
+    words = [*latest(*words, "epochs=4", "task.metric=mcc"), "schedule.restart=true"]
+    refused = trainer(*words, f"output={run}", "resume=auto")
+    assert refused.returncode == 2 and "task.metric: auroc" in refused.stderr
+
+
+def test_an_evaluation_within_an_epoch_is_dropped_if_the_epoch_goes_on(tmp_path):
+    """max_steps has ended the run in the middle of its second epoch."""
+    words = ["recipe=digits", "model.name=mlp", "epochs=2", "mode=single", "threads=1", *QUIET]
+    words += ["schedule.name=constant", f"output={tmp_path / 'run'}"]
+    ok(*words, "max_steps=20")
+    assert [row["step"] for row in rows(tmp_path / "run" / "epochs.csv")] == ["14", "20"]
+    ok(*words, "resume=auto")
+    assert [row["step"] for row in rows(tmp_path / "run" / "epochs.csv")] == ["14", "28"]
+    assert [row["step"] for row in result(tmp_path / "run")["validation"]] == [14, 28]

@@ -17,7 +17,18 @@ import pytest
 import torch
 
 import trainer as api
-from tests.command_line import BARE, QUIET, digest, environment, losses, ok, result, steps, trainer
+from tests.command_line import (
+    BARE,
+    QUIET,
+    digest,
+    environment,
+    losses,
+    ok,
+    result,
+    rows,
+    steps,
+    trainer,
+)
 from tests.modes.ways import WORKERS
 from tests.saving.states import refuse
 from tests.warm import Popen
@@ -49,6 +60,12 @@ def same_rows(run, whole):
     """Compare the logged rows and the last weights."""
     for name in ("step", "epoch", "train_loss", "lr"):
         assert [row[name] for row in steps(run)] == [row[name] for row in steps(whole)], name
+    clocks = {"seconds", "samples_per_sec"}
+    evaluations = []
+    for folder in (run, whole):
+        table = rows(folder / "epochs.csv")
+        evaluations.append([{key: row[key] for key in row.keys() - clocks} for row in table])
+    assert evaluations[0] == evaluations[1]
     assert digest(run / "last.safetensors") == digest(whole / "last.safetensors")
 
 
@@ -78,6 +95,7 @@ def same(run, whole):
         "best_top1",
         "val_top1",
         "losses",
+        "validation",
     ):
         assert one[key] == two[key], key
 

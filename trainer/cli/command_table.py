@@ -49,7 +49,9 @@ COMMANDS = {
         wants=("photo.jpg",),
         alone=True,
     ),
-    "evaluate": Command(words=("checkpoint", "plugin", "split"), wants=("RUN",), alone=True),
+    "evaluate": Command(
+        words=("checkpoint", "plugin", "split", "output"), wants=("RUN",), alone=True
+    ),
     "export": Command(
         "trainer.commands.export",
         ("checkpoint", "format", "output", "plugin"),

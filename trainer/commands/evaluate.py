@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from trainer import modes
+from trainer.commands import class_metrics
 from trainer.data import Loader
 from trainer.distributed.world_setup import create_world
 from trainer.errors import RecipeError
@@ -16,7 +17,8 @@ from trainer.recipe.checks import check_processes
 from trainer.recipe.recipe_files import format_argument, split_arguments
 from trainer.saving.run_names import find_run, split_choice
 from trainer.saving.tensor_files import wrap_tensors
-from trainer.training.evaluation import build_forward, evaluate, strip_prefix
+from trainer.tasks.metrics import tabulate_classes
+from trainer.training.evaluation import Sums, build_forward, evaluate, strip_prefix
 from trainer.training.initial_model import build_for_dataset
 from trainer.training.randomness import restore_global_state
 from trainer.training.same_images import check_same_images
@@ -35,6 +37,7 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
         words: `key=value` overrides of the run's recipe, such as the data, batch size and devices.
             `checkpoint=last` reads the last weights.
             `split=test` evaluates the test split, which a run with a validation split never reads.
+            `output=FILE` is written instead of metrics.csv in the run folder.
 
     Returns:
         The metrics, which are the same on every rank. The keys start with the name of the split, as
@@ -50,19 +53,16 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
             f"{type(checkpoint).__name__}"
         )
     choice, rest = split_choice(words)
-    options, overrides = split_arguments(rest, ("split",))
+    options, overrides = split_arguments(rest, ("split", "output"))
     split = options.get("split", "val")
     if split not in ("val", "test"):
         raise RecipeError(
             f"split={split[:40]}: evaluate accepts split=val (the default) or split=test"
         )
-    if any(override.startswith("output=") for override in overrides):
-        raise RecipeError(
-            "output= is not for evaluate, which writes no file; it accepts data. keys, split=, "
-            "batch_size=, devices=, threads= and precision="
-        )
     trained = Trained.read(find_run(f"{checkpoint}{choice}"), overrides)
     path = str(trained.path)
+    output = options.get("output")
+    metrics_file, checkpoint_name = class_metrics.choose_file(output, trained.path)
     recipe = trained.recipe
     start_process(recipe)
     world = create_world(recipe)
@@ -103,7 +103,8 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
 
     forward = build_forward(strategy, say_once)
     forward.begin(len(loader.evaluation_spans))
-    metrics = evaluate(strategy, loader.evaluation(), world, forward=forward)
+    sums = Sums(task)
+    metrics = evaluate(strategy, loader.evaluation(), world, sums=sums, forward=forward)
     forward.close()
     skipped = int(world.sum_(torch.tensor(loader.skipped, dtype=torch.float64)))
     loader.close()
@@ -115,6 +116,16 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
         if skipped:
             images += f"; {skipped:,} more cannot be read"
         say(f"{path}: {split} {task.text(strip_prefix(metrics))} on {images}")
+
+    def report_classes() -> None:
+        inputs = sums.inputs or task.build_metric_inputs(sums.whole, sums.count)
+        source = recipe.data.root or data.name
+        key = {"checkpoint": checkpoint_name, "split": split, "data": source}
+        columns = tabulate_classes(inputs)
+        figures = strip_prefix(metrics)
+        class_metrics.report(output, metrics_file, key, figures, data.classes, columns)
+
+    world.on_main(report_classes)
     world.barrier()
     world.close()
     return {f"{split}_{key.removeprefix('val_')}": value for key, value in metrics.items()}

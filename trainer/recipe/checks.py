@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from trainer.errors import RecipeError, SetupError
 from trainer.recipe import IN_TURN, MEASURED, STREAMS, Recipe, flatten, format_neighbors
 from trainer.recipe.known_names import DATASETS, TASKS, TIMM, check_model_name
+from trainer.recipe.metric_table import check_metrics
 from trainer.recipe.mode_table import WHOLE_MATRICES
 from trainer.recipe.optimizer_table import (
     MATRIX_OPTIMIZERS,
@@ -505,7 +506,7 @@ def _join_choices(choices: list[int]) -> str:
 
 
 def check_names(recipe: Recipe) -> None:
-    """Check the names of model, data set, task, optimizer, schedule and transforms.
+    """Check the names of model, data set, task, metrics, optimizer, schedule and transforms.
 
     Raises:
         RecipeError: a name is unknown. The message suggests the closest known name.
@@ -514,6 +515,7 @@ def check_names(recipe: Recipe) -> None:
     check_name("data.name", recipe.data.name, "a data set", DATASETS)
     check_name("task.name", recipe.task.name, "a task", TASKS)
     check_rows(recipe)
+    check_metrics(recipe)
     check_transform_names(recipe.augment.transforms)
 
 

@@ -76,6 +76,13 @@ def _cuts(value: Any) -> Any:
     return names
 
 
+def _metrics(value: Any) -> Any:
+    names = _names(value)
+    if not names:
+        raise ValueError("must be a list of names of metrics, as in [auroc, f1_macro]")
+    return names
+
+
 def _logger(value: Any) -> Any:
     if value is None or isinstance(value, bool) or (isinstance(value, str) and value.strip()):
         return value
@@ -236,6 +243,7 @@ Workers = Annotated[int, Field(ge=0, le=256)]
 Name = Annotated[str, WithJsonSchema({"type": ["string", "integer"], "minLength": 1})]
 Names = Annotated[list[Name], Field(min_length=1)]
 Columns = Annotated[_OneName | Names, BeforeValidator(_columns)]
+Metrics = Annotated[Annotated[list[_OneName], Field(min_length=1)], BeforeValidator(_metrics)]
 Cache = Annotated[Literal["off", "disk"], BeforeValidator(_cache)]
 # YAML 1.1 reads `off` as False, so the validator converts False back.
 Check = Annotated[

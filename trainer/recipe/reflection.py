@@ -66,6 +66,7 @@ FREE_ON_RESUME = {
     "save",
     "shares",
     "stop",
+    "task.metrics",
     "threads",
     "timeout",
 }

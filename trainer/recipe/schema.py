@@ -27,6 +27,7 @@ from trainer.recipe.field_types import (
     Freeze,
     Interpolation,
     Logger,
+    Metrics,
     MicroBatches,
     PixelRange,
     PixelSize,
@@ -421,6 +422,16 @@ class TaskRecipe(_Section):
 
     name: str = key(
         "classification", f"{', '.join(TASKS)}, or one that a plugin registers", "multilabel"
+    )
+    metric: str | None = key(
+        None,
+        "metric that chooses the best epoch, for stop.patience and sweep; null: the task's",
+        "f1_macro",
+    )
+    metrics: Metrics | None = key(
+        None,
+        "metrics to show and write; null: the task's to show, all to write",
+        ["auroc", "f1_macro"],
     )
 
 

@@ -43,6 +43,7 @@ WRITTEN = (
     "recipe.yaml",
     "result.json",
     "steps.csv",
+    "epochs.csv",
     "split.csv",
     "contact_sheet.png",
     "tuning.json",

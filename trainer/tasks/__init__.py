@@ -5,6 +5,7 @@ Imports: errors, recipe.
 """
 
 from trainer.tasks.classification import Classification, Multilabel
+from trainer.tasks.metrics import register_metric
 from trainer.tasks.regression import Regression
 from trainer.tasks.task import (
     Task,
@@ -25,5 +26,6 @@ __all__ = [
     "create_task",
     "find_task_class",
     "is_registered",
+    "register_metric",
     "register_task",
 ]

@@ -1,7 +1,7 @@
 """Tasks `classification`, one class for each image, and `multilabel`, any number of classes."""
 
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -17,6 +17,7 @@ from torch.nn.functional import (
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
 from trainer.recipe.text import list_some
+from trainer.tasks.metrics import compute, split_columns
 from trainer.tasks.task import Task, register_task
 
 # Number of most probable classes that `ranked` returns. If there are fewer classes, it returns all
@@ -24,6 +25,8 @@ from trainer.tasks.task import Task, register_task
 TOP_CLASSES = 5
 # With fewer classes than this, top-5 accuracy is not printed: it would be high for any model.
 MIN_CLASSES_FOR_TOP5 = 10
+# Number of bins of the calibration error (Guo et al., arXiv:1706.04599, section 4).
+BINS = 15
 
 
 def class_name(text: str) -> str:
@@ -170,8 +173,10 @@ class Classification(ClassTask):
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Sum the cross-entropy without smoothing and weights, and count correct predictions.
 
-        `actual` (outputs,) counts the samples of each class, and `predicted` (outputs,) how often
-        each class is the prediction.
+        `actual` (outputs,) counts the samples of each class, `predicted` (outputs,) how often each
+        class is the prediction, and `correct` (outputs,) how often it is so rightly. `ranks`
+        (outputs,) counts the ranks of the labels. `calibration` (BINS,) sums the differences
+        between hit (0 or 1) and highest probability over the samples of each bin.
         """
         label_logits = outputs.gather(1, targets[:, None])
         indices = torch.arange(outputs.shape[1], device=outputs.device)
@@ -184,12 +189,22 @@ class Classification(ClassTask):
         rank = (is_larger | wins_tie).sum(1)
         zeros = torch.zeros(outputs.shape[1], dtype=torch.int64, device=outputs.device)
         ones = torch.ones_like(targets)
+        is_hit = rank == 0
+        confidence = outputs.softmax(1).amax(1).double()
+        # A bin contains its upper edge. A NaN falls into any bin, and makes the error NaN.
+        gaps = is_hit.double() - confidence
+        bins = (confidence * BINS).ceil().long().clamp(1, BINS) - 1
         return {
             "loss": cross_entropy(outputs, targets, reduction="sum"),
-            "correct1": (rank == 0).sum(),
+            "correct1": is_hit.sum(),
             "correct5": (rank < TOP_CLASSES).sum(),
             "actual": zeros.index_add(0, targets, ones),
             "predicted": zeros.index_add(0, outputs.argmax(1), ones),
+            "correct": zeros.index_add(0, targets, is_hit.long()),
+            # With NaN among the outputs, the rank of a label may be the number of classes.
+            "ranks": zeros.index_add(0, rank.clamp_max(len(zeros) - 1), ones),
+            # `index_add` of floats would add in another order in each run on a GPU.
+            "calibration": (one_hot(bins, BINS) * gaps[:, None]).sum(0),
         }
 
     def metrics(
@@ -205,9 +220,19 @@ class Classification(ClassTask):
 
     def shown(self, metrics: Mapping[str, float | None]) -> dict[str, str]:
         metrics = dict(metrics)
-        if len(self.names) < MIN_CLASSES_FOR_TOP5:
+        typed = self.recipe.task
+        is_selected = "top5" in (typed.metric, *(typed.metrics or ()))
+        if len(self.names) < MIN_CLASSES_FOR_TOP5 and not is_selected:
             metrics.pop("top5", None)
         return super().shown(metrics)
+
+    def split_classes(
+        self,
+        outputs: Tensor,
+        targets: Tensor,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        classes = torch.arange(outputs.shape[1])
+        return split_columns(outputs.double().softmax(1), targets[:, None] == classes)
 
     def ranked(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the most probable classes and their probabilities."""
@@ -317,8 +342,9 @@ class Multilabel(ClassTask):
             # `binary_cross_entropy_with_logits` returns the mean over samples and classes.
             # `metrics` needs a sum over samples.
             "loss": binary_cross_entropy_with_logits(outputs, targets) * len(targets),
-            "both": (predicted & labels).sum(0),
-            "either": predicted.sum(0) + labels.sum(0),
+            "actual": labels.sum(0),
+            "predicted": predicted.sum(0),
+            "correct": (predicted & labels).sum(0),
         }
 
     def metrics(
@@ -326,22 +352,21 @@ class Multilabel(ClassTask):
         sums: Mapping[str, Tensor],
         count: int,
     ) -> dict[str, float]:
-        both = sums["both"]
-        either = sums["either"]
-        # A denominator is 0 if there are neither labels nor predictions. Then F1 is 0.
-        micro = 2 * both.sum() / either.sum().clamp_min(1)
-        macro = 2 * both / either.clamp_min(1)
-        return {
-            "loss": sums["loss"].item() / count,
-            "f1": micro.item(),
-            "f1_macro": macro.mean().item(),
-        }
+        inputs = self.build_metric_inputs(sums, count)
+        return {"loss": sums["loss"].item() / count, **compute(("f1", "f1_macro"), inputs)}
 
     def ranked(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the most probable classes and the probability of each."""
         best = largest(self._select_named(outputs), TOP_CLASSES)
         probabilities = outputs.sigmoid()
         return best, probabilities.gather(1, best)
+
+    def split_classes(
+        self,
+        outputs: Tensor,
+        targets: Tensor,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        return split_columns(self._select_named(outputs), targets > 0.5)
 
     def shares(self, targets: Tensor) -> Tensor:
         return targets

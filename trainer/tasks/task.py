@@ -1,7 +1,7 @@
 """Base class of all tasks, and the registry of tasks by name, which plugins extend."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar, Literal, TypeVar
 
 from torch import Tensor
@@ -9,10 +9,15 @@ from torch import Tensor
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
 from trainer.recipe.known_names import TASKS, Registry
+from trainer.recipe.metric_table import METRICS, TOP, MetricTraits, check_metrics, find_traits
 from trainer.recipe.schema import LossRecipe
 from trainer.recipe.text import format_yaml
+from trainer.tasks.metrics import FUNCTIONS, MetricInputs
 
 Reads = Literal["class", "classes", "values"]
+# Maximum number of outputs of all validation samples with which metrics that need all of them are
+# computed by default: 4 MiB, and about 0.2 s of sorting in each evaluation.
+MAX_DEFAULT_OUTPUTS = 2**20
 
 
 class Task:
@@ -23,7 +28,8 @@ class Task:
     Attributes:
         reads: kind of label of an image: "class" for exactly one class, "classes" for any number of
             classes, or "values" for numbers.
-        metric: name of the metric that chooses the best epoch.
+        metric: name of the metric that chooses the best epoch. If the recipe has `task.metric`, an
+            instance has that metric, and its `larger_is_better`.
         larger_is_better: True if the largest value of `metric` is the best.
         tells: names of all metrics that the method `metrics` returns. If empty, they are "loss"
             and the name in `metric`.
@@ -32,6 +38,9 @@ class Task:
         mixes: True if mixup and cutmix can mix the targets, see `shares`.
         uses: keys of the recipe's section `loss` that the method `loss` of this class reads. The
             other keys of the section are refused.
+        measured: names of the metrics that are computed in addition to those of `metrics`, see
+            `choose_metrics`.
+        hidden: names of the metrics that are written to files and not shown.
         recipe: the whole recipe.
         names: names of the classes, or of the predicted values.
     """
@@ -44,6 +53,8 @@ class Task:
     fractions: ClassVar[tuple[str, ...]] = ()
     mixes = False
     uses: ClassVar[tuple[str, ...]] = ()
+    measured: tuple[str, ...] = ()
+    hidden: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -76,8 +87,77 @@ class Task:
 
     @classmethod
     def metric_names(cls) -> tuple[str, ...]:
-        """Return the names of all metrics of the validation split."""
+        """Return the names of all metrics that the method `metrics` returns."""
         return cls.tells or tuple(dict.fromkeys(("loss", cls.metric)))
+
+    @classmethod
+    def list_traits(cls) -> dict[str, MetricTraits]:
+        """Return the rows of the table of metrics that tasks of this class have, by name."""
+        rows = {}
+        for name, row in METRICS.items():
+            kinds = tuple(_registered[task] for task in row.tasks if task in _registered)
+            if issubclass(cls, kinds):
+                rows[name] = row
+        return rows
+
+    @classmethod
+    def choose_best_metric(cls, recipe: Recipe) -> tuple[str, bool]:
+        """Return the name of the metric that chooses the best epoch, and if larger is better.
+
+        Raises:
+            RecipeError: the task has no metric with the name in `task.metric` or `task.metrics`, or
+                only the user knows whether larger values of it are better.
+        """
+        rows = cls.list_traits()
+        computable = [name for name in rows if name in FUNCTIONS]
+        check_metrics(recipe, dict.fromkeys((*cls.metric_names(), *computable)))
+        name = recipe.task.metric
+        if name is None or name == cls.metric:
+            return cls.metric, cls.larger_is_better
+        traits = find_traits(name)
+        is_known = name in ("loss", *rows) or TOP.fullmatch(name)
+        if traits is None or not is_known:
+            raise RecipeError(
+                f"task.metric={name}: task.name={recipe.task.name} does not say whether larger "
+                "values of it are better: make it the `metric` of the task's class, or register "
+                "it with register_metric"
+            )
+        return name, traits.larger_is_better
+
+    def choose_metrics(self, samples: int | None) -> None:
+        """Set the metrics that `task.metric` and `task.metrics` select, or the defaults.
+
+        The defaults are all metrics of the task, except those that need the outputs of all samples
+        if these are too many. A subclass with its own `sums` or `metrics` has only its own metrics
+        by default, because its sums may lack what other metrics need.
+
+        Args:
+            samples: number of samples of the validation split, or None if it is not known.
+
+        Raises:
+            RecipeError: see `choose_best_metric`.
+        """
+        metrics = self.recipe.task.metrics
+        own_names = self.metric_names()
+        self.metric, self.larger_is_better = self.choose_best_metric(self.recipe)
+        selected = [self.metric, *(metrics or ())]
+        if metrics is None and self._has_shipped_sums():
+            outputs = (self.outputs() or 0) * (samples or 0)
+            for name, row in self.list_traits().items():
+                is_cheap = not row.needs_scores or 0 < outputs <= MAX_DEFAULT_OUTPUTS
+                if name in FUNCTIONS and is_cheap:
+                    selected.append(name)
+        measured = dict.fromkeys(name for name in selected if name not in own_names)
+        self.measured = tuple(measured)
+        shown = {"loss", self.metric, *(metrics or own_names)}
+        self.hidden = frozenset({*own_names, *measured} - shown)
+
+    def _has_shipped_sums(self) -> bool:
+        own = type(self)
+        return any(
+            own.sums is shipped.sums and own.metrics is shipped.metrics
+            for shipped in list_shipped()
+        )
 
     @classmethod
     def checked(cls, targets: Tensor, names: Sequence[str]) -> Tensor:
@@ -143,6 +223,28 @@ class Task:
         """
         return {"loss": sums["loss"].item() / count}
 
+    def split_classes(
+        self,
+        outputs: Tensor,
+        targets: Tensor,
+    ) -> Iterable[tuple[Tensor, Tensor]]:
+        """Return, for each class, its scores (N,) in float64 and its labels (N,) as bool.
+
+        Metrics of one class against the rest, such as AUROC, are computed from them.
+        """
+        raise NotImplementedError
+
+    def build_metric_inputs(
+        self,
+        sums: Mapping[str, Tensor],
+        count: int,
+        outputs: Tensor | None = None,
+        targets: Tensor | None = None,
+    ) -> MetricInputs:
+        """Return the values from which the metrics in `measured` are computed."""
+        has_one_class = self.reads == "class"
+        return MetricInputs(sums, count, outputs, targets, has_one_class, self.split_classes)
+
     def shares(self, targets: Tensor) -> Tensor:
         """Convert targets (N, ...) to float32 values that mixup and cutmix can average.
 
@@ -167,8 +269,10 @@ class Task:
     def improves(self, value: float, best: float | None) -> bool:
         """Return whether `value` of `metric` is better than `best`.
 
-        The result is True if there is no earlier value (None), or if `best` is NaN.
+        Any number is better than no earlier value (None) or NaN. NaN is not better than anything.
         """
+        if math.isnan(value):
+            return False
         if best is None or math.isnan(best):
             return True
         if self.larger_is_better:
@@ -176,9 +280,10 @@ class Task:
         return value < best
 
     def shown(self, metrics: Mapping[str, float | None]) -> dict[str, str]:
-        """Format metrics for display, in the order of `metrics`.
+        """Format metrics for display: `loss`, those that the recipe selects, then all others.
 
-        Metrics without a value (None) are left out. A subclass may leave out further metrics.
+        Metrics without a value (None) are left out, and those in `hidden`. A subclass may leave out
+        further metrics.
 
         Args:
             metrics: values by the name of the metric.
@@ -186,28 +291,38 @@ class Task:
         Returns:
             The formatted values by the display name of the metric (see `titles`).
         """
+        typed = self.recipe.task
+        first = ("loss", typed.metric, *(typed.metrics or ()))
+        names = [name for name in first if name in metrics]
         texts = {}
-        for name, value in metrics.items():
-            if value is not None:
-                title = self.titles.get(name, name)
-                if name in self.fractions:
-                    texts[title] = f"{value:.2%}"
-                else:
-                    texts[title] = figure(value)
+        for name in dict.fromkeys([*names, *metrics]):
+            value = metrics[name]
+            if value is None or name in self.hidden:
+                continue
+            title = self.titles.get(name, name)
+            is_fraction = name in self.fractions
+            traits = find_traits(name)
+            if traits and name in self.measured:
+                title = traits.title
+                is_fraction = traits.is_fraction
+            # "nan%" would look like a number.
+            if is_fraction and not math.isnan(value):
+                texts[title] = f"{value:.2%}"
+            else:
+                texts[title] = figure(value)
         return texts
 
     def text(self, metrics: Mapping[str, float | None]) -> str:
         """Format the metrics in one line."""
         return "  ".join(f"{title} {text}" for title, text in self.shown(metrics).items())
 
-    @classmethod
-    def headline(cls) -> str:
+    def headline(self) -> str:
         """Return the name of the metric to show next to the loss.
 
         The result is the metric that chooses the best epoch. If that metric is the loss, the result
         is the first other metric, or "loss" if there is no other.
         """
-        for name in (cls.metric, *cls.metric_names()):
+        for name in (self.metric, *self.metric_names()):
             if name != "loss":
                 return name
         return "loss"
@@ -264,6 +379,7 @@ def create_task(
     recipe: Recipe,
     names: Sequence[str],
     targets: Tensor | None = None,
+    samples: int | None = None,
 ) -> Task:
     """Create the recipe's task for a data set.
 
@@ -271,11 +387,13 @@ def create_task(
         recipe: the whole recipe.
         names: the data set's names of classes or values.
         targets: targets of the training set, or None; see `Task`.
+        samples: number of samples of the validation split, or None; see `Task.choose_metrics`.
 
     Raises:
         RecipeError: the task is not registered, or it does not support a setting of the recipe.
     """
     task = find_task_class(recipe)(recipe, names, targets)
+    task.choose_metrics(samples)
     mixing_keys = [key for key in ("mixup", "cutmix") if getattr(recipe.augment, key)]
     if mixing_keys and not task.mixes:
         key = mixing_keys[0]

@@ -223,7 +223,10 @@ def read_curves(folder: Path) -> dict[str, Curve]:
 
 
 def trim_events(
-    folder: Path, position: Position, warn: Callable[[str], None] = lambda line: None
+    folder: Path,
+    position: Position,
+    is_evaluated: bool,
+    warn: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Merge the event files of a resumed run into one that ends at `position`.
 
@@ -235,6 +238,7 @@ def trim_events(
     Args:
         folder: Directory of the event files.
         position: Position from which the run is resumed.
+        is_evaluated: Whether the evaluation at `position`, if any, will not be done again.
         warn: Function that is called with one line for each damaged file.
     """
     from tensorboard.summary.writer.record_writer import RecordWriter
@@ -247,7 +251,7 @@ def trim_events(
         with draft.open("wb") as file:
             writer = RecordWriter(file)
             writer.write(_encode_event(**VERSION))
-            for event in _read_events(position, old, warn):
+            for event in _read_events(position, is_evaluated, old, warn):
                 writer.write(event.SerializeToString())
             file.flush()
             os.fsync(file.fileno())
@@ -263,6 +267,7 @@ def trim_events(
 
 def _read_events(
     position: Position,
+    is_evaluated: bool,
     paths: Sequence[Path],
     warn: Callable[[str], None],
 ) -> Iterator[Any]:
@@ -271,7 +276,7 @@ def _read_events(
 
     def is_kept(tag: str, step: int) -> bool:
         if step == position.step:
-            return position.step_in_epoch == 0 or not AT_END.match(tag)
+            return is_evaluated or not AT_END.match(tag)
         return step < position.step
 
     # A run that starts again from step 0 keeps nothing.

@@ -10,9 +10,8 @@ from shutil import get_terminal_size
 
 from trainer.errors import RecipeError
 from trainer.processes import terminal
+from trainer.recipe.metric_table import is_fraction
 
-# Metrics that are printed as percentages.
-FRACTIONS = ("top1", "top5", "f1", "f1_macro")
 # Maximum width of a table in characters.
 MAX_WIDTH = 100
 # Titles of lines that contain a command or a path. These lines are not wrapped, so that the command
@@ -94,10 +93,10 @@ def format_number(value: float | None) -> str:
 
 
 def format_score(metric: str, value: float | None) -> str:
-    """Format the value of a metric, as a percentage if the metric is in `FRACTIONS`."""
+    """Format the value of a metric, as a percentage if it is a fraction."""
     if value is None:
         return "-"
-    if metric in FRACTIONS:
+    if is_fraction(metric):
         return f"{100 * value:.2f}%"
     return f"{value:.4g}"
 

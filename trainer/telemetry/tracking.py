@@ -1,4 +1,4 @@
-"""Output of a run: a progress bar or plain lines, TensorBoard, steps.csv and result.json.
+"""Output of a run: a progress bar or plain lines, TensorBoard, tables and result.json.
 
 Rank 0 has a `Tracker` and every other rank a `NullTracker`, so no caller checks its rank.
 """
@@ -18,7 +18,7 @@ from trainer.saving.checkpoint import Position
 from trainer.saving.files import report_write_errors, write_atomically
 from trainer.saving.journal import Journal, NullJournal
 from trainer.saving.run_folder import NullFolder, RunFolder
-from trainer.saving.steps_file import StepsFile
+from trainer.saving.steps_file import EpochsFile, StepsFile
 from trainer.telemetry.clocks import Ledger
 from trainer.telemetry.events import Events, has_old_tags, rename_as_before, trim_events
 from trainer.telemetry.loggers import Loggers
@@ -47,10 +47,13 @@ class NullTracker:
     def say(self, text: str, style: str = "") -> None: ...
     def row(self, cells: Mapping[str, str], best: bool) -> None: ...
     def resolved(self, recipe: Recipe) -> None: ...
-    def start(self, position: Position, total_steps: int, metric: str) -> None: ...
+    def start(
+        self, position: Position, total_steps: int, metric: str, evaluated_step: int = 0
+    ) -> None: ...
     def scalars(self, values: Mapping[str, float], step: int) -> None: ...
     def show(self, summary: Any, step: int) -> None: ...
     def step(self, row: Mapping[str, Any]) -> None: ...
+    def epoch(self, row: Mapping[str, Any]) -> None: ...
     def progress(
         self,
         step: int,
@@ -96,6 +99,7 @@ class Tracker(NullTracker):
         self.journal = Journal(folder.path, folder.check, ledger.read_seconds, ours)
         self._bar: Any = None
         self._steps: StepsFile | None = None
+        self._epochs: EpochsFile | None = None
         self._events: Any = None
         # Whether version 0.1 started this run. Its curves continue under its tags.
         self._has_old_tags = False
@@ -166,13 +170,16 @@ class Tracker(NullTracker):
         """Set the recipe in which the choices of this run have replaced automatic values."""
         self.recipe = recipe
 
-    def start(self, position: Position, total_steps: int, metric: str) -> None:
+    def start(
+        self, position: Position, total_steps: int, metric: str, evaluated_step: int = 0
+    ) -> None:
         """Open the files at the start of training.
 
         Args:
             position: Position at which training starts.
             total_steps: Number of steps of the whole run.
             metric: Name of the main metric.
+            evaluated_step: Step of the last evaluation, or 0 if it is not known.
         """
         self._total = total_steps
         self._epoch = position.epoch + 1
@@ -180,10 +187,15 @@ class Tracker(NullTracker):
         with report_write_errors(self.path):
             self.folder.write_recipe(self.recipe)
             self._steps = StepsFile(self.path, position.step, self.say)
+            # A checkpoint within or at the end of an epoch may precede the evaluation of its step,
+            # which is then done again.
+            is_evaluated = position.step_in_epoch == 0 or evaluated_step == position.step
+            last_step = position.step if is_evaluated else position.step - 1
+            self._epochs = EpochsFile(self.path, last_step, self.say)
             if self.recipe.logging.tensorboard:
                 self._has_old_tags = has_old_tags(self.path) and position.step > 0
                 self._metric = metric
-                trim_events(self.path, position, self.say)
+                trim_events(self.path, position, is_evaluated, self.say)
                 self._events = Events(self.path)
                 self.shows = True
                 self._events.begin(position.step + 1)
@@ -225,6 +237,13 @@ class Tracker(NullTracker):
             self.folder.check()
             with report_write_errors(self.path):
                 self._steps.add(row)
+
+    def epoch(self, row: Mapping[str, Any]) -> None:
+        """Write a row of epochs.csv."""
+        if self._epochs:
+            self.folder.check()
+            with report_write_errors(self.path):
+                self._epochs.add(row)
 
     def progress(
         self,
@@ -310,26 +329,22 @@ class Tracker(NullTracker):
             write_atomically(self.path / name, text)
 
     def flush(self) -> None:
-        """Write steps.csv and TensorBoard's values to disk, so that they match a checkpoint."""
+        """Write the tables and TensorBoard's values to disk, so that they match a checkpoint."""
         with report_write_errors(self.path):
-            if self._steps:
-                self._steps.sync()
-            if self._events:
-                self._events.sync()
+            for file in (self._steps, self._epochs, self._events):
+                if file:
+                    file.sync()
 
     def close(self) -> None:
         """Close the loggers, the progress bar and all files, and release the run folder."""
-        bar = self._bar
-        steps = self._steps
-        events = self._events
-        loggers = self._loggers
-        self._bar = self._steps = self._events = self._loggers = None
+        files = (self._loggers, self._bar, self._steps, self._epochs, self._events)
+        self._bar = self._steps = self._epochs = self._events = self._loggers = None
         # The ExitStack closes all files even if one of them fails because the disk is full.
         with ExitStack() as closing:
             closing.callback(self.folder.close)
             closing.callback(self.journal.close)
             closing.enter_context(report_write_errors(self.path))
-            for part in (loggers, bar, steps, events):
+            for part in files:
                 if part is not None:
                     closing.callback(part.close)
 

@@ -15,10 +15,14 @@ from trainer.distributed.world import World
 from trainer.errors import Interrupted, Preempted
 from trainer.models.replayed_forward import ReplayedForward
 from trainer.modes import Strategy
+from trainer.recipe.metric_table import needs_scores
 from trainer.tasks import Task
+from trainer.tasks.metrics import MetricInputs, compute
 
 # No confusion matrix is collected for a model with more outputs than this number.
 CLASSES = 256
+# Maximum number of outputs of a rank that `Scores` keeps on the device: 4 MiB.
+MAX_SCORES_ON_DEVICE = 2**20
 # File of the worst predictions in the run folder, and the maximum number of its rows.
 WORST = "worst.csv"
 ROWS = 10_000
@@ -36,6 +40,11 @@ class Sums:
         self.parts: dict[str, Tensor] = {}
         # Sums over all ranks; empty until `metrics` sets them.
         self.whole: dict[str, Tensor] = {}
+        # Outputs and targets of all samples, if a metric needs them.
+        self.scores = Scores() if any(map(needs_scores, task.measured)) else None
+        # What the metrics were computed from; None until `metrics` sets it, and on ranks other than
+        # 0.
+        self.inputs: MetricInputs | None = None
 
     def add(self, outputs: Tensor, targets: Tensor, count: int) -> None:
         """Add the first `count` rows of a batch. The other rows are padding."""
@@ -43,7 +52,10 @@ class Sums:
             return
         self.count += count
         outputs = outputs[:count].float()
-        batch_sums = self.task.sums(outputs, targets[:count])
+        targets = targets[:count]
+        if self.scores:
+            self.scores.add(outputs, targets)
+        batch_sums = self.task.sums(outputs, targets)
         for name, batch_sum in batch_sums.items():
             total = self.parts.get(name)
             if total is None:
@@ -72,15 +84,70 @@ class Sums:
         summed = world.sum_(torch.cat(values))
         count = int(summed[-1])
         if not count:
-            return dict.fromkeys(self.task.metric_names(), math.nan), 0
+            names = *self.task.metric_names(), *self.task.measured
+            return dict.fromkeys(names, math.nan), 0
         sizes = [shape.numel() for shape in shapes.values()]
         totals = torch.split(summed[:-1], sizes)
         named = zip(shapes, totals, strict=True)
         self.whole = {name: total.view(shapes[name]) for name, total in named}
         # The metrics of a user's task may differ in the last bits from rank to rank, but all ranks
         # must agree on the best epoch. So all ranks use rank 0's metrics.
-        metrics = self.task.metrics(self.whole, count)
+        metrics = {**self.task.metrics(self.whole, count)}
+        if self.task.measured:
+            outputs_and_targets = self.scores.gather(world) if self.scores else ()
+
+            def compute_measured() -> dict[str, float]:
+                self.inputs = self.task.build_metric_inputs(self.whole, count, *outputs_and_targets)
+                return compute(self.task.measured, self.inputs)
+
+            # Only rank 0 has the outputs of all samples. A metric of a user may fail there, and
+            # then all ranks must end.
+            metrics |= world.on_main(compute_measured) or {}
         return world.broadcast_object(metrics), count
+
+
+class Scores:
+    """Outputs in float32 and targets of all samples, for metrics that sums do not give.
+
+    A rank keeps those of its own samples on the CPU, and `gather` copies all of them to rank 0.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[dict[str, Tensor]] = []
+        # Parts that are still on the device: moving each batch would wait for the device.
+        self._recent: list[tuple[Tensor, Tensor]] = []
+        self._recent_size = 0
+
+    def add(self, outputs: Tensor, targets: Tensor) -> None:
+        """Add a batch."""
+        # The next batch may overwrite outputs of a CUDA graph, and targets in shared memory.
+        self._recent.append((outputs.clone(), targets.clone()))
+        self._recent_size += outputs.numel()
+        if self._recent_size > MAX_SCORES_ON_DEVICE:
+            self._move()
+
+    def _move(self) -> None:
+        if not self._recent:
+            return
+        outputs, targets = zip(*self._recent, strict=True)
+        part = {"outputs": torch.cat(outputs).cpu(), "targets": torch.cat(targets).cpu()}
+        self._parts.append(part)
+        self._recent = []
+        self._recent_size = 0
+
+    def gather(self, world: World) -> tuple[Tensor, Tensor] | tuple[()]:
+        """Return the outputs and targets of all ranks on rank 0, and () elsewhere. Collective."""
+        self._move()
+        local = {}
+        if self._parts:
+            for name in ("outputs", "targets"):
+                local[name] = torch.cat([part.pop(name) for part in self._parts])
+        # Ranks without outputs, such as the first stages of a pipeline, send nothing.
+        by_rank = [part for part in world.gather_tensors(local) if part]
+        if not by_rank:
+            return ()
+        outputs = torch.cat([part["outputs"] for part in by_rank])
+        return outputs, torch.cat([part["targets"] for part in by_rank])
 
 
 def evaluate(

@@ -30,10 +30,12 @@ from trainer.models.zoo import (
 from trainer.recipe import Recipe
 from trainer.recipe.image_sizes import ImageSize
 from trainer.recipe.known_names import AUXILIARY
+from trainer.recipe.metric_table import needs_scores
 from trainer.saving.checkpoint import State
 from trainer.saving.run_names import find_run
 from trainer.saving.weights import read_weights
 from trainer.tasks import Task
+from trainer.tasks.metrics import compute
 from trainer.training.randomness import read_random_states, restore_random_states
 
 
@@ -248,6 +250,10 @@ def check_task(
             sums = task.sums(outputs, batch.targets)
             doubles = {key: part.double() for key, part in sums.items()}
             keys = task.metrics(doubles, 2).keys()
+            inputs = task.build_metric_inputs(doubles, 2)
+            # The samples may all be of one class, which metrics of outputs may refuse.
+            from_sums = [name for name in task.measured if not needs_scores(name)]
+            compute(from_sums, inputs)
     # Metrics of two samples may divide by zero, because some classes have no sample. Then the
     # remaining checks are skipped.
     except ArithmeticError:

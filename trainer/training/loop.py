@@ -3,7 +3,7 @@
 import gc
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import cast
@@ -156,7 +156,9 @@ def train_epoch(run: Run, epoch: int) -> None:
     state = run.state
     history = state.history
     per_epoch = run.resolved.steps_per_epoch
-    rate = build_learning_rate(recipe, per_epoch, state.total_steps - state.step_offset)
+    rate = build_rate(run)
+    if state.position.step:
+        state.lr = rate(state.position.step)
     loss_weight = 1 / run.loader.samples_per_step
     save_every = recipe.save.every_steps
     start = state.position.step_in_epoch
@@ -181,7 +183,8 @@ def train_epoch(run: Run, epoch: int) -> None:
     for step_in_epoch in range(start + 1, stop + 1):
         step = state.position.step + 1
         log = step % recipe.logging.every_steps == 0 or step_in_epoch == stop
-        lr = history.lr_factor * rate(step - 1 - state.step_offset)
+        lr = rate(step)
+        state.lr = lr
         data_wait = 0.0
         loss = None
         if steps.should_capture:
@@ -248,7 +251,7 @@ def train_epoch(run: Run, epoch: int) -> None:
                 rank_sync.save_and_stop(synced.stop)
         files = []
         if should_evaluate and step < state.total_steps:
-            files = evaluate_within_epoch(run, epoch)
+            files = evaluate_within_epoch(run, epoch, speed)
             batches = open_batches(run, stop)
         # If a callback has ended the run here, `end_epoch` saves the checkpoint of this step.
         is_over = step >= state.total_steps
@@ -284,17 +287,27 @@ def is_evaluation_due(run: Run) -> bool:
     return step % every == 0 and run.state.history.evaluated_step != step
 
 
-def evaluate_within_epoch(run: Run, epoch: int) -> list[str]:
+def evaluate_within_epoch(run: Run, epoch: int, speed: float | None = None) -> list[str]:
     """Evaluate between two steps of an epoch, without a change to the training. Collective.
+
+    Args:
+        run: The run.
+        epoch: Epoch of the step, counted from 0.
+        speed: Images per second of the last steps, or None if unknown.
 
     Returns:
         Names of the weights files to save: "best", or none.
     """
+    history = run.state.history
     step = run.state.position.step
     with run.ledger.span("evaluation"), undo_on_out_of_memory(run):
-        run.state.history.validation = measure(run)
-    is_best = note_evaluation(run, epoch)
-    metrics = strip_prefix(run.state.history.validation)
+        history.validation = measure(run)
+    # No step of the epoch may have been logged yet.
+    train_loss = math.nan
+    if history.epoch_steps:
+        train_loss = history.epoch_loss / history.epoch_steps
+    is_best = note_evaluation(run, epoch, train_loss, speed)
+    metrics = strip_prefix(history.validation)
     run.tracker.scalars({f"val/{name}": value for name, value in metrics.items()}, step)
     style = BOLD if is_best else ""
     run.tracker.say(f"  step {step}: {run.task.text(metrics)}", style)
@@ -308,20 +321,42 @@ def evaluate_within_epoch(run: Run, epoch: int) -> list[str]:
     return ["best"] if is_best else []
 
 
-def note_evaluation(run: Run, epoch: int) -> bool:
-    """Record in the history that `history.validation` is of the present step.
+def note_evaluation(run: Run, epoch: int, train_loss: float, speed: float | None) -> bool:
+    """Record `history.validation`, which is of the present step, in the history and epochs.csv.
+
+    Args:
+        run: The run.
+        epoch: Epoch of the step, counted from 0.
+        train_loss: Mean training loss of the epoch so far.
+        speed: Images per second of the last steps, or None if unknown.
 
     Returns:
         Whether the task's metric is the best so far.
     """
     history = run.state.history
-    history.evaluated_step = run.state.position.step
-    metric = history.validation[f"val_{run.task.metric}"]
+    step = run.state.position.step
+    metrics = strip_prefix(history.validation)
+    metric = metrics[run.task.metric]
     is_best = run.task.improves(metric, history.best)
     if is_best:
         history.best = metric
         history.best_epoch = epoch
+        history.metric = run.task.metric
+    noticing.note_undefined_metric(run.task, run.noticed, metric, epoch)
+    history.evaluated_step = step
+    evaluation = {"epoch": epoch + 1, "step": step, "train_loss": train_loss}
+    # A metric of a user's task may have one of these names.
+    history.evaluations.append({**evaluation, **metrics, **evaluation})
+    run.tracker.epoch(reporting.build_epochs_csv_row(run.state, speed))
     return is_best
+
+
+def build_rate(run: Run) -> Callable[[int], float]:
+    """Return a function from the number of a step, counted from 1, to its learning rate."""
+    state = run.state
+    steps = state.total_steps - state.step_offset
+    rate = build_learning_rate(run.recipe, run.resolved.steps_per_epoch, steps)
+    return lambda step: state.history.lr_factor * rate(step - 1 - state.step_offset)
 
 
 def update_shares(run: Run, epoch_begins: bool) -> bool:
@@ -380,7 +415,8 @@ def end_epoch(run: Run, epoch: int, epoch_start: float) -> None:
     history.latest = [*history.latest, metrics][-STANDSTILL_EPOCHS:]
     speed = history.validation["val_samples"] / (time.perf_counter() - evaluation_start)
     note_skipped(run)
-    is_best = note_evaluation(run, epoch)
+    train_speed = reporting.compute_epoch_speed(run.timer, run.loader.samples_per_step)
+    is_best = note_evaluation(run, epoch, history.losses[-1], train_speed)
     lowered = stopping.lower_rate(run.recipe, history, epoch)
     if lowered is not None:
         tracker.say(lowered)
@@ -389,14 +425,8 @@ def end_epoch(run: Run, epoch: int, epoch_start: float) -> None:
     if goodput := tracker.journal.goodput():
         values["speed/goodput_pct"] = 100 * goodput["fraction"]
     tracker.scalars(values, step)
-    row = reporting.build_epoch_row(
-        run.resolved,
-        history,
-        run.timer,
-        run.loader.samples_per_step,
-        epoch,
-        time.perf_counter() - epoch_start,
-    )
+    seconds = time.perf_counter() - epoch_start
+    row = reporting.build_epoch_row(run.resolved, history, epoch, train_speed, seconds)
     tracker.row(row, is_best)
     state.position = Position(step, epoch + 1, 0)
     noticing.print_new_warnings(run.resolved, state, run.noticed)

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from trainer.distributed.world import World
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, RecipeError
 from trainer.models.reachable import is_own
 from trainer.optim.optimizers import name_optimizer_state
 from trainer.processes.rank import build_job_id
@@ -273,10 +273,20 @@ class RunHistory(Part):
         history = saved.facts["history"]
         # Versions without tasks saved the best top-1 accuracy as `best_top1`.
         best = history.get("best", history.get("best_top1"))
+        task = self.resolved.task
+        # Versions without `task.metric` saved no name: the metric was that of the task's class.
+        metric = history.get("metric") or type(task).metric
+        if metric != task.metric and best is not None:
+            raise RecipeError(
+                f"the best epoch so far was chosen by {metric}, and this run has {task.metric}: "
+                f"add task.metric={metric}, or choose another output= to start from scratch"
+            )
         state.history = TypeAdapter(History).validate_python(history | {"best": best})
         # If `TrainingPosition.restore` has reopened an epoch, its mean loss becomes a sum again.
         if state.position.epoch < saved.position.epoch:
             state.history.latest.pop()
+            state.history.evaluations = state.history.evaluations[:-1]
+            state.history.evaluated_step = 0
             state.history.epoch_steps = state.position.step_in_epoch
             state.history.epoch_loss = state.history.losses.pop() * state.history.epoch_steps
         self.say(f"resuming at step {state.position.step} of {state.total_steps}")

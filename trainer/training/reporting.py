@@ -165,18 +165,35 @@ def _compute_mfu(model: ModelFacts, samples_per_sec: float) -> float | None:
     return samples_per_sec * model.training_flops / model.peak_flops
 
 
+def compute_epoch_speed(timer: StepTimer, samples_per_step: float) -> float | None:
+    """Return the images per second since the last call, without evaluations; None if unknown."""
+    steps, seconds = timer.lap()
+    if not steps or not seconds:
+        return None
+    return steps * samples_per_step / seconds
+
+
+def build_epochs_csv_row(state: TrainState, speed: float | None) -> dict[str, Any]:
+    """Return the row of epochs.csv for the last evaluation."""
+    evaluation = dict(state.history.evaluations[-1])
+    row: dict[str, Any] = {name: evaluation.pop(name) for name in ("epoch", "step", "train_loss")}
+    row["seconds"] = round(state.seconds(), 3)
+    row["lr"] = state.lr
+    row["samples_per_sec"] = "" if speed is None else float(f"{speed:.6g}")
+    return row | {f"val_{name}": value for name, value in evaluation.items()}
+
+
 def build_epoch_row(
     resolved: Resolved,
     history: History,
-    timer: StepTimer,
-    samples_per_step: float,
     epoch: int,
+    speed: float | None,
     seconds: float,
 ) -> dict[str, str]:
     """Return an epoch's row of the printed table, as strings by the title of the column.
 
-    `seconds` is the duration of the whole epoch with its evaluation. The images per second leave
-    out the time of the evaluation.
+    `seconds` is the duration of the whole epoch with its evaluation. `speed` is that of
+    `compute_epoch_speed`.
     """
     epochs = resolved.recipe.epochs
     row = {
@@ -186,13 +203,10 @@ def build_epoch_row(
     metrics = resolved.task.shown(strip_prefix(history.validation))
     for title, text in metrics.items():
         row["val loss" if title == "loss" else title] = text
-    steps, train_seconds = timer.lap()
     row["images/s"] = "-"
-    if train_seconds:
-        speed = steps * samples_per_step / train_seconds
-        if speed:
-            decimals = 1 if speed < 100 else 0
-            row["images/s"] = f"{speed:,.{decimals}f}"
+    if speed:
+        decimals = 1 if speed < 100 else 0
+        row["images/s"] = f"{speed:,.{decimals}f}"
     row["seconds"] = f"{seconds:,.1f}"
     return row
 
@@ -362,7 +376,7 @@ def build_result(
             },
             "train_loss": history.losses[-1] if history.losses else None,
             "task": recipe.task.name,
-            **{f"val_{name}": None for name in task.metric_names()},
+            **{f"val_{name}": None for name in (*task.metric_names(), *task.measured)},
             **{key: value for key, value in history.validation.items() if key != "val_samples"},
             f"best_{task.metric}": history.best,
             "best_epoch": None if history.best_epoch is None else history.best_epoch + 1,
@@ -373,6 +387,7 @@ def build_result(
             "mfu": mfu,
             "pipeline": None,
             "losses": history.losses,
+            "validation": history.evaluations,
             "nonfinite_steps": len(history.nonfinite),
             "logged": history.logged,
             "seconds": state.seconds(),

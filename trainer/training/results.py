@@ -12,9 +12,22 @@ class Metrics(TypedDict, total=False):
     val_loss: float | None
     val_top1: float | None
     val_top5: float | None
+    val_balanced_accuracy: float | None
+    val_precision: float | None
+    val_recall: float | None
     val_f1: float | None
+    val_precision_macro: float | None
+    val_recall_macro: float | None
     val_f1_macro: float | None
+    val_precision_weighted: float | None
+    val_recall_weighted: float | None
+    val_f1_weighted: float | None
+    val_mcc: float | None
+    val_ece: float | None
+    val_auroc: float | None
+    val_average_precision: float | None
     val_mae: float | None
+    val_rmse: float | None
     val_r2: float | None
     best_top1: float | None
     best_f1: float | None
@@ -86,6 +99,11 @@ class Result(Metrics):
         dict[str, Any] | None, "stages, cuts, bubble and more; null if the model is in one piece"
     ]
     losses: Annotated[list[float | None], "mean training loss of each epoch"]
+    validation: Annotated[
+        list[dict[str, float | None]],
+        "of each evaluation: `epoch`, `step`, `train_loss`, and every metric by its name; null if "
+        "it was not a number",
+    ]
     nonfinite_steps: Annotated[
         int, "steps that an earlier version left out, since a loss or gradient was not finite"
     ]

@@ -290,7 +290,8 @@ def start_process(recipe: Recipe) -> None:
 
 def create_task(recipe: Recipe, data: Datasets) -> Task:
     """Return the recipe's task for a data set."""
-    return tasks.create_task(recipe, data.classes, find_labels(data.train, skip=False))
+    targets = find_labels(data.train, skip=False)
+    return tasks.create_task(recipe, data.classes, targets, len(data.val))
 
 
 def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, ledger: Ledger) -> Run:
@@ -385,7 +386,12 @@ def begin(run: Run) -> None:
     # The result in the folder says "completed", which is no longer true once this run has started.
     if resolved.longer:
         tracker.result(current_result(run, "running"))
-    tracker.start(state.position, state.total_steps, run.task.headline())
+    tracker.start(
+        state.position,
+        state.total_steps,
+        metric=run.task.headline(),
+        evaluated_step=state.history.evaluated_step,
+    )
     if recipe.logging.wandb or recipe.logging.mlflow:
         # Only rank 0 contacts the servers, which may take minutes. So the ranks use `wait_for`,
         # which has a longer timeout than the recipe's.

@@ -77,6 +77,9 @@ class History:
         validation: Metrics of the last evaluated epoch, as `evaluate` returns them.
         evaluated_step: Step of the evaluation that `validation` is from; 0 before the first one.
         latest: Metrics of the last STANDSTILL_EPOCHS evaluated epochs, under the task's own names.
+        evaluations: Metrics of each evaluated epoch, as in `latest`, after its `epoch`, counted
+            from 1, its `step` and its `train_loss`. Earlier versions saved none.
+        metric: Name of the metric that `best` is a value of.
         best: Best value of the task's metric, or None before the first evaluation.
         best_epoch: Epoch of `best`, counted from 0, or None before the first evaluation.
         epoch_loss: Sum of the logged step losses of the present epoch.
@@ -97,6 +100,8 @@ class History:
     validation: dict[str, float] = field(default_factory=dict)
     evaluated_step: int = 0
     latest: list[dict[str, float]] = field(default_factory=list)
+    evaluations: list[dict[str, float]] = field(default_factory=list)
+    metric: str | None = None
     best: float | None = None
     best_epoch: int | None = None
     epoch_loss: float = 0.0
@@ -129,6 +134,8 @@ class TrainState:
         if recipe.ema is not None:
             self.average = MovingAverage(self.weights(), recipe.ema)
         self.position = Position(0, 0, 0)
+        # Learning rate of the last step.
+        self.lr = 0.0
         # Whether this start of the run has ended because `max_time` is over.
         self.out_of_time = False
         self.history = History()

@@ -340,8 +340,9 @@ def _describe_classes(names: Sequence[str]) -> str:
 
 
 def create_task_without_loss(recipe: Recipe, names: Sequence[str]) -> Task:
-    """Return the recipe's task for a caller that computes no loss."""
-    return tasks.create_task(recipe.replace(loss={}, augment={}), names)
+    """Return the recipe's task for a caller that computes no loss and no metrics."""
+    plain = recipe.replace(loss={}, augment={}, task={"name": recipe.task.name})
+    return tasks.create_task(plain, names)
 
 
 def read_recipe(path: Path, metadata: Mapping[str, str]) -> Recipe:

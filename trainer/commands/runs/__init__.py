@@ -40,6 +40,7 @@ WRITTEN = (
     "checkpoints",
     "last.safetensors",
     "best.safetensors",
+    "metrics.csv",
     "model*.safetensors",
     "model*.onnx",
     "model*.onnx.data",

@@ -277,5 +277,6 @@ def choose_metric(space: SearchSpace) -> Metric:
     images = "held-out images"
     if name in PUBLISHED:
         images = f"torchvision's test images, for {name} has no validation images apart from them"
-    about = f"{kind.metric} is that of each run's best epoch, on {images}"
-    return Metric(kind.metric, kind.larger_is_better, about)
+    metric, larger_is_better = kind.choose_best_metric(space.base)
+    about = f"{metric} is that of each run's best epoch, on {images}"
+    return Metric(metric, larger_is_better, about)

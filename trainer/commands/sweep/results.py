@@ -14,6 +14,7 @@ from trainer.commands.trials import report as reports
 from trainer.commands.trials.engine import TrialOutcome
 from trainer.commands.trials.significance import ERROR, MARGIN, find_differences
 from trainer.processes.terminal import BOLD
+from trainer.recipe.metric_table import is_fraction
 from trainer.saving.files import Json
 from trainer.telemetry import plots, readable
 
@@ -154,7 +155,7 @@ def tabulate(trials: Sequence[TrialFigures], metric: Metric, images: int) -> lis
         # is compared by its difference, so pass the exponential of the metric.
         for name, runs in finished.items():
             finished[name] = {seed: math.exp(value / scale) for seed, value in runs.items()}
-        if metric.name in readable.FRACTIONS and images:
+        if is_fraction(metric.name) and images:
             least = math.sqrt(2) / images / scale
     pairs = find_differences(finished, ERROR * 2 / len(finished), margin, candidates, least)
     verdicts = {}
@@ -253,7 +254,7 @@ def draw(folder: Path, report: Json, dimensions: Sequence[Dimension]) -> list[Pa
     if not finished:
         return []
     count = len(dimensions)
-    scale = 100.0 if report["metric"] in readable.FRACTIONS else 1.0
+    scale = 100.0 if is_fraction(report["metric"]) else 1.0
     repeats = report["repeats"]
     figure, panels = plots.create_figure(max(8.0, 3.6 * count), 4.4, count)
     y = [scale * (row["value"] or 0.0) for row in finished]

@@ -41,6 +41,7 @@ FACTOR = 10
 FIXED = {
     "mode": "every mode trains the same model: compare 'modes=[...]' tells which is fastest",
     "devices": "they say where trials run, one trial each: write devices=[cuda:0,cuda:1]",
+    "task.metric": "it ranks the trials: write one metric, as in task.metric=f1_macro",
     "threads": "they change no result: write one number, or leave it out",
 }
 

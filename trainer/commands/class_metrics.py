@@ -1,0 +1,174 @@
+"""Metrics of `evaluate`: the table of the classes on the screen, and metrics.csv."""
+
+import csv
+import io
+import math
+import os
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trainer.errors import RecipeError, SetupError
+from trainer.processes.terminal import say
+from trainer.saving.files import (
+    describe_error,
+    escape_non_utf8,
+    format_csv,
+    read,
+    report_write_errors,
+    write_atomically,
+)
+from trainer.saving.run_names import find_run_folder
+from trainer.telemetry.readable import escape_control_characters, table_width
+from trainer.training.presenting import format_class
+
+FILE = "metrics.csv"
+# Columns that say which evaluation a row belongs to. An evaluation replaces its own rows only.
+KEY = ("checkpoint", "split", "data")
+# Maximum number of classes on the screen. Of more classes, those with the lowest F1 are shown.
+SHOWN = 20
+TITLES = {
+    "precision": "precision",
+    "recall": "recall",
+    "f1": "F1",
+    "auroc": "AUROC",
+    "average_precision": "AP",
+    "support": "support",
+}
+# Width of a percentage, "100.00%".
+PERCENTAGE = 7
+
+
+def format_classes(names: Sequence[str], columns: Mapping[str, Sequence[float]]) -> list[str]:
+    """Return the lines of the table of the classes, at most as wide as the terminal.
+
+    The name of a class comes last, and continues below itself if it is too long.
+
+    Args:
+        names: Names of the classes.
+        columns: Metrics of each class, as `tabulate_classes` returns them.
+    """
+    present = [index for index, support in enumerate(columns["support"]) if support]
+    order = present
+    lines = []
+    if len(present) > SHOWN:
+        order = sorted(present, key=columns["f1"].__getitem__)[:SHOWN]
+        lines.append(f"the {SHOWN} of {len(present)} classes with the lowest F1:")
+    widths = {name: max(PERCENTAGE, len(TITLES[name])) for name in columns}
+    titles = [TITLES[name].rjust(width) for name, width in widths.items()]
+    lines.append("  ".join([*titles, "class"]))
+    indent = " " * (sum(widths.values()) + 2 * len(widths))
+    for index in order:
+        cells = []
+        for name, width in widths.items():
+            value = columns[name][index]
+            text = f"{value:.2%}"
+            if math.isnan(value):
+                text = "-"
+            if name == "support":
+                text = f"{value:,.0f}"
+            cells.append(text.rjust(width))
+        name = escape_control_characters(format_class(names, index))
+        first, *others = textwrap.wrap(name, max(8, table_width() - len(indent) - 2)) or [""]
+        lines.append("  ".join([*cells, first]))
+        lines += [indent + part for part in others]
+    return [f"  {line}" for line in lines]
+
+
+def build_rows(
+    key: Mapping[str, str],
+    metrics: Mapping[str, float],
+    names: Sequence[str],
+    columns: Mapping[str, Sequence[float]],
+) -> list[dict[str, str]]:
+    """Return the rows of metrics.csv: one of the whole split without a class, then its classes.
+
+    A metric that is undefined has an empty cell.
+    """
+    rows = [{**key, "class": "", **_format_numbers(metrics)}]
+    for index in range(len(columns.get("support", ()))):
+        cells = {name: values[index] for name, values in columns.items()}
+        class_name = escape_non_utf8(format_class(names, index))
+        rows.append({**key, "class": class_name, **_format_numbers(cells)})
+    return rows
+
+
+def _format_numbers(values: Mapping[str, float]) -> dict[str, str]:
+    return {name: "" if math.isnan(value) else f"{value:.10g}" for name, value in values.items()}
+
+
+def choose_file(output: str | None, checkpoint: Path) -> tuple[Path, str]:
+    """Return the path of metrics.csv, and the checkpoint as the file names it: relative to it.
+
+    Args:
+        output: Path from `output=`; None for a file in the run folder, or next to the weights.
+        checkpoint: Path of the evaluated weights.
+
+    Raises:
+        RecipeError: `output` is a folder.
+    """
+    path = (find_run_folder(checkpoint) or checkpoint.parent) / FILE
+    if output is not None:
+        path = Path(output).expanduser()
+        if path.is_dir():
+            raise RecipeError(f"output={output} is a folder: name a file, as in {path / FILE}")
+    return path, os.path.relpath(checkpoint.resolve(), path.absolute().parent.resolve())
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, str]]) -> None:
+    """Write rows to metrics.csv, and keep the rows of other evaluations that the file has.
+
+    Raises:
+        RecipeError: The file is not one of `evaluate`.
+        SetupError: The file cannot be written.
+    """
+    columns: list[str] = []
+    kept: list[Mapping[str, str]] = []
+    key = [rows[0][name] for name in KEY]
+    try:
+        stored = csv.DictReader(io.StringIO(read(path).decode(), newline=""))
+        columns = [*(stored.fieldnames or ())]
+        if tuple(columns[: len(KEY)]) != KEY:
+            raise ValueError("its first columns are not those of metrics.csv")
+        kept = [row for row in stored if [row[name] for name in KEY] != key]
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, csv.Error) as error:
+        raise RecipeError(
+            f"{path} is not a file of evaluate ({describe_error(error)}): choose another "
+            "output=, as in output=metrics.csv"
+        ) from None
+    for row in rows:
+        columns += [name for name in row if name not in columns]
+    table = [columns]
+    for row in (*kept, *rows):
+        table.append([row.get(name) or "" for name in columns])
+    with report_write_errors(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, format_csv(table))
+
+
+def report(
+    output: str | None,
+    path: Path,
+    key: Mapping[str, str],
+    metrics: Mapping[str, float],
+    names: Sequence[str],
+    columns: Mapping[str, Sequence[float]],
+) -> None:
+    """Print the table of the classes, and write metrics.csv.
+
+    A file that nobody named is left out with a line if it cannot be written.
+
+    Raises:
+        RecipeError, SetupError: See `write_rows`.
+    """
+    if columns:
+        say("\n".join(format_classes(names, columns)))
+    try:
+        write_rows(path, build_rows(key, metrics, names, columns))
+        say(f"  metrics  {path}")
+    except (RecipeError, SetupError) as error:
+        if output is not None:
+            raise
+        say(f"  metrics.csv is left out: {error}")

@@ -208,11 +208,16 @@ class Classification(ClassTask):
             metrics.pop("top5", None)
         return super().shown(metrics)
 
+    def to_probabilities(self, outputs: Tensor) -> Tensor:
+        return outputs.softmax(1)
+
+    def average(self, views: Tensor) -> Tensor:
+        return views.softmax(2).mean(0).log()
+
     def ranked(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the most probable classes and their probabilities."""
         best = largest(outputs, TOP_CLASSES)
-        probabilities = outputs.softmax(1)
-        return best, probabilities.gather(1, best)
+        return best, self.to_probabilities(outputs).gather(1, best)
 
     def shares(self, targets: Tensor) -> Tensor:
         return one_hot(targets, self.outputs()).float()
@@ -336,11 +341,16 @@ class Multilabel(ClassTask):
             "f1_macro": macro.mean().item(),
         }
 
+    def to_probabilities(self, outputs: Tensor) -> Tensor:
+        return outputs.sigmoid()
+
+    def average(self, views: Tensor) -> Tensor:
+        return views.sigmoid().mean(0).logit()
+
     def ranked(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the most probable classes and the probability of each."""
         best = largest(self._select_named(outputs), TOP_CLASSES)
-        probabilities = outputs.sigmoid()
-        return best, probabilities.gather(1, best)
+        return best, self.to_probabilities(outputs).gather(1, best)
 
     def shares(self, targets: Tensor) -> Tensor:
         return targets

@@ -114,7 +114,7 @@ def compare_with_model(source: ExportSource, run: Runner) -> str:
     )
 
 
-def compare_with_predict(source: ExportSource, run: Runner) -> str:
+def compare_with_predict(source: ExportSource, run: Runner) -> dict[str, str]:
     """Compare a file that prepares photos with the command `predict`, on images of the run.
 
     Both get the same pixels, decoded in full. `predict` itself decodes large JPEGs at a reduced
@@ -125,24 +125,26 @@ def compare_with_predict(source: ExportSource, run: Runner) -> str:
         run: Function that runs the file on a batch.
 
     Returns:
-        A phrase with the number of images and the largest differences.
+        Phrases with the number of images and the largest differences, by their titles.
 
     Raises:
         RecipeError: An answer differs by more than the tolerance.
     """
     assert source.preparation is not None
     if type(source.task).ranked is Task.ranked:
-        return f"not compared: it cannot label with task.name={source.facts['task']}"
+        return {"predict": f"not compared: it cannot label with {source.facts['task']}"}
     recipe = source.trained.recipe.replace(threads=None, predict={}, graphs=False, precision="fp32")
     labeller = Labeller(source.network, source.preparation, recipe, source.task)
     labeller.setup(torch.device("cpu"))
     where = "of the run"
+    phrases = {}
     try:
         images, labeller.source = _read_images(source.trained, source.preparation.channels)
     except TrainerError as error:
         images = []
-        where = f"of random pixels, without the run's images ({read_text(error)[:160]})"
+        phrases["images"] = f"not read: {read_text(error)[:90]}"
     if not images:
+        where = "of random pixels"
         photos = [source.sample(1, seed)[0].permute(2, 0, 1) for seed in range(RANDOM_PHOTOS)]
         images = [(photo, photo) for photo in photos]
     has_classes = source.task.reads != "values"
@@ -177,12 +179,12 @@ def compare_with_predict(source: ExportSource, run: Runner) -> str:
             given = torch.tensor(expected_file.probabilities)
             values = outputs[list(expected_file.classes)].double()
             worst_file = max(worst_file, (values - given).abs().max().item())
-    phrase = f"on {count} images {where}: outputs differ by at most {worst:.2g}"
-    if has_classes:
-        phrase += f", allowed is {source.tolerance:.2g}; {same} of {count} classes are equal"
+    classes = f", {same} of {count} classes equal" if has_classes else ""
+    limit = f"allowed is {source.tolerance:.2g}"
+    phrases["predict"] = f"on {count} images {where}: by at most {worst:.2g}, {limit}{classes}"
     if worst_file > worst:
-        phrase += f"; predict itself reads large JPEGs at a reduced size: {worst_file:.2g}"
-    return phrase
+        phrases["files"] = f"by {worst_file:.2g}: predict reads large JPEGs at a reduced size"
+    return phrases
 
 
 def _read_images(

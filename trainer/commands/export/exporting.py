@@ -44,7 +44,7 @@ TOLERANCES = {"fp32": 1e-4, "fp16": 0.02}
 PHOTO_TOLERANCE = 0.005
 INSTEAD = {"onnx": "exported_program", "exported_program": "onnx"}
 NORMALIZED = "pixels from 0 to 1, minus mean, divided by std"
-PHOTOS = "photos of any size, decoded, upright as their EXIF orientation says, {}"
+PHOTOS = "photos of any size, decoded, upright, {}"
 COLOURS = {1: "gray (0.299 R + 0.587 G + 0.114 B)", 3: "RGB, transparent pixels white"}
 AS_STORED = "as the data set gives them"
 COVERED = "in proportion, until the image just covers {} pixels"
@@ -236,7 +236,7 @@ def _write_and_check(source: ExportSource, kind: str) -> tuple[bytes, dict[str, 
             content, run = WRITERS[kind](source)
             agreements = {"agrees": compare_with_model(source, run)}
             if source.preparation is not None:
-                agreements["predict"] = compare_with_predict(source, run)
+                agreements |= compare_with_predict(source, run)
         return content, agreements
     except TrainerError:
         raise

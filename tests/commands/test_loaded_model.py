@@ -193,7 +193,8 @@ def test_mirror_images_are_averaged_and_features_come_along(run):
     assert unlike > 1e-4
     for devices in (None, ["cpu", "cpu"]):
         for row, answer in enumerate(asking.predict(paths, devices=devices)):
-            actual = [dict(zip(answer.labels, answer.probabilities))[name] for name in run.classes]
+            given = dict(zip(answer.labels, answer.probabilities, strict=True))
+            actual = [given[name] for name in run.classes]
             assert actual == pytest.approx(probabilities[row].tolist(), abs=1e-5)
             assert answer.features.dtype == np.float32
             np.testing.assert_allclose(answer.features, features[row], rtol=1e-4, atol=1e-5)

@@ -64,7 +64,7 @@ def home(tmp_path_factory):
     short = ["plugin=pixels_to_export", "model.name=pixels", "mode=single", "max_steps=2", *QUIET]
     photos = ["data.name=imagefolder", "data.root=photos", "data.image_size=72", "batch_size=4"]
     # A trained network of this kind is certain of each class, whatever a photo looks like.
-    ok(*short, *photos, "optimizer.lr=0.000001", "output=runs/photos", cwd=home)
+    ok(*short, *photos, "optimizer.lr=0.000001", "output=runs/noise", cwd=home)
     return home
 
 
@@ -97,11 +97,11 @@ def open_file(path):
 def test_a_file_answers_as_predict_for_photos_of_any_size(here, tmp_path, kind, precision):
     target = here / f"x{export.SUFFIXES[kind]}"
     words = [f"format={kind}", f"precision={precision}", f"output={target}"]
-    ok("export", "runs/photos", *words, "plugin=pixels_to_export", cwd=here)
+    ok("export", "runs/noise", *words, "plugin=pixels_to_export", cwd=here)
     run, facts = open_file(target)
     assert facts["inputs"] == ["uint8", ["height", "width", 3]]
     words = ["predict.format=jsonl", "devices=[cpu]", "plugin=pixels_to_export"]
-    ok("predict", "runs/photos", "photos", f"output={tmp_path}/out", *words, cwd=here)
+    ok("predict", "runs/noise", "photos", f"output={tmp_path}/out", *words, cwd=here)
     lines = (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()
     assert len(lines) == 4 * len(SIZES)
     for row in map(json.loads, lines):
@@ -111,7 +111,7 @@ def test_a_file_answers_as_predict_for_photos_of_any_size(here, tmp_path, kind, 
         assert facts["classes"][actual[0].argmax()] == row["class"]
         expected = [dict(row["top5"])[name] for name in facts["classes"]]
         np.testing.assert_allclose(actual[[0, 2]], [expected, expected], atol=0.002)
-        assert abs(actual[1] - expected).max() > 0.01
+        assert abs(actual[1] - actual[0]).max() > 1e-4
     weights = sum(path.stat().st_size for path in [target])
     numbers = 2 * 3 * 72 * 72
     assert weights > 4 * numbers if precision == "fp32" else 2 * numbers < weights < 4 * numbers
@@ -165,7 +165,7 @@ FAULTS = [
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault[2].__name__)
 def test_a_file_with_another_preparation_is_not_written(here, monkeypatch, fault):
     monkeypatch.setattr(*fault)
-    words = ["runs/photos", "format=exported_program", "output=x.pt2", "plugin=pixels_to_export"]
+    words = ["runs/noise", "format=exported_program", "output=x.pt2", "plugin=pixels_to_export"]
     with pytest.raises(RecipeError, match=r"differs from predict .* preprocess=false$"):
         export.command(words)
     assert not (here / "x.pt2").exists()
@@ -179,7 +179,7 @@ def test_every_step_of_the_preparation_is_in_the_file():
 
 @pytest.mark.slow
 def test_photos_of_more_than_8_bits_are_refused(here):
-    words = ["runs/photos", "format=exported_program", "output=x.pt2", "plugin=pixels_to_export"]
+    words = ["runs/noise", "format=exported_program", "output=x.pt2", "plugin=pixels_to_export"]
     with pytest.raises(RecipeError, match=r"data\.pixel_range=.* preprocess=false$"):
         export.command([*words, "data.pixel_range=[0,4095]"])
     export.command([*words, "data.pixel_range=[0,4095]", "preprocess=false"])
@@ -189,7 +189,13 @@ def test_photos_of_more_than_8_bits_are_refused(here):
 @pytest.mark.parametrize(("task", "name"), [("regression", "numbers"), ("multilabel", "labels")])
 def test_values_and_labels_are_those_of_predict(here, task, name):
     words = ["plugin=pixels_to_export", "model.name=pixels", f"data.name={name}", *QUIET]
-    words += [f"task.name={task}", "mode=single", "max_steps=3", "batch_size=8"]
+    words += [
+        f"task.name={task}",
+        "mode=single",
+        "max_steps=3",
+        "batch_size=8",
+        "optimizer.lr=0.001",
+    ]
     ok(*words, f"output=runs/{name}", cwd=here)
     export.command([f"runs/{name}", "format=exported_program", "output=x.pt2", words[0]])
     run, facts = open_file(here / "x.pt2")

@@ -11,15 +11,14 @@ from trainer.errors import RecipeError
 
 @pytest.mark.parametrize(
     ("name", "layer"),
-    [("squeezenet1_1", "classifier.1"), ("mobilenet_v3_small", "classifier.3"), ("vit_b_32", None)],
+    [("squeezenet1_1", "classifier.1"), ("mobilenet_v3_small", "classifier.3"), ("resnet18", "fc")],
 )
 def test_features_are_the_classifiers_input(name, layer):
     torch.manual_seed(0)
     model = torchvision.models.get_model(name, num_classes=7).eval()
-    size = 224 if layer is None else 64
-    images = torch.randn(2, 3, size, size)
+    images = torch.randn(2, 3, 64, 64)
     expected = []
-    module = model.get_submodule(layer or "heads.head")
+    module = model.get_submodule(layer)
     module.register_forward_hook(lambda _, arguments, __: expected.append(arguments[0].detach()))
     with torch.no_grad(), record_features(model, 7) as features:
         model(images)

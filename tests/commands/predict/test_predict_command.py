@@ -426,9 +426,8 @@ def test_features_are_rows_of_the_images_that_could_be_read(digits, photos, tmp_
     with (tmp_path / "3" / "features.csv").open(newline="") as file:
         assert [row["path"] for row in csv.DictReader(file)] == [row["path"] for row in readable]
     weights = load_file(digits / "last.safetensors")
-    weight, bias = [*weights.values()][-2:]
-    if weight.dim() == 1:
-        weight, bias = bias, weight
+    (weight,) = (values for values in weights.values() if values.dim() == 2 and len(values) == 10)
+    (bias,) = (values for values in weights.values() if values.shape == (10,))
     scores = (torch.from_numpy(features) @ weight.T + bias).softmax(1)
     assert features.dtype == np.float32 and len(features) == len(readable)
     for row, values in zip(readable, scores, strict=True):

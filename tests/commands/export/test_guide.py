@@ -82,7 +82,7 @@ def test_a_program_without_this_package_labels_a_photo(here, kind, monkeypatch, 
         assert capsys.readouterr().out.splitlines()[-1] == row["class"]
         # `predict` decodes the JPEG at half its size.
         nearly = 0.002 if row["path"].endswith(".png") else 0.05
-        assert float(probabilities.max()) == pytest.approx(row["probability"], abs=nearly)
+        assert probabilities.max().item() == pytest.approx(row["probability"], abs=nearly)
 
 
 @pytest.mark.parametrize("name", KINDS)

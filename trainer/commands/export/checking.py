@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainer.commands.predict.labelling import Labeller
 from trainer.commands.predict.sources import open_split
 from trainer.data import PhotoSource, PictureSource, TensorSpec
-from trainer.errors import RecipeError, TrainerError, read_text
+from trainer.errors import RecipeError, read_text
 from trainer.tasks import Task
 from trainer.training.trained import Preparation, Trained
 
@@ -140,7 +140,8 @@ def compare_with_predict(source: ExportSource, run: Runner) -> dict[str, str]:
     phrases = {}
     try:
         images, labeller.source = _read_images(source.trained, source.preparation.channels)
-    except TrainerError as error:
+    # A user's own data set can raise any exception.
+    except Exception as error:
         images = []
         phrases["images"] = f"not read: {read_text(error)[:90]}"
     if not images:
@@ -169,9 +170,12 @@ def compare_with_predict(source: ExportSource, run: Runner) -> dict[str, str]:
         else:
             allowed *= max(map(abs, expected.probabilities)) or 1.0
         if not difference <= allowed:
+            remedy = (
+                "precision=fp32" if source.model is not source.reference else "preprocess=false"
+            )
             raise RecipeError(
                 f"for image {count} {where}, the file differs from predict by {difference:.2g}, "
-                f"allowed is {allowed:.2g}: type preprocess=false"
+                f"allowed is {allowed:.2g}: type {remedy}"
             )
         count += 1
         worst = max(worst, difference)
@@ -197,7 +201,7 @@ def _read_images(
         `Labeller` of `source`.
 
     Raises:
-        TrainerError: The data set cannot be opened.
+        Exception: The data set cannot be opened.
     """
     data = trained.data(trained.recipe.replace(data__download=False))
     # Small photos are in memory, resized. The original ones also check the resizing.

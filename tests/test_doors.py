@@ -3,8 +3,9 @@ that reads it.
 
 The inputs are a table: files in folders, nested ones, a label table, tars, Parquet; Pillow images,
 arrays and tensors of a user's program, and a registered set. So are the doors: the evaluation of
-training, `evaluate`, `predict` as a command, `run.predict`, and an exported model with the guide's
-own program. What all are held to is computed by that program and Pillow.
+training, `evaluate`, `predict` as a command, `run.predict`, and an exported network with a
+program of its own. What all are held to is computed by that program (`tests/prepare.py`) and
+Pillow.
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ from torchvision.transforms.v2 import functional as vision
 import trainer
 from tests.command_line import QUIET, ok
 from tests.data.archives.making import parquet, tarred
-from tests.guide.documents import blocks
-from tests.pages import GUIDE
+from tests.prepare import prepare
 from trainer.commands import export
 from trainer.data import registered as registered_sets
 from trainer.data.archives import opening as shards_opening
@@ -152,17 +152,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-@pytest.fixture(scope="module")
-def guide() -> dict[str, Any]:
-    """The guide's program that prepares a photo for an exported model."""
-    (program,) = (
-        block.text for block in blocks(GUIDE / "export.md") if block.text.startswith("# prepare.py")
-    )
-    space: dict[str, Any] = {}
-    exec(program, space)
-    return space
-
-
 def facts_of(run: Path) -> dict[str, Any]:
     """Return the metadata of weights about their inputs."""
     with safe_open(run / "last.safetensors", "pt") as file:
@@ -171,10 +160,8 @@ def facts_of(run: Path) -> dict[str, Any]:
     return {key: json.loads(metadata[key]) for key in keys}
 
 
-def by_guide(prepare: Any, network: Any, run: Path, home: Path) -> Truth:
-    """Return the guide's program as a function from inputs (1, C, H, W) float32 to scores (1,
-    classes).
-    """
+def by_prepare(network: Any, run: Path, home: Path) -> Truth:
+    """Label photos without this package, by `network` from (1, C, H, W) float32 to scores."""
     facts = facts_of(run)
     collected = {}
     assert tuple(facts["classes"]) == CLASSES
@@ -395,7 +382,7 @@ def check_loss(loss: float, told: Truth, kinds: list[str]) -> None:
     assert loss == pytest.approx(expected, abs=ROUNDED if "photo.jpg" in kinds else LOSSLESS)
 
 
-def check_doors(name: str, size: int, home: Path, prepare: Any) -> None:
+def check_doors(name: str, size: int, home: Path) -> None:
     """Train on an input, from the fixed weights of the first run, and compare the answers of all
     entry points.
     """
@@ -411,10 +398,10 @@ def check_doors(name: str, size: int, home: Path, prepare: Any) -> None:
     message = by_python(run, home, str)
     # Pillow and torch round resized images in ways of their own.
     most = ROUNDED if size == RESIZED else LOSSLESS
-    with torch.no_grad():  # The guide's program prints what cropped photos are.
+    with torch.no_grad():  # A program without this package prepares photos.
         check(
             message,
-            by_guide(prepare, lambda x: run.model(torch.from_numpy(x)), output, home),
+            by_prepare(lambda x: run.model(torch.from_numpy(x)), output, home),
             most,
         )
     check_loss(result["val_loss"], message, kinds)
@@ -437,10 +424,10 @@ def check_doors(name: str, size: int, home: Path, prepare: Any) -> None:
         ),
     ],
 )
-def test_training_evaluates_the_image_of_every_entry_point(name, size, home, guide, monkeypatch):
+def test_training_evaluates_the_image_of_every_entry_point(name, size, home, monkeypatch):
     monkeypatch.chdir(home)
     monkeypatch.syspath_prepend(str(home))
-    check_doors(name, size, home, guide["prepare"])
+    check_doors(name, size, home)
 
 
 def not_turned(image: Any, channels: int, pixel_range: Any = None) -> torch.Tensor:
@@ -470,13 +457,13 @@ MUTANTS: dict[str, tuple[str, Any, str, Any]] = {
 
 
 @pytest.mark.parametrize("door", MUTANTS)
-def test_a_wrong_entry_point_is_detected(door, home, guide, monkeypatch):
+def test_a_wrong_entry_point_is_detected(door, home, monkeypatch):
     name, room, function, mutant = MUTANTS[door]
     monkeypatch.chdir(home)
     INPUTS[name](home)  # files are written as ever
     monkeypatch.setattr(room, function, mutant)
     with pytest.raises((AssertionError, SetupError)):
-        check_doors(name, CUT, home, guide["prepare"])
+        check_doors(name, CUT, home)
 
 
 @pytest.mark.parametrize("size", [CUT, RESIZED])
@@ -537,16 +524,16 @@ def from_both_sides(run: Path, sides: int = 2) -> Any:
 
 
 @pytest.mark.slow
-def test_a_network_with_mirroring_mirrors_at_every_entry_point(mirrored, home, guide):
+def test_a_network_with_mirroring_mirrors_at_every_entry_point(mirrored, home):
     run, result = mirrored
     message = by_python(trainer.load(run), home, str)
-    check(by_guide(guide["prepare"], from_both_sides(run), run, home), message, LOSSLESS)
+    check(by_prepare(from_both_sides(run), run, home), message, LOSSLESS)
     check_loss(result["val_loss"], message, [*KINDS])
     assert trainer.evaluate(run)["val_loss"] == pytest.approx(result["val_loss"], abs=1e-6)
     check_rows(by_command(home / "told" / "mirrored", run, "devices=[cpu]"), message)
     with pytest.raises(AssertionError):
         check(
-            by_guide(guide["prepare"], from_both_sides(run, sides=1), run, home),
+            by_prepare(from_both_sides(run, sides=1), run, home),
             message,
             LOSSLESS,
         )
@@ -554,10 +541,9 @@ def test_a_network_with_mirroring_mirrors_at_every_entry_point(mirrored, home, g
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["onnx", "exported_program"])
-def test_an_exported_model_with_the_guides_program(kind, mirrored, home, guide):
+def test_an_exported_network_with_a_program_of_its_own(kind, mirrored, home):
     if kind == "onnx" and not all(map(find_spec, export.ONNX)):
         pytest.skip(f"pip install {' '.join(export.ONNX)}")
-    prepare = guide["prepare"]
     sides = from_both_sides(mirrored[0])
     for name, most in {
         f"base-{CUT}": LOSSLESS,
@@ -565,13 +551,13 @@ def test_an_exported_model_with_the_guides_program(kind, mirrored, home, guide):
         "mirrored": LOSSLESS,
     }.items():
         run = trainer.load(home / name)
-        network = exported(run.export(kind, home / f"{name}{export.SUFFIXES[kind]}"))
-        expected = (
-            by_guide(prepare, sides, run.path, home)
-            if name == "mirrored"
-            else by_python(run, home, str)
+        network = exported(
+            run.export(kind, home / f"{name}{export.SUFFIXES[kind]}", preprocess=False)
         )
-        check(by_guide(prepare, network, run.path, home), expected, most)
+        expected = (
+            by_prepare(sides, run.path, home) if name == "mirrored" else by_python(run, home, str)
+        )
+        check(by_prepare(network, run.path, home), expected, most)
 
 
 def exported(file: Path) -> Any:

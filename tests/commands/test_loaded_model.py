@@ -173,3 +173,29 @@ def test_a_missing_run_is_reported(tmp_path, monkeypatch, home):
         trainer.load(3)
     shutil.copytree(home / "runs", tmp_path / "runs")
     assert trainer.load("first").classes == ("blue", "green", "red"), "the photos need not be there"
+
+
+def test_mirror_images_are_averaged_and_features_come_along(run):
+    """The same by plain torch, with the classifier removed."""
+    paths = [f"photos/{colour}/0.png" for colour in COLOURS]
+    asking = trainer.load("runs/first", "predict.tta=flip", "predict.features=true")
+    inputs = []
+    hook = run.model.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
+    run.predict(paths)
+    hook.remove()
+    views = [inputs[0], inputs[0].flip(3)]
+    layers = list(run.model.children())
+    assert isinstance(layers[-1], torch.nn.Linear)
+    with torch.no_grad():
+        probabilities = sum(run.model(view).softmax(1) for view in views) / 2
+        features = sum(torch.nn.Sequential(*layers[:-1])(view) for view in views) / 2
+        unlike = (run.model(views[0]).softmax(1) - probabilities).abs().max()
+    assert unlike > 1e-4
+    for devices in (None, ["cpu", "cpu"]):
+        for row, answer in enumerate(asking.predict(paths, devices=devices)):
+            given = dict(zip(answer.labels, answer.probabilities, strict=True))
+            actual = [given[name] for name in run.classes]
+            assert actual == pytest.approx(probabilities[row].tolist(), abs=1e-5)
+            assert answer.features.dtype == np.float32
+            np.testing.assert_allclose(answer.features, features[row], rtol=1e-4, atol=1e-5)
+    assert run.predict(paths[0]).features is None

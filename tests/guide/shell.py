@@ -202,7 +202,7 @@ def _check_ours(words: Sequence[str], variables: dict[str, str]) -> None:
             recipe, choose_launch({}, own.get("nproc"), recipe, lambda: 0, 2).size
         )
     elif command in ("predict", "evaluate", "export"):
-        own, rest = split_arguments(rest, ("checkpoint", "plugin", "format"))
+        own, rest = split_arguments(rest, ("checkpoint", "plugin", "format", "preprocess"))
         if own.get("format", "onnx") not in SUFFIXES:
             raise RecipeError(f"format={own['format']} is none of {', '.join(SUFFIXES)}")
         load(

@@ -33,7 +33,7 @@ from trainer.recipe.text import ARGUMENT_KEYS
 PICTURES = PROJECT / ".readme"
 RUNS = ("first", "second")  # Runs that pages mention, below runs/.
 # Arguments of commands, with a placeholder for any value.
-WORDS = ("key", "format", "yes", "minutes")
+WORDS = ("key", "format", "preprocess", "yes", "minutes")
 # Commands that are run at once.
 QUICK = (
     "recipes",

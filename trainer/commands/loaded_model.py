@@ -3,7 +3,7 @@
 import os
 from collections.abc import Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from trainer.commands.evaluate import evaluate_run
 from trainer.commands.export import export_run
+from trainer.commands.predict.features import Array
 from trainer.commands.predict.labelling import Labeller, LabelModel, Labels
 from trainer.commands.predict.python_api import Devices, choose_devices
 from trainer.commands.predict.sources import find_images
@@ -41,10 +42,12 @@ class Prediction:
         labels: At most five classes, the most probable one first; names of the values for a
             regression.
         probabilities: Probability of each class, from 0 to 1; the values for a regression.
+        features: Input of the last layer (D,), with predict.features; None without.
     """
 
     labels: tuple[str, ...]
     probabilities: tuple[float, ...]
+    features: Array | None = field(default=None, compare=False, repr=False)
 
     @property
     def label(self) -> str:
@@ -74,9 +77,13 @@ class LoadedModel:
         self._trained = LabelModel.read(path, self._words, split=False)
         self.model: nn.Module = self._trained.model
         self.classes: tuple[str, ...] = self._trained.classes
-        # The number of threads and the section `predict` were chosen for the processes of commands.
-        # They do not apply to the caller's process, so both get their defaults.
-        self._recipe = self._trained.recipe.replace(threads=None, predict={})
+        # The number of threads and the other keys of `predict` were chosen for the processes of
+        # commands. They do not apply to the caller's process, so they get their defaults.
+        options = self._trained.recipe.predict
+        chosen = {"tta": options.tta, "features": options.features}
+        self._recipe = self._trained.recipe.replace(threads=None, predict=chosen)
+        if options.features:
+            self._trained.count_features()
 
     @plain_context()
     def predict(
@@ -115,7 +122,7 @@ class LoadedModel:
             for number, (labels, item) in enumerate(zip(results, items, strict=True)):
                 if isinstance(labels, Labels) and not labels.error:
                     names = tuple(self.classes[n] for n in labels.classes)
-                    answers.append(Prediction(names, labels.probabilities))
+                    answers.append(Prediction(names, labels.probabilities, labels.features))
                     continue
                 reason = labels.message if isinstance(labels, ItemError) else labels.error
                 name = item if isinstance(item, str) else f"image {number}"
@@ -139,7 +146,8 @@ class LoadedModel:
                 yield from self._labeller.batch(batch)
             return
         trained = self._trained
-        arguments = (self.model, trained.preparation, self._recipe, trained.task)
+        outputs = len(self.classes)
+        arguments = (self.model, trained.preparation, self._recipe, trained.task, None, 0, outputs)
         with DevicePool(
             choose_devices(devices), Labeller, arguments=arguments, on_error="skip"
         ) as pool:
@@ -153,7 +161,13 @@ class LoadedModel:
         """
         trained = self._trained
         recipe = self._recipe.replace(graphs=False)
-        labeller = Labeller(self.model, trained.preparation, recipe, trained.task)
+        labeller = Labeller(
+            self.model,
+            trained.preparation,
+            recipe,
+            trained.task,
+            outputs=len(self.classes),
+        )
         labeller.setup(torch.device(choose_devices("auto")[0]))
         return labeller
 
@@ -162,18 +176,27 @@ class LoadedModel:
         return evaluate_run(self.path, *self._words, *words)
 
     @plain_context()
-    def export(self, format: str, output: str | Path | None = None) -> Path:
+    def export(
+        self,
+        format: str,
+        output: str | Path | None = None,
+        preprocess: bool = True,
+        precision: str = "fp32",
+    ) -> Path:
         """Write a file for other programs, checked against this model, and return its path.
 
         Args:
             format: "onnx" or "exported_program".
             output: Path of the file; None puts it next to the run's weights.
+            preprocess: Whether the file accepts decoded photos, and returns probabilities. False
+                exports the network alone.
+            precision: "fp32" or "fp16", the type in which the network computes.
 
         Raises:
             RecipeError: There is no such format, or the file exists.
             SetupError: A library is missing, or the file cannot be written.
         """
-        return export_run(self.path, format, output, self._words)[0]
+        return export_run(self.path, format, output, self._words, preprocess, precision)[0]
 
     def _list_items(self, images: Images) -> tuple[list[Any], bool]:
         """Convert what the caller passed to `predict` into one item per image.

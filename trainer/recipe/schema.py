@@ -559,6 +559,12 @@ class PredictRecipe(_Section):
         None, "label this part of the data set instead of data.root's files", "val"
     )
     format: Literal["csv", "jsonl"] = key("csv", "format of the predictions file")
+    features: bool = key(
+        False, "write the inputs of the last layer too, to features.npy, and paths to features.csv"
+    )
+    tta: Literal["flip"] | None = key(
+        None, "average the probabilities of each image and its mirror image", "flip"
+    )
     timeout: float = key(60.0, "seconds allowed for one image", gt=0)
 
 

@@ -234,11 +234,16 @@ class Classification(ClassTask):
         classes = torch.arange(outputs.shape[1])
         return split_columns(outputs.double().softmax(1), targets[:, None] == classes)
 
+    def to_probabilities(self, outputs: Tensor) -> Tensor:
+        return outputs.softmax(1)
+
+    def average(self, views: Tensor) -> Tensor:
+        return views.softmax(2).mean(0).log()
+
     def ranked(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the most probable classes and their probabilities."""
         best = largest(outputs, TOP_CLASSES)
-        probabilities = outputs.softmax(1)
-        return best, probabilities.gather(1, best)
+        return best, self.to_probabilities(outputs).gather(1, best)
 
     def shares(self, targets: Tensor) -> Tensor:
         return one_hot(targets, self.outputs()).float()
@@ -355,11 +360,16 @@ class Multilabel(ClassTask):
         inputs = self.build_metric_inputs(sums, count)
         return {"loss": sums["loss"].item() / count, **compute(("f1", "f1_macro"), inputs)}
 
+    def to_probabilities(self, outputs: Tensor) -> Tensor:
+        return outputs.sigmoid()
+
+    def average(self, views: Tensor) -> Tensor:
+        return views.sigmoid().mean(0).logit()
+
     def ranked(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the most probable classes and the probability of each."""
         best = largest(self._select_named(outputs), TOP_CLASSES)
-        probabilities = outputs.sigmoid()
-        return best, probabilities.gather(1, best)
+        return best, self.to_probabilities(outputs).gather(1, best)
 
     def split_classes(
         self,

@@ -252,6 +252,28 @@ class Task:
         """
         raise NotImplementedError
 
+    def to_probabilities(self, outputs: Tensor) -> Tensor:
+        """Convert outputs to the probability of each class; outputs without classes are unchanged.
+
+        Both have the shape (N, ...).
+        """
+        return outputs
+
+    def average(self, views: Tensor) -> Tensor:
+        """Return outputs (N, ...) whose probabilities are the means of those of several views.
+
+        Args:
+            views: outputs for several views of the same samples, such as mirror images, of shape
+                (views, N, ...).
+
+        Raises:
+            RecipeError: the outputs are not probabilities of classes.
+        """
+        raise RecipeError(
+            f"predict.tta averages probabilities of classes, which task.name="
+            f"{self.recipe.task.name} does not predict: leave it out"
+        )
+
     def ranked(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the predictions of each sample: indices of names, and a number for each name.
 
@@ -302,7 +324,7 @@ class Task:
             title = self.titles.get(name, name)
             is_fraction = name in self.fractions
             traits = find_traits(name)
-            if traits and name in self.measured:
+            if traits and name not in self.metric_names():
                 title = traits.title
                 is_fraction = traits.is_fraction
             # "nan%" would look like a number.

@@ -15,12 +15,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests import warm
-from tests.command_line import QUIET, environment, ok, trainer
+from tests.command_line import QUIET, environment, ok, result, trainer
 from trainer.commands import export as exporting
 from trainer.commands.export import exporting as export
 from trainer.commands.predict.labelling import LabelModel
 from trainer.errors import CheckpointError, RecipeError, SetupError
 from trainer.models import zoo
+from trainer.versions import VERSION
 
 ONNX = f"needs {', '.join(exporting.ONNX)}: pip install {' '.join(exporting.ONNX)}"
 needs_onnx = pytest.mark.skipif(not all(map(find_spec, exporting.ONNX)), reason=ONNX)
@@ -75,9 +76,12 @@ def test_every_format_through_the_command_line(here, kind):
     assert completed.stderr == "" and max(map(len, completed.stdout.splitlines())) <= 120
     target = here / "runs" / "images" / f"model{exporting.SUFFIXES[kind]}"
     assert f"  file    runs/images/{target.name}, 0." in completed.stdout and target.is_file()
-    assert "  input   float32 (batch, 1, 8, 8): " in completed.stdout
-    match = re.search(r" 1, 2, 5: \D+(\S+)\D+(\S+)\n", completed.stdout)
-    assert float(match[2]) <= 1e-4 * float(match[1])
+    assert "  input   uint8 (batch, height, width, 1): " in completed.stdout
+    number = r"\D+(\d\S*?)"
+    match = re.search(rf" 1, 2, 5:{number}{number},{number}\n", completed.stdout)
+    assert float(match[2]) <= float(match[3]) <= 0.005 * float(match[1]) + 1e-4
+    match = re.search(rf"  predict on 16 images{number},{number}, 16 of 16 ", completed.stdout)
+    assert float(match[1]) <= float(match[2]) == 0.005
     assert [path.name for path in target.parent.iterdir() if path.name.startswith(".model")] == []
 
 
@@ -97,7 +101,7 @@ def facts_of(path, kind):
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_an_exported_file_has_metadata_and_the_models_outputs(here, kind):
-    exporting.command(["runs/images", f"format={kind}"])
+    exporting.command(["runs/images", f"format={kind}", "preprocess=false"])
     run, facts = facts_of(here / "runs" / "images" / f"model{exporting.SUFFIXES[kind]}", kind)
     with safe_open(here / "runs" / "images" / "last.safetensors", "pt") as file:
         weights_metadata = file.metadata()
@@ -109,7 +113,12 @@ def test_an_exported_file_has_metadata_and_the_models_outputs(here, kind):
     assert facts["inputs"] == ["float32", [1, 8, 8]]
     assert re.search(r"\b8 pixels, bilinear .*\b8 x 8\b", facts["resize"])
     assert (facts["model"], facts["task"]) == ("cnn_gn", "classification")
-    source = export.load(here / "runs" / "images", [])
+    assert facts["version"] == VERSION
+    assert facts["metric"] == {
+        "name": "top1",
+        "value": result(here / "runs" / "images")["val_top1"],
+    }
+    source = export.load(here / "runs" / "images", [], preprocess=False)
     inputs = source.sample(7)
     with torch.no_grad():
         torch.testing.assert_close(
@@ -133,8 +142,10 @@ def test_from_all_that_holds_weights(here, source):
 def test_inputs_that_are_no_images_and_models_of_a_plugin(here, kind):
     text = exporting.command(["words", f"format={kind}", "plugin=mine_to_export"])
     assert re.search(r"^  input   int64 \(batch, 6\): .*\bdata set\b", text, re.M)
-    _, facts = facts_of(here / "runs" / "words" / f"model{exporting.SUFFIXES[kind]}", kind)
+    run, facts = facts_of(here / "runs" / "words" / f"model{exporting.SUFFIXES[kind]}", kind)
     assert facts["classes"] == ["even", "odd"] and "resize" not in facts
+    probabilities = run(torch.zeros(3, 6, dtype=torch.int64))
+    torch.testing.assert_close(probabilities.sum(1), torch.ones(3))
 
 
 def test_weights_that_do_not_say_what_inputs_are(here):
@@ -147,7 +158,7 @@ def test_weights_that_do_not_say_what_inputs_are(here):
             reported = {key: value for key, value in file.metadata().items() if key != "inputs"}
         save_file(load_file(weights), weights, reported)
     assert "float32 (batch, 1, 8, 8)" in exporting.command(
-        ["images-old", "format=exported_program"]
+        ["images-old", "format=exported_program", "preprocess=false"]
     )
     with pytest.raises(CheckpointError, match=r"words-old\b.*\binputs\b"):
         exporting.command(["words-old", "format=exported_program", "plugin=mine_to_export"])
@@ -259,6 +270,8 @@ def test_an_export_removes_files_of_a_killed_one(here):
             CheckpointError,
             r"^runs/images/steps\.csv .*\.safetensors, \.pt or \.pth\b",
         ),
+        (["images", *TO_X, "preprocess=no"], RecipeError, r"^preprocess=no .*\btrue or false$"),
+        (["images", *TO_X, "precision=bf16"], RecipeError, r"^precision=bf16: .*\bfp32, fp16$"),
         (["images", *TO_X, "epohcs=3"], RecipeError, r": epohcs .* epochs\?$"),
         (["words", *TO_X], RecipeError, r"^model\.name=bag .*\bplugin=my_module\b"),
         (
@@ -282,13 +295,31 @@ def test_meaningless_arguments_are_answered_with_a_valid_command(
 
 def test_another_size_is_what_the_loaded_model_has(here):
     """`load` and `predict` accept the same argument."""
-    source = export.load(here / "runs" / "images", ["data.image_size=12"])
+    source = export.load(here / "runs" / "images", ["data.image_size=12"], preprocess=False)
     assert (source.facts["image_size"], source.inputs.shape) == (12, (1, 12, 12))
     how = LabelModel.read(here / "runs" / "images", ["data.image_size=12"], split=False).preparation
     assert (how.image_size, how.shorter_side) == (12, source.facts["shorter_side"])
 
 
-def test_a_missing_onnx_is_answered_with_the_install_command(here, monkeypatch):
-    monkeypatch.setitem(sys.modules, "onnxscript", None)
+@pytest.mark.parametrize("package", ["onnxscript", "onnx_ir"])
+def test_a_missing_onnx_is_answered_with_the_install_command(here, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SetupError, match=r"format=onnx .*pip install onnx onnxscript onnxruntime"):
         exporting.command(["images", "format=onnx"])
+
+
+def test_a_package_that_an_exporter_misses_is_named(here, monkeypatch):
+    """Exporters wrap the exception of an import in others."""
+
+    def convert(source):
+        try:
+            try:
+                raise ModuleNotFoundError("No module named 'onnx_ir'", name="onnx_ir.passes")
+            except ModuleNotFoundError as error:
+                raise ValueError("a step failed") from error
+        except ValueError as error:
+            raise RuntimeError("the export failed") from error
+
+    monkeypatch.setitem(export.WRITERS, "exported_program", convert)
+    with pytest.raises(SetupError, match=r"pip install onnx-ir$"):
+        exporting.command(["images", "format=exported_program"])

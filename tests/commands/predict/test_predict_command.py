@@ -13,7 +13,9 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -409,3 +411,27 @@ def test_the_cpu_named_once_is_a_worker_for_each_core(digits, photos, labelled, 
     assert _count_decoders(["cpu"] * count_cores()) == 0
     assert _count_decoders(["cuda:0"]) == min(32, count_cores())
     assert _count_decoders(["cuda:0"] * 2 * count_cores()) == 1
+
+
+def test_features_are_rows_of_the_images_that_could_be_read(digits, photos, tmp_path):
+    """They are the inputs of the last layer: its weights give the probabilities of the table."""
+    words = [f"data.root={photos}", "predict.features=true", "predict.batch_size=8"]
+    for count in (1, 3):
+        devices = ",".join(["cpu"] * count)
+        label(digits, tmp_path / str(count), *words, f"devices=[{devices}]")
+    rows = read(tmp_path / "3")
+    readable = [row for row in rows if not row["error"]]
+    assert 0 < len(readable) < len(rows)
+    features = np.load(tmp_path / "3" / "features.npy")
+    with (tmp_path / "3" / "features.csv").open(newline="") as file:
+        assert [row["path"] for row in csv.DictReader(file)] == [row["path"] for row in readable]
+    weights = load_file(digits / "last.safetensors")
+    (weight,) = (values for values in weights.values() if values.dim() == 2 and len(values) == 10)
+    (bias,) = (values for values in weights.values() if values.shape == (10,))
+    scores = (torch.from_numpy(features) @ weight.T + bias).softmax(1)
+    assert features.dtype == np.float32 and len(features) == len(readable)
+    for row, values in zip(readable, scores, strict=True):
+        assert row["class"] == str(int(values.argmax()))
+        assert float(row["probability"]) == pytest.approx(values.max().item(), rel=1e-3)
+    for name in ("features.npy", "features.csv", "predictions.csv"):
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "3" / name).read_bytes()

@@ -12,6 +12,7 @@ from trainer.recipe.recipe_files import split_arguments
 from trainer.saving.run_names import find_run, is_run
 
 SUFFIXES = {"onnx": ".onnx", "exported_program": ".pt2"}
+PRECISIONS = ("fp32", "fp16")
 ONNX = ("onnx", "onnxscript", "onnxruntime", "onnx_ir")
 EXAMPLE = "as in export runs/x format=onnx"
 
@@ -24,7 +25,8 @@ def command(words: Sequence[str]) -> str:
         SetupError: A library is missing, or the file cannot be written.
         CheckpointError: There is no such run, or it has no weights.
     """
-    options, rest = split_arguments(words, ("format", "output", "plugin", "checkpoint"))
+    names = ("format", "output", "preprocess", "precision", "plugin", "checkpoint")
+    options, rest = split_arguments(words, names)
     runs = []
     overrides = []
     if "checkpoint" in options:
@@ -38,11 +40,26 @@ def command(words: Sequence[str]) -> str:
         raise RecipeError(f"export needs one run, {EXAMPLE}, not {len(runs)}; runs lists them")
     launching.load_plugin(options.get("plugin"))
     run = find_run(runs[0])
-    return export_run(run, options.get("format", ""), options.get("output"), overrides)[1]
+    preprocess = options.get("preprocess", "true")
+    if preprocess not in ("true", "false"):
+        raise RecipeError(f"preprocess={preprocess[:80]} must be true or false")
+    return export_run(
+        run,
+        options.get("format", ""),
+        options.get("output"),
+        overrides,
+        preprocess == "true",
+        options.get("precision", "fp32"),
+    )[1]
 
 
 def export_run(
-    path: Path, kind: str, output: str | Path | None, words: Sequence[str]
+    path: Path,
+    kind: str,
+    output: str | Path | None,
+    words: Sequence[str],
+    preprocess: bool = True,
+    precision: str = "fp32",
 ) -> tuple[Path, str]:
     """Export a trained model to a file.
 
@@ -51,6 +68,9 @@ def export_run(
         kind: Format, a key of `SUFFIXES`.
         output: File to write; None puts it next to the weights.
         words: Overrides of the run's recipe.
+        preprocess: Whether the file prepares photos and returns probabilities, instead of the
+            network alone.
+        precision: Type in which the network computes, one of `PRECISIONS`.
 
     Returns:
         (target, text): the path of the file, and the text to print.
@@ -61,6 +81,10 @@ def export_run(
     if kind not in SUFFIXES:
         raise RecipeError(
             f"format={kind[:80]}: export needs one of {', '.join(SUFFIXES)}, {EXAMPLE}"
+        )
+    if precision not in PRECISIONS:
+        raise RecipeError(
+            f"precision={precision[:80]}: export needs one of {', '.join(PRECISIONS)}"
         )
     if output is None:
         target = _choose_target(path, kind)
@@ -79,7 +103,7 @@ def export_run(
         load_extra("format=onnx", *ONNX)
     from trainer.commands.export import exporting
 
-    return target, exporting.export(path, kind, target, words)
+    return target, exporting.export(path, kind, target, words, preprocess, precision)
 
 
 def _choose_target(path: Path, kind: str) -> Path:

@@ -1,18 +1,23 @@
-"""Convert models to the formats of other programs, and check the outputs of converted models."""
+"""Convert models to the formats of other programs, with one function for each format."""
 
+import copy
 import io
 import json
-import logging
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from trainer.commands.export.checking import (
+    ExportSource,
+    Runner,
+    compare_with_model,
+    compare_with_predict,
+    quietly,
+)
+from trainer.commands.export.preprocessing import DeployedModel
 from trainer.data import TensorSpec
 from trainer.errors import (
     CheckpointError,
@@ -26,57 +31,42 @@ from trainer.processes.terminal import say
 from trainer.recipe.image_sizes import in_pixels, sides
 from trainer.recipe.known_names import TASKS
 from trainer.saving.weights import write_whole
-from trainer.training.trained import Trained, create_task_without_loss
+from trainer.tasks import Task
+from trainer.training.trained import Preparation, Trained, create_task_without_loss
+from trainer.versions import VERSION
 
-# Batch sizes of the check. The model is traced with 2 samples, and the file must work for any
-# number of samples.
-BATCHES = (1, 2, 5)
-# Allowed difference of an output, relative to the largest output of the batch.
-TOLERANCE = 1e-4
+# Allowed difference of an output, relative to the largest output, by the type of the network.
+TOLERANCES = {"fp32": 1e-4, "fp16": 0.02}
+# The same for a file that prepares photos: where a resized pixel lies between two bytes, programs
+# round differently.
+PHOTO_TOLERANCE = 0.005
 INSTEAD = {"onnx": "exported_program", "exported_program": "onnx"}
-PREPARED = "pixels from 0 to 1, minus mean, divided by std"
+NORMALIZED = "pixels from 0 to 1, minus mean, divided by std"
+PHOTOS = "photos of any size, decoded, upright, {}"
+COLOURS = {1: "gray (0.299 R + 0.587 G + 0.114 B)", 3: "RGB, transparent pixels white"}
+AS_STORED = "as the data set gives them"
 COVERED = "in proportion, until the image just covers {} pixels"
 OUTPUTS = {name: row.outputs for name, row in TASKS.items()}
+PROBABILITIES = "the probability of each class"
 # Name of the metadata in the exported file: the name of an extra file for torch.export, and of a
 # metadata property for ONNX.
 METADATA = "trainer.json"
-Runner = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class ExportSource:
-    """Trained model to export.
-
-    Attributes:
-        model: Model in evaluation mode, on the CPU.
-        inputs: Shape and type of one sample, without the batch dimension.
-        facts: Metadata to store with the model, as JSON types: classes, mean, std, sizes, and
-            descriptions of inputs and outputs.
-    """
-
-    model: nn.Module
-    inputs: TensorSpec
-    facts: dict[str, Any]
-
-    def sample(self, rows: int, seed: int = 0) -> Tensor:
-        """Return random inputs of shape (rows, ...).
-
-        Floating-point inputs are normally distributed. Integers are 0 or 1, which are in every
-        vocabulary.
-        """
-        generator = torch.Generator().manual_seed(seed)
-        shape = (rows, *self.inputs.shape)
-        if self.inputs.dtype.is_floating_point:
-            return torch.randn(shape, generator=generator).to(self.inputs.dtype)
-        return torch.randint(0, 2, shape, generator=generator).to(self.inputs.dtype)
-
-
-def load(path: Path, words: Sequence[str]) -> ExportSource:
+def load(
+    path: Path, words: Sequence[str], preprocess: bool = True, precision: str = "fp32"
+) -> ExportSource:
     """Read a model from a run folder, a checkpoint or a weights file.
+
+    Args:
+        path: Run folder, checkpoint or weights file.
+        words: Overrides of the run's recipe.
+        preprocess: Whether the file prepares photos and returns probabilities.
+        precision: Type in which the network computes, a key of `TOLERANCES`.
 
     Raises:
         CheckpointError: There are no such weights, or they do not describe their inputs.
-        RecipeError: An override is wrong.
+        RecipeError: An override is wrong, or the file cannot prepare the photos.
     """
     trained = Trained.read(path, words)
     if line := trained.describe_choice():
@@ -87,48 +77,108 @@ def load(path: Path, words: Sequence[str]) -> ExportSource:
         raise CheckpointError(
             f"{path} does not say what its inputs are; give a run folder or its last.safetensors"
         )
-    classes = facts.classes
+    preparation = None
     size = facts.image_size
     inputs = facts.spec
-    resizing: dict[str, Any] = {}
     if facts.mean:
         # data.image_size= may override the size, as in `trainer.load` and the command `predict`.
         preparation = trained.preparation()[1]
         size = preparation.image_size
-        shorter = preparation.shorter_side
-        resizing["shorter_side"] = shorter
-        if isinstance(shorter, int):
-            target = f"the shorter side to {shorter} pixels"
-        else:
-            target = COVERED.format(in_pixels(shorter))
-        method = preparation.interpolation
-        resizing["interpolation"] = method
-        if method != "nearest":
-            method += " with antialiasing"
-        resizing["resize"] = f"{target}, {method}, then {in_pixels(size)} cut out of the centre"
         inputs = TensorSpec((facts.channels, *sides(size)), inputs.dtype)
-    task = create_task_without_loss(recipe, classes)
+    task = create_task_without_loss(recipe, facts.classes)
     spec = None if facts.mean else inputs
-    model = trained.model(task, len(classes), facts.channels, size, spec)
-    if recipe.data.pixel_range:
-        resizing["pixel_range"] = recipe.data.pixel_range
+    network = trained.model(task, len(facts.classes), facts.channels, size, spec)
+    outputs = recipe.model.num_classes or 0
+    unnamed = [f"class {n}" for n in range(len(facts.classes), outputs)]
     metadata = {
         "model": recipe.model.name,
         "task": recipe.task.name,
-        "classes": classes,
+        "classes": [*facts.classes, *unnamed],
+        "metric": find_metric(trained, task),
+        "version": VERSION,
+        "preprocess": preprocess,
+        "precision": precision,
         "mean": facts.mean,
         "std": facts.std,
         "channels": facts.channels,
         "image_size": size,
-        **resizing,
         "inputs": json.loads(inputs.to_json()),
-        "input": PREPARED if facts.mean else "as the data set gives them",
+        "input": NORMALIZED if facts.mean else AS_STORED,
         "output": OUTPUTS.get(recipe.task.name, "as the model gives them"),
     }
-    return ExportSource(model, inputs, metadata)
+    if preparation is not None:
+        metadata |= describe_preparation(preparation)
+    if recipe.data.pixel_range:
+        metadata["pixel_range"] = recipe.data.pixel_range
+    tolerance = TOLERANCES[precision]
+    if not preprocess:
+        preparation = None
+    elif type(task).to_probabilities is not Task.to_probabilities:
+        metadata["output"] = PROBABILITIES
+    if preparation is not None:
+        if recipe.data.pixel_range:
+            raise RecipeError(
+                f"data.pixel_range={recipe.data.pixel_range}: a file that prepares photos accepts "
+                "bytes, and not pixels of more bits: type preprocess=false"
+            )
+        inputs = TensorSpec((0, 0, facts.channels), torch.uint8)
+        metadata["inputs"] = ["uint8", ["height", "width", facts.channels]]
+        metadata["input"] = PHOTOS.format(COLOURS.get(facts.channels, AS_STORED))
+        tolerance = max(tolerance, PHOTO_TOLERANCE)
+    model = network
+    reference = network
+    if preprocess:
+        model = DeployedModel(network, task, preparation).eval()
+        reference = model
+    if precision == "fp16":
+        half = copy.deepcopy(network).half()
+        model = DeployedModel(half, task if preprocess else None, preparation, is_half=True).eval()
+    return ExportSource(
+        trained=trained,
+        task=task,
+        network=network,
+        model=model,
+        reference=reference,
+        inputs=inputs,
+        preparation=preparation,
+        tolerance=tolerance,
+        facts=metadata,
+    )
 
 
-def export(path: Path, kind: str, target: Path, words: Sequence[str]) -> str:
+def describe_preparation(preparation: Preparation) -> dict[str, Any]:
+    """Return the metadata that say how a photo becomes as large as the network's input."""
+    shorter = preparation.shorter_side
+    if isinstance(shorter, int):
+        target = f"the shorter side to {shorter} pixels"
+    else:
+        target = COVERED.format(in_pixels(shorter))
+    cut = in_pixels(preparation.image_size)
+    method = preparation.interpolation
+    filtered = method
+    if method != "nearest":
+        filtered += " with antialiasing"
+    resize = f"{target}, {filtered}, then {cut} cut out of the centre"
+    return {"shorter_side": shorter, "interpolation": method, "resize": resize}
+
+
+def find_metric(trained: Trained, task: Task) -> dict[str, Any]:
+    """Return the name of the deciding metric, and its value for these weights; None if unknown."""
+    metadata = trained.metadata
+    # Weights of older versions, and of steps that were not evaluated, have no metric.
+    if "metric" not in metadata:
+        return {"name": task.metric, "value": None}
+    return {"name": json.loads(metadata["metric"]), "value": json.loads(metadata["value"])}
+
+
+def export(
+    path: Path,
+    kind: str,
+    target: Path,
+    words: Sequence[str],
+    preprocess: bool = True,
+    precision: str = "fp32",
+) -> str:
     """Export a trained model. The file is written only if its outputs agree with the model's.
 
     Args:
@@ -136,6 +186,8 @@ def export(path: Path, kind: str, target: Path, words: Sequence[str]) -> str:
         kind: Format, a key of `WRITERS`.
         target: File to write.
         words: Overrides of the run's recipe.
+        preprocess: As in `load`.
+        precision: As in `load`.
 
     Returns:
         The text that the command prints.
@@ -146,44 +198,50 @@ def export(path: Path, kind: str, target: Path, words: Sequence[str]) -> str:
         SetupError: A library is missing, or the file cannot be written.
         DiskFullError: The disk is full.
     """
-    source = load(path, words)
-    content, agreement = _write_and_check(source, kind)
+    source = load(path, words, preprocess, precision)
+    content, agreements = _write_and_check(source, kind)
     write_whole(target, [memoryview(content)], "export", again="the same command again")
-    shape = ", ".join(map(str, ("batch", *source.inputs.shape)))
-    dtype = str(source.inputs.dtype).removeprefix("torch.")
+    dtype, sizes = source.facts["inputs"]
+    shape = ", ".join(map(str, ("batch", *sizes)))
     lines = {
         "file": f"{target}, {len(content) / 1e6:,.1f} MB",
         "input": f"{dtype} ({shape}): {source.facts['input']}",
         "output": source.facts["output"],
-        "agrees": agreement,
+        **agreements,
     }
     head = f"exported {path} ({source.facts['model']}) as format={kind}"
     rows = [f"  {title:<7} {text}" for title, text in lines.items()]
     return "\n".join([head, *rows]) + "\n"
 
 
-def _write_and_check(source: ExportSource, kind: str) -> tuple[bytes, str]:
+def _write_and_check(source: ExportSource, kind: str) -> tuple[bytes, dict[str, str]]:
     """Convert the model, and check the result against it.
 
     Returns:
-        (content, agreement): the bytes of the file, and a phrase that says by how much its outputs
-        differ from those of the model.
+        (content, agreements): the bytes of the file, and phrases that say by how much its outputs
+        differ from those of the model, and from those of `predict` if the file prepares photos.
 
     Raises:
-        RecipeError: The format cannot express the model.
+        RecipeError: The format cannot express the model, or `predict` answers differently.
         SetupError: A library is missing.
     """
+    remedy = f"try format={INSTEAD[kind]}"
+    if source.facts["precision"] == "fp16":
+        remedy = "type precision=fp32"
     try:
         with torch.no_grad():
             content, run = WRITERS[kind](source)
-            return content, _compare(source, run)
+            agreements = {"agrees": compare_with_model(source, run)}
+            if source.preparation is not None:
+                agreements |= compare_with_predict(source, run)
+        return content, agreements
     except TrainerError:
         raise
     # Exporters raise exceptions of any type for a model that they cannot express.
     except Exception as error:
         if is_out_of_memory(error) or isinstance(error, OSError):
             raise
-        for cause in (error.__cause__, error):
+        for cause in _list_causes(error):
             if isinstance(cause, ImportError):
                 raise build_missing_extra_error(
                     f"format={kind}", [cause.name or "onnxscript"], cause
@@ -191,50 +249,17 @@ def _write_and_check(source: ExportSource, kind: str) -> tuple[bytes, str]:
         reason = " ".join(read_text(error).split())[:200] or "no reason given"
         raise RecipeError(
             f"format={kind} cannot express model.name={source.facts['model']} "
-            f"({type(error).__name__}: {reason}): try format={INSTEAD[kind]}"
+            f"({type(error).__name__}: {reason}): {remedy}"
         ) from None
 
 
-def _compare(source: ExportSource, run: Runner) -> str:
-    """Compare the outputs of a file with those of the model on random batches.
-
-    Args:
-        source: The model.
-        run: Function that runs the file on a batch.
-
-    Returns:
-        A phrase with the largest output and the largest difference.
-
-    Raises:
-        ValueError: The outputs have another shape, or differ too much.
-    """
-    worst = 0.0
-    largest = 0.0
-    for rows in BATCHES:
-        inputs = source.sample(rows, seed=rows)
-        expected = source.model(inputs)
-        with quietly():
-            outputs = run(inputs)
-        if outputs.shape != expected.shape:
-            raise ValueError(
-                f"for {rows} samples it gives {tuple(outputs.shape)} instead of "
-                f"{tuple(expected.shape)}"
-            )
-        difference = (outputs.double() - expected.double()).abs().max().item()
-        peak = expected.abs().max().item()
-        worst = max(worst, difference)
-        largest = max(largest, peak)
-        allowed = TOLERANCE * (peak or 1.0)
-        # A comparison with NaN is false, so `not <=` refuses NaN as well, whereas `>` would not.
-        if not difference <= allowed:
-            raise ValueError(
-                f"for {rows} samples its outputs differ by {difference:.2g}, allowed is "
-                f"{allowed:.2g}"
-            )
-    return (
-        f"on random batches of {', '.join(map(str, BATCHES))}: outputs of up to {largest:.3g} "
-        f"differ by at most {worst:.2g}"
-    )
+def _list_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and those that led to it: exporters hide a missing package deep inside."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def to_onnx(source: ExportSource) -> tuple[bytes, Runner]:
@@ -275,31 +300,22 @@ def to_exported_program(source: ExportSource) -> tuple[bytes, Runner]:
     return buffer.getvalue(), runner
 
 
-WRITERS = {"onnx": to_onnx, "exported_program": to_exported_program}
+Writer = Callable[[ExportSource], tuple[bytes, Runner]]
+WRITERS: dict[str, Writer] = {"onnx": to_onnx, "exported_program": to_exported_program}
 
 
 def _export_program(source: ExportSource) -> torch.export.ExportedProgram:
-    """Export the model as a graph for any batch size.
+    """Export the model as a graph for any batch size and, if it prepares photos, any photo size.
 
     Stack traces are removed, because they contain paths of this machine.
     """
-    batch = torch.export.Dim("batch")
-    program = torch.export.export(source.model, (source.sample(2),), dynamic_shapes=({0: batch},))
+    names = ["batch"]
+    if source.preparation is not None:
+        names += ["height", "width"]
+    dimensions = {n: torch.export.Dim(name) for n, name in enumerate(names)}
+    program = torch.export.export(source.model, (source.sample(2),), dynamic_shapes=(dimensions,))
     for module in program.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
             for node in module.graph.nodes:
                 node.meta.pop("stack_trace", None)
     return program
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """Silence Python warnings, and log lines up to level ERROR, within the `with` block."""
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)

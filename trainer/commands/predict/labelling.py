@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from trainer.commands.predict.features import Array, count_features, record_features
 from trainer.data import Datasets, PhotoSource, PictureSource
 from trainer.data.augment import DeviceTransform
 from trainer.data.encoded import EncodedPhotos
@@ -30,6 +31,7 @@ from trainer.models.replayed_forward import ReplayedForward
 from trainer.processes.resources import keep_freed_memory
 from trainer.processes.terminal import say
 from trainer.recipe import Recipe
+from trainer.recipe.image_sizes import sides
 from trainer.tasks import Task
 from trainer.training.trained import Preparation, Trained, create_task_without_loss
 
@@ -113,10 +115,23 @@ class LabelModel:
             # This task cannot rank classes. Call its method now, so that its error is raised here
             # and not in a worker.
             task.ranked(torch.zeros(0))
+        if recipe.predict.tta and type(task).average is Task.average:
+            # The method raises the error that says so.
+            task.average(torch.zeros(0))
         model = trained.model(task, len(classes), preparation.channels, preparation.image_size)
         outputs = recipe.model.num_classes or 0
         unnamed = tuple(f"class {n}" for n in range(len(classes), outputs))
         return cls(recipe, task, model, classes + unnamed, preparation, data, photos)
+
+    def count_features(self) -> int:
+        """Return the number of features of an image.
+
+        Raises:
+            RecipeError: The model has no features.
+        """
+        size = sides(self.preparation.image_size)
+        image = torch.zeros(self.preparation.channels, *size)
+        return count_features(self.model, len(self.classes), image)
 
 
 class Labels(NamedTuple):
@@ -128,11 +143,13 @@ class Labels(NamedTuple):
         probabilities: Probability of each class in `classes`, from 0 to 1; for a regression, the
             value of each output. Empty if the image could not be labeled.
         error: Why the image could not be labeled; empty if it was labeled.
+        features: Input of the last layer (D,), with predict.features; None without.
     """
 
     classes: tuple[int, ...]
     probabilities: tuple[float, ...]
     error: str = ""
+    features: Array | None = None
 
 
 @dataclass
@@ -150,6 +167,7 @@ class Labeller:
         source: Data set of the items that are indices; None if no item is an index.
         threads: Threads that read the next images while the model computes; 0 reads and computes in
             turn.
+        outputs: Number of the model's outputs; only features and views need it.
     """
 
     model: nn.Module
@@ -158,6 +176,7 @@ class Labeller:
     task: Task
     source: PhotoSource | None = None
     threads: int = 0
+    outputs: int = 0
 
     def setup(self, device: torch.device) -> None:
         recipe = self.recipe
@@ -259,20 +278,38 @@ class Labeller:
             rows = batch.to(self.device, non_blocking=True).permute(0, 2, 3, 1).contiguous()
             outputs = self._forward(self._transform.inputs(rows))
             assert outputs is not None
-            classes, values = self.task.ranked(outputs.float())
-            ranked = zip(classes.tolist(), values.tolist(), strict=True)
+            outputs = outputs.float()
+            features: Sequence[Array | None] = [None] * len(images)
+            if self.recipe.predict.features:
+                features = [*outputs[:, self.outputs :].cpu().numpy()]
+                outputs = outputs[:, : self.outputs]
+            classes, values = self.task.ranked(outputs)
+            ranked = zip(classes.tolist(), values.tolist(), features, strict=True)
         labels = []
-        for best, row in ranked:
+        for best, row, vector in ranked:
             if all(map(math.isfinite, row)):
-                labels.append(Labels(tuple(best), tuple(row)))
+                labels.append(Labels(tuple(best), tuple(row), features=vector))
             else:
                 labels.append(Labels((), (), NOT_FINITE))
         return labels
 
     def _run_model(self, batch: Tensor) -> Tensor:
+        """Return the outputs of a batch, followed by the features if they are asked for."""
+        options = self.recipe.predict
+        if options.tta is None:
+            return self._run_view(batch)
+        views = torch.stack([self._run_view(batch), self._run_view(batch.flip(-1))]).float()
+        averaged = self.task.average(views[..., : self.outputs])
+        return torch.cat([averaged, views[..., self.outputs :].mean(0)], 1)
+
+    def _run_view(self, batch: Tensor) -> Tensor:
         with autocast(self.device, self.recipe.precision):
-            outputs: Tensor = self.model(batch)
-        return outputs
+            if not self.recipe.predict.features:
+                outputs: Tensor = self.model(batch)
+                return outputs
+            with record_features(self.model, self.outputs) as features:
+                outputs = self.model(batch)
+        return torch.cat([outputs.float(), features[0].float()], 1)
 
 
 class Forward:

@@ -14,6 +14,7 @@ from itertools import tee
 from pathlib import Path
 
 from trainer.commands.predict import sources
+from trainer.commands.predict.features import FeatureFiles
 from trainer.commands.predict.labelling import Labeller, LabelModel, Labels
 from trainer.commands.predict.sources import Item
 from trainer.devices.assignment import number_devices, prediction_devices
@@ -132,11 +133,12 @@ def label(trained: LabelModel, folder: Path) -> None:
     # GPU.
     if devices == ["cpu"] and recipe.threads is None:
         devices = prediction_devices("auto", 0, count_cores())
+    size = trained.count_features() if recipe.predict.features else None
     _claim(folder)
     for description in inputs.ignored:
         say(f"ignored: {description}")
     has_probabilities = trained.task.reads != "values"
-    rows = Rows(folder, recipe.predict.format, trained.classes, has_probabilities)
+    rows = Rows(folder, recipe.predict.format, trained.classes, has_probabilities, size)
     lines = SpeedLines(inputs.count, recipe.logging, devices)
     arguments = (
         trained.model,
@@ -145,6 +147,7 @@ def label(trained: LabelModel, folder: Path) -> None:
         trained.task,
         inputs.source,
         _count_decoders(devices),
+        len(trained.classes),
     )
     begun = time.perf_counter()
     # The pool takes items ahead of its results, so `tee` keeps each item until its result arrives.
@@ -190,7 +193,8 @@ def _claim(folder: Path) -> None:
         SetupError: The directory cannot be written.
     """
     locks.lock_folder(folder, "command")
-    names = ("recipe.yaml", "result.json", "predictions.csv", "predictions.jsonl")
+    names = ["recipe.yaml", "result.json", "predictions.csv", "predictions.jsonl"]
+    names += ["features.npy", "features.csv"]
     if any(os.path.lexists(folder / name) for name in names):
         raise FolderInUseError(
             f"{folder} holds a run or predictions already; choose another output="
@@ -207,7 +211,12 @@ class Rows:
     """
 
     def __init__(
-        self, folder: Path, kind: str, classes: Sequence[str], probabilities: bool
+        self,
+        folder: Path,
+        kind: str,
+        classes: Sequence[str],
+        probabilities: bool,
+        features: int | None = None,
     ) -> None:
         """Open the file.
 
@@ -216,6 +225,7 @@ class Rows:
             kind: File format, "csv" or "jsonl".
             classes: Name of each output.
             probabilities: Whether the outputs are probabilities rather than values.
+            features: Number of features of an image; None writes no features.
         """
         self.final = folder / f"predictions.{kind}"
         self._part = folder / PART
@@ -227,6 +237,9 @@ class Rows:
         self.first: list[tuple[str, str]] = []
         with report_write_errors(folder, AGAIN):
             set_aside(self._part)
+            self.features = None
+            if features is not None:
+                self.features = FeatureFiles(folder, features)
             self._file = self._part.open(
                 "w", encoding="utf-8", errors="surrogateescape", newline=""
             )
@@ -240,6 +253,8 @@ class Rows:
         """Close the file, and remove it unless `finish` has renamed it."""
         with report_write_errors(self.final.parent, AGAIN):
             try:
+                if self.features is not None:
+                    self.features.close()
                 self._file.close()
             finally:
                 self._part.unlink(missing_ok=True)
@@ -263,6 +278,9 @@ class Rows:
         self._count(row)
         with report_write_errors(self.final.parent, AGAIN):
             self._file.write(self._format(row))
+            if self.features is not None and isinstance(labels, Labels) and not labels.error:
+                assert labels.features is not None
+                self.features.write(item.path, labels.features)
 
     def _format(self, row: Json) -> str:
         if self._json:
@@ -297,6 +315,8 @@ class Rows:
         """
         result = {**self.counts, "top1": self.accuracy, "seconds": seconds}
         with report_write_errors(self.final.parent, AGAIN):
+            if self.features is not None:
+                self.features.finish()
             self._file.close()
             sync(self._part)
             write_json(self.final.with_name("predict.json"), result)
@@ -374,6 +394,9 @@ def _sum_up(rows: Rows, seconds: float) -> None:
             "classes"
         )
     say(f"  result   {rows.final}")
+    if rows.features is not None:
+        count, size = rows.features.shape
+        say(f"  features {rows.features.final}, {count:,} x {size:,}; paths in features.csv")
     if counts["failed"]:
         raise PredictionError(
             f"{counts['failed']} of {counts['images']} images have no prediction; the error column "

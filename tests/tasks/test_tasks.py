@@ -196,3 +196,18 @@ def test_predictions_are_of_names_only():
     places, numbers = task("task.name=regression", names=names).ranked(torch.arange(8.0)[None])
     assert places.tolist() == [list(range(8))]
     assert numbers.tolist() == [list(range(8))]
+
+
+def test_the_probabilities_of_views_are_averaged():
+    """Also those of 0 and 1; a regression has none."""
+    views = torch.tensor([[[0.0, 1.0], [200.0, -200.0]], [[2.0, -1.0], [200.0, -200.0]]])
+    recipe = load(None, "predict.tta=flip")
+    for kind, convert in (
+        (Classification, lambda rows: rows.softmax(-1)),
+        (Multilabel, torch.sigmoid),
+    ):
+        task = kind(recipe, ("a", "b"))
+        actual = task.to_probabilities(task.average(views))
+        torch.testing.assert_close(actual, (convert(views[0]) + convert(views[1])) / 2)
+    with pytest.raises(RecipeError, match=r"^predict\.tta\b.*\bleave it out$"):
+        Regression(recipe, ("a", "b")).average(views)

@@ -170,9 +170,9 @@ def compare_with_predict(source: ExportSource, run: Runner) -> dict[str, str]:
         else:
             allowed *= max(map(abs, expected.probabilities)) or 1.0
         if not difference <= allowed:
-            remedy = (
-                "precision=fp32" if source.model is not source.reference else "preprocess=false"
-            )
+            remedy = "preprocess=false"
+            if source.facts["precision"] == "fp16":
+                remedy = "precision=fp32"
             raise RecipeError(
                 f"for image {count} {where}, the file differs from predict by {difference:.2g}, "
                 f"allowed is {allowed:.2g}: type {remedy}"

@@ -108,6 +108,15 @@ def json_schema() -> dict[str, Any]:
     names = {"model": (*SMALL_MODELS, *USUAL_MODELS), "data": DATASETS, "task": TASKS}
     for section, known_names in names.items():
         plain["properties"][section]["properties"]["name"] |= _usually(known_names)
+    for section, content in plain["properties"].items():
+        name = content.get("properties", {}).get("name")
+        if name is not None:
+            # `optimizer: adam` is short for `optimizer: {name: adam}`.
+            kinds = [content, name]
+            plain["properties"][section] = {
+                "description": content.get("description", section),
+                "anyOf": kinds,
+            }
     extends = {"description": EXTENDS_COMMENT, **_usually(tuple(shipped_recipes()))}
     plain["properties"] = {EXTENDS: extends, **plain["properties"]}
     head = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "A recipe of trainer"}

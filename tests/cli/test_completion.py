@@ -61,7 +61,7 @@ def test_only_schedules_that_this_torch_runs_are_offered(
 
 
 TABLE: list[tuple[str, set[str]]] = [
-    ("trainer eval", {"evaluate"}),
+    ("trainer eval", {"evaluate", "evaluate.every_steps="}),
     (
         "trainer recipe=digits optimizer.l",
         {"optimizer.lr=", "optimizer.lr_per=", "optimizer.layer_decay="},
@@ -81,7 +81,7 @@ TABLE: list[tuple[str, set[str]]] = [
     ("trainer help ev", {"evaluate"}),
     ("trainer doctor ", set()),
     ("trainer runs --", {"--help"}),
-    ("trainer recipe=digits eva", set()),
+    ("trainer recipe=digits eva", {"evaluate.every_steps="}),
     ("trainer evaluate recip", set()),
     ("trainer recipe=digits model.name=resnet20", {"resnet20"}),
     ("./launch.sh recipe=digits resume=au", {"auto"}),

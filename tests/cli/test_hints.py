@@ -26,10 +26,10 @@ from trainer.recipe.schema import readers
 OPEN = "{}"  # stands for what a message fills in
 # Texts that look like arguments and are none, by their meaning.
 OTHERS = {
-    "words of one command": "checkpoint format yes minutes extends measured array",
+    "words of one command": "checkpoint format yes minutes extends measured array preprocess",
     "arguments of "
-    "Python's": "data model on_epoch item_timeout num_classes in_chans img_size requires_grad "
-    "reduction "
+    "Python's": "data model on_epoch on_step on_evaluation item_timeout num_classes in_chans "
+    "img_size requires_grad reduction "
     "value init_from on_error track_running_stats use_reentrant",
     "a shell's, in the script of a job": "folder code",
     "of other programs": "size timeout",

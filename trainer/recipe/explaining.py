@@ -68,7 +68,7 @@ _THEIRS = {
     "clip_grad_norm": "grad_clip clip_grad max_grad_norm gradient_clip_val",
     "devices": "device gpu gpu_ids",
     "sync_bn": "sync_batchnorm",
-    "stop.patience": "early_stopping",
+    "stop.patience": "early_stopping patience",
     "save.every_steps": "save_steps",
     "save.every_epochs": "save_period",
     "logging.every_steps": "print_freq log_interval log_every_n_steps logging_steps",

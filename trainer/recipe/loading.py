@@ -277,7 +277,7 @@ def _words(words: Iterable[str]) -> dict[Any, Any]:
         if not re.match(r"[A-Za-z_]\w*(\.\w+)*=", word):
             raise RecipeError(f"'{word}' is not key=value, as in optimizer.lr=0.05")
         # `optimizer=adam` means `optimizer.name=adam`; `optimizer={lr: 0.1}` is the whole section.
-        if f"{key}.name" in defaults() and not value.startswith("{"):
+        if f"{key}.name" in defaults() and not value.startswith("{") and value != "null":
             key += ".name"
         if key in seen:
             raise RecipeError(f"{key} is given twice, as '{seen[key]}' and as '{word}': keep one")

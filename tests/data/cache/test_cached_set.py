@@ -94,7 +94,7 @@ def test_a_run_is_evaluated_with_the_pixels_that_it_had(photos):
         photos, "run", "data.cache=disk", "data.cache_format=jpeg", "data.cache_size=44"
     )
     shutil.rmtree(photos.parent / "cache")
-    evaluated = ok("evaluate", f"checkpoint={photos.parent / 'run'}").stdout
+    evaluated = ok("evaluate", photos.parent / "run", "last").stdout
     assert f"{loss:.4f}" in evaluated and not (photos.parent / "cache").exists()
 
 

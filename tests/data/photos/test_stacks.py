@@ -356,7 +356,7 @@ def test_measured_ranges_stay_with_the_run(photos, single, tmp_path):
     assert model.predict(array).probability == pytest.approx(float(expected), abs=1e-5)
     with pytest.raises(RecipeError, match="5 x H x W"):
         model.predict(array[..., :4])
-    assert trainer.evaluate(single)["val_loss"] == pytest.approx(
+    assert trainer.evaluate(f"{single} last")["val_loss"] == pytest.approx(
         result(single)["val_loss"], rel=1e-5
     )
     words = [f"checkpoint={single}", "format=exported_program", f"output={tmp_path}/x.pt2"]

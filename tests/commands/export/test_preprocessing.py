@@ -127,7 +127,7 @@ filter_weights = preprocessing._filter_weights
 prepare = preprocessing.DeployedModel._prepare
 
 
-def without_antialiasing(count, old, new, size):
+def without_antialiasing(kernel, count, old, new, size):
     """Weights of a triangle as wide as an old pixel."""
     scale = old.float() / new
     centers = (torch.round((new - size) / 2) + torch.arange(size) + 0.5) * scale
@@ -136,14 +136,14 @@ def without_antialiasing(count, old, new, size):
     return weights / weights.sum(1, keepdim=True)
 
 
-def with_a_box(count, old, new, size):
-    weights = filter_weights(count, old, new, size)
+def with_a_box(kernel, count, old, new, size):
+    weights = filter_weights(kernel, count, old, new, size)
     weights = (weights > weights.amax(1, keepdim=True) / 2).float()
     return weights / weights.sum(1, keepdim=True)
 
 
-def one_pixel_off(count, old, new, size):
-    return filter_weights(count, old, new + 2, size)
+def one_pixel_off(kernel, count, old, new, size):
+    return filter_weights(kernel, count, old, new + 2, size)
 
 
 def with_blue_first(self, images, preparation):
@@ -180,7 +180,24 @@ def test_a_file_with_another_preparation_is_not_written(here, monkeypatch, fault
 def test_every_step_of_the_preparation_is_in_the_file():
     """A step that is added to `Preparation` must be added to `DeployedModel`, or refused there."""
     names = {field.name for field in fields(Preparation)}
-    assert names == {"image_size", "shorter_side", "channels", "mean", "std"}
+    assert names == {"image_size", "shorter_side", "channels", "mean", "std", "interpolation"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("interpolation", ["bicubic", "nearest"])
+def test_photos_are_resized_as_in_training(here, tmp_path, interpolation):
+    """The export itself compares the file with `predict`, and the kernels with each other here."""
+    words = ["plugin=pixels_to_export", f"data.interpolation={interpolation}"]
+    export.command(["runs/noise", "format=exported_program", "output=x.pt2", *words])
+    run, facts = open_file(here / "x.pt2")
+    assert facts["interpolation"] == interpolation
+    model = trainer.load("runs/noise", *words[1:])
+    for path in sorted((here / "photos").glob("*/*.png"))[:6]:
+        pixels = np.asarray(Image.open(path))
+        answer = model.predict(str(path))
+        given = dict(zip(answer.labels, answer.probabilities, strict=True))
+        expected = [given[label] for label in facts["classes"]]
+        np.testing.assert_allclose(run(pixels[None])[0], expected, atol=0.002)
 
 
 @pytest.mark.slow

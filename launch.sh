@@ -10,7 +10,7 @@ extras="" # [test] installs what the tests need, too
 usage() {
     cat <<'TEXT'
 usage: ./launch.sh recipe=NAME [key=value ...]    Train (on every GPU; without one, in two processes)
-       ./launch.sh evaluate checkpoint=RUN        Evaluate a trained run again
+       ./launch.sh evaluate RUN                   Evaluate a trained run again
        ./launch.sh runs                           List the runs below the folder runs; also show RUN, delete RUN
        ./launch.sh export RUN format=onnx         Export a trained model to a file for other programs
        ./launch.sh cache                          List the caches of decoded photos
@@ -19,7 +19,7 @@ usage: ./launch.sh recipe=NAME [key=value ...]    Train (on every GPU; without o
        ./launch.sh prove                          Check that this machine trains correctly and measure how fast
        ./launch.sh recipes                        List the recipes that come with the package; also recipes NAME
        ./launch.sh guide                          Answer questions: which mode, out of memory, your photos, ...
-       ./launch.sh tensorboard [args]             Look at the runs in ./runs on this machine
+       ./launch.sh tensorboard                    Show the curves of runs in a browser
        ./launch.sh COMMAND --help                 Explain these, and compare, sweep, plan, predict, completion, version
        ./launch.sh test [--slow] [pytest args]    Test the installation; --slow takes longer, --all hours
        ./launch.sh test --versions[=lowest]       Train in every mode with the lowest and the newest torch, beside .venv

@@ -439,7 +439,7 @@ def on_black(image: Any, channels: int, pixel_range: Any = None) -> torch.Tensor
     return decoding.decode_item(kept, channels, pixel_range)
 
 
-def squashed(images: torch.Tensor, size: int, _: int) -> torch.Tensor:
+def squashed(images: torch.Tensor, size: int, *_: object) -> torch.Tensor:
     return vision.resize(images, [size, size], antialias=True)
 
 

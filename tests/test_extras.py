@@ -5,7 +5,7 @@ installation.
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -129,4 +129,4 @@ def test_a_missing_feature_of_an_exporter_is_no_fault_of_the_model(
 
     monkeypatch.setitem(exporting.WRITERS, "onnx", lacks)
     with pytest.raises(SetupError, match="install ml-dtypes"):
-        exporting._write_and_check(None, "onnx")
+        exporting._write_and_check(SimpleNamespace(facts={"precision": "fp32"}), "onnx")

@@ -194,7 +194,7 @@ def test_a_dead_rank_shows_before_a_wait_for_the_device(monkeypatch):
     )
     state = SimpleNamespace(position=SimpleNamespace(step=7), updater=Dead(), unlogged=[])
     observer = SimpleNamespace(timer=Dead(), ledger=None, noticed=None)
-    resolved = SimpleNamespace(world=world, recipe=None)
+    resolved = SimpleNamespace(world=world, recipe=SimpleNamespace(max_time=None))
     snapshots = SimpleNamespace(resolved=resolved, state=state, interrupts=None)
     sync = RankSync(observer, snapshots)
     for log in (False, True):

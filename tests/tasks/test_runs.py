@@ -219,7 +219,7 @@ def test_a_task_is_resumed_and_evaluated(kind, single, home, tmp_path):
     assert [row["step"] for row in steps(folder)][-1] in ("3", "4")
     ok(*words(kind), *MODES["split"], f"output={folder}", "resume=auto", cwd=home)
     assert losses(folder) == pytest.approx(losses(single(kind)), rel=1e-4)
-    output = ok("evaluate", f"checkpoint={folder}", "plugin=own_tasks", cwd=home).stdout
+    output = ok("evaluate", folder, "last", "plugin=own_tasks", cwd=home).stdout
     assert f"val loss {result(folder)['val_loss']:.4f}" in output and "on 37 held-out" in output
     metric = METRICS[result(folder)["task"]]
     assert (

@@ -171,6 +171,8 @@ def test_every_recipe_trains_two_steps(name, photos, tmp_path, full):
         words += [
             f"data.root={photos}",
             "data.image_size=32",
+            "data.resize=null",
+            "data.train_size=null",
             "model.weights=null",
             "data.workers=0",
         ]

@@ -54,7 +54,7 @@ COMMANDS = {
     ),
     "export": Command(
         "trainer.commands.export",
-        ("checkpoint", "format", "output", "plugin"),
+        ("checkpoint", "format", "output", "plugin", "preprocess"),
         wants=("RUN", "format=onnx"),
         alone=True,
     ),

@@ -97,12 +97,13 @@ def _format_numbers(values: Mapping[str, float]) -> dict[str, str]:
     return {name: "" if math.isnan(value) else f"{value:.10g}" for name, value in values.items()}
 
 
-def choose_file(output: str | None, checkpoint: Path) -> tuple[Path, str]:
+def choose_file(output: str | None, checkpoint: Path, is_best: bool) -> tuple[Path, str]:
     """Return the path of metrics.csv, and the checkpoint as the file names it: relative to it.
 
     Args:
         output: Path from `output=`; None for a file in the run folder, or next to the weights.
-        checkpoint: Path of the evaluated weights.
+        checkpoint: Path of the evaluated weights, or of a run folder.
+        is_best: Whether a run folder's best weights were evaluated, and not its last.
 
     Raises:
         RecipeError: `output` is a folder.
@@ -112,6 +113,9 @@ def choose_file(output: str | None, checkpoint: Path) -> tuple[Path, str]:
         path = Path(output).expanduser()
         if path.is_dir():
             raise RecipeError(f"output={output} is a folder: name a file, as in {path / FILE}")
+    weights = checkpoint / ("best.safetensors" if is_best else "last.safetensors")
+    if weights.is_file():
+        checkpoint = weights
     return path, os.path.relpath(checkpoint.resolve(), path.absolute().parent.resolve())
 
 

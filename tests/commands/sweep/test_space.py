@@ -69,7 +69,8 @@ def over(key: str, low: float, high: float, whole: bool = False) -> Dimension:
     return Dimension(key, tuple(texts), (float(low), float(high)), whole)
 
 
-SIZES = ("data.image_size", "data.cache_size")  # [96,128] are two squares
+# [96,128] are two squares.
+SIZES = ("data.image_size", "data.cache_size", "data.train_size", "data.resize")
 LISTS = [key for key, taken in list_key_types().items() if list in taken and key not in SIZES]
 
 

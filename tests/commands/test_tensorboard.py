@@ -22,7 +22,7 @@ LOCAL = ["--host", "127.0.0.1"]
         ([], ["--logdir", "runs", *LOCAL]),
         (["runs/a"], ["--logdir", "runs/a", *LOCAL]),
         (["a"], ["--logdir", "runs/a", *LOCAL]),
-        (["a", "runs/b"], ["--logdir_spec", "a:runs/a,b:runs/b", *LOCAL]),
+        (["a", "runs/b"], ["--logdir_spec", "runs/a:runs/a,runs/b:runs/b", *LOCAL]),
         (["--port", "7000"], ["--port", "7000", "--logdir", "runs", *LOCAL]),
         (["a", "--host=::"], ["--host=::", "--logdir", "runs/a"]),
         (["--logdir", "runs/a", "--bind_all"], ["--logdir", "runs/a", "--bind_all"]),

@@ -31,6 +31,11 @@ def test_arguments_of_torchvision_reach_its_builder():
     assert call and "zero_init_residual=True" in call
 
 
+def test_arguments_of_a_model_that_computes_while_it_is_built():
+    model = create("model.name=regnet_y_400mf", "model.args.stem_width=16")
+    assert model.stem[0].out_channels == 16
+
+
 @WITHOUT_TIMM
 def test_arguments_of_timm_reach_its_builder():
     timm = pytest.importorskip("timm")

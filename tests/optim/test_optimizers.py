@@ -13,6 +13,7 @@ from trainer.errors import RecipeError
 from trainer.models.blocks import freeze
 from trainer.models.zoo import build
 from trainer.modes.hogwild import move
+from trainer.optim.classes import fill_state
 from trainer.optim.optimizers import (
     LearningRates,
     build_optimizer,
@@ -411,3 +412,16 @@ def test_adamw_has_a_rate_of_its_own_next_to_muon():
     assert rates[named["3.weight"]] == pytest.approx(0.01)
     assert rates[named["3.bias"]] == pytest.approx(0.0025)
     assert rates[named["5.weight"]] == pytest.approx(0.005)
+
+
+def test_a_state_of_the_whole_group_is_that_of_the_trained_parameters():
+    """A layer that starts to train later has the steps of its group, in any order."""
+    row = OPTIMIZERS["timm:lamb"]
+    for order in ((0, 1), (1, 0)):
+        trained, thawed = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+        parameters = [(trained, thawed)[index] for index in order]
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        state = {"step": torch.tensor(50.0), "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
+        optimizer.state[trained] = state
+        fill_state(optimizer, row, momentum=0.0)
+        assert [optimizer.state[p]["step"].item() for p in parameters] == [50, 50]

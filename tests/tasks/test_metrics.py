@@ -17,7 +17,13 @@ from trainer.errors import RecipeError
 from trainer.recipe import load, metric_table
 from trainer.recipe.metric_table import METRICS
 from trainer.tasks import metrics
-from trainer.tasks.metrics import FUNCTIONS, compute_auroc, compute_average_precision
+from trainer.tasks.metrics import (
+    FUNCTIONS,
+    MetricInputs,
+    compute_auroc,
+    compute_average_precision,
+    tabulate_classes,
+)
 
 AVERAGES = ("macro", "weighted")
 
@@ -287,3 +293,10 @@ def test_a_task_with_its_own_sums_has_its_own_metrics(monkeypatch):
 
     with pytest.raises(RecipeError, match=r"task\.metric=gain"):
         build("task.name=doubtful", "task.metric=gain")
+
+
+def test_sums_of_a_user_are_not_taken_for_counts_of_classes():
+    sums = {"loss": torch.zeros(()), "correct": torch.ones(())}
+    assert tabulate_classes(MetricInputs(sums, 4, None, None, True, lambda *_: ())) == {}
+    sums |= {"actual": torch.ones(()), "predicted": torch.ones(())}
+    assert tabulate_classes(MetricInputs(sums, 4, None, None, True, lambda *_: ())) == {}

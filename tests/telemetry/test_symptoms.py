@@ -206,3 +206,7 @@ def test_the_line_about_a_slow_rank_has_the_gain_of_shares(words, says):
     assert "shares" not in describe_slow_rank(
         replace(lag, data=True), "here, cuda:1", load("digits")
     ), "images come late"
+
+
+def test_a_run_that_ends_before_its_first_epoch_has_evaluations_of_no_epoch():
+    assert "class" not in " ".join(told(**GUESSED, validation=[]))

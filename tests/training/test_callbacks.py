@@ -12,6 +12,7 @@ from tests.command_line import steps as read_steps
 from trainer import EpochReport, train
 from trainer.errors import RecipeError
 from trainer.recipe import TRAITS
+from trainer.saving.steps_file import read_epochs
 from trainer.training.callbacks import Callbacks
 
 pytestmark = pytest.mark.usefixtures("warm_commands")
@@ -167,3 +168,27 @@ def test_a_callback_of_steps_ends_all_ranks_at_the_same_step(tmp_path):
 def test_a_callback_that_is_no_function_is_refused_by_name():
     with pytest.raises(RecipeError, match=r"^on_step= "):
         train(**WORDS, on_step=3)
+
+
+def test_an_evaluation_that_ends_the_run_within_an_epoch_has_one_row(tmp_path):
+    """The step is not one of `logging.every_steps`, and no epoch has ended before it."""
+    words = {**WORDS, "logging__every_steps": 100, "epochs": 2}
+    reports = []
+
+    def on_evaluation(report):
+        reports.append(report.step)
+        return False
+
+    run_result = train(
+        **words,
+        mode="single",
+        output=tmp_path / "run",
+        evaluate__every_steps=2,
+        on_evaluation=on_evaluation,
+    )
+    assert (run_result["steps"], run_result["ended_by"], reports) == (2, "callback", [2])
+    _, rows, _ = read_epochs(tmp_path / "run" / "epochs.csv")
+    assert [row["step"] for row in rows] == ["2"]
+    assert [row["step"] for row in run_result["validation"]] == [2]
+    assert run_result["losses"] == [pytest.approx(float(rows[0]["train_loss"]))]
+    assert run_result["losses"][0] == run_result["train_loss"]

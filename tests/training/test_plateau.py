@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from tests.command_line import steps
+from trainer import train
 from trainer.errors import RecipeError
 from trainer.recipe import load
 from trainer.training.state import History
@@ -47,3 +49,23 @@ def test_other_schedules_do_not_wait():
 def test_a_patience_that_ends_the_run_first_is_refused():
     with pytest.raises(RecipeError, match=r"stop\.patience=5\b.*schedule\.patience=10\b"):
         load(None, "schedule.name=plateau", "stop.patience=5")
+
+
+def test_a_run_that_ends_within_an_epoch_lowers_nothing_there(tmp_path):
+    """Resumed for longer, it has the rates of a run that was planned that long."""
+    words = {
+        "model": "mlp",
+        "mode": "single",
+        "batch_size": 479,
+        "threads": 1,
+        "logging__every_steps": 1,
+        "logging__progress": False,
+        "optimizer": {"lr": 1e-9},
+        "schedule": {"name": "plateau", "patience": 1, "gamma": 0.5, "warmup_epochs": 0},
+    }
+    train("digits", max_steps=12, output=tmp_path / "whole", **words)
+    for max_steps in (8, 12):
+        train("digits", max_steps=max_steps, output=tmp_path / "cut", resume="auto", **words)
+    whole, cut = ([row["lr"] for row in steps(tmp_path / name)] for name in ("whole", "cut"))
+    assert whole == cut
+    assert len(set(whole)) == 2 and whole[8] != whole[9]

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from trainer.errors import SetupError
+from trainer.errors import RecipeError, SetupError
 from trainer.saving.run_names import HOME, find_run
 
 
@@ -17,6 +17,7 @@ def command(words: Sequence[str]) -> int:
 
     Raises:
         CheckpointError: there is no such run.
+        RecipeError: the paths of several runs have characters that TensorBoard does not allow.
         SetupError: no run is named, and there is no folder `runs`.
     """
     options_start = len(words)
@@ -37,8 +38,12 @@ def command(words: Sequence[str]) -> int:
     if len(folders) == 1:
         arguments += ["--logdir", folders[0]]
     elif folders:
-        named = [f"{os.path.basename(os.path.abspath(folder))}:{folder}" for folder in folders]
-        arguments += ["--logdir_spec", ",".join(named)]
+        if any(set(":,") & set(folder) for folder in folders):
+            raise RecipeError(
+                "TensorBoard cannot show several runs with : or , in their paths: type "
+                "python -m trainer tensorboard FOLDER with the folder that contains them"
+            )
+        arguments += ["--logdir_spec", ",".join(f"{folder}:{folder}" for folder in folders)]
     # Other machines can connect only if the user allows it.
     if option_names.isdisjoint(("--host", "--bind_all")):
         arguments += ["--host", "127.0.0.1"]

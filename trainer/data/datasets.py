@@ -106,11 +106,10 @@ def _choose_sizes(recipe: Recipe, data: Datasets) -> dict[str, Any]:
         RecipeError: the samples are not photos, or data.resize does not fit their size.
     """
     is_in_memory = isinstance(data.train, ImageSet | TensorSet)
-    # Synthetic images that stand in for missing photos have the size of the photos.
-    is_stand_in = data.synthetic and recipe.data.name != "synthetic"
+    # Synthetic images have the sizes that photos would have.
     for key in ("train_size", "resize"):
         value = getattr(recipe.data, key)
-        if value is not None and (data.plain or (is_in_memory and not is_stand_in)):
+        if value is not None and (data.plain or (is_in_memory and not data.synthetic)):
             kind = f"inputs are {data.plain}" if data.plain else "images are in memory"
             raise RecipeError(
                 f"{format_argument(f'data.{key}', value)} is for photos that are resized one by "

@@ -83,15 +83,23 @@ def check_class_arguments(
         RecipeError: An argument is unknown, has the wrong type, or is set by the program or by the
             function; or the model cannot be built with it.
     """
-    with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        usual = build()
+    device = "meta"
+    with torch.random.fork_rng(devices=[]):
+        try:
+            with torch.device(device):
+                usual = build()
+        # Some constructors, such as RegNet's, compute with values, which meta tensors lack.
+        except RuntimeError:
+            device = "cpu"
+            usual = build()
         parameters = list_parameters(type(usual))
         owned = dict.fromkeys(fixed, "leave it out") | OWNED
         arguments = check_arguments(
             "model.args", recipe.args, parameters, owned, f"model.name={recipe.name}"
         )
         try:
-            model = build(**arguments)
+            with torch.device(device):
+                model = build(**arguments)
         # The class may raise any error about a value.
         except Exception as error:
             reason = f"{type(error).__name__}: {read_text(error)[:200]}"

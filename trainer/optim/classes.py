@@ -162,6 +162,11 @@ def fill_state(
     """
     for group in optimizer.param_groups:
         shared: dict[str, Tensor] = {}
+        # A parameter that has been trained has the value of the group, which others get.
+        for p in group["params"]:
+            for name in row.group_state:
+                if name in optimizer.state.get(p, {}):
+                    shared.setdefault(name, optimizer.state[p][name])
         for p in group["params"]:
             shapes = row.list_state(p.shape, momentum)
             if p in matrices:

@@ -66,6 +66,8 @@ FREE_ON_RESUME = {
     "save",
     "shares",
     "stop",
+    # The best value so far is of one metric, which `RunHistory.restore` compares.
+    "task.metric",
     "task.metrics",
     "threads",
     "timeout",

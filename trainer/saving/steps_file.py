@@ -196,13 +196,18 @@ class EpochsFile(_Table):
         The arguments are those of `StepsFile`, where `last_step` is the last evaluated step.
         """
         super().__init__(folder / "epochs.csv", EPOCH_COLUMNS, read_epochs, last_step, warn)
+        self._last_step = last_step
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Append a row. It reaches the file in one piece, so that a kill cannot cut it."""
+        """Append a row, or replace the last one if it is of the same step.
+
+        It reaches the file in one piece, so that a kill cannot cut it.
+        """
         columns = tuple(dict.fromkeys((*self._columns, *row)))
-        if columns != tuple(self._columns):
+        if columns != tuple(self._columns) or row["step"] == self._last_step:
             _, rows, _ = read_epochs(self._path)
             self.close()
-            self._rewrite(columns, rows)
+            self._rewrite(columns, [one for one in rows if one["step"] != str(row["step"])])
+        self._last_step = row["step"]
         self._writer.writerow(row)
         self.flush()

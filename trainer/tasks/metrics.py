@@ -125,6 +125,8 @@ def _compute_f1(
 
 # Metrics of each class, (classes,).
 PER_CLASS = {"precision": _compute_precision, "recall": _compute_recall, "f1": _compute_f1}
+# Sums of the samples of each class, from which they are computed.
+COUNTS = {"actual", "predicted", "correct"}
 PerClass = Callable[[Mapping[str, Tensor]], Tensor]
 
 
@@ -251,7 +253,9 @@ def tabulate_classes(inputs: MetricInputs) -> dict[str, list[float]]:
     `support` is the number of samples of a class. `auroc` and `average_precision` are there if the
     inputs has outputs.
     """
-    if "correct" not in inputs.sums:
+    # A task of a user may have sums of other meanings under some of these names.
+    shapes = {inputs.sums[name].shape for name in COUNTS if name in inputs.sums}
+    if not inputs.sums.keys() >= COUNTS or len(shapes) > 1 or shapes == {torch.Size()}:
         return {}
     columns = {}
     for name, per_class in PER_CLASS.items():

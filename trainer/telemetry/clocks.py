@@ -411,6 +411,8 @@ class Ledger:
         self.devices = devices
         self.seconds: dict[str, float] = {}
         self.start_time = time.perf_counter()
+        # Start of the first attempt, if earlier ones in this process have run out of memory.
+        self.run_start = self.start_time
         self._since = self.start_time
         self._part = part
         # Mean seconds of a step in the first window, until the second window has ended; else None.

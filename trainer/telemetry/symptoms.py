@@ -175,6 +175,8 @@ def _check_memorised(state: RunState, recipe: Recipe) -> str | None:
         return None
     if sum(state.actual) < MIN_VALIDATION_IMAGES or state.step < MIN_STEPS or len(state.losses) < 2:
         return None
+    if not state.validation:
+        return None
     smoothing = recipe.loss.label_smoothing
     smooth = smoothing / state.classes
     targets = [1 - smoothing + smooth, *[smooth] * (state.classes - 1)]
@@ -195,6 +197,9 @@ def _check_never_predicted(state: RunState, recipe: Recipe) -> str | None:
     # Hard classes are learned late, so the first half of a run gets no warning.
     is_late = state.over or 2 * state.step > state.steps
     if not state.before or state.step - state.warmup < MIN_STEPS or not is_late:
+        return None
+    # Only the evaluations at the end of an epoch are in `validation`, and the run may end before.
+    if not state.validation:
         return None
     largest = max(state.actual) / sum(state.actual)
     # If the model has hardly learned anything, its problem is not a particular class.

@@ -59,8 +59,9 @@ def run(
         Rank 0's result, on every rank.
     """
     last_shortage = -math.inf
+    started = time.perf_counter()
     while True:
-        outcome = _attempt(recipe, own_process, program_callbacks, last_shortage)
+        outcome = _attempt(recipe, own_process, program_callbacks, last_shortage, started)
         if not isinstance(outcome, Recipe):
             return outcome
         recipe = outcome
@@ -71,7 +72,11 @@ def run(
 
 
 def _attempt(
-    recipe: Recipe, own_process: bool, program_callbacks: Callbacks | None, last_shortage: float
+    recipe: Recipe,
+    own_process: bool,
+    program_callbacks: Callbacks | None,
+    last_shortage: float,
+    started: float,
 ) -> Result | Recipe:
     """Train to the end, or until memory runs out.
 
@@ -81,6 +86,7 @@ def _attempt(
         program_callbacks: As in `run`.
         last_shortage: Value of `time.monotonic()` when memory ran out in the previous attempt; -inf
             in the first attempt.
+        started: Value of `time.perf_counter()` at the first attempt, from which `max_time` counts.
 
     Returns:
         The result, or the recipe to resume with if memory ran out and smaller micro-batches may
@@ -93,6 +99,7 @@ def _attempt(
             closing.callback(stacks.write_to, None)
         try:
             this = prepare(recipe, interrupts, closing, program_callbacks or callbacks.received)
+            this.ledger.run_start = started
             # The calling program continues, so no reader process may outlive the run.
             if not own_process:
                 closing.callback(this.loader.close)
@@ -163,7 +170,8 @@ def train_epoch(run: Run, epoch: int) -> None:
     save_every = recipe.save.every_steps
     start = state.position.step_in_epoch
     # The run may have been killed between this step and its evaluation.
-    if 0 < start < per_epoch and is_evaluation_due(run):
+    may_evaluate = 0 < start < per_epoch and state.position.step < state.total_steps
+    if may_evaluate and is_evaluation_due(run):
         files = evaluate_within_epoch(run, epoch)
         if files:
             run.snapshots.save(files, sealed=False)
@@ -183,6 +191,8 @@ def train_epoch(run: Run, epoch: int) -> None:
     for step_in_epoch in range(start + 1, stop + 1):
         step = state.position.step + 1
         log = step % recipe.logging.every_steps == 0 or step_in_epoch == stop
+        # The loss until an evaluation is in its row of epochs.csv.
+        log = log or is_evaluation_step(run, step)
         lr = rate(step)
         state.lr = lr
         data_wait = 0.0
@@ -278,13 +288,16 @@ def open_batches(run: Run, stop: int) -> Iterator[Batch]:
     return run.loader.training(epoch, start, stop)
 
 
+def is_evaluation_step(run: Run, step: int) -> bool:
+    """Return whether `evaluate.every_steps` asks for an evaluation after a step."""
+    every = run.recipe.evaluate.every_steps
+    return every is not None and not run.resolved.speed_only and step % every == 0
+
+
 def is_evaluation_due(run: Run) -> bool:
     """Return whether the present step of `evaluate.every_steps` has not been evaluated yet."""
-    every = run.recipe.evaluate.every_steps
     step = run.state.position.step
-    if every is None or run.resolved.speed_only or step == 0:
-        return False
-    return step % every == 0 and run.state.history.evaluated_step != step
+    return is_evaluation_step(run, step) and step not in (0, run.state.history.evaluated_step)
 
 
 def evaluate_within_epoch(run: Run, epoch: int, speed: float | None = None) -> list[str]:
@@ -344,6 +357,8 @@ def note_evaluation(run: Run, epoch: int, train_loss: float, speed: float | None
         history.metric = run.task.metric
     noticing.note_undefined_metric(run.task, run.noticed, metric, epoch)
     history.evaluated_step = step
+    # If a callback has ended the run within an epoch, this step is evaluated a second time.
+    history.evaluations = [one for one in history.evaluations if one["step"] < step]
     evaluation = {"epoch": epoch + 1, "step": step, "train_loss": train_loss}
     # A metric of a user's task may have one of these names.
     history.evaluations.append({**evaluation, **metrics, **evaluation})
@@ -409,6 +424,7 @@ def end_epoch(run: Run, epoch: int, epoch_start: float) -> None:
     mistakes = Mistakes(run.task) if may_be_last else None
     next_epoch = None if may_be_last else epoch + 1
     evaluation_start = time.perf_counter()
+    is_repeated = history.evaluated_step == step
     with run.ledger.span("evaluation"), undo_on_out_of_memory(run):
         history.validation = measure(run, mistakes, next_epoch)
     metrics = strip_prefix(history.validation)
@@ -417,9 +433,11 @@ def end_epoch(run: Run, epoch: int, epoch_start: float) -> None:
     note_skipped(run)
     train_speed = reporting.compute_epoch_speed(run.timer, run.loader.samples_per_step)
     is_best = note_evaluation(run, epoch, history.losses[-1], train_speed)
-    lowered = stopping.lower_rate(run.recipe, history, epoch)
-    if lowered is not None:
-        tracker.say(lowered)
+    # A run that ends within an epoch may be resumed there, before the epoch's own evaluation.
+    if state.position.step_in_epoch == run.resolved.steps_per_epoch:
+        lowered = stopping.lower_rate(run.recipe, history, epoch)
+        if lowered is not None:
+            tracker.say(lowered)
     values = {f"val/{name}": value for name, value in metrics.items()}
     values["speed/val_samples_per_sec"] = speed
     if goodput := tracker.journal.goodput():
@@ -434,10 +452,9 @@ def end_epoch(run: Run, epoch: int, epoch_start: float) -> None:
     if patience is not None and stopping.has_lost_patience(run.resolved, state):
         tracker.say(stopping.format_patience(patience, run.task, history))
     reports = reporting.report_to_program
-    goes_on = reports(
+    if not is_repeated and not reports(
         run.resolved, state, run.callbacks, "on_evaluation", metrics=metrics, best=is_best
-    )
-    if not goes_on:
+    ):
         state.total_steps = step
     goes_on = reports(
         run.resolved,

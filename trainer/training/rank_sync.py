@@ -91,7 +91,7 @@ class RankSync:
         self._deadline = math.inf
         if self.resolved.recipe.max_time is not None:
             seconds = parse_duration(self.resolved.recipe.max_time) or math.inf
-            self._deadline = observer.ledger.start_time + seconds
+            self._deadline = observer.ledger.run_start + seconds
 
     def after_step(self, log: bool) -> SyncedState:
         """Synchronize after a training step. Collective.

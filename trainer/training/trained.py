@@ -275,10 +275,14 @@ class Trained:
         size = typed_size(typed.image_size) or facts.image_size
         shorter = facts.shorter(size)
         # The metadata describes the run, and arguments of a command replace it.
+        own_resize = self.own.data.resize
         resize = typed_size(typed.resize)
-        if resize and typed.resize != self.own.data.resize:
-            check_resize(resize, size)
-            shorter = resize
+        if (typed.resize, size) != (own_resize, facts.image_size):
+            if resize:
+                check_resize(resize, size)
+                shorter = resize
+            elif own_resize:
+                shorter = compute_shorter_side(size)
         interpolation: str = facts.interpolation
         if typed.interpolation != self.own.data.interpolation:
             interpolation = typed.interpolation

@@ -167,7 +167,7 @@ def find_metric(trained: Trained, task: Task) -> dict[str, Any]:
     metadata = trained.metadata
     # Weights of older versions, and of steps that were not evaluated, have no metric.
     if "metric" not in metadata:
-        return {"name": task.metric, "value": None}
+        return {"name": trained.own.task.metric or task.metric, "value": None}
     return {"name": json.loads(metadata["metric"]), "value": json.loads(metadata["value"])}
 
 

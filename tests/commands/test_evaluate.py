@@ -291,7 +291,8 @@ def test_metrics_of_each_evaluation_are_kept(three_parts, tmp_path):
     for name, expected in zip(("precision", "recall", "f1", "support"), figures, strict=True):
         ours = [float(row[name]) for row in classes[last, "val"]]
         assert ours == pytest.approx(expected), name
-    assert [line.split()[-1] for line in out.splitlines()[2:5]] == ["class", "blue", "red"]
+    last_words = [line.split()[-1] for line in out.splitlines()[2:5]]
+    assert last_words == ["class", "blue", "red"]
     named = tmp_path / "own.csv"
     named.write_text("a,b\n1,2\n")
     with pytest.raises(RecipeError, match=r"own\.csv .*output="):

@@ -189,7 +189,8 @@ def test_mirror_images_are_averaged_and_features_come_along(run):
     with torch.no_grad():
         probabilities = sum(run.model(view).softmax(1) for view in views) / 2
         features = sum(torch.nn.Sequential(*layers[:-1])(view) for view in views) / 2
-        unlike = (run.model(views[0]).softmax(1) - probabilities).abs().max()
+        one_view = run.model(views[0]).softmax(1)
+        unlike = (one_view - probabilities).abs().max()
     assert unlike > 1e-4
     for devices in (None, ["cpu", "cpu"]):
         for row, answer in enumerate(asking.predict(paths, devices=devices)):

@@ -64,7 +64,8 @@ def photos(tmp_path_factory):
 def evaluation_images(root, shorter, size, interpolation):
     """Return the validation images as torchvision's evaluation preset prepares them, by path."""
     mode = MODES[interpolation]
-    preset = v2.Compose([v2.Resize(shorter, mode, antialias=True), v2.CenterCrop(size)])
+    resize = v2.Resize(shorter, mode, antialias=True)
+    preset = v2.Compose([resize, v2.CenterCrop(size)])
     return {
         path: preset(open_image(str(path), 3).decode(1)) for path in sorted(root.glob("val/?/*"))
     }
@@ -172,7 +173,7 @@ def test_a_trained_model_prepares_images_as_the_run_did(photos, single):
     assert json.loads(metadata["interpolation"]) == "bicubic"
 
     images = evaluation_images(photos, 40, 32, "bicubic")
-    model = trainer.load(single)
+    model = trainer.load(single, "last")
     pixels = torch.stack([*images.values()]).double() / 255
     mean, std = (
         torch.tensor(json.loads(metadata[key])).view(-1, 1, 1).double() for key in ("mean", "std")

@@ -117,7 +117,10 @@ def test_a_family(name, size, runs, full):
     shutil.rmtree(runs / "single" / "checkpoints" / "step-00000004")
     again = train(recipe.replace(resume="auto"))
     assert losses(runs / "single") == rows and again["val_loss"] == trained["val_loss"]
-    for weights in (runs / "single", runs / "single" / "checkpoints" / "step-00000004"):
+    for weights in (
+        runs / "single" / "last.safetensors",
+        runs / "single" / "checkpoints" / "step-00000004",
+    ):
         assert evaluate_run(str(weights))["val_loss"] == pytest.approx(
             trained["val_loss"], rel=1e-4
         )

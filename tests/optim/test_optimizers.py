@@ -421,7 +421,8 @@ def test_a_state_of_the_whole_group_is_that_of_the_trained_parameters():
         trained, thawed = (nn.Parameter(torch.zeros(2)) for _ in range(2))
         parameters = [(trained, thawed)[index] for index in order]
         optimizer = torch.optim.SGD(parameters, lr=0.1)
-        state = {"step": torch.tensor(50.0), "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
+        state = dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.ones(2))
+        state["step"] = torch.tensor(50.0)
         optimizer.state[trained] = state
         fill_state(optimizer, row, momentum=0.0)
         assert [optimizer.state[p]["step"].item() for p in parameters] == [50, 50]

@@ -332,7 +332,11 @@ def test_a_trained_model_has_its_size_through_every_entry_point(single, tmp_path
         )
     assert evaluate(single)["val_loss"] == pytest.approx(result(single)["val_loss"], rel=1e-5)
     output = ok(
-        "export", f"checkpoint={single}", "format=exported_program", f"output={tmp_path}/x.pt2"
+        "export",
+        single,
+        "format=exported_program",
+        "preprocess=false",
+        f"output={tmp_path}/x.pt2",
     ).stdout
     assert "1, 8, 12" in output
     assert "1 x 8 x 12" in ok("plan", *OBLONG).stdout

@@ -118,13 +118,19 @@ def test_discovery_takes_full_names_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("top_k", "left"), [(0, [5, 6]), (1, [2, 5, 6]), (2, [2, 4, 5, 6]), (9, [1, 2, 3, 4, 5, 6])]
+    ("top_k", "left"),
+    [
+        (0, [5, 6]),
+        (1, [2, 5, 6]),
+        (2, [2, 4, 5, 6]),
+        (9, [1, 2, 3, 4, 5, 6]),
+    ],
 )
 def test_pruning_keeps_the_best_besides_the_newest(
     tmp_path: Path, top_k: int, left: list[int]
 ) -> None:
     # Steps 2 and 4 are equally good.
-    values = {1: 0.1, 2: 0.9, 3: 0.2, 4: 0.9, 5: 0.3, 6: 0.0}
+    values = dict(enumerate((0.1, 0.9, 0.2, 0.9, 0.3, 0.0), 1))
     for step in values:
         path = commit(tmp_path, make(step), keep=9)
     prune(path, 2, top_k, lambda manifest: values.get(manifest.step))

@@ -200,7 +200,9 @@ def test_predictions_are_of_names_only():
 
 def test_the_probabilities_of_views_are_averaged():
     """Also those of 0 and 1; a regression has none."""
-    views = torch.tensor([[[0.0, 1.0], [200.0, -200.0]], [[2.0, -1.0], [200.0, -200.0]]])
+    first = [[0.0, 1.0], [200.0, -200.0]]
+    second = [[2.0, -1.0], [200.0, -200.0]]
+    views = torch.tensor([first, second])
     recipe = load(None, "predict.tta=flip")
     for kind, convert in (
         (Classification, lambda rows: rows.softmax(-1)),

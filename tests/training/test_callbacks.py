@@ -148,9 +148,12 @@ def test_callbacks_of_steps_and_evaluations_see_every_one_and_can_end_the_run(tm
     assert [(int(row["epoch"]), int(row["step"])) for row in rows] == [
         (epoch, step) for epoch, step, _, _ in steps
     ]
-    assert [float(row["train_loss"]) for row in rows] == pytest.approx([row[2] for row in steps])
-    assert [float(row["lr"]) for row in rows] == pytest.approx([row[3] for row in steps])
-    assert [row[:2] for row in evaluations] == [(1, 2), (1, 3), (2, 4), (2, 5)]
+    losses_of_rows = [float(row["train_loss"]) for row in rows]
+    assert losses_of_rows == pytest.approx([row[2] for row in steps])
+    rates = [float(row["lr"]) for row in rows]
+    assert rates == pytest.approx([row[3] for row in steps])
+    places = [row[:2] for row in evaluations]
+    assert places == [(1, 2), (1, 3), (2, 4), (2, 5)]
     assert evaluations[-1][2] == run_result["val_loss"]
     assert evaluations[0][3] is True
     assert (run_result["steps"], run_result["ended_by"]) == (5, "callback")

@@ -66,6 +66,7 @@ def test_a_run_that_ends_within_an_epoch_lowers_nothing_there(tmp_path):
     train("digits", max_steps=12, output=tmp_path / "whole", **words)
     for max_steps in (8, 12):
         train("digits", max_steps=max_steps, output=tmp_path / "cut", resume="auto", **words)
-    whole, cut = ([row["lr"] for row in steps(tmp_path / name)] for name in ("whole", "cut"))
+    whole = [row["lr"] for row in steps(tmp_path / "whole")]
+    cut = [row["lr"] for row in steps(tmp_path / "cut")]
     assert whole == cut
     assert len(set(whole)) == 2 and whole[8] != whole[9]

@@ -1,6 +1,7 @@
 """Small folders of photos, as people have them."""
 
 import os
+import shutil
 
 import numpy as np
 from PIL import ExifTags, Image
@@ -180,3 +181,22 @@ def saved(path, orientation=1):
     turned = np.ascontiguousarray(TURNS[orientation](scene()))
     Image.fromarray(turned).save(path, exif=exif(orientation), quality=95)
     return str(path)
+
+
+def write_two_classes(root, coarse, size):
+    """Write 24 photos of two classes below `root`, and the same ones for validation.
+
+    Args:
+        root: directory to fill, which is returned.
+        coarse: (height, width) of random pixels, which are enlarged to a photo.
+        size: (height, width) of the photos.
+    """
+    stream = np.random.default_rng(0)
+    for number in range(24):
+        folder = root / "train" / "ab"[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = stream.integers(0, 256, (*coarse, 3), dtype=np.uint8)
+        photo = Image.fromarray(pixels).resize((size[1], size[0]))
+        photo.save(folder / f"{number:02}.png")
+    shutil.copytree(root / "train", root / "val")
+    return root

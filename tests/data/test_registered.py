@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 from torchvision.transforms.v2 import functional as vision
 
+from tests.data.loading import opened
 from trainer import tasks
 from trainer.commands.predict.labelling import Preparation
 from trainer.data import (
@@ -15,7 +16,6 @@ from trainer.data import (
     LabelledSource,
     Loader,
     TensorSet,
-    open_datasets,
     register_dataset,
 )
 from trainer.data.photos.lazy_images import Picture
@@ -24,12 +24,6 @@ from trainer.data.registered import registered
 from trainer.errors import RecipeError
 from trainer.recipe import load
 from trainer.tasks import Task, register_task
-
-
-def opened(made, *words):
-    """Return what a user's function returns, as a data set."""
-    with registered.lent("mine", lambda data: made):
-        return open_datasets(load(None, "data.name=mine", *words))
 
 
 def pair(count, size=5, channels=3):

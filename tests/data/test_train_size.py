@@ -1,7 +1,6 @@
 """data.train_size, data.resize and data.interpolation, from the photo to the trained model."""
 
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -13,8 +12,8 @@ from torchvision.transforms.v2 import functional as vision
 import trainer
 from tests.command_line import WHOLE, ok, result
 from tests.command_line import trainer as command
-from tests.data.loading import epoch
-from tests.data.test_registered import opened
+from tests.data.loading import epoch, opened
+from tests.data.photo_folders import write_two_classes
 from tests.modes.ways import EXACT, assert_same_training
 from trainer.commands.export.exporting import load as load_for_export
 from trainer.data import as_pictures, open_datasets, sampling
@@ -50,15 +49,7 @@ TRAIN = [
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
     """24 photos of two classes, of 60 x 90 pixels, and the same for validation."""
-    root = tmp_path_factory.mktemp("photos")
-    stream = np.random.default_rng(0)
-    for number in range(24):
-        folder = root / "train" / "ab"[number % 2]
-        folder.mkdir(parents=True, exist_ok=True)
-        coarse = stream.integers(0, 256, (12, 18, 3), dtype=np.uint8)
-        Image.fromarray(coarse).resize((90, 60)).save(folder / f"{number:02}.png")
-    shutil.copytree(root / "train", root / "val")
-    return root
+    return write_two_classes(tmp_path_factory.mktemp("photos"), coarse=(12, 18), size=(60, 90))
 
 
 def evaluation_images(root, shorter, size, interpolation):

@@ -9,11 +9,11 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torchvision.transforms import v2
 
 from tests.command_line import losses, ok, result, trainer
 from tests.data.loading import epoch
+from tests.data.photo_folders import write_two_classes
 from tests.modes.ways import EXACT, SHALLOW, SMALL, assert_same_training
 from trainer.data import DataShare, as_pictures, open_datasets, sampling
 from trainer.data.photos.decoding import open_image
@@ -56,15 +56,7 @@ def pictures_of(datasets, batches):
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
     """24 photos of two classes, of 40 x 56 pixels."""
-    root = tmp_path_factory.mktemp("photos")
-    stream = np.random.default_rng(0)
-    for number in range(24):
-        folder = root / "train" / "ab"[number % 2]
-        folder.mkdir(parents=True, exist_ok=True)
-        coarse = stream.integers(0, 256, (5, 7, 3), dtype=np.uint8)
-        Image.fromarray(coarse).resize((56, 40)).save(folder / f"{number:02}.png")
-    shutil.copytree(root / "train", root / "val")
-    return root
+    return write_two_classes(tmp_path_factory.mktemp("photos"), coarse=(5, 7), size=(40, 56))
 
 
 @pytest.mark.parametrize("channels", [1, 3])

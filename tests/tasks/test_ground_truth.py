@@ -13,12 +13,12 @@ import torch
 
 from tests.command_line import QUIET, losses
 from tests.models.families import SEEN, Recording
+from tests.tasks.evaluated_runs import SIZE, Rounded, train_and_evaluate
 from trainer import tasks, train
 from trainer.recipe import load
 
 COUNT = 64
 CLASSES = 4
-SIZE = 8
 
 
 def images():
@@ -163,47 +163,6 @@ def test_losses_are_those_of_a_plain_loop(task, smoothing, weighing, mix, tmp_pa
     assert len(shares) == 2 * COUNT
 
 
-class Rounded(Recording):
-    """A model whose outputs are whole numbers, so most samples have several classes with the same
-    score, as with bfloat16.
-    """
-
-    def forward(self, x):
-        return self.fc(x.flatten(1)).round()
-
-
-def evaluated(task, targets, names, folder, model):
-    """Return the metrics of a run for validation images in uneven batches, and the model's outputs
-    for them.
-    """
-    generator = np.random.default_rng(5)
-    pixels = generator.integers(
-        0,
-        256,
-        (len(targets), 3, SIZE, SIZE),
-        dtype=np.uint8,
-    )
-    ready = (torch.from_numpy(pixels) / 255 - 0.5) / 0.25
-    result = train(
-        None,
-        f"task.name={task}",
-        *QUIET,
-        "data.mean=[0.5,0.5,0.5]",
-        "data.std=[0.25,0.25,0.25]",
-        "batch_size=16",
-        "epochs=1",
-        "threads=1",
-        "optimizer.lr=1e-9",
-        "mode=single",
-        model=model,
-        output=str(folder),
-        data=((pixels[:32], targets[:32]), (pixels, targets), names),
-    )
-    with torch.no_grad():
-        outputs = model.eval()(ready).double().numpy()
-    return result, outputs
-
-
 @pytest.mark.parametrize("there", [range(7), [1, 4, 6], [5]], ids=["all classes", "some", "one"])
 def test_accuracies_are_scikit_learns(there, tmp_path):
     """The first of several classes with the same score is the answer, like NumPy's argmax, and the
@@ -213,7 +172,7 @@ def test_accuracies_are_scikit_learns(there, tmp_path):
 
     targets = np.random.default_rng(6).choice(list(there), 75)
     names = list("abcdefg")
-    result, outputs = evaluated(
+    result, outputs = train_and_evaluate(
         "classification", targets, names, tmp_path / "run", Rounded(len(names))
     )
     assert result["val_top1"] == pytest.approx(accuracy_score(targets, outputs.argmax(1)))
@@ -248,7 +207,7 @@ def test_f1_is_scikit_learns(tmp_path):
     model = Recording(6)
     with torch.no_grad():
         model.fc.weight[5] = 0  # no probability is above 0.5
-    result, outputs = evaluated("multilabel", targets, names, tmp_path / "run", model)
+    result, outputs = train_and_evaluate("multilabel", targets, names, tmp_path / "run", model)
     message = outputs > 0
     assert result["val_f1"] == pytest.approx(f1_score(targets, message, average="micro"))
     assert result["val_f1_macro"] == pytest.approx(
@@ -270,7 +229,7 @@ def test_errors_of_a_regression_are_scikit_learns(tmp_path):
     from sklearn.metrics import mean_absolute_error, mean_squared_error, r2_score
 
     targets = np.random.default_rng(8).normal(1000, 3, (75, 2)).astype(np.float32)
-    result, outputs = evaluated(
+    result, outputs = train_and_evaluate(
         "regression",
         targets,
         ["a", "b"],

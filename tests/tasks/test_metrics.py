@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.command_line import QUIET, ok, result, rows, trainer
-from tests.tasks.test_ground_truth import Recording, Rounded, evaluated
+from tests.models.families import Recording
+from tests.tasks.evaluated_runs import Rounded, train_and_evaluate
 from trainer import tasks
 from trainer.errors import RecipeError
 from trainer.recipe import load, metric_table
@@ -83,7 +84,9 @@ def test_metrics_of_one_class_are_scikit_learns(there, tmp_path):
     model = Rounded(7)
     with torch.no_grad():
         model.fc.weight[3] = model.fc.weight[0]  # so it is never predicted
-    result, outputs = evaluated("classification", targets, list("abcdefg"), tmp_path / "run", model)
+    result, outputs = train_and_evaluate(
+        "classification", targets, list("abcdefg"), tmp_path / "run", model
+    )
     predicted = outputs.argmax(1)
     probabilities = torch.from_numpy(outputs).softmax(1).numpy()
     by_class = rank_scores(np.eye(7)[targets], probabilities)
@@ -117,7 +120,9 @@ def test_metrics_of_labels_are_scikit_learns(tmp_path):
     model = Rounded(6)
     with torch.no_grad():
         model.fc.weight[5] = 0
-    result, outputs = evaluated("multilabel", targets, list("abcdef"), tmp_path / "run", model)
+    result, outputs = train_and_evaluate(
+        "multilabel", targets, list("abcdef"), tmp_path / "run", model
+    )
     predicted = outputs > 0
     by_class = rank_scores(targets, outputs)
     expected = {
@@ -138,7 +143,9 @@ def test_the_error_of_a_regression_is_scikit_learns(tmp_path):
 
     draw = np.random.default_rng(8)
     targets = draw.normal(1000, (1, 30), (75, 2)).astype(np.float32)
-    result, outputs = evaluated("regression", targets, ["a", "b"], tmp_path / "run", Recording(2))
+    result, outputs = train_and_evaluate(
+        "regression", targets, ["a", "b"], tmp_path / "run", Recording(2)
+    )
     expected = root_mean_squared_error(targets, outputs)
     assert result["val_rmse"] == pytest.approx(expected, rel=1e-5)
 

@@ -193,7 +193,7 @@ class Tracker(NullTracker):
             last_step = position.step if is_evaluated else position.step - 1
             self._epochs = EpochsFile(self.path, last_step, self.say)
             if self.recipe.logging.tensorboard:
-                self._has_old_tags = has_old_tags(self.path) and position.step > 0
+                self._has_old_tags = position.step > 0 and has_old_tags(self.path)
                 self._metric = metric
                 trim_events(self.path, position, is_evaluated, self.say)
                 self._events = Events(self.path)

@@ -87,13 +87,22 @@ def full(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--all"))
 
 
+def _is_slow(item: pytest.Item) -> bool:
+    """Whether a test is marked `slow`, or `slow(cases=[...])` with the id of its parameters."""
+    for marker in item.iter_markers("slow"):
+        cases = marker.kwargs.get("cases")
+        if cases is None or item.callspec.id in cases:
+            return True
+    return False
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--all"):
         for item in items:
             if marker := item.get_closest_marker("full"):
                 reason = next(iter(marker.args), "one of several alike, or long")
                 item.add_marker(pytest.mark.skip(reason=f"{reason}: --all"))
-            elif item.get_closest_marker("slow") and not config.getoption("--slow"):
+            elif _is_slow(item) and not config.getoption("--slow"):
                 item.add_marker(pytest.mark.skip(reason="takes seconds: --slow"))
     from trainer.recipe.checks import list_refused_schedules
 

@@ -411,6 +411,9 @@ def check_doors(name: str, size: int, home: Path) -> None:
         check_rows(by_command(home / "told" / output.name, output, *words), message)
 
 
+@pytest.mark.slow(
+    cases=["folders-48", "tar_of_folders-48", "webdataset-48", "nested-48", "table-48"]
+)
 @pytest.mark.parametrize(
     ("name", "size"),
     [
@@ -456,6 +459,7 @@ MUTANTS: dict[str, tuple[str, Any, str, Any]] = {
 }
 
 
+@pytest.mark.slow(cases=["Unicode", "orientation", "transparency"])
 @pytest.mark.parametrize("door", MUTANTS)
 def test_a_wrong_entry_point_is_detected(door, home, monkeypatch):
     name, room, function, mutant = MUTANTS[door]
@@ -466,6 +470,7 @@ def test_a_wrong_entry_point_is_detected(door, home, monkeypatch):
         check_doors(name, CUT, home)
 
 
+@pytest.mark.slow(cases=["96", "48"])
 @pytest.mark.parametrize("size", [CUT, RESIZED])
 def test_a_program_may_hand_over_an_image_in_any_form(size, home):
     run = trainer.load(home / f"base-{size}")

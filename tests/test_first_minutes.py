@@ -216,6 +216,7 @@ def test_the_trip_ends_in_time_with_the_finished_parts(machine):
     assert figures[-2] == "not reached"
 
 
+@pytest.mark.slow(cases=["9"])
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
 )
@@ -240,6 +241,7 @@ def test_words_of_its_runs_are_words_of_recipes(net):
     )
 
 
+@pytest.mark.slow
 def test_runs_that_differ_in_a_bit_differ_and_equal_ones_do_not(tmp_path):
     words = [
         "recipe=digits",

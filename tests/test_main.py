@@ -79,6 +79,7 @@ def test_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert load(tmp_path / "printed.yaml").to_dict() == load("resnet50", "epochs=3").to_dict()
 
 
+@pytest.mark.slow(cases=["torch"])
 @pytest.mark.parametrize("module", ["pydantic", "torch"])
 def test_ctrl_c_during_imports_ends_without_a_word(module: str, tmp_path: Path) -> None:
     (tmp_path / f"{module}.py").write_text(

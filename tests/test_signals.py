@@ -100,6 +100,7 @@ def test_one_signal_counts_once_in_every_combination(home, mode, moment, launche
 # -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(cases=["ddp-launcher-ours"])
 @pytest.mark.parametrize(
     ("mode", "target", "launcher"),
     [
@@ -319,6 +320,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow(cases=["ddp-2-2-Interrupted"])
 @pytest.mark.parametrize(
     ("mode", "nproc", "number", "raised"),
     [

@@ -77,6 +77,7 @@ def older(tmp_path):
     return {"PYTHONPATH": f"{tmp_path / 'older'}:{PROJECT}"}
 
 
+@pytest.mark.slow(cases=["dualpipev-plan", "interleavedzerobubble-train", "dualpipev-train"])
 @pytest.mark.parametrize("command", ["train", "plan"])
 @pytest.mark.parametrize("schedule", SPLIT_BACKWARD)
 def test_combinations_that_crash_are_refused_at_once(schedule, command, older):

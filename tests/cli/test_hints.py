@@ -149,6 +149,7 @@ ROOMS = sorted(
 )
 
 
+@pytest.mark.slow(cases=["recipe"])
 @pytest.mark.parametrize("room", ROOMS)
 def test_suggestions_in_messages_are_accepted(room: str) -> None:
     place = PROJECT / "trainer" / room

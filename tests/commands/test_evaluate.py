@@ -51,6 +51,7 @@ def worsened(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_every_entry_point_uses_the_best_weights_or_those_that_are_named(worsened, tmp_path):
     run_result = result(worsened)
     expected = {"": run_result["best_top1"], "best": run_result["best_top1"]}
@@ -260,6 +261,7 @@ def read_metrics(path):
     return overall, classes
 
 
+@pytest.mark.slow
 def test_metrics_of_each_evaluation_are_kept(three_parts, tmp_path):
     """Classes of the split test have each other's labels."""
     from sklearn.metrics import precision_recall_fscore_support

@@ -67,6 +67,7 @@ def test_a_webp_whose_chunks_do_not_fit_is_looked_at_and_one_with_metadata_is_wh
         assert not is_complete(os.fsencode(path))
 
 
+@pytest.mark.slow(cases=["png"])
 @pytest.mark.parametrize(
     "kind", ["png", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gif", "tiff"))]
 )
@@ -141,6 +142,7 @@ def skipped(folder):
 ALL = {("train", "ant/3.jpg"), ("train", "bee/5.jpg"), ("val", "ant/1.jpg")}
 
 
+@pytest.mark.slow(cases=["words2"])
 @pytest.mark.parametrize("words", [(), ("augment.crop=none",), ("mode=ddp", "nproc=2")])
 def test_damaged_photos_are_refused_before_the_first_step(photos, words):
     """The images are read from files, decoded into memory, or read by two ranks."""
@@ -151,6 +153,7 @@ def test_damaged_photos_are_refused_before_the_first_step(photos, words):
     assert "data.on_error=skip" in line and not (photos.parent / "run").exists()
 
 
+@pytest.mark.slow
 def test_skipped_ones_are_listed_and_the_order_stays(photos):
     checked = photos.parent / "checked"
     unchecked = photos.parent / "unchecked"

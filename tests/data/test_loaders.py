@@ -92,6 +92,7 @@ def sharded(loading, sets, shards, pieces, *words):
     return [(torch.cat([x for x, _ in row]), torch.cat([t for _, t in row])) for row in rows]
 
 
+@pytest.mark.slow(cases=["false-resized-photo_sets"])
 @pytest.mark.parametrize("sets", [memory_sets, photo_sets])
 @pytest.mark.parametrize("crop", ["pad", "resized"])
 @pytest.mark.parametrize("channels_last", ["true", "false"])
@@ -125,6 +126,7 @@ def test_an_epoch_can_be_entered_in_the_middle(loading, sets, words):
     assert epoch(loading(sets(), *words), 3, start=3) == []
 
 
+@pytest.mark.slow(cases=["3-memory_sets", "3-photo_sets", "2-photo_sets"])
 @pytest.mark.parametrize("sets", [memory_sets, photo_sets])
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_evaluation_counts_each_sample_once(loading, sets, shards):

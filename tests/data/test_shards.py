@@ -76,6 +76,7 @@ def same(run, other):
         assert result(run)[key] == result(other)[key]
 
 
+@pytest.mark.slow(cases=["tar"])
 @pytest.mark.parametrize("kind", ["tar", "wds"])
 def test_losses_are_those_of_folders(sets, folders, kind, tmp_path):
     finished = trained(sets, kind, tmp_path / "run")
@@ -104,6 +105,7 @@ def test_losses_of_parquet_are_those_of_folders(sets, folders, tmp_path):
     same(tmp_path / "parquet", tmp_path / "folders")
 
 
+@pytest.mark.slow
 def test_a_split_of_its_own_is_remembered_evaluated_and_predicted(sets, tmp_path):
     members = [
         (f"{path.parent.name}/{path.name}", path.read_bytes())

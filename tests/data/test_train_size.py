@@ -186,6 +186,7 @@ def test_a_trained_model_prepares_images_as_the_run_did(photos, single):
     assert "bicubic with antialiasing" in exported["resize"]
 
 
+@pytest.mark.slow
 def test_resuming_with_other_sizes_is_refused(photos, single):
     words = [*TRAIN, f"data.root={photos}", "mode=single", f"output={single}", "resume=auto"]
     for word in ("data.train_size=32", "data.interpolation=bilinear", "data.resize=36"):

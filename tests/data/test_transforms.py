@@ -95,6 +95,7 @@ def test_the_strength_of_rand_augment_is_torchvisions(loading):
         assert torch.equal(picture.permute(2, 0, 1), expected)
 
 
+@pytest.mark.slow(cases=["0"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_photos_are_transformed_as_by_torchvision(loading, photos, workers):
     words = [

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.command_line import ok
@@ -43,6 +44,7 @@ def describe_version(folder):
     return json.loads(json.dumps(version))
 
 
+@pytest.mark.slow
 def test_each_difference_from_the_version_before_has_a_line(tmp_path):
     page = (GUIDE / "changes.md").read_text()
     before = json.loads(BEFORE.read_text())

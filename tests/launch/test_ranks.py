@@ -46,6 +46,7 @@ def test_a_rank_that_fails_by_itself_is_not_restarted(tmp_path: Path) -> None:
     assert result(tmp_path / "run")["status"] == "failed"
 
 
+@pytest.mark.slow(cases=["1"])
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_the_fork_server_of_ranks_is_killed(restarts: int, tmp_path: Path) -> None:
     words = [*WORDS[:2], "epochs=40", *WORDS[3:], "nproc=2"]

@@ -21,6 +21,7 @@ from trainer.telemetry.readable import format_size
 from trainer.versions import torch_has
 
 
+@pytest.mark.slow(cases=["words0"])
 @pytest.mark.parametrize(
     "words", [["optimizer.name=adam", "optimizer.lr=0.01", "ema=0.9"], ["optimizer.momentum=0.9"]]
 )
@@ -78,6 +79,7 @@ def test_replicas_of_data_parallel():
 ALL = ["accumulate", "recompute", "precision"]
 
 
+@pytest.mark.slow(cases=["mode2-1020MiB-keys2"])
 @pytest.mark.parametrize(
     ("mode", "memory", "keys"),
     [
@@ -125,6 +127,7 @@ def test_the_outer_optimizer_of_local_sgd_is_counted():
         assert each["disk"]["checkpoint"] == actual[0]["disk"]["checkpoint"] + copies * weights
 
 
+@pytest.mark.slow
 def test_memory_of_cuda_and_nccl_is_subtracted():
     words = ["model.name=mlp", "data.name=synthetic", "data.image_size=8", "batch_size=96"]
 

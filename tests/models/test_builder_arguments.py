@@ -22,6 +22,7 @@ def create(*words, size=32):
     return build(load(None, *words).model, 10, 3, size)
 
 
+@pytest.mark.slow
 def test_arguments_of_torchvision_reach_its_builder():
     words = ["model.name=resnet18", "model.args.zero_init_residual=true"]
     torch.manual_seed(0)
@@ -31,6 +32,7 @@ def test_arguments_of_torchvision_reach_its_builder():
     assert call and "zero_init_residual=True" in call
 
 
+@pytest.mark.slow
 def test_arguments_of_a_model_that_computes_while_it_is_built():
     model = create("model.name=regnet_y_400mf", "model.args.stem_width=16")
     assert model.stem[0].out_channels == 16

@@ -94,6 +94,16 @@ def check_names(model: nn.Module, stages: list[nn.Module]) -> None:
     assert all(union[name] is whole[name] for name in whole)
 
 
+@pytest.mark.slow(
+    cases=[
+        "resnet20-eval",
+        "mobilenet_v3-eval",
+        "mobilenet_v3-train",
+        "resnet-eval",
+        "vit_tiny-eval",
+        "resnet-train",
+    ]
+)
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize(
     "name",

@@ -23,6 +23,7 @@ def test_every_torchvision_classifier_is_known_without_importing_it():
     )
 
 
+@pytest.mark.slow(cases=["densenet121"])
 @pytest.mark.parametrize(
     "name",
     ["resnet18", "vgg11", "densenet121", "squeezenet1_0", "vit_b_16", "convnext_tiny", "swin_t"],

@@ -127,6 +127,7 @@ def test_a_generator_for_each_card_is_saved_and_older_checkpoints_go_on():
 # Memory and order of work.
 
 
+@pytest.mark.slow
 def test_trials_of_plans_leave_no_streams_and_no_memory(monkeypatch):
     monkeypatch.setattr(stages, "MAX_TRIAL_STEPS", 2)
     with simulated(2) as machine:

@@ -90,6 +90,7 @@ def single(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow(cases=["1f1b-muon's convolutions", "zbv-frozen"])
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_mode_has_the_losses_of_single(way, option, single, tmp_path, full):
@@ -117,6 +118,7 @@ def test_every_mode_has_the_losses_of_single(way, option, single, tmp_path, full
             torch.testing.assert_close(ours[name], reference[name], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_the_rate_is_for_the_whole_batch(tmp_path):
     """The number of ranks and micro-batches does not change it."""
     words = [*SHORT, "model.name=cnn_gn"]
@@ -148,6 +150,7 @@ def trained(tmp_path_factory):
     return folder / "last.safetensors"
 
 
+@pytest.mark.slow(cases=["sync_bn", "ddp"])
 @pytest.mark.parametrize("way", NORMS)
 def test_frozen_weights_stay_to_the_last_bit(way, trained, tmp_path, full):
     """BatchNorm's statistics too, in the moving average as well; the file has that."""
@@ -310,6 +313,7 @@ def test_the_trained_blocks_may_change_in_every_mode_with_whole_models(way, unfr
     torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow(cases=["words0-requires_grad"])
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -32,6 +32,7 @@ def single(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_uneven_micro_batches_has_the_losses_of_single(single, tmp_path):
     words = ["mode=pipeline", "devices=[cpu,cpu]", "pipeline.split_size=24"]
     ok(*SAME, "model.name=cnn_gn", *words, f"output={tmp_path / 'run'}", timeout=300)
@@ -83,6 +84,7 @@ SHOWS = (
 )
 
 
+@pytest.mark.slow
 def test_the_guide_has_this_table():
     assert options_table() in (GUIDE / "modes.md").read_text()
 
@@ -330,6 +332,7 @@ AUTO = [
 ]
 
 
+@pytest.mark.slow
 def test_a_measurement_without_enough_memory_is_not_the_end(tmp_path):
     """A measurement in one process rejects what does not fit: a trial of 4 micro-batches, and
     probes of more than 2 images.

@@ -73,6 +73,7 @@ def single(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow(cases=["local_sgd averaging every step 2", "streams", "split", "dp"])
 @pytest.mark.parametrize(
     "pair",
     [

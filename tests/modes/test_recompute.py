@@ -125,6 +125,7 @@ def everything(folder):
     }
 
 
+@pytest.mark.slow(cases=["bf16", "split"])
 @pytest.mark.parametrize(
     "way",
     [
@@ -177,6 +178,7 @@ def both_ways(words, folder):
     return folder / "false", folder / "true"
 
 
+@pytest.mark.slow
 def test_recompute_may_change_on_resume(trained, home):
     """The run is stopped, resumed with the other setting, stopped again and resumed with the first
     setting.
@@ -415,6 +417,7 @@ def test_the_proof_sees(mutant, monkeypatch):
         set_up(noisy_block())
 
 
+@pytest.mark.slow(cases=["mobilenet_v3_small"])
 @pytest.mark.parametrize(
     "name", ["cnn", "fast_cnn_small", "resnet8", "vit_tiny", "mobilenet_v3_small"]
 )
@@ -573,6 +576,7 @@ def force(num_classes, channels, image_size):
 """
 
 
+@pytest.mark.slow
 def test_a_model_that_takes_gradients_in_its_forward_has_two_backward_passes_through_a_block(
     tmp_path,
 ):

@@ -256,6 +256,7 @@ def test_running_statistics_of_single_images_are_refused_where_only_rank_0_would
     check_alone(tracking, "weights")  # Only local_sgd averages these.
 
 
+@pytest.mark.slow(cases=["swin_t-True", "swin_t-False"])
 @pytest.mark.parametrize("channels_last", [True, False])
 @pytest.mark.parametrize("name", ["vit_tiny", "cnn", "swin_t"])
 def test_sent_tensors_are_contiguous_at_every_cut(name, channels_last):

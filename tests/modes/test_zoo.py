@@ -86,6 +86,36 @@ def here(monkeypatch):
 SAMPLE = [*ODD][::2]
 
 
+@pytest.mark.slow(
+    cases=[
+        "Captured",
+        "RunningCentre",
+        "AnnealedMomentum",
+        "Quantised",
+        "Gained",
+        "CountedInScript",
+        "Detached",
+        "Clamped",
+        "OwnTrain",
+        "Pruned",
+        "Counted",
+        "Unused",
+        "CountedInEvaluation",
+        "ParameterHooks",
+        "InnerHook",
+        "CountedByIterator",
+        "Plain",
+        "CountedInCounter",
+        "Reversed",
+        "Spectral",
+        "Routed",
+        "Checkpointed",
+        "ScalarParameter",
+        "CountedInGlobal",
+        "CountedInClosure",
+        "Dropped",
+    ]
+)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in SAMPLE)) for name in ODD]
 )

@@ -358,6 +358,7 @@ def test_what_is_frozen_has_no_state_and_stays(name):
     assert not torch.equal(model[3].weight, small()[3].weight)
 
 
+@pytest.mark.slow(cases=["muon"])
 @pytest.mark.parametrize("name", NAMES)
 def test_parts_of_a_model_take_the_steps_of_the_whole(name):
     """Stages hold parts of a model: matrices alone, no matrices, or vectors alone."""

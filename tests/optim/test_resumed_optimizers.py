@@ -50,6 +50,7 @@ def compare(words: list[str], tmp_path: Path) -> None:
     assert checkpoint(whole) and checkpoint(run) == checkpoint(whole)
 
 
+@pytest.mark.slow(cases=["single-adamw", "single-adafactor"])
 @pytest.mark.parametrize(
     # One optimizer of each kind is fast: fused, and not fused.
     "name",
@@ -70,6 +71,7 @@ def test_every_optimizer_resumes_to_the_bit(name, mode, tmp_path):
     compare(words, tmp_path)
 
 
+@pytest.mark.slow(cases=["step", "exponential", "cosine", "constant", "plateau"])
 @pytest.mark.parametrize("name", LR_SCHEDULES)
 def test_every_schedule_resumes_to_the_bit(name, tmp_path):
     # An epoch has three or four steps, and there is no warm-up: the rates are the schedule's.

@@ -242,6 +242,7 @@ def test_results_own_their_memory(batch_size, pools):
     assert items[5][0] == 5
 
 
+@pytest.mark.slow
 def test_memory_stays_flat(full):
     """Memory is compared after 10,000 and 1,000,000 streamed items, in the parent and in the
     workers.
@@ -253,16 +254,15 @@ def test_memory_stays_flat(full):
 
     sizes = []
     with DevicePool(["cpu", "cpu"], workers.Sums, batch_size=500) as pool:
-        pids = [
-            os.getpid(),
-            *{job.result() for job in [pool.submit(workers.who, pause=0.05) for _ in range(4)]},
-        ]
+        pids = {os.getpid()}
+        while len(pids) < 3:  # one worker may start later than the other
+            pids.add(pool.submit(workers.who, pause=0.05).result())
         items = (torch.full((20,), float(i % 100)) for i in range(1_000_000 if full else 60_000))
         for i, result in enumerate(pool.map(items)):
             if i % 5000 == 4999:
                 assert result.item() == 20 * (i % 100)
                 sizes.append(resident(pids))
-    assert len(pids) == 3 and max(sizes[2:]) <= 1.05 * sizes[1]
+    assert max(sizes[2:]) <= 1.05 * sizes[1]
 
 
 def test_sparse_tensors_are_refused(pools):

@@ -281,6 +281,7 @@ def unflatten(words: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
+@pytest.mark.slow
 def test_advice_works_when_it_is_followed(full: bool) -> None:
     """Whatever is wrong, each way out that the line names leads to a recipe that runs; no key is
     named twice.

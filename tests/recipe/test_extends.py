@@ -136,6 +136,7 @@ def test_a_word_is_not_blamed_on_the_file(tmp_path: Path) -> None:
         load("digits", extends="mnist")
 
 
+@pytest.mark.slow
 def test_a_runs_recipe_is_complete_without_the_files_it_came_from(tmp_path: Path) -> None:
     base = "extends: digits_single\nmodel: {name: mlp}\n"
     own = "extends: base.yaml\nmax_steps: 1\n"

@@ -258,6 +258,7 @@ def test_models_take_them(name):
         assert model.eval()(torch.zeros(2, 3, 64, 96)).shape == (2, 5)
 
 
+@pytest.mark.slow(cases=["vit_b_16-size0-224"])
 @pytest.mark.parametrize(
     ("name", "size", "works"),
     [
@@ -312,6 +313,7 @@ def single(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow(cases=["fsdp", "ddp"])
 @pytest.mark.parametrize("way", ["ddp", "1f1b", "fsdp"])
 def test_modes_train_as_single_does(single, way, tmp_path):
     run = tmp_path / "run"

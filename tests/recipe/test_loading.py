@@ -121,6 +121,7 @@ TEXTS += ["distill.teacher"]
 TEXTS += ["task.name", "logging.mlflow"]
 
 
+@pytest.mark.slow(cases=["data.root", "task.name"])
 @pytest.mark.parametrize("key", TEXTS)
 def test_a_text_is_taken_letter_by_letter_and_comes_back(
     tmp_path: Path, key: str, full: bool
@@ -446,6 +447,7 @@ def mutate(generator: random.Random, tree: dict[str, Any]) -> bytes:
     return bytes(data)
 
 
+@pytest.mark.slow
 def test_fuzzed_recipes_raise_nothing_but_recipe_errors(tmp_path: Path, full: bool) -> None:
     generator = random.Random(9)
     file = tmp_path / "fuzzed.yaml"

@@ -298,6 +298,7 @@ def newest_in(folder):
     return max((path.name for path in folder.glob("checkpoints/step-????????")), default="")
 
 
+@pytest.mark.slow
 def test_a_lock_that_somebody_removed_is_made_again(tmp_path):
     with at_work(tmp_path / "run") as run:
         (tmp_path / "run" / ".lock").unlink()
@@ -315,6 +316,7 @@ def changes_in(folder):
     return {path: path.stat().st_mtime_ns for path in files}
 
 
+@pytest.mark.slow
 def test_a_run_whose_lock_another_one_took_ends_and_writes_nothing(tmp_path):
     folder = tmp_path / "run"
     with at_work(folder) as first:
@@ -347,6 +349,7 @@ def test_a_run_whose_folder_is_gone_ends_and_makes_no_other(tmp_path, how):
     assert [*folder.rglob("*")] == []
 
 
+@pytest.mark.slow
 def test_a_requeued_job_continues_its_own_folder(tmp_path):
     """The job continues on another node, without resume=auto, below runs/ or in a named folder.
 

@@ -125,6 +125,7 @@ def alike(one, two):
     )
 
 
+@pytest.mark.slow(cases=["words1"])
 @pytest.mark.parametrize("words", [*RUNS, *SLOW, *FULL])
 def test_a_run_with_replays_is_the_run_without(words):
     launched, replayed, count, message = both(words)
@@ -185,6 +186,13 @@ MUTANTS = {
 }
 
 
+@pytest.mark.slow(
+    cases=[
+        "the current stream is recorded",
+        "a loss is not cloned",
+        "side stream waits for nothing",
+    ]
+)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant(name):
     launched, replayed, _, message = both("model.name=mlp graphs=true", [MUTANTS[name]])

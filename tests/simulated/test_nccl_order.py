@@ -119,6 +119,7 @@ def check_a_run(schedule, ranks, virtual, m, replicas=1):
     return notes
 
 
+@pytest.mark.slow(cases=["zbv-8-2-8", "dualpipev-4-2-9"])
 @pytest.mark.parametrize(
     ("schedule", "ranks", "virtual", "m"),
     [
@@ -227,6 +228,7 @@ def evaluation(schedule, ranks, virtual, m, waves=True):
     return notes
 
 
+@pytest.mark.slow
 def test_evaluation_needs_no_buffers(full):
     for schedule, virtual in KINDS:
         for ranks, sample in ((2, (1, 2, 3, 8)), (4, (1, 4, 7)), (8, (16,))):

@@ -77,6 +77,13 @@ MORE = [
 LONG = [pytest.param(words, marks=pytest.mark.full("variants of the other runs")) for words in MORE]
 
 
+@pytest.mark.slow(
+    cases=[
+        "words1",
+        "mode=dp model.name=mlp precision=bf16 devices=[cuda:0,cuda:1,cuda:2]",
+        "words3",
+    ]
+)
 @pytest.mark.parametrize(
     "words", [*RUNS[:4], *(pytest.param(w, marks=pytest.mark.slow) for w in RUNS[4:]), *LONG]
 )
@@ -259,6 +266,7 @@ def test_ranks_on_cuda_are_ranks_on_the_cpu():
         assert waits == set(), case
 
 
+@pytest.mark.slow(cases=["mode=pipeline-0:3-1"])
 @pytest.mark.parametrize(
     ("words", "hung", "timeout"),
     [

@@ -83,6 +83,7 @@ def wrong(use):
         return machine.errors[0] if machine.errors else None
 
 
+@pytest.mark.slow(cases=["pipelined"])
 @pytest.mark.parametrize(
     "use", sorted({use for uses in USES.values() for use in uses}, key=lambda use: use.__name__)
 )

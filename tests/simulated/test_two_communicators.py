@@ -26,6 +26,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.slow
 def test_a_run_in_which_nobody_is_lost(tmp_path):
     ok(*WORDS, PLUGIN, f"output={tmp_path / 'run'}")
     assert result(tmp_path / "run")["steps"] == 9

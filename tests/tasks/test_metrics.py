@@ -238,6 +238,7 @@ def broken(outputs, targets):
 """
 
 
+@pytest.mark.slow
 def test_a_users_metric_decides(tmp_path):
     from sklearn.metrics import cohen_kappa_score
 

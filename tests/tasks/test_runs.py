@@ -183,6 +183,17 @@ def test_every_task_has_a_case():
     assert all(f"task.name={name}" in words for name in {*TASKS} - {"classification"})
 
 
+@pytest.mark.slow(
+    cases=[
+        "weighted-hogwild",
+        "multilabel mixed-1f1b",
+        "focal-ddp",
+        "tokens-ddp",
+        "segmentation-1f1b",
+        "measurements-streams",
+        "regression-split",
+    ]
+)
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "single"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_task_in_every_mode(kind, mode, single, home, tmp_path, full):
@@ -203,6 +214,7 @@ def test_every_task_in_every_mode(kind, mode, single, home, tmp_path, full):
             assert ours[key] == pytest.approx(reference[key], rel=1e-4, abs=1e-4), key
 
 
+@pytest.mark.slow(cases=["segmentation"])
 @pytest.mark.parametrize(
     "kind", ["segmentation", "tokens", pytest.param("multilabel", marks=pytest.mark.full)]
 )

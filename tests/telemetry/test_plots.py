@@ -48,6 +48,7 @@ def test_the_ground_is_transparent(tmp_path):
     assert any(image.getpixel((x, image.height // 2))[3] for x in range(image.width))
 
 
+@pytest.mark.slow(cases=["bars1"])
 @pytest.mark.parametrize(
     "bars", [BARS, [*BARS, *BARS], BARS[:1], [*BARS[:2], ("pipeline nproc=2", None, 0, "exit 2")]]
 )

@@ -48,6 +48,7 @@ def named(ranks, seconds, seed=1, slow=(1.0, 0.0), rank=0):
     return collected
 
 
+@pytest.mark.slow(cases=["4"])
 @pytest.mark.parametrize("ranks", TRACES)
 def test_a_week_of_healthy_minutes_names_nobody(ranks, full):
     assert named(ranks, WEEK if full else WEEK // 14) == []

@@ -112,6 +112,7 @@ def test_a_meaningless_rate_is_not_printed(tmp_path):
     ]
 
 
+@pytest.mark.slow(cases=["mode1"])
 @pytest.mark.parametrize("mode", [["mode=single"], ["mode=ddp", "nproc=2"]])
 def test_epochs_csv_of_a_killed_run_is_that_of_a_whole_one(mode, tmp_path):
     """The run is killed after the second evaluation, and resumed from a step before it."""

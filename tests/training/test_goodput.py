@@ -27,6 +27,7 @@ RUN = [
 ]
 
 
+@pytest.mark.slow
 def test_every_end_has_its_cause_and_the_parts_add_up(tmp_path):
     """The run ended in several ways before it was completed; its seconds are compared with those
     measured outside.

@@ -66,6 +66,7 @@ def read_evaluations(folder):
     return evaluations
 
 
+@pytest.mark.slow
 def test_an_evaluation_within_an_epoch_changes_no_training_and_decides_the_best(single, tmp_path):
     ok(*SHORT, "mode=single", f"output={tmp_path / 'plain'}")
     plain = read_last(tmp_path / "plain")
@@ -84,6 +85,7 @@ def test_an_evaluation_within_an_epoch_changes_no_training_and_decides_the_best(
     assert top1 == pytest.approx(float(metadata["value"])) == result(single)["best_top1"]
 
 
+@pytest.mark.slow(cases=["local_sgd"])
 @pytest.mark.parametrize(
     "mode",
     [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in MODES],
@@ -105,6 +107,7 @@ def test_every_mode_evaluates_the_weights_that_it_saves(mode, single, tmp_path):
     assert evaluate_run(checkpoint)["val_loss"] == pytest.approx(evaluations[3][0], rel=1e-4)
 
 
+@pytest.mark.slow(cases=["kill@0:4-single"])
 @pytest.mark.parametrize(
     ("fault", "mode"),
     [
@@ -137,6 +140,7 @@ def test_a_checkpoint_before_its_evaluation_is_evaluated_when_it_is_resumed(sing
     assert_same_files(folder, single)
 
 
+@pytest.mark.slow(cases=["single"])
 @pytest.mark.parametrize("mode", ["single", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_a_run_ends_after_max_time_and_resumes_to_the_bit(mode, tmp_path):
     words = [*SHORT, *MODES.get(mode, ["mode=single"])]

@@ -112,6 +112,7 @@ def learning(end):
     return end["warnings"].keys() - {"cores"}
 
 
+@pytest.mark.slow
 def test_a_loss_above_guessing(tmp_path):
     words = [
         *DIGITS,

@@ -49,6 +49,7 @@ def shown(tmp_path_factory):
     return EventAccumulator(str(folder)).Reload()
 
 
+@pytest.mark.slow
 def test_tags_are_plain_names(shown):
     tags = shown.Tags()["scalars"]
     groups = {tag.split("/")[0] for tag in tags}

@@ -60,6 +60,7 @@ def peak(count, recomputed):
     return alive.peak
 
 
+@pytest.mark.slow(cases=["true", "false"])
 @pytest.mark.parametrize("recomputed", ["false", "true"])
 def test_a_plan_has_the_memory_of_live_storages(recomputed):
     recipe = recipe_of(*WORDS, f"recompute={recomputed}")

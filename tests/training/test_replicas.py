@@ -185,6 +185,7 @@ def test_replicas_have_the_same_bits_on_any_number_of_ranks(ranks, words, start,
     assert compared(tmp_path, "run")
 
 
+@pytest.mark.slow
 def test_replicas_are_compared_after_powers_of_ten_and_at_each_save(start, tmp_path):
     words = ["data.samples=3520", "epochs=1", "save.every_steps=40", "logging.every_steps=5"]
     completed = start("run", "model.name=clipped", *DDP, *words, logged=())
@@ -197,6 +198,7 @@ def test_replicas_are_compared_after_powers_of_ten_and_at_each_save(start, tmp_p
     assert steps[::2] == [1, 10, 40, 80, 100, 110]
 
 
+@pytest.mark.slow
 def test_a_gradient_that_depends_on_the_rank_ends_a_long_run(start):
     """The weights stay equal: ranks average what one of them computes from another model."""
     completed = start("run", "model.name=by_rank", *DDP, "epochs=2", call=trainer, long=10)
@@ -245,6 +247,7 @@ def test_buffers_that_passes_read_are_rank_zeros_in_every_mode(mode, model, star
     )
 
 
+@pytest.mark.slow
 def test_evaluation_has_rank_zeros_buffers_also_where_checkpoints_leave_them_out(start, tmp_path):
     for name in ("kept", "left_out"):
         completed = start(name, f"model.name={name}", *DDP, "max_steps=3")

@@ -3,6 +3,7 @@
 from dataclasses import fields
 from typing import get_type_hints
 
+import pytest
 from pydantic import TypeAdapter
 
 from tests.command_line import WHOLE, ok, result
@@ -17,6 +18,7 @@ def test_the_guide_lists_the_keys():
     assert result_table() in (GUIDE / "folder.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_runs_result_has_these_keys_and_types(tmp_path):
     words = [
         "recipe=digits",

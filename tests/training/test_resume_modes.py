@@ -135,6 +135,7 @@ SAMPLE = {
 }
 
 
+@pytest.mark.slow(cases=["kill@1:3-1f1b"])
 @pytest.mark.parametrize(
     ("fault", "mode"),
     [
@@ -189,6 +190,7 @@ def build(num_classes, channels, image_size):
 """
 
 
+@pytest.mark.slow
 def test_not_finite_in_one_stage_updates_none_and_saves_nothing(tmp_path):
     """Ranks record their weights at every forward pass: they stay the same from the poisoned batch
     on.

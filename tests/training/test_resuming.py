@@ -51,6 +51,7 @@ def test_a_first_rank_without_what_another_saved_starts_nothing_over(words, rest
         assert re.search(rf"rank 1 .*{tmp_path}\S* .*rank 0 .*--node_rank=0\b", message)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_before_its_first_checkpoint_says_that_it_starts_over(tmp_path):
     words = [
         "recipe=digits",
@@ -101,6 +102,7 @@ def test_a_peer_that_is_lost_as_weights_are_made_one_shows_before_a_wait_for_the
     assert called == ["sync_weights", "heartbeat"] and not interrupts._suspended
 
 
+@pytest.mark.slow
 def test_a_complete_checkpoint_without_a_run_is_reported(tmp_path):
     """Other programs and older versions write such files."""
     words = [
@@ -123,6 +125,7 @@ def test_a_complete_checkpoint_without_a_run_is_reported(tmp_path):
         assert "model.init_from=" in completed.stderr and "output=" in completed.stderr, lacking
 
 
+@pytest.mark.slow(cases=["optimizer-one more0"])
 @pytest.mark.parametrize(
     ("part", "change"),
     [
@@ -226,6 +229,7 @@ def growing(data):
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_with_more_images_keeps_its_learning_rate_however_often_it_is_continued(
     tmp_path,
 ):
@@ -265,6 +269,7 @@ def test_a_run_that_goes_on_with_more_images_keeps_its_learning_rate_however_oft
     assert digest(run / "last.safetensors") == digest(once / "last.safetensors")
 
 
+@pytest.mark.slow
 def test_a_plugin_that_was_edited_is_named_when_its_run_is_resumed(tmp_path):
     plugin = tmp_path / "edited_net.py"
     lines = [

@@ -89,6 +89,7 @@ def half_done(root, output, mode=("mode=single",)):
     return [*words, "resume=auto"]
 
 
+@pytest.mark.slow
 def test_renamed_classes_are_not_continued(tmp_path):
     root = photos_of(tmp_path / "photos", {"ant": 8, "bee": 8})
     again = half_done(root, tmp_path / "run")
@@ -143,6 +144,7 @@ def test_class_folders_that_changed_places_are_not_continued(tmp_path, split, mo
     assert not told(again)
 
 
+@pytest.mark.slow
 def test_arrays_of_one_shape_that_changed_places_are_not_continued_and_copies_are(tmp_path):
     """Array sizes are equal.
 
@@ -186,6 +188,7 @@ def test_checkpoints_of_earlier_versions_tell_sizes_alone(tmp_path):
     assert _find_changed(samples, changed, "train").all()
 
 
+@pytest.mark.slow(cases=["one replaced", "added", "another split"])
 @pytest.mark.parametrize("change", ["added", "one replaced", "another split"])
 def test_changed_files_are_reported_when_a_run_resumes(tmp_path, change):
     root = photos_of(tmp_path / "photos", {"ant": 10, "bee": 10})

@@ -87,6 +87,19 @@ def one_line(played):
     return line
 
 
+@pytest.mark.slow(
+    cases=[
+        "nesterov",
+        "muon",
+        "sgd without momentum",
+        "fp16",
+        "adamw",
+        "sgd",
+        "bf16",
+        "adam",
+        "unequal micro-batches",
+    ]
+)
 @pytest.mark.parametrize(
     "name", [*CASES, *(pytest.param(name, marks=pytest.mark.full) for name in SLOW)]
 )
@@ -107,6 +120,9 @@ def test_a_step_is_recorded_after_a_save_or_an_evaluation(warm):
     assert equal(words, played) and played.said == [] and played.replayed_to_the_end
 
 
+@pytest.mark.slow(
+    cases=["recompute", "accumulate", "shares", "layer_decay", "clip_grad_norm", "freeze"]
+)
 @pytest.mark.parametrize("option", ALLOWED)
 def test_an_option(option):
     key, value = OPTIONS[option]
@@ -115,6 +131,7 @@ def test_an_option(option):
     assert equal(words, played) and played.said == [] and played.replayed_to_the_end
 
 
+@pytest.mark.slow(cases=["True"])
 @pytest.mark.parametrize("told", [True, False])
 def test_blocks_with_random_numbers_are_recomputed_eagerly(told, tmp_path):
     """A message says so in advance, or the comparison with a replay detects it."""
@@ -155,6 +172,7 @@ def continued(words, folder, stops):
     return left
 
 
+@pytest.mark.slow(cases=["false true"])
 @pytest.mark.parametrize(
     "ways", [pytest.param("true true", marks=pytest.mark.slow), "true false", "false true"]
 )
@@ -192,6 +210,7 @@ def clock(replay):
     return Timed
 
 
+@pytest.mark.slow(cases=["0.5-True", "2.0-False"])
 @pytest.mark.parametrize(("replay", "kept"), [(0.5, True), (0.99, False), (2.0, False)])
 def test_auto_keeps_the_faster(replay, kept):
     words = f"accumulate=2 {ADAMW} data.samples=96"
@@ -214,6 +233,7 @@ REASONS = {
 }
 
 
+@pytest.mark.slow(cases=["waits"])
 @pytest.mark.parametrize("model", REASONS)
 def test_a_model_that_cannot_be_recorded_is_launched(model):
     words = f"model.name={model} {SGD} accumulate=2"
@@ -233,6 +253,7 @@ class Fails(CpuRecorder):
         return super().record(work)
 
 
+@pytest.mark.slow(cases=["error0-0", "error1-2", "error1-0"])
 @pytest.mark.parametrize("after", [0, 1, 2])
 @pytest.mark.parametrize(
     "error", [NotCapturable("odd kernel"), torch.OutOfMemoryError("CUDA memory")]
@@ -266,6 +287,7 @@ def full(*_):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
 
 
+@pytest.mark.slow(cases=["changes0-memory"])
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -385,6 +407,17 @@ MUTANTS = {  # words, patches, recorder
 }
 
 
+@pytest.mark.slow(
+    cases=[
+        "muon's learning rate is a number-True",
+        "draws repeat-True",
+        "storages change-True",
+        "the batch is not copied-True",
+        "the average is recorded-True",
+        "a number of the host-True",
+        "a loss is kept-True",
+    ]
+)
 @pytest.mark.parametrize("proven", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant(name, proven):
@@ -438,6 +471,7 @@ def commanded(words, graphs, warm, folder):
     return left.read(), [file.stat().st_size for file in replays.iterdir()]
 
 
+@pytest.mark.slow(cases=["ddp"])
 @pytest.mark.parametrize(
     "name",
     [

@@ -46,6 +46,7 @@ def ended(folder):
     return run_result["ended_by"], run_result["epochs"], run_result["steps"], len(losses(folder))
 
 
+@pytest.mark.slow(cases=["single"])
 @pytest.mark.parametrize(
     "mode", ["single", pytest.param("ddp", marks=pytest.mark.full("as single"))]
 )

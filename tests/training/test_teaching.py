@@ -106,6 +106,7 @@ def normalised(folder):
         return [float(file.metadata()[key].strip("[]")) for key in ("mean", "std")]
 
 
+@pytest.mark.slow
 def test_a_plain_loop_has_the_same_losses_and_weights(teacher, tmp_path, monkeypatch):
     """The teacher alone counts, by distill.weight=1.
 
@@ -161,6 +162,7 @@ WAYS = EXACT | ALONE | {"ddp in pieces": [*EXACT["ddp"], "accumulate=2"]}
 FULL = pytest.mark.full("targets go through each schedule alike")
 
 
+@pytest.mark.slow(cases=["split", "1f1b"])
 @pytest.mark.parametrize(
     "way",
     [
@@ -276,6 +278,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_the_loss_is_a_share_of_each(teacher, single):
     """A share of zero equals, to the bit, the run without a teacher.
 
@@ -312,6 +315,7 @@ def test_the_gradient_does_not_shrink_with_temperature():
     )
 
 
+@pytest.mark.slow(cases=["precision=bf16 augment.mixup=0.2"])
 @pytest.mark.parametrize(
     "more", ["precision=fp16 model.name=mlp accumulate=2", "precision=bf16 augment.mixup=0.2"]
 )
@@ -358,6 +362,7 @@ def test_the_teacher_is_left_as_it_is(teacher):
     assert idle.teach(batch) is batch and idle.facts == own.facts
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_same_teacher(teacher, single, tmp_path):
     """Wherever its folder is by then; with other weights it is refused, and without them."""
     words = [f"distill.teacher={teacher}", "distill.weight=0.7", "distill.temperature=3"]
@@ -388,6 +393,7 @@ def test_a_run_goes_on_with_the_same_teacher(teacher, single, tmp_path):
     assert losses(run) == pytest.approx(losses(single(*words)), rel=FP32)
 
 
+@pytest.mark.slow
 def test_exported_files_do_not_mention_the_teacher(teacher, single, tmp_path):
     """The files do not need the teacher, either."""
     words = [f"distill.teacher={teacher}", "distill.weight=0.7", "distill.temperature=3"]
@@ -409,6 +415,7 @@ def test_exported_files_do_not_mention_the_teacher(teacher, single, tmp_path):
         hidden.rename(teacher)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "code", "pattern"),
     [
@@ -471,6 +478,7 @@ def test_other_numbers_are_refused(value):
         load("digits", "distill.teacher=one", f"distill.{value}")
 
 
+@pytest.mark.slow
 def test_published_weights_teach(tmp_path, monkeypatch):
     """torchvision's, of a file that is there: with its own mean."""
     hub = tmp_path / "hub" / "checkpoints"
@@ -522,6 +530,7 @@ def test_published_weights_teach(tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.slow(cases=["sorted"])
 @pytest.mark.parametrize("known", ["in order", "sorted"])
 def test_numbered_classes_are_matched_by_name(known, tmp_path):
     """Folders 0 to 10 sort 0, 1, 10, 2: a teacher of tensors has its outputs in another order."""
@@ -650,6 +659,7 @@ def test_a_plan_has_shards_of_a_large_one(large, teacher):
         assert more == (size / 2 if share < size else 0)
 
 
+@pytest.mark.slow
 def test_a_plan_counts_it_where_it_is(teacher):
     """The last stage of a pipeline over processes has the teacher, and reads the images, too."""
     recipe = load("digits", f"distill.teacher={teacher}", "batch_size=64")

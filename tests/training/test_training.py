@@ -140,6 +140,7 @@ SLOW = (
 LARGE = ("resnet18", "resnet50_v2", "resnet50_8gpu")
 
 
+@pytest.mark.slow(cases=["swin_t", "finetune_small", "vit_b_16"])
 @pytest.mark.parametrize(
     "name",
     [
@@ -300,6 +301,7 @@ def logged(folder):
     return seen
 
 
+@pytest.mark.slow
 def test_averaged_batch_norm_is_evaluated_as_it_is_saved(tmp_path):
     """Running statistics are each rank's own until they are settled; what is evaluated must be what
     is written.
@@ -328,6 +330,7 @@ def test_rank_0_alone_refusing_ends_the_others_at_once(reference):
     assert time.monotonic() - begun < 15
 
 
+@pytest.mark.slow
 def test_folders_that_are_taken(reference):
     again = trainer(*SAME, "mode=single", "model.name=cnn_gn", f"output={reference}")
     assert again.returncode == 8
@@ -387,6 +390,7 @@ def test_a_long_step_behind_a_checkpoint_is_not_waited_for(tmp_path):
     assert [*(tmp_path / "run").glob("stacks-*")] == []
 
 
+@pytest.mark.slow(cases=["single SIGTERM"])
 @pytest.mark.parametrize(
     ("mode", "number", "code"),
     [
@@ -463,6 +467,7 @@ def test_a_node_without_the_run_folder_gets_the_checkpoint(mode, reference, tmp_
     assert losses(folders[0] / "runs/mine") == pytest.approx(losses(reference), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_restarts_resume_by_themselves(tmp_path):
     arguments = [
         "--standalone",

@@ -129,6 +129,7 @@ def test_an_exported_file_has_metadata_and_the_models_outputs(here, kind):
         )
 
 
+@pytest.mark.slow(cases=["checkpoints/step-00000002", "best.safetensors"])
 @pytest.mark.parametrize("source", ["best.safetensors", "checkpoints/step-00000002"])
 def test_from_all_that_holds_weights(here, source):
     target = (
@@ -164,6 +165,7 @@ def test_weights_that_do_not_say_what_inputs_are(here):
         exporting.command(["words-old", "format=exported_program", "plugin=mine_to_export"])
 
 
+@pytest.mark.slow
 def test_a_file_with_wrong_outputs_is_not_kept(here, monkeypatch):
     writer = export.WRITERS["exported_program"]
 
@@ -189,6 +191,7 @@ runpy.run_module("trainer", run_name="__main__", alter_sys=True)
 """
 
 
+@pytest.mark.slow(cases=["exported_program"])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_disk_that_is_full_is_one_line(here, kind):
     """The kernel cuts a write short, then refuses the next."""
@@ -215,6 +218,7 @@ def test_a_disk_that_is_full_is_one_line(here, kind):
     assert sorted(run.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_an_export_removes_files_of_a_killed_one(here):
     run = here / "runs" / "images"
     before = sorted(run.rglob("*"))

@@ -64,6 +64,7 @@ RUN = [
 ]
 
 
+@pytest.mark.slow(cases=["densenet121-sgd", "mobilenet_v3_small-momentum"])
 @pytest.mark.parametrize(("name", "optimizer"), sample(MODELS, OPTIMIZERS, *TRAINED))
 def test_weights_and_optimizer_are_those_of_a_real_model(name, optimizer):
     recipe = sized(name, *OPTIMIZERS[optimizer])
@@ -85,6 +86,7 @@ def test_weights_and_optimizer_are_those_of_a_real_model(name, optimizer):
     )
 
 
+@pytest.mark.slow
 def test_a_fake_model_allocates_no_memory():
     fake = create_fake_model(
         recipe_of("model.name=resnet50", "data.image_size=224", "batch_size=256")

@@ -53,6 +53,7 @@ def test_a_gpu_hides_communication():
     assert created["communication_seconds"] == pytest.approx(whole - 2 / 3 * 0.04, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_stages():
     planned = plan(
         cnn_recipe("pipeline", "pipeline.microbatches=8"),

@@ -37,6 +37,7 @@ def test_the_page(capsys):
     assert "python -m trainer guide memory" in tight and "accumulate=" not in tight
 
 
+@pytest.mark.slow
 def test_the_page_of_a_pipeline(capsys, monkeypatch):
     fixed_speed(monkeypatch)
     words = ["recipe=digits", "mode=pipeline", "nproc=2", "memory=24GiB", "measured=here"]

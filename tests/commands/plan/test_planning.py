@@ -73,6 +73,7 @@ KEYS = {
 }
 
 
+@pytest.mark.slow
 def test_the_keys_are_an_interface(monkeypatch):
     fixed_speed(monkeypatch)
     planned = plan(
@@ -91,6 +92,7 @@ def test_the_keys_are_an_interface(monkeypatch):
     assert json.loads(json.dumps(planned, allow_nan=False)) == planned
 
 
+@pytest.mark.slow
 def test_plan_accepts_the_arguments_of_train():
     actual = [
         plan(recipe)
@@ -128,6 +130,7 @@ def test_averaging_is_spread_over_its_steps():
     assert actual["epoch_bytes_per_device"] == 1.5 * weights
 
 
+@pytest.mark.slow
 def test_every_mode_has_a_line():
     actual = plan(load_recipe("digits"), nproc=4, every=True)["modes"]
     assert [row["mode"] for row in actual] == [*MODES]
@@ -171,6 +174,7 @@ def test_an_error_is_one_line(words, code, text, capsys):
     assert captured.err.count("\n") == 1 and not captured.out
 
 
+@pytest.mark.slow
 def test_data_that_is_nowhere(capsys):
     assert answer(["plan", "data.name=imagefolder"]) == 3
     words = [
@@ -184,6 +188,7 @@ def test_data_that_is_nowhere(capsys):
     assert "/not/here" in capsys.readouterr().out
 
 
+@pytest.mark.slow(cases=["finetune"])
 @pytest.mark.parametrize(
     "path", sorted(Path(PROJECT, "recipes").glob("*.yaml")), ids=lambda path: path.stem
 )

@@ -16,6 +16,7 @@ def resnet(*words):
     return plan(load_recipe(None, *base, "pipeline.microbatches=8", *words), nproc=2)
 
 
+@pytest.mark.slow
 def test_stages_add_up_and_share_the_work():
     actual = resnet()
     pipe = actual["pipeline"]

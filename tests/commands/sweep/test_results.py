@@ -28,6 +28,7 @@ def worse(values, images, metric=TOP1):
     return sum(row.compared == "worse" for row in tabulate(trials, metric, images))
 
 
+@pytest.mark.slow(cases=["360-12-5", "10000-12-5"])
 @pytest.mark.parametrize(("trials", "seeds"), [(2, 3), (12, 3), (12, 5), (6, 2)])
 @pytest.mark.parametrize("images", [360, 10_000])
 def test_trials_that_are_alike_are_rarely_said_to_differ(trials, seeds, images):

@@ -34,6 +34,7 @@ def blocks_of(folder):
     return sorted(folder.glob(f"*/*{cache_blocks.SUFFIX}"))
 
 
+@pytest.mark.slow
 def test_photos_stored_at_full_size_train_the_same(photos):
     """Photos of 60 x 50 in a cache for a shorter side of 50."""
     plain = train(photos, "plain")
@@ -89,6 +90,7 @@ def test_damaged_blocks_are_never_trained_on_and_are_rebuilt(photos):
     assert right == {block: block.read_bytes() for block in blocks_of(photos.parent / "cache")}
 
 
+@pytest.mark.slow
 def test_a_run_is_evaluated_with_the_pixels_that_it_had(photos):
     _, loss, _ = train(
         photos, "run", "data.cache=disk", "data.cache_format=jpeg", "data.cache_size=44"

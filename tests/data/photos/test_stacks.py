@@ -322,6 +322,7 @@ def single(photos, tmp_path_factory):
     return run
 
 
+@pytest.mark.slow(cases=["1f1b", "ddp"])
 @pytest.mark.parametrize("way", ["ddp", "1f1b"])
 def test_modes_train_as_single_does(photos, single, way, tmp_path):
     run = tmp_path / "run"
@@ -329,6 +330,7 @@ def test_modes_train_as_single_does(photos, single, way, tmp_path):
     assert_same_training(run, single)
 
 
+@pytest.mark.slow
 def test_measured_ranges_stay_with_the_run(photos, single, tmp_path):
     """Every entry point reads the measured range: metadata, the recipe, predict, load, evaluate,
     export.

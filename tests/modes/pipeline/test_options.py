@@ -149,6 +149,7 @@ def assert_same(run, reference, tolerance):
         assert result(run)[figure] == pytest.approx(result(reference)[figure], rel=tolerance)
 
 
+@pytest.mark.slow(cases=["zbv-repeats"])
 @pytest.mark.parametrize(
     ("schedule", "name"),
     [
@@ -172,6 +173,7 @@ def test_a_schedule_trains_as_the_reference_with_every_option(schedule, name, tr
     assert_same(trained(*words, *pipeline), trained(*words, *reference), tolerance)
 
 
+@pytest.mark.slow
 def test_a_stage_splits_its_backward_pass_unless_a_weight_is_used_twice(trained):
     """The second stage holds the block that is called twice.
 

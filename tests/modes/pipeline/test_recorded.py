@@ -134,6 +134,7 @@ WORDS = {
 FAST = ("split", "two micro-batches", "fp16")
 
 
+@pytest.mark.slow(cases=["split-one device", "two micro-batches-one device"])
 @pytest.mark.parametrize("apart", [False, True], ids=["one device", "several"])
 @pytest.mark.parametrize(
     "name",
@@ -153,6 +154,7 @@ def test_replayed_steps_are_the_launched_ones(name, apart):
     assert (played.steps.captured.update is None) is apart
 
 
+@pytest.mark.slow(cases=["several"])
 @pytest.mark.parametrize(
     "apart", [pytest.param(False, marks=pytest.mark.slow), True], ids=["one device", "several"]
 )
@@ -216,6 +218,7 @@ class Fails(Several):
         return super().record(work)
 
 
+@pytest.mark.slow(cases=["False-0"])
 @pytest.mark.parametrize(("apart", "after"), [(False, 0), (True, 0), (True, 3), (True, 8)])
 def test_a_recording_that_fails_leaves_nothing(apart, after):
     words = f"{FOUR} model.name=cnn {SGD}"
@@ -321,6 +324,14 @@ MUTANTS = {
 }
 
 
+@pytest.mark.slow(
+    cases=[
+        "forward passes in turn",
+        "an edge that is not copied anew",
+        "a generator that is not registered",
+        "a gradient of the micro-batch before",
+    ]
+)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(name):
     """Even without the step that is replayed as a proof."""

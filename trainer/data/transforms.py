@@ -21,7 +21,7 @@ from torchvision.transforms import v2
 
 from trainer.data import sampling
 from trainer.data.sampling import Array
-from trainer.errors import RecipeError, read_text
+from trainer.errors import RecipeError, read_line
 from trainer.recipe import AugmentRecipe
 from trainer.recipe.image_sizes import ImageSize, sides
 from trainer.recipe.text import format_yaml
@@ -97,9 +97,8 @@ def _build(name: str, values: Any, **others: Any) -> Transform:
         transform: Transform = kind(**arguments)
     # The constructors check few of their arguments, and can raise any exception.
     except Exception as error:
-        reason = read_text(error).partition("\n")[0]
         raise RecipeError(
-            f"augment.transforms: {typed} cannot be built ({reason}); write "
+            f"augment.transforms: {typed} cannot be built ({read_line(error)}); write "
             f"{name}: {{{_describe_arguments(signature)}}}"
         ) from None
     return transform
@@ -170,8 +169,7 @@ def _find_fault(name: str, values: Any, channels: int, size: ImageSize) -> str:
             try:
                 results.append(transform(image.clone()))
             except Exception as error:
-                reason = read_text(error).partition("\n")[0]
-                return f"fails on images of {_describe(image)} ({reason})"
+                return f"fails on images of {_describe(image)} ({read_line(error)})"
         first, second = results
         if not isinstance(first, Tensor):
             return f"returns {type(first).__name__} instead of one image"

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer.data import Example, count_steps_per_epoch
 from trainer.devices.precision import AUTOCAST
-from trainer.errors import DeviceMemoryError, RecipeError, TrainerError, is_out_of_memory, read_text
+from trainer.errors import DeviceMemoryError, RecipeError, TrainerError, is_out_of_memory, read_line
 from trainer.launch.endings import SMALLER, SMALLER_AFTER
 from trainer.memory.device import (
     compute_usable_bytes,
@@ -77,7 +77,7 @@ def explain_out_of_memory(resolved: Resolved, state: TrainState) -> Iterator[Non
         if isinstance(error, TrainerError) or not is_out_of_memory(error):
             raise
         raise DeviceMemoryError(
-            f"{describe_needs(resolved, state)} ({read_text(error)[:200] or type(error).__name__})"
+            f"{describe_needs(resolved, state)} ({read_line(error) or type(error).__name__})"
         ) from error
 
 

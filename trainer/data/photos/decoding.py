@@ -20,7 +20,7 @@ from trainer.data.photos.jpeg import decode_jpeg
 from trainer.data.photos.lazy_images import Picture
 from trainer.data.photos.pixel_range import WHOLE, Range, as_bytes, find_pixel_kind
 from trainer.data.photos.stacks import LARGEST, choose_page, is_stack, read_stack
-from trainer.errors import RecipeError, SetupError, load_extra, read_text
+from trainer.errors import RecipeError, SetupError, load_extra, read_line
 from trainer.saving import files
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -343,10 +343,8 @@ def describe_failure(error: BaseException) -> str:
     if isinstance(error, UnidentifiedImageError):
         return "cannot identify image file"
     if isinstance(error, OSError) and error.strerror:
-        text = error.strerror
-    else:
-        text = read_text(error).partition("\n")[0]
-    return text[:200] or type(error).__name__
+        return error.strerror
+    return read_line(error) or type(error).__name__
 
 
 def decode_item(

@@ -41,7 +41,7 @@ TRIES = 8
 class Transforms:
     """Transforms of a batch of samples.
 
-    Calls seed torch's CPU generator, so they must be inside `private_random_state`.
+    Calls seed torch's CPU generator, so they must be inside `torch.random.fork_rng(devices=[])`.
     """
 
     def __init__(self, recipe: AugmentRecipe, seed: int, epoch: int, index: Array) -> None:
@@ -140,16 +140,13 @@ def check_transforms(recipe: AugmentRecipe, channels: int, size: ImageSize) -> N
         RecipeError: a transform fails, returns another shape or type, leaves the image as it is, or
             draws from other generators than torch's.
     """
-    before = torch.default_generator.get_state()
-    try:
+    with torch.random.fork_rng(devices=[]):
         for name, values in list_arguments(recipe.transforms):
             fault = _find_fault(name, values, channels, size)
             if fault and channels != 3 and not _find_fault(name, values, 3, size):
                 fault = f"needs images of 3 channels, and these have {channels}"
             if fault:
                 raise RecipeError(f"augment.transforms: {name} {fault}: remove it")
-    finally:
-        torch.default_generator.set_state(before)
 
 
 def _find_fault(name: str, values: Any, channels: int, size: ImageSize) -> str:

@@ -3,7 +3,6 @@
 import gc
 import math
 import time
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -185,8 +184,7 @@ class Staged(LocalStages):
         self.build(traced, plan)
         self.train()
         rows = self.pipe.rows
-        batch = self.context.example.batch(self.device, rows)
-        batch = replace(batch, inputs=self.context.sample(rows))
+        batch = self.context.example.batch(self.device, rows, self.recipe.channels_last)
         times: list[float] = []
         with restore_after(self.modules(), self.device):
             while len(times) < MAX_TRIAL_STEPS:

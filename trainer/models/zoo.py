@@ -4,6 +4,7 @@ import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -273,12 +274,7 @@ def resolve_weights(recipe: ModelRecipe) -> str | None:
     # A damaged file is ignored here, because loading the weights reports it.
     with suppress(CheckpointError, RecipeError):
         path = find_run(recipe.init_from)
-        model_section = _read_model_section(read_metadata(path))
-        # A checkpoint has no metadata until its run has written the first weights file. Until then,
-        # the recipe is read from the run folder.
-        if not model_section and path.is_dir():
-            run_folder = path.absolute().parents[1]
-            model_section = recipes.load(str(run_folder)).to_dict()["model"]
+        model_section = _read_stored_section(path)
         weights = model_section.get("weights", recipe.weights)
         if not model_section:
             tensors = read_weights(path)[0]
@@ -303,11 +299,7 @@ def resolve_arguments(recipe: ModelRecipe) -> dict[str, Any]:
     stored: Mapping[str, Any] = {}
     # A damaged file is ignored here, because loading the weights reports it.
     with suppress(CheckpointError, RecipeError):
-        path = find_run(recipe.init_from)
-        stored = _read_model_section(read_metadata(path))
-        # A checkpoint has no metadata until its run has written the first weights file.
-        if not stored and path.is_dir():
-            stored = recipes.load(str(path.absolute().parents[1])).to_dict()["model"]
+        stored = _read_stored_section(find_run(recipe.init_from))
     if stored.get("name") != recipe.name:
         return recipe.args
     return {**stored.get("args", {}), **recipe.args}
@@ -503,6 +495,16 @@ def _read_class_names(metadata: Mapping[str, str]) -> list[str]:
     if isinstance(names, list) and all(isinstance(name, str) for name in names):
         return list(map(class_name, names))
     return []
+
+
+def _read_stored_section(path: Path) -> Mapping[str, Any]:
+    """Return the section `model` of the recipe of stored weights; empty without a recipe."""
+    section = _read_model_section(read_metadata(path))
+    # A checkpoint has no metadata until its run has written the first weights file. Until then, the
+    # recipe is read from the run folder.
+    if not section and path.is_dir():
+        section = recipes.load(str(path.absolute().parents[1])).to_dict()["model"]
+    return section
 
 
 def _read_model_section(metadata: Mapping[str, str]) -> Mapping[str, Any]:

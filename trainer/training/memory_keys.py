@@ -10,7 +10,6 @@ With `recompute=auto`, a GPU recomputes the activations of the first N blocks of
 smallest N for which a step fits the GPU's memory. On CPUs, no block is recomputed.
 """
 
-import gc
 import math
 import shlex
 import time
@@ -31,6 +30,7 @@ from trainer.memory.device import (
     forget_memory,
     free_memory,
     peak_memory,
+    release_garbage,
     total_memory,
 )
 from trainer.memory.measuring import count_bytes, measure_pass
@@ -223,8 +223,7 @@ def resolve_and_build(opened: Opened, build: Callable[[Resolved], Run]) -> Run:
             probe_run.loader.close()
             probe_run = None
             # Reference cycles keep the probe's device memory until they are collected.
-            gc.collect()
-            torch.cuda.empty_cache()
+            release_garbage()
     run = probe_run or build(resolve(recipe))
     run.strategy.tuned[KEPT] = {"pieces": number, "for": purpose}
     return run

@@ -1,6 +1,5 @@
 """Choice of a model's cuts: the model is traced, its stages are checked, and plans are timed."""
 
-import gc
 import math
 import time
 from functools import partial
@@ -9,7 +8,7 @@ import torch
 from torch import nn
 
 from trainer.errors import RecipeError, is_out_of_memory
-from trainer.memory.device import forget_memory, free_memory
+from trainer.memory.device import forget_memory, free_memory, release_garbage
 from trainer.models.balance import BlockCost, time_blocks
 from trainer.models.given import has_hooks
 from trainer.models.partition import Traced, trace
@@ -122,7 +121,7 @@ class Staged(LocalStages):
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-        self._free_memory()
+        release_garbage()
         blocks = len(traced.cuts) + 1
         return [BlockCost(math.inf, math.inf, 0)] * blocks
 
@@ -166,14 +165,8 @@ class Staged(LocalStages):
             deferred.forget()
         self.model.zero_grad()
         self.forget_figures()
-        self._free_memory()
+        release_garbage()
         return Trial(math.inf, (0.0,) * plan.stages)
-
-    def _free_memory(self) -> None:
-        """Free the memory of a probe or trial that ran out of memory, for the next measurement."""
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def _trial(
         self,

@@ -186,7 +186,7 @@ def open_run(typed: Recipe, claim: Claim, closing: ExitStack) -> Opened:
     if "measured" in data.notes:
         recipe = recipe.replace(data__mean=[*data.mean], data__std=[*data.std])
     task = create_task(recipe, data)
-    share = modes.compute_data_share(recipe, world)
+    share = modes.find_strategy_class(recipe, world).data_share(recipe, world)
     steps = count_steps_per_epoch(len(data.train), recipe, share)
     check_same_images(world, data)
     with claim.ledger.span(f"{START}resuming"):

@@ -266,19 +266,9 @@ def build_speed_recipe(recipe: Recipe, data: Datasets, say: Callable[[str], None
         "checkpoint. To train: data.root=/path/to/images"
     )
     # Synthetic images are not decoded, so augmentation would not cost what it costs with photos. It
-    # is switched off, so that the measurement does not include it.
-    return recipe.replace(
-        max_steps=steps,
-        resume=None,
-        augment__crop="none",
-        augment__auto="none",
-        augment__hflip=0.0,
-        augment__vflip=0.0,
-        augment__transforms=[],
-        augment__repeats=1,
-        augment__alternate=False,
-        augment__erase=0.0,
-    )
+    # is switched off, except for mixing images, so that the measurement does not include it.
+    mixing = {"mixup": recipe.augment.mixup, "cutmix": recipe.augment.cutmix}
+    return recipe.replace(max_steps=steps, resume=None, augment=mixing)
 
 
 def start_process(recipe: Recipe) -> None:

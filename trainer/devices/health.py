@@ -43,9 +43,8 @@ def check_card(device: torch.device, count: int) -> None:
         remedy = f"leave it out with devices=[{','.join(others)}]"
     name = str(device)
     try:
-        with warnings.catch_warnings():
-            # torch prints long warnings about a GPU that it does not support.
-            warnings.simplefilter("ignore")
+        # torch prints long warnings about a GPU that it does not support.
+        with warnings.catch_warnings(action="ignore"):
             name = f"{device} ({torch.cuda.get_device_name(device)})"
         total = int(torch.arange(4096, device=device).sum())
     except RuntimeError as error:

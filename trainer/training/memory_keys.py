@@ -443,10 +443,9 @@ def _build_without_values(opened: Opened) -> nn.Module:
     def make() -> nn.Module:
         return build_for_dataset(opened.recipe, opened.task, opened.datasets, starting=False)
 
-    with warnings.catch_warnings():
-        # torch warns about each tensor that a model's code loads into a parameter without values.
-        # No values are needed here, so these warnings are hidden.
-        warnings.simplefilter("ignore")
+    # torch warns about each tensor that a model's code loads into a parameter without values. No
+    # values are needed here, so these warnings are hidden.
+    with warnings.catch_warnings(action="ignore"):
         model, _ = build_on_meta(make)
     if model is None:
         restore_random_states(states)

@@ -5,7 +5,6 @@ import io
 import os
 import warnings
 import zlib
-from collections.abc import Iterator
 from functools import lru_cache, partial
 from typing import Any
 
@@ -40,6 +39,8 @@ PADDING = 64
 XMP = b"http://ns.adobe.com/xap/1.0/\0"
 # Pillow's modes with transparency.
 ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
+# Context manager that hides Pillow's warnings about odd metadata in readable images.
+without_warnings = partial(warnings.catch_warnings, action="ignore")
 # Dimensions of an image (C, H, W) to flip for each EXIF orientation (Exif 2.32, page 36). For
 # orientations 5 to 8, height and width must be exchanged before the flip.
 FLIPS: dict[int, tuple[int, ...]] = {
@@ -192,14 +193,6 @@ def _turn(image: Tensor, orientation: int) -> Tensor:
         image = image.transpose(1, 2)
     dimensions = FLIPS.get(orientation)
     return image.flip(dimensions) if dimensions else image
-
-
-@contextlib.contextmanager
-def without_warnings() -> Iterator[None]:
-    """Context manager that hides Pillow's warnings about odd metadata in readable images."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 @lru_cache(maxsize=1)

@@ -59,7 +59,11 @@ Folders = tuple[EncodedPhotos, EncodedPhotos]
 
 
 def cached(
-    data: Datasets, recipe: Recipe, world: World, say: Callable[[str], None], closing: ExitStack
+    data: Datasets,
+    recipe: Recipe,
+    world: World,
+    say: Callable[[str], None],
+    closing: ExitStack,
 ) -> tuple[Datasets, Recipe]:
     """Return the data set with its photos read from the cache, and build the cache if necessary.
 
@@ -288,7 +292,12 @@ def build(
         progress.close()
 
 
-def build_block(home: str, key: bytes, paths: Sequence[bytes], photo_format: Format) -> None:
+def build_block(
+    home: str,
+    key: bytes,
+    paths: Sequence[bytes],
+    photo_format: Format,
+) -> None:
     """Build one block, unless it exists or another process is building it.
 
     Args:

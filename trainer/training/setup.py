@@ -31,13 +31,13 @@ from trainer.distributed.world_setup import create_world
 from trainer.errors import RecipeError, TrainerError
 from trainer.launch import endings
 from trainer.models.inputs import add_pretrained_input
-from trainer.models.norms import check_alone
+from trainer.models.norms import check_alone, list_training_norms
 from trainer.models.shapes import copy_to_meta
 from trainer.models.undisturbed import restore_after
 from trainer.modes import Context, Strategy
 from trainer.optim.optimization import Updater, build_loss_scaler
 from trainer.optim.optimizers import build_optimizer
-from trainer.optim.trainable import describe_training, find_roles, uses_batch_statistics
+from trainer.optim.trainable import describe_training, find_roles
 from trainer.processes import stacks
 from trainer.processes.interrupts import Interrupts
 from trainer.processes.resources import keep_freed_memory
@@ -341,7 +341,7 @@ def collect_model_facts(model: nn.Module, resolved: Resolved) -> ModelFacts:
         )
     peak, flops = compute_utilisation_base(model, data, cards)
     size = sum(parameter.numel() for parameter in model.parameters())
-    return ModelFacts(size, uses_batch_statistics(model), lines, flops, peak)
+    return ModelFacts(size, bool(list_training_norms(model)), lines, flops, peak)
 
 
 def begin(run: Run) -> None:

@@ -55,7 +55,7 @@ from trainer.recipe.checks import (
     divides_evenly,
     list_micro_batch_counts,
 )
-from trainer.recipe.shares import count_rows, fixed_shares
+from trainer.recipe.shares import fixed_shares
 from trainer.saving.checkpoint import checkpoints_in
 from trainer.telemetry.readable import format_count, format_size
 from trainer.training.initial_model import build_for_dataset
@@ -276,9 +276,7 @@ def _recall_number(
 def _find_smallest_that_fits(run: Run, numbers: list[int]) -> int:
     """Return the smallest of `numbers` of micro-batches whose trial passes fit. Collective."""
     share = run.strategy.share
-    all_rows = {
-        number: count_rows(run.recipe, share.count, number, share.numbers) for number in numbers
-    }
+    all_rows = {number: share.count_rows(run.recipe, number) for number in numbers}
 
     def measure_load(number: int) -> float:
         return _measure_load(run, all_rows[number][share.index], min(2, number))

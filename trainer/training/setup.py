@@ -43,7 +43,7 @@ from trainer.processes.interrupts import Interrupts
 from trainer.processes.resources import keep_freed_memory
 from trainer.recipe import Recipe
 from trainer.recipe.image_sizes import in_pixels
-from trainer.recipe.shares import count_rows, count_units, divide_within_limits
+from trainer.recipe.shares import count_units, divide_within_limits
 from trainer.recipe.text import list_some
 from trainer.saving.checkpoint import State
 from trainer.saving.journal import OTHER, START
@@ -294,7 +294,7 @@ def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, ledg
     model = build_initial_model(recipe, task, data, resolved.checkpoint, world, say)
     facts = collect_model_facts(model, resolved)
     share = resolved.share
-    rank_rows = count_rows(recipe, share.count, numbers=share.numbers)
+    rank_rows = share.count_rows(recipe)
     example = data.example(rank_rows[share.index])
     teacher = resolved.teacher
     if teacher:

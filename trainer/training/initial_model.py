@@ -32,6 +32,7 @@ from trainer.recipe.known_names import AUXILIARY
 from trainer.recipe.metric_table import needs_scores
 from trainer.saving.checkpoint import State
 from trainer.saving.run_names import find_run
+from trainer.saving.tensor_files import view_bytes
 from trainer.saving.weights import read_weights
 from trainer.tasks import Task
 from trainer.tasks.metrics import compute
@@ -215,8 +216,7 @@ def broadcast_weights(
     world.raise_any(error)
     digest = xxhash.xxh3_64()
     for tensor in tensors.values():
-        flat = tensor.detach().contiguous().view(-1)
-        digest.update(flat.view(torch.uint8).numpy().data)
+        digest.update(view_bytes(tensor))
     is_different = digest.digest() != world.broadcast_object(digest.digest())
     if world.is_any(is_different):
         say(

@@ -27,6 +27,7 @@ from trainer.recipe.image_sizes import ImageSize
 from trainer.recipe.known_names import TIMM, torchvision_classifiers
 from trainer.recipe.text import list_some
 from trainer.saving.run_names import find_run
+from trainer.saving.tensor_files import view_bytes
 from trainer.tasks import Task
 from trainer.training.randomness import read_random_states, restore_random_states
 from trainer.training.trained import Trained, create_task_without_loss
@@ -157,8 +158,7 @@ class Teacher(Task):
         # The model that trains starts from the same random numbers as without a teacher.
         restore_random_states(states)
         tensors = model.state_dict().values()
-        values = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
-        digest = xxhash.xxh3_64_hexdigest(torch.cat(values).numpy().data)
+        digest = xxhash.xxh3_64_hexdigest(b"".join(map(view_bytes, tensors)))
         self.facts = [digest, own.precision, [*facts.mean], [*facts.std]]
         # A teacher that the mode does not shard moves to the device now: the mode measures free
         # memory later, and must not count the teacher's memory as free.

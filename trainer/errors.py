@@ -192,7 +192,6 @@ def describe_bug(error: BaseException) -> str:
     The location is the last frame of the traceback in the user's own code. If no frame is in the
     user's code, the location is the last frame in a file.
     """
-    text = " ".join(read_text(error).split())
     where = ""
     is_users = False
     for frame in traceback.extract_tb(error.__traceback__):
@@ -202,7 +201,7 @@ def describe_bug(error: BaseException) -> str:
         if in_users_code or not is_users:
             is_users = in_users_code
             where = f" ({frame.filename}:{frame.lineno}, in {frame.name})"
-    return f"{type(error).__name__}: {text[:500]}{where}"
+    return f"{describe(error, 500)}{where}"
 
 
 # Required libraries that have the same name in an import and for pip. `LIBRARIES` maps the import
@@ -221,7 +220,7 @@ def describe_installation_fault(error: BaseException) -> str | None:
     Returns:
         A line that says what is wrong and what to type; None for any other error.
     """
-    text = " ".join(read_text(error).split())
+    text = read_line(error, 500)
     if isinstance(error, ModuleNotFoundError) and error.name in LIBRARIES:
         missing = []
         for name, pip in LIBRARIES.items():
@@ -235,7 +234,7 @@ def describe_installation_fault(error: BaseException) -> str | None:
                 does_not_fit = True
     if not does_not_fit:
         return None
-    return f"torch cannot be loaded ({text[:160]}): pip install --force-reinstall torch torchvision"
+    return f"torch cannot be loaded ({text}): pip install --force-reinstall torch torchvision"
 
 
 def load_extra(feature: str, *modules: str) -> Any:
@@ -266,7 +265,7 @@ def build_missing_extra_error(feature: str, modules: Iterable[str], error: Excep
         error: Exception of the import.
     """
     names = dict.fromkeys(name.partition(".")[0].replace("_", "-") for name in modules)
-    reason = " ".join(read_text(error).split())[:160]
+    reason = read_line(error)
     # A package that is installed but cannot be imported must be installed again, which pip does
     # only with --force-reinstall. With --no-deps pip does not replace torch, on which these
     # packages depend.
@@ -288,6 +287,16 @@ def read_text(error: BaseException) -> str:
         return remove_secrets(str(error))
     except BaseException as broken:
         return f"its own text raises {type(broken).__name__}"
+
+
+def read_line(error: BaseException, limit: int = 200) -> str:
+    """Return the text of an error in one line, cut to `limit` characters."""
+    return " ".join(read_text(error).split())[:limit]
+
+
+def describe(error: BaseException, limit: int = 200) -> str:
+    """Return the type of an error and, if it has one, its text in one line."""
+    return f"{type(error).__name__}: {read_line(error, limit)}".removesuffix(": ")
 
 
 def is_disk_full(error: OSError) -> bool:

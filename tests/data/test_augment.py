@@ -25,7 +25,6 @@ from trainer.data.augment import (
     DeviceTransform,
     Draws,
     Gallery,
-    private_random_state,
     resize_crops,
 )
 from trainer.data.photos.photo_reader import PhotoDraws
@@ -228,9 +227,9 @@ def test_a_batch_is_augmented_as_its_images_alone(policy, shape):
             self.count += large and not function.is_view
             return function(*arguments, **(words or {}))
 
-    with private_random_state(), Kernels() as kernels:
+    with torch.random.fork_rng(devices=[]), Kernels() as kernels:
         whole = Auto(AugmentRecipe(auto=policy), 0, 3, index).batch(whole)
-    with private_random_state():
+    with torch.random.fork_rng(devices=[]):
         auto = Auto(AugmentRecipe(auto=policy), 0, 3, index)
         alone = [
             auto(row, image.permute(2, 0, 1)).permute(1, 2, 0) for row, image in enumerate(pictures)

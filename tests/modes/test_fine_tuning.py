@@ -15,8 +15,8 @@ from tests.command_line import BARE, QUIET, latest, losses, ok, result, steps, t
 from tests.modes.ways import EXACT, WORKERS
 from tests.training.whole_runs import SAME, assert_same_run, kill
 from trainer import train
+from trainer.models.norms import list_training_norms
 from trainer.models.zoo import build
-from trainer.optim.trainable import uses_batch_statistics
 from trainer.recipe import load
 
 SHORT = [word for word in SAME if not word.startswith(("max_steps", "optimizer.lr"))]
@@ -175,7 +175,7 @@ def test_frozen_weights_stay_to_the_last_bit(way, trained, tmp_path, full):
 def test_frozen_batch_norm_does_not_mind_small_batches(wanted, looks):
     """Fine-tuning the last layer causes no warning about a small batch."""
     recipe = load(None, "model.name=cnn", f"model.freeze={wanted}")
-    assert uses_batch_statistics(build(recipe.model, 10, 1, 8)) is looks
+    assert bool(list_training_norms(build(recipe.model, 10, 1, 8))) is looks
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from trainer import evaluate, load
 from trainer import recipe as recipes
 from trainer.commands.sweep.space import parse_dimension
 from trainer.data import sampling
-from trainer.data.augment import Auto, DeviceTransform, Draws, Gallery, private_random_state
+from trainer.data.augment import Auto, DeviceTransform, Draws, Gallery
 from trainer.data.cache.stored import Format, picture_of, prepared
 from trainer.data.photos.decoding import open_image
 from trainer.data.photos.lazy_images import Picture
@@ -170,7 +170,7 @@ def test_images_in_memory_are_augmented_as_one_by_one(auto):
     )
     assert draws.box.tolist() == boxes.tolist()
     assert batch.shape == (2, 20, 34, 3)
-    with private_random_state():
+    with torch.random.fork_rng(devices=[]):
         one = [
             Auto(recipe, 0, 0, index)(row, image.permute(2, 0, 1))
             for row, image in enumerate(batch)

@@ -21,7 +21,7 @@ from tests.simulated.nccl_order import Call, on_ranks, stuck
 from tests.strategies import create_strategy, gathered
 from trainer.data import Batch
 from trainer.errors import RecipeError
-from trainer.modes import compute_data_share
+from trainer.modes import find_strategy_class
 from trainer.modes.pipeline import stages
 from trainer.modes.pipeline.torch_schedules import assign_recipe_ranks
 from trainer.modes.pipeline.tuning import Plan
@@ -82,7 +82,7 @@ def a_run(wanted, world, whole, rows):
     """Exchange everything that the ranks of a pipeline exchange in a run: tune, train, log figures,
     evaluate, save, and then all again.
     """
-    shard = compute_data_share(wanted, world)
+    shard = find_strategy_class(wanted, world).data_share(wanted, world)
     own = slice(shard.index * rows // shard.count, (shard.index + 1) * rows // shard.count)
     batch = Batch(
         images(rows)[own],

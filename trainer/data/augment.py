@@ -6,8 +6,7 @@ depend on the step instead of the sample index: see `sampling`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,21 +25,6 @@ from trainer.data.sampling import Array, Mix
 from trainer.recipe import AugmentRecipe
 from trainer.recipe.image_sizes import ImageSize, sides
 
-
-@contextmanager
-def private_random_state() -> Iterator[None]:
-    """Context manager that restores the state of torch's CPU generator at its end.
-
-    Code inside must seed `torch.default_generator`, because torch.manual_seed would also reset the
-    generators of CUDA devices.
-    """
-    before = torch.default_generator.get_state()
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(before)
-
-
 AUTO: dict[str, Any] = {
     "trivial": v2.TrivialAugmentWide,
     "rand": v2.RandAugment,
@@ -52,7 +36,7 @@ class Auto:
     """Automatic augmentation policy of torchvision, seeded for each sample.
 
     If `recipe.auto` names no policy, images are returned unchanged. Each call seeds torch's CPU
-    generator, so call the object only inside `private_random_state`.
+    generator, so call the object only inside `torch.random.fork_rng(devices=[])`.
     """
 
     def __init__(
@@ -76,6 +60,7 @@ class Auto:
     def __call__(self, row: int, image: Tensor) -> Tensor:
         if self.policy is None:
             return image
+        # torch.manual_seed would also reset the generators of CUDA devices.
         torch.default_generator.manual_seed(self.seeds[row])
         return self.policy(image)
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.data.augment import Auto, Draws, Gallery, private_random_state
+from trainer.data.augment import Auto, Draws, Gallery
 from trainer.data.folders.photo_folders import unreadable
 from trainer.data.photos.copies import Copies, Copy, copy_to_device
 from trainer.data.photos.photo_reader import BILINEAR, Key, Reader, Report, Unreadable
@@ -148,11 +148,11 @@ class ImageFeed(MemoryFeed):
                 rows = torch.from_numpy(batch % self._pool)
             images = self._gallery.take(rows, draws.rows(start, start + len(batch)))
             if self._augment.auto != "none":
-                with private_random_state():
+                with torch.random.fork_rng(devices=[]):
                     images = Auto(self._augment, self._seed, epoch, batch).batch(images)
             if self._augment.transforms:
                 transforms = Transforms(self._augment, self._seed, epoch, batch)
-                with private_random_state():
+                with torch.random.fork_rng(devices=[]):
                     for row, image in enumerate(images.permute(0, 3, 1, 2)):
                         image.copy_(transforms(row, image))
                 images = copy_to_device(images, self._device)

@@ -198,7 +198,7 @@ class Loader:
         device = self._device
         share = replace(self._share, numbers=numbers)
         self._share = share
-        rows = count_rows(recipe, share.count, numbers=numbers)
+        rows = share.count_rows(recipe)
         self._spans = sampling.share_spans(recipe.batch_size, rows, share.index)
         self._evaluation_rows = rows if numbers else [max(rows)] * share.count
         self._rows = self._evaluation_rows[share.index]
@@ -373,10 +373,7 @@ class Loader:
             share = self._share
             order = self._order(epoch)
             if share.every_sample:
-                rows: Sequence[int] = ()
-                if share.numbers:
-                    rows = count_rows(recipe, share.count, numbers=share.numbers)
-                start, stop = sampling.compute_span(len(order), share.index, share.count, rows)
+                start, stop = share.compute_span(recipe, len(order))
                 steps = sampling.divide_rows(order[start:stop], self.steps_per_epoch, recipe.pieces)
             else:
                 steps = sampling.share_rows(order, recipe.batch_size, self._spans)

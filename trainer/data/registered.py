@@ -3,6 +3,7 @@
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from trainer.data.items import (
 )
 from trainer.data.photos.decoding import convert_channels, decode_item
 from trainer.data.photos.photo_reader import resize_and_center_crop
-from trainer.data.photos.pixel_range import recipe_pixel_range
+from trainer.data.photos.pixel_range import Range, recipe_pixel_range
 from trainer.data.sets import CLASS, Datasets, ImageSet, TensorSet, TensorSpec
 from trainer.errors import RecipeError
 from trainer.processes import pickling
@@ -296,7 +297,7 @@ def _build_item_datasets(
             f"{data.name}, {role}",
             Targets(kind, names, target),
             spec,
-            data,
+            recipe_pixel_range(data),
         )
         for part, role in zip(parts, ROLES, strict=True)
     )
@@ -323,6 +324,7 @@ def _build_item_datasets(
     )
 
 
+@dataclass(eq=False)
 class UserItems:
     """A user's map-style data set as a `PhotoSource`.
 
@@ -335,20 +337,12 @@ class UserItems:
         by_value: whether to pickle classes by value, because other processes cannot import them.
     """
 
-    def __init__(
-        self,
-        items: Any,
-        name: str,
-        targets: Targets,
-        spec: TensorSpec | None,
-        data: DataRecipe,
-    ) -> None:
-        self.items = items
-        self.name = name
-        self.targets = targets
-        self.spec = spec
-        self.pixel_range = recipe_pixel_range(data)
-        self.by_value = False
+    items: Any
+    name: str
+    targets: Targets
+    spec: TensorSpec | None
+    pixel_range: Range | None = None
+    by_value: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         if self.by_value or pickling.has_unimportable_main():

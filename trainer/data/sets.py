@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from trainer.data.photos.lazy_images import Picture
+from trainer.data.sampling import Span, compute_span
+from trainer.recipe import Recipe
 from trainer.recipe.image_sizes import ImageSize, sides
+from trainer.recipe.shares import count_rows
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,20 @@ class DataShare:
     every_sample: bool = False
     counted: bool = True
     numbers: tuple[float, ...] = ()
+
+    def count_rows(self, recipe: Recipe, accumulate: int | None = None) -> list[int]:
+        """Return the number of images of a micro-batch of each share.
+
+        Args:
+            recipe: the recipe of the run.
+            accumulate: number of micro-batches; the recipe's by default.
+        """
+        return count_rows(recipe, self.count, accumulate, self.numbers)
+
+    def compute_span(self, recipe: Recipe, samples: int) -> Span:
+        """Return the (start, stop) of this share of an epoch, with `every_sample`."""
+        rows = self.count_rows(recipe) if self.numbers else ()
+        return compute_span(samples, self.index, self.count, rows)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torchvision.transforms import v2
 
 from trainer.data import sampling
 from trainer.data.sampling import Array
-from trainer.errors import RecipeError, read_text
+from trainer.errors import RecipeError, read_line
 from trainer.recipe import AugmentRecipe
 from trainer.recipe.image_sizes import ImageSize, sides
 from trainer.recipe.text import format_yaml
@@ -41,7 +41,7 @@ TRIES = 8
 class Transforms:
     """Transforms of a batch of samples.
 
-    Calls seed torch's CPU generator, so they must be inside `private_random_state`.
+    Calls seed torch's CPU generator, so they must be inside `torch.random.fork_rng(devices=[])`.
     """
 
     def __init__(self, recipe: AugmentRecipe, seed: int, epoch: int, index: Array) -> None:
@@ -97,9 +97,8 @@ def _build(name: str, values: Any, **others: Any) -> Transform:
         transform: Transform = kind(**arguments)
     # The constructors check few of their arguments, and can raise any exception.
     except Exception as error:
-        reason = read_text(error).partition("\n")[0]
         raise RecipeError(
-            f"augment.transforms: {typed} cannot be built ({reason}); write "
+            f"augment.transforms: {typed} cannot be built ({read_line(error)}); write "
             f"{name}: {{{_describe_arguments(signature)}}}"
         ) from None
     return transform
@@ -141,16 +140,13 @@ def check_transforms(recipe: AugmentRecipe, channels: int, size: ImageSize) -> N
         RecipeError: a transform fails, returns another shape or type, leaves the image as it is, or
             draws from other generators than torch's.
     """
-    before = torch.default_generator.get_state()
-    try:
+    with torch.random.fork_rng(devices=[]):
         for name, values in list_arguments(recipe.transforms):
             fault = _find_fault(name, values, channels, size)
             if fault and channels != 3 and not _find_fault(name, values, 3, size):
                 fault = f"needs images of 3 channels, and these have {channels}"
             if fault:
                 raise RecipeError(f"augment.transforms: {name} {fault}: remove it")
-    finally:
-        torch.default_generator.set_state(before)
 
 
 def _find_fault(name: str, values: Any, channels: int, size: ImageSize) -> str:
@@ -170,8 +166,7 @@ def _find_fault(name: str, values: Any, channels: int, size: ImageSize) -> str:
             try:
                 results.append(transform(image.clone()))
             except Exception as error:
-                reason = read_text(error).partition("\n")[0]
-                return f"fails on images of {_describe(image)} ({reason})"
+                return f"fails on images of {_describe(image)} ({read_line(error)})"
         first, second = results
         if not isinstance(first, Tensor):
             return f"returns {type(first).__name__} instead of one image"

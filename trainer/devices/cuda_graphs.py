@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -47,6 +47,25 @@ def restore_random_states(drawn: tuple[Any, Any]) -> bool:
     is_same = python == drawn[0] and all(map(np.array_equal, numpy, drawn[1]))
     set_host_random_states(*drawn)
     return is_same
+
+
+def read_device_states(devices: Sequence[torch.device]) -> list[torch.Tensor]:
+    """Return the states of torch's generators of the devices, without waiting for a device."""
+    states = []
+    for device in dict.fromkeys(devices):
+        if device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(device))
+        else:
+            states.append(torch.get_rng_state())
+    return states
+
+
+def set_device_states(devices: Sequence[torch.device], states: Sequence[torch.Tensor]) -> None:
+    for device, state in zip(dict.fromkeys(devices), states, strict=True):
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(state, device)
+        else:
+            torch.set_rng_state(state)
 
 
 # True during a capture.

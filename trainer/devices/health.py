@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise, repeat
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import DeviceMemoryError, SetupError, is_out_of_memory
+from trainer.errors import DeviceMemoryError, SetupError, is_out_of_memory, read_line
 from trainer.recipe.text import list_some
 
 if TYPE_CHECKING:
@@ -43,9 +43,8 @@ def check_card(device: torch.device, count: int) -> None:
         remedy = f"leave it out with devices=[{','.join(others)}]"
     name = str(device)
     try:
-        with warnings.catch_warnings():
-            # torch prints long warnings about a GPU that it does not support.
-            warnings.simplefilter("ignore")
+        # torch prints long warnings about a GPU that it does not support.
+        with warnings.catch_warnings(action="ignore"):
             name = f"{device} ({torch.cuda.get_device_name(device)})"
         total = int(torch.arange(4096, device=device).sum())
     except RuntimeError as error:
@@ -56,9 +55,8 @@ def check_card(device: torch.device, count: int) -> None:
             ) from error
         # The message contains the reason, such as "no kernel image is available" for a GPU that
         # torch does not support.
-        reason = " ".join(str(error).split())[:160]
         raise SetupError(
-            f"{name} does not compute with torch {torch.__version__} ({reason}): {remedy}"
+            f"{name} does not compute with torch {torch.__version__} ({read_line(error)}): {remedy}"
         ) from error
     if total != 4096 * 4095 // 2:
         raise SetupError(

@@ -6,6 +6,7 @@ The load comes from counters of the Linux kernel. On systems without them, it is
 import os
 import platform
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,10 +44,9 @@ def free_memory() -> int:
     """
     available = _read_table(PROC / "meminfo").get("MemAvailable")
     free = total_memory() if available is None else available * 1024
-    for folder in _list_groups("memory"):
-        limit = _read_number(folder, "memory.max", "memory.limit_in_bytes")
+    for folder, limit in _iterate_limits():
         used = _read_number(folder, "memory.current", "memory.usage_in_bytes")
-        if limit is not None and used is not None:
+        if used is not None:
             # Cached files count as free, because the kernel evicts them when memory is needed. The
             # name of their key depends on the version of control groups.
             table = _read_table(folder / "memory.stat")
@@ -60,28 +60,29 @@ def memory_limit() -> int | None:
 
     Without a limit in any group, return None.
     """
-    limits = []
-    for folder in _list_groups("memory"):
-        limit = _read_number(folder, "memory.max", "memory.limit_in_bytes")
-        if limit is not None and limit < UNLIMITED:
-            limits.append(limit)
-    return min(limits, default=None)
+    return min((limit for _, limit in _iterate_limits()), default=None)
 
 
-def _list_groups(controller: str) -> list[Path]:
-    """List the directories of this process's control groups (cgroup v1 and v2), innermost first."""
+def _iterate_limits() -> Iterator[tuple[Path, int]]:
+    """Yield the directories and limits of this process's control groups (cgroup v1 and v2).
+
+    A group without a memory limit, in bytes, is left out.
+    """
     # Always include the root directories: in a container, they contain the files of the process's
     # own group.
-    lines = ["0::/", f"1:{controller}:/"]
+    lines = ["0::/", "1:memory:/"]
     lines += _read_text(PROC / "self" / "cgroup").splitlines()
     folders = set[Path]()
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if not controllers or controller in controllers.split(","):
+        if not controllers or "memory" in controllers.split(","):
             inner = Path(path.lstrip("/"))
-            root = GROUPS / controller if controllers else GROUPS
+            root = GROUPS / "memory" if controllers else GROUPS
             folders |= {root / folder for folder in (inner, *inner.parents)}
-    return sorted(folders, key=lambda folder: -len(folder.parts))
+    for folder in folders:
+        limit = _read_number(folder, "memory.max", "memory.limit_in_bytes")
+        if limit is not None and limit < UNLIMITED:
+            yield folder, limit
 
 
 def _read_number(folder: Path, *names: str) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -197,12 +198,10 @@ def _describe_interface(variable: str) -> str:
 def describe_shared_memory() -> str:
     """Return the size of /dev/shm and its free space in MiB, as text."""
     try:
-        status = os.statvfs("/dev/shm")
+        usage = shutil.disk_usage("/dev/shm")
     except OSError:
         return "there is none"
-    size = status.f_frsize * status.f_blocks >> 20
-    free = status.f_frsize * status.f_bavail >> 20
-    return f"{size} MiB, {free} free"
+    return f"{usage.total >> 20} MiB, {usage.free >> 20} free"
 
 
 def summary_line(error: BaseException) -> str:

@@ -1,5 +1,6 @@
 """Peak, free and total memory of a device, and free shared memory (/dev/shm), in bytes."""
 
+import gc
 import os
 import resource
 import shutil
@@ -45,6 +46,12 @@ def forget_memory(devices: Sequence[torch.device]) -> None:
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
+
+
+def release_garbage() -> None:
+    """Release the memory of reference cycles, on GPUs too."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def free_memory(device: torch.device) -> int:

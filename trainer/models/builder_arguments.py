@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.errors import RecipeError, read_text
+from trainer.errors import RecipeError, describe
 from trainer.models.given import OFFERED, ModelBuilder
 from trainer.recipe import ModelRecipe
 from trainer.recipe.call_arguments import check_arguments, list_parameters
@@ -102,7 +102,7 @@ def check_class_arguments(
                 model = build(**arguments)
         # The class may raise any error about a value.
         except Exception as error:
-            reason = f"{type(error).__name__}: {read_text(error)[:200]}"
+            reason = describe(error)
             if "multiple values" in reason:
                 reason = f"{recipe.name} sets {reason.rpartition(' ')[2]} itself"
             raise RecipeError(

@@ -7,12 +7,12 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from trainer.models.equivalence import read_plain_attributes
 from trainer.models.reachable import Reachable
 from trainer.models.undisturbed import is_generator, is_plain, read_generator_states
+from trainer.saving.tensor_files import view_bytes
 
 # Prefixes of the Python modules of libraries whose hooks only compute on the device, so that a
 # graph replay repeats what they do. Hooks from all other modules count as the user's own.
@@ -87,8 +87,7 @@ class _Snapshot:
         if isinstance(value, np.ndarray):
             self.digest = hashlib.sha256(value.tobytes()).digest()
         elif is_plain(value) and value.device.type not in on_device:
-            numbers = value.reshape(-1).view(torch.uint8).numpy()
-            self.digest = hashlib.sha256(numbers.tobytes()).digest()
+            self.digest = hashlib.sha256(view_bytes(value)).digest()
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Snapshot):

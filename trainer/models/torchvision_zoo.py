@@ -13,7 +13,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from trainer.errors import RecipeError, SetupError, is_out_of_memory, read_text
+from trainer.errors import RecipeError, SetupError, is_out_of_memory, read_line
 from trainer.models.builder_arguments import check_class_arguments
 from trainer.recipe import ModelRecipe
 from trainer.recipe.image_sizes import ImageSize, sides, square
@@ -153,11 +153,11 @@ def _fetch_model(
             raise
         if is_downloaded and not isinstance(error, PermissionError):
             raise SetupError(
-                f"{file} is damaged ({read_text(error)[:160]}): remove it and type the same again"
+                f"{file} is damaged ({read_line(error)}): remove it and type the same again"
             ) from None
         # The network may fail, the disk may be full, or the file may differ from the published one.
         raise SetupError(
-            f"model.weights={name} cannot be downloaded ({read_text(error)}); put {weights.url} at "
+            f"model.weights={name} cannot be downloaded ({read_line(error)}); put {weights.url} at "
             f"{file}, or start from a file: model.weights=null model.init_from=FILE"
         ) from None
 

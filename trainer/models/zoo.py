@@ -4,6 +4,7 @@ import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainer import recipe as recipes
-from trainer.errors import CheckpointError, RecipeError
+from trainer.errors import CheckpointError, RecipeError, read_line
 from trainer.models import timm_zoo, torchvision_zoo
 from trainer.models.blocks import find_head, freeze
 from trainer.models.builder_arguments import check_builder_arguments
@@ -119,7 +120,7 @@ def build(
         _check_storable(model, recipe.name)
         out = _run_on_meta(model, channels, image_size, inputs)
     except AssertionError as error:
-        reason = " ".join(str(error).split())[:160]
+        reason = read_line(error)
         if inputs is not None:
             raise RecipeError(
                 f"model.name={recipe.name} cannot read inputs of {tuple(inputs.shape[1:])} "
@@ -153,17 +154,21 @@ def check_train_size(model: nn.Module, key: str, channels: int, size: ImageSize)
     try:
         _run_on_meta(model, channels, size)
     except AssertionError as error:
-        reason = " ".join(str(error).split())[:160]
         raise RecipeError(
             f"{key} reads images of one size only, so it cannot train on {in_pixels(size)} pixels "
-            f"({reason}): set data.train_size=null"
+            f"({read_line(error)}): set data.train_size=null"
         ) from None
 
 
 def _check_storable(model: nn.Module, name: str) -> None:
     """Raise RecipeError if a checkpoint would not contain all state of the model."""
-    if (fault := _find_extra_state(model)) is not None:
-        raise RecipeError(f"model.name={name}: {fault}")
+    for part in model.modules():
+        kind = type(part)
+        if kind.get_extra_state is not nn.Module.get_extra_state:
+            raise RecipeError(
+                f"model.name={name}: {kind.__name__} keeps state by get_extra_state(), which no "
+                "checkpoint has: keep it as tensors, by register_buffer()"
+            )
     for key, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise RecipeError(
@@ -175,17 +180,6 @@ def _check_storable(model: nn.Module, name: str) -> None:
                 f"model.name={name} trains complex numbers, {key}: make torch.view_as_real of it "
                 "the parameter, and compute with torch.view_as_complex"
             )
-
-
-def _find_extra_state(model: nn.Module) -> str | None:
-    for part in model.modules():
-        kind = type(part)
-        if kind.get_extra_state is not nn.Module.get_extra_state:
-            return (
-                f"{kind.__name__} keeps state by get_extra_state(), which no checkpoint has: "
-                "keep it as tensors, by register_buffer()"
-            )
-    return None
 
 
 def _describe_wrong_output(out: Any, num_classes: int, any_output: bool) -> str:
@@ -274,12 +268,7 @@ def resolve_weights(recipe: ModelRecipe) -> str | None:
     # A damaged file is ignored here, because loading the weights reports it.
     with suppress(CheckpointError, RecipeError):
         path = find_run(recipe.init_from)
-        model_section = _read_model_section(read_metadata(path))
-        # A checkpoint has no metadata until its run has written the first weights file. Until then,
-        # the recipe is read from the run folder.
-        if not model_section and path.is_dir():
-            run_folder = path.absolute().parents[1]
-            model_section = recipes.load(str(run_folder)).to_dict()["model"]
+        model_section = _read_stored_section(path)
         weights = model_section.get("weights", recipe.weights)
         if not model_section:
             tensors = read_weights(path)[0]
@@ -304,11 +293,7 @@ def resolve_arguments(recipe: ModelRecipe) -> dict[str, Any]:
     stored: Mapping[str, Any] = {}
     # A damaged file is ignored here, because loading the weights reports it.
     with suppress(CheckpointError, RecipeError):
-        path = find_run(recipe.init_from)
-        stored = _read_model_section(read_metadata(path))
-        # A checkpoint has no metadata until its run has written the first weights file.
-        if not stored and path.is_dir():
-            stored = recipes.load(str(path.absolute().parents[1])).to_dict()["model"]
+        stored = _read_stored_section(find_run(recipe.init_from))
     if stored.get("name") != recipe.name:
         return recipe.args
     return {**stored.get("args", {}), **recipe.args}
@@ -506,6 +491,16 @@ def _read_class_names(metadata: Mapping[str, str]) -> list[str]:
     return []
 
 
+def _read_stored_section(path: Path) -> Mapping[str, Any]:
+    """Return the section `model` of the recipe of stored weights; empty without a recipe."""
+    section = _read_model_section(read_metadata(path))
+    # A checkpoint has no metadata until its run has written the first weights file. Until then, the
+    # recipe is read from the run folder.
+    if not section and path.is_dir():
+        section = recipes.load(str(path.absolute().parents[1])).to_dict()["model"]
+    return section
+
+
 def _read_model_section(metadata: Mapping[str, str]) -> Mapping[str, Any]:
     """Return the section `model` of the recipe in a file's metadata; empty without a recipe."""
     recipe = _read_json(metadata, "recipe")
@@ -537,11 +532,8 @@ def load_weights(
         whole: Whether the last layer must fit, too.
 
     Raises:
-        CheckpointError: A tensor is missing or does not fit, or the model keeps state that is not a
-            tensor (`get_extra_state`). The message names the tensor or the class.
+        CheckpointError: A tensor is missing or does not fit. The message names the tensor.
     """
-    if (fault := _find_extra_state(model)) is not None:
-        raise CheckpointError(f"{source}: {fault}")
     state = model.state_dict(keep_vars=True)
     fitting = type(state)(select_fitting_weights(model, weights, source, whole))
     # MNASNet reads the version of its state dict, which safetensors cannot store. Names and shapes

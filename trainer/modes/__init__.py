@@ -5,7 +5,6 @@ Imports: errors, versions, recipe, devices, tasks, memory, processes, distribute
 telemetry, data.
 """
 
-from trainer.data import DataShare
 from trainer.distributed.world import World
 from trainer.modes.base import Strategy
 from trainer.modes.context import Context
@@ -44,11 +43,6 @@ def find_strategy_class(recipe: Recipe, world: World) -> type[Strategy]:
     if world.size > 1 and recipe.mode in OVER_PROCESSES:
         return OVER_PROCESSES[recipe.mode]
     return STRATEGIES[recipe.mode]
-
-
-def compute_data_share(recipe: Recipe, world: World) -> DataShare:
-    """Return the part of every global batch that the data loader of this rank reads."""
-    return find_strategy_class(recipe, world).data_share(recipe, world)
 
 
 def create(context: Context) -> Strategy:

@@ -26,7 +26,7 @@ from trainer.modes.measures import Measures
 from trainer.modes.proofs import recompute_proven
 from trainer.modes.state import ModelState
 from trainer.recipe import Recipe
-from trainer.recipe.shares import count_rows, fixed_shares
+from trainer.recipe.shares import fixed_shares
 from trainer.versions import torch_has
 
 
@@ -160,7 +160,7 @@ class Strategy(ModelState, Measures):
         """Set the part of every global batch that this rank computes, from the next pass on."""
         self.share = share
         self.divisor: float = 1
-        rows = count_rows(self.recipe, share.count, numbers=share.numbers)
+        rows = share.count_rows(self.recipe)
         if share.every_sample:
             # A worker that trains independently minimizes the mean loss of its own local batch, so
             # its gradients are multiplied by `divisor`. The losses that workers report are not, so

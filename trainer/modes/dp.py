@@ -22,7 +22,7 @@ class Replica(nn.Module):
         self,
         model: nn.Module,
         run: Callable[[nn.Module, Tensor], Tensor],
-        recomputed: Sequence[Run] = (),
+        recomputed: Sequence[Run],
     ) -> None:
         super().__init__()
         self.model = model
@@ -72,10 +72,7 @@ class DataParallel(Strategy):
         hook = self.module.register_forward_hook(note)
         with restore_after([self.module], self.device):
             self.train(False)
-            sample = self.context.example.batch(
-                self.device, channels_last=self.recipe.channels_last
-            )
-            outputs = self.forward(sample.inputs)
+            outputs = self.forward(self.context.sample())
         hook.remove()
         assert outputs is not None
         shapes_inside.sort(reverse=True)

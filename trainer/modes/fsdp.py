@@ -147,12 +147,11 @@ class FullyShardedDataParallel(Strategy):
     def connect(self) -> None:
         self.has_local_passes = False
         # Torch's DTensors by name, and this rank's rows of them.
-        self.sharded = dict(self.module.named_parameters())
+        self.sharded: dict[str, Any] = dict(self.module.named_parameters())
         self._local = {}
         for name, parameter in self.sharded.items():
-            self._local[name] = nn.Parameter(
-                _get_local_rows(parameter), requires_grad=parameter.requires_grad
-            )
+            local = parameter.to_local().detach()
+            self._local[name] = nn.Parameter(local, requires_grad=parameter.requires_grad)
         super().connect()
         with translate_peer_errors(), _explain_errors(self._refuse):
             check_sharded(self, self._whole, self.reduce_gradients)
@@ -217,7 +216,7 @@ class FullyShardedDataParallel(Strategy):
         synchronise(self.readers)
         for name, parameter in self.sharded.items():
             if parameter.grad is not None:
-                self._local[name].grad = _get_local_rows(parameter.grad)
+                self._local[name].grad = parameter.grad.to_local().detach()
                 # Drop the gradient, to which torch would otherwise add that of the next step.
                 parameter.grad = None
 
@@ -401,9 +400,3 @@ def mark_training(
     """
     if unit.training:
         mark()
-
-
-def _get_local_rows(tensor: Any) -> Tensor:
-    """Return the rows of a DTensor on this rank, as a tensor that shares its storage."""
-    local: Tensor = tensor.to_local()
-    return local.detach()

@@ -9,13 +9,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from trainer.data.sampling import compute_span
 from trainer.errors import RecipeError
 from trainer.memory.needs import BUCKET
 from trainer.models.blocks import list_frozen_norms
 from trainer.modes.base import Strategy
 from trainer.modes.flattening import flatten_tensors, unflatten_into
-from trainer.recipe.shares import count_rows
 from trainer.saving.tensor_files import Shard, StoredTensor
 from trainer.telemetry.readable import format_count
 
@@ -207,11 +205,7 @@ class LocalSGD(Strategy):
                 exact value.
         """
         samples = self.context.samples
-        share = self.share
-        rows: Sequence[int] = ()
-        if share.numbers:
-            rows = count_rows(self.recipe, share.count, numbers=share.numbers)
-        start, stop = compute_span(samples, share.index, share.count, rows)
+        start, stop = self.share.compute_span(self.recipe, samples)
         weight = (stop - start) / samples
         with torch.no_grad():
             for bucket in group_buckets(sources):

@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import get_total_norm
 
-from trainer.errors import RecipeError, is_out_of_memory, read_text
+from trainer.devices.cuda_graphs import read_device_states
+from trainer.errors import RecipeError, is_out_of_memory, read_line
 from trainer.models.blocks import refreeze
 from trainer.models.equivalence import (
     Passes,
@@ -117,7 +118,7 @@ def recompute_proven(
             if "inplace operation" in str(error):
                 reason = "changes a block's inputs in place"
             else:
-                reason = " ".join(read_text(error).split())[:120]
+                reason = read_line(error)
             raise RecipeError(
                 f"{name} {reason}, so its blocks cannot be recomputed: use {ALTERNATIVE}"
             ) from error
@@ -142,18 +143,14 @@ def _observe_draws(modules: Iterable[nn.Module], device: torch.device) -> Iterat
     draws = []
     states_before = {}
 
-    def read_states() -> list[Tensor]:
-        states = [torch.get_rng_state()]
-        if device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(device))
-        return states
+    devices = [torch.device("cpu"), device]
 
     def begin(module: nn.Module, *_: Any) -> None:
-        states_before[module] = read_states()
+        states_before[module] = read_device_states(devices)
 
     def end(module: nn.Module, *_: Any) -> None:
-        is_unchanged = all(map(torch.equal, states_before[module], read_states()))
-        draws.append(not is_unchanged)
+        states = read_device_states(devices)
+        draws.append(not all(map(torch.equal, states_before[module], states)))
 
     with ExitStack() as stack:
         for module in modules:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.errors import RecipeError
 from trainer.models.blocks import (
@@ -99,18 +98,6 @@ def list_hidden_matrices(model: nn.Module, recipe: Recipe) -> frozenset[str]:
             "with model.freeze, or use a deeper model"
         )
     return frozenset(matrices)
-
-
-def uses_batch_statistics(model: nn.Module) -> bool:
-    """Return whether any BatchNorm layer uses batch statistics in training.
-
-    A frozen layer uses its running statistics instead.
-    """
-    frozen_layers = list_frozen_norms(model)
-    for layer in model.modules():
-        if isinstance(layer, _BatchNorm) and layer not in frozen_layers:
-            return True
-    return False
 
 
 def describe_training(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from trainer.errors import RecipeError, read_text
+from trainer.errors import RecipeError, describe
 from trainer.optim.classes import OWN_CLASSES, create_optimizer, fill_state
 from trainer.recipe import OptimizerRecipe
 from trainer.recipe.optimizer_table import OPTIMIZERS, OptimizerTraits
@@ -54,8 +54,7 @@ def _verify_once(text: str) -> OptimizerTraits:
         # The user's class may raise any error.
         except Exception as error:
             raise RecipeError(
-                f"optimizer.name={recipe.name} cannot take a step "
-                f"({type(error).__name__}: {read_text(error)[:160]})"
+                f"optimizer.name={recipe.name} cannot take a step ({describe(error)})"
             ) from None
 
 

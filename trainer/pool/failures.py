@@ -7,7 +7,7 @@ import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 
-from trainer.errors import PredictionError, is_out_of_memory, read_text
+from trainer.errors import PredictionError, describe, is_out_of_memory
 
 # Maximum number of characters of a message or traceback, and maximum number of bytes of a pickled
 # exception. A longer message loses its end and a longer traceback its beginning. A larger exception
@@ -68,13 +68,9 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException, whole: bool = False) -> Failure:
         """Create the failure that describes an exception."""
-        message = type(error).__name__
-        text = " ".join(read_text(error).split())
-        if text:
-            message += f": {text}"
+        message = describe(error, MAX_LENGTH)
         trace = "".join(traceback.format_exception(error))[-MAX_LENGTH:]
-        out_of_memory = is_out_of_memory(error)
-        return cls(message[:MAX_LENGTH], trace, out_of_memory, whole, _pickle_exception(error))
+        return cls(message, trace, is_out_of_memory(error), whole, _pickle_exception(error))
 
     def original(self) -> BaseException | None:
         """Return the exception itself, or None if it cannot be unpickled."""

@@ -180,10 +180,11 @@ def serialize(
         tensor = tensors[name]
         if isinstance(tensor, StoredTensor):
             tensor = tensor.read()
-        yield _view_bytes(tensor)
+        yield view_bytes(tensor)
 
 
-def _view_bytes(tensor: Tensor) -> memoryview:
+def view_bytes(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor, without a copy if it is contiguous and on the CPU."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     array: Any = plain.reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import SetupError, load_extra, read_text
+from trainer.errors import SetupError, describe, load_extra
 from trainer.processes import interrupts
 from trainer.recipe import Recipe, flatten
 from trainer.saving.files import read_json_or_empty, write_atomically
@@ -190,8 +190,7 @@ class Loggers:
             # exit handlers.
             interrupts.skips_shutdown.set()
             self._runs.pop(name, None)
-            reason = f"{type(error).__name__}: {' '.join(read_text(error).split())[:200]}"
-            self._say(f"warning: logging.{name} lacks values from now on ({reason})")
+            self._say(f"warning: logging.{name} lacks values from now on ({describe(error)})")
 
 
 def load_or_create_id(

@@ -11,7 +11,6 @@ from trainer.processes.terminal import BOLD
 from trainer.recipe import Recipe
 from trainer.recipe.checks import count_largest_rows
 from trainer.recipe.image_sizes import in_pixels
-from trainer.recipe.shares import count_rows
 from trainer.telemetry.readable import format_count, table_width
 from trainer.telemetry.tracking import NullTracker
 from trainer.training.memory_keys import KEPT
@@ -217,9 +216,8 @@ def compute_shares(strategy: Strategy) -> list[int] | None:
     """
     recipe = strategy.recipe
     share = strategy.share
-    rows = count_rows(recipe, share.count, numbers=share.numbers)
     if share.numbers:
-        return [recipe.pieces * rank_rows for rank_rows in rows]
+        return [recipe.pieces * rank_rows for rank_rows in share.count_rows(recipe)]
     return None
 
 
@@ -232,7 +230,7 @@ def warn_of_small_batch_norm(strategy: Strategy, has_batch_norm: bool) -> str | 
     """
     recipe = strategy.recipe
     share_count = strategy.share.count
-    rows = min(count_rows(recipe, share_count, numbers=strategy.share.numbers))
+    rows = min(strategy.share.count_rows(recipe))
     remedies = ["a larger batch_size"]
     if recipe.pieces > 1:
         remedies.append("a smaller accumulate")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from trainer.distributed.world import World
-from trainer.errors import RecipeError, TrainerError
+from trainer.errors import RecipeError, TrainerError, describe
 
 
 @dataclass
@@ -164,7 +164,7 @@ class Callbacks:
                 answer = report.answer(not is_stop)
             except Exception as error:
                 raised = error
-                answer = f"{name} raised {type(error).__name__}: {error}"
+                answer = f"{name} raised {describe(error)}"
         # The callback may run for longer than `timeout`, after which a silent rank counts as lost.
         # So the ranks exchange the requests with `wait_for`, which has a longer timeout.
         shared: CallbackAnswer | str = world.wait_for(answer)[0]

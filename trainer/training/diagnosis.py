@@ -68,7 +68,6 @@ def diagnose(
     budget = BUDGET * spent
     probe_start = time.perf_counter()
     communication = strategy.communication(timer.seen, step, budget)
-    probe_seconds = time.perf_counter() - probe_start
     data_wait = speed.data_wait_fraction * step
     update = timer.update_seconds()
     launch_bound = (speed.launch_bound_fraction or 0.0) * step
@@ -80,7 +79,6 @@ def diagnose(
     pipeline = strategy.result_fields().get("pipeline") or {}
     bubble = compute_idle_share(strategy, float(pipeline.get("bubble_measured") or 0.0))
     bubble_at_most = compute_idle_share(strategy, float(pipeline.get("bubble_at_most") or 0.0))
-    probe_start = time.perf_counter()
     launches = 0.0
     update_launches = 0.0
     # The devices are only probed if GPUs may wait for launches. Rank 0 decides for all ranks,
@@ -101,7 +99,6 @@ def diagnose(
             update_launches = min(launches, update_launches, -negative_update)
             launches_at_most = 0.0
             bubble_at_most = bubble
-    probe_seconds += time.perf_counter() - probe_start
     measured = StepParts(
         step=step,
         data=data,
@@ -115,7 +112,6 @@ def diagnose(
         bubble_at_most=bubble_at_most,
         busy=pipeline.get("stage_seconds") or (),
     )
-    probe_start = time.perf_counter()
     # Seconds that rank 0 needs to read one photo. None if this is not measured.
     reading = None
     datasets = resolved.datasets
@@ -129,7 +125,7 @@ def diagnose(
         reading = measure_reading(
             photos, resolved.recipe, datasets.image_size, datasets.channels, limit
         )
-    probe_seconds += time.perf_counter() - probe_start
+    probe_seconds = time.perf_counter() - probe_start
     setting = Setting(
         world.size,
         max(1, count_cores() // loader.readers),

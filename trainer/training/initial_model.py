@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from trainer import tasks
 from trainer.data import Datasets, Example, TensorSpec
 from trainer.data.feeds import find_labels
-from trainer.data.photos.decoding import describe_failure
 from trainer.data.photos.photo_reader import private_draws
 from trainer.distributed.world import World
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, describe
 from trainer.models.reachable import find_doubts
 from trainer.models.shapes import build_on_meta, compute_digest
 from trainer.models.undisturbed import restore_after
@@ -33,6 +32,7 @@ from trainer.recipe.known_names import AUXILIARY
 from trainer.recipe.metric_table import needs_scores
 from trainer.saving.checkpoint import State
 from trainer.saving.run_names import find_run
+from trainer.saving.tensor_files import view_bytes
 from trainer.saving.weights import read_weights
 from trainer.tasks import Task
 from trainer.tasks.metrics import compute
@@ -216,8 +216,7 @@ def broadcast_weights(
     world.raise_any(error)
     digest = xxhash.xxh3_64()
     for tensor in tensors.values():
-        flat = tensor.detach().contiguous().view(-1)
-        digest.update(flat.view(torch.uint8).numpy().data)
+        digest.update(view_bytes(tensor))
     is_different = digest.digest() != world.broadcast_object(digest.digest())
     if world.is_any(is_different):
         say(
@@ -262,8 +261,8 @@ def check_task(
         raise
     # A user's task may raise any error, which becomes a RecipeError that names the task.
     except Exception as error:
-        what = f"{type(error).__name__}: {describe_failure(error)}"
-        raise RecipeError(f"task.name={name} fails on two made-up samples ({what})") from error
+        reason = describe(error)
+        raise RecipeError(f"task.name={name} fails on two made-up samples ({reason})") from error
     if missing := set(task.metric_names()) - keys:
         raise RecipeError(
             f"task.name={name}: its metrics are {', '.join(keys)}, without "

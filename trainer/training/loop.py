@@ -1,6 +1,5 @@
 """The training loop. `setup` creates the objects that it uses."""
 
-import gc
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ import torch
 from trainer.data import Batch
 from trainer.errors import Interrupted, Preempted, SetupError, TrainerError, explain_in_one_line
 from trainer.launch import endings
-from trainer.memory.device import peak_memory
+from trainer.memory.device import peak_memory, release_garbage
 from trainer.modes.pipeline import timeline
 from trainer.optim.optimization import build_learning_rate
 from trainer.processes import stacks
@@ -66,8 +65,7 @@ def run(
             return outcome
         recipe = outcome
         # Reference cycles keep the device memory of the ended attempt until they are collected.
-        gc.collect()
-        torch.cuda.empty_cache()
+        release_garbage()
         last_shortage = time.monotonic()
 
 

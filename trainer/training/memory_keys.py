@@ -10,7 +10,6 @@ With `recompute=auto`, a GPU recomputes the activations of the first N blocks of
 smallest N for which a step fits the GPU's memory. On CPUs, no block is recomputed.
 """
 
-import gc
 import math
 import shlex
 import time
@@ -23,14 +22,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer.data import Example, count_steps_per_epoch
-from trainer.devices.precision import AUTOCAST
-from trainer.errors import DeviceMemoryError, RecipeError, TrainerError, is_out_of_memory, read_text
+from trainer.devices.precision import autocast
+from trainer.errors import DeviceMemoryError, RecipeError, TrainerError, is_out_of_memory, read_line
 from trainer.launch.endings import SMALLER, SMALLER_AFTER
 from trainer.memory.device import (
     compute_usable_bytes,
     forget_memory,
     free_memory,
     peak_memory,
+    release_garbage,
     total_memory,
 )
 from trainer.memory.measuring import count_bytes, measure_pass
@@ -55,7 +55,7 @@ from trainer.recipe.checks import (
     divides_evenly,
     list_micro_batch_counts,
 )
-from trainer.recipe.shares import count_rows, fixed_shares
+from trainer.recipe.shares import fixed_shares
 from trainer.saving.checkpoint import checkpoints_in
 from trainer.telemetry.readable import format_count, format_size
 from trainer.training.initial_model import build_for_dataset
@@ -77,7 +77,7 @@ def explain_out_of_memory(resolved: Resolved, state: TrainState) -> Iterator[Non
         if isinstance(error, TrainerError) or not is_out_of_memory(error):
             raise
         raise DeviceMemoryError(
-            f"{describe_needs(resolved, state)} ({read_text(error)[:200] or type(error).__name__})"
+            f"{describe_needs(resolved, state)} ({read_line(error) or type(error).__name__})"
         ) from error
 
 
@@ -223,8 +223,7 @@ def resolve_and_build(opened: Opened, build: Callable[[Resolved], Run]) -> Run:
             probe_run.loader.close()
             probe_run = None
             # Reference cycles keep the probe's device memory until they are collected.
-            gc.collect()
-            torch.cuda.empty_cache()
+            release_garbage()
     run = probe_run or build(resolve(recipe))
     run.strategy.tuned[KEPT] = {"pieces": number, "for": purpose}
     return run
@@ -277,9 +276,7 @@ def _recall_number(
 def _find_smallest_that_fits(run: Run, numbers: list[int]) -> int:
     """Return the smallest of `numbers` of micro-batches whose trial passes fit. Collective."""
     share = run.strategy.share
-    all_rows = {
-        number: count_rows(run.recipe, share.count, number, share.numbers) for number in numbers
-    }
+    all_rows = {number: share.count_rows(run.recipe, number) for number in numbers}
 
     def measure_load(number: int) -> float:
         return _measure_load(run, all_rows[number][share.index], min(2, number))
@@ -444,10 +441,9 @@ def _build_without_values(opened: Opened) -> nn.Module:
     def make() -> nn.Module:
         return build_for_dataset(opened.recipe, opened.task, opened.datasets, starting=False)
 
-    with warnings.catch_warnings():
-        # torch warns about each tensor that a model's code loads into a parameter without values.
-        # No values are needed here, so these warnings are hidden.
-        warnings.simplefilter("ignore")
+    # torch warns about each tensor that a model's code loads into a parameter without values. No
+    # values are needed here, so these warnings are hidden.
+    with warnings.catch_warnings(action="ignore"):
         model, _ = build_on_meta(make)
     if model is None:
         restore_random_states(states)
@@ -476,14 +472,11 @@ def count_blocks_to_recompute(
 
     def fits(count: int) -> bool:
         copy = copy_to_meta(model).train()
-        precision = AUTOCAST.get(recipe.precision)
+        device = torch.device("cpu")
         recompute(copy, runs[:count], random=False)
-        with (
-            FakeTensorMode(allow_non_fake_inputs=True),
-            torch.autocast("cpu", precision, enabled=bool(precision)),
-        ):
+        with FakeTensorMode(allow_non_fake_inputs=True), autocast(device, recipe.precision):
             copy._apply(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype))  # type: ignore[no-untyped-call]
-            inputs = example.batch(torch.device("cpu"), channels_last=recipe.channels_last).inputs
+            inputs = example.batch(device, channels_last=recipe.channels_last).inputs
             needed: float = measure_pass(copy, copy, inputs).peak + count_bytes(inputs)
         weights = count_bytes(*copy.parameters())
         if shards > 1:

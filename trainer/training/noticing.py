@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from trainer.data import ImageSet, LabelledSource, TensorSet
@@ -19,6 +18,7 @@ from trainer.models.norms import buffers_besides_statistics
 from trainer.models.reachable import Reachable, is_own
 from trainer.models.undisturbed import find_change, is_plain, restore_after
 from trainer.modes import Strategy
+from trainer.saving.tensor_files import view_bytes
 from trainer.tasks import Classification, Task
 from trainer.telemetry import symptoms
 from trainer.telemetry.symptoms import RunState
@@ -183,8 +183,7 @@ def compare_passes(resolved: Resolved, strategy: Strategy, noticed: Noticed) -> 
         if isinstance(value, np.ndarray):
             after[name] = value.tobytes()
         elif is_plain(value):
-            flat = value.cpu().reshape(-1)
-            after[name] = flat.view(torch.uint8).numpy().tobytes()
+            after[name] = bytes(view_bytes(value))
     # In a new run, the compared passes belong to one step, so only the passes themselves can have
     # changed the weights. In a resumed run, an update may lie between the passes, and with hogwild,
     # other ranks write the weights at any time, so there the weights are not compared.

@@ -20,7 +20,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from trainer.data import Batch, Datasets, as_pictures
-from trainer.errors import TrainerError, read_text
+from trainer.errors import TrainerError, describe
 from trainer.saving.files import escape_non_utf8, format_csv
 from trainer.tasks import Task
 from trainer.telemetry import events
@@ -115,8 +115,7 @@ def skip_on_error(tracker: NullTracker) -> Iterator[None]:
     except TrainerError:
         raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {' '.join(read_text(error).split())[:200]}"
-        tracker.say(f"  a picture is left out: {reason}")
+        tracker.say(f"  a picture is left out: {describe(error)}")
 
 
 def format_class(names: Sequence[str], index: int) -> str:

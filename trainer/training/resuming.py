@@ -20,8 +20,8 @@ from trainer.errors import (
     RecipeError,
     SetupError,
     TrainerError,
+    describe,
     is_out_of_memory,
-    read_text,
 )
 from trainer.processes.rank import is_restart
 from trainer.recipe import Recipe
@@ -243,5 +243,5 @@ def restore(resolved: Resolved, state: TrainState, saved: checkpoint.State) -> N
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         if isinstance(error, TrainerError) or is_out_of_memory(error):
             raise
-        reason = f"{type(error).__name__}: {' '.join(read_text(error).split())[:120]}"
-        raise CheckpointError(_SENSELESS.format(step=saved.position.step, reason=reason)) from error
+        message = _SENSELESS.format(step=saved.position.step, reason=describe(error))
+        raise CheckpointError(message) from error

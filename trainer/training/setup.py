@@ -31,19 +31,19 @@ from trainer.distributed.world_setup import create_world
 from trainer.errors import RecipeError, TrainerError
 from trainer.launch import endings
 from trainer.models.inputs import add_pretrained_input
-from trainer.models.norms import check_alone
+from trainer.models.norms import check_alone, list_training_norms
 from trainer.models.shapes import copy_to_meta
 from trainer.models.undisturbed import restore_after
 from trainer.modes import Context, Strategy
 from trainer.optim.optimization import Updater, build_loss_scaler
 from trainer.optim.optimizers import build_optimizer
-from trainer.optim.trainable import describe_training, find_roles, uses_batch_statistics
+from trainer.optim.trainable import describe_training, find_roles
 from trainer.processes import stacks
 from trainer.processes.interrupts import Interrupts
 from trainer.processes.resources import keep_freed_memory
 from trainer.recipe import Recipe
 from trainer.recipe.image_sizes import in_pixels
-from trainer.recipe.shares import count_rows, count_units, divide_within_limits
+from trainer.recipe.shares import count_units, divide_within_limits
 from trainer.recipe.text import list_some
 from trainer.saving.checkpoint import State
 from trainer.saving.journal import OTHER, START
@@ -186,7 +186,7 @@ def open_run(typed: Recipe, claim: Claim, closing: ExitStack) -> Opened:
     if "measured" in data.notes:
         recipe = recipe.replace(data__mean=[*data.mean], data__std=[*data.std])
     task = create_task(recipe, data)
-    share = modes.compute_data_share(recipe, world)
+    share = modes.find_strategy_class(recipe, world).data_share(recipe, world)
     steps = count_steps_per_epoch(len(data.train), recipe, share)
     check_same_images(world, data)
     with claim.ledger.span(f"{START}resuming"):
@@ -266,19 +266,9 @@ def build_speed_recipe(recipe: Recipe, data: Datasets, say: Callable[[str], None
         "checkpoint. To train: data.root=/path/to/images"
     )
     # Synthetic images are not decoded, so augmentation would not cost what it costs with photos. It
-    # is switched off, so that the measurement does not include it.
-    return recipe.replace(
-        max_steps=steps,
-        resume=None,
-        augment__crop="none",
-        augment__auto="none",
-        augment__hflip=0.0,
-        augment__vflip=0.0,
-        augment__transforms=[],
-        augment__repeats=1,
-        augment__alternate=False,
-        augment__erase=0.0,
-    )
+    # is switched off, except for mixing images, so that the measurement does not include it.
+    mixing = {"mixup": recipe.augment.mixup, "cutmix": recipe.augment.cutmix}
+    return recipe.replace(max_steps=steps, resume=None, augment=mixing)
 
 
 def start_process(recipe: Recipe) -> None:
@@ -304,7 +294,7 @@ def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, ledg
     model = build_initial_model(recipe, task, data, resolved.checkpoint, world, say)
     facts = collect_model_facts(model, resolved)
     share = resolved.share
-    rank_rows = count_rows(recipe, share.count, numbers=share.numbers)
+    rank_rows = share.count_rows(recipe)
     example = data.example(rank_rows[share.index])
     teacher = resolved.teacher
     if teacher:
@@ -351,7 +341,7 @@ def collect_model_facts(model: nn.Module, resolved: Resolved) -> ModelFacts:
         )
     peak, flops = compute_utilisation_base(model, data, cards)
     size = sum(parameter.numel() for parameter in model.parameters())
-    return ModelFacts(size, uses_batch_statistics(model), lines, flops, peak)
+    return ModelFacts(size, bool(list_training_norms(model)), lines, flops, peak)
 
 
 def begin(run: Run) -> None:

@@ -16,7 +16,7 @@ from trainer.distributed.world import World
 from trainer.memory.device import peak_memory, total_memory
 from trainer.memory.needs import count_fitting_images
 from trainer.recipe import Recipe
-from trainer.recipe.shares import count_rows, count_units, divide_within_limits
+from trainer.recipe.shares import count_units, divide_within_limits
 from trainer.training.observer import Observer
 from trainer.training.state import Resolved, TrainState
 
@@ -37,7 +37,7 @@ def choose_rows(
     watch = observer.noticed.shares
     if watch is None or (share.every_sample and not epoch_begins):
         return None
-    rows = count_rows(recipe, share.count, numbers=share.numbers)
+    rows = share.count_rows(recipe)
     # Batch statistics need more than one image.
     minimum = 2 if observer.model.batch_norm else 1
     divide = partial(_divide_rows, resolved, share, rows, minimum)

@@ -42,28 +42,6 @@ def collect_live_state(model_state: ModelState, updater: Updater) -> dict[str, T
     return state | {f"flag {name}": flag for name, flag in updater.state().items()}
 
 
-def read_random_states(devices: Sequence[torch.device]) -> list[Tensor]:
-    """Return the states of the devices' generators, without waiting for a device.
-
-    The generators of the host are left out, because a step that changes them cannot be captured.
-    """
-    states = []
-    for device in dict.fromkeys(devices):
-        if device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(device))
-        else:
-            states.append(torch.get_rng_state())
-    return states
-
-
-def set_random_states(devices: Sequence[torch.device], states: Sequence[Tensor]) -> None:
-    for device, state in zip(dict.fromkeys(devices), states, strict=True):
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(state, device)
-        else:
-            torch.set_rng_state(state)
-
-
 @dataclass
 class EagerPass:
     """The eager forward and backward pass of one micro-batch.

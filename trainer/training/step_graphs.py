@@ -20,7 +20,12 @@ from torch import Tensor
 
 from trainer.data import Batch
 from trainer.devices import cuda_graphs
-from trainer.devices.cuda_graphs import NotCapturable, StepRecorder
+from trainer.devices.cuda_graphs import (
+    NotCapturable,
+    StepRecorder,
+    read_device_states,
+    set_device_states,
+)
 from trainer.errors import is_out_of_memory
 from trainer.memory.device import free_memory
 from trainer.memory.measuring import count_bytes
@@ -40,8 +45,6 @@ from trainer.training.step_evidence import (
     copy_list,
     copy_named,
     find_difference,
-    read_random_states,
-    set_random_states,
     shape_of,
 )
 from trainer.training.step_tuning import StepTuner
@@ -305,10 +308,10 @@ class GraphSteps(EagerSteps):
         """Compute an eager pass for the evidence, and give up captures if a replay would differ."""
         assert self.recorder
         before = self._host_state()
-        random_before = read_random_states(self._devices)
+        random_before = read_device_states(self._devices)
         with self.recorder.use_side_stream(), self.recorder.collect_waits() as waits:
             loss = self.strategy.forward_backward(batch, weight, sync)
-        random = random_before, read_random_states(self._devices)
+        random = random_before, read_device_states(self._devices)
         evidence.passes.append(EagerPass(batch, weight, sync, random, loss))
         if sync:
             evidence.usual = self._shapes == self._shapes_before
@@ -349,7 +352,7 @@ class GraphSteps(EagerSteps):
         During the capture, the learning rate and the images differ from those of the evidence. So
         the comparison also finds a graph that has captured these values as constants.
         """
-        states = read_random_states(self._devices)
+        states = read_device_states(self._devices)
         try:
             self._capture_step(evidence)
             state = collect_live_state(self.strategy, self.updater)
@@ -359,7 +362,7 @@ class GraphSteps(EagerSteps):
             if fault:
                 raise NotCapturable(f"a replay computes another step: the {fault}")
         finally:
-            set_random_states(self._devices, states)
+            set_device_states(self._devices, states)
 
     def _capture_step(self, evidence: Evidence) -> None:
         assert self.recorder
@@ -425,10 +428,10 @@ class GraphSteps(EagerSteps):
         self.rates.set(evidence.lr)
         for micro_step, eager in enumerate(evidence.passes):
             random_before, random_after = eager.random
-            set_random_states(self._devices, random_before)
+            set_device_states(self._devices, random_before)
             captured_pass = captured.passes[micro_step == 0, shape_of(eager.batch)]
             losses.append(self._replay(captured_pass, eager.batch, micro_step))
-            if not all(map(torch.equal, read_random_states(self._devices), random_after)):
+            if not all(map(torch.equal, read_device_states(self._devices), random_after)):
                 raise NotCapturable("a replay draws more or fewer random numbers")
         gradients = copy_list(captured.gradients)
         # The optimizer reads the gradients of all ranks, which are communicated outside the graphs.

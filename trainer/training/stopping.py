@@ -22,7 +22,7 @@ def is_over(resolved: Resolved, state: TrainState) -> bool:
 def may_be_last(recipe: Recipe, state: TrainState, epoch: int) -> bool:
     """Return whether the run may end after the evaluation of `epoch`."""
     patience = recipe.stop.patience
-    best = find_best_epoch(state.history) or 0
+    best = find_best_epoch(state.history)
     is_done = state.position.step >= state.total_steps or epoch + 1 == recipe.epochs
     return is_done or (patience is not None and epoch + 1 - best >= patience)
 
@@ -37,13 +37,13 @@ def has_lost_patience(resolved: Resolved, state: TrainState) -> bool:
     # A speed measurement evaluates nothing, so there is no metric that could improve.
     if patience is None or resolved.speed_only:
         return False
-    return state.position.epoch - (find_best_epoch(state.history) or 0) >= patience
+    return state.position.epoch - find_best_epoch(state.history) >= patience
 
 
 def check_patience(resolved: Resolved, state: TrainState) -> None:
     """Raise RecipeError if a run that should train longer would stop again immediately."""
     if resolved.longer and has_lost_patience(resolved, state):
-        epochs = state.position.epoch - (find_best_epoch(state.history) or 0)
+        epochs = state.position.epoch - find_best_epoch(state.history)
         raise RecipeError(
             f"stop.patience={resolved.recipe.stop.patience} ended this run, after "
             f"{format_count(epochs, 'epoch')} without a better {resolved.task.metric}: to train "
@@ -70,7 +70,7 @@ def lower_rate(recipe: Recipe, history: History, epoch: int) -> str | None:
     if not LR_SCHEDULES[schedule.name].waits:
         return None
     # Numbers of the last better epoch and of the last change, counted from 1; 0 before them.
-    best = find_best_epoch(history) or 0
+    best = find_best_epoch(history)
     lowered = 0
     if history.lowered_epoch is not None:
         lowered = history.lowered_epoch + 1
@@ -88,15 +88,15 @@ def lower_rate(recipe: Recipe, history: History, epoch: int) -> str | None:
     )
 
 
-def find_best_epoch(history: History) -> int | None:
+def find_best_epoch(history: History) -> int:
     """Return the number of the epoch with the best value of the task's metric, counted from 1.
 
-    Return None if the metric was never a number.
+    Return 0 if the metric was never a number.
     """
     best = history.best
     epoch = history.best_epoch
     if best is None or epoch is None or math.isnan(best):
-        return None
+        return 0
     return epoch + 1
 
 
@@ -104,7 +104,7 @@ def format_patience(patience: int, task: Task, history: History) -> str:
     """Return the line that is printed when patience is exhausted."""
     epoch = find_best_epoch(history)
     missing = f"a number for {task.metric}"
-    if epoch is not None:
+    if epoch:
         missing = f"a better {task.text({task.metric: history.best})}, which was epoch {epoch}'s"
     return (
         f"stopped: {format_count(patience, 'epoch')} without {missing} (stop.patience={patience})"

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor
 from trainer import tasks
 from trainer.data import Batch, Datasets, TensorSpec
 from trainer.data.folders.photo_folders import IMAGENET, statistics
-from trainer.devices.precision import AUTOCAST, set_precision
+from trainer.devices.precision import autocast, set_precision
 from trainer.errors import RecipeError, TrainerError
 from trainer.memory.measuring import count_bytes
 from trainer.models import timm_zoo, torchvision_zoo
@@ -28,6 +27,7 @@ from trainer.recipe.image_sizes import ImageSize
 from trainer.recipe.known_names import TIMM, torchvision_classifiers
 from trainer.recipe.text import list_some
 from trainer.saving.run_names import find_run
+from trainer.saving.tensor_files import view_bytes
 from trainer.tasks import Task
 from trainer.training.randomness import read_random_states, restore_random_states
 from trainer.training.trained import Trained, create_task_without_loss
@@ -158,8 +158,7 @@ class Teacher(Task):
         # The model that trains starts from the same random numbers as without a teacher.
         restore_random_states(states)
         tensors = model.state_dict().values()
-        values = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
-        digest = xxhash.xxh3_64_hexdigest(torch.cat(values).numpy().data)
+        digest = xxhash.xxh3_64_hexdigest(b"".join(map(view_bytes, tensors)))
         self.facts = [digest, own.precision, [*facts.mean], [*facts.std]]
         # A teacher that the mode does not shard moves to the device now: the mode measures free
         # memory later, and must not count the teacher's memory as free.
@@ -251,9 +250,8 @@ class Teacher(Task):
         if self._affine is not None:
             factor, offset = self._affine
             inputs = inputs * factor + offset
-        dtype = AUTOCAST.get(self._precision)
         set_precision(self._precision)
-        with nullcontext() if dtype is None else torch.autocast(inputs.device.type, dtype):
+        with autocast(inputs.device, self._precision):
             outputs = self._run(inputs)
         set_precision(self.recipe.precision)
         if self._order is not None:

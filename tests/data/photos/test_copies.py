@@ -133,7 +133,7 @@ def test_two_batches_are_in_flight_and_their_failures_are_their_own(broken):
 
     with simulated(1) as machine:
         plain = readers(Source(), load(None, "data.image_size=16", "data.on_error=skip"))
-        ahead = Ahead(plain._buffers, plain._readers)
+        ahead = Ahead(plain.buffers, plain.readers)
         feed = PhotoFeed(ahead, 0, 4, GPU)
         seen = []
         for n, (images, labels) in enumerate(feed.training(0, np.arange(24).reshape(6, 4))):

@@ -24,8 +24,8 @@ from trainer.errors import (
     RecipeError,
     TrainerError,
     build_missing_extra_error,
+    describe,
     is_out_of_memory,
-    read_text,
 )
 from trainer.processes.terminal import say
 from trainer.recipe.image_sizes import in_pixels, sides
@@ -246,10 +246,9 @@ def _write_and_check(source: ExportSource, kind: str) -> tuple[bytes, dict[str, 
                 raise build_missing_extra_error(
                     f"format={kind}", [cause.name or "onnxscript"], cause
                 ) from None
-        reason = " ".join(read_text(error).split())[:200] or "no reason given"
         raise RecipeError(
             f"format={kind} cannot express model.name={source.facts['model']} "
-            f"({type(error).__name__}: {reason}): {remedy}"
+            f"({describe(error)}): {remedy}"
         ) from None
 
 

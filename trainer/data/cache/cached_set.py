@@ -17,8 +17,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from trainer.data import Datasets, ImageSet, TensorSet
 from trainer.data.cache import cache_blocks, homes
 from trainer.data.cache.cache_blocks import Prepared
@@ -35,11 +33,12 @@ from trainer.data.cache.stored import (
     remove_changed,
 )
 from trainer.data.encoded import EncodedPhotos
+from trainer.data.workers.worker_pool import begin_worker
 from trainer.distributed.world import World
 from trainer.errors import DiskFullError, PeerError, RecipeError, SetupError, is_disk_full
 from trainer.processes import fork_server
 from trainer.processes.rank import Place
-from trainer.processes.resources import MAX_KEPT_BLOCK, count_cores, keep_freed_memory
+from trainer.processes.resources import count_cores
 from trainer.processes.silence import AwakeClock
 from trainer.recipe import Recipe
 from trainer.saving import locks
@@ -60,7 +59,11 @@ Folders = tuple[EncodedPhotos, EncodedPhotos]
 
 
 def cached(
-    data: Datasets, recipe: Recipe, world: World, say: Callable[[str], None], closing: ExitStack
+    data: Datasets,
+    recipe: Recipe,
+    world: World,
+    say: Callable[[str], None],
+    closing: ExitStack,
 ) -> tuple[Datasets, Recipe]:
     """Return the data set with its photos read from the cache, and build the cache if necessary.
 
@@ -239,7 +242,7 @@ def build(
     since_progress = AwakeClock()
     sizes = [*map(len, packing.paths)]
     context = fork_server.start_server("torchvision", __name__)
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker)
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=begin_worker)
     progress = Progress(sum(sizes[n] for n in missing), show, "cache", "photo", first=0.0)
     try:
         while missing:
@@ -289,7 +292,12 @@ def build(
         progress.close()
 
 
-def build_block(home: str, key: bytes, paths: Sequence[bytes], photo_format: Format) -> None:
+def build_block(
+    home: str,
+    key: bytes,
+    paths: Sequence[bytes],
+    photo_format: Format,
+) -> None:
     """Build one block, unless it exists or another process is building it.
 
     Args:
@@ -302,7 +310,6 @@ def build_block(home: str, key: bytes, paths: Sequence[bytes], photo_format: For
         OSError: the block cannot be written.
         SetupError: photos changed during the build.
     """
-    torch.set_num_threads(1)
     path = Path(block_path(home, key))
     draft = path.with_suffix(cache_blocks.DRAFT)
     with locks.claim_file(draft) as file:
@@ -324,11 +331,6 @@ def build_block(home: str, key: bytes, paths: Sequence[bytes], photo_format: For
             # renamed this draft, the block exists, and nothing is left to do.
             if not path.exists():
                 raise
-
-
-def _begin_worker() -> None:
-    fork_server.begin_worker()
-    keep_freed_memory(MAX_KEPT_BLOCK)
 
 
 def _prepare_or_none(path: bytes, photo_format: Format) -> Prepared | None:

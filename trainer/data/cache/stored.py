@@ -323,7 +323,11 @@ def block_path(home: str, key: bytes) -> str:
 
 
 def measure_reading(
-    folder: EncodedPhotos, recipe: Recipe, size: ImageSize, channels: int, seconds: float = SECONDS
+    folder: EncodedPhotos,
+    recipe: Recipe,
+    size: ImageSize,
+    channels: int,
+    seconds: float = SECONDS,
 ) -> Reading | None:
     """Measure the time that a loader worker needs per photo.
 

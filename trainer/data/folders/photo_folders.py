@@ -276,8 +276,7 @@ def header_shapes(folder: EncodedPhotos, values: PixelValues, channels: int | No
     indices = np.linspace(0, len(folder) - 1, min(MAX_HEADERS, len(folder)))
     for index in indices.astype(int):
         # Skip images that cannot be read: training reports them.
-        with suppress(Exception), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with suppress(Exception), warnings.catch_warnings(action="ignore"):
             address = folder.address(index)
             where = folder.where(int(index))
             with open_header(address) as file:

@@ -5,7 +5,6 @@ import io
 import os
 import warnings
 import zlib
-from collections.abc import Iterator
 from functools import lru_cache, partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from trainer.data.photos.jpeg import decode_jpeg
 from trainer.data.photos.lazy_images import Picture
 from trainer.data.photos.pixel_range import WHOLE, Range, as_bytes, find_pixel_kind
 from trainer.data.photos.stacks import LARGEST, choose_page, is_stack, read_stack
-from trainer.errors import RecipeError, SetupError, load_extra, read_text
+from trainer.errors import RecipeError, SetupError, load_extra, read_line
 from trainer.saving import files
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -40,6 +39,8 @@ PADDING = 64
 XMP = b"http://ns.adobe.com/xap/1.0/\0"
 # Pillow's modes with transparency.
 ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
+# Context manager that hides Pillow's warnings about odd metadata in readable images.
+without_warnings = partial(warnings.catch_warnings, action="ignore")
 # Dimensions of an image (C, H, W) to flip for each EXIF orientation (Exif 2.32, page 36). For
 # orientations 5 to 8, height and width must be exchanged before the flip.
 FLIPS: dict[int, tuple[int, ...]] = {
@@ -194,14 +195,6 @@ def _turn(image: Tensor, orientation: int) -> Tensor:
     return image.flip(dimensions) if dimensions else image
 
 
-@contextlib.contextmanager
-def without_warnings() -> Iterator[None]:
-    """Context manager that hides Pillow's warnings about odd metadata in readable images."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 @lru_cache(maxsize=1)
 def register_heif() -> str:
     """Let Pillow open HEIC photos. Return an error message, or an empty string on success."""
@@ -343,10 +336,8 @@ def describe_failure(error: BaseException) -> str:
     if isinstance(error, UnidentifiedImageError):
         return "cannot identify image file"
     if isinstance(error, OSError) and error.strerror:
-        text = error.strerror
-    else:
-        text = read_text(error).partition("\n")[0]
-    return text[:200] or type(error).__name__
+        return error.strerror
+    return read_line(error) or type(error).__name__
 
 
 def decode_item(

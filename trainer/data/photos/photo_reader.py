@@ -16,13 +16,14 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional as vision
 
 from trainer.data import sampling
-from trainer.data.augment import Auto, private_random_state
+from trainer.data.augment import Auto
 from trainer.data.generators import Generators
 from trainer.data.photos.decoding import describe_failure
 from trainer.data.photos.lazy_images import Picture
 from trainer.data.sampling import Array
 from trainer.data.sets import Datasets, ImageSet, LabelledSource, PhotoSource, PictureSource
 from trainer.data.transforms import Transforms
+from trainer.devices.cuda_graphs import host_random_states, set_host_random_states
 from trainer.recipe import AugmentRecipe, Recipe
 from trainer.recipe.image_sizes import ImageSize, sides, typed_size
 
@@ -185,14 +186,12 @@ def seed_draws(
 @contextmanager
 def private_draws() -> Iterator[None]:
     """Context manager that restores the random states of Python, NumPy and torch at its end."""
-    before = random.getstate()
-    state = np.random.get_state()
+    host_states = host_random_states()
     try:
-        with private_random_state():
+        with torch.random.fork_rng(devices=[]):
             yield
     finally:
-        random.setstate(before)
-        np.random.set_state(state)
+        set_host_random_states(*host_states)
 
 
 class PhotoDraws:

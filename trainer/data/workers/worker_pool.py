@@ -101,17 +101,17 @@ class Filled(NamedTuple):
     report: Report
 
 
+@dataclass(eq=False)
 class InProcess:
     """Reads batches in this process, for data.workers=0. It has the interface of `Workers`."""
 
-    def __init__(self, buffers: Buffers, readers: list[Reader]) -> None:
-        self._buffers = buffers
-        self._readers = readers
+    buffers: Buffers
+    readers: list[Reader]
 
     def read(self, keys: Sequence[Key]) -> Iterator[Filled]:
         for part, epoch, index in keys:
-            report = self._readers[part].fill(0, epoch, index)
-            yield Filled(self._buffers.inputs[part][0], self._buffers.labels[0], report)
+            report = self.readers[part].fill(0, epoch, index)
+            yield Filled(self.buffers.inputs[part][0], self.buffers.labels[0], report)
 
     def prefetch(self, keys: Sequence[Key]) -> None:
         pass
@@ -417,9 +417,7 @@ class Workers:
 
 def serve(connection: Connection, readers: Sequence[Reader], order: Tensor) -> None:
     """Read batches in a worker process until the other end of its pipe is closed."""
-    fork_server.begin_worker()
-    keep_freed_memory(MAX_KEPT_BLOCK)
-    torch.set_num_threads(1)
+    begin_worker()
     while True:
         try:
             part, slot, epoch, count = MESSAGE.unpack(connection.recv_bytes())
@@ -427,6 +425,13 @@ def serve(connection: Connection, readers: Sequence[Reader], order: Tensor) -> N
             connection.send(readers[part].fill(slot, None if epoch < 0 else epoch, index))
         except (EOFError, OSError):
             return
+
+
+def begin_worker() -> None:
+    """Prepare a process that reads photos."""
+    fork_server.begin_worker()
+    keep_freed_memory(MAX_KEPT_BLOCK)
+    torch.set_num_threads(1)
 
 
 def _kill(processes: list[BaseProcess]) -> None:

@@ -1,16 +1,14 @@
 """Choice of a model's cuts: the model is traced, its stages are checked, and plans are timed."""
 
-import gc
 import math
 import time
-from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import nn
 
 from trainer.errors import RecipeError, is_out_of_memory
-from trainer.memory.device import forget_memory, free_memory
+from trainer.memory.device import forget_memory, free_memory, release_garbage
 from trainer.models.balance import BlockCost, time_blocks
 from trainer.models.given import has_hooks
 from trainer.models.partition import Traced, trace
@@ -123,7 +121,7 @@ class Staged(LocalStages):
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-        self._free_memory()
+        release_garbage()
         blocks = len(traced.cuts) + 1
         return [BlockCost(math.inf, math.inf, 0)] * blocks
 
@@ -167,14 +165,8 @@ class Staged(LocalStages):
             deferred.forget()
         self.model.zero_grad()
         self.forget_figures()
-        self._free_memory()
+        release_garbage()
         return Trial(math.inf, (0.0,) * plan.stages)
-
-    def _free_memory(self) -> None:
-        """Free the memory of a probe or trial that ran out of memory, for the next measurement."""
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def _trial(
         self,
@@ -185,8 +177,7 @@ class Staged(LocalStages):
         self.build(traced, plan)
         self.train()
         rows = self.pipe.rows
-        batch = self.context.example.batch(self.device, rows)
-        batch = replace(batch, inputs=self.context.sample(rows))
+        batch = self.context.example.batch(self.device, rows, self.recipe.channels_last)
         times: list[float] = []
         with restore_after(self.modules(), self.device):
             while len(times) < MAX_TRIAL_STEPS:

@@ -360,6 +360,9 @@ def test_parameters_that_no_mode_trains_are_refused_and_what_torch_does_not_copy
         else:
             with pytest.raises(RecipeError, match=f"model.name=own.*{says}"):
                 zoo.build(ModelRecipe(name="own"), 10, 1, 8)
+    if kind == "beside":
+        with pytest.raises(CheckpointError, match=f"^it.*{says}"):
+            zoo.load_weights(Own(kind), Own(kind).state_dict(), "it", whole=True)
 
 
 @pytest.mark.parametrize("kind", ["without autocast", "keeping"])

@@ -162,13 +162,8 @@ def check_train_size(model: nn.Module, key: str, channels: int, size: ImageSize)
 
 def _check_storable(model: nn.Module, name: str) -> None:
     """Raise RecipeError if a checkpoint would not contain all state of the model."""
-    for part in model.modules():
-        kind = type(part)
-        if kind.get_extra_state is not nn.Module.get_extra_state:
-            raise RecipeError(
-                f"model.name={name}: {kind.__name__} keeps state by get_extra_state(), which no "
-                "checkpoint has: keep it as tensors, by register_buffer()"
-            )
+    if (fault := _find_extra_state(model)) is not None:
+        raise RecipeError(f"model.name={name}: {fault}")
     for key, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise RecipeError(
@@ -180,6 +175,17 @@ def _check_storable(model: nn.Module, name: str) -> None:
                 f"model.name={name} trains complex numbers, {key}: make torch.view_as_real of it "
                 "the parameter, and compute with torch.view_as_complex"
             )
+
+
+def _find_extra_state(model: nn.Module) -> str | None:
+    for part in model.modules():
+        kind = type(part)
+        if kind.get_extra_state is not nn.Module.get_extra_state:
+            return (
+                f"{kind.__name__} keeps state by get_extra_state(), which no checkpoint has: "
+                "keep it as tensors, by register_buffer()"
+            )
+    return None
 
 
 def _describe_wrong_output(out: Any, num_classes: int, any_output: bool) -> str:
@@ -532,8 +538,11 @@ def load_weights(
         whole: Whether the last layer must fit, too.
 
     Raises:
-        CheckpointError: A tensor is missing or does not fit. The message names the tensor.
+        CheckpointError: A tensor is missing or does not fit, or the model keeps state that is not a
+            tensor (`get_extra_state`). The message names the tensor or the class.
     """
+    if (fault := _find_extra_state(model)) is not None:
+        raise CheckpointError(f"{source}: {fault}")
     state = model.state_dict(keep_vars=True)
     fitting = type(state)(select_fitting_weights(model, weights, source, whole))
     # MNASNet reads the version of its state dict, which safetensors cannot store. Names and shapes

@@ -1,6 +1,7 @@
 """The context of a mode: values for its constructor, and methods that depend on these alone."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data import DataShare, Example
-from trainer.devices.precision import autocast
+from trainer.devices.precision import AUTOCAST
 from trainer.distributed.world import World
 from trainer.recipe import Recipe
 from trainer.tasks import Task
@@ -69,6 +70,10 @@ class Context:
         inputs: Tensor,
     ) -> Tensor:
         """Run a forward pass of `module`, under autocast if the recipe's precision needs it."""
-        with autocast(self.world.device, self.recipe.precision):
+        autocast: AbstractContextManager[object] = nullcontext()
+        autocast_type = AUTOCAST.get(self.recipe.precision)
+        if autocast_type:
+            autocast = torch.autocast(self.world.device.type, autocast_type)
+        with autocast:
             out: Tensor = module(inputs)
         return out

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer.data import Example, count_steps_per_epoch
-from trainer.devices.precision import autocast
+from trainer.devices.precision import AUTOCAST
 from trainer.errors import DeviceMemoryError, RecipeError, TrainerError, is_out_of_memory, read_line
 from trainer.launch.endings import SMALLER, SMALLER_AFTER
 from trainer.memory.device import (
@@ -472,11 +472,14 @@ def count_blocks_to_recompute(
 
     def fits(count: int) -> bool:
         copy = copy_to_meta(model).train()
-        device = torch.device("cpu")
+        precision = AUTOCAST.get(recipe.precision)
         recompute(copy, runs[:count], random=False)
-        with FakeTensorMode(allow_non_fake_inputs=True), autocast(device, recipe.precision):
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            torch.autocast("cpu", precision, enabled=bool(precision)),
+        ):
             copy._apply(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype))  # type: ignore[no-untyped-call]
-            inputs = example.batch(device, channels_last=recipe.channels_last).inputs
+            inputs = example.batch(torch.device("cpu"), channels_last=recipe.channels_last).inputs
             needed: float = measure_pass(copy, copy, inputs).peak + count_bytes(inputs)
         weights = count_bytes(*copy.parameters())
         if shards > 1:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from trainer import tasks
 from trainer.data import Batch, Datasets, TensorSpec
 from trainer.data.folders.photo_folders import IMAGENET, statistics
-from trainer.devices.precision import autocast, set_precision
+from trainer.devices.precision import AUTOCAST, set_precision
 from trainer.errors import RecipeError, TrainerError
 from trainer.memory.measuring import count_bytes
 from trainer.models import timm_zoo, torchvision_zoo
@@ -250,8 +251,9 @@ class Teacher(Task):
         if self._affine is not None:
             factor, offset = self._affine
             inputs = inputs * factor + offset
+        dtype = AUTOCAST.get(self._precision)
         set_precision(self._precision)
-        with autocast(inputs.device, self._precision):
+        with nullcontext() if dtype is None else torch.autocast(inputs.device.type, dtype):
             outputs = self._run(inputs)
         set_precision(self.recipe.precision)
         if self._order is not None:

@@ -2,7 +2,6 @@
 
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch.nn.functional import (
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
 from trainer.recipe.text import list_some
-from trainer.tasks.metrics import compute, split_columns
+from trainer.tasks.metrics import Sums, compute, split_columns
 from trainer.tasks.task import Task, register_task
 
 # Number of most probable classes that `ranked` returns. If there are fewer classes, it returns all
@@ -39,6 +38,9 @@ def class_name(text: str) -> str:
 
 class ClassTask(Task):
     """Base of the tasks with one output for each class."""
+
+    larger_is_better = True
+    mixes = True
 
     def __init__(
         self,
@@ -89,17 +91,27 @@ class ClassTask(Task):
         """Compute the weights, (names,), of loss.class_weights=balanced from training targets."""
         raise NotImplementedError
 
+    def ranked(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the most probable classes and the probability of each.
+
+        Equal outputs keep their order, so the first class is the `argmax`.
+        """
+        # topk does not keep the order of equal values.
+        order = self._select_named(outputs).sort(dim=1, descending=True, stable=True).indices
+        best = order[:, :TOP_CLASSES]
+        return best, self.to_probabilities(outputs).gather(1, best)
+
+    def _select_named(self, outputs: Tensor) -> Tensor:
+        """Return the outputs that can be predictions."""
+        return outputs
+
 
 @register_task("classification")
 class Classification(ClassTask):
     """Cross-entropy with optional label smoothing and class weights; top-1 and top-5 accuracy."""
 
     metric = "top1"
-    larger_is_better = True
     tells = ("loss", "top1", "top5")
-    titles: ClassVar[Mapping[str, str]] = {"top1": "top-1", "top5": "top-5"}
-    fractions = ("top1", "top5")
-    mixes = True
     uses = ("label_smoothing", "class_weights")
 
     @classmethod
@@ -180,7 +192,7 @@ class Classification(ClassTask):
         """
         label_logits = outputs.gather(1, targets[:, None])
         indices = torch.arange(outputs.shape[1], device=outputs.device)
-        # Compute the position of the label in the order of `largest`, without sorting. If logits
+        # Compute the position of the label in the order of `ranked`, without sorting. If logits
         # are equal, the class with the lower index comes first. A NaN comes before the label,
         # because NaN <= x is false.
         is_larger = ~(outputs <= label_logits)
@@ -207,11 +219,7 @@ class Classification(ClassTask):
             "calibration": (one_hot(bins, BINS) * gaps[:, None]).sum(0),
         }
 
-    def metrics(
-        self,
-        sums: Mapping[str, Tensor],
-        count: int,
-    ) -> dict[str, float]:
+    def metrics(self, sums: Sums, count: int) -> dict[str, float]:
         return {
             "loss": sums["loss"].item() / count,
             "top1": sums["correct1"].item() / count,
@@ -240,27 +248,8 @@ class Classification(ClassTask):
     def average(self, views: Tensor) -> Tensor:
         return views.softmax(2).mean(0).log()
 
-    def ranked(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the most probable classes and their probabilities."""
-        best = largest(outputs, TOP_CLASSES)
-        return best, self.to_probabilities(outputs).gather(1, best)
-
     def shares(self, targets: Tensor) -> Tensor:
         return one_hot(targets, self.outputs()).float()
-
-
-def largest(outputs: Tensor, count: int) -> Tensor:
-    """Return the classes with the `count` largest outputs of each sample, (N, count).
-
-    The largest comes first. Equal outputs keep their order, so the first class is the `argmax`.
-
-    Args:
-        outputs: outputs of the model, (N, classes).
-        count: number of classes to return.
-    """
-    # topk does not keep the order of equal values.
-    order = outputs.sort(dim=1, descending=True, stable=True).indices
-    return order[:, :count]
 
 
 def check_range(labels: Tensor, names: Sequence[str]) -> None:
@@ -292,11 +281,7 @@ class Multilabel(ClassTask):
 
     reads = "classes"
     metric = "f1"
-    larger_is_better = True
     tells = ("loss", "f1", "f1_macro")
-    titles: ClassVar[Mapping[str, str]] = {"f1": "F1", "f1_macro": "F1 macro"}
-    fractions = ("f1", "f1_macro")
-    mixes = True
     uses = ("class_weights",)
 
     @classmethod
@@ -352,11 +337,7 @@ class Multilabel(ClassTask):
             "correct": (predicted & labels).sum(0),
         }
 
-    def metrics(
-        self,
-        sums: Mapping[str, Tensor],
-        count: int,
-    ) -> dict[str, float]:
+    def metrics(self, sums: Sums, count: int) -> dict[str, float]:
         inputs = self.build_metric_inputs(sums, count)
         return {"loss": sums["loss"].item() / count, **compute(("f1", "f1_macro"), inputs)}
 
@@ -365,11 +346,6 @@ class Multilabel(ClassTask):
 
     def average(self, views: Tensor) -> Tensor:
         return views.sigmoid().mean(0).logit()
-
-    def ranked(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the most probable classes and the probability of each."""
-        best = largest(self._select_named(outputs), TOP_CLASSES)
-        return best, self.to_probabilities(outputs).gather(1, best)
 
     def split_classes(
         self,

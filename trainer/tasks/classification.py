@@ -2,6 +2,7 @@
 
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from trainer.tasks.metrics import Sums, compute, split_columns
 from trainer.tasks.task import Task, register_task
 
 # Number of most probable classes that `ranked` returns. If there are fewer classes, it returns all
-# of them. For the metric top5, a sample is correct if its label is among these classes.
+# of them.
 TOP_CLASSES = 5
 # With fewer classes than this, top-5 accuracy is not printed: it would be high for any model.
 MIN_CLASSES_FOR_TOP5 = 10
@@ -41,6 +42,8 @@ class ClassTask(Task):
 
     larger_is_better = True
     mixes = True
+    # Metrics besides the loss that `metrics` returns.
+    _computed: ClassVar[tuple[str, ...]]
 
     def __init__(
         self,
@@ -91,6 +94,10 @@ class ClassTask(Task):
         """Compute the weights, (names,), of loss.class_weights=balanced from training targets."""
         raise NotImplementedError
 
+    def metrics(self, sums: Sums, count: int) -> dict[str, float]:
+        inputs = self.build_metric_inputs(sums, count)
+        return {"loss": sums["loss"].item() / count, **compute(self._computed, inputs)}
+
     def ranked(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the most probable classes and the probability of each.
 
@@ -111,7 +118,8 @@ class Classification(ClassTask):
     """Cross-entropy with optional label smoothing and class weights; top-1 and top-5 accuracy."""
 
     metric = "top1"
-    tells = ("loss", "top1", "top5")
+    _computed = ("top1", "top5")
+    tells = ("loss", *_computed)
     uses = ("label_smoothing", "class_weights")
 
     @classmethod
@@ -187,7 +195,7 @@ class Classification(ClassTask):
 
         `actual` (outputs,) counts the samples of each class, `predicted` (outputs,) how often each
         class is the prediction, and `correct` (outputs,) how often it is so rightly. `ranks`
-        (outputs,) counts the ranks of the labels. `calibration` (BINS,) sums the differences
+        (outputs + 1,) counts the ranks of the labels. `calibration` (BINS,) sums the differences
         between hit (0 or 1) and highest probability over the samples of each bin.
         """
         label_logits = outputs.gather(1, targets[:, None])
@@ -208,22 +216,13 @@ class Classification(ClassTask):
         bins = (confidence * BINS).ceil().long().clamp(1, BINS) - 1
         return {
             "loss": cross_entropy(outputs, targets, reduction="sum"),
-            "correct1": is_hit.sum(),
-            "correct5": (rank < TOP_CLASSES).sum(),
             "actual": zeros.index_add(0, targets, ones),
             "predicted": zeros.index_add(0, outputs.argmax(1), ones),
             "correct": zeros.index_add(0, targets, is_hit.long()),
             # With NaN among the outputs, the rank of a label may be the number of classes.
-            "ranks": zeros.index_add(0, rank.clamp_max(len(zeros) - 1), ones),
+            "ranks": pad(zeros, (0, 1)).index_add(0, rank, ones),
             # `index_add` of floats would add in another order in each run on a GPU.
             "calibration": (one_hot(bins, BINS) * gaps[:, None]).sum(0),
-        }
-
-    def metrics(self, sums: Sums, count: int) -> dict[str, float]:
-        return {
-            "loss": sums["loss"].item() / count,
-            "top1": sums["correct1"].item() / count,
-            "top5": sums["correct5"].item() / count,
         }
 
     def shown(self, metrics: Mapping[str, float | None]) -> dict[str, str]:
@@ -281,7 +280,8 @@ class Multilabel(ClassTask):
 
     reads = "classes"
     metric = "f1"
-    tells = ("loss", "f1", "f1_macro")
+    _computed = ("f1", "f1_macro")
+    tells = ("loss", *_computed)
     uses = ("class_weights",)
 
     @classmethod
@@ -336,10 +336,6 @@ class Multilabel(ClassTask):
             "predicted": predicted.sum(0),
             "correct": (predicted & labels).sum(0),
         }
-
-    def metrics(self, sums: Sums, count: int) -> dict[str, float]:
-        inputs = self.build_metric_inputs(sums, count)
-        return {"loss": sums["loss"].item() / count, **compute(("f1", "f1_macro"), inputs)}
 
     def to_probabilities(self, outputs: Tensor) -> Tensor:
         return outputs.sigmoid()

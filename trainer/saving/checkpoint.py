@@ -18,13 +18,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from trainer.errors import CheckpointError, SetupError
-from trainer.saving.files import open_regular, remove
+from trainer.processes.terminal import Say
+from trainer.saving.files import Json, open_regular, remove
 from trainer.saving.tensor_files import (
     Shard,
     StoredTensor,
@@ -89,7 +90,7 @@ class State:
 
     position: Position
     tensors: dict[str, dict[str, Tensor]]
-    facts: dict[str, Any]
+    facts: Json
     pieces: dict[str, dict[str, Shard]] = field(default_factory=dict)
 
     def part(self, name: str) -> dict[str, StoredTensor]:
@@ -155,7 +156,7 @@ class Manifest(BaseModel):
     epoch: _Count
     step_in_epoch: _Count
     files: dict[Annotated[str, Field(pattern=rf"^{_STEM}\.safetensors$")], File]
-    facts: dict[str, Any]
+    facts: Json
 
 
 def is_saved(folder: Path, step: int) -> bool:
@@ -337,7 +338,7 @@ class GoodCheckpoint(NamedTuple):
     state: State
 
 
-def load_newest(folder: Path, warn: Callable[[str], None]) -> GoodCheckpoint | None:
+def load_newest(folder: Path, warn: Say) -> GoodCheckpoint | None:
     """Load the newest good checkpoint of a run folder.
 
     Args:
@@ -440,7 +441,7 @@ def _temporary_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex}")
 
 
-def _serialize_manifest(content: dict[str, Any]) -> memoryview:
+def _serialize_manifest(content: Json) -> memoryview:
     """Serialize a manifest. The last entry is the SHA-256 of all bytes before it."""
     body = json.dumps(content, indent=1).encode().removesuffix(b"\n}")
     digest = hashlib.sha256(body).hexdigest().encode()

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from trainer.errors import DiskFullError, SetupError, TrainerError, is_disk_full
+from trainer.processes.terminal import Say
 
 # Contents of a JSON file whose top level is an object.
 Json = dict[str, Any]
@@ -146,7 +147,7 @@ def read_json(path: Path) -> Json:
     return content
 
 
-def read_json_or_empty(path: Path, warn: Callable[[str], None] = lambda line: None) -> Json:
+def read_json_or_empty(path: Path, warn: Say = lambda line: None) -> Json:
     """Read a JSON file, or return an empty dictionary if it is missing or damaged.
 
     Args:

@@ -11,7 +11,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,13 @@ from typing import Any
 from trainer import recipe as recipes
 from trainer.errors import FolderInUseError, RecipeError, SetupError, TrainerError
 from trainer.processes.rank import build_signature, is_restart, is_this_job
-from trainer.processes.terminal import ask_permission
+from trainer.processes.terminal import Say, ask_permission
 from trainer.recipe import Recipe, recipe_files
 from trainer.recipe.reflection import REPORTED_ON_RESUME, describe_restart, is_longer
 from trainer.recipe.removed import find_changed_setting
 from trainer.saving import locks
 from trainer.saving.files import (
+    Json,
     describe_error,
     read,
     read_json_or_empty,
@@ -83,10 +84,10 @@ class NullFolder:
     def check(self) -> None: ...
     def write_tuned(self, tuned: Mapping[str, Any]) -> None: ...
 
-    def read_tuned(self, warn: Callable[[str], None]) -> dict[str, Any]:
+    def read_tuned(self, warn: Say) -> Json:
         return {}
 
-    def previous_result(self, warn: Callable[[str], None]) -> dict[str, Any]:
+    def previous_result(self, warn: Say) -> Json:
         return {}
 
 
@@ -311,11 +312,11 @@ class RunFolder(NullFolder):
         text = json.dumps(result, indent=2, allow_nan=False, default=str) + "\n"
         write_atomically(self.path / "result.json", text, self.check)
 
-    def previous_result(self, warn: Callable[[str], None]) -> dict[str, Any]:
+    def previous_result(self, warn: Say) -> Json:
         """Read the result.json of the previous attempt. Returns {} if it is missing or damaged."""
         return read_json_or_empty(self.path / "result.json", warn)
 
-    def read_tuned(self, warn: Callable[[str], None]) -> dict[str, Any]:
+    def read_tuned(self, warn: Say) -> Json:
         """Read the settings that a previous attempt has tuned, such as the number of micro-batches.
 
         Returns {} if there are none or their file is damaged.

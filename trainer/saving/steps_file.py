@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.processes.terminal import Say
 from trainer.saving.files import (
     AppendFile,
     describe_error,
@@ -117,7 +118,7 @@ class _Table(AppendFile):
         columns: Sequence[str],
         read_table: Callable[[Path], Table],
         last_step: int,
-        warn: Callable[[str], None],
+        warn: Say,
     ) -> None:
         self._path = path
         rows: Rows = []
@@ -155,7 +156,7 @@ class StepsFile(_Table):
         self,
         folder: Path,
         last_step: int,
-        warn: Callable[[str], None] = lambda line: None,
+        warn: Say = lambda line: None,
     ) -> None:
         """Create steps.csv. For a resumed run, keep its rows up to `last_step`.
 
@@ -189,7 +190,7 @@ class EpochsFile(_Table):
         self,
         folder: Path,
         last_step: int,
-        warn: Callable[[str], None] = lambda line: None,
+        warn: Say = lambda line: None,
     ) -> None:
         """Start the file, or continue the one of a resumed run.
 

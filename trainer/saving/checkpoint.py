@@ -13,7 +13,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from io import BufferedReader
@@ -303,7 +303,14 @@ def prune(
             doomed.append(path)
         elif path == fresh or _is_good(path):
             good_count += 1
-    best = _list_best(paths, rank)[:top_k] if top_k else []
+    ranks = {}
+    # The sort is stable, so the older one of two equally good checkpoints comes first.
+    for path in reversed(paths if top_k else ()):
+        with suppress(CheckpointError):
+            value = rank(_verify(path))
+            if value is not None:
+                ranks[path] = value
+    best = sorted(ranks, key=lambda path: -ranks[path])[:top_k]
     doomed = [path for path in doomed if path not in best]
     drafts = [path.rename(_temporary_path(path)) for path in doomed]
     for path in doomed:
@@ -312,18 +319,6 @@ def prune(
     fault_point("prune")
     for draft in drafts:
         remove(draft)
-
-
-def _list_best(paths: Sequence[Path], rank: Rank) -> list[Path]:
-    """Return the good checkpoints that were evaluated, best first."""
-    ranks = {}
-    # The sort is stable, so the older one of two equally good checkpoints comes first.
-    for path in reversed(paths):
-        with suppress(CheckpointError):
-            value = rank(_verify(path))
-            if value is not None:
-                ranks[path] = value
-    return sorted(ranks, key=lambda path: -ranks[path])
 
 
 class GoodCheckpoint(NamedTuple):

@@ -6,7 +6,6 @@ a list of its files into the checkpoint's folder, and rank 0 seals the checkpoin
 all ranks exist. All ranks learn of a failed save at their next synchronization.
 """
 
-import json
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,7 +20,7 @@ from trainer.errors import PeerError, SetupError
 from trainer.processes import faults
 from trainer.processes.silence import AwakeClock
 from trainer.saving.checkpoint import OF_RANK, File, Rank, State, prune, seal, write_files
-from trainer.saving.files import read_json, remove, report_write_errors, write_atomically
+from trainer.saving.files import read_json, remove, report_write_errors, write_json
 from trainer.saving.tensor_files import map_shards
 from trainer.saving.weights import save_weights
 
@@ -194,7 +193,7 @@ class Saver:
             assert save.draft is not None
             files = write_files(save.draft, save.state)
             entries = {name: file.model_dump() for name, file in files.items()}
-            write_atomically(_list_path(self.rank, save.draft), json.dumps(entries))
+            write_json(_list_path(self.rank, save.draft), entries)
         elif save.draft is None:
             _write_weights(save, save.state)
         else:

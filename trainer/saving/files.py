@@ -208,6 +208,19 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
+def measure_size(folder: Path) -> int:
+    """Return the size of all files in a folder and its subfolders, in bytes.
+
+    Links are not followed. A file that is removed meanwhile does not count.
+    """
+    size = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                size += os.lstat(os.path.join(parent, name)).st_size
+    return size
+
+
 @contextmanager
 def report_write_errors(folder: Path, again: str = "resume=auto") -> Iterator[None]:
     """Convert an OSError of the block into an error whose one-line message names the folder.

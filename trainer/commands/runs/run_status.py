@@ -24,7 +24,7 @@ from trainer.recipe.recipe_files import LOADER, MAX_ALIASES, MAX_BYTES, remove_p
 from trainer.recipe.schema import validated
 from trainer.recipe.text import find_nearest
 from trainer.saving import locks
-from trainer.saving.files import Json, describe_error, read, read_json
+from trainer.saving.files import Json, describe_error, measure_size, read, read_json
 from trainer.saving.journal import JOURNAL, START, STEPS, compute_goodput, read_journal
 from trainer.telemetry.readable import (
     escape_control_characters,
@@ -166,17 +166,12 @@ def read_run(path: Path) -> RunSummary | None:
     status = ENDED.get(str(result.get("status")), "killed")
     if locks.is_locked(path):
         status = "running"
-    size = 0
     times = [0.0]
-    for folder, _, files in os.walk(path):
-        for name in files:
-            with suppress(OSError):
-                entry = os.lstat(os.path.join(folder, name))
-                size += entry.st_size
-                if folder == str(path) and name in LATEST:
-                    times.append(entry.st_mtime)
+    for name in LATEST:
+        with suppress(OSError):
+            times.append(os.lstat(path / name).st_mtime)
     changed = max(times) or time.time()
-    return RunSummary(path, status, changed, size, "; ".join(notes), result, recipe)
+    return RunSummary(path, status, changed, measure_size(path), "; ".join(notes), result, recipe)
 
 
 def _read(file: Path, names: set[str], notes: list[str]) -> Json:

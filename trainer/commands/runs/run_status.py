@@ -229,9 +229,18 @@ def show(run: RunSummary) -> str:
     for title, value in lines:
         shown_title = escape_control_characters(title)
         page.append(format_titled(shown_title, escape_control_characters(value), width))
+    path = shlex.quote(str(run.path))
+    next_commands = []
+    can_resume = (run.path / "checkpoints").is_dir() and (run.path / "recipe.yaml").is_file()
+    if can_resume and run.status in ("stopped", "failed", "killed"):
+        next_commands.append(f"recipe={path} output={path} resume=auto")
+    weights = (run.path / "last.safetensors", run.path / "best.safetensors")
+    if any(map(Path.is_file, weights)):
+        next_commands.append(f"evaluate checkpoint={path}")
+        next_commands.append(f"predict {path} photo.jpg")
     page.append("")
-    for command in _list_next_commands(run):
-        page.append(f"  {escape_control_characters(command)}")
+    for command in next_commands:
+        page.append(f"  python -m trainer {escape_control_characters(command)}")
     return "\n".join(page) + "\n"
 
 
@@ -330,18 +339,6 @@ def _add_title(title: str, lines: Iterable[str]) -> Lines:
     """Yield each line as a pair: the first with `title`, all others with an empty title."""
     for number, line in enumerate(lines):
         yield "" if number else title, line
-
-
-def _list_next_commands(run: RunSummary) -> Iterator[str]:
-    """Yield suggested commands for this run."""
-    path = shlex.quote(str(run.path))
-    can_resume = (run.path / "checkpoints").is_dir() and (run.path / "recipe.yaml").is_file()
-    if can_resume and run.status in ("stopped", "failed", "killed"):
-        yield f"python -m trainer recipe={path} output={path} resume=auto"
-    weights = (run.path / "last.safetensors", run.path / "best.safetensors")
-    if any(map(Path.is_file, weights)):
-        yield f"python -m trainer evaluate checkpoint={path}"
-        yield f"python -m trainer predict {path} photo.jpg"
 
 
 def _read_section(tree: Json, key: str) -> Json:

@@ -130,7 +130,7 @@ def explain(error: BaseException) -> tuple[str, int]:
 
     The text is one line, except for a bug: a bug has exit code 1, and its text is a traceback.
     """
-    text = " ".join(read_text(error).split())
+    text = read_line(error)
     if isinstance(error, TrainerError):
         return text, error.code
     if isinstance(error, KeyboardInterrupt):
@@ -192,7 +192,7 @@ def describe_bug(error: BaseException) -> str:
     The location is the last frame of the traceback in the user's own code. If no frame is in the
     user's code, the location is the last frame in a file.
     """
-    text = " ".join(read_text(error).split())
+    text = read_line(error)
     where = ""
     is_users = False
     for frame in traceback.extract_tb(error.__traceback__):
@@ -221,7 +221,7 @@ def describe_installation_fault(error: BaseException) -> str | None:
     Returns:
         A line that says what is wrong and what to type; None for any other error.
     """
-    text = " ".join(read_text(error).split())
+    text = read_line(error)
     if isinstance(error, ModuleNotFoundError) and error.name in LIBRARIES:
         missing = []
         for name, pip in LIBRARIES.items():
@@ -266,7 +266,7 @@ def build_missing_extra_error(feature: str, modules: Iterable[str], error: Excep
         error: Exception of the import.
     """
     names = dict.fromkeys(name.partition(".")[0].replace("_", "-") for name in modules)
-    reason = " ".join(read_text(error).split())[:160]
+    reason = read_line(error, 160)
     # A package that is installed but cannot be imported must be installed again, which pip does
     # only with --force-reinstall. With --no-deps pip does not replace torch, on which these
     # packages depend.
@@ -288,6 +288,11 @@ def read_text(error: BaseException) -> str:
         return remove_secrets(str(error))
     except BaseException as broken:
         return f"its own text raises {type(broken).__name__}"
+
+
+def read_line(error: BaseException, limit: int | None = None) -> str:
+    """Return `read_text(error)` as one line of at most `limit` characters."""
+    return " ".join(read_text(error).split())[:limit]
 
 
 def is_disk_full(error: OSError) -> bool:

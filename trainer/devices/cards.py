@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from trainer.errors import RecipeError, SetupError, TrainerError
+from trainer.errors import RecipeError, SetupError, TrainerError, read_line
 
 # Values of CUDA_VISIBLE_DEVICES that hide all GPUs, in lower case. SLURM sets NoDevFiles.
 NONE_VISIBLE = {"", "-1", "none", "void", "nodevfiles"}
@@ -151,5 +151,5 @@ def count_runtime_devices() -> tuple[int, str]:
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]
         except (RuntimeError, AssertionError) as error:
-            return 0, " ".join(str(error).split())
+            return 0, read_line(error)
     return 0, " ".join(str(warning.message) for warning in caught)

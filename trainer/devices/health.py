@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise, repeat
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import DeviceMemoryError, SetupError, is_out_of_memory
+from trainer.errors import DeviceMemoryError, SetupError, is_out_of_memory, read_line
 from trainer.recipe.text import list_some
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def check_card(device: torch.device, count: int) -> None:
             ) from error
         # The message contains the reason, such as "no kernel image is available" for a GPU that
         # torch does not support.
-        reason = " ".join(str(error).split())[:160]
+        reason = read_line(error, 160)
         raise SetupError(
             f"{name} does not compute with torch {torch.__version__} ({reason}): {remedy}"
         ) from error

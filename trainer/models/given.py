@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, read_line
 from trainer.models.small import SMALL
 from trainer.recipe.image_sizes import ImageSize
 
@@ -108,7 +108,7 @@ class ModelBuilder:
             return copy.deepcopy(source).cpu()
         except Exception as error:
             # A user's module may contain objects that cannot be copied.
-            reason = " ".join(str(error).split())[:160]
+            reason = read_line(error, 160)
             raise RecipeError(
                 f"model={self.name} cannot be copied ({type(error).__name__}: {reason}): pass a "
                 "function that builds it"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from trainer.errors import read_line
 from trainer.models.undisturbed import find_change, read_generator_states, restore_after
 
 BY_MODE = "_by_mode"
@@ -187,7 +188,7 @@ def _trace(model: nn.Module, is_training: bool) -> Recording:
             graph = tracer.trace(model)
         except Exception as error:
             # The model's code may raise any error if its inputs are proxies.
-            reason = " ".join(str(error).split())[:160]
+            reason = read_line(error, 160)
             raise Untraceable(f"{reason}{_locate(error)}") from error
         constants = {}
         for name, value in vars(model).items():

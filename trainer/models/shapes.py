@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from trainer.errors import read_text
+from trainer.errors import read_line
 from trainer.memory.measuring import Allocations
 
 SIMPLE = (bool, int, float, str, torch.dtype)
@@ -59,7 +59,7 @@ def build_on_meta(make: Callable[[], nn.Module]) -> tuple[nn.Module | None, str]
         registered = {tensor.untyped_storage()._cdata for tensor in tensors}
     except Exception as error:
         # The user's code may raise any error.
-        reason = " ".join(read_text(error).split())[:120]
+        reason = read_line(error, 120)
         return None, f"its code needs values: {type(error).__name__}: {reason}"
 
     def has_hidden_tensor() -> bool:

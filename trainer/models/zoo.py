@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainer import recipe as recipes
-from trainer.errors import CheckpointError, RecipeError
+from trainer.errors import CheckpointError, RecipeError, read_line
 from trainer.models import timm_zoo, torchvision_zoo
 from trainer.models.blocks import find_head, freeze
 from trainer.models.builder_arguments import check_builder_arguments
@@ -119,7 +119,7 @@ def build(
         _check_storable(model, recipe.name)
         out = _run_on_meta(model, channels, image_size, inputs)
     except AssertionError as error:
-        reason = " ".join(str(error).split())[:160]
+        reason = read_line(error, 160)
         if inputs is not None:
             raise RecipeError(
                 f"model.name={recipe.name} cannot read inputs of {tuple(inputs.shape[1:])} "
@@ -153,7 +153,7 @@ def check_train_size(model: nn.Module, key: str, channels: int, size: ImageSize)
     try:
         _run_on_meta(model, channels, size)
     except AssertionError as error:
-        reason = " ".join(str(error).split())[:160]
+        reason = read_line(error, 160)
         raise RecipeError(
             f"{key} reads images of one size only, so it cannot train on {in_pixels(size)} pixels "
             f"({reason}): set data.train_size=null"

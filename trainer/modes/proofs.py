@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from trainer.errors import RecipeError, is_out_of_memory, read_text
+from trainer.errors import RecipeError, is_out_of_memory, read_line
 from trainer.models.blocks import refreeze
 from trainer.models.equivalence import (
     Passes,
@@ -117,7 +117,7 @@ def recompute_proven(
             if "inplace operation" in str(error):
                 reason = "changes a block's inputs in place"
             else:
-                reason = " ".join(read_text(error).split())[:120]
+                reason = read_line(error, 120)
             raise RecipeError(
                 f"{name} {reason}, so its blocks cannot be recomputed: use {ALTERNATIVE}"
             ) from error

@@ -7,7 +7,7 @@ import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 
-from trainer.errors import PredictionError, is_out_of_memory, read_text
+from trainer.errors import PredictionError, is_out_of_memory, read_line
 
 # Maximum number of characters of a message or traceback, and maximum number of bytes of a pickled
 # exception. A longer message loses its end and a longer traceback its beginning. A larger exception
@@ -69,7 +69,7 @@ class Failure:
     def of(cls, error: BaseException, whole: bool = False) -> Failure:
         """Create the failure that describes an exception."""
         message = type(error).__name__
-        text = " ".join(read_text(error).split())
+        text = read_line(error)
         if text:
             message += f": {text}"
         trace = "".join(traceback.format_exception(error))[-MAX_LENGTH:]

@@ -7,7 +7,7 @@ script. cloudpickle therefore sends the code of the class with the object.
 import sys
 from typing import Any
 
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, read_line
 
 # Whether this process has received objects by value. Children of this process cannot import the
 # classes of such objects.
@@ -37,7 +37,7 @@ def pickle_by_value(value: Any, what: str, instead: str = STAY) -> bytes:
         return content
     # Pickling calls methods of the object, which may raise any exception.
     except Exception as error:
-        reason = " ".join(str(error).split())[:160]
+        reason = read_line(error, 160)
         raise RecipeError(
             f"{what} cannot be sent to another process ({type(error).__name__}: {reason}): "
             f"{instead}"

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from trainer.errors import RecipeError, TrainerError, read_text
+from trainer.errors import RecipeError, TrainerError, read_line
 from trainer.recipe.known_names import Registry
 from trainer.recipe.metric_table import METRICS, TOP, MetricTraits
 from trainer.recipe.text import format_value
@@ -226,7 +226,7 @@ def compute(
             raise
         # A user's function may raise any error.
         except Exception as error:
-            reason = f"{type(error).__name__}: {' '.join(read_text(error).split())[:200]}"
+            reason = f"{type(error).__name__}: {read_line(error, 200)}"
             raise RecipeError(f"the metric {name} fails ({reason})") from error
     return values
 

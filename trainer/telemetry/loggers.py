@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import SetupError, load_extra, read_text
+from trainer.errors import SetupError, load_extra, read_line
 from trainer.processes import interrupts
 from trainer.processes.terminal import Say
 from trainer.recipe import Recipe, flatten
@@ -176,7 +176,7 @@ class Loggers:
             # exit handlers.
             interrupts.skips_shutdown.set()
             self._runs.pop(name, None)
-            reason = f"{type(error).__name__}: {' '.join(read_text(error).split())[:200]}"
+            reason = f"{type(error).__name__}: {read_line(error, 200)}"
             self._say(f"warning: logging.{name} lacks values from now on ({reason})")
 
 

@@ -25,7 +25,7 @@ from trainer.errors import (
     TrainerError,
     build_missing_extra_error,
     is_out_of_memory,
-    read_text,
+    read_line,
 )
 from trainer.processes.terminal import say
 from trainer.recipe.image_sizes import in_pixels, sides
@@ -246,7 +246,7 @@ def _write_and_check(source: ExportSource, kind: str) -> tuple[bytes, dict[str, 
                 raise build_missing_extra_error(
                     f"format={kind}", [cause.name or "onnxscript"], cause
                 ) from None
-        reason = " ".join(read_text(error).split())[:200] or "no reason given"
+        reason = read_line(error, 200) or "no reason given"
         raise RecipeError(
             f"format={kind} cannot express model.name={source.facts['model']} "
             f"({type(error).__name__}: {reason}): {remedy}"

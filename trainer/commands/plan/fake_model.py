@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from trainer.commands.plan.dataset_facts import DatasetFacts
 from trainer.data import Example, TensorSpec
 from trainer.devices.precision import autocast
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, read_line
 from trainer.memory import measuring
 from trainer.memory.measuring import Pass, Resident, count_bytes
 from trainer.memory.needs import compute_unit_sizes
@@ -216,7 +216,7 @@ class FakeModel:
         try:
             yield
         except (RuntimeError, AssertionError, ValueError, TypeError, LookupError) as error:
-            reason = " ".join(str(error).split())[:120] or type(error).__name__
+            reason = read_line(error, 120) or type(error).__name__
             raise RecipeError(
                 f"model.name={self.recipe.model.name} cannot be planned: its pass needs more than "
                 f"shapes ({reason}); training may still work"

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from trainer.commands.trials.engine import TrialOutcome
 from trainer.devices import cards, host
+from trainer.errors import read_line
 from trainer.processes import resources
 from trainer.processes.terminal import add_style, localize_commands, say
 from trainer.saving.files import Json, format_csv, without_nan, write_atomically, write_json
@@ -146,7 +147,7 @@ def report_files(folder: Path, name: str, curves: Path, draw: Callable[[], Seque
     try:
         pictures = [path.name for path in draw()]
     except Exception as error:
-        say(f"  no pictures: {type(error).__name__}: {' '.join(str(error).split())}")
+        say(f"  no pictures: {type(error).__name__}: {read_line(error)}")
     files = [f"{folder}/{name}.md", ".csv", ".json", *pictures]
     say(f"  tables   {', '.join(files)}")
     say(f"  watch    python -m trainer tensorboard {shlex.quote(str(curves))}")

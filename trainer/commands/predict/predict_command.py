@@ -26,8 +26,8 @@ from trainer.processes.interrupts import stop_between_runs
 from trainer.processes.rank import read_place
 from trainer.processes.resources import count_cores, count_cuda_devices
 from trainer.processes.terminal import say
-from trainer.recipe import LoggingRecipe
 from trainer.recipe.recipe_files import split_arguments
+from trainer.recipe.schema import LoggingRecipe
 from trainer.saving import locks
 from trainer.saving.files import (
     Json,

@@ -99,16 +99,22 @@ def format_csv(rows: Iterable[Sequence[Any]]) -> str:
     return text.getvalue()
 
 
-def open_regular(path: str | bytes | Path) -> BufferedReader:
+def open_regular(path: str | bytes | Path, limit: float = math.inf) -> BufferedReader:
     """Open a regular file for reading. A pipe or a device raises instead of blocking.
 
     Raises:
-        OSError: the file cannot be opened or is not a regular file.
+        OSError: the file cannot be opened, is not a regular file, or has more than `limit` bytes.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    status = os.fstat(descriptor)
+    fault = ""
+    if not stat.S_ISREG(status.st_mode):
+        fault = "it is not a file"
+    elif status.st_size > limit:
+        fault = f"it has {status.st_size:,} bytes, at most {limit:,} are read"
+    if fault:
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a file", os.fsdecode(path))
+        raise OSError(errno.EINVAL, fault, os.fsdecode(path))
     return open(descriptor, "rb")
 
 
@@ -122,13 +128,8 @@ def read(path: str | Path, limit: int = MAX_READ_BYTES) -> bytes:
     Raises:
         OSError: the file cannot be read, is not a regular file, or is larger than `limit`.
     """
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > limit:
-            raise OSError(
-                errno.EOVERFLOW, f"it has {size:,} bytes, at most {limit:,} are read", str(path)
-            )
-        return file.read(size)
+    with open_regular(path, limit) as file:
+        return file.read()
 
 
 def read_json(path: Path) -> Json:

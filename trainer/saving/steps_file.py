@@ -1,7 +1,6 @@
 """Write steps.csv and epochs.csv of a run folder, and read them even if some lines are damaged."""
 
 import csv
-import errno
 import os
 import re
 import time
@@ -65,9 +64,7 @@ def _read_table(path: Path, columns: Sequence[str]) -> Table:
     """Read a table with these columns, or an epochs.csv with those of its first line."""
     by_step = {}
     damaged = 0
-    with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > MAX_FILE:
-            raise OSError(errno.EFBIG, f"it is larger than {MAX_FILE:,} bytes")
+    with open_regular(path, MAX_FILE) as file:
         line = b""
         for chunk in iter(lambda: file.readline(MAX_LINE), b""):
             line = (line + chunk)[:MAX_LINE]

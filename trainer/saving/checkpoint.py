@@ -483,7 +483,8 @@ def _verify(path: Path) -> Manifest:
 def _check_files(path: Path, files: Mapping[str, File]) -> None:
     """Raise CheckpointError if the size or the SHA-256 of a file differs from its entry."""
     for name, expected in files.items():
-        with open_limited(path / name, expected.size) as (file, size):
+        with open_limited(path / name, expected.size) as file:
+            size = os.fstat(file.fileno()).st_size
             if size != expected.size:
                 raise CheckpointError(f"{path}: {name} has {size} bytes instead of {expected.size}")
             if hashlib.file_digest(file, "sha256").hexdigest() != expected.sha256:
@@ -492,8 +493,8 @@ def _check_files(path: Path, files: Mapping[str, File]) -> None:
 
 def read_manifest(path: Path) -> bytes:
     """Read the manifest of a checkpoint folder without verifying it."""
-    with open_limited(path / MANIFEST, MAX_MANIFEST) as (file, size):
-        return file.read(size)
+    with open_limited(path / MANIFEST, MAX_MANIFEST) as file:
+        return file.read()
 
 
 def parse_manifest(path: Path, raw: bytes) -> Manifest:
@@ -527,20 +528,15 @@ def parse_manifest(path: Path, raw: bytes) -> Manifest:
 
 
 @contextmanager
-def open_limited(path: Path, limit: int) -> Iterator[tuple[BufferedReader, int]]:
-    """Open a regular file of at most `limit` bytes, and yield the file and its size in bytes.
+def open_limited(path: Path, limit: int) -> Iterator[BufferedReader]:
+    """Open a regular file of at most `limit` bytes, and yield it.
 
     Raises:
         CheckpointError: the file is missing, too large or unreadable.
     """
     try:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > limit:
-                raise CheckpointError(
-                    f"{path.parent}: {path.name} has {size} bytes instead of at most {limit}"
-                )
-            yield file, size
+        with open_regular(path, limit) as file:
+            yield file
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent}: {path.name} is missing") from None
     except OSError as error:

@@ -94,7 +94,11 @@ class ClassTask(Task):
         """Compute the weights, (names,), of loss.class_weights=balanced from training targets."""
         raise NotImplementedError
 
-    def metrics(self, sums: Sums, count: int) -> dict[str, float]:
+    def metrics(
+        self,
+        sums: Sums,
+        count: int,
+    ) -> dict[str, float]:
         inputs = self.build_metric_inputs(sums, count)
         return {"loss": sums["loss"].item() / count, **compute(self._computed, inputs)}
 

@@ -106,16 +106,22 @@ def compute_average_precision(
     return (precision * gained).sum().item() / total
 
 
-def _compute_precision(sums: Sums) -> Tensor:
+def _compute_precision(
+    sums: Sums,
+) -> Tensor:
     # All are counts, so a denominator of 0 has a numerator of 0.
     return sums["correct"] / sums["predicted"].clamp_min(1)
 
 
-def _compute_recall(sums: Sums) -> Tensor:
+def _compute_recall(
+    sums: Sums,
+) -> Tensor:
     return sums["correct"] / sums["actual"].clamp_min(1)
 
 
-def _compute_f1(sums: Sums) -> Tensor:
+def _compute_f1(
+    sums: Sums,
+) -> Tensor:
     return 2 * sums["correct"] / (sums["actual"] + sums["predicted"]).clamp_min(1)
 
 
@@ -126,18 +132,27 @@ COUNTS = {"actual", "predicted", "correct"}
 PerClass = Callable[[Sums], Tensor]
 
 
-def _average_micro(per_class: PerClass, inputs: MetricInputs) -> Tensor:
+def _average_micro(
+    per_class: PerClass,
+    inputs: MetricInputs,
+) -> Tensor:
     return per_class({name: inputs.sums[name].sum() for name in COUNTS})
 
 
-def _average_macro(per_class: PerClass, inputs: MetricInputs) -> Tensor:
+def _average_macro(
+    per_class: PerClass,
+    inputs: MetricInputs,
+) -> Tensor:
     values = per_class(inputs.sums)
     if inputs.has_one_class:
         values = values[inputs.sums["actual"] + inputs.sums["predicted"] > 0]
     return values.mean()
 
 
-def _average_weighted(per_class: PerClass, inputs: MetricInputs) -> Tensor:
+def _average_weighted(
+    per_class: PerClass,
+    inputs: MetricInputs,
+) -> Tensor:
     actual = inputs.sums["actual"]
     return (per_class(inputs.sums) * actual).sum() / actual.sum().clamp_min(1)
 

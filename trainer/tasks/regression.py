@@ -78,7 +78,11 @@ class Regression(Task):
             "targets2": targets.square().sum(0),
         }
 
-    def metrics(self, sums: Sums, count: int) -> dict[str, float]:
+    def metrics(
+        self,
+        sums: Sums,
+        count: int,
+    ) -> dict[str, float]:
         squared = sums["squared"]
         squared_sum = sums["targets"].square()
         spread = sums["targets2"] - squared_sum / count

@@ -209,7 +209,11 @@ class Task:
         """
         return {"loss": self.loss(outputs, targets) * len(targets)}
 
-    def metrics(self, sums: Sums, count: int) -> dict[str, float]:
+    def metrics(
+        self,
+        sums: Sums,
+        count: int,
+    ) -> dict[str, float]:
         """Compute the metrics, `loss` first, from the sums over `count` samples.
 
         Args:

@@ -130,7 +130,7 @@ def explain(error: BaseException) -> tuple[str, int]:
 
     The text is one line, except for a bug: a bug has exit code 1, and its text is a traceback.
     """
-    text = " ".join(read_text(error).split())
+    text = read_line(error)
     if isinstance(error, TrainerError):
         return text, error.code
     if isinstance(error, KeyboardInterrupt):

@@ -16,6 +16,7 @@ from trainer import recipe as recipes
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe, changed_keys, flatten, load, reflection
 from trainer.recipe.loading import format_arguments
+from trainer.recipe.recipe_files import find_recipe
 from trainer.recipe.text import format_yaml
 
 DEFAULTS = flatten(Recipe().to_dict())
@@ -329,7 +330,7 @@ def test_a_wrong_file_is_one_line(tmp_path: Path, content: bytes, expected: str)
 
 
 def test_recipes_are_found(tmp_path: Path) -> None:
-    assert recipes.find_recipe("digits").name == "digits.yaml"
+    assert find_recipe("digits").name == "digits.yaml"
     (tmp_path / "recipe.yaml").write_text("epochs: 3\n")
     assert load(tmp_path).epochs == 3
     assert load(tmp_path).name == tmp_path.name

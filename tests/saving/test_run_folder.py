@@ -222,18 +222,18 @@ def test_a_damaged_epochs_file_costs_its_damaged_rows_only(tmp_path, damage):
 def test_damaged_notes_are_left_out_and_replaced(tmp_path, damage):
     folder = RunFolder(recipe(tmp_path / "run"))
     messages = []
-    for name, look in (("tuning.json", folder.read_tuned), ("result.json", folder.previous_result)):
-        assert look(messages.append) == {} and not messages, "there is none yet"
+    for name in ("tuning.json", "result.json"):
+        assert folder.read(name, messages.append) == {} and not messages, "there is none yet"
         path = tmp_path / "run" / name
         path.write_text("{}x")
         SIDE[damage](path)
-        assert look(messages.append) == {}
+        assert folder.read(name, messages.append) == {}
         assert len(messages) == (0 if damage == "dangling link" else 1)
         messages.clear()
     folder.write_tuned({"key": 1})
     folder.write_result({"status": "running"})
-    assert folder.read_tuned(messages.append) == {"key": 1}
-    assert folder.previous_result(messages.append) == {"status": "running"}
+    assert folder.read("tuning.json", messages.append) == {"key": 1}
+    assert folder.read("result.json", messages.append) == {"status": "running"}
     folder.close()
 
 

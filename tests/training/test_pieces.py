@@ -137,7 +137,7 @@ def test_recompute_auto_stays_as_it_was_when_pieces_were_tried(monkeypatch):
 
 def opened(recipe, world, share=None, tuned=()):
     tracker = SimpleNamespace(
-        folder=SimpleNamespace(read_tuned=lambda say: dict(tuned)),
+        folder=SimpleNamespace(read=lambda name, say: dict(tuned)),
         journal=SimpleNamespace(last_end=None),
         say=print,
     )

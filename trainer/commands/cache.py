@@ -12,7 +12,7 @@ from trainer.errors import FolderInUseError, RecipeError, SetupError
 from trainer.processes.terminal import ask_permission
 from trainer.recipe.recipe_files import split_arguments
 from trainer.saving import locks
-from trainer.saving.files import describe_error, read_json_or_empty
+from trainer.saving.files import describe_error, measure_size, read_json_or_empty
 from trainer.telemetry import readable
 from trainer.telemetry.readable import format_size
 
@@ -54,20 +54,6 @@ def command(words: Sequence[str]) -> int:
     return 0
 
 
-def measure_size(cache: Path) -> int:
-    """Return the size of a cache on the disk in bytes.
-
-    Raises:
-        FileNotFoundError: The cache does not exist.
-    """
-    size = 0
-    for name in os.listdir(cache):
-        # A file that a run has removed since it was listed does not count.
-        with suppress(FileNotFoundError):
-            size += os.path.getsize(cache / name)
-    return size
-
-
 def format_table(caches: Sequence[Path]) -> str:
     """Format a table with a line for each cache and the total size."""
     if not caches:
@@ -81,8 +67,8 @@ def format_table(caches: Sequence[Path]) -> str:
         )
         # A cache that another process has deleted since it was listed gets no row.
         with suppress(FileNotFoundError):
-            stored = measure_size(cache)
             days = (time.time() - os.path.getmtime(cache / ABOUT)) / 86400
+            stored = measure_size(cache)
             age = "today" if days < 1 else f"{days:.0f} days ago"
             rows.append((cache.name, photos, format_size(stored), f"{form} {size}", age, root))
             total += stored

@@ -75,25 +75,8 @@ def format_classes(names: Sequence[str], columns: Mapping[str, Sequence[float]])
     return [f"  {line}" for line in lines]
 
 
-def build_rows(
-    key: Mapping[str, str],
-    metrics: Mapping[str, float],
-    names: Sequence[str],
-    columns: Mapping[str, Sequence[float]],
-) -> list[dict[str, str]]:
-    """Return the rows of metrics.csv: one of the whole split without a class, then its classes.
-
-    A metric that is undefined has an empty cell.
-    """
-    rows = [{**key, "class": "", **_format_numbers(metrics)}]
-    for index in range(len(columns.get("support", ()))):
-        cells = {name: values[index] for name, values in columns.items()}
-        class_name = escape_non_utf8(format_class(names, index))
-        rows.append({**key, "class": class_name, **_format_numbers(cells)})
-    return rows
-
-
 def _format_numbers(values: Mapping[str, float]) -> dict[str, str]:
+    """Return the cells of metrics. A metric that is undefined has an empty cell."""
     return {name: "" if math.isnan(value) else f"{value:.10g}" for name, value in values.items()}
 
 
@@ -162,15 +145,21 @@ def report(
 ) -> None:
     """Print the table of the classes, and write metrics.csv.
 
-    A file that nobody named is left out with a line if it cannot be written.
+    The file gets a row of the whole split without a class, then one of each class. A file that
+    nobody named is left out with a line if it cannot be written.
 
     Raises:
         RecipeError, SetupError: See `write_rows`.
     """
     if columns:
         say("\n".join(format_classes(names, columns)))
+    rows = [{**key, "class": "", **_format_numbers(metrics)}]
+    for index in range(len(columns.get("support", ()))):
+        cells = {name: values[index] for name, values in columns.items()}
+        class_name = escape_non_utf8(format_class(names, index))
+        rows.append({**key, "class": class_name, **_format_numbers(cells)})
     try:
-        write_rows(path, build_rows(key, metrics, names, columns))
+        write_rows(path, rows)
         say(f"  metrics  {path}")
     except (RecipeError, SetupError) as error:
         if output is not None:

@@ -57,11 +57,10 @@ def command(words: Sequence[str]) -> str:
         raise RecipeError(
             "submit starts no ranks: type python -m trainer submit ... without torchrun"
         )
-    if not words or words[0] != "slurm":
-        first = words[0][:80] if words else ""
+    if words[0] != "slurm":
         raise RecipeError(
-            f"submit needs slurm first, not '{first}': as in submit slurm recipe=digits nproc=2 "
-            "time=01:00:00 cpus=8; for Kubernetes, see python -m trainer guide nodes"
+            f"submit needs slurm first, not '{words[0][:80]}': as in submit slurm recipe=digits "
+            "nproc=2 time=01:00:00 cpus=8; for Kubernetes, see python -m trainer guide nodes"
         )
     return build_script(words[1:], os.environ.get("TRAINER_COMMAND") or "python -m trainer")
 

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 
 from trainer.errors import RecipeError, SetupError
 from trainer.saving.run_names import HOME, find_run
@@ -20,13 +21,9 @@ def command(words: Sequence[str]) -> int:
         RecipeError: the paths of several runs have characters that TensorBoard does not allow.
         SetupError: no run is named, and there is no folder `runs`.
     """
-    options_start = len(words)
-    for index, word in enumerate(words):
-        if word.startswith("-"):
-            options_start = index
-            break
-    folders = [str(find_run(word)) for word in words[:options_start]]
-    arguments = list(words[options_start:])
+    names = list(takewhile(lambda word: not word.startswith("-"), words))
+    folders = [str(find_run(name)) for name in names]
+    arguments = list(words[len(names) :])
     option_names = {argument.partition("=")[0] for argument in arguments}
     if not folders and option_names.isdisjoint(("--logdir", "--logdir_spec")):
         if not os.path.isdir(HOME):

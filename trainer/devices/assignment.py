@@ -5,7 +5,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 from trainer.errors import RecipeError
-from trainer.recipe import DEVICE, Recipe
+from trainer.recipe import Recipe
+from trainer.recipe.field_types import DEVICE
 
 
 def assign_devices(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from trainer.devices.assignment import resolve_devices
-from trainer.errors import RecipeError, SetupError
+from trainer.errors import RecipeError, SetupError, read_line
 from trainer.pool.batching import Batching
 from trainer.pool.engine import Engine
 from trainer.pool.failures import ItemError
@@ -311,7 +311,7 @@ def _check_importable(function: Any) -> None:
 
 
 def _pickling_error(function: Any, error: BaseException) -> RecipeError:
-    text = " ".join(str(error).split())
+    text = read_line(error)
     # The message about sparse tensors already says what to type, so it gets no hint.
     if ".to_dense()" not in text:
         text += f": {PICKLE_HINT}"

@@ -21,6 +21,8 @@ BOLD = "1"
 DIM = "2"
 RED = "31"
 GREEN = "1;32"
+# Function that prints a line, as `say` does.
+Say = Callable[[str], None]
 # Default number of seconds after which `explain_delay` prints.
 PATIENCE = 5.0
 

@@ -4,10 +4,9 @@ Nothing here imports torch, so that a typo is reported immediately.
 Imports: errors, versions.
 """
 
-from trainer.recipe.field_types import DEVICE
 from trainer.recipe.loading import format_arguments, load, notes_on_idle
 from trainer.recipe.mode_table import MODES, TRAITS
-from trainer.recipe.recipe_files import find_recipe, shipped_recipes
+from trainer.recipe.recipe_files import shipped_recipes
 from trainer.recipe.reflection import changed_keys, compare_recipes
 from trainer.recipe.schema import (
     IN_TURN,
@@ -15,15 +14,13 @@ from trainer.recipe.schema import (
     STREAMS,
     AugmentRecipe,
     DataRecipe,
-    LoggingRecipe,
     ModelRecipe,
     OptimizerRecipe,
     Recipe,
 )
-from trainer.recipe.text import find_nearest, flatten, format_neighbors
+from trainer.recipe.text import find_nearest, flatten
 
 __all__ = [
-    "DEVICE",
     "IN_TURN",
     "MEASURED",
     "MODES",
@@ -31,17 +28,14 @@ __all__ = [
     "TRAITS",
     "AugmentRecipe",
     "DataRecipe",
-    "LoggingRecipe",
     "ModelRecipe",
     "OptimizerRecipe",
     "Recipe",
     "changed_keys",
     "compare_recipes",
     "find_nearest",
-    "find_recipe",
     "flatten",
     "format_arguments",
-    "format_neighbors",
     "load",
     "notes_on_idle",
     "shipped_recipes",

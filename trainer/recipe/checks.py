@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 
 from trainer.errors import RecipeError, SetupError
-from trainer.recipe import IN_TURN, MEASURED, STREAMS, Recipe, flatten, format_neighbors
+from trainer.recipe import IN_TURN, MEASURED, STREAMS, Recipe, flatten
 from trainer.recipe.known_names import DATASETS, TASKS, TIMM, check_model_name
 from trainer.recipe.metric_table import check_metrics
 from trainer.recipe.mode_table import WHOLE_MATRICES
@@ -22,7 +22,7 @@ from trainer.recipe.optimizer_table import (
 from trainer.recipe.recipe_files import format_argument
 from trainer.recipe.schedule_table import LR_SCHEDULES
 from trainer.recipe.shares import check_shares, count_rows, fixed_shares
-from trainer.recipe.text import find_nearest
+from trainer.recipe.text import find_nearest, format_neighbors
 from trainer.recipe.transform_names import check_transform_names
 from trainer.versions import SINCE, read_version, torch_has
 

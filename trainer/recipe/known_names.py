@@ -129,28 +129,30 @@ def check_model_name(name: str) -> None:
 
 def torchvision_classifiers() -> Sequence[str]:
     """Return the names of torchvision's classifiers."""
-    return _find_registered("torchvision", r"^@register_model\(\)\n(?:@.*\n)*def (\w+)")
+    pattern = r"^@register_model\(\)\n(?:@.*\n)*def (\w+)"
+    return find_in_source("torchvision", "models/*.py", pattern)
 
 
 def timm_models() -> Sequence[str]:
     """Return the names of timm's models, without the prefix."""
-    return _find_registered("timm", r"^@register_model\n(?:@.*\n)*def (\w+)")
+    return find_in_source("timm", "models/*.py", r"^@register_model\n(?:@.*\n)*def (\w+)")
 
 
 @cache
-def _find_registered(package: str, pattern: str) -> Sequence[str]:
-    """Return the names of the model functions in a package; empty if it is not installed.
+def find_in_source(package: str, files: str, pattern: str) -> Sequence[str]:
+    """Return what matches in the source of a package; empty if the package is not installed.
 
     Args:
         package: name of the package.
-        pattern: regular expression of a registered function; its group is the name.
+        files: pattern of the files' paths in the package.
+        pattern: regular expression. If it has a group, the text of the group is returned.
     """
     spec = find_spec(package)
-    names = []
     if spec is None:
         return ()
+    names = []
     for folder in spec.submodule_search_locations or ():
-        for file in sorted(Path(folder, "models").glob("*.py")):
+        for file in sorted(Path(folder).glob(files)):
             # Importing the package instead of reading its source would take seconds.
             names += re.findall(pattern, file.read_text(encoding="utf-8"), re.M)
     return tuple(names)

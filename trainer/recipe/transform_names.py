@@ -1,75 +1,51 @@
 """Names of torchvision's transforms for `augment.transforms`, checked without importing torch."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from trainer.errors import RecipeError
+from trainer.recipe.known_names import find_in_source
 from trainer.recipe.text import find_nearest
 
 # A transform as in the recipe: its name, or a mapping from its name to its arguments.
 TypedTransform = str | dict[str, Any]
 
-_NORMALIZED = "pixels are normalized afterwards, by data.mean and data.std"
-_DECODED = "images are uint8 tensors already: remove it"
-_SIZE = "set data.image_size, and augment.crop for random crops"
-_CONTAINER = "list its transforms, each with its own probability p"
-_NO_BOXES = "the images have no boxes, key points or frames: remove it"
-# Classes of torchvision.transforms.v2 that are refused, with what to do instead.
-REFUSED = {
-    "CutMix": "type augment.cutmix=1.0",
-    "MixUp": "type augment.mixup=0.2",
-    "Compose": _CONTAINER,
-    "RandomApply": _CONTAINER,
-    "RandomChoice": _CONTAINER,
-    "RandomOrder": _CONTAINER,
-    "Lambda": "return the changed images from a data set of your own (register_dataset)",
-    "LinearTransformation": _NORMALIZED,
-    "Normalize": _NORMALIZED,
-    "ToDtype": _NORMALIZED,
-    "ConvertImageDtype": _NORMALIZED,
-    "ToTensor": _DECODED,
-    "ToImage": _DECODED,
-    "ToPILImage": _DECODED,
-    "PILToTensor": _DECODED,
-    "ToPureTensor": _DECODED,
-    "RGB": "type data.channels=3",
-    "Resize": _SIZE,
-    "CenterCrop": _SIZE,
-    "FiveCrop": _SIZE,
-    "TenCrop": _SIZE,
-    "Pad": _SIZE,
-    "RandomResize": _SIZE,
-    "RandomShortestSize": _SIZE,
-    "RandomZoomOut": _SIZE,
-    "ScaleJitter": _SIZE,
-    "RandomIoUCrop": _NO_BOXES,
-    "ClampBoundingBoxes": _NO_BOXES,
-    "ClampKeyPoints": _NO_BOXES,
-    "ConvertBoundingBoxFormat": _NO_BOXES,
-    "SanitizeBoundingBoxes": _NO_BOXES,
-    "SanitizeKeyPoints": _NO_BOXES,
-    "SetClampingMode": _NO_BOXES,
-    "UniformTemporalSubsample": _NO_BOXES,
+# What to do instead of classes of torchvision.transforms.v2 -> their names.
+_INSTEAD = {
+    "type augment.cutmix=1.0": "CutMix",
+    "type augment.mixup=0.2": "MixUp",
+    "list its transforms, each with its own probability p": (
+        "Compose RandomApply RandomChoice RandomOrder"
+    ),
+    "return the changed images from a data set of your own (register_dataset)": "Lambda",
+    "pixels are normalized afterwards, by data.mean and data.std": (
+        "LinearTransformation Normalize ToDtype ConvertImageDtype"
+    ),
+    "images are uint8 tensors already: remove it": (
+        "ToTensor ToImage ToPILImage PILToTensor ToPureTensor"
+    ),
+    "type data.channels=3": "RGB",
+    "set data.image_size, and augment.crop for random crops": (
+        "Resize CenterCrop FiveCrop TenCrop Pad RandomResize RandomShortestSize RandomZoomOut "
+        "ScaleJitter"
+    ),
+    "the images have no boxes, key points or frames: remove it": (
+        "RandomIoUCrop ClampBoundingBoxes ClampKeyPoints ConvertBoundingBoxFormat "
+        "SanitizeBoundingBoxes SanitizeKeyPoints SetClampingMode UniformTemporalSubsample"
+    ),
 }
+# Classes of torchvision.transforms.v2 that are refused, with what to do instead.
+REFUSED: dict[str, str] = {}
+for _advice, _names in _INSTEAD.items():
+    REFUSED |= dict.fromkeys(_names.split(), _advice)
 # Names in torchvision.transforms.v2 that begin with a capital letter but are no transforms.
 _OTHER_CLASSES = {"AutoAugmentPolicy", "InterpolationMode", "Transform"}
 
 
-@cache
 def list_transforms() -> Sequence[str]:
     """Return the names of the transforms in torchvision.transforms.v2; empty if not installed."""
-    spec = find_spec("torchvision")
-    names: set[str] = set()
-    if spec is not None:
-        for folder in spec.submodule_search_locations or ():
-            file = Path(folder, "transforms", "v2", "__init__.py")
-            # Importing torchvision instead of reading its source would take seconds.
-            names.update(re.findall(r"\b[A-Z]\w+", file.read_text(encoding="utf-8")))
-    return sorted(names - _OTHER_CLASSES)
+    names = find_in_source("torchvision", "transforms/v2/__init__.py", r"\b[A-Z]\w+")
+    return sorted({*names} - _OTHER_CLASSES)
 
 
 def list_arguments(transforms: Sequence[TypedTransform]) -> Iterator[tuple[str, Any]]:

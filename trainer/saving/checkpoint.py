@@ -13,18 +13,19 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from trainer.errors import CheckpointError, SetupError
-from trainer.saving.files import open_regular, remove
+from trainer.processes.terminal import Say
+from trainer.saving.files import Json, open_regular, remove
 from trainer.saving.tensor_files import (
     Shard,
     StoredTensor,
@@ -89,7 +90,7 @@ class State:
 
     position: Position
     tensors: dict[str, dict[str, Tensor]]
-    facts: dict[str, Any]
+    facts: Json
     pieces: dict[str, dict[str, Shard]] = field(default_factory=dict)
 
     def part(self, name: str) -> dict[str, StoredTensor]:
@@ -155,7 +156,7 @@ class Manifest(BaseModel):
     epoch: _Count
     step_in_epoch: _Count
     files: dict[Annotated[str, Field(pattern=rf"^{_STEM}\.safetensors$")], File]
-    facts: dict[str, Any]
+    facts: Json
 
 
 def is_saved(folder: Path, step: int) -> bool:
@@ -302,7 +303,14 @@ def prune(
             doomed.append(path)
         elif path == fresh or _is_good(path):
             good_count += 1
-    best = _list_best(paths, rank)[:top_k] if top_k else []
+    ranks = {}
+    # The sort is stable, so the older one of two equally good checkpoints comes first.
+    for path in reversed(paths if top_k else ()):
+        with suppress(CheckpointError):
+            value = rank(_verify(path))
+            if value is not None:
+                ranks[path] = value
+    best = sorted(ranks, key=lambda path: -ranks[path])[:top_k]
     doomed = [path for path in doomed if path not in best]
     drafts = [path.rename(_temporary_path(path)) for path in doomed]
     for path in doomed:
@@ -311,18 +319,6 @@ def prune(
     fault_point("prune")
     for draft in drafts:
         remove(draft)
-
-
-def _list_best(paths: Sequence[Path], rank: Rank) -> list[Path]:
-    """Return the good checkpoints that were evaluated, best first."""
-    ranks = {}
-    # The sort is stable, so the older one of two equally good checkpoints comes first.
-    for path in reversed(paths):
-        with suppress(CheckpointError):
-            value = rank(_verify(path))
-            if value is not None:
-                ranks[path] = value
-    return sorted(ranks, key=lambda path: -ranks[path])
 
 
 class GoodCheckpoint(NamedTuple):
@@ -337,7 +333,7 @@ class GoodCheckpoint(NamedTuple):
     state: State
 
 
-def load_newest(folder: Path, warn: Callable[[str], None]) -> GoodCheckpoint | None:
+def load_newest(folder: Path, warn: Say) -> GoodCheckpoint | None:
     """Load the newest good checkpoint of a run folder.
 
     Args:
@@ -440,7 +436,7 @@ def _temporary_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex}")
 
 
-def _serialize_manifest(content: dict[str, Any]) -> memoryview:
+def _serialize_manifest(content: Json) -> memoryview:
     """Serialize a manifest. The last entry is the SHA-256 of all bytes before it."""
     body = json.dumps(content, indent=1).encode().removesuffix(b"\n}")
     digest = hashlib.sha256(body).hexdigest().encode()
@@ -487,7 +483,8 @@ def _verify(path: Path) -> Manifest:
 def _check_files(path: Path, files: Mapping[str, File]) -> None:
     """Raise CheckpointError if the size or the SHA-256 of a file differs from its entry."""
     for name, expected in files.items():
-        with open_limited(path / name, expected.size) as (file, size):
+        with open_limited(path / name, expected.size) as file:
+            size = os.fstat(file.fileno()).st_size
             if size != expected.size:
                 raise CheckpointError(f"{path}: {name} has {size} bytes instead of {expected.size}")
             if hashlib.file_digest(file, "sha256").hexdigest() != expected.sha256:
@@ -496,8 +493,8 @@ def _check_files(path: Path, files: Mapping[str, File]) -> None:
 
 def read_manifest(path: Path) -> bytes:
     """Read the manifest of a checkpoint folder without verifying it."""
-    with open_limited(path / MANIFEST, MAX_MANIFEST) as (file, size):
-        return file.read(size)
+    with open_limited(path / MANIFEST, MAX_MANIFEST) as file:
+        return file.read()
 
 
 def parse_manifest(path: Path, raw: bytes) -> Manifest:
@@ -531,20 +528,15 @@ def parse_manifest(path: Path, raw: bytes) -> Manifest:
 
 
 @contextmanager
-def open_limited(path: Path, limit: int) -> Iterator[tuple[BufferedReader, int]]:
-    """Open a regular file of at most `limit` bytes, and yield the file and its size in bytes.
+def open_limited(path: Path, limit: int) -> Iterator[BufferedReader]:
+    """Open a regular file of at most `limit` bytes, and yield it.
 
     Raises:
         CheckpointError: the file is missing, too large or unreadable.
     """
     try:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > limit:
-                raise CheckpointError(
-                    f"{path.parent}: {path.name} has {size} bytes instead of at most {limit}"
-                )
-            yield file, size
+        with open_regular(path, limit) as file:
+            yield file
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent}: {path.name} is missing") from None
     except OSError as error:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from trainer.errors import DiskFullError, SetupError, TrainerError, is_disk_full
+from trainer.processes.terminal import Say
 
 # Contents of a JSON file whose top level is an object.
 Json = dict[str, Any]
@@ -98,16 +99,22 @@ def format_csv(rows: Iterable[Sequence[Any]]) -> str:
     return text.getvalue()
 
 
-def open_regular(path: str | bytes | Path) -> BufferedReader:
+def open_regular(path: str | bytes | Path, limit: float = math.inf) -> BufferedReader:
     """Open a regular file for reading. A pipe or a device raises instead of blocking.
 
     Raises:
-        OSError: the file cannot be opened or is not a regular file.
+        OSError: the file cannot be opened, is not a regular file, or has more than `limit` bytes.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    status = os.fstat(descriptor)
+    fault = ""
+    if not stat.S_ISREG(status.st_mode):
+        fault = "it is not a file"
+    elif status.st_size > limit:
+        fault = f"it has {status.st_size:,} bytes, at most {limit:,} are read"
+    if fault:
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a file", os.fsdecode(path))
+        raise OSError(errno.EINVAL, fault, os.fsdecode(path))
     return open(descriptor, "rb")
 
 
@@ -121,13 +128,8 @@ def read(path: str | Path, limit: int = MAX_READ_BYTES) -> bytes:
     Raises:
         OSError: the file cannot be read, is not a regular file, or is larger than `limit`.
     """
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > limit:
-            raise OSError(
-                errno.EOVERFLOW, f"it has {size:,} bytes, at most {limit:,} are read", str(path)
-            )
-        return file.read(size)
+    with open_regular(path, limit) as file:
+        return file.read()
 
 
 def read_json(path: Path) -> Json:
@@ -146,7 +148,7 @@ def read_json(path: Path) -> Json:
     return content
 
 
-def read_json_or_empty(path: Path, warn: Callable[[str], None] = lambda line: None) -> Json:
+def read_json_or_empty(path: Path, warn: Say = lambda line: None) -> Json:
     """Read a JSON file, or return an empty dictionary if it is missing or damaged.
 
     Args:
@@ -207,6 +209,19 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
+def measure_size(folder: Path) -> int:
+    """Return the size of all files in a folder and its subfolders, in bytes.
+
+    Links are not followed. A file that is removed meanwhile does not count.
+    """
+    size = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                size += os.lstat(os.path.join(parent, name)).st_size
+    return size
+
+
 @contextmanager
 def report_write_errors(folder: Path, again: str = "resume=auto") -> Iterator[None]:
     """Convert an OSError of the block into an error whose one-line message names the folder.
@@ -233,10 +248,10 @@ def report_write_errors(folder: Path, again: str = "resume=auto") -> Iterator[No
         ) from error
 
 
-def write_json(path: Path, content: object) -> None:
+def write_json(path: Path, content: object, check: Callable[[], None] = lambda: None) -> None:
     """Write a JSON file with `write_atomically`. NaN and infinity become null."""
-    text = json.dumps(without_nan(content), indent=2, allow_nan=False)
-    write_atomically(path, f"{text}\n")
+    text = json.dumps(without_nan(content), indent=2, allow_nan=False, default=str)
+    write_atomically(path, f"{text}\n", check)
 
 
 def write_atomically(path: Path, text: str, check: Callable[[], None] = lambda: None) -> None:

@@ -17,13 +17,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from trainer.errors import TrainerError
 from trainer.processes import rank
-from trainer.saving.files import describe_error, read, report_write_errors, set_aside
+from trainer.saving.files import Json, describe_error, read, report_write_errors, set_aside
 
 JOURNAL = "journal.jsonl"
 # Parts of a run's time. The names of the start-up parts begin with START.
@@ -93,7 +92,7 @@ class Goodput:
     wall_s: float
     attempts: int
     seconds: dict[str, float]
-    ends: list[dict[str, Any]]
+    ends: list[Json]
     notes: list[str]
 
 
@@ -113,7 +112,7 @@ class NullJournal:
     def end(self, cause: str) -> None: ...
     def close(self) -> None: ...
 
-    def goodput(self) -> dict[str, Any] | None:
+    def goodput(self) -> Json | None:
         return None
 
 
@@ -227,7 +226,7 @@ class Journal(NullJournal):
             os.close(self._file)
             self._file = -1
 
-    def goodput(self) -> dict[str, Any] | None:
+    def goodput(self) -> Json | None:
         """Return the goodput of all attempts until now, for result.json."""
         goodput = compute_goodput([*self._earlier, self._attempt()], self._notes, over=False)
         return asdict(goodput) if goodput else None

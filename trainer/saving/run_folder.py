@@ -4,14 +4,13 @@ Only rank 0 has a run folder.
 """
 
 import glob
-import json
 import os
 import re
 import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,19 @@ from typing import Any
 from trainer import recipe as recipes
 from trainer.errors import FolderInUseError, RecipeError, SetupError, TrainerError
 from trainer.processes.rank import build_signature, is_restart, is_this_job
-from trainer.processes.terminal import ask_permission
+from trainer.processes.terminal import Say, ask_permission
 from trainer.recipe import Recipe, recipe_files
 from trainer.recipe.reflection import REPORTED_ON_RESUME, describe_restart, is_longer
 from trainer.recipe.removed import find_changed_setting
 from trainer.saving import locks
 from trainer.saving.files import (
+    Json,
     describe_error,
     read,
     read_json_or_empty,
     report_write_errors,
     write_atomically,
+    write_json,
 )
 from trainer.saving.journal import JOURNAL
 
@@ -37,6 +38,8 @@ from trainer.saving.journal import JOURNAL
 CHOSEN = ("image_size", "channels", "mean", "std", "cache_format", "cache_size")
 # The lock file contains the signature of the job that owns the folder, or owned it last.
 LOCK = ".lock"
+# File of the settings that a run has tuned.
+TUNED = "tuning.json"
 # Patterns of the files that a run may write before it saves anything. If a run ended without saving
 # anything, they are removed when the next run starts in the same folder.
 WRITTEN = (
@@ -46,7 +49,7 @@ WRITTEN = (
     "epochs.csv",
     "split.csv",
     "contact_sheet.png",
-    "tuning.json",
+    TUNED,
     "skipped.csv",
     "worst.csv",
     "timeline.*",
@@ -83,10 +86,7 @@ class NullFolder:
     def check(self) -> None: ...
     def write_tuned(self, tuned: Mapping[str, Any]) -> None: ...
 
-    def read_tuned(self, warn: Callable[[str], None]) -> dict[str, Any]:
-        return {}
-
-    def previous_result(self, warn: Callable[[str], None]) -> dict[str, Any]:
+    def read(self, name: str, warn: Say) -> Json:
         return {}
 
 
@@ -125,7 +125,8 @@ class RunFolder(NullFolder):
     def _claim(self, recipe: Recipe) -> bool:
         """Decide whether the folder's run is resumed, and sign the lock file for this job.
 
-        The files of an earlier run that saved nothing are removed.
+        The files of an earlier run that saved nothing are removed, so that they do not mix with the
+        next run.
 
         Returns:
             Whether the run of the folder is resumed.
@@ -140,7 +141,13 @@ class RunFolder(NullFolder):
         is_restarted = is_this_job(owner)
         # Files are removed only if a run has owned the folder. Otherwise the user wrote them.
         if owner and not is_restarted and not self._has_saved():
-            self._remove_files(recipe.resume)
+            # With resume=auto, the next run is a further attempt of the same run, so the journal is
+            # kept.
+            patterns = WRITTEN if recipe.resume else (*WRITTEN, JOURNAL)
+            for pattern in patterns:
+                for path in self.path.glob(pattern):
+                    with suppress(OSError):
+                        path.unlink()
             self.replaced = has_run
             has_run = False
         resuming = has_run and (recipe.resume == "auto" or is_restarted)
@@ -211,24 +218,10 @@ class RunFolder(NullFolder):
         except OSError:
             return True
         weights = list(self.path.glob("*.safetensors"))
-        status = self.previous_result(lambda text: None).get("status")
+        status = read_json_or_empty(self.path / "result.json").get("status")
         if status == "completed" or weights:
             return True
         return any(re.fullmatch(r"step-\d+", name) for name in checkpoints)
-
-    def _remove_files(self, resume: str | None) -> None:
-        """Remove the files of a run that saved nothing, so that they do not mix with the next run.
-
-        With resume=auto, the journal is kept, because the next run is a further attempt of the same
-        run.
-        """
-        patterns = list(WRITTEN)
-        if resume is None:
-            patterns.append(JOURNAL)
-        for pattern in patterns:
-            for path in self.path.glob(pattern):
-                with suppress(OSError):
-                    path.unlink()
 
     def _resume(self, recipe: Recipe) -> None:
         """Check that the folder's run can be resumed with `recipe`.
@@ -308,24 +301,16 @@ class RunFolder(NullFolder):
         """Replace result.json."""
         # Writing takes time, so check the folder again immediately before the replacement.
         self.check()
-        text = json.dumps(result, indent=2, allow_nan=False, default=str) + "\n"
-        write_atomically(self.path / "result.json", text, self.check)
+        write_json(self.path / "result.json", result, self.check)
 
-    def previous_result(self, warn: Callable[[str], None]) -> dict[str, Any]:
-        """Read the result.json of the previous attempt. Returns {} if it is missing or damaged."""
-        return read_json_or_empty(self.path / "result.json", warn)
-
-    def read_tuned(self, warn: Callable[[str], None]) -> dict[str, Any]:
-        """Read the settings that a previous attempt has tuned, such as the number of micro-batches.
-
-        Returns {} if there are none or their file is damaged.
-        """
-        return read_json_or_empty(self.path / "tuning.json", warn)
+    def read(self, name: str, warn: Say) -> Json:
+        """Read a JSON file of the previous attempt. Return {} if it is missing or damaged."""
+        return read_json_or_empty(self.path / name, warn)
 
     def write_tuned(self, tuned: Mapping[str, Any]) -> None:
-        """Save tuned settings for later attempts."""
+        """Save tuned settings, such as the number of micro-batches, for later attempts."""
         if tuned:
-            write_atomically(self.path / "tuning.json", json.dumps(tuned, indent=2) + "\n")
+            write_json(self.path / TUNED, tuned)
 
     def close(self) -> None:
         """Release the lock.

@@ -6,7 +6,6 @@ a list of its files into the checkpoint's folder, and rank 0 seals the checkpoin
 all ranks exist. All ranks learn of a failed save at their next synchronization.
 """
 
-import json
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,7 +20,7 @@ from trainer.errors import PeerError, SetupError
 from trainer.processes import faults
 from trainer.processes.silence import AwakeClock
 from trainer.saving.checkpoint import OF_RANK, File, Rank, State, prune, seal, write_files
-from trainer.saving.files import read_json, remove, report_write_errors, write_atomically
+from trainer.saving.files import read_json, remove, report_write_errors, write_json
 from trainer.saving.tensor_files import map_shards
 from trainer.saving.weights import save_weights
 
@@ -190,23 +189,20 @@ class Saver:
             remove(self._draft)
 
     def _write(self, save: Save) -> None:
-        if self.rank:
-            assert save.draft is not None
-            files = write_files(save.draft, save.state)
-            entries = {name: file.model_dump() for name, file in files.items()}
-            write_atomically(_list_path(self.rank, save.draft), json.dumps(entries))
-        elif save.draft is None:
-            _write_weights(save, save.state)
-        else:
-            self._write_all(save, save.draft)
-
-    def _write_all(self, save: Save, draft: Path) -> None:
-        """Write the files of rank 0, and complete the save when all other ranks have written.
+        """Write the files of this rank. Rank 0 completes the save when all others have written.
 
         To complete the save, the weights files are written. If `save.sealed` is true, the draft is
         then sealed and older checkpoints are removed. Otherwise, the draft is removed.
         """
-        files = write_files(draft, save.state) if save.sealed else {}
+        draft = save.draft
+        if draft is None:
+            _write_weights(save, save.state)
+            return
+        files = write_files(draft, save.state) if save.sealed or self.rank else {}
+        if self.rank:
+            entries = {name: file.model_dump() for name, file in files.items()}
+            write_json(_list_path(self.rank, draft), entries)
+            return
         for rank in sorted(save.peers):
             files |= self._collect_files(rank, draft)
         shards = {}

@@ -1,14 +1,14 @@
 """Write steps.csv and epochs.csv of a run folder, and read them even if some lines are damaged."""
 
 import csv
-import errno
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.processes.terminal import Say
 from trainer.saving.files import (
     AppendFile,
     describe_error,
@@ -64,9 +64,7 @@ def _read_table(path: Path, columns: Sequence[str]) -> Table:
     """Read a table with these columns, or an epochs.csv with those of its first line."""
     by_step = {}
     damaged = 0
-    with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > MAX_FILE:
-            raise OSError(errno.EFBIG, f"it is larger than {MAX_FILE:,} bytes")
+    with open_regular(path, MAX_FILE) as file:
         line = b""
         for chunk in iter(lambda: file.readline(MAX_LINE), b""):
             line = (line + chunk)[:MAX_LINE]
@@ -115,16 +113,27 @@ class _Table(AppendFile):
         self,
         path: Path,
         columns: Sequence[str],
-        read_table: Callable[[Path], Table],
+        fixed: Sequence[str],
         last_step: int,
-        warn: Callable[[str], None],
+        warn: Say,
     ) -> None:
+        """Create the file. For a resumed run, keep its rows up to `last_step`.
+
+        Rows after `last_step` and damaged lines are removed.
+
+        Args:
+            path: path of the file.
+            columns: columns of a new file.
+            fixed: columns of every such file; empty if its first line has them.
+            last_step: step of the checkpoint that is resumed, or 0.
+            warn: called with one line about damage.
+        """
         self._path = path
         rows: Rows = []
         damaged = 0
         if os.path.lexists(path) and last_step:
             try:
-                stored_columns, rows, damaged = read_table(path)
+                stored_columns, rows, damaged = _read_table(path, fixed)
                 columns = tuple(dict.fromkeys((*columns, *stored_columns)))
             except OSError as error:
                 warn(f"{path} is left out: {describe_error(error)}")
@@ -151,26 +160,8 @@ class _Table(AppendFile):
 class StepsFile(_Table):
     """Writer of steps.csv, which has one row per logged step."""
 
-    def __init__(
-        self,
-        folder: Path,
-        last_step: int,
-        warn: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        """Create steps.csv. For a resumed run, keep its rows up to `last_step`.
-
-        Rows after `last_step` and damaged lines are removed.
-
-        Args:
-            folder: run folder.
-            last_step: step of the checkpoint that is resumed, or 0.
-            warn: called with one line about damage.
-        """
-
-        def read_table(path: Path) -> Table:
-            return _read_table(path, STEP_COLUMNS)
-
-        super().__init__(folder / "steps.csv", STEP_COLUMNS, read_table, last_step, warn)
+    def __init__(self, folder: Path, last_step: int, warn: Say = lambda line: None) -> None:
+        super().__init__(folder / "steps.csv", STEP_COLUMNS, STEP_COLUMNS, last_step, warn)
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Append a row, and flush the file if the last flush was more than a second ago."""
@@ -185,17 +176,9 @@ class EpochsFile(_Table):
     The columns are those of all rows: a resumed run may have other metrics.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        last_step: int,
-        warn: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        """Start the file, or continue the one of a resumed run.
-
-        The arguments are those of `StepsFile`, where `last_step` is the last evaluated step.
-        """
-        super().__init__(folder / "epochs.csv", EPOCH_COLUMNS, read_epochs, last_step, warn)
+    def __init__(self, folder: Path, last_step: int, warn: Say = lambda line: None) -> None:
+        """Create the file as `StepsFile` does, where `last_step` is the last evaluated step."""
+        super().__init__(folder / "epochs.csv", EPOCH_COLUMNS, (), last_step, warn)
         self._last_step = last_step
 
     def add(self, row: Mapping[str, Any]) -> None:

@@ -98,7 +98,17 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         if path.is_dir():
             if is_checkpoint(path):
-                return _read_checkpoint(path)
+                state = load(path)
+                averages = state.part("ema")
+                # If there are averages, they replace the model's tensors of the same names.
+                stored = state.part("model") | averages
+                metadata = {
+                    "format": "pt",
+                    "weights": "ema" if averages else "model",
+                    "step": str(state.position.step),
+                    "epoch": str(state.position.epoch),
+                }
+                return {name: tensor.read() for name, tensor in stored.items()}, metadata
             file = path / "last.safetensors"
         if not file.is_file():
             runs = sorted(path.glob("*/last.safetensors"), key=os.path.getmtime)
@@ -126,21 +136,6 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise CheckpointError(
             f"{file} is not a whole safetensors file ({error}); {advice}"
         ) from error
-
-
-def _read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    state = load(path)
-    stored = state.part("model")
-    averages = state.part("ema")
-    # If there are averages, they replace the model's tensors of the same names.
-    tensors = {name: tensor.read() for name, tensor in (stored | averages).items()}
-    metadata = {
-        "format": "pt",
-        "weights": "ema" if averages else "model",
-        "step": str(state.position.step),
-        "epoch": str(state.position.epoch),
-    }
-    return tensors, metadata
 
 
 def read_metadata(path: Path) -> dict[str, str]:

@@ -17,11 +17,11 @@ from torch.nn.functional import (
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
 from trainer.recipe.text import list_some
-from trainer.tasks.metrics import compute, split_columns
+from trainer.tasks.metrics import Sums, compute, split_columns
 from trainer.tasks.task import Task, register_task
 
 # Number of most probable classes that `ranked` returns. If there are fewer classes, it returns all
-# of them. For the metric top5, a sample is correct if its label is among these classes.
+# of them.
 TOP_CLASSES = 5
 # With fewer classes than this, top-5 accuracy is not printed: it would be high for any model.
 MIN_CLASSES_FOR_TOP5 = 10
@@ -39,6 +39,11 @@ def class_name(text: str) -> str:
 
 class ClassTask(Task):
     """Base of the tasks with one output for each class."""
+
+    larger_is_better = True
+    mixes = True
+    # Metrics besides the loss that `metrics` returns.
+    _computed: ClassVar[tuple[str, ...]]
 
     def __init__(
         self,
@@ -89,17 +94,36 @@ class ClassTask(Task):
         """Compute the weights, (names,), of loss.class_weights=balanced from training targets."""
         raise NotImplementedError
 
+    def metrics(
+        self,
+        sums: Sums,
+        count: int,
+    ) -> dict[str, float]:
+        inputs = self.build_metric_inputs(sums, count)
+        return {"loss": sums["loss"].item() / count, **compute(self._computed, inputs)}
+
+    def ranked(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the most probable classes and the probability of each.
+
+        Equal outputs keep their order, so the first class is the `argmax`.
+        """
+        # topk does not keep the order of equal values.
+        order = self._select_named(outputs).sort(dim=1, descending=True, stable=True).indices
+        best = order[:, :TOP_CLASSES]
+        return best, self.to_probabilities(outputs).gather(1, best)
+
+    def _select_named(self, outputs: Tensor) -> Tensor:
+        """Return the outputs that can be predictions."""
+        return outputs
+
 
 @register_task("classification")
 class Classification(ClassTask):
     """Cross-entropy with optional label smoothing and class weights; top-1 and top-5 accuracy."""
 
     metric = "top1"
-    larger_is_better = True
-    tells = ("loss", "top1", "top5")
-    titles: ClassVar[Mapping[str, str]] = {"top1": "top-1", "top5": "top-5"}
-    fractions = ("top1", "top5")
-    mixes = True
+    _computed = ("top1", "top5")
+    tells = ("loss", *_computed)
     uses = ("label_smoothing", "class_weights")
 
     @classmethod
@@ -175,12 +199,12 @@ class Classification(ClassTask):
 
         `actual` (outputs,) counts the samples of each class, `predicted` (outputs,) how often each
         class is the prediction, and `correct` (outputs,) how often it is so rightly. `ranks`
-        (outputs,) counts the ranks of the labels. `calibration` (BINS,) sums the differences
+        (outputs + 1,) counts the ranks of the labels. `calibration` (BINS,) sums the differences
         between hit (0 or 1) and highest probability over the samples of each bin.
         """
         label_logits = outputs.gather(1, targets[:, None])
         indices = torch.arange(outputs.shape[1], device=outputs.device)
-        # Compute the position of the label in the order of `largest`, without sorting. If logits
+        # Compute the position of the label in the order of `ranked`, without sorting. If logits
         # are equal, the class with the lower index comes first. A NaN comes before the label,
         # because NaN <= x is false.
         is_larger = ~(outputs <= label_logits)
@@ -196,26 +220,13 @@ class Classification(ClassTask):
         bins = (confidence * BINS).ceil().long().clamp(1, BINS) - 1
         return {
             "loss": cross_entropy(outputs, targets, reduction="sum"),
-            "correct1": is_hit.sum(),
-            "correct5": (rank < TOP_CLASSES).sum(),
             "actual": zeros.index_add(0, targets, ones),
             "predicted": zeros.index_add(0, outputs.argmax(1), ones),
             "correct": zeros.index_add(0, targets, is_hit.long()),
             # With NaN among the outputs, the rank of a label may be the number of classes.
-            "ranks": zeros.index_add(0, rank.clamp_max(len(zeros) - 1), ones),
+            "ranks": pad(zeros, (0, 1)).index_add(0, rank, ones),
             # `index_add` of floats would add in another order in each run on a GPU.
             "calibration": (one_hot(bins, BINS) * gaps[:, None]).sum(0),
-        }
-
-    def metrics(
-        self,
-        sums: Mapping[str, Tensor],
-        count: int,
-    ) -> dict[str, float]:
-        return {
-            "loss": sums["loss"].item() / count,
-            "top1": sums["correct1"].item() / count,
-            "top5": sums["correct5"].item() / count,
         }
 
     def shown(self, metrics: Mapping[str, float | None]) -> dict[str, str]:
@@ -240,27 +251,8 @@ class Classification(ClassTask):
     def average(self, views: Tensor) -> Tensor:
         return views.softmax(2).mean(0).log()
 
-    def ranked(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the most probable classes and their probabilities."""
-        best = largest(outputs, TOP_CLASSES)
-        return best, self.to_probabilities(outputs).gather(1, best)
-
     def shares(self, targets: Tensor) -> Tensor:
         return one_hot(targets, self.outputs()).float()
-
-
-def largest(outputs: Tensor, count: int) -> Tensor:
-    """Return the classes with the `count` largest outputs of each sample, (N, count).
-
-    The largest comes first. Equal outputs keep their order, so the first class is the `argmax`.
-
-    Args:
-        outputs: outputs of the model, (N, classes).
-        count: number of classes to return.
-    """
-    # topk does not keep the order of equal values.
-    order = outputs.sort(dim=1, descending=True, stable=True).indices
-    return order[:, :count]
 
 
 def check_range(labels: Tensor, names: Sequence[str]) -> None:
@@ -292,11 +284,8 @@ class Multilabel(ClassTask):
 
     reads = "classes"
     metric = "f1"
-    larger_is_better = True
-    tells = ("loss", "f1", "f1_macro")
-    titles: ClassVar[Mapping[str, str]] = {"f1": "F1", "f1_macro": "F1 macro"}
-    fractions = ("f1", "f1_macro")
-    mixes = True
+    _computed = ("f1", "f1_macro")
+    tells = ("loss", *_computed)
     uses = ("class_weights",)
 
     @classmethod
@@ -352,24 +341,11 @@ class Multilabel(ClassTask):
             "correct": (predicted & labels).sum(0),
         }
 
-    def metrics(
-        self,
-        sums: Mapping[str, Tensor],
-        count: int,
-    ) -> dict[str, float]:
-        inputs = self.build_metric_inputs(sums, count)
-        return {"loss": sums["loss"].item() / count, **compute(("f1", "f1_macro"), inputs)}
-
     def to_probabilities(self, outputs: Tensor) -> Tensor:
         return outputs.sigmoid()
 
     def average(self, views: Tensor) -> Tensor:
         return views.sigmoid().mean(0).logit()
-
-    def ranked(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the most probable classes and the probability of each."""
-        best = largest(self._select_named(outputs), TOP_CLASSES)
-        return best, self.to_probabilities(outputs).gather(1, best)
 
     def split_classes(
         self,

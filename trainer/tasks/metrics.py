@@ -24,6 +24,8 @@ from trainer.recipe.text import format_value
 # Names that a metric cannot have, because result.json has other values at `val_samples` and
 # `best_epoch`.
 RESERVED = ("samples", "epoch")
+# Totals of `Task.sums` by name: float64 tensors on the CPU.
+Sums = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class MetricInputs:
     """Values of all evaluated samples, from which metrics are computed.
 
     Attributes:
-        sums: totals of `Task.sums`, float64 tensors on the CPU.
+        sums: totals over the samples.
         count: number of samples.
         outputs: outputs of the model (N, ...) in float32; None if no metric needs them.
         targets: targets of the same samples (N, ...).
@@ -39,7 +41,7 @@ class MetricInputs:
         split_classes: `Task.split_classes`.
     """
 
-    sums: Mapping[str, Tensor]
+    sums: Sums
     count: int
     outputs: Tensor | None
     targets: Tensor | None
@@ -105,20 +107,20 @@ def compute_average_precision(
 
 
 def _compute_precision(
-    sums: Mapping[str, Tensor],
+    sums: Sums,
 ) -> Tensor:
     # All are counts, so a denominator of 0 has a numerator of 0.
     return sums["correct"] / sums["predicted"].clamp_min(1)
 
 
 def _compute_recall(
-    sums: Mapping[str, Tensor],
+    sums: Sums,
 ) -> Tensor:
     return sums["correct"] / sums["actual"].clamp_min(1)
 
 
 def _compute_f1(
-    sums: Mapping[str, Tensor],
+    sums: Sums,
 ) -> Tensor:
     return 2 * sums["correct"] / (sums["actual"] + sums["predicted"]).clamp_min(1)
 
@@ -127,17 +129,14 @@ def _compute_f1(
 PER_CLASS = {"precision": _compute_precision, "recall": _compute_recall, "f1": _compute_f1}
 # Sums of the samples of each class, from which they are computed.
 COUNTS = {"actual", "predicted", "correct"}
-PerClass = Callable[[Mapping[str, Tensor]], Tensor]
+PerClass = Callable[[Sums], Tensor]
 
 
 def _average_micro(
     per_class: PerClass,
     inputs: MetricInputs,
 ) -> Tensor:
-    totals = {}
-    for name in ("actual", "predicted", "correct"):
-        totals[name] = inputs.sums[name].sum()
-    return per_class(totals)
+    return per_class({name: inputs.sums[name].sum() for name in COUNTS})
 
 
 def _average_macro(

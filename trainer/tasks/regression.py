@@ -1,7 +1,6 @@
 """Task `regression`: one or more numbers for each image."""
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +9,7 @@ from torch.nn.functional import mse_loss
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
 from trainer.tasks.classification import described
+from trainer.tasks.metrics import Sums
 from trainer.tasks.task import Task, register_task
 
 # A value counts as constant, and is left out of R2, if the variance of its targets is at most this
@@ -28,7 +28,6 @@ class Regression(Task):
 
     reads = "values"
     tells = ("loss", "mae", "r2")
-    titles: ClassVar[Mapping[str, str]] = {"mae": "MAE", "r2": "R2"}
 
     def __init__(
         self,
@@ -81,7 +80,7 @@ class Regression(Task):
 
     def metrics(
         self,
-        sums: Mapping[str, Tensor],
+        sums: Sums,
         count: int,
     ) -> dict[str, float]:
         squared = sums["squared"]

@@ -12,7 +12,7 @@ from trainer.recipe.known_names import TASKS, Registry
 from trainer.recipe.metric_table import METRICS, TOP, MetricTraits, check_metrics, find_traits
 from trainer.recipe.schema import LossRecipe
 from trainer.recipe.text import format_yaml
-from trainer.tasks.metrics import FUNCTIONS, MetricInputs
+from trainer.tasks.metrics import FUNCTIONS, MetricInputs, Sums
 
 Reads = Literal["class", "classes", "values"]
 # Maximum number of outputs of all validation samples with which metrics that need all of them are
@@ -33,8 +33,9 @@ class Task:
         larger_is_better: True if the largest value of `metric` is the best.
         tells: names of all metrics that the method `metrics` returns. If empty, they are "loss"
             and the name in `metric`.
-        titles: display names of metrics, if they differ from the name.
-        fractions: names of the metrics that are shown in percent.
+        titles: display names of metrics, if they differ from those of the table of metrics or, for
+            metrics of this class alone, from the name.
+        fractions: names of the metrics of this class alone that are shown in percent.
         mixes: True if mixup and cutmix can mix the targets, see `shares`.
         uses: keys of the recipe's section `loss` that the method `loss` of this class reads. The
             other keys of the section are refused.
@@ -141,7 +142,12 @@ class Task:
         own_names = self.metric_names()
         self.metric, self.larger_is_better = self.choose_best_metric(self.recipe)
         selected = [self.metric, *(metrics or ())]
-        if metrics is None and self._has_shipped_sums():
+        own = type(self)
+        has_shipped_sums = any(
+            own.sums is shipped.sums and own.metrics is shipped.metrics
+            for shipped in list_shipped()
+        )
+        if metrics is None and has_shipped_sums:
             outputs = (self.outputs() or 0) * (samples or 0)
             for name, row in self.list_traits().items():
                 is_cheap = not row.needs_scores or 0 < outputs <= MAX_DEFAULT_OUTPUTS
@@ -151,13 +157,6 @@ class Task:
         self.measured = tuple(measured)
         shown = {"loss", self.metric, *(metrics or own_names)}
         self.hidden = frozenset({*own_names, *measured} - shown)
-
-    def _has_shipped_sums(self) -> bool:
-        own = type(self)
-        return any(
-            own.sums is shipped.sums and own.metrics is shipped.metrics
-            for shipped in list_shipped()
-        )
 
     @classmethod
     def checked(cls, targets: Tensor, names: Sequence[str]) -> Tensor:
@@ -212,13 +211,13 @@ class Task:
 
     def metrics(
         self,
-        sums: Mapping[str, Tensor],
+        sums: Sums,
         count: int,
     ) -> dict[str, float]:
         """Compute the metrics, `loss` first, from the sums over `count` samples.
 
         Args:
-            sums: totals of `sums`, float64 tensors on the CPU.
+            sums: totals over the samples.
             count: number of samples, at least 1.
         """
         return {"loss": sums["loss"].item() / count}
@@ -236,7 +235,7 @@ class Task:
 
     def build_metric_inputs(
         self,
-        sums: Mapping[str, Tensor],
+        sums: Sums,
         count: int,
         outputs: Tensor | None = None,
         targets: Tensor | None = None,
@@ -316,22 +315,24 @@ class Task:
         typed = self.recipe.task
         first = ("loss", typed.metric, *(typed.metrics or ()))
         names = [name for name in first if name in metrics]
+        # The table may have a metric of another task under a name that this class uses.
+        own_names = {*self.metric_names()} - self.list_traits().keys()
         texts = {}
         for name in dict.fromkeys([*names, *metrics]):
             value = metrics[name]
             if value is None or name in self.hidden:
                 continue
-            title = self.titles.get(name, name)
+            title = name
             is_fraction = name in self.fractions
             traits = find_traits(name)
-            if traits and name not in self.metric_names():
+            if traits and name not in own_names:
                 title = traits.title
                 is_fraction = traits.is_fraction
             # "nan%" would look like a number.
+            text = figure(value)
             if is_fraction and not math.isnan(value):
-                texts[title] = f"{value:.2%}"
-            else:
-                texts[title] = figure(value)
+                text = f"{value:.2%}"
+            texts[self.titles.get(name, title)] = text
         return texts
 
     def text(self, metrics: Mapping[str, float | None]) -> str:

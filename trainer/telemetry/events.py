@@ -12,10 +12,11 @@ import re
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.processes.terminal import Say
 from trainer.saving.files import (
     AppendFile,
     describe_error,
@@ -171,7 +172,7 @@ def _encode_event(**fields: Any) -> bytes:
 
 def read_events(
     path: Path,
-    warn: Callable[[str], None] = lambda line: None,
+    warn: Say = lambda line: None,
 ) -> Iterator[Any]:
     """Yield the events of a file up to its end or to the first damaged record.
 
@@ -226,7 +227,7 @@ def trim_events(
     folder: Path,
     position: Position,
     is_evaluated: bool,
-    warn: Callable[[str], None] = lambda line: None,
+    warn: Say = lambda line: None,
 ) -> None:
     """Merge the event files of a resumed run into one that ends at `position`.
 
@@ -269,7 +270,7 @@ def _read_events(
     position: Position,
     is_evaluated: bool,
     paths: Sequence[Path],
-    warn: Callable[[str], None],
+    warn: Say,
 ) -> Iterator[Any]:
     """Yield the events that a run resumed at `position` keeps, with each (tag, step) once."""
     seen: set[tuple[str, int]] = set()

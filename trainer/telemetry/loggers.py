@@ -16,8 +16,9 @@ from typing import Any
 
 from trainer.errors import SetupError, describe, load_extra
 from trainer.processes import interrupts
+from trainer.processes.terminal import Say
 from trainer.recipe import Recipe, flatten
-from trainer.saving.files import read_json_or_empty, write_atomically
+from trainer.saving.files import Json, read_json_or_empty, write_atomically
 
 # Environment variables of MLflow, with values for those that the user has not set.
 MLFLOW_LIMITS = {
@@ -36,12 +37,7 @@ class WandbRun:
     Without an account on this machine, the values stay in the run folder and can be sent later.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        folder: Path,
-        say: Callable[[str], None],
-    ) -> None:
+    def __init__(self, recipe: Recipe, folder: Path, say: Say) -> None:
         wandb = load_extra("logging.wandb", "wandb")
         project = "trainer"
         if isinstance(recipe.logging.wandb, str):
@@ -78,12 +74,7 @@ class WandbRun:
 class MlflowRun:
     """Run of MLflow in an experiment that has the name of the recipe."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        folder: Path,
-        say: Callable[[str], None],
-    ) -> None:
+    def __init__(self, recipe: Recipe, folder: Path, say: Say) -> None:
         for variable, limit in MLFLOW_LIMITS.items():
             os.environ.setdefault(variable, limit)
         load_extra("logging.mlflow", "mlflow")
@@ -146,14 +137,9 @@ KINDS: dict[str, Any] = {
 class Loggers:
     """All loggers that a recipe enables, usually none."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        folder: Path,
-        say: Callable[[str], None],
-    ) -> None:
+    def __init__(self, recipe: Recipe, folder: Path, say: Say) -> None:
         self._say = say
-        self._result: dict[str, Any] = {}
+        self._result: Json = {}
         self._runs: dict[str, Any] = {}
         for name, kind in KINDS.items():
             if getattr(recipe.logging, name):

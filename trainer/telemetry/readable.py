@@ -147,26 +147,6 @@ def format_table(
     return lines
 
 
-def format_markdown_table(
-    rows: Sequence[Sequence[str]],
-    bold: Container[int] = (),
-) -> list[str]:
-    """Return the lines of a Markdown table.
-
-    Args:
-        rows: Cells of each row, the header row first.
-        bold: Indices of the bold rows; the first row below the header is 0.
-    """
-    lines = []
-    for n, row in enumerate(rows, -1):
-        cells = [cell.replace("|", "\\|") for cell in row]
-        if n in bold:
-            cells = [f"**{cell}**" if cell else "" for cell in cells]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines.insert(1, f"| {' | '.join(['---'] * len(rows[0]))} |")
-    return lines
-
-
 def format_count(number: int, what: str) -> str:
     """Format a number and its noun, as in "1 trial" and "1,200 trials"."""
     if number == 1:

@@ -579,7 +579,7 @@ def finish(run: Run) -> Result:
     result["verdict"] = verdict.to_dict() if verdict else None
     # A resumed run with no step left measured nothing, so the earlier measurements stay.
     if run.timer.seen == 0:
-        previous = run.tracker.folder.previous_result(run.tracker.say)
+        previous = run.tracker.folder.read("result.json", run.tracker.say)
         kept = {key: previous[key] for key in reporting.KEPT_KEYS if key in previous}
         result |= cast(Result, kept)
     shared: Result = run.world.broadcast_object(result)

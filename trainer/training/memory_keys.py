@@ -57,6 +57,7 @@ from trainer.recipe.checks import (
 )
 from trainer.recipe.shares import fixed_shares
 from trainer.saving.checkpoint import checkpoints_in
+from trainer.saving.run_folder import TUNED
 from trainer.telemetry.readable import format_count, format_size
 from trainer.training.initial_model import build_for_dataset
 from trainer.training.parts import PARTS
@@ -186,7 +187,7 @@ def resolve_and_build(opened: Opened, build: Callable[[Resolved], Run]) -> Run:
     tracker = opened.tracker
     world = opened.world
     recipe, recomputed = choose_recompute(opened)
-    tuned = world.broadcast_object(tracker.folder.read_tuned(tracker.say))
+    tuned = world.broadcast_object(tracker.folder.read(TUNED, tracker.say))
 
     def resolve(chosen: Recipe) -> Resolved:
         return Resolved(**{**vars(opened), "recipe": chosen}, recomputed=recomputed, tuned=tuned)

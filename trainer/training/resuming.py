@@ -148,7 +148,7 @@ def _receive_files(
         for name, entry in manifest.files.items():
             source = None
             if world.is_main:
-                source = closing.enter_context(checkpoint.open_limited(path / name, entry.size))[0]
+                source = closing.enter_context(checkpoint.open_limited(path / name, entry.size))
             target = None
             if is_missing:
                 target = closing.enter_context(_temporary(path))

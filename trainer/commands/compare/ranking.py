@@ -328,8 +328,8 @@ def compare_losses(entry: Entry, reference: Entry | None) -> Exactness:
     changed = changed_keys(reference.recipe, entry.recipe).keys() - SAME_MATHS
     if changed:
         return Exactness("not compared", f"other {', '.join(sorted(changed))}")
-    deviation = _compute_deviation(entry.losses, reference.losses)
-    rounding = _compute_deviation(reference.rounded, reference.losses)
+    deviation = significance.compute_deviation(entry.losses, reference.losses)
+    rounding = significance.compute_deviation(reference.rounded, reference.losses)
     tolerance = TOLERANCE[entry.recipe.precision]
     if deviation <= max(tolerance, min(ROUNDING_FACTOR * rounding, MAX_TOLERANCE)):
         return Exactness("exact", "exact", deviation)
@@ -340,18 +340,3 @@ def compare_losses(entry: Entry, reference: Entry | None) -> Exactness:
     if reference.parts and total <= MAX_LOSS_RATIO * reference_total:
         return Exactness("differs", f"{reference.parts[0]}: {deviation:.1%}", deviation)
     return Exactness("disagrees", f"DISAGREES by {deviation:.1%}", deviation)
-
-
-def _compute_deviation(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """Return the largest relative difference of a loss from the expected loss of the same step.
-
-    The difference is infinite if a value in `losses` is not finite, and 0 if either list is empty.
-    """
-    deviations = []
-    for loss, expected_loss in zip(losses, expected, strict=False):
-        deviation = math.inf
-        if math.isfinite(loss):
-            difference = abs(loss - expected_loss)
-            deviation = difference / max(abs(expected_loss), 1e-12)
-        deviations.append(deviation)
-    return max(deviations, default=0.0)

@@ -26,20 +26,12 @@ def command(words: Sequence[str]) -> str:
         CheckpointError: There is no such run, or it has no weights.
     """
     names = ("format", "output", "preprocess", "precision", "plugin", "checkpoint")
-    options, rest = split_arguments(words, names)
-    runs = []
-    overrides = []
-    if "checkpoint" in options:
-        runs.append(options["checkpoint"])
-    for word in rest:
-        if "=" in word:
-            overrides.append(word)
-        else:
-            runs.append(word)
-    if len(runs) != 1:
-        raise RecipeError(f"export needs one run, {EXAMPLE}, not {len(runs)}; runs lists them")
+    options, overrides = split_arguments(words, names)
+    # The parser of the command line has passed the run as checkpoint=RUN.
+    if "checkpoint" not in options:
+        raise RecipeError(f"export needs a run, {EXAMPLE}; runs lists them")
     launching.load_plugin(options.get("plugin"))
-    run = find_run(runs[0])
+    run = find_run(options["checkpoint"])
     preprocess = options.get("preprocess", "true")
     if preprocess not in ("true", "false"):
         raise RecipeError(f"preprocess={preprocess[:80]} must be true or false")

@@ -26,8 +26,8 @@ from trainer.processes.interrupts import stop_between_runs
 from trainer.processes.rank import read_place
 from trainer.processes.resources import count_cores, count_cuda_devices
 from trainer.processes.terminal import say
-from trainer.recipe import LoggingRecipe
 from trainer.recipe.recipe_files import split_arguments
+from trainer.recipe.schema import LoggingRecipe
 from trainer.saving import locks
 from trainer.saving.files import (
     Json,
@@ -276,18 +276,17 @@ class Rows:
             row["class"], row["probability"] = top5[0]
             row["top5"] = top5
         self._count(row)
+        if self._json:
+            line = json.dumps(row, ensure_ascii=True) + "\n"
+        else:
+            answers = [f"{name}={number:g}" for name, number in row["top5"] or ()]
+            cells = {**row, "top5": ";".join(answers)}
+            line = format_csv([[*cells.values()]])
         with report_write_errors(self.final.parent, AGAIN):
-            self._file.write(self._format(row))
+            self._file.write(line)
             if self.features is not None and isinstance(labels, Labels) and not labels.error:
                 assert labels.features is not None
                 self.features.write(item.path, labels.features)
-
-    def _format(self, row: Json) -> str:
-        if self._json:
-            return json.dumps(row, ensure_ascii=True) + "\n"
-        top5 = ";".join(f"{name}={number:g}" for name, number in row["top5"] or ())
-        cells = {**row, "top5": top5 or None}
-        return format_csv([[*cells.values()]])
 
     def _count(self, row: Json) -> None:
         self.counts["images"] += 1

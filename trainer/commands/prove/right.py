@@ -19,6 +19,7 @@ from torch import Tensor
 
 from trainer.commands.prove.check_runner import Check, CheckRunner, Devices, Outcome, right, wrong
 from trainer.commands.trials.engine import TrialFailed, read_steps_file
+from trainer.commands.trials.significance import compute_deviation
 from trainer.launch import launching
 from trainer.recipe import TRAITS
 from trainer.recipe.checks import SPLIT_BACKWARD
@@ -361,18 +362,10 @@ def compute_differences(actual: Traces, expected: Traces) -> dict[str, float]:
     }
 
 
-def _find_largest(values: Sequence[float]) -> float:
-    # max() would drop a NaN that is not the first value.
-    if all(map(math.isfinite, values)):
-        return max(values)
-    return math.inf
-
-
 def _compare_numbers(actual: Sequence[float], expected: Sequence[float]) -> float:
     if len(actual) != len(expected) or len(expected) < STEPS:
         return math.inf
-    pairs = zip(actual, expected, strict=True)
-    return _find_largest([abs(a - b) / max(abs(b), 1e-12) for a, b in pairs])
+    return compute_deviation(actual, expected)
 
 
 def _compare_tensors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
@@ -391,7 +384,10 @@ def _compare_tensors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor
     for name, tensor in expected.items():
         distance = float((actual[name].double() - tensor.double()).norm())
         distances.append(distance / (norms[name] + least))
-    return _find_largest(distances)
+    # max() would drop a NaN that is not the first value.
+    if all(map(math.isfinite, distances)):
+        return max(distances)
+    return math.inf
 
 
 def compare_traces(

@@ -112,10 +112,20 @@ def format_runs(home: Path) -> str:
     rows: list[Sequence[str]] = [HEAD]
     notes = []
     for run in runs:
-        cells = _format_cells(run, home)
-        rows.append(cells)
+        cells = (
+            str(run.path.relative_to(home)),
+            run.mode or "-",
+            run.model or "-",
+            run.status,
+            run.best or "-",
+            format_number(run.speed),
+            format_duration(max(0.0, time.time() - run.changed)),
+            format_size(run.size),
+        )
+        # The files of a run are not trusted, and control characters could change the terminal.
+        rows.append(list(map(escape_control_characters, cells)))
         if run.note:
-            notes.append(wrap("", f"{cells[0]}: {escape_control_characters(run.note)}"))
+            notes.append(wrap("", escape_control_characters(f"{cells[0]}: {run.note}")))
     lines = format_table(rows, {5, 6, 7})
     if notes:
         lines += ["", *notes]
@@ -154,21 +164,6 @@ def list_runs(home: Path, levels: int = 2) -> list[RunSummary]:
             with suppress(SetupError):
                 runs += list_runs(path, levels - 1)
     return runs
-
-
-def _format_cells(run: RunSummary, home: Path) -> list[str]:
-    cells = (
-        str(run.path.relative_to(home)),
-        run.mode or "-",
-        run.model or "-",
-        run.status,
-        run.best or "-",
-        format_number(run.speed),
-        format_duration(max(0.0, time.time() - run.changed)),
-        format_size(run.size),
-    )
-    # The files of a run are not trusted, and control characters could change the terminal.
-    return list(map(escape_control_characters, cells))
 
 
 def delete(runs: Sequence[RunSummary], yes: str | None) -> str:

@@ -24,7 +24,7 @@ from trainer.recipe.recipe_files import LOADER, MAX_ALIASES, MAX_BYTES, remove_p
 from trainer.recipe.schema import validated
 from trainer.recipe.text import find_nearest
 from trainer.saving import locks
-from trainer.saving.files import Json, describe_error, read, read_json
+from trainer.saving.files import Json, describe_error, measure_size, read, read_json
 from trainer.saving.journal import JOURNAL, START, STEPS, compute_goodput, read_journal
 from trainer.telemetry.readable import (
     escape_control_characters,
@@ -166,17 +166,12 @@ def read_run(path: Path) -> RunSummary | None:
     status = ENDED.get(str(result.get("status")), "killed")
     if locks.is_locked(path):
         status = "running"
-    size = 0
     times = [0.0]
-    for folder, _, files in os.walk(path):
-        for name in files:
-            with suppress(OSError):
-                entry = os.lstat(os.path.join(folder, name))
-                size += entry.st_size
-                if folder == str(path) and name in LATEST:
-                    times.append(entry.st_mtime)
+    for name in LATEST:
+        with suppress(OSError):
+            times.append(os.lstat(path / name).st_mtime)
     changed = max(times) or time.time()
-    return RunSummary(path, status, changed, size, "; ".join(notes), result, recipe)
+    return RunSummary(path, status, changed, measure_size(path), "; ".join(notes), result, recipe)
 
 
 def _read(file: Path, names: set[str], notes: list[str]) -> Json:
@@ -234,9 +229,18 @@ def show(run: RunSummary) -> str:
     for title, value in lines:
         shown_title = escape_control_characters(title)
         page.append(format_titled(shown_title, escape_control_characters(value), width))
+    path = shlex.quote(str(run.path))
+    next_commands = []
+    can_resume = (run.path / "checkpoints").is_dir() and (run.path / "recipe.yaml").is_file()
+    if can_resume and run.status in ("stopped", "failed", "killed"):
+        next_commands.append(f"recipe={path} output={path} resume=auto")
+    weights = (run.path / "last.safetensors", run.path / "best.safetensors")
+    if any(map(Path.is_file, weights)):
+        next_commands.append(f"evaluate checkpoint={path}")
+        next_commands.append(f"predict {path} photo.jpg")
     page.append("")
-    for command in _list_next_commands(run):
-        page.append(f"  {escape_control_characters(command)}")
+    for command in next_commands:
+        page.append(f"  python -m trainer {escape_control_characters(command)}")
     return "\n".join(page) + "\n"
 
 
@@ -335,18 +339,6 @@ def _add_title(title: str, lines: Iterable[str]) -> Lines:
     """Yield each line as a pair: the first with `title`, all others with an empty title."""
     for number, line in enumerate(lines):
         yield "" if number else title, line
-
-
-def _list_next_commands(run: RunSummary) -> Iterator[str]:
-    """Yield suggested commands for this run."""
-    path = shlex.quote(str(run.path))
-    can_resume = (run.path / "checkpoints").is_dir() and (run.path / "recipe.yaml").is_file()
-    if can_resume and run.status in ("stopped", "failed", "killed"):
-        yield f"python -m trainer recipe={path} output={path} resume=auto"
-    weights = (run.path / "last.safetensors", run.path / "best.safetensors")
-    if any(map(Path.is_file, weights)):
-        yield f"python -m trainer evaluate checkpoint={path}"
-        yield f"python -m trainer predict {path} photo.jpg"
 
 
 def _read_section(tree: Json, key: str) -> Json:

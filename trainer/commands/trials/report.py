@@ -94,8 +94,15 @@ def as_markdown(
         sentences: items of the list below the table.
         more: paragraphs at the end.
     """
-    table_lines = readable.format_markdown_table(table, bold)
-    lines = [f"### {title}", "", f"    {command}", "", *table_lines, ""]
+    lines = [f"### {title}", "", f"    {command}", ""]
+    for number, row in enumerate(table, start=-1):
+        cells = [cell.replace("|", "\\|") for cell in row]
+        if number in bold:
+            cells = [f"**{cell}**" if cell else "" for cell in cells]
+        lines.append(f"| {' | '.join(cells)} |")
+        if number == -1:
+            lines.append(f"| {' | '.join(['---'] * len(row))} |")
+    lines.append("")
     lines += [f"- {sentence}" for sentence in sentences]
     lines.append("")
     for paragraph in more:

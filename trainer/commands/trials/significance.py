@@ -148,6 +148,20 @@ def compute_ratios(runs: Runs, reference: Runs) -> list[float]:
     return [runs[repeat] / reference[repeat] for repeat in common]
 
 
+def compute_deviation(values: Sequence[float], expected: Sequence[float]) -> float:
+    """Return the largest relative difference of a value from the expected value in its place.
+
+    The difference is infinite if a value is not finite, and 0 if either list is empty.
+    """
+    largest = 0.0
+    for value, expected_value in zip(values, expected, strict=False):
+        deviation = abs(value - expected_value) / max(abs(expected_value), 1e-12)
+        if math.isnan(deviation):
+            return math.inf
+        largest = max(largest, deviation)
+    return largest
+
+
 @dataclass(frozen=True)
 class _Estimate:
     """Center of log-ratios with its standard error.

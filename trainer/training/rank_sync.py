@@ -3,7 +3,7 @@
 import math
 import shlex
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -148,7 +148,7 @@ class RankSync:
                 timer.waits[0] += peer_wait
                 window_steps, window_seconds, window_wait = self._window
                 self._window = (window_steps, window_seconds, window_wait + peer_wait)
-                synced = synced._replace(window=self._window)
+                synced = replace(synced, window=self._window)
         if log:
             self._window = (0, 0.0, 0.0)
         return synced

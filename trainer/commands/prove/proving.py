@@ -336,9 +336,9 @@ def find_slow_part(devices: Devices, speed: Json) -> str | None:
 
     Args:
         devices: devices that were checked.
-        speed: measured values of the first network on all devices; empty if it was not measured.
+        speed: figures of the first network on all devices; without "ratio" if it was not measured.
     """
-    if not speed:
+    if "ratio" not in speed:
         return None
     ratio = speed["ratio"]["median"]
     optimizer = (speed.get("step") or {}).get("optimizer", 0.0)

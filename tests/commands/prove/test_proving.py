@@ -214,7 +214,7 @@ def test_no_speed_is_printed_for_a_machine_that_others_use(tmp_path, monkeypatch
         "left out",
         "left out",
     ]
-    message = build_proof(one.runner, checks, 5, 1.0, {"cpu": "x"}, {})
+    message = build_proof(one.runner, checks, 5, 1.0, MACHINE, {})
     assert (
         message["times_one"] is message["slow_part"] is None and message["status"] == "incomplete"
     )

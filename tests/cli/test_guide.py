@@ -1,5 +1,6 @@
 """The command `guide`: topics, pages for a terminal, and the answer to an unknown topic."""
 
+import re
 import sys
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from tests.command_line import suggested_commands, trainer
 from trainer.cli import guide
 from trainer.errors import RecipeError
+from trainer.telemetry.readable import LONG_WORD
 
 
 def test_alone_it_lists_every_topic_with_a_line() -> None:
@@ -23,6 +25,25 @@ def test_every_page_is_printed_as_it_is(topic: str) -> None:
         guide.command([f"{topic}.md"]) == guide.command([topic.upper()]) == guide.command([topic])
     )
     assert guide.command([topic]).splitlines()[0] == guide.read_page(topic).splitlines()[0]
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize("topic", guide.list_topics())
+def test_on_a_terminal_a_page_is_as_wide_as_the_terminal(
+    topic: str, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No word is lost, and code stays as it is. Only very long words in tables are broken."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    pieces = re.split(r"^( *```.*?^ *```)$", guide.command([topic]), flags=re.S | re.M)
+    code = re.findall(r"^ *```sh.*?^ *```$", guide.read_page(topic), re.S | re.M)
+    assert len([piece for piece in pieces[1::2] if "```sh" in piece]) == len(code)
+    for line in "\n".join(pieces[::2]).splitlines():
+        assert len(line) <= columns or " " not in line.strip(), line
+    rows = re.findall(r"^\|(?! ---)(.*)\|$", guide.read_page(topic), re.M)
+    words = guide.LINK.sub(r"\1", " ".join(rows)).replace("\\|", "\0").replace("|", " ")
+    printed = {*" ".join(pieces).split()}
+    lost = {*words.replace("\0", "\\|").split()} - printed
+    assert not [word for word in lost if "launch.sh" not in word and len(word) <= LONG_WORD]
 
 
 def test_through_the_command_line() -> None:

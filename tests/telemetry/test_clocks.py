@@ -221,8 +221,8 @@ def test_the_ledger_counts_the_waiting_that_the_verdict_counts(clock):
     ledger.note_steps(5, 20, 5, 5)  # warm-up, which counts as long as there is nothing else
     assert ledger.read_seconds()["waiting for data"] == 5
     ledger.note_steps(10, 30, 3, 2)
-    ledger.note_peers(4)
-    ledger.note_steps(10, 30, 1, 3)
+    ledger.note_peers(4)  # which the timer counts from now on
+    ledger.note_steps(10, 30, 1, 7)
     spent = ledger.read_seconds()
     assert (spent["waiting for data"], spent["start-up: first batches"]) == (7, 12)
     assert sum(spent.values()) == 100

@@ -42,6 +42,24 @@ def test_a_table_is_as_wide_as_its_cells_and_leaves_empty_columns_out():
     assert readable.format_table(rows, right={2}) == ["name    size", "a         10", "longer"]
 
 
+WIDE = [
+    ["mode", "images/s", "note"],
+    ["single", "1,234", "the reference, on all cores of this machine"],
+    ["ddp", "987", "runs/a/long/path"],
+]
+
+
+@pytest.mark.parametrize(("columns", "height"), [(33, 4), (34, 3), (60, 2), (61, 1)])
+def test_a_table_that_is_too_wide_keeps_all_of_its_text(columns, height, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    head, *rows = readable.format_table(WIDE, right={1})
+    lines = [line for row in (head, *rows) for line in row.splitlines()]
+    assert max(map(len, lines)) <= columns
+    for row, cells in zip(rows, WIDE[1:], strict=True):
+        assert all(set(cell.split()) <= {*row.split()} for cell in cells)
+    assert len(rows[0].splitlines()) == height
+
+
 MEMORY = {
     "24GiB": 24 * 2**30,
     "24GB": 24e9,

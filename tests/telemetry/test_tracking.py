@@ -100,23 +100,56 @@ def test_plain_lines_and_files(tmp_path, capsys, clock, tracker):
     ] == "5,1,1.0,0.25,0.1,1234.5,0"
 
 
-def test_a_row_of_many_metrics_fits(capsys, tracker):
-    cells = {
-        "epoch": "1/2",
-        **{f"metric {n}": "0.1234" for n in range(20)},
-        "images/s": "12",
-        "seconds": "3.0",
-    }
-    tracker.row(cells, best=True)
-    tracker.row(cells, best=False)
+GPU_ROW = {
+    "epoch": "10/100",
+    "train loss": "0.1234",
+    "val loss": "0.1234",
+    "top-1": "76.54%",
+    "top-5": "98.76%",
+    "lr": " 9.8e-05",
+    "images/s": "12,345",
+    "seconds": "1,234.5",
+    "GPU GiB": "12.34",
+}
+
+
+@pytest.mark.parametrize(("columns", "missing"), [(60, {"top-5", "seconds"}), (80, set())])
+def test_a_row_fits_into_the_terminal_with_the_time_left(
+    columns, missing, capsys, clock, tracker, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    tracker.start(Position(0, 0, 0), 1000, "top1")
+    tracker.progress(10, 1, 1.0, None)
+    clock[0] += 90
+    tracker.row(GPU_ROW, best=True, step=100)
+    tracker.row(GPU_ROW, best=False, step=100)
     tracker.close()
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3
-    assert {len(line) for line in lines} == {len(lines[0])}
-    assert len(lines[0]) <= 80
-    assert lines[0].split()[0] == "epoch"
-    assert lines[0].endswith("images/s   seconds")
-    assert lines[1] == lines[2]
+    *titles, first, second = capsys.readouterr().out.splitlines()
+    assert first == second and {len(line) for line in titles} == {len(first)}
+    assert len(first) <= columns
+    shown = {title: cell for title, cell in GPU_ROW.items() if title not in missing}
+    assert first.split() == [cell.strip() for cell in shown.values()] + ["15:00"]
+    words = " ".join(titles).split()
+    assert sorted(words) == sorted(" ".join([*shown, "left"]).split())
+
+
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [
+        ([], "15:00 left"),
+        (["stop.patience=3"], "15:00 left at most"),
+        (["max_time=5m"], "03:30 left"),
+    ],
+)
+def test_the_time_left_is_that_of_the_whole_run(words, left, tmp_path, clock, capsys):
+    recipe = load("digits", f"output={tmp_path / 'run'}", *words)
+    tracker = Tracker(recipe, RunFolder(recipe), Ledger(OTHER))
+    tracker.start(Position(0, 0, 0), 1000, "top1")
+    tracker.progress(10, 1, 1.0, None)
+    clock[0] += 90
+    tracker.progress(100, 1, 1.0, None)
+    tracker.close()
+    assert capsys.readouterr().out.rstrip().endswith(f"  {left}")
 
 
 RUN = [
@@ -166,6 +199,8 @@ def test_on_a_terminal_one_line_lives_and_the_best_epoch_is_bold(tmp_path):
     ]
     live = [state for state in states if state.startswith("epoch ") and "/4  " in state]
     assert live and all(len(state) <= columns for state in live)
+    bars = [re.search("━*─*$", state)[0] for state in live if "step" in state]
+    assert all(len(bar) >= 10 for bar in bars) and any("━─" in bar for bar in bars)
     last = [
         re.sub(
             r"\x1b\[[0-9;]*[A-Za-z]",
@@ -177,9 +212,11 @@ def test_on_a_terminal_one_line_lives_and_the_best_epoch_is_bold(tmp_path):
     assert all(len(line) <= columns for line in last if "/run" not in line), (
         "all but commands and paths"
     )
-    assert sum("train loss" in line for line in last) == 1
+    assert [line.split() for line in last if "epoch" in line and "lr" in line] == [
+        ["epoch", "loss", "loss", "top-1", "lr", "images/s", "seconds", "left"]
+    ]
     assert any("details " in line for line in last)
-    rows = [line.split("\r")[-1] for line in lines if re.search(r"\b[1-4]/4 {3}", line)]
+    rows = [line.split("\r")[-1] for line in lines if re.search(r"\b[1-4]/4 +[\d.]+ ", line)]
     assert len(rows) == 4
     values = [float(re.search(r"([\d.]+)%", row)[1]) for row in rows]
     best = [value > max(values[:place], default=-1.0) for place, value in enumerate(values)]

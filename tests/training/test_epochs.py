@@ -12,7 +12,7 @@ from trainer.tasks.regression import Regression
 from trainer.training import reporting
 from trainer.training.state import History
 
-TITLES = ["epoch", "train loss", "val loss", "top-1", "top-5", "images/s", "seconds"]
+TITLES = ["epoch", "train loss", "val loss", "top-1", "top-5", "lr", "images/s", "seconds", "left"]
 
 
 def test_one_way_of_counting_everywhere(tmp_path):
@@ -55,12 +55,14 @@ def test_each_task_has_the_columns_that_make_sense(kind, classes, values, titles
     )
     task = kind(recipe, tuple(map(str, range(classes))), None)
     resolved = SimpleNamespace(recipe=recipe, task=task)
-    row = reporting.build_epoch_row(resolved, history, 0, 48.0, 5.0)
-    assert list(row) == ["epoch", "train loss", *titles, "images/s", "seconds"]
-    assert float(row["images/s"]) == 48
+    state = SimpleNamespace(history=history, lr=9.7553e-5)
+    memory = {"cuda:0": 2**30, "cuda:1": 3 * 2**30, "cpu": 2**40}
+    row = reporting.build_epoch_row(resolved, state, 0, 48.0, 5.0, memory)
+    assert list(row) == ["epoch", "train loss", *titles, *TITLES[5:8], "GPU GiB"]
+    assert (float(row["images/s"]), float(row["lr"]), row["GPU GiB"]) == (48, 9.76e-5, "3.00")
 
 
-def told(tmp_path, warnings=None, std=1329.0, **changes):
+def told(tmp_path, warnings=None, std=1329.0, announced=(), **changes):
     """The last lines of a run, by title."""
     recipe = load("digits", "logging.tensorboard=false")
     history = History(
@@ -86,7 +88,7 @@ def told(tmp_path, warnings=None, std=1329.0, **changes):
             "uncached": 0,
         },
     }
-    return reporting.build_last_lines(resolved, history, {}, parts)
+    return reporting.build_last_lines(resolved, history, {}, parts, announced)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +112,12 @@ def test_a_meaningless_rate_is_not_printed(tmp_path):
         "it scatters",
         "it grows",
     ]
+
+
+def test_the_load_of_the_machine_is_printed_once(tmp_path):
+    warnings = {"loss": "it grows", "cores": "others used them"}
+    assert told(tmp_path, warnings)["warning"] == "it grows\nothers used them"
+    assert told(tmp_path, warnings, announced={"loss", "cores"})["warning"] == "it grows"
 
 
 @pytest.mark.slow(cases=["mode1"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 import textwrap
 
@@ -86,7 +87,9 @@ def trained(folder, *words):
     message = " ".join(
         line for title, line in lines(completed.stdout) if title in ("verdict", "warning")
     ).lower()
-    assert all(sentence.lower() in message for sentence in end["warnings"].values()), message
+    # The load of the machine was printed when it was noticed, with the figure of that time.
+    said = [sentence for kind, sentence in end["warnings"].items() if kind != "cores"]
+    assert all(sentence.lower() in message for sentence in said), message
     meanwhile, _, _ = completed.stdout.partition("  done ")
     return [line for title, line in lines(meanwhile) if title == "warning"], end
 
@@ -146,11 +149,51 @@ def test_accuracy_at_the_largest_class(tmp_path):
     assert len([line for line in meanwhile if re.search(r"accuracy .* \d+%\D+\d+%", line)]) == 1
 
 
-def test_a_machine_that_cannot_compute(tmp_path):
-    (tmp_path / "strained.py").write_text(textwrap.dedent(STRAINED))
-    meanwhile, end = trained(tmp_path, "plugin=strained", *DIGITS, "epochs=2")
-    [line] = [line for line in meanwhile if "other processes" in line]
+@pytest.mark.parametrize(("seconds", "early"), [(0.0, True), (11.9, False)])
+def test_a_machine_that_cannot_compute(seconds, early, tmp_path):
+    """The load is printed once: within the first epoch if it is long, and not again at the end."""
+    change = f"import trainer.training.noticing as noticing\nnoticing.LONG = {seconds}\n"
+    (tmp_path / "strained.py").write_text(textwrap.dedent(STRAINED) + change)
+    words = ["plugin=strained", *DIGITS, "epochs=2", "output=run"]
+    text = ok(*words, cwd=tmp_path).stdout
+    end = result(tmp_path / "run")
+    [line] = [line for title, line in lines(text) if "other processes" in line]
     assert all(word in line and word in end["verdict"]["sentence"] for word in ("55%", "top shows"))
+    assert (text.index("other processes") < text.index(" 1/2 ")) == early
+
+
+WAITING = """
+    import os, time
+    from trainer.data import Loader
+
+    whole = Loader.training
+
+    def training(self, *arguments):
+        for number, batch in enumerate(whole(self, *arguments)):
+            if number % 2 == int(os.environ.get("RANK", 0)):
+                time.sleep(0.05)
+            yield batch
+
+    Loader.training = training
+"""
+
+
+def test_all_reports_of_a_run_have_one_share_of_waiting_for_data(tmp_path):
+    """Each rank waits in every second step, and the other rank waits for it."""
+    (tmp_path / "waiting.py").write_text(textwrap.dedent(WAITING))
+    words = ["recipe=digits", "plugin=waiting", "mode=ddp", "nproc=2", *CHARTED]
+    words += ["model.name=mlp", "logging.every_steps=1", "logging.warmup_steps=3", "epochs=2"]
+    _, end = trained(tmp_path, *words)
+    share = end["data_wait_fraction"]
+    assert share > 0.6
+    assert share == pytest.approx(end["verdict"]["step"]["data"])
+    assert sum(end["verdict"]["step"].values()) == pytest.approx(1)
+    waited = end["goodput"]["seconds"]["waiting for data"]
+    charted = scalars(tmp_path / "run")
+    seconds = [value / 1e3 for _, value in charted["speed/step_ms"]]
+    assert waited == pytest.approx(share * sum(seconds), rel=0.02)
+    shares = [value / 100 for _, value in charted["speed/data_wait_pct"]]
+    assert waited == pytest.approx(sum(map(operator.mul, shares, seconds)), rel=0.02)
 
 
 SLOW = """

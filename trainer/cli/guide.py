@@ -3,18 +3,19 @@
 import difflib
 import functools
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.cli.grammar import format_program
 from trainer.errors import RecipeError
-from trainer.processes.terminal import localize_commands
-from trainer.telemetry.readable import wrap
+from trainer.processes.terminal import fit, localize_commands, terminal_width
+from trainer.telemetry.readable import format_table, wrap
 
-KEYS = (
-    "  python -m trainer recipes keys explains every key, python -m trainer guide answers questions"
-)
+KEYS = """\
+  python -m trainer recipes keys explains every key
+  python -m trainer guide answers questions"""
 # Matches one command's section of the page `commands`: name, description, usage, list of options,
 # examples.
 SECTION = re.compile(
@@ -23,6 +24,8 @@ SECTION = re.compile(
     re.S | re.M,
 )
 
+# Matches a picture, or a link to another page.
+LINK = re.compile(r"!?\[([^\]]*)\]\((?!http)[^)]*\)")
 FOLDER = Path(__file__).parent.parent / "guide"
 # Name of the page that lists all topics. The name is README so that Git hosts show this page below
 # the files of its folder.
@@ -52,7 +55,7 @@ def command(words: Sequence[str]) -> str:
             hint = f"; nearest: {', '.join(nearest)}"
         example = " ".join([format_program(), "guide", *nearest[:1]])
         raise RecipeError(f"'{topic[:80]}' is not a topic{hint}: type {example}")
-    return _name_program(topic, read_page(topic))
+    return format_page(_name_program(topic, read_page(topic)))
 
 
 @functools.cache
@@ -67,6 +70,39 @@ def list_topics() -> dict[str, str]:
 def read_page(topic: str) -> str:
     """Read the Markdown page of a topic."""
     return (FOLDER / f"{topic}.md").read_text(encoding="utf-8")
+
+
+def format_page(text: str) -> str:
+    """Fit a page of the guide to the terminal. Without a terminal, it stays Markdown."""
+    if terminal_width() == sys.maxsize:
+        return text
+    blocks = []
+    # Code stays as it is, so that it can be copied.
+    for part in re.split(r"(^ *```.*?^ *```$)", text, flags=re.S | re.M):
+        if part.strip():
+            is_code = part.lstrip().startswith("```")
+            blocks.append(part if is_code else _format_prose(part))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _format_prose(text: str) -> str:
+    """Fit headings, paragraphs, lists and tables to the terminal, without links between pages."""
+    blocks = []
+    for block in LINK.sub(r"\1", text).strip("\n").split("\n\n"):
+        lines = []
+        if block.startswith("|"):
+            rows = [re.split(r" *(?<!\\)\| *", line)[1:-1] for line in block.splitlines()]
+            lines = format_table([rows[0], *rows[2:]])
+            if any("\n" in line for line in lines):
+                # Rows of several lines are told apart by empty lines.
+                lines = ["\n\n".join(line.rstrip() for line in lines if line)]
+        else:
+            # Each paragraph or item of a list becomes one line, and is wrapped again.
+            for line in re.sub(r"\n(?!- |\d+\. |#)\s*", " ", block).splitlines():
+                _, start, words = re.split(r"^( *(?:- |\d+\. )?)", line, maxsplit=1)
+                lines.append(wrap(start, words))
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
 
 
 def _read_index() -> Iterator[tuple[str, list[tuple[str, str]]]]:
@@ -87,7 +123,7 @@ def _format_index() -> str:
     for heading, rows in _read_index():
         lines += ["", heading]
         lines += [f"  {name:<{width}}  {question}" for name, question in rows]
-    return "\n".join(lines) + "\n"
+    return fit("\n".join(lines)) + "\n"
 
 
 def _name_program(topic: str, text: str) -> str:
@@ -147,7 +183,7 @@ def format_overview(recipes: str) -> str:
         summaries[usage] = re.split("[:.,]", entry.about)[0]
     width = max(map(len, summaries))
     lines = [
-        "usage: python -m trainer COMMAND [key=value ...]        COMMAND --help shows more",
+        "usage: python -m trainer COMMAND [key=value ...]    COMMAND --help shows more",
         "",
     ]
     lines += [f"  {usage:<{width}}  {about}" for usage, about in summaries.items()]
@@ -162,7 +198,7 @@ def format_overview(recipes: str) -> str:
         "",
     ]
     lines += ["examples:", f"  {examples[0]}", f"  {examples[1]}", f"  {examples[-1]}"]
-    return localize_commands("\n".join(lines)) + "\n"
+    return localize_commands(fit("\n".join(lines))) + "\n"
 
 
 def format_command_page(command: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainer.errors import RecipeError, SetupError
-from trainer.processes.terminal import say
+from trainer.processes.terminal import say, terminal_width
 from trainer.saving.files import (
     describe_error,
     escape_non_utf8,
@@ -19,7 +19,7 @@ from trainer.saving.files import (
     write_atomically,
 )
 from trainer.saving.run_names import find_run_folder
-from trainer.telemetry.readable import escape_control_characters, table_width
+from trainer.telemetry.readable import escape_control_characters, format_table
 from trainer.training.presenting import format_class
 
 FILE = "metrics.csv"
@@ -35,8 +35,6 @@ TITLES = {
     "average_precision": "AP",
     "support": "support",
 }
-# Width of a percentage, "100.00%".
-PERCENTAGE = 7
 
 
 def format_classes(names: Sequence[str], columns: Mapping[str, Sequence[float]]) -> list[str]:
@@ -54,25 +52,19 @@ def format_classes(names: Sequence[str], columns: Mapping[str, Sequence[float]])
     if len(present) > SHOWN:
         order = sorted(present, key=columns["f1"].__getitem__)[:SHOWN]
         lines.append(f"the {SHOWN} of {len(present)} classes with the lowest F1:")
-    widths = {name: max(PERCENTAGE, len(TITLES[name])) for name in columns}
-    titles = [TITLES[name].rjust(width) for name, width in widths.items()]
-    lines.append("  ".join([*titles, "class"]))
-    indent = " " * (sum(widths.values()) + 2 * len(widths))
+    rows = [[*(TITLES[name] for name in columns), "class"]]
     for index in order:
         cells = []
-        for name, width in widths.items():
-            value = columns[name][index]
-            text = f"{value:.2%}"
-            if math.isnan(value):
+        for name, values in columns.items():
+            text = f"{values[index]:.2%}"
+            if math.isnan(values[index]):
                 text = "-"
             if name == "support":
-                text = f"{value:,.0f}"
-            cells.append(text.rjust(width))
-        name = escape_control_characters(format_class(names, index))
-        first, *others = textwrap.wrap(name, max(8, table_width() - len(indent) - 2)) or [""]
-        lines.append("  ".join([*cells, first]))
-        lines += [indent + part for part in others]
-    return [f"  {line}" for line in lines]
+                text = f"{values[index]:,.0f}"
+            cells.append(text)
+        rows.append([*cells, escape_control_characters(format_class(names, index))])
+    lines += format_table(rows, range(len(columns)), terminal_width() - 2)
+    return textwrap.indent("\n".join(lines), "  ").split("\n")
 
 
 def _format_numbers(values: Mapping[str, float]) -> dict[str, str]:

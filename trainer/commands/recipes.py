@@ -9,6 +9,7 @@ extension, Neovim, Emacs, Helix.
 from collections.abc import Sequence
 
 from trainer.errors import RecipeError
+from trainer.processes.terminal import fill, fit, terminal_width
 from trainer.recipe.explaining import suggest_key
 from trainer.recipe.key_reference import keys, sections
 from trainer.recipe.loading import load, origins
@@ -33,7 +34,7 @@ def command(words: Sequence[str]) -> str:
         RecipeError: An argument is not allowed, or names no recipe or key.
     """
     if not words:
-        return listed() + "\n"
+        return fit(listed()) + "\n"
     verb = words[0]
     rest = words[1:]
     limit = MAX_ARGUMENTS.get(verb)
@@ -90,7 +91,10 @@ def commented(name: str, *words: str) -> str:
 
 
 def _line(text: str, comment: str) -> str:
-    return f"{text:{COMMENT_COLUMN}}  # {comment}"
+    # Every line of a comment begins with #, so that the page can be copied into a file.
+    start = f"{text:{COMMENT_COLUMN}}  # "
+    lines = fill(comment, max(40, terminal_width() - COMMENT_COLUMN - 4)).split("\n")
+    return start + f"\n{'':{COMMENT_COLUMN}}  # ".join(lines)
 
 
 def shown_keys(word: str | None = None) -> str:
@@ -123,4 +127,4 @@ def shown_keys(word: str | None = None) -> str:
             lines.append(
                 f"  {key.name:{names}}  {key.default:{defaults}}  {key.comment} [{values}]"
             )
-    return "\n".join(lines) + "\n"
+    return fit("\n".join(lines)) + "\n"

@@ -137,14 +137,14 @@ class StrainMeter:
 
     def __init__(self, processes: int = 1) -> None:
         self._processes = processes
-        self._start = time.perf_counter()
+        self.start_time = time.perf_counter()
         self._own_seconds = time.process_time()
         self._waits = _read_waits()
         self._busy, self._stolen = read_core_seconds()
 
     def read(self) -> Strain:
         """Return the load by other programs since the creation of the meter."""
-        seconds = max(1e-9, time.perf_counter() - self._start)
+        seconds = max(1e-9, time.perf_counter() - self.start_time)
         longest_wait = 0.0
         for thread, waited in _read_waits().items():
             longest_wait = max(longest_wait, waited - self._waits.get(thread, 0.0))

@@ -8,6 +8,7 @@ import os
 import shlex
 import shutil
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ RED = "31"
 GREEN = "1;32"
 # Function that prints a line, as `say` does.
 Say = Callable[[str], None]
+# Minimum number of characters of a line of text next to a column.
+MIN_TEXT = 30
 # Default number of seconds after which `explain_delay` prints.
 PATIENCE = 5.0
 
@@ -56,9 +59,51 @@ def localize_commands(text: str) -> str:
     return text.replace("pip install", install)
 
 
+def terminal_width() -> int:
+    """Return the number of columns of the terminal; without a terminal, `sys.maxsize`."""
+    return shutil.get_terminal_size((sys.maxsize, 24)).columns
+
+
+def fill(text: str, width: int, start: str = "", indent: int = 0) -> str:
+    """Wrap `text` between words. Long words such as paths are whole, so that they can be copied.
+
+    Args:
+        text: A text without line breaks.
+        width: Maximum width of a line.
+        start: Beginning of the first line.
+        indent: Number of spaces at the beginning of all other lines.
+    """
+    return textwrap.fill(
+        text,
+        width,
+        initial_indent=start,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def fit(text: str) -> str:
+    """Break lines that are wider than the terminal.
+
+    A line continues below its last column: after the last two spaces in its first two thirds, if
+    there is room for a few words. Lines with a command stay whole, so that it can be copied.
+    """
+    width = terminal_width()
+    lines = []
+    for line in text.split("\n"):
+        if len(line) > width and "python -m trainer" not in line:
+            indent = line.rfind("  ", 0, 2 * width // 3) + 2
+            if width - indent < MIN_TEXT:
+                indent = 4
+            line = fill(line, width, indent=indent)
+        lines.append(line)
+    return "\n".join(lines)
+
+
 def say(text: str, end: str = "\n") -> None:
-    """Print `text`, rewritten by `localize_commands`."""
-    print(localize_commands(text), end=end, flush=True)
+    """Print `text`, rewritten by `localize_commands` and fitted to the terminal."""
+    print(localize_commands(fit(text)), end=end, flush=True)
 
 
 def ask_permission(command: str, what: str, question: str) -> bool:
@@ -132,7 +177,7 @@ def explain_delay(what: Callable[[], str], after: float = PATIENCE) -> Iterator[
     def explain() -> None:
         text = what()
         if text:
-            print(f"trainer: {escape_control_characters(text)}", file=sys.stderr, flush=True)
+            print(fit(f"trainer: {escape_control_characters(text)}"), file=sys.stderr, flush=True)
 
     timer = threading.Timer(after, explain)
     timer.daemon = True

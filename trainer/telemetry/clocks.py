@@ -419,8 +419,6 @@ class Ledger:
         self._first: float | None = None
         # Seconds of all steps up to the end of the last window.
         self._ended = 0.0
-        # Seconds in which this rank waited for other ranks that waited for data.
-        self._peers = 0.0
 
     def start_part(self, part: str, at: float | None = None) -> str:
         """Start the activity `part` and return the previous one.
@@ -472,7 +470,7 @@ class Ledger:
         if not steps:
             return
         self._move(waited, STEPS, FIRST)
-        self._move(counted + self._peers - self.seconds.get(DATA, 0.0), FIRST, DATA)
+        self._move(counted - self.seconds.get(DATA, 0.0), FIRST, DATA)
         mean = (seconds - waited) / steps
         if self._first is not None:
             self._move(max(0.0, self._first - mean), STEPS, f"{START}first step")
@@ -483,7 +481,6 @@ class Ledger:
 
     def note_peers(self, seconds: float) -> None:
         """Move `seconds` from steps to data: this rank waited for ranks that waited for data."""
-        self._peers += seconds
         self._move(seconds, STEPS, DATA)
 
     def note_failure(self) -> None:

@@ -6,7 +6,7 @@ Amounts are written as 24GiB or 10GB/s.
 import re
 import textwrap
 from collections.abc import Container, Sequence
-from shutil import get_terminal_size
+from itertools import zip_longest
 
 from trainer.errors import RecipeError
 from trainer.processes import terminal
@@ -14,6 +14,8 @@ from trainer.recipe.metric_table import is_fraction
 
 # Maximum width of a table in characters.
 MAX_WIDTH = 100
+# Words of more characters may be broken if a table is too wide.
+LONG_WORD = 20
 # Titles of lines that contain a command or a path. These lines are not wrapped, so that the command
 # or path can be copied.
 UNWRAPPED_TITLES = ("best", "details", "labels", "result", "timeline", "watch", "weights", "worst")
@@ -29,8 +31,8 @@ for power, prefix in enumerate("kmgt", 1):
 
 
 def table_width() -> int:
-    """Return the width of the terminal, at most `MAX_WIDTH`; 80 without a terminal."""
-    return min(MAX_WIDTH, get_terminal_size().columns)
+    """Return the width of the terminal, at most `MAX_WIDTH`; `MAX_WIDTH` without a terminal."""
+    return min(MAX_WIDTH, terminal.terminal_width())
 
 
 def format_titled(title: str, text: str, width: int = 9) -> str:
@@ -44,35 +46,16 @@ def format_titled(title: str, text: str, width: int = 9) -> str:
     start = f"  {title:<{width}} "
     if title in UNWRAPPED_TITLES:
         return start + text
-    rest = " " * (width + 3)
-    filled: list[str] = []
+    filled = []
     for paragraph in text.split("\n"):
-        filled.append(
-            textwrap.fill(
-                paragraph,
-                table_width(),
-                initial_indent=rest if filled else start,
-                subsequent_indent=rest,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-        )
+        filled.append(terminal.fill(paragraph, table_width(), start, width + 3))
+        start = " " * (width + 3)
     return "\n".join(filled)
 
 
 def wrap(start: str, text: str) -> str:
-    """Return `start` and a text, wrapped to the width of the terminal, at most 120 columns.
-
-    Words such as paths are not broken, so that they can be copied.
-    """
-    return textwrap.fill(
-        text,
-        min(120, get_terminal_size((120, 24)).columns),
-        initial_indent=start,
-        subsequent_indent=" " * len(start),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    """Return `start` and a text, wrapped to the width of the terminal, at most 120 columns."""
+    return terminal.fill(text, min(120, terminal.terminal_width()), start, len(start))
 
 
 def escape_control_characters(text: str) -> str:
@@ -129,22 +112,61 @@ def format_size(count: float | None) -> str:
 def format_table(
     rows: Sequence[Sequence[str]],
     right: Container[int] = (),
+    width: int | None = None,
 ) -> list[str]:
-    """Return the lines of a table. Columns without any text are left out.
+    """Return a string for each row of a table. Columns without any text are left out.
+
+    In a table that is too wide, cells are wrapped, so a string may have several lines. If even that
+    is too wide, each row becomes a list of its cells with their titles.
 
     Args:
-        rows: Cells of each row.
+        rows: Cells of each row, the titles first.
         right: Indices of the right-aligned columns.
+        width: Maximum width; None for that of the terminal.
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
+    if width is None:
+        width = terminal.terminal_width()
+    columns = {n: column for n, column in enumerate(zip(*rows, strict=True)) if any(column)}
+    widths = {n: max(map(len, column)) for n, column in columns.items()}
+    excess = sum(widths.values()) + 2 * (len(widths) - 1) - width
+    # Long words are broken only if nothing else helps.
+    for longest in (width, LONG_WORD):
+        narrowest = {}
+        for n, column in columns.items():
+            narrowest[n] = min(longest, max(map(len, " ".join(column).split())))
+        while excess > 0:
+            wide = [n for n in widths if widths[n] > narrowest[n]]
+            if not wide:
+                break
+            widths[max(wide, key=widths.__getitem__)] -= 1
+            excess -= 1
+    if excess > 0:
+        return _list_cells(rows)
+    texts = []
     for row in rows:
-        padded = []
-        for n, (cell, width) in enumerate(zip(row, widths, strict=True)):
-            if width:
-                padded.append(cell.rjust(width) if n in right else cell.ljust(width))
-        lines.append("  ".join(padded).rstrip())
-    return lines
+        cells = [textwrap.wrap(row[n], widths[n], break_on_hyphens=False) for n in widths]
+        lines = []
+        for parts in zip_longest(*cells, fillvalue=""):
+            padded = []
+            for n, part in zip(widths, parts, strict=True):
+                padded.append(part.rjust(widths[n]) if n in right else part.ljust(widths[n]))
+            lines.append("  ".join(padded).rstrip())
+        texts.append("\n".join(lines))
+    return texts
+
+
+def _list_cells(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a string for each row, with a line for each cell. That of the titles is empty."""
+    titles = rows[0]
+    width = max(map(len, titles))
+    texts = [""]
+    for row in rows[1:]:
+        cells = []
+        for title, cell in zip(titles, row, strict=True):
+            if cell:
+                cells.append(wrap(f"{title:<{width}}  ", cell))
+        texts.append("\n".join([*cells, ""]))
+    return texts
 
 
 def format_count(number: int, what: str) -> str:

@@ -229,7 +229,8 @@ def _check_never_predicted(state: RunState, recipe: Recipe) -> str | None:
     return text + balance
 
 
-def _check_cores(state: RunState, recipe: Recipe) -> str | None:
+def check_cores(state: RunState, recipe: Recipe) -> str | None:
+    """Return a warning about other processes on this machine; None if they use few cores."""
     if state.strain.others < MIN_OTHERS_SHARE or state.strain.seconds < MIN_SECONDS:
         return None
     remedy = ""
@@ -270,7 +271,7 @@ KINDS: dict[str, Callable[[RunState, Recipe], str | None]] = {
     "accuracy": _check_accuracy,
     "memorised": _check_memorised,
     "never predicted": _check_never_predicted,
-    "cores": _check_cores,
+    "cores": check_cores,
 }
 # Cause of a symptom. The symptom gets no warning if its cause has one.
 CAUSES = {"accuracy": "loss", "memorised": "never predicted"}

@@ -3,17 +3,30 @@
 Rank 0 has a `Tracker` and every other rank a `NullTracker`, so no caller checks its rank.
 """
 
+import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from trainer.processes.terminal import BOLD, DIM, add_style, can_overwrite, localize_commands
+from trainer.processes.terminal import (
+    BOLD,
+    DIM,
+    add_style,
+    can_overwrite,
+    fill,
+    fit,
+    localize_commands,
+    terminal_width,
+)
 from trainer.recipe import Recipe
+from trainer.recipe.field_types import parse_duration
 from trainer.saving.checkpoint import Position
 from trainer.saving.files import report_write_errors, write_atomically
 from trainer.saving.journal import Journal, NullJournal
@@ -31,8 +44,10 @@ LINE_SECONDS = 60.0
 # The same intervals before the first step.
 EARLY_BAR_SECONDS = 0.5
 SECONDS = 10.0
-# Minimum width of a column in characters.
+# Minimum width of a column in characters, if there is enough room.
 MIN_COLUMN = 8
+# Minimum width of the progress bar in characters.
+MIN_BAR = 10
 
 
 class NullTracker:
@@ -45,7 +60,7 @@ class NullTracker:
     shows = False
 
     def say(self, text: str, style: str = "") -> None: ...
-    def row(self, cells: Mapping[str, str], best: bool) -> None: ...
+    def row(self, cells: Mapping[str, str], best: bool, step: int) -> None: ...
     def resolved(self, recipe: Recipe) -> None: ...
     def start(
         self, position: Position, total_steps: int, metric: str, evaluated_step: int = 0
@@ -104,12 +119,17 @@ class Tracker(NullTracker):
         # Whether version 0.1 started this run. Its curves continue under its tags.
         self._has_old_tags = False
         self._loggers: Loggers | None = None
-        # Column widths by title; empty until the titles are printed.
+        # Column widths by title; empty until the titles are printed. Space between two columns.
         self._widths: dict[str, int] = {}
+        self._gap = "  "
+        self._ledger = ledger
+        # Patience may end the run earlier.
+        self._left = "left" if recipe.stop.patience is None else "left at most"
+        self._paced: tuple[int, float] | None = None
 
     def say(self, text: str, style: str = "") -> None:
         """Print a line, in a style of `processes.terminal`."""
-        self._print(add_style(localize_commands(text), style))
+        self._print(add_style(localize_commands(fit(text)), style))
 
     def print_lines(
         self,
@@ -136,27 +156,49 @@ class Tracker(NullTracker):
                 count += needed
         return count
 
-    def row(self, cells: Mapping[str, str], best: bool) -> None:
+    def row(self, cells: Mapping[str, str], best: bool, step: int) -> None:
         """Print the metrics of an epoch in columns. The titles of the columns are printed once.
 
         Args:
-            cells: Formatted values by the titles of their columns.
+            cells: Formatted values by the titles of their columns. The metrics end before "lr".
             best: Whether this is the best epoch so far, whose row is printed in bold.
+            step: Number of steps done, for the column of the time left.
         """
+        cells = {**cells, self._left: self._estimate_left(step) or "-"}
         if not self._widths:
-            for title, cell in cells.items():
-                self._widths[title] = max(MIN_COLUMN, len(title), len(cell))
-            self._widths["epoch"] = max(len("epoch"), len(cells["epoch"]))
-            while sum(self._widths.values()) + 2 * len(self._widths) > table_width():
-                # The table is too wide, so leave out its last metric, which is the third column
-                # from the right: time and speed follow.
-                last_metric = [*self._widths][-3]
-                del self._widths[last_metric]
-            titles = [title.rjust(width) for title, width in self._widths.items()]
-            self.say("  ".join(titles), DIM)
-        figures = [cells[title].rjust(width) for title, width in self._widths.items()]
-        style = BOLD if best else ""
-        self.say("  ".join(figures), style)
+            self._choose_widths(cells)
+            titles = []
+            for title, width in self._widths.items():
+                titles.append(fill(title, width).split("\n")[::-1])
+            for line in [*zip_longest(*titles, fillvalue="")][::-1]:
+                self.say(self._align(line), DIM)
+        figures = [cells[title] for title in self._widths]
+        self.say(self._align(figures), BOLD if best else "")
+
+    def _choose_widths(self, cells: Mapping[str, str]) -> None:
+        """Choose the columns, and their widths for the titles and the first row."""
+        for title, cell in cells.items():
+            self._widths[title] = max(MIN_COLUMN, len(title), len(cell))
+        self._widths["epoch"] = max(len("epoch"), len(cells["epoch"]))
+        # If that is too wide, titles are broken between words, and then the columns get closer.
+        for gap, minimum in (("  ", 7), (" ", 6)):
+            if self._is_too_wide():
+                self._gap = gap
+                for title, cell in [*cells.items()][1:]:
+                    self._widths[title] = max(minimum, len(cell), *map(len, title.split()))
+        titles = [*cells]
+        # The last metrics are left out first, and the first metric stays.
+        for title in [*titles[titles.index("lr") - 1 : 3 : -1], "seconds", "images/s"]:
+            if self._is_too_wide():
+                del self._widths[title]
+
+    def _is_too_wide(self) -> bool:
+        gaps = len(self._gap) * (len(self._widths) - 1)
+        return sum(self._widths.values()) + gaps > table_width()
+
+    def _align(self, cells: Iterable[str]) -> str:
+        widths = self._widths.values()
+        return self._gap.join(map(str.rjust, cells, widths))
 
     def _print(self, text: str) -> None:
         if self._bar is not None:
@@ -183,7 +225,6 @@ class Tracker(NullTracker):
         """
         self._total = total_steps
         self._epoch = position.epoch + 1
-        self._paced: tuple[int, float] | None = None
         with report_write_errors(self.path):
             self.folder.write_recipe(self.recipe)
             self._steps = StepsFile(self.path, position.step, self.say)
@@ -207,7 +248,6 @@ class Tracker(NullTracker):
             self._bar = make_bar(
                 total=total_steps,
                 initial=position.step,
-                dynamic_ncols=True,
                 leave=False,
                 bar_format="{desc} {bar}",
             )
@@ -262,20 +302,31 @@ class Tracker(NullTracker):
             loss: Latest training loss.
             speed: Latest images per second, if measured.
         """
-        now = time.perf_counter()
         self._epoch = epoch
         self.journal.mark(step)
-        # Estimate the time left from the steps after the first call, because earlier steps include
-        # start-up.
         if self._paced is None:
-            self._paced = (step, now)
-        first, begun = self._paced
-        remaining = ""
-        if step > first:
-            seconds = (now - begun) / (step - first) * (self._total - step)
-            remaining = f"{tqdm.format_interval(seconds)} left"
+            self._paced = (step, time.perf_counter())
         rate = f"{speed:,.0f} images/s" if speed else ""
+        remaining = self._estimate_left(step)
+        if remaining:
+            remaining += f" {self._left}"
         self._state(f"step {step}/{self._total}", f"loss {loss:.4f}", rate, remaining, step=step)
+
+    def _estimate_left(self, step: int) -> str:
+        """Return the time until the end of the run, as "12:34"; empty if it is not known yet.
+
+        It is estimated from the steps after the first call of `progress`, because earlier steps
+        include start-up.
+        """
+        if self._paced is None or step <= self._paced[0]:
+            return ""
+        first, begun = self._paced
+        now = time.perf_counter()
+        seconds = (now - begun) / (step - first) * (self._total - step)
+        if self.recipe.max_time is not None:
+            limit = parse_duration(self.recipe.max_time) or math.inf
+            seconds = min(seconds, max(0.0, self._ledger.run_start + limit - now))
+        return str(tqdm.format_interval(seconds))
 
     def evaluating(self, done: int, total: int, speed: float) -> None:
         """Update the progress display during evaluation.
@@ -303,11 +354,15 @@ class Tracker(NullTracker):
         if not self.recipe.logging.progress or now - self._spoke < interval:
             return
         self._spoke = now
-        texts = (f"epoch {self._epoch}/{self.recipe.epochs}", *parts)
-        text = "  ".join(filter(None, texts))
+        texts = [f"epoch {self._epoch}/{self.recipe.epochs}", *filter(None, parts)]
+        text = "  ".join(texts)
         if self._bar is None:
             self.say(text)
             return
+        # The rows of the epochs have the figures that leave to make room for the bar.
+        while len(text) + 1 + MIN_BAR > terminal_width() and len(texts) > 3:
+            del texts[-2]
+            text = "  ".join(texts)
         if step is not None:
             self._bar.n = step
         self._bar.set_description_str(text)
@@ -350,7 +405,10 @@ class Tracker(NullTracker):
 
 
 def choose_bar() -> Any:
-    """Return tqdm's class of progress bars for a notebook or a terminal; None for other output."""
+    """Return a function that creates a progress bar as tqdm does; None if nothing can show it.
+
+    A terminal shows the part that is left as a thin line.
+    """
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is not None and "IPKernelApp" in shell.config:
         from tqdm import notebook
@@ -358,10 +416,10 @@ def choose_bar() -> Any:
         # Without ipywidgets, tqdm.notebook can be imported, but fails when a bar is created.
         if getattr(notebook, "IProgress", None) is not None:
             return notebook.tqdm
-        return tqdm
-    if can_overwrite(sys.stderr):
-        return tqdm
-    return None
+    elif not can_overwrite(sys.stderr):
+        return None
+    is_unicode = "utf" in (sys.stderr.encoding or "").lower()
+    return partial(tqdm, ascii="─━" if is_unicode else "-#", dynamic_ncols=True)
 
 
 class Progress:
@@ -380,9 +438,10 @@ class Progress:
             first: Seconds until the first line.
         """
         self._bar: Any = None
-        make_bar = choose_bar() if show else None
+        make_bar = choose_bar() if show and total else None
         if make_bar:
-            self._bar = make_bar(total=total, unit=unit, desc=what, leave=False)
+            form = f"{{desc}}  {{n_fmt}}/{{total_fmt}} {unit}s  {{remaining}} left {{bar}}"
+            self._bar = make_bar(total=total, desc=what, leave=False, bar_format=form)
         self._show = show
         self._total = total
         self._done = 0

@@ -1,13 +1,12 @@
 """The banner: lines that describe a run before it trains, on the terminal and in TensorBoard."""
 
 import shlex
-import textwrap
 from collections.abc import Mapping, Sequence
 
 from trainer.devices import cuda_graphs, precision
 from trainer.modes import Strategy
 from trainer.processes.rank import find_elastic_problems
-from trainer.processes.terminal import BOLD
+from trainer.processes.terminal import BOLD, fill
 from trainer.recipe import Recipe
 from trainer.recipe.checks import count_largest_rows
 from trainer.recipe.image_sizes import in_pixels
@@ -73,12 +72,12 @@ def print_banner(
     """
     where = summarize_devices(devices)
     head = f"trainer {VERSION}: {recipe.name}, {recipe.mode} on {where}, {lines['computes']}"
-    head_lines = textwrap.wrap(head, table_width(), subsequent_indent=" " * 12)
-    tracker.say("\n".join(head_lines), BOLD)
+    head = fill(head, table_width(), indent=12)
+    tracker.say(head, BOLD)
     always = {title: lines[title] for title in ("model", "data", "steps")}
     warnings = [title for title in WARNINGS if title in lines]
     titles = [title for title in lines if title not in (*warnings, *always, *DETAILS)]
-    used = len(head_lines) - 1 + tracker.print_lines(always) - len(always)
+    used = head.count("\n") + tracker.print_lines(always) - len(always)
     spare = max(1, SPARE_LINES - used)
     for title in warnings:
         spare -= tracker.print_lines({title: lines[title]})

@@ -245,6 +245,7 @@ def train_epoch(run: Run, epoch: int) -> None:
                         state, run.observer, mean_loss, lr, norm, speed, synced.window
                     )
                 run.tracker.progress(step, epoch + 1, mean_loss, speed)
+                noticing.print_early_load(run.resolved, state, run.noticed)
             if log and not reporting.report_to_program(
                 run.resolved,
                 state,
@@ -442,8 +443,10 @@ def end_epoch(run: Run, epoch: int, epoch_start: float) -> None:
         values["speed/goodput_pct"] = 100 * goodput["fraction"]
     tracker.scalars(values, step)
     seconds = time.perf_counter() - epoch_start
-    row = reporting.build_epoch_row(run.resolved, history, epoch, train_speed, seconds)
-    tracker.row(row, is_best)
+    row = reporting.build_epoch_row(
+        run.resolved, state, epoch, train_speed, seconds, run.observer.memory
+    )
+    tracker.row(row, is_best, step)
     state.position = Position(step, epoch + 1, 0)
     noticing.print_new_warnings(run.resolved, state, run.noticed)
     patience = run.recipe.stop.patience
@@ -576,7 +579,11 @@ def finish(run: Run) -> Result:
         )
     run.tracker.journal.end(COMPLETED)
     result = current_result(run, "completed")
-    result["verdict"] = verdict.to_dict() if verdict else None
+    result["verdict"] = None
+    if verdict:
+        result["verdict"] = verdict.to_dict()
+        # Ranks that compute at their own pace wait for data for different times.
+        result["data_wait_fraction"] = verdict.step["data"]
     # A resumed run with no step left measured nothing, so the earlier measurements stay.
     if run.timer.seen == 0:
         previous = run.tracker.folder.read("result.json", run.tracker.say)
@@ -585,7 +592,7 @@ def finish(run: Run) -> Result:
     shared: Result = run.world.broadcast_object(result)
     run.tracker.result(shared)
     (title, text), *other_lines = reporting.build_last_lines(
-        run.resolved, run.state.history, run.observer.memory, shared
+        run.resolved, run.state.history, run.observer.memory, shared, run.noticed.announced
     ).items()
     run.tracker.say(format_titled(title, text), GREEN)
     run.tracker.print_lines(dict(other_lines))

@@ -6,6 +6,7 @@ naming a slow rank needs communication between the ranks.
 
 import math
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -34,8 +35,9 @@ NOT_SAVED = (
     "(register_buffer())"
 )
 # A warning about the load of other processes is printed only after this number of seconds since the
-# start of the run, because the load may be short.
-LONG = 10.0
+# run was built, because the load may be short. It is printed soon, even within an epoch: if threads
+# wait for each other, steps can be ten times as slow as on an idle machine.
+LONG = 5.0
 
 
 def note_classes(task: Task, noticed: Noticed, sums: Sums) -> None:
@@ -107,6 +109,19 @@ def print_new_warnings(resolved: Resolved, state: TrainState, noticed: Noticed) 
         if kind not in noticed.announced and is_due:
             noticed.announced.add(kind)
             resolved.tracker.print_lines({"warning": sentence})
+
+
+def print_early_load(resolved: Resolved, state: TrainState, noticed: Noticed) -> None:
+    """Warn about other processes on this machine once, `LONG` seconds after the run was built."""
+    meter = noticed.meter
+    if noticed.is_load_checked or time.perf_counter() - meter.start_time < LONG:
+        return
+    noticed.is_load_checked = True
+    facts = replace(_facts(resolved, state, noticed, over=False), strain=meter.read())
+    warning = symptoms.check_cores(facts, resolved.recipe)
+    if warning is not None:
+        noticed.announced.add("cores")
+        resolved.tracker.print_lines({"warning": warning})
 
 
 def update_warnings(resolved: Resolved, state: TrainState, noticed: Noticed, over: bool) -> None:

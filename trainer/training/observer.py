@@ -14,7 +14,7 @@ from trainer.telemetry.tracking import NullTracker
 class Noticed:
     """Observations and warnings of a run.
 
-    `meter`, `announced` and `state_seen` belong to this rank alone.
+    `meter`, `announced`, `is_load_checked` and `state_seen` belong to this rank alone.
 
     Attributes:
         meter: Measures the load by other programs on this machine, since the run was built.
@@ -31,6 +31,7 @@ class Noticed:
             first one only fills `state_seen`.
         state_seen: State after the last inspected pass. The keys are the names that messages use.
         shares: Measures the speed of each rank. None without shares=auto, or with a single rank.
+        is_load_checked: Whether the load by other programs was checked early in training.
     """
 
     meter: StrainMeter
@@ -43,6 +44,7 @@ class Noticed:
     passes_to_compare: int = 0
     state_seen: dict[str, object] = field(default_factory=dict)
     shares: ShareWatch | None = None
+    is_load_checked: bool = False
 
 
 @dataclass(frozen=True)

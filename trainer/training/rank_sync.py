@@ -3,7 +3,7 @@
 import math
 import shlex
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -142,7 +142,13 @@ class RankSync:
             if is_warm:
                 # In the all-reduce, each rank waits for the rank that waited longest for data.
                 longest_wait = steps * max(rank[1] for rank in synced.ranks)
-                ledger.note_peers(max(0.0, longest_wait - data_wait))
+                peer_wait = max(0.0, longest_wait - data_wait)
+                ledger.note_peers(peer_wait)
+                # All reports of this run must agree, so this time counts as waiting in each.
+                timer.waits[0] += peer_wait
+                window_steps, window_seconds, window_wait = self._window
+                self._window = (window_steps, window_seconds, window_wait + peer_wait)
+                synced = replace(synced, window=self._window)
         if log:
             self._window = (0, 0.0, 0.0)
         return synced

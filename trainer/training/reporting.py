@@ -3,7 +3,7 @@
 import platform
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -185,17 +185,19 @@ def build_epochs_csv_row(state: TrainState, speed: float | None) -> dict[str, An
 
 def build_epoch_row(
     resolved: Resolved,
-    history: History,
+    state: TrainState,
     epoch: int,
     speed: float | None,
     seconds: float,
+    memory: Mapping[str, int],
 ) -> dict[str, str]:
     """Return an epoch's row of the printed table, as strings by the title of the column.
 
     `seconds` is the duration of the whole epoch with its evaluation. `speed` is that of
-    `compute_epoch_speed`.
+    `compute_epoch_speed`. `memory` is the peak memory in bytes by device name.
     """
     epochs = resolved.recipe.epochs
+    history = state.history
     row = {
         "epoch": f"{epoch + 1:{len(str(epochs))}}/{epochs}",
         "train loss": figure(history.losses[-1]),
@@ -203,20 +205,30 @@ def build_epoch_row(
     metrics = resolved.task.shown(strip_prefix(history.validation))
     for title, text in metrics.items():
         row["val loss" if title == "loss" else title] = text
+    # The widest rate is that of a later epoch, as 9.76e-05.
+    row["lr"] = f"{state.lr:8.3g}"
     row["images/s"] = "-"
     if speed:
         decimals = 1 if speed < 100 else 0
         row["images/s"] = f"{speed:,.{decimals}f}"
     row["seconds"] = f"{seconds:,.1f}"
+    on_gpus = [size for name, size in memory.items() if name.startswith("cuda")]
+    if on_gpus:
+        row["GPU GiB"] = f"{max(on_gpus) / 2**30:.2f}"
     return row
 
 
 def build_last_lines(
-    resolved: Resolved, history: History, memory: Mapping[str, int], result: Result
+    resolved: Resolved,
+    history: History,
+    memory: Mapping[str, int],
+    result: Result,
+    announced: Container[str] = (),
 ) -> dict[str, str]:
     """Return lines about the result and its files, by title.
 
-    `memory` is the peak memory in bytes by device name.
+    `memory` is the peak memory in bytes by device name. `announced` are the kinds of warnings that
+    the run has printed. That about the load of the machine is not printed again.
     """
     recipe = resolved.recipe
     task = resolved.task
@@ -236,6 +248,9 @@ def build_last_lines(
     if result["verdict"]:
         title = "verdict"
         suggestions = result["verdict"]["sentence"].splitlines()
+    if "cores" in announced:
+        load = result["warnings"].get("cores")
+        suggestions = [line for line in suggestions if line != load]
     verdict = {}
     if suggestions:
         verdict = {title: "\n".join(suggestions[:SUGGESTIONS])}

@@ -214,10 +214,17 @@ def test_no_speed_is_printed_for_a_machine_that_others_use(tmp_path, monkeypatch
         "left out",
         "left out",
     ]
-    message = build_proof(one.runner, checks, 5, 1.0, {"cpu": "x"}, {})
+    message = build_proof(one.runner, checks, 5, 1.0, MACHINE, {})
     assert (
         message["times_one"] is message["slow_part"] is None and message["status"] == "incomplete"
     )
+    assert [row["figures"] for row in message["checks"]] == [{}, *[{"busy_cores": 1.0}] * 2]
+    capsys.readouterr()
+    proving.report(tmp_path, message)
+    output = capsys.readouterr().out
+    assert output.count("other processes") == 1 and "minutes=" not in output
+    page = render_markdown(message)
+    assert re.search(r"^Skipped.*: slow \(other .*\); speed \(other", page, re.M)
     assert len(proving_of(tmp_path, checks, 5, monkeypatch).waiting) == 2, (
         "the same command measures it again"
     )

@@ -27,7 +27,6 @@ from trainer.commands.trials.engine import (
 from trainer.commands.trials.report import (
     OtherProcesses,
     TrialsProgress,
-    busy_warnings,
     is_busy,
     read_machine,
     report_files,
@@ -295,7 +294,6 @@ class Comparison:
         Keys of the report are stable: scripts read them.
         """
         table, pairs = self._tabulate()
-        busy_cores = self.others.cores()
         results = [result for row in self.rows for result in row.results.values()]
         report = {
             "recipe": self.base.name,
@@ -310,8 +308,8 @@ class Comparison:
             "model": self.base.model.name,
             "entries": list(map(asdict, table)),
             "pairs": list(map(asdict, pairs)),
-            "conclusion": [*ranking.draw_conclusion(table, pairs), *busy_warnings(busy_cores)],
-            "other_programs_cores": busy_cores,
+            "conclusion": ranking.draw_conclusion(table, pairs),
+            "other_programs_cores": self.others.cores(),
             "machine": read_machine(),
             "versions": results[0]["versions"] if results else {},
             "seconds": time.perf_counter() - self.start_time,

@@ -261,7 +261,8 @@ def draw_conclusion(table: Sequence[EntryFigures], pairs: Sequence[Difference]) 
     if disturbed:
         sentences.append(
             f"other processes used the machine during {disturbed} of {timed} timed runs, which are "
-            "not compared: stop them; resume=auto with the same output= measures these runs again"
+            "not compared: stop them (top shows which), and measure these runs again with the same "
+            "output= and resume=auto"
         )
     if unmeasured:
         sentences.append(f"not measured: {', '.join(unmeasured)}")

@@ -1,8 +1,10 @@
 """The printed page of a plan."""
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from trainer.processes.terminal import terminal_width
 from trainer.recipe import TRAITS
 from trainer.recipe.image_sizes import in_pixels
 from trainer.telemetry import readable
@@ -265,4 +267,5 @@ def _list_modes(modes: Sequence[Plan]) -> list[str]:
 
 def _format_table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the indented lines of a table: the first column is aligned left, all others right."""
-    return [f"  {line}" for line in readable.format_table(rows, right=range(1, len(rows[0])))]
+    lines = readable.format_table(rows, range(1, len(rows[0])), terminal_width() - 2)
+    return [textwrap.indent("\n".join(lines), "  ")]

@@ -29,7 +29,8 @@ from trainer.commands.trials import report as reports
 from trainer.commands.trials.engine import claim_folder
 from trainer.devices import cards
 from trainer.errors import Interrupted, Preempted, RecipeError, explain_in_one_line
-from trainer.processes.terminal import say
+from trainer.processes.resources import count_cores
+from trainer.processes.terminal import fit, say
 from trainer.saving.files import Json, read, read_json_or_empty, without_nan, write_json
 from trainer.telemetry.readable import format_count, wrap
 from trainer.training.reporting import list_versions
@@ -198,7 +199,8 @@ class Proving:
     def _run_check(self, check: Check) -> None:
         self.waiting.remove(check)
         number = len(self.checks) - len(self.waiting)
-        say(f"[{number:>2}/{len(self.checks)}] {check.title} ... ", end="")
+        start = f"[{number:>2}/{len(self.checks)}] {check.title} ... "
+        say(start, end="")
         begun = time.monotonic()
         others = reports.OtherProcesses()
         try:
@@ -212,8 +214,10 @@ class Proving:
         if check.part == "fast":
             # On a busy machine speeds are meaningless, and any device can look slow, so the outcome
             # is discarded and the next command measures again.
-            for warning in reports.busy_warnings(others.cores()):
-                outcome = Outcome("left out", warning)
+            cores = others.cores()
+            if reports.is_busy(cores):
+                line = f"other processes used {cores:.1f} of {count_cores()} cores"
+                outcome = Outcome("left out", line, figures={"busy_cores": cores})
         seconds = time.monotonic() - begun
         self.actual += seconds
         self.expected += check.seconds
@@ -222,7 +226,7 @@ class Proving:
         rows = {name: asdict(stored) for name, stored in outcomes.items()}
         write_json(self.folder / KEPT, {**read_json_or_empty(self.folder / KEPT), "checks": rows})
         status = {"wrong": "WRONG: ", "measured": ""}.get(outcome.status, f"{outcome.status}: ")
-        say(f"{status}{outcome.line} ({seconds:.0f} s)")
+        say(fit(f"{start}{status}{outcome.line} ({seconds:.0f} s)").removeprefix(start))
 
 
 def report(folder: Path, proof: Json) -> None:
@@ -232,14 +236,18 @@ def report(folder: Path, proof: Json) -> None:
         if row["status"] == "wrong":
             say(f"  WRONG  {row['title']}: {row['line']}")
             say(f"         try: {row['todo'] or ''}")
-    skipped = proof["counts"].get("left out")
+    disturbed = sum("busy_cores" in row["figures"] for row in proof["checks"])
+    skipped = proof["counts"].get("left out", 0) - disturbed
     if skipped:
         say(
             f"  {format_count(skipped, 'check')} skipped: the same command with a larger "
             "minutes= runs them"
         )
-    for line in reports.busy_warnings(proof["busy_cores"]):
-        say(f"  {line}")
+    if disturbed:
+        say(
+            f"  other processes disturbed {format_count(disturbed, 'measurement')}: stop them (top "
+            "shows which), then the same command measures again"
+        )
     say(f"  report {folder}/proof.md, proof.json")
     say(proof["sentence"])
 
@@ -328,9 +336,9 @@ def find_slow_part(devices: Devices, speed: Json) -> str | None:
 
     Args:
         devices: devices that were checked.
-        speed: measured values of the first network on all devices; empty if it was not measured.
+        speed: figures of the first network on all devices; without "ratio" if it was not measured.
     """
-    if not speed:
+    if "ratio" not in speed:
         return None
     ratio = speed["ratio"]["median"]
     optimizer = (speed.get("step") or {}).get("optimizer", 0.0)
@@ -361,13 +369,12 @@ def render_markdown(proof: Json) -> str:
         if status == "wrong":
             wrong_lines.append(f"**{row['title']}**: {row['line']}. Try: {row['todo']}")
         elif status == "left out":
-            skipped.append(row["title"])
+            skipped.append(f"{row['title']} ({row['line']})")
     paragraphs = []
     if skipped:
         paragraphs.append(f"Skipped in {proof['minutes']:g} minutes: {'; '.join(skipped)}.")
     about_machine = [
         reports.describe_machine(proof["machine"]),
-        *reports.busy_warnings(proof["busy_cores"]),
         reports.describe_versions(proof["versions"]),
     ]
     paragraphs += [

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import shlex
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -329,9 +330,9 @@ def _time_spent(run: RunSummary) -> Lines:
         time_of_end = end["time"][:19].replace("T", " ")
         ends.append((time_of_end, f"step {end['step']}", end["cause"]))
     if rows:
-        yield from _add_title("lost", format_table(rows, {0, 1}))
+        yield from _add_title("lost", format_table(rows, {0, 1}, sys.maxsize))
     if ends:
-        yield from _add_title("ends", format_table(ends))
+        yield from _add_title("ends", format_table(ends, (), sys.maxsize))
     yield from _add_title("", goodput.notes)
 
 

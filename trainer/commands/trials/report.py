@@ -26,9 +26,10 @@ NOTE = 12
 # of omitted rows is printed.
 SHOWN = 20
 # A measurement counts as unreliable if other processes use at least BUSY cores and at least the
-# fraction BUSY_FRACTION of this machine's cores. The services of an idle machine use less.
+# fraction BUSY_FRACTION of this machine's cores. The services of an idle machine use less. One busy
+# core is enough to delay the threads of all cores, which wait for each other.
 BUSY = 0.2
-BUSY_FRACTION = 0.05
+BUSY_FRACTION = 0.01
 
 
 def write_tables(
@@ -185,11 +186,14 @@ def describe_machine(machine: Json) -> str:
 
 
 class OtherProcesses:
-    """Meter of the CPU time that other processes use after the creation of this object."""
+    """Meter of the CPU time that other processes use after the creation of this object.
+
+    The processes of other virtual machines count too.
+    """
 
     def __init__(self) -> None:
         self.start_time = time.perf_counter()
-        self.busy = host.read_core_seconds()[0]
+        self.busy = sum(host.read_core_seconds())
         self.ours = _own_core_seconds()
 
     def cores(self) -> float | None:
@@ -198,7 +202,7 @@ class OtherProcesses:
         Call this when no child process is running: until a child ends, it counts as another
         process.
         """
-        busy = host.read_core_seconds()[0]
+        busy = sum(host.read_core_seconds())
         if not busy or not self.busy:
             return None
         ours = _own_core_seconds() - self.ours
@@ -217,13 +221,3 @@ def is_busy(cores: float | None) -> bool:
     If `cores` is None, their use is unknown, and the result is False.
     """
     return cores is not None and cores >= max(BUSY, BUSY_FRACTION * resources.count_cores())
-
-
-def busy_warnings(cores: float | None) -> list[str]:
-    """Return a list of one warning if `is_busy(cores)`, otherwise an empty list."""
-    if not is_busy(cores):
-        return []
-    return [
-        f"other processes used {cores:.1f} of {resources.count_cores()} cores meanwhile: stop them "
-        "and run it again"
-    ]

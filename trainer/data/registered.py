@@ -347,7 +347,7 @@ def _choose_items(recipe: Recipe, items: Any, kind: type[Task]) -> Sequence[int]
             f"{data.name} does not say its classes unless all images are read: give its training "
             "set the attribute `targets`, or return a torch.utils.data.Subset of it"
         )
-    return keep_fraction(recipe, targets).tolist()
+    return [*map(int, keep_fraction(recipe, targets))]
 
 
 class UserItems:

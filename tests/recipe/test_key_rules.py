@@ -88,6 +88,7 @@ ACTS = {
     "augment.magnitude": ("augment.auto", {"rand"}),
     "data.root": ("data.name", {*DATASETS} - {"digits", "synthetic"}),
     "data.download": ("data.name", MEMORY - {"digits", "synthetic"}),
+    **dict.fromkeys(("data.fold", "data.fraction"), ("data.name", {*DATASETS} - {"synthetic"})),
     **dict.fromkeys(
         ("data.samples", "data.val_samples"), ("data.name", {"synthetic", "imagefolder", "shards"})
     ),
@@ -141,6 +142,8 @@ VALUES = {  # other than the default
     "data.samples": "10",
     "data.val_samples": "10",
     "data.val_fraction": "0.5",
+    "data.fold": "1/5",
+    "data.fraction": "0.5",
     "data.missing": "synthetic",
     "data.on_error": "skip",
     "data.check": "off",

@@ -115,6 +115,8 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
         images = f"{metrics['val_samples']:,} {kind} images of {data.name}"
         if skipped:
             images += f"; {skipped:,} more cannot be read"
+        if recipe.data.fold:
+            say(f"{path}: {data.holdout}")
         say(f"{path}: {split} {task.text(strip_prefix(metrics))} on {images}")
 
     def report_classes() -> None:

@@ -24,7 +24,7 @@ from trainer.data.sets import Datasets, ImageSet, TensorSet, TensorSpec
 from trainer.data.tensors import as_targets
 from trainer.data.transforms import build_transforms, check_transforms
 from trainer.errors import RecipeError, SetupError
-from trainer.recipe import AugmentRecipe, DataRecipe, Recipe, compare_recipes
+from trainer.recipe import AugmentRecipe, Recipe, compare_recipes
 from trainer.recipe.image_sizes import ImageSize, check_resize, sides, typed_size
 from trainer.recipe.known_names import DATASETS, OWN_PHOTOS, WITHOUT_FOLDER
 from trainer.recipe.recipe_files import format_argument
@@ -175,6 +175,11 @@ def _check_augmentation(recipe: Recipe, data: Datasets) -> None:
 def _open(recipe: Recipe, before: Before) -> Datasets:
     """Open the data set by its name, without checking its targets."""
     data = recipe.data
+    # A run with data.fold does not use the validation split that the data set brings along, so that
+    # split is a test split.
+    has_test = data.fold is not None or (data.name in OWN_PHOTOS and data.root is not None)
+    if before.test:
+        recipe = recipe.replace(data__fold=None)
     if data.labels is not None and data.name != "imagefolder":
         raise RecipeError(
             f"data.labels={data.labels} is a table of a folder's images: use data.name=imagefolder"
@@ -193,7 +198,7 @@ def _open(recipe: Recipe, before: Before) -> Datasets:
             )
         if not is_folder:
             raise SetupError(f"data.root={data.root} is {packed_or_remote(data.root) or NO_FOLDER}")
-    if before.test and (data.name not in OWN_PHOTOS or data.root is None):
+    if before.test and not has_test:
         raise RecipeError(
             f"split=test: data.name={data.name} has no test split in addition to its held-out one: "
             "remove split=test"
@@ -204,7 +209,7 @@ def _open(recipe: Recipe, before: Before) -> Datasets:
         source = PUBLISHED[data.name]
         train, val, classes = load_published(data)
         return build_in_memory(
-            data, train, val, classes, (source.mean, source.std), "torchvision's test images"
+            recipe, train, val, classes, (source.mean, source.std), "torchvision's test images"
         )
     if data.name in WITHOUT_FOLDER and data.root is not None:
         raise RecipeError(
@@ -213,7 +218,7 @@ def _open(recipe: Recipe, before: Before) -> Datasets:
             "recipe=finetune, or data.name=imagefolder"
         )
     if data.name == "digits":
-        return load_digits(data)
+        return load_digits(recipe)
     if data.name == "synthetic":
         return generate_synthetic(recipe, data.samples, 32, 10)
     if data.name in OWN_PHOTOS and data.root is None and data.missing == "synthetic":
@@ -231,7 +236,7 @@ def _open(recipe: Recipe, before: Before) -> Datasets:
     )
 
 
-def load_digits(data: DataRecipe) -> Datasets:
+def load_digits(recipe: Recipe) -> Datasets:
     """Load scikit-learn's 1,797 handwritten digits of 8 x 8 pixels.
 
     Every fifth image, starting with the first one, is in the validation set.
@@ -256,7 +261,7 @@ def load_digits(data: DataRecipe) -> Datasets:
     val = (images[in_val], labels[in_val])
     known_statistics = ((0.3053,), (0.3760,))
     return build_in_memory(
-        data,
+        recipe,
         train,
         val,
         name_by_number(10),

@@ -165,6 +165,10 @@ class EncodedPhotos(ABC):
         start = self._ends[index - 1] if index else 0
         return os.fsdecode(self._names[start : self._ends[index]])
 
+    def list_names(self) -> list[str]:
+        """Return the paths of all images below the root."""
+        return [*map(self.name, range(len(self)))]
+
     def where(self, index: int) -> str:
         """Return the path of an image."""
         return os.path.join(self.root, self.name(index))

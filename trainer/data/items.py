@@ -192,3 +192,14 @@ def find_stored_targets(part: Any) -> Tensor | None:
         if targets.dim() == 1 and len(targets):
             return targets
     return None
+
+
+def list_classes(part: Any) -> Tensor | None:
+    """Return the class index of each item if the data set has them as an attribute, else None."""
+    if isinstance(part, Subset):
+        targets = list_classes(part.dataset)
+        return None if targets is None else targets[as_tensor(part.indices)]
+    targets = find_stored_targets(part)
+    if targets is not None and len(targets) != len(part):
+        return None
+    return targets

@@ -3,7 +3,6 @@
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer import tasks
+from trainer.data.division import divide_tensors, keep_fraction
 from trainer.data.folders.photo_folders import (
     IMAGENET,
     Numbers,
@@ -25,6 +25,7 @@ from trainer.data.items import (
     Names,
     as_input,
     find_class_names,
+    list_classes,
     name_by_number,
     number_names,
     split_item,
@@ -33,7 +34,7 @@ from trainer.data.items import (
 )
 from trainer.data.photos.decoding import convert_channels, decode_item
 from trainer.data.photos.photo_reader import resize_and_center_crop
-from trainer.data.photos.pixel_range import Range, recipe_pixel_range
+from trainer.data.photos.pixel_range import recipe_pixel_range
 from trainer.data.sets import CLASS, Datasets, ImageSet, TensorSet, TensorSpec
 from trainer.errors import RecipeError
 from trainer.processes import pickling
@@ -109,7 +110,9 @@ def open_registered(recipe: Recipe) -> Datasets:
                 )
         classes = _choose_names(parts, pairs[0], names, recipe)
         if pairs[0][0].dtype != torch.uint8:
-            train, val = (TensorSet(to_float32(inputs), targets) for inputs, targets in pairs)
+            train_pair, val_pair, holdout = divide_tensors(recipe, pairs[0], pairs[1], SPLIT)
+            train = TensorSet(to_float32(train_pair[0]), train_pair[1])
+            val = TensorSet(to_float32(val_pair[0]), val_pair[1])
             spec = TensorSpec.of(train.inputs)
             val_spec = TensorSpec.of(val.inputs)
             if spec != val_spec:
@@ -117,7 +120,7 @@ def open_registered(recipe: Recipe) -> Datasets:
                     f"{where}: training inputs are {spec}, held-out inputs are {val_spec}: give "
                     "both the same shape and type"
                 )
-            return _build_tensor_datasets(data, train, val, classes, spec)
+            return _build_tensor_datasets(data, train, val, classes, spec, holdout=holdout)
         for images, _ in pairs:
             is_uint8 = images.dtype == torch.uint8 and images.dim() == 4
             if not is_uint8 or images.shape[1] not in (1, 3, data.channels):
@@ -125,15 +128,7 @@ def open_registered(recipe: Recipe) -> Datasets:
                     f"{where}: images must be uint8 (N, 1, 3 or data.channels, H, W), and other "
                     f"inputs of another type, found {images.dtype} {tuple(images.shape)}"
                 )
-        known_statistics = measure_statistics(pairs[0][0])
-        return build_in_memory(
-            data,
-            pairs[0],
-            pairs[1],
-            classes,
-            known_statistics,
-            SPLIT,
-        )
+        return build_in_memory(recipe, pairs[0], pairs[1], classes, None, SPLIT)
     if any(isinstance(part, tuple | list) and to_tensors(part) is not None for part in parts):
         raise RecipeError(f"{where}: train and val must both be pairs of tensors, or neither")
     for part, role in zip(parts, ROLES, strict=True):
@@ -198,11 +193,11 @@ def _normalize_names(names: Iterable[Any]) -> Names:
 
 
 def build_in_memory(
-    data: DataRecipe,
+    recipe: Recipe,
     train: Sequence[Tensor],
     val: Sequence[Tensor],
     classes: Names,
-    known_statistics: tuple[Numbers, Numbers],
+    known_statistics: tuple[Numbers, Numbers] | None,
     holdout: str,
 ) -> Datasets:
     """Build a data set of images in memory.
@@ -210,18 +205,20 @@ def build_in_memory(
     Images are resized so that they just cover the recipe's size, and cropped to it at the center.
 
     Args:
-        data: the recipe's `data` section.
+        recipe: the recipe.
         train: images (N, C, H, W) uint8 and targets (N, ...).
         val: images and targets for validation, in the form of `train`.
         classes: class names.
         known_statistics: (mean, std) of pixels in [0, 1], each with one number per channel of
-            `train`.
+            `train`; None to measure them over the images that train.
         holdout: a description of the validation split.
 
     Raises:
         RecipeError: the images are not square and the recipe has no size, or the images would be
             resized but have targets for each pixel.
     """
+    data = recipe.data
+    train, val, holdout = divide_tensors(recipe, train, val, holdout)
     channels = data.channels or train[0].shape[1]
     height, width = train[0].shape[-2:]
     if data.image_size is None and height != width:
@@ -247,6 +244,7 @@ def build_in_memory(
             images = resize_and_center_crop(images, size, size, data.interpolation)
         return ImageSet(images, targets)
 
+    known_statistics = known_statistics or measure_statistics(train[0])
     mean, std = (statistics(each, channels) for each in known_statistics)
     train_set = resize(train)
     val_set = resize(val)
@@ -297,10 +295,11 @@ def _build_item_datasets(
             f"{data.name}, {role}",
             Targets(kind, names, target),
             spec,
-            recipe_pixel_range(data),
+            data,
         )
         for part, role in zip(parts, ROLES, strict=True)
     )
+    train.rows = _choose_items(recipe, parts[0], kind)
     if spec:
         return _build_tensor_datasets(data, train, val, names, spec, target)
     channels, size, notes = image_shape(recipe, shapes)
@@ -324,7 +323,33 @@ def _build_item_datasets(
     )
 
 
-@dataclass(eq=False)
+def _choose_items(recipe: Recipe, items: Any, kind: type[Task]) -> Sequence[int]:
+    """Return the indices of the items that train, with data.fraction.
+
+    Raises:
+        RecipeError: data.fold is set, or data.fraction and the classes of the items are not known.
+    """
+    data = recipe.data
+    if data.fold:
+        raise RecipeError(
+            f"data.fold={data.fold} holds out training images as they are, and the items of "
+            f"data.name={data.name} may be varied by its own code: return tensors, or divide the "
+            "items in its function"
+        )
+    if data.fraction == 1:
+        return range(len(items))
+    targets = list_classes(items)
+    if kind.reads != "class":
+        targets = torch.zeros(len(items))
+    if targets is None:
+        raise RecipeError(
+            f"data.fraction={data.fraction} keeps the share of each class, but data.name="
+            f"{data.name} does not say its classes unless all images are read: give its training "
+            "set the attribute `targets`, or return a torch.utils.data.Subset of it"
+        )
+    return [*map(int, keep_fraction(recipe, targets))]
+
+
 class UserItems:
     """A user's map-style data set as a `PhotoSource`.
 
@@ -334,15 +359,25 @@ class UserItems:
         targets: task, names and shape of the targets.
         spec: shape and type of inputs that are not images, else None.
         pixel_range: the recipe's data.pixel_range.
+        rows: index in `items` of each sample.
         by_value: whether to pickle classes by value, because other processes cannot import them.
     """
 
-    items: Any
-    name: str
-    targets: Targets
-    spec: TensorSpec | None
-    pixel_range: Range | None = None
-    by_value: bool = False
+    def __init__(
+        self,
+        items: Any,
+        name: str,
+        targets: Targets,
+        spec: TensorSpec | None,
+        data: DataRecipe,
+    ) -> None:
+        self.items = items
+        self.name = name
+        self.targets = targets
+        self.spec = spec
+        self.pixel_range = recipe_pixel_range(data)
+        self.rows: Sequence[int] = range(len(items))
+        self.by_value = False
 
     def __getstate__(self) -> dict[str, Any]:
         if self.by_value or pickling.has_unimportable_main():
@@ -356,15 +391,15 @@ class UserItems:
         vars(self).update(state)
 
     def __len__(self) -> int:
-        return len(self.items)
+        return len(self.rows)
 
     def where(self, index: int) -> str:
         """Return the name of an item for messages."""
-        return f"{self.name}: item {index}"
+        return f"{self.name}: item {self.rows[index]}"
 
     def read(self, index: int, channels: int) -> tuple[Tensor, Tensor | int]:
         """Return input and target of an item, as `PhotoSource.read` does."""
-        item, label = split_item(self.items[index])
+        item, label = split_item(self.items[self.rows[index]])
         item = as_input(item)
         target = self.targets.checked(label)
         if self.spec is None:
@@ -420,6 +455,7 @@ def _build_tensor_datasets(
     names: Names,
     spec: TensorSpec,
     target: TensorSpec = CLASS,
+    holdout: str = SPLIT,
 ) -> Datasets:
     """Build a data set whose inputs are not images."""
     return Datasets(
@@ -431,7 +467,7 @@ def _build_tensor_datasets(
         image_size=spec.shape[-1] if spec.shape else 1,
         mean=(),
         std=(),
-        holdout=SPLIT,
+        holdout=holdout,
         targets=target,
         plain=spec,
     )

@@ -14,6 +14,8 @@ LARGEST_SIDE = 2**14
 MOST_CHANNELS = 64
 # Seconds of each unit of a duration.
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+# Regular expression of data.fold.
+FOLD = r"([1-9]\d{0,5})/([1-9]\d{0,5})"
 # Regular expression of a device's name.
 DEVICE = r"cpu|cuda(:\d{1,3})?"
 
@@ -212,6 +214,13 @@ def _check_argument(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value} must be a finite number")
 
 
+def _fold(value: Any) -> Any:
+    match = re.fullmatch(FOLD, str(value))
+    if value is None or (match and int(match[1]) <= int(match[2]) > 1):
+        return value
+    raise ValueError("must be a fold and the number of folds, from 1/2 to 5/5, as in 1/5")
+
+
 def _columns(value: Any) -> Any:
     names = _names(value)
     if not names:
@@ -243,6 +252,7 @@ Workers = Annotated[int, Field(ge=0, le=256)]
 Name = Annotated[str, WithJsonSchema({"type": ["string", "integer"], "minLength": 1})]
 Names = Annotated[list[Name], Field(min_length=1)]
 Columns = Annotated[_OneName | Names, BeforeValidator(_columns)]
+Fold = Annotated[str | None, BeforeValidator(_fold)]
 Metrics = Annotated[Annotated[list[_OneName], Field(min_length=1)], BeforeValidator(_metrics)]
 Cache = Annotated[Literal["off", "disk"], BeforeValidator(_cache)]
 # YAML 1.1 reads `off` as False, so the validator converts False back.

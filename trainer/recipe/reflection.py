@@ -2,17 +2,21 @@
 
 import functools
 import math
+import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from trainer.errors import RecipeError
+from trainer.recipe.field_types import FOLD
 from trainer.recipe.mode_table import MODES, TRAITS
 from trainer.recipe.schema import TABLES, Recipe, is_read, key_fields, readers
 from trainer.recipe.text import flatten, format_yaml
 
 # Rows (keys, other key, values): the keys have no effect in training if the other key has one of
-# the values. A plugin's data set may read any key, so its name is never among the values.
+# the values, which are regular expressions. A plugin's data set may read any key, so its name is
+# never among the values.
 _IDLE_WITH = (
     ("augment.crop_padding", "augment.crop", "none resized"),
     ("augment.crop_scale", "augment.crop", "none pad"),
@@ -27,6 +31,8 @@ _IDLE_WITH = (
         "data.name",
         "digits mnist fashion_mnist cifar10 cifar100 synthetic",
     ),
+    ("data.fold data.fraction", "data.name", "synthetic"),
+    ("data.val_fraction", "data.fold", FOLD),
     ("data.cache_format data.cache_size data.cache_dir", "data.cache", "off"),
     (
         "pipeline.schedule pipeline.virtual_stages pipeline.microbatches pipeline.split_size",
@@ -34,13 +40,14 @@ _IDLE_WITH = (
         " ".join(mode for mode, traits in TRAITS.items() if not traits.micro_batches),
     ),
 )
-# Key or section -> the other key, and the values with which the key or section has no effect.
-IDLE: dict[str, tuple[str, list[str]]] = {}
+# Key or section -> each other key, and the values with which the key or section has no effect.
+IDLE: dict[str, dict[str, list[str]]] = defaultdict(dict)
 for _keys, _chooser, _values in _IDLE_WITH:
-    IDLE |= dict.fromkeys(_keys.split(), (_chooser, _values.split()))
+    for _key in _keys.split():
+        IDLE[_key][_chooser] = _values.split()
 for _traits in TRAITS.values():
     for _section in _traits.sections:
-        IDLE[_section] = ("mode", [mode for mode in MODES if _section not in TRAITS[mode].sections])
+        IDLE[_section]["mode"] = [mode for mode in MODES if _section not in TRAITS[mode].sections]
 # Keys and sections that may differ when a run is resumed. They determine where and in which parts a
 # step is computed, when the run ends, what it writes and how long it waits.
 FREE_ON_RESUME = {
@@ -156,10 +163,11 @@ def find_idle(values: Mapping[str, Any], keys: Iterable[str]) -> Iterator[tuple[
     changed = [key for key in keys if key in values and values[key] != defaults()[key]]
     yield from find_unread(values, changed)
     for key in changed:
-        section = key.partition(".")[0]
-        chooser, without_effect = IDLE.get(key) or IDLE.get(section, ("mode", []))
-        if str(values[chooser]) in without_effect:
-            yield key, chooser
+        choosers = IDLE.get(key) or IDLE.get(key.partition(".")[0], {})
+        for chooser, without_effect in choosers.items():
+            if re.fullmatch("|".join(without_effect), str(values[chooser])):
+                yield key, chooser
+                break
 
 
 def check_read(recipe: Recipe, keys: Iterable[str]) -> None:

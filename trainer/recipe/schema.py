@@ -23,6 +23,7 @@ from trainer.recipe.field_types import (
     Deviations,
     Devices,
     Duration,
+    Fold,
     Fractions,
     Freeze,
     Interpolation,
@@ -204,6 +205,14 @@ class DataRecipe(_Section):
     )
     val_fraction: float = key(
         0.2, "share of each class to hold out if the photos have no val folder", gt=0, lt=1
+    )
+    fold: Fold = key(
+        None,
+        "hold out this fold of the training images instead, as in 1/5: cross-validation",
+        "1/5",
+    )
+    fraction: float = key(
+        1.0, "share of each class to train on; what is held out stays whole", 0.1, gt=0, le=1
     )
     image_size: PixelSize | None = key(
         None, "pixels per side, or [height,width]; null: the data set's own, 224 for photos", 128

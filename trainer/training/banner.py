@@ -139,8 +139,12 @@ def build_banner(
     }
     if note := precision.describe_precision(recipe.precision, world.device):
         lines["precision"] = note
+    drawn = ""
+    if recipe.data.fraction < 1 and not data.synthetic:
+        drawn = f" (data.fraction={recipe.data.fraction:g})"
     lines["data"] = (
-        f"{data.name}: {len(data.train):,} training images, {len(data.val):,} held out, {outputs}"
+        f"{data.name}: {len(data.train):,} training images{drawn}, {len(data.val):,} held out, "
+        f"{outputs}"
     )
     lines["held out"] = data.holdout
     if resolved.teacher:

@@ -59,6 +59,8 @@ TRAINING = {
     "ema",
     "stop",
     "save",
+    "data.fold",
+    "data.fraction",
     "data.train_size",
 }
 # Values that replace the devices and the mode of training, so that commands run on any machine.
@@ -301,8 +303,11 @@ class Trained:
             CheckpointError: The data has other classes than the model.
         """
         is_elsewhere = recipe.data.root != self.own.data.root
-        # All images are prepared as for evaluation.
-        recipe = recipe.replace(data__train_size=None)
+        # All images are prepared as for evaluation. Another seed would draw another fold, with
+        # images that the run trained on.
+        recipe = recipe.replace(data__train_size=None, seed=self.own.seed)
+        if recipe.data.name != self.own.data.name:
+            recipe = recipe.replace(data__fold=None)
         data = open_datasets(recipe, Before(part_of(self.path, "val"), is_elsewhere, test))
         classes = tuple(map(class_name, self.facts.classes or data.classes))
         if classes != data.classes:

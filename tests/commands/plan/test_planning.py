@@ -13,6 +13,7 @@ from trainer import load_recipe, plan
 from trainer.__main__ import answer
 from trainer.commands.plan import summary
 from trainer.commands.plan.planned_layout import lay_out
+from trainer.data import open_datasets
 from trainer.errors import RecipeError
 from trainer.processes import resources
 from trainer.recipe import MODES, TRAITS
@@ -120,6 +121,18 @@ def test_steps():
     assert planned["steps"] == {"per_epoch": 390, "epochs": 16, "total": 6240}
     assert plan(load_recipe("mnist_local_sgd"), nproc=4)["data"]["train_samples"] == 60_000
     assert plan(load_recipe("digits"), nproc=2)["data"]["train_samples"] == 1437
+
+
+def test_images_of_a_fold_and_a_fraction():
+    """cifar10 has 5,000 images of each class, of which a fold holds out 1,666 or 1,667."""
+    for fold, held_out in (("1/3", 16_667), ("3/3", 16_666)):
+        data = plan(load_recipe("cifar10", f"data.fold={fold}", "data.fraction=0.1"))["data"]
+        assert data["val_samples"] == held_out
+        assert data["train_samples"] == pytest.approx(3333, abs=1)
+    recipe = load_recipe("digits", "data.fold=1/3", "data.fraction=0.1")
+    actual = open_datasets(recipe)
+    data = plan(recipe)["data"]
+    assert (data["train_samples"], data["val_samples"]) == (len(actual.train), len(actual.val))
 
 
 def test_averaging_is_spread_over_its_steps():

@@ -10,6 +10,7 @@ import shlex
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.checks import odd
@@ -17,7 +18,7 @@ from tests.command_line import BARE, ok, result, suggested_commands
 from trainer.commands import sweep
 from trainer.commands.compare.ranking import NO_DIFFERENCE
 from trainer.commands.sweep.results import TrialFigures
-from trainer.errors import FolderInUseError
+from trainer.errors import FolderInUseError, RecipeError
 from trainer.launch import launching
 from trainer.recipe import load
 from trainer.tasks.classification import Classification
@@ -101,6 +102,50 @@ def test_repeats_have_a_seed_each_and_say_what_chance_does(machine):
 def noise(words):
     """The best and the next scatter more than they differ."""
     return 0.004 * (int(words["seed"]) * (1 + (words["optimizer.lr"] == "1")) % 3)
+
+
+def test_folds_are_runs_of_each_combination(machine, capsys):
+    """The table has the mean over the folds, and the standard deviation of a sample."""
+    scores = {"0.01": [0.5, 0.6, 0.4], "0.1": [0.9, 0.8, 0.85]}
+
+    def score(words):
+        return scores[words["optimizer.lr"]][int(words["data.fold"][0]) - 1]
+
+    machine.score = score
+    report = swept("optimizer.lr=[0.01,0.1]", "data.fold=[1/3,2/3,3/3]")
+    assert machine.ran == [
+        f"{trial:03d}-optimizer.lr={rate}-data.fold={fold}-3"
+        for fold in (1, 2, 3)
+        for trial, rate in ((1, "0.01"), (2, "0.1"))
+    ]
+    assert [row["trial"] for row in report["trials"]] == [2, 1]
+    for row in report["trials"]:
+        expected = scores[row["values"]["optimizer.lr"]]
+        assert row["runs"] == dict(zip(("1/3", "2/3", "3/3"), expected, strict=True))
+        assert row["value"] == pytest.approx(np.mean(expected))
+        assert row["std"] == pytest.approx(np.std(expected, ddof=1))
+        assert row["compared"] is None, "folds share images, so nothing is claimed"
+    assert (report["keys"], report["folds"]) == (["optimizer.lr"], ["1/3", "2/3", "3/3"])
+    assert "85.00% +- 5.00" in capsys.readouterr().out
+    assert "85.00% +- 5.00" in Path("runs/sweep-digits/sweep.md").read_text()
+    assert not any(word.startswith("data.fold") for word in report["best"])
+    machine.ran.clear()
+    swept("optimizer.lr=[0.01,0.1]", "data.fold=[1/3,2/3,3/3]")
+    assert not machine.ran
+    report = swept("optimizer.lr=[0.01,0.1]", "data.fold=[1/3,2/3,3/3]", "repeats=2")
+    assert len(machine.ran) == 6 and len(report["trials"][0]["runs"]) == 6
+
+
+def test_folds_alone_are_one_trial(machine):
+    machine.score = lambda words: 0.5 + int(words["data.fold"][0]) / 10
+    (row,) = (report := swept("data.fold=[1/2,2/2]", "output=out"))["trials"]
+    assert (row["value"], report["keys"]) == (pytest.approx(0.65), [])
+    assert row["std"] == pytest.approx(0.1 / 2**0.5)
+    with pytest.raises(FolderInUseError, match="other swept"):
+        swept("data.fold=[1/3,2/3]", "output=out")
+    for folds, says in (("[1/2,1/3]", r"\[1/3,2/3,3/3\]"), ("[1/2,3/2]", "3/2"), ("[1/2]", "one")):
+        with pytest.raises(RecipeError, match=says):
+            swept(f"data.fold={folds}", "output=other")
 
 
 def test_a_metric_may_be_minimized(machine, monkeypatch):

@@ -115,8 +115,16 @@ def _find_facts(recipe: Recipe) -> DatasetFacts:
     image_size = typed_size(data.image_size)
     if data.name in PUBLISHED:
         train, val, classes, channels, size = PUBLISHED[data.name]
+        note = "as published"
+        if data.fold:
+            number, count = map(int, data.fold.split("/"))
+            val = len(range(number - 1, train, count))
+            train -= val
+        if data.fraction < 1:
+            train = round(train * data.fraction)
+            note += f", about {data.fraction:g} of each class"
         return DatasetFacts(
-            train, val, classes, data.channels or channels, image_size or size, "as published"
+            train, val, classes, data.channels or channels, image_size or size, note
         )
     if data.name == "synthetic":
         classes = model_classes or 10

@@ -18,7 +18,7 @@ from trainer import tasks
 from trainer.commands.runs.run_status import as_finite_number
 from trainer.commands.sweep import results
 from trainer.commands.sweep.results import Metric, TrialFigures
-from trainer.commands.sweep.space import OWN_WORDS, SearchSpace
+from trainer.commands.sweep.space import OWN_WORDS, SearchSpace, TrialSample
 from trainer.commands.trials import engine
 from trainer.commands.trials.engine import AGAIN, TrialFailed, TrialOutcome, TrialRun
 from trainer.commands.trials.report import TrialsProgress, report_files
@@ -135,12 +135,13 @@ class Sweeping:
         self.trials = [TrialFigures(number, values) for number, values in enumerate(choices, 1)]
         # Number of validation images of each run that has ended; 0 if result.json does not say it.
         self.images: list[int] = []
-        self.progress = TrialsProgress(space.count() * space.repeats)
+        self.samples = space.samples()
+        self.progress = TrialsProgress(space.count() * len(self.samples))
 
     def run(self) -> Json:
         """Run all trials, print the table and the best command, and return the report."""
         space = self.space
-        dimensions = ", ".join(map(str, space.dimensions))
+        dimensions = ", ".join(space.swept.values())
         if space.trials is not None:
             dimensions += ", sampled by Optuna"
         say(f"sweeping {space.base.name}: {format_count(space.count(), 'trial')}, {dimensions}")
@@ -162,27 +163,25 @@ class Sweeping:
             figure = (
                 f"{self.metric.name} {self.metric.text(best['value'])}, in {best['folders'][0]}"
             )
-            say(f"  best     trial {best['trial']}, {figure}; to train it again:")
+            again = "without a fold" if space.folds else "again"
+            say(f"  best     trial {best['trial']}, {figure}; to train it {again}:")
             say(shlex.join(report["best"]))
         return report
 
     def _trials(self) -> Iterator[TrialRun]:
         """Yield the runs in order, without those of a trial that has failed."""
         speed = self.space.speed
-        for row, repeat in self._in_order():
-            seed = self.space.base.seed + repeat
+        for row, sample in self._in_order():
             if row.error is None:
-                words = self.space.typed(row.values)
-                name = row.name(None)
-                if repeat:
-                    words.append(f"seed={seed}")
-                    name = row.name(seed)
+                words = [*self.space.typed(row.values), *sample.words]
                 if speed:
                     words.append("save.every_epochs=null")
-                yield TrialRun(name, words, read=self._read, resumes=not speed, key=(row, seed))
+                name = row.name(sample.words)
+                key = (row, sample)
+                yield TrialRun(name, words, read=self._read, resumes=not speed, key=key)
 
-    def _in_order(self) -> Iterator[tuple[TrialFigures, int]]:
-        """Yield (trial, index) for each run, where `index` is the number of the seed from 0.
+    def _in_order(self) -> Iterator[tuple[TrialFigures, TrialSample]]:
+        """Yield the trial of each run, and its seed and fold.
 
         All combinations of lists run with the first seed, then all with the next one, so that a
         sweep that is stopped early has compared as many combinations as possible. A sampled trial
@@ -190,7 +189,9 @@ class Sweeping:
         """
         space = self.space
         if space.trials is None:
-            yield from ((row, repeat) for repeat in range(space.repeats) for row in self.trials)
+            for sample in self.samples:
+                for row in self.trials:
+                    yield row, sample
             return
         for position in range(max(space.trials, len(self.trials))):
             if position == len(self.trials):
@@ -204,7 +205,8 @@ class Sweeping:
                 self.trials.append(TrialFigures(position + 1, values))
                 # The sample is stored before it runs, so that a resumed sweep runs it again.
                 self._write("running")
-            yield from ((self.trials[position], repeat) for repeat in range(space.repeats))
+            for sample in self.samples:
+                yield self.trials[position], sample
 
     def _read(self, path: Path, result: Json) -> float:
         if self.space.speed:
@@ -225,16 +227,14 @@ class Sweeping:
 
     def _note(self, trial: TrialRun, outcome: TrialOutcome) -> None:
         """Record the end of a run, now or in an earlier attempt of the sweep."""
-        row, seed = trial.key
+        row, sample = trial.key
         path = self.engine.path(trial)
         result = read_json_or_empty(path / "result.json")
         data = result.get("data") or {}
         self.images.append(int(as_finite_number(data.get("val_samples")) or 0))
         seconds = as_finite_number(result.get("seconds")) or 0.0
-        row.add(seed, outcome, seconds, path, self.space.repeats)
-        words = [*row.words]
-        if self.space.repeats > 1:
-            words.append(f"seed={seed}")
+        row.add(sample.label, outcome, seconds, path, len(self.samples))
+        words = [*row.words, *sample.words]
         figure = f"{self.metric.name} {self.metric.text(outcome.value)}"
         self.progress.tell(" ".join(words), outcome, figure)
         if outcome.seconds is not None:
@@ -246,7 +246,8 @@ class Sweeping:
         The keys of sweep.json never change, because scripts read them.
         """
         space = self.space
-        rows = results.tabulate(self.trials, self.metric, min(self.images, default=0))
+        folds = len(space.folds)
+        rows = results.tabulate(self.trials, self.metric, min(self.images, default=0), folds)
         report = {
             "recipe": space.base.name,
             "status": status,
@@ -254,9 +255,10 @@ class Sweeping:
             "asked": space.asked(),
             "keys": [part.key for part in space.dimensions],
             "repeats": space.repeats,
+            "folds": space.folds,
             "metric": self.metric.name,
             "trials": [asdict(row) for row in rows],
-            "conclusion": results.draw_conclusion(rows, space.repeats, self.metric),
+            "conclusion": results.draw_conclusion(rows, space.repeats, self.metric, folds),
             "best": None,
             "seconds": time.monotonic() - self.start_time,
             "versions": list_versions(),
@@ -275,7 +277,7 @@ def choose_metric(space: SearchSpace) -> Metric:
     kind = tasks.find_task_class(space.base)
     name = space.base.data.name
     images = "held-out images"
-    if name in PUBLISHED:
+    if name in PUBLISHED and not space.folds and space.base.data.fold is None:
         images = f"torchvision's test images, for {name} has no validation images apart from them"
     metric, larger_is_better = kind.choose_best_metric(space.base)
     about = f"{metric} is that of each run's best epoch, on {images}"

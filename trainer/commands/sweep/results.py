@@ -57,7 +57,7 @@ class TrialFigures:
         status: Element of `ORDER`.
         value: Mean of the metric over the runs; None if `runs` is empty.
         std: Standard deviation of the metric over the runs; None for fewer than two runs.
-        runs: Metric of each run by its seed; empty for a failed trial.
+        runs: Metric of each run by its seed, or by its fold and seed; empty for a failed trial.
         seconds: Training time of all runs together in seconds.
         compared: "worse" if the trial is shown to be worse than the best one, or the text that no
             difference is shown; None for the best trial, and if the two were not compared.
@@ -71,7 +71,7 @@ class TrialFigures:
     status: str = "not done"
     value: float | None = None
     std: float | None = None
-    runs: dict[int, float] = field(default_factory=dict)
+    runs: dict[int | str, float] = field(default_factory=dict)
     seconds: float = 0.0
     compared: str | None = None
     error: str | None = None
@@ -82,22 +82,24 @@ class TrialFigures:
     def words(self) -> list[str]:
         return [f"{key}={value}" for key, value in self.values.items()]
 
-    def name(self, seed: int | None) -> str:
-        """Return the name of a run's folder; `seed` is None for the recipe's own seed."""
-        words = self.words
-        if seed is not None:
-            words.append(f"seed={seed}")
-        text = re.sub(r"[^A-Za-z0-9_.=+]+", "-", "-".join(words))
-        return f"{self.trial:03d}-" + text[:WIDEST].strip("-")
+    def name(self, words: Sequence[str]) -> str:
+        """Return the name of a run's folder; `words` are the arguments of this run alone."""
+        name = f"{self.trial:03d}"
+        # Only the values may be cut, because the arguments of the run tell the folders apart.
+        for text in ("-".join(self.words), *words):
+            if text:
+                cleaned = re.sub(r"[^A-Za-z0-9_.=+]+", "-", text)
+                name += "-" + cleaned[:WIDEST].strip("-")
+        return name
 
     def add(
-        self, seed: int, outcome: TrialOutcome, seconds: float, folder: Path, repeats: int
+        self, label: int | str, outcome: TrialOutcome, seconds: float, folder: Path, repeats: int
     ) -> None:
-        """Add the outcome of one of `repeats` runs."""
+        """Add the outcome of one of `repeats` runs, which `label` names in `runs`."""
         self.seconds += seconds
         self.folders.append(str(folder))
         if outcome.error is None:
-            self.runs[seed] = outcome.value
+            self.runs[label] = outcome.value
         elif self.error is None:
             self.error = str(outcome.error)
             self.exit_code = outcome.error.code
@@ -113,8 +115,13 @@ class TrialFigures:
         self.std = stdev(values) if len(values) > 1 else None
 
 
-def tabulate(trials: Sequence[TrialFigures], metric: Metric, images: int) -> list[TrialFigures]:
+def tabulate(
+    trials: Sequence[TrialFigures], metric: Metric, images: int, folds: int = 0
+) -> list[TrialFigures]:
     """Rank the trials, and compare each one with the best.
+
+    Runs of different folds share training images. They are not independent, as the tests assume
+    (Dietterich, Neural Computation 10 (1998), p. 1895), so trials with folds are not compared.
 
     With few validation images, runs with different seeds often have exactly the same accuracy.
     Their standard deviation of 0 would mean that the accuracy does not depend on chance. So the
@@ -129,6 +136,7 @@ def tabulate(trials: Sequence[TrialFigures], metric: Metric, images: int) -> lis
         trials: Trials in any order.
         metric: Metric of the sweep.
         images: Smallest number of validation images of a run.
+        folds: Number of folds of each trial.
 
     Returns:
         The trials that are done, best first, then those not done, then the failed ones.
@@ -141,7 +149,7 @@ def tabulate(trials: Sequence[TrialFigures], metric: Metric, images: int) -> lis
 
     rows = sorted(trials, key=rank)
     finished = {str(row.trial): row.runs for row in rows if row.status == "done"}
-    if len(finished) < 2 or len(rows[0].runs) < 2:
+    if folds or len(finished) < 2 or len(rows[0].runs) < 2:
         return rows
     best, *others = finished
     candidates = [(best, other) for other in others]
@@ -164,16 +172,20 @@ def tabulate(trials: Sequence[TrialFigures], metric: Metric, images: int) -> lis
     return [replace(row, compared=verdicts.get(row.trial)) for row in rows]
 
 
-def draw_conclusion(rows: Sequence[TrialFigures], repeats: int, metric: Metric) -> list[str]:
+def draw_conclusion(
+    rows: Sequence[TrialFigures], repeats: int, metric: Metric, folds: int = 0
+) -> list[str]:
     """Return sentences that say what the results show."""
     finished = [row for row in rows if row.status == "done"]
     sentences = [metric.about] if finished else []
-    if finished and metric.name != SPEED:
+    if finished and len(rows) > 1 and metric.name != SPEED:
         sentences.append(
             f"the best of {readable.format_count(len(finished), 'trial')} was chosen by this "
             "figure, which is therefore optimistic: images that no trial has seen tell more"
         )
-    if len(finished) > 1 and repeats == 1:
+    if len(finished) > 1 and folds:
+        sentences.append("differences are not tested: runs of different folds share images")
+    elif len(finished) > 1 and repeats == 1:
         sentences.append(f"{NO_DIFFERENCE}: that takes several seeds, type repeats=3")
     elif len(finished) > 1:
         worse = sum(row.compared == "worse" for row in finished)
@@ -211,14 +223,24 @@ def write_tables(folder: Path, report: Json, metric: Metric) -> None:
     reports.write_tables(folder, "sweep", report, page, rows)
 
 
+def describe_runs(report: Json) -> str:
+    """Describe the runs of each trial, as in "5 folds x 3 seeds"; empty for a single run."""
+    counts = []
+    if report["folds"]:
+        counts.append(f"{len(report['folds'])} folds")
+    if report["repeats"] > 1:
+        counts.append(f"{report['repeats']} seeds")
+    return " x ".join(counts)
+
+
 def build_cells(report: Json, metric: Metric) -> list[list[str]]:
     """Return the cells of the table as text, the header row first."""
     compared = ""
     if any(row["compared"] for row in report["trials"]):
         compared = "compared"
     figure = metric.name
-    if report["repeats"] > 1:
-        figure += f" +- std of {report['repeats']} seeds"
+    if runs := describe_runs(report):
+        figure += f" +- std of {runs}"
     table = [["trial", *report["keys"], figure, compared, "time", "note"]]
     for row in report["trials"]:
         value = metric.text(row["value"])
@@ -244,22 +266,22 @@ def as_text(report: Json, metric: Metric) -> str:
 
 
 def draw(folder: Path, report: Json, dimensions: Sequence[Dimension]) -> list[Path]:
-    """Draw sweep.png if any trial is finished, and return its path.
+    """Draw sweep.png if any trial is finished and any key but data.fold varies; return its path.
 
     There is a panel for each key with the metric of all trials, and a ring marks the best trial.
     The values of a list are evenly spaced, in the order of the list. The values of a range are on a
     linear or logarithmic scale.
     """
     finished = [row for row in report["trials"] if row["status"] == "done"]
-    if not finished:
-        return []
     count = len(dimensions)
+    if not finished or not count:
+        return []
     scale = 100.0 if is_fraction(report["metric"]) else 1.0
-    repeats = report["repeats"]
+    runs = describe_runs(report)
     figure, panels = plots.create_figure(max(8.0, 3.6 * count), 4.4, count)
     y = [scale * (row["value"] or 0.0) for row in finished]
     std = None
-    if repeats > 1:
+    if runs:
         std = [scale * (row["std"] or 0.0) for row in finished]
     for axes, part in zip(panels, dimensions, strict=True):
         values = [row["values"][part.key] for row in finished]
@@ -290,8 +312,8 @@ def draw(folder: Path, report: Json, dimensions: Sequence[Dimension]) -> list[Pa
         label += ", %"
     panels[0].set_ylabel(label)
     title = f"{report['recipe']}: {len(finished)} of {len(report['trials'])} trials"
-    if repeats > 1:
-        title += f"; mean and standard deviation of {repeats} seeds"
+    if runs:
+        title += f"; mean and standard deviation of {runs}"
     figure.suptitle(title, color=plots.INK, fontsize=11)
     plots.save_picture(figure, folder / "sweep.png")
     return [folder / "sweep.png"]

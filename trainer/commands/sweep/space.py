@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -44,6 +44,18 @@ FIXED = {
     "task.metric": "it ranks the trials: write one metric, as in task.metric=f1_macro",
     "threads": "they change no result: write one number, or leave it out",
 }
+
+
+class TrialSample(NamedTuple):
+    """One of the runs of a trial, which differ in seed and in fold.
+
+    Attributes:
+        label: Name of the run in sweep.json: its seed, with its fold if there are folds.
+        words: Arguments that only this run has.
+    """
+
+    label: int | str
+    words: list[str]
 
 
 @dataclass(frozen=True)
@@ -172,7 +184,8 @@ class SearchSpace:
 
     Attributes:
         words: Overrides of every trial.
-        dimensions: Keys that vary.
+        dimensions: Keys that vary, except data.fold.
+        folds: Values of data.fold. Every trial runs with each of them.
         base: Recipe without the values of the dimensions.
         trials: Number of trials to sample; None if every combination is tried.
     """
@@ -210,6 +223,8 @@ class SearchSpace:
         self.speed = speed
         self.words: list[str] = []
         self.dimensions: list[Dimension] = []
+        self.folds: tuple[str, ...] = ()
+        swept = []
         keys = []
         for word in words:
             key, _, text = word.partition("=")
@@ -217,10 +232,15 @@ class SearchSpace:
             part = parse_dimension(key, text)
             if part is None:
                 self.words.append(word)
+                continue
+            swept.append(part)
+            if key == "data.fold":
+                self.folds = part.values
             else:
                 self.dimensions.append(part)
+        self.swept = {part.key: str(part) for part in swept}
         self.base = recipes.load(source, *self.words)
-        _check_dimensions(self.dimensions, keys, repeats, trials)
+        _check_dimensions(swept, keys, repeats, trials)
         is_sampled = any(part.ends for part in self.dimensions)
         self.trials = (trials or SAMPLED) if is_sampled else None
         is_chosen = nproc is not None or "mode" in keys
@@ -230,12 +250,19 @@ class SearchSpace:
             self.words.append("mode=single")
             self.base = recipes.load(source, *self.words)
         launching.load_plugin(plugin)
+        first = {part.key: part.values[0] for part in self.dimensions}
+        for fold in self.folds:
+            self._check({**first, "data.fold": fold})
+        if len({fold.partition("/")[2] for fold in self.folds}) > 1:
+            raise RecipeError(
+                f"{self.swept['data.fold']}: these belong to different divisions, so they overlap: "
+                "type folds of the same number, as in data.fold=[1/3,2/3,3/3]"
+            )
         if not is_sampled:
             for values in self.combinations():
                 self._check(values)
             return
         # Samples are drawn later, so each end is checked with the first value of every other key.
-        first = {part.key: part.values[0] for part in self.dimensions}
         for part in self.dimensions:
             for value in part.values:
                 self._check({**first, part.key: value})
@@ -245,6 +272,19 @@ class SearchSpace:
         keys = [part.key for part in self.dimensions]
         lists = itertools.product(*(part.values for part in self.dimensions))
         return [dict(zip(keys, values, strict=True)) for values in lists]
+
+    def samples(self) -> list[TrialSample]:
+        """Return the runs of each trial: all folds with the first seed, then with the next one."""
+        runs = []
+        for repeat in range(self.repeats):
+            seed = self.base.seed + repeat
+            words = [f"seed={seed}"] if repeat else []
+            if not self.folds:
+                runs.append(TrialSample(seed, words))
+            for fold in self.folds:
+                label = f"{fold} seed={seed}" if self.repeats > 1 else fold
+                runs.append(TrialSample(label, [f"data.fold={fold}", *words]))
+        return runs
 
     def sampled(
         self, ended: Sequence[tuple[Mapping[str, str], float | None]], larger: bool
@@ -330,7 +370,7 @@ class SearchSpace:
         The arguments trials=, repeats=, output= and resume= are left out, because they may differ.
         """
         kept = {
-            "swept": {part.key: str(part) for part in self.dimensions},
+            "swept": self.swept,
             "nproc": self.nproc,
             "plugin": self.plugin,
             "settings": self.base.replace(output=None, resume=None).model_dump(mode="json"),
@@ -349,7 +389,7 @@ class SearchSpace:
             RecipeError: The launch spans several nodes, or there are no such devices.
         """
         recipe = self.base
-        runs = 1 if self.speed else self.count() * self.repeats
+        runs = 1 if self.speed else self.count() * len(self.samples())
         launch = self._launch(recipe)
         if launch is not None and launch.nnodes > 1:
             raise RecipeError(

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean, stdev
+from typing import Any
 
 # Distribution function and quantiles of Student's t.
 from scipy.special import stdtr, stdtrit
@@ -27,8 +28,8 @@ LOOKS = (5, 10, 15)
 # still includes a difference of more than this fraction.
 HIDDEN = 0.1
 
-# Speed of each finished repeat, by its number.
-Runs = Mapping[int, float]
+# Speed of each finished repeat, by its number or name.
+Runs = Mapping[Any, float]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ validation images. The same seed always draws the same images.
 """
 
 import csv
-import hashlib
 import io
 import os
 import unicodedata
@@ -18,10 +17,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from trainer.data.division import describe_fold, draw, draw_fold
 from trainer.data.folders.scanning import LOOSE, LeftOut, images_below, listed
 from trainer.data.sampling import Array
 from trainer.errors import SetupError
 from trainer.processes.rank import is_restart
+from trainer.recipe import Recipe
 from trainer.recipe.text import list_some
 from trainer.saving.files import escape_non_utf8, open_regular
 from trainer.saving.run_folder import RunFolder
@@ -275,39 +276,13 @@ class Before(NamedTuple):
 NOTHING_BEFORE = Before()
 
 
-def draw(names: Sequence[str], labels: Array, fraction: float, seed: int) -> Array:
-    """Draw the validation images of a data set.
-
-    Whether an image is drawn depends only on the names of the images of its class, `fraction` and
-    `seed`, not on the order of files or on other classes. Each class keeps at least one image for
-    training, and at least one is drawn from each class with two or more images.
-
-    Args:
-        names: names of the images.
-        labels: (images,) classes.
-        fraction: fraction of each class to draw, between 0 and 1.
-        seed: seed of the draw.
-
-    Returns:
-        (images,) bool, whether each image is a validation image.
-    """
-    keys = [
-        hashlib.blake2b(f"{seed}/".encode() + os.fsencode(name), digest_size=8).digest()
-        for name in names
-    ]
-    drawn = np.frombuffer(b"".join(keys), ">u8")
-    chosen = np.zeros(len(names), bool)
-    for label in np.unique(labels):
-        members = np.flatnonzero(labels == label)
-        count = min(len(members) - 1, max(1, round(fraction * len(members))))
-        chosen[members[np.argsort(drawn[members], kind="stable")][:count]] = True
-    return chosen
-
-
 def hold_out(
-    names: Sequence[str], labels: Array, fraction: float, seed: int, before: Before, where: str
+    names: Sequence[str], labels: Array, recipe: Recipe, before: Before, where: str
 ) -> tuple[Array, str]:
     """Choose the validation images: those of an earlier run, all images, or a new draw.
+
+    If the images of an earlier run with data.fold are not known by name, the fold is drawn again,
+    even from data that may be different: all of it would contain images that the run trained on.
 
     Returns:
         (chosen, description): (images,) bool, whether each image is a validation image, and a
@@ -327,16 +302,20 @@ def hold_out(
                 f"{'only those are' if known.any() else 'none is'} there: put them back, or choose "
                 "another output="
             )
-    if before.elsewhere:
+    data = recipe.data
+    if before.elsewhere and (before.held_out is not None or data.fold is None):
         return np.ones(len(names), bool), f"all of {where}"
-    chosen = draw(names, labels, fraction, seed)
+    if data.fold:
+        return draw_fold(recipe, names, labels), describe_fold(recipe, where)
+    chosen = draw(names, labels, data.val_fraction, recipe.seed)
     if not chosen.any():
         raise SetupError(
             f"{where}: every class has one image, so none can be held out: give each two or more"
         )
     return (
         chosen,
-        f"{fraction:.3g} of each class of {where}, drawn by file name and seed={seed} "
+        f"{data.val_fraction:.3g} of each class of {where}, drawn by file name and "
+        f"seed={recipe.seed} "
         "(data.val_fraction)",
     )
 

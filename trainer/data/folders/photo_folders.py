@@ -17,6 +17,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 
 from trainer import tasks
+from trainer.data.division import add_unused, keep_fraction, list_strata
 from trainer.data.encoded import EncodedPhotos, open_header, read_encoded
 from trainer.data.folders.layout import (
     Before,
@@ -198,7 +199,8 @@ def photos(
         recipe: the recipe.
         before: the split of an earlier run, if any.
         train: training images, or all images without a separate validation set.
-        val: validation images; if None, they are drawn from `train`.
+        val: validation images of their own; if None, or with data.fold, they are drawn from
+            `train`.
         names: names of the classes or values.
         holdout: description of `val` for the user.
         notes: notes for a run's banner.
@@ -207,21 +209,27 @@ def photos(
         SetupError: the images cannot be read or divided.
     """
     table = None
-    if val is None:
-        whole = train
-        files = [*map(whole.name, range(len(whole)))]
-        if whole.labels.ndim == 1:
-            labels = whole.labels
-        else:
-            labels = np.zeros(len(whole), np.int64)
-        chosen, holdout = hold_out(
-            files, labels, recipe.data.val_fraction, recipe.seed, before, whole.root
-        )
-        val = whole
-        if not chosen.all():
+    is_divided = False
+    whole = train
+    own_val = val
+    val = whole if own_val is None else own_val
+    if own_val is None or recipe.data.fold:
+        strata = list_strata(recipe, whole.labels)
+        chosen, described = hold_out(whole.list_names(), strata, recipe, before, whole.root)
+        is_divided = not chosen.all()
+        if own_val is None:
+            holdout = described
+        elif is_divided:
+            holdout = add_unused(described, holdout, len(own_val))
+            # This note would say that the test part chooses the best epoch.
+            notes = {title: note for title, note in notes.items() if title != "test"}
+        if is_divided:
             train = whole.part(np.flatnonzero(~chosen))
             val = whole.part(np.flatnonzero(chosen))
-            table = partial(holdout_table, train, val, names)
+    if recipe.data.fraction < 1:
+        train = train.part(keep_fraction(recipe, train.labels, train.list_names()))
+    if is_divided:
+        table = partial(holdout_table, train, val, names)
     train.pixel_range = val.pixel_range = recipe_pixel_range(recipe.data)
     values = PixelValues(train.pixel_range)
     channels, size, shape = image_shape(recipe, header_shapes(train, values, recipe.data.channels))

@@ -119,7 +119,7 @@ def diagnose(
     # Seconds that rank 0 needs to read one photo. None if this is not measured.
     reading = None
     datasets = resolved.datasets
-    photos = datasets.train
+    photos = loader.datasets.train
     if (
         compute_shares(measured)["data"] >= BOUND_SHARE
         and world.is_main

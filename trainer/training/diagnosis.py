@@ -119,11 +119,13 @@ def diagnose(
     # Seconds that rank 0 needs to read one photo. None if this is not measured.
     reading = None
     datasets = resolved.datasets
-    photos = loader.datasets.train
+    photos = datasets.train
     if (
         compute_shares(measured)["data"] >= BOUND_SHARE
         and world.is_main
         and isinstance(photos, EncodedPhotos)
+        # A probe reads the features of photos from memory.
+        and loader.workers is not None
     ):
         limit = min(budget, SECONDS)
         reading = measure_reading(

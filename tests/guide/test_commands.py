@@ -55,7 +55,8 @@ NOT_RUN = {
     "needs ImageNet and its GPUs": r"/data/imagenet",
     "needs GPUs": r"\bcuda:|data\.name=synthetic data\.image_size",
     "takes hours without a GPU": r"\brecipe=resnet50",
-    "downloads weights": r"(?<!build )recipe=finetune\b(?!.*init_from)|model\.weights=DEFAULT",
+    "downloads weights": r"(?<!build )recipe=(finetune|probe)\b(?!.*init_from)"
+    r"|model\.weights=DEFAULT",
     "needs zsh": r"completion zsh",
     "needs a server, an account or a package": r"logging\.(wandb|mlflow)=|format=onnx|\btrials=",
 }

@@ -135,6 +135,7 @@ class Loader:
     the whole order (`sampling.divide_rows`), in micro-batches whose sizes differ by at most one.
 
     Attributes:
+        datasets: the training and the validation set.
         readers: number of ranks on this machine that read images.
         samples_per_step: mean number of training images of all shares together in one step.
     """
@@ -162,7 +163,7 @@ class Loader:
         Raises:
             SetupError: the shared memory is too small for the loader workers.
         """
-        self._datasets = datasets
+        self.datasets = datasets
         self._recipe = recipe
         self._share = share
         self._device = device
@@ -184,7 +185,7 @@ class Loader:
         self.set_shares(share.numbers)
 
     def _build_transform(self, size: ImageSize) -> DeviceTransform:
-        datasets = self._datasets
+        datasets = self.datasets
         channels_last = self._recipe.channels_last
         return DeviceTransform(datasets.mean, datasets.std, size, channels_last, self._device)
 
@@ -194,7 +195,7 @@ class Loader:
         The present feeds are closed, and new ones are created for the next epoch or evaluation.
         """
         recipe = self._recipe
-        datasets = self._datasets
+        datasets = self.datasets
         device = self._device
         share = replace(self._share, numbers=numbers)
         self._share = share
@@ -282,7 +283,7 @@ class Loader:
         Raises:
             RecipeError: there are too few training images.
         """
-        return count_steps_per_epoch(len(self._datasets.train), self._recipe, self._share)
+        return count_steps_per_epoch(len(self.datasets.train), self._recipe, self._share)
 
     @property
     def skipped(self) -> int:
@@ -308,7 +309,7 @@ class Loader:
     @property
     def workers(self) -> int | None:
         """Number of processes that read training images for this rank; None for a set in memory."""
-        if isinstance(self._datasets.train, ImageSet | TensorSet):
+        if isinstance(self.datasets.train, ImageSet | TensorSet):
             return None
         return self._workers
 
@@ -383,7 +384,7 @@ class Loader:
     def _order(self, epoch: int) -> Array:
         """Return the order in which all shares together read the samples of an epoch."""
         recipe = self._recipe
-        train = self._datasets.train
+        train = self.datasets.train
         samples = len(train)
         # Sample i of an `ImageSet` is row i % rows, so that few images can stand for many samples.
         rows = len(train.labels) if isinstance(train, ImageSet) else samples
@@ -404,7 +405,7 @@ class Loader:
         All shares have the same number of batches.
         """
         return sampling.list_evaluation_spans(
-            len(self._datasets.val), self._evaluation_rows, self._share.index
+            len(self.datasets.val), self._evaluation_rows, self._share.index
         )
 
     def evaluation(self, then: int | None = None) -> Iterator[Batch]:
@@ -443,7 +444,7 @@ class Loader:
         """
         if count == len(span):
             return span
-        where = getattr(self._datasets.val, "where", None)
+        where = getattr(self.datasets.val, "where", None)
         failures = self._feeds[1].failures[count - len(span) :]
         skipped_paths = {path for path, _ in failures}
         samples = []
@@ -460,7 +461,7 @@ class Loader:
     def _inputs(self, images: Tensor, transform: DeviceTransform) -> Tensor:
         if not self._share.inputs:
             return transform.nothing
-        if self._datasets.plain:
+        if self.datasets.plain:
             return images
         return transform.inputs(images)
 

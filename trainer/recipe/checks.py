@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 
 from trainer.errors import RecipeError, SetupError
-from trainer.recipe import IN_TURN, MEASURED, STREAMS, Recipe, flatten
+from trainer.recipe import IN_TURN, MEASURED, STREAMS, Recipe, compare_recipes, flatten
 from trainer.recipe.known_names import DATASETS, TASKS, TIMM, check_model_name
 from trainer.recipe.metric_table import check_metrics
 from trainer.recipe.mode_table import WHOLE_MATRICES
@@ -20,6 +20,7 @@ from trainer.recipe.optimizer_table import (
     OptimizerTraits,
 )
 from trainer.recipe.recipe_files import format_argument
+from trainer.recipe.reflection import find_idle
 from trainer.recipe.schedule_table import LR_SCHEDULES
 from trainer.recipe.shares import check_shares, count_rows, fixed_shares
 from trainer.recipe.text import find_nearest, format_neighbors
@@ -60,12 +61,23 @@ OPTIONS = {
     "sync_bn": ("sync_bn", True),
     "label_smoothing": ("loss.label_smoothing", 0.1),
     "freeze": ("model.freeze", 1),
+    "probe": ("model.probe", True),
     "layer_decay": ("optimizer.layer_decay", 0.75),
     **{name: ("optimizer.name", name) for name in MATRIX_OPTIMIZERS},
     "compress": ("ddp.compress", "bf16"),
     "graphs": ("graphs", True),
     "recompute": ("recompute", True),
     "shares": ("shares", "auto"),
+}
+# Keys and sections that act on images or on other layers than the last.
+NOT_PROBED = {
+    "augment",
+    "data.train_size",
+    "distill",
+    "model.freeze",
+    "optimizer.layer_decay",
+    "recompute",
+    "sync_bn",
 }
 
 
@@ -211,6 +223,8 @@ def check_options(recipe: Recipe) -> None:
                 f"devices={','.join(recipe.devices)} mixes cpu and cuda; training uses one kind"
             )
     _refuse(recipe, recipe.traits.refuses)
+    if recipe.model.probe:
+        _check_probe(recipe)
     if recipe.traits.staged and recipe.recompute == "auto":
         raise RecipeError(
             f"recompute=auto is not for mode={recipe.mode}, whose cuts are measured with it or "
@@ -299,6 +313,23 @@ def _refuse(recipe: Recipe, refuses: Mapping[str, str]) -> None:
             raise RecipeError(
                 f"{format_argument(key, values[key])} is not for mode={recipe.mode}: {reason}"
             )
+
+
+def _check_probe(recipe: Recipe) -> None:
+    """Raise RecipeError if a key would have no effect on the training of the last layer."""
+    changes = compare_recipes(Recipe(), recipe)
+    idle_keys = dict(find_idle(flatten(recipe.to_dict()), changes))
+    arguments = []
+    defaults = []
+    for key, (default, value) in changes.items():
+        if key not in idle_keys and not NOT_PROBED.isdisjoint((key, key.partition(".")[0])):
+            arguments.append(format_argument(key, value))
+            defaults.append(format_argument(key, default))
+    if arguments:
+        raise RecipeError(
+            f"model.probe=true computes the features of each image once, without "
+            f"{', '.join(arguments)}: type {' '.join(defaults)}, or model.probe=false"
+        )
 
 
 def list_refused_schedules() -> tuple[str, ...]:

@@ -88,6 +88,7 @@ DDP_GRADIENTS = "only ddp compresses gradients; use mode=ddp, or leave it out"
 WHOLE_BATCH = (
     "every stage sees all images, and its cuts balance the devices; use mode=ddp, or leave it out"
 )
+ONE_LAYER = "it trains one layer, which every device holds; use mode=ddp"
 WHOLE_MATRICES = (
     "it needs whole matrices, but a rank has only some of their rows; use adamw, or mode=ddp"
 )
@@ -133,7 +134,7 @@ TRAITS = {
         exchanges="activations",
         staged=True,
         sections=("pipeline",),
-        refuses={"compress": DDP_GRADIENTS, "shares": WHOLE_BATCH},
+        refuses={"compress": DDP_GRADIENTS, "shares": WHOLE_BATCH, "probe": ONE_LAYER},
     ),
     "pipeline": Traits(
         when=(
@@ -156,6 +157,7 @@ TRAITS = {
             "accumulate=auto": "it cuts batches into micro-batches already; use "
             "pipeline.microbatches=auto",
             "shares": WHOLE_BATCH,
+            "probe": ONE_LAYER,
         },
         refuses_processes={
             "graphs": "its stages wait for messages of each other within a step; type python -m "
@@ -173,6 +175,7 @@ TRAITS = {
         refuses={
             **dict.fromkeys(MATRIX_OPTIMIZERS, WHOLE_MATRICES),
             "compress": DDP_GRADIENTS,
+            "probe": ONE_LAYER,
             "graphs": "ranks gather each other's weights within a pass; use mode=ddp, or "
             "graphs=auto",
         },

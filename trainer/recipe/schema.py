@@ -162,6 +162,9 @@ class ModelRecipe(_Section):
     freeze: Freeze = key(
         None, "number of first blocks to freeze (-1: all but the last), or names, as in [conv1]", 3
     )
+    probe: bool = key(
+        False, "train the last layer alone, on features that the others compute once per image"
+    )
     args: Arguments = key(
         {}, "more arguments of the function that builds the model", {"drop_path_rate": 0.1}
     )

@@ -120,6 +120,8 @@ def diagnose(
         compute_shares(measured)["data"] >= BOUND_SHARE
         and world.is_main
         and isinstance(photos, EncodedPhotos)
+        # A probe reads the features of photos from memory.
+        and loader.workers is not None
     ):
         limit = min(budget, SECONDS)
         reading = measure_reading(

@@ -439,6 +439,9 @@ def end_epoch(run: Run, epoch: int, epoch_start: float) -> None:
             tracker.say(lowered)
     values = {f"val/{name}": value for name, value in metrics.items()}
     values["speed/val_samples_per_sec"] = speed
+    knn_top1 = run.observer.model.knn_top1
+    if knn_top1 is not None:
+        values["val/knn_top1"] = knn_top1
     if goodput := tracker.journal.goodput():
         values["speed/goodput_pct"] = 100 * goodput["fraction"]
     tracker.scalars(values, step)

@@ -59,6 +59,8 @@ class ModelFacts:
         training_flops: FLOPs of training on one sample. 0 if they or `peak_flops` are unknown.
         peak_flops: Peak FLOP/s of all GPUs together. None on CPUs, or if the peak or
             `training_flops` is unknown.
+        knn_top1: Accuracy of the nearest neighbors of a probe's features. None without a probe, on
+            ranks other than 0, and if images do not have exactly one class.
     """
 
     parameters: int
@@ -66,6 +68,7 @@ class ModelFacts:
     notes: dict[str, str]
     training_flops: int
     peak_flops: float | None
+    knn_top1: float | None = None
 
 
 class Observer:

@@ -267,7 +267,10 @@ def build_last_lines(
     metric = task.metric
     value = task.text({metric: history.validation.get(f"val_{metric}")})
     best = _describe_best(task, history)
-    text = f"{value}{best} on {result['data']['val_samples']:,} held-out images, {speed}"
+    neighbors = ""
+    if result["knn_top1"] is not None:
+        neighbors = f", nearest neighbors {result['knn_top1']:.2%},"
+    text = f"{value}{best}{neighbors} on {result['data']['val_samples']:,} held-out images, {speed}"
     text += f", {format_duration(result['seconds'])}"
     if result["data"]["skipped"]:
         text += f"; {result['data']['skipped']} times an unreadable image was replaced or left out"
@@ -395,6 +398,7 @@ def build_result(
             **{key: value for key, value in history.validation.items() if key != "val_samples"},
             f"best_{task.metric}": history.best,
             "best_epoch": None if history.best_epoch is None else history.best_epoch + 1,
+            "knn_top1": observer.model.knn_top1,
             **figures,
             "graphs": graphs,
             "recompute": strategy.recompute_description,

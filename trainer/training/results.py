@@ -71,6 +71,9 @@ class Result(Metrics):
     best_epoch: Annotated[
         int | None, "counted from 1, as on the screen; its weights are `best.safetensors`"
     ]
+    knn_top1: Annotated[
+        float | None, "with `model.probe`: top-1 accuracy of the 20 nearest neighbors"
+    ]
     throughput: Annotated[
         dict[str, Any] | None, "images/s: `samples_per_sec`, its `std`, `per_device`, `threads`"
     ]

@@ -55,7 +55,7 @@ class Run:
         self.recipe = resolved.recipe
         self.world = resolved.world
         self.task = resolved.task
-        self.datasets = resolved.datasets
+        self.datasets = self.loader.datasets
         self.teacher = resolved.teacher
         self.tracker = observer.tracker
         self.timer = observer.timer

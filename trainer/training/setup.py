@@ -57,6 +57,7 @@ from trainer.training.callbacks import Callbacks
 from trainer.training.initial_model import build_initial_model, describe_start
 from trainer.training.observer import ModelFacts, Observer
 from trainer.training.parts import hash_user_code
+from trainer.training.probing import build_probe
 from trainer.training.randomness import (
     read_random_states,
     restore_random_states,
@@ -292,7 +293,12 @@ def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, ledg
     task = resolved.task
     say = resolved.tracker.say
     model = build_initial_model(recipe, task, data, resolved.checkpoint, world, say)
-    facts = collect_model_facts(model, resolved)
+    notes = {}
+    knn_top1 = None
+    if recipe.model.probe:
+        model, data, notes["features"], knn_top1 = build_probe(model, resolved)
+    facts = collect_model_facts(model, replace(resolved, datasets=data))
+    facts = replace(facts, notes=facts.notes | notes, knn_top1=knn_top1)
     share = resolved.share
     rank_rows = share.count_rows(recipe)
     example = data.example(rank_rows[share.index])

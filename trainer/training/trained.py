@@ -62,6 +62,7 @@ TRAINING = {
     "data.fold",
     "data.fraction",
     "data.train_size",
+    "model.probe",
 }
 # Values that replace the devices and the mode of training, so that commands run on any machine.
 ANYWHERE = {"devices": "auto", "mode": "ddp", "shares": None}
@@ -224,7 +225,8 @@ class Trained:
         best = path / "best.safetensors"
         is_best = prefers_best and best.is_file() and not is_checkpoint(path)
         weights, metadata = read_weights(best if is_best else path)
-        own = read_recipe(path, metadata).to_dict() | ANYWHERE
+        stored = read_recipe(path, metadata).replace(model__probe=False)
+        own = stored.to_dict() | ANYWHERE
         own_recipe = recipes.load(own)
         recipe = recipes.load(own, *words)
         return cls(path, weights, metadata, own_recipe, recipe, is_best)

@@ -5,8 +5,9 @@ import torch
 import torchvision
 from torch import nn
 
-from trainer.commands.predict.features import count_features, record_features
+from trainer.commands.predict.features import count_features
 from trainer.errors import RecipeError
+from trainer.models.features import record_features
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,11 @@ def plan(
         raise RecipeError("plan() needs a recipe, as in plan('digits')")
     if not isinstance(recipe, Recipe):
         recipe = recipes.load(recipe)
+    if recipe.model.probe:
+        raise RecipeError(
+            "plan counts passes through whole models, and model.probe=true trains one layer: type "
+            "model.probe=false model.freeze=-1 for what an epoch without stored features needs"
+        )
     for key, amount in (("memory", memory), ("bandwidth", bandwidth)):
         if not isinstance(amount, int | float | str | None):
             raise RecipeError(

@@ -1,15 +1,8 @@
-"""Features of images: the inputs of a model's classifier, and the files that hold them.
-
-They serve a search for similar images, or another classifier.
-"""
+"""Files with the features of images, for a search for similar images, or another classifier."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,44 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import RecipeError
+from trainer.models.features import record_features
 from trainer.saving.files import format_csv, remove, replace_file
 from trainer.saving.tensor_files import sync
 
 Array = npt.NDArray[np.float32]
-
-
-@contextmanager
-def record_features(model: nn.Module, outputs: int) -> Iterator[list[Tensor]]:
-    """Record the input of the classifier while `model` runs inside this context.
-
-    The classifier is the last linear or convolutional layer to run that has as many outputs as the
-    model. Hooks find it, because the order of a model's attributes may differ from that of its
-    layers.
-
-    Args:
-        model: Any model.
-        outputs: Number of its outputs.
-
-    Yields:
-        A list that holds the input (N, ...) of the classifier after each pass.
-    """
-    inputs = list[Tensor]()
-    thread = threading.get_ident()
-
-    def record(layer: nn.Module, arguments: tuple[Any, ...]) -> None:
-        # Another thread of the user's program may run the same model at the same time.
-        if threading.get_ident() != thread:
-            return
-        rows: Tensor = arguments[0]
-        # A convolution classifies each position, and the model averages the results.
-        inputs[:] = [rows.mean((2, 3)) if isinstance(layer, nn.Conv2d) else rows]
-
-    with ExitStack() as stack:
-        for layer in model.modules():
-            if isinstance(layer, nn.Linear | nn.Conv2d) and len(layer.weight) == outputs:
-                hook = layer.register_forward_pre_hook(record)
-                stack.callback(hook.remove)
-        yield inputs
 
 
 def count_features(model: nn.Module, outputs: int, image: Tensor) -> int:

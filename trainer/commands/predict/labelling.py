@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainer.commands.predict.features import Array, count_features, record_features
+from trainer.commands.predict.features import Array, count_features
 from trainer.data import Datasets, PhotoSource, PictureSource
 from trainer.data.augment import DeviceTransform
 from trainer.data.encoded import EncodedPhotos
@@ -27,6 +27,7 @@ from trainer.data.photos.pixel_range import recipe_pixel_range
 from trainer.devices import cards, health
 from trainer.devices.precision import autocast, set_precision
 from trainer.errors import RecipeError
+from trainer.models.features import record_features
 from trainer.models.replayed_forward import ReplayedForward
 from trainer.processes.resources import keep_freed_memory
 from trainer.processes.terminal import say

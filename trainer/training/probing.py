@@ -1,0 +1,313 @@
+"""A linear probe: the last layer of a model trains on features that the other layers compute once.
+
+The steps are those of a run that freezes all other layers and keeps them in evaluation mode: their
+normalization layers use running statistics, and their dropout does nothing. Images are prepared as
+for evaluation.
+
+Alain and Bengio, "Understanding intermediate layers using linear classifier probes"
+(arXiv:1610.01644).
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from trainer.data import Batch, Datasets, ImageSet, Loader, TensorSet, TensorSpec
+from trainer.data.cache import homes
+from trainer.data.encoded import EncodedPhotos, compute_identity, hash_location
+from trainer.data.sets import CLASS
+from trainer.errors import RecipeError
+from trainer.models.blocks import freeze
+from trainer.models.equivalence import relative_error
+from trainer.models.features import Head, find_classifier, record_features
+from trainer.models.zoo import load_weights
+from trainer.modes import Context
+from trainer.modes.proofs import SHARDED_TOLERANCE
+from trainer.saving import locks
+from trainer.saving.files import replace_file, write_atomically
+from trainer.saving.tensor_files import map_tensors, serialize, write_synced
+from trainer.training.parts import hash_user_code
+from trainer.training.state import Resolved
+
+# Number of neighbors that is best in DINO, and the temperature of their votes.
+NEIGHBORS = 20
+TEMPERATURE = 0.07
+# Maximum number of similarities that are computed at once.
+MAX_SIMILARITIES = 2**26
+FILE = "features.safetensors"
+
+
+class Probe(NamedTuple):
+    """The last layer of a model, and the features on which it trains.
+
+    Attributes:
+        model: The last layer, with the tensors of the whole model.
+        datasets: The features of all images, instead of the images.
+        note: The banner's line about the features.
+        knn_top1: Accuracy of the nearest neighbors, as in `ModelFacts`.
+    """
+
+    model: nn.Module
+    datasets: Datasets
+    note: str
+    knn_top1: float | None
+
+
+def build_probe(model: nn.Module, resolved: Resolved) -> Probe:
+    """Compute the features of all images, or read them from the cache. Collective.
+
+    Args:
+        model: The whole model. It moves to the device of this rank, and all layers except the last
+            are frozen.
+        resolved: The configuration of the run.
+
+    Raises:
+        RecipeError: The model does not end in a linear layer, or an image cannot be read.
+        SetupError: The cache cannot be written.
+    """
+    data = resolved.datasets
+    world = resolved.world
+    if resolved.checkpoint:
+        # A resumed run needs the features of its own weights, not of the initial ones.
+        saved = resolved.checkpoint.part("model")
+        weights = {name: stored.read() for name, stored in saved.items()}
+        load_weights(model, weights, "the checkpoint", whole=True)
+    extractor = Extractor(model, resolved)
+    home, stored = world.on_main(extractor.open_cache) or (None, {})
+    source = f"read from {home}"
+    is_stored = world.broadcast_object(bool(stored))
+    if not is_stored:
+        source = f"computed, and kept in {home}" if home else "computed"
+        count = len(data.train) + len(data.val)
+        resolved.tracker.say(f"  features: computing those of {count:,} images")
+    features = extractor.extract("train", is_stored, stored)
+    features |= extractor.extract("val", is_stored, stored)
+    if not is_stored:
+        root = resolved.recipe.data.root
+        world.on_main(lambda: write_features(home, features, root))
+    note = f"{extractor.size} of each image, {source}"
+    train = TensorSet(features["train"], features["train_targets"])
+    val = TensorSet(features["val"], features["val_targets"])
+    knn_top1 = None
+    if world.is_main and resolved.task.reads == "class" and data.targets == CLASS:
+        knn_top1 = measure_neighbors(train, val, world.device)
+        note += f"; {NEIGHBORS} nearest neighbors classify {knn_top1:.2%}"
+    spec = TensorSpec.of(train.inputs)
+    datasets = replace(data, train=train, val=val, plain=spec)
+    head = Head(model, extractor.classifier)
+    prefix = f"{extractor.classifier}."
+    frozen = [name for name, _ in model.named_parameters() if not name.startswith(prefix)]
+    freeze(head, frozen, resolved.recipe.model.name)
+    return Probe(head, datasets, note, knn_top1)
+
+
+class Extractor:
+    """Computes features of images on all ranks.
+
+    Attributes:
+        classifier: Name of the layer whose inputs are the features.
+        size: Number of features of an image.
+    """
+
+    def __init__(self, model: nn.Module, resolved: Resolved) -> None:
+        """Find the classifier of `model`, with the first validation images. Collective."""
+        self._resolved = resolved
+        recipe = resolved.recipe
+        data = resolved.datasets
+        self._context = Context(recipe, resolved.world, resolved.task, data.example(1))
+        self._model = self._context.place(model, resolved.world.device).eval()
+        self._outputs = recipe.model.num_classes or max(1, len(data.classes))
+        self._first = next(self._read("val"))
+        run = self._context.in_precision
+        self.classifier = find_classifier(model, self._first.inputs, self._outputs, run)
+        error = None
+        if not self.classifier:
+            error = RecipeError(
+                "model.probe=true trains the linear layer that computes a model's "
+                f"{self._outputs} outputs from one vector per image, and "
+                f"model.name={recipe.model.name} has none: type model.probe=false "
+                "model.freeze=-1, which trains its last block"
+            )
+        resolved.world.raise_any(error)
+        self._first_features = self._run(self._first)
+        self.size = self._first_features.shape[1]
+
+    def _read(self, split: str) -> Iterator[Batch]:
+        """Yield this rank's batches of a split, prepared as for evaluation."""
+        resolved = self._resolved
+        part = getattr(resolved.datasets, split)
+        data = replace(resolved.datasets, train=part, val=part)
+        share = replace(resolved.share, every_sample=False, numbers=())
+        world = resolved.world
+        readers = world.place.local_size
+        loader = Loader(data, resolved.recipe, resolved.task, share, world.device, readers)
+        try:
+            yield from loader.evaluation()
+        finally:
+            loader.close()
+
+    @torch.no_grad()
+    def _run(self, batch: Batch) -> Tensor:
+        with record_features(self._model, self._outputs) as recorded:
+            self._context.in_precision(self._model, batch.inputs)
+        return recorded[0][: batch.count].float().cpu()
+
+    def extract(
+        self, split: str, is_stored: bool, stored: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Return features and targets of a split on every rank. Collective.
+
+        Args:
+            split: The split, "train" or "val".
+            is_stored: Whether rank 0 has all features in `stored`, so that none are computed.
+            stored: The tensors of the cache on rank 0.
+
+        Raises:
+            RecipeError: An image cannot be read.
+        """
+        world = self._resolved.world
+        data = self._resolved.datasets
+        count = len(getattr(data, split))
+        features = torch.zeros(count, self.size)
+        targets = torch.zeros(count, *data.targets.shape, dtype=data.targets.dtype)
+        read = torch.zeros(count)
+        if is_stored:
+            features = stored.get(split, features)
+            targets = stored.get(f"{split}_targets", targets)
+            read += 1
+        else:
+            for batch in self._read(split):
+                samples = [*(batch.samples or ())]
+                features[samples] = self._run(batch)[: len(samples)]
+                targets[samples] = batch.targets[: len(samples)].cpu()
+                read[samples] = 1
+        # Each row is zero on all ranks except one.
+        missing = int((world.sum_(read) == 0).sum())
+        if missing:
+            raise RecipeError(
+                f"model.probe=true needs all images, and {missing} of the {split} split cannot be "
+                "read: remove these files, or type model.probe=false"
+            )
+        return {split: world.sum_(features), f"{split}_targets": world.sum_(targets)}
+
+    def open_cache(self) -> tuple[Path | None, dict[str, Tensor]]:
+        """Return the folder of the cache, and its tensors, or nothing if they are not the model's.
+
+        The images of a user's own data set have no identity, so their features are not cached.
+        """
+        recipe = self._resolved.recipe
+        digest = hash_run(self._model, self.classifier, self._resolved)
+        if not digest:
+            return None, {}
+        home = homes.parent(recipe.data.cache_dir) / f"features-{digest}"
+        try:
+            stored, metadata = map_tensors(home / FILE)
+        except (OSError, ValueError):
+            return home, {}
+        if metadata.get("check") != hash_tensors(stored):
+            return home, {}
+        # Another version of a library, or of the model's code, may compute other features from the
+        # same weights.
+        rows = stored["val"][[*(self._first.samples or ())]]
+        if relative_error(self._first_features, rows) > SHARDED_TOLERANCE[recipe.precision]:
+            return home, {}
+        return home, stored
+
+
+def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """Return a hash of the names, shapes, types and values of tensors."""
+    digest = xxhash.xxh3_128()
+    for block in serialize(tensors):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def hash_run(model: nn.Module, classifier: str, resolved: Resolved) -> str:
+    """Return a hash of everything that features depend on: weights, images, and preparation.
+
+    The result is empty for a user's own data set, whose images have no identity.
+    """
+    recipe = resolved.recipe
+    data = resolved.datasets
+    options = recipe.data
+    settings = [
+        *(data.image_size, data.resize, data.interpolation, data.inputs, data.mean, data.std),
+        *(options.pixel_range, options.cache_format, options.cache_size),
+        *(recipe.model.name, recipe.model.args, recipe.precision, hash_user_code()),
+    ]
+    digest = xxhash.xxh3_128(repr(settings).encode())
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if not name.startswith(f"{classifier}."):
+            tensors[name] = tensor
+    for name in ("train", "val"):
+        part = getattr(data, name)
+        digest.update(b"%d" % len(part))
+        if isinstance(part, EncodedPhotos):
+            for index in range(len(part)):
+                address = part.address(index)
+                digest.update(compute_identity(address) + b"\0%d" % hash_location(address))
+        elif isinstance(part, ImageSet):
+            tensors[f"{name} inputs"] = part.images
+        elif isinstance(part, TensorSet):
+            tensors[f"{name} inputs"] = part.inputs
+        else:
+            return ""
+        tensors[f"{name} targets"] = torch.as_tensor(part.labels)
+    digest.update(hash_tensors(tensors).encode())
+    return digest.hexdigest()
+
+
+def write_features(home: Path | None, features: Mapping[str, Tensor], root: str | None) -> None:
+    """Write features of the images in `root` to the cache `home`, if any.
+
+    Raises:
+        SetupError: The cache cannot be written.
+    """
+    if home is None:
+        return
+    count = len(features["train"]) + len(features["val"])
+    size = features["val"].shape[1]
+    # The command `cache` shows these values.
+    about = {"root": str(root), "format": "features", "size": size, "photos": count}
+    draft = home / f"{FILE}.part"
+    try:
+        with locks.wait_for_lock(home, homes.USED):
+            content = serialize(features, {"check": hash_tensors(features)})
+            write_synced(draft, content, "features")
+            replace_file(draft, home / FILE)
+            write_atomically(home / homes.ABOUT, json.dumps(about) + "\n")
+    except OSError as error:
+        raise homes.unwritable(home.parent, error) from None
+
+
+def measure_neighbors(train: TensorSet, val: TensorSet, device: torch.device) -> float:
+    """Return the share of validation images that their nearest training images classify correctly.
+
+    Each of the NEIGHBORS training images with the largest cosine similarity s votes for its class
+    with the weight exp(s / TEMPERATURE).
+
+    Wu et al., "Unsupervised Feature Learning via Non-Parametric Instance Discrimination"
+    (arXiv:1805.01978), section 3.4, with the number of neighbors of Caron et al., "Emerging
+    Properties in Self-Supervised Vision Transformers" (arXiv:2104.14294).
+    """
+    bank = normalize(train.inputs.to(device))
+    labels = train.labels.to(device)
+    classes = int(labels.max()) + 1
+    rows = max(1, MAX_SIMILARITIES // len(bank))
+    correct = 0
+    batches = torch.split(val.inputs, rows), torch.split(val.labels, rows)
+    for features, targets in zip(*batches, strict=True):
+        similarities = normalize(features.to(device)) @ bank.T
+        nearest = similarities.topk(min(NEIGHBORS, len(bank)))
+        votes = torch.zeros(len(features), classes, device=device)
+        votes.scatter_add_(1, labels[nearest.indices], (nearest.values / TEMPERATURE).exp())
+        correct += int((votes.argmax(1).cpu() == targets).sum())
+    return correct / len(val)

@@ -30,8 +30,7 @@ _COMMANDS_ELSEWHERE = {
     "eval": "evaluate checkpoint=RUN",
     "test": "evaluate checkpoint=RUN split=test",
     "infer": "predict RUN photo.jpg",
-    "resume": "train output=RUN resume=auto, with the arguments of the run",
-    "benchmark": "compare recipe=digits",
+    "resume": "train recipe=RUN output=RUN resume=auto",
 }
 
 

@@ -3,6 +3,7 @@
 import copy
 import gzip
 import math
+import shlex
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +29,7 @@ from trainer.recipe import AugmentRecipe, DataRecipe, Recipe, compare_recipes
 from trainer.recipe.image_sizes import ImageSize, check_resize, sides, typed_size
 from trainer.recipe.known_names import DATASETS, OWN_PHOTOS, WITHOUT_FOLDER
 from trainer.recipe.recipe_files import format_argument
+from trainer.recipe.text import find_nearest
 
 # A synthetic data set repeats a pool of random images. The pool has at most POOL_IMAGES images, and
 # at most POOL_BYTES bytes unless a single image is larger.
@@ -35,7 +37,6 @@ POOL_IMAGES = 256
 POOL_BYTES = 2**26
 # Minimum number of steps per epoch on synthetic images that stand in for missing photos.
 STAND_IN_STEPS = 20
-NO_FOLDER = "not a folder on this machine; type data.root=FOLDER of one that is"
 # Options of the recipe's `augment` section that move pixels to other positions.
 MOVING = ("crop", "hflip", "vflip", "auto", "transforms")
 
@@ -134,11 +135,6 @@ def _check_augmentation(recipe: Recipe, data: Datasets) -> None:
     Inputs that are not images cannot be augmented. If a target has several dimensions, such as a
     mask, it would not move with the pixels, so operations that move pixels are refused.
     """
-    if recipe.augment.alternate and not recipe.augment.hflip:
-        raise RecipeError(
-            "augment.hflip=0 leaves nothing to alternate: set augment.alternate=false or "
-            "augment.hflip=0.5"
-        )
     repeats = recipe.augment.repeats
     is_varied = recipe.augment != AugmentRecipe(repeats=repeats)
     # A user's own data set may vary its items itself.
@@ -179,11 +175,6 @@ def _open(recipe: Recipe, before: Before) -> Datasets:
         raise RecipeError(
             f"data.labels={data.labels} is a table of a folder's images: use data.name=imagefolder"
         )
-    for key in ("image_column", "label_column"):
-        if getattr(data, key) is not None and data.labels is None:
-            raise RecipeError(
-                f"data.{key} names a column of a table of labels: add data.labels=FILE.csv"
-            )
     # `open_archives` checks data.root itself.
     if data.name != "shards" and data.root is not None:
         is_folder = Path(data.root).expanduser().is_dir()
@@ -192,7 +183,13 @@ def _open(recipe: Recipe, before: Before) -> Datasets:
                 f"data.root={data.root} is not a folder but shards of images: add data.name=shards"
             )
         if not is_folder:
-            raise SetupError(f"data.root={data.root} is {packed_or_remote(data.root) or NO_FOLDER}")
+            reason = packed_or_remote(data.root)
+            if reason is None:
+                path = Path(data.root).expanduser()
+                guess = find_nearest(path.name, [folder.name for folder in path.parent.glob("*/")])
+                near = shlex.quote(f"data.root={path.with_name(guess or 'FOLDER')}")
+                reason = f"not a folder on this machine; type the path of one, as in {near}"
+            raise SetupError(f"data.root={data.root} is {reason}")
     if before.test and (data.name not in OWN_PHOTOS or data.root is None):
         raise RecipeError(
             f"split=test: data.name={data.name} has no test split in addition to its held-out one: "

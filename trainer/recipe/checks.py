@@ -62,7 +62,6 @@ OPTIONS = {
     "freeze": ("model.freeze", 1),
     "layer_decay": ("optimizer.layer_decay", 0.75),
     **{name: ("optimizer.name", name) for name in MATRIX_OPTIMIZERS},
-    "compress": ("ddp.compress", "bf16"),
     "graphs": ("graphs", True),
     "recompute": ("recompute", True),
     "shares": ("shares", "auto"),
@@ -219,13 +218,6 @@ def check_options(recipe: Recipe) -> None:
     row = OPTIMIZERS.get(recipe.optimizer.name)
     if row is not None:
         check_optimizer(recipe, row)
-    distill = recipe.distill
-    has_distill_keys = distill.weight is not None or distill.temperature is not None
-    if distill.teacher is None and has_distill_keys:
-        raise RecipeError(
-            "the keys of distill do nothing without a teacher: type distill.teacher=RUN, or "
-            "distill.weight=null distill.temperature=null"
-        )
     if recipe.traits.exchanges == "shards" and recipe.fsdp.offload and recipe.precision == "fp16":
         raise RecipeError(
             "precision=fp16 is not for fsdp.offload=true: torch's optimizers would read the scale "

@@ -32,7 +32,7 @@ UNSTAGED = "single|dp|ddp|fsdp|local_sgd|hogwild"
 # a cause may consist of several keys.
 WITHOUT_EFFECT = f"""
 accumulate batch_size channels_last clip_grad_norm compile devices ema epochs grace: never
-max_time mode output recompute resume seed threads timeout evaluate.every_steps: never
+max_time mode output recompute seed threads timeout evaluate.every_steps: never
 augment.auto augment.crop augment.cutmix augment.erase augment.hflip augment.mixup: never
 augment.repeats augment.transforms augment.vflip: never
 augment.alternate: augment.hflip=0.0
@@ -71,6 +71,7 @@ pipeline.deferred_batch_norm pipeline.microbatches pipeline.schedule: mode={UNST
 pipeline.split_size pipeline.timeline pipeline.virtual_stages: mode={UNSTAGED}|split
 predict.batch_size predict.features predict.format predict.split predict.timeout: never
 predict.tta save.every_epochs save.every_steps save.keep save.top_k: never
+resume: output=null
 schedule.name schedule.warmup_epochs: never
 schedule.warmup_factor: schedule.warmup_epochs=0.0
 stop.patience: epochs=2
@@ -93,7 +94,7 @@ TRIED = {
     "schedule.warmup_epochs": (0.0, 0.5),
     "distill.weight": (None, 0.0, 0.5),
     "epochs": (2, 90),
-    **dict.fromkeys(("data.labels", "data.root", "distill.teacher"), (None, "x")),
+    **dict.fromkeys(("data.labels", "data.root", "distill.teacher", "output"), (None, "x")),
     "data.image_size": (None, 16),
 }
 # Values of keys whose example is the default.

@@ -3,7 +3,6 @@
 import copy
 import gzip
 import math
-import shlex
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +28,6 @@ from trainer.recipe import AugmentRecipe, DataRecipe, Recipe, compare_recipes
 from trainer.recipe.image_sizes import ImageSize, check_resize, sides, typed_size
 from trainer.recipe.known_names import DATASETS, OWN_PHOTOS, WITHOUT_FOLDER
 from trainer.recipe.recipe_files import format_argument
-from trainer.recipe.text import find_nearest
 
 # A synthetic data set repeats a pool of random images. The pool has at most POOL_IMAGES images, and
 # at most POOL_BYTES bytes unless a single image is larger.
@@ -37,6 +35,7 @@ POOL_IMAGES = 256
 POOL_BYTES = 2**26
 # Minimum number of steps per epoch on synthetic images that stand in for missing photos.
 STAND_IN_STEPS = 20
+NO_FOLDER = "not a folder on this machine; type data.root=FOLDER of one that is"
 # Options of the recipe's `augment` section that move pixels to other positions.
 MOVING = ("crop", "hflip", "vflip", "auto", "transforms")
 
@@ -183,13 +182,7 @@ def _open(recipe: Recipe, before: Before) -> Datasets:
                 f"data.root={data.root} is not a folder but shards of images: add data.name=shards"
             )
         if not is_folder:
-            reason = packed_or_remote(data.root)
-            if reason is None:
-                path = Path(data.root).expanduser()
-                guess = find_nearest(path.name, [folder.name for folder in path.parent.glob("*/")])
-                near = shlex.quote(f"data.root={path.with_name(guess or 'FOLDER')}")
-                reason = f"not a folder on this machine; type the path of one, as in {near}"
-            raise SetupError(f"data.root={data.root} is {reason}")
+            raise SetupError(f"data.root={data.root} is {packed_or_remote(data.root) or NO_FOLDER}")
     if before.test and (data.name not in OWN_PHOTOS or data.root is None):
         raise RecipeError(
             f"split=test: data.name={data.name} has no test split in addition to its held-out one: "

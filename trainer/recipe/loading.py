@@ -14,6 +14,7 @@ import yaml
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.errors import RecipeError
+from trainer.recipe.key_reference import keys
 from trainer.recipe.recipe_files import (
     find_recipe,
     format_argument,
@@ -286,7 +287,7 @@ def _words(words: Iterable[str]) -> dict[Any, Any]:
         # Everything after the first "=" is the value, which may contain further "=" characters.
         key, _, value = word.partition("=")
         if not re.match(r"[A-Za-z_]\w*(\.\w+)*=", word):
-            example = f"{word}=VALUE" if word in defaults() else "optimizer.lr=0.05"
+            example = keys()[word].example if word in defaults() else "optimizer.lr=0.05"
             raise RecipeError(
                 f"'{word}' is not key=value, as in {example}; put a value with spaces in quotes"
             )

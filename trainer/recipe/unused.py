@@ -48,6 +48,7 @@ IDLE = [
     ("loss.class_weights", "task.name=regression"),
     ("distill.weight distill.temperature", "distill.teacher=null"),
     ("distill.temperature", "distill.weight=0.0"),
+    ("resume", "output=null"),
     (
         "pipeline.schedule pipeline.virtual_stages pipeline.microbatches pipeline.split_size "
         "pipeline.deferred_batch_norm pipeline.timeline",

@@ -316,7 +316,7 @@ class Trained:
         if classes != data.classes:
             raise CheckpointError(
                 f"{self.path} was trained on {_describe_classes(classes)}, and {data.holdout} "
-                f"holds {_describe_classes(data.classes)}"
+                f"holds {_describe_classes(data.classes)}: type data.root= of images of the former"
             )
         return as_stored(data, recipe)
 

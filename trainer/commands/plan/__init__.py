@@ -43,8 +43,8 @@ def command(words: Sequence[str]) -> int:
     else:
         from trainer.commands.plan.plan_page import render_page
 
-        if has_mode:
-            for note in recipes.notes_on_idle(source, *recipe_arguments):
+        for note in recipes.notes_on_idle(source, *recipe_arguments):
+            if has_mode or " with mode=" not in note:
                 say(f"unused: {note}")
         say(render_page(content))
     return 0

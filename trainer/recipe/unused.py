@@ -26,38 +26,38 @@ NOT_PIPELINE = "|".join(mode for mode, traits in TRAITS.items() if not traits.mi
 # `causes` has one of the values after it, as they are typed. The message names the first of them.
 # A plugin's data set or task may read any key, so its name is never among the values.
 IDLE = [
-    ("augment.crop_padding", "augment.crop=none|resized"),
-    ("augment.crop_scale", "augment.crop=none|pad"),
-    ("augment.operations augment.magnitude", "augment.auto=none|trivial|autoaugment"),
-    ("augment.alternate", "augment.hflip=0.0"),
-    ("schedule.warmup_factor", "schedule.warmup_epochs=0.0"),
-    ("data.download", f"data.name=digits|synthetic|{PHOTOS}"),
-    ("data.samples data.val_samples", f"data.name={IN_MEMORY}"),
-    ("data.samples data.val_samples", f"data.missing=error data.name={PHOTOS}"),
-    ("data.samples data.val_samples data.missing", f"data.root={SET} data.name={PHOTOS}"),
+    ("augment.crop_padding", "augment.crop:none|resized"),
+    ("augment.crop_scale", "augment.crop:none|pad"),
+    ("augment.operations augment.magnitude", "augment.auto:none|trivial|autoaugment"),
+    ("augment.alternate", "augment.hflip:0.0"),
+    ("schedule.warmup_factor", "schedule.warmup_epochs:0.0"),
+    ("data.download", f"data.name:digits|synthetic|{PHOTOS}"),
+    ("data.samples data.val_samples", f"data.name:{IN_MEMORY}"),
+    ("data.samples data.val_samples", f"data.missing:error data.name:{PHOTOS}"),
+    ("data.samples data.val_samples data.missing", f"data.root:{SET} data.name:{PHOTOS}"),
     (
         "data.val_fraction data.missing data.on_error data.check data.workers data.pixel_range "
         "data.cache",
-        f"data.name={IN_MEMORY}|synthetic",
+        f"data.name:{IN_MEMORY}|synthetic",
     ),
-    ("data.interpolation", "data.name=synthetic"),
-    ("data.interpolation", f"data.image_size=null data.name={IN_MEMORY}"),
-    ("data.cache_format data.cache_size data.cache_dir", "data.cache=off"),
-    ("data.image_column data.label_column", "data.labels=null"),
-    ("loss.label_smoothing", "task.name=multilabel|regression"),
-    ("loss.class_weights", "task.name=regression"),
-    ("distill.weight distill.temperature", "distill.teacher=null"),
-    ("distill.temperature", "distill.weight=0.0"),
-    ("resume", "output=null"),
+    ("data.interpolation", "data.name:synthetic"),
+    ("data.interpolation", f"data.image_size:null data.name:{IN_MEMORY}"),
+    ("data.cache_format data.cache_size data.cache_dir", "data.cache:off"),
+    ("data.image_column data.label_column", "data.labels:null"),
+    ("loss.label_smoothing", "task.name:multilabel|regression"),
+    ("loss.class_weights", "task.name:regression"),
+    ("distill.weight distill.temperature", "distill.teacher:null"),
+    ("distill.temperature", "distill.weight:0.0"),
+    ("resume", "output:null"),
     (
         "pipeline.schedule pipeline.virtual_stages pipeline.microbatches pipeline.split_size "
         "pipeline.deferred_batch_norm pipeline.timeline",
-        f"mode={NOT_PIPELINE}",
+        f"mode:{NOT_PIPELINE}",
     ),
 ]
 for _section in dict.fromkeys(name for traits in TRAITS.values() for name in traits.sections):
     _others = [mode for mode, traits in TRAITS.items() if _section not in traits.sections]
-    IDLE.append((_section, f"mode={'|'.join(_others)}"))
+    IDLE.append((_section, f"mode:{'|'.join(_others)}"))
 
 
 def describe_unused(argument: str, cause: str, remedy: str = "") -> str:
@@ -120,7 +120,7 @@ def _find_cause(key: str, values: Mapping[str, Any]) -> tuple[str, str] | None:
     for keys, text in IDLE:
         if {key, key.partition(".")[0]}.isdisjoint(keys.split()):
             continue
-        causes = dict(cause.split("=") for cause in text.split())
+        causes = dict(cause.split(":") for cause in text.split())
         if all(_has(values[other], names) for other, names in causes.items()):
             chooser, names = next(iter(causes.items()))
             return chooser, _format_remedy(chooser, names)

@@ -242,9 +242,7 @@ def test_evaluating_a_missing_test_split_is_refused(three_parts, words, tmp_path
     "word", ["epochs=3", "optimizer.lr=1", "resume=auto", "schedule.restart=true"]
 )
 def test_arguments_without_effect_are_refused(word, trained):
-    with pytest.raises(
-        RecipeError, match=rf"^{re.escape(word.partition('=')[0])}= (.*\bevaluate,|changes nothing)"
-    ):
+    with pytest.raises(RecipeError, match=rf"^{re.escape(word)} does nothing with a trained model"):
         evaluate_run(str(trained), word)
 
 

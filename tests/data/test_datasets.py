@@ -60,12 +60,6 @@ def test_sets_in_memory_are_brought_to_the_recipes_shape_once():
     assert datasets.mean == (datasets.mean[0],) * 3
 
 
-def test_mirror_images_that_alternate_need_some():
-    with pytest.raises(RecipeError, match=r"augment\.hflip=0 .* augment\.alternate=false"):
-        open_datasets(load("digits", "augment.alternate=true"))
-    open_datasets(load("digits", "augment.alternate=true", "augment.hflip=0.5"))
-
-
 def test_synthetic_sets_are_as_long_as_asked_and_depend_on_the_seed():
     words = (
         "data.name=synthetic",

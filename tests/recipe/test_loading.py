@@ -241,7 +241,7 @@ WRONG = {
     "schedule.min_lr=3": "schedule.min_lr=3.0 optimizer.lr=0.1",
     "augment.crop_scale=[1.0,0.1]": "augment.crop_scale=[1.0,0.1] [0.1,1.0]",
     # Texts that are no arguments
-    "epochs": "'epochs' optimizer.lr=0.05",
+    "epochs": "'epochs' epochs=30 quotes",
     "=3": "'=3' key=value",
     "--epochs=3": "'--epochs=3' key=value",
     "pipeline.cuts=[a": "'pipeline.cuts=[a'",

@@ -20,7 +20,7 @@ from trainer.recipe import load
         ("output: 'first\nepochs: 3\n", 1, "quoted"),
         ("devices: [cpu, cpu\nepochs: 3\n", 1, "']'"),
         ("output: runs: first\n", 1, "quotes"),
-        ("epochs: 3\nseed: 1\nepochs: 4\n", 3, "duplicate epochs"),
+        ("epochs: 3\nseed: 1\nepochs: 4\n", 3, "duplicate epochs keep"),
         (b"seed: 1\n# f\xfcnf\nepochs: 3\n", 2, "UTF-8"),
         ("epochs: 3\n seed: 1\n", 2, "mapping"),
     ],

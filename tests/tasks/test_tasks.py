@@ -56,14 +56,6 @@ def test_validation_metrics_are_neither_smoothed_nor_weighted():
         ),
         (["loss.class_weights=balanced"], r"class_weights=balanced .*class_weights=\[1,2,\.\.\.\]"),
         (
-            ["task.name=multilabel", "loss.label_smoothing=0.1"],
-            "task.name=multilabel: set loss.label_smoothing=0",
-        ),
-        (
-            ["task.name=regression", "loss.class_weights=[1,2,3]"],
-            "task.name=regression: set loss.class_weights=null",
-        ),
-        (
             ["task.name=regression", "augment.mixup=0.2"],
             r"mixup=0\.2 .*task\.name=regression .*mixup=0$",
         ),
@@ -180,11 +172,9 @@ def test_a_users_loss_refuses_options_that_it_ignores(monkeypatch):
             return super().loss(outputs, targets)
 
     assert task("task.name=focal").metric_names() == ("loss", "top1", "top5")
-    with pytest.raises(RecipeError, match=r"task\.name=focal.*loss\.label_smoothing=0"):
-        task("task.name=focal", "loss.label_smoothing=0.1")
-    assert task("task.name=smoothed", "loss.label_smoothing=0.1")
-    with pytest.raises(RecipeError, match=r"task\.name=smoothed.*loss\.class_weights=null"):
-        task("task.name=smoothed", "loss.class_weights=[1,2,3]")
+    keys = ("label_smoothing", "class_weights")
+    assert [Focal.uses_key(key) for key in keys] == [False, False]
+    assert [Smoothed.uses_key(key) for key in keys] == [True, False]
 
 
 def test_predictions_are_of_names_only():

@@ -60,7 +60,6 @@ ELSEWHERE = {
     "graphs": "all that is here",
     "compile": "of cards: a tape does not see the kernels of compiled code",
     "tf32": "of cards",
-    "compress": "of ranks, below",
     "sync_bn": "of ranks that graphs do not go with",
     "muon": "above",
 }

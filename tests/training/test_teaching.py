@@ -426,8 +426,6 @@ def test_exported_files_do_not_mention_the_teacher(teacher, single, tmp_path):
         ),
         ("distill.teacher=empty", 4, r"distill\.teacher=empty: "),
         ("distill.teacher=alien.safetensors", 4, r"distill\.teacher=alien\.safetensors: "),
-        ("distill.weight=0.5", 2, r"distill\.teacher=RUN, .*distill\.weight=null\b"),
-        ("recipe=mine.yaml", 2, r"distill\.teacher=RUN, .*distill\.weight=null\b"),
         (
             "distill.teacher={teacher} data.image_size=16",
             2,
@@ -456,7 +454,6 @@ def test_exported_files_do_not_mention_the_teacher(teacher, single, tmp_path):
 )
 def test_an_invalid_call_is_one_line(words, code, pattern, teacher, tmp_path):
     (tmp_path / "empty").mkdir()
-    (tmp_path / "mine.yaml").write_text("distill:\n  temperature: 2.0\nextends: digits\n")
     (tmp_path / "alien.safetensors").write_bytes(b"nothing")
     if "photos" in words:
         photo_set(tmp_path / "photos", {"ant": 40, "bee": 40})

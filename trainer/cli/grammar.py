@@ -30,8 +30,7 @@ _COMMANDS_ELSEWHERE = {
     "eval": "evaluate checkpoint=RUN",
     "test": "evaluate checkpoint=RUN split=test",
     "infer": "predict RUN photo.jpg",
-    "resume": "train output=RUN resume=auto, with the arguments of the run",
-    "benchmark": "compare recipe=digits",
+    "resume": "train recipe=RUN output=RUN resume=auto",
 }
 
 
@@ -214,7 +213,10 @@ def _classify_path(word: str, command: str) -> str:
     if run_here or run_below:
         return f"checkpoint={word}"
     if not exists:
-        raise RecipeError(f"'{word[:80]}': no photo, folder or run of that name")
+        raise RecipeError(
+            f"'{word[:80]}': no photo, folder or run of that name; type the path of one, as in "
+            "predict photos"
+        )
     run = next(glob.iglob(os.path.join(glob.escape(path), "*", "recipe.yaml")), None)
     if run is not None:
         raise RecipeError(

@@ -134,11 +134,6 @@ def _check_augmentation(recipe: Recipe, data: Datasets) -> None:
     Inputs that are not images cannot be augmented. If a target has several dimensions, such as a
     mask, it would not move with the pixels, so operations that move pixels are refused.
     """
-    if recipe.augment.alternate and not recipe.augment.hflip:
-        raise RecipeError(
-            "augment.hflip=0 leaves nothing to alternate: set augment.alternate=false or "
-            "augment.hflip=0.5"
-        )
     repeats = recipe.augment.repeats
     is_varied = recipe.augment != AugmentRecipe(repeats=repeats)
     # A user's own data set may vary its items itself.
@@ -184,11 +179,6 @@ def _open(recipe: Recipe, before: Before) -> Datasets:
         raise RecipeError(
             f"data.labels={data.labels} is a table of a folder's images: use data.name=imagefolder"
         )
-    for key in ("image_column", "label_column"):
-        if getattr(data, key) is not None and data.labels is None:
-            raise RecipeError(
-                f"data.{key} names a column of a table of labels: add data.labels=FILE.csv"
-            )
     # `open_archives` checks data.root itself.
     if data.name != "shards" and data.root is not None:
         is_folder = Path(data.root).expanduser().is_dir()

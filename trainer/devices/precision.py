@@ -44,9 +44,7 @@ def resolve_precision(precision: str, device: torch.device) -> str:
 
 
 def describe_precision(precision: str, device: torch.device) -> str | None:
-    """Return a note for the user if another precision is used or would be faster, else None."""
-    if resolve_precision(precision, device) != precision:
-        return f"{precision} is computed as fp32: this device has no TF32"
+    """Return a note for the user if another precision would be faster, else None."""
     if precision == "fp32" and has_tf32(device):
         return "fp32 in full: precision=tf32 or bf16 is faster on this card"
     return None

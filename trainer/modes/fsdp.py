@@ -308,8 +308,6 @@ class FullyShardedDataParallel(Strategy):
         offload = ""
         if self.readers:
             offload = ", kept on the host"
-        elif self.recipe.fsdp.offload:
-            offload = "; fsdp.offload moves nothing: they are in the host's memory already"
         return {
             "sharding": f"{grid.size('shards')} shards{replicas}, {len(self.units) + 1} units, "
             f"the largest {self.largest_unit:.0%} of the weights{offload}"

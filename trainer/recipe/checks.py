@@ -20,11 +20,11 @@ from trainer.recipe.optimizer_table import (
     OptimizerTraits,
 )
 from trainer.recipe.recipe_files import format_argument
-from trainer.recipe.reflection import find_idle
 from trainer.recipe.schedule_table import LR_SCHEDULES
 from trainer.recipe.shares import check_shares, count_rows, fixed_shares
 from trainer.recipe.text import find_nearest, format_neighbors
 from trainer.recipe.transform_names import check_transform_names
+from trainer.recipe.unused import find_idle
 from trainer.versions import SINCE, read_version, torch_has
 
 # Schedules in which rank r has the stages r and 2P - 1 - r. P is the number of ranks in a pipeline.
@@ -64,7 +64,6 @@ OPTIONS = {
     "probe": ("model.probe", True),
     "layer_decay": ("optimizer.layer_decay", 0.75),
     **{name: ("optimizer.name", name) for name in MATRIX_OPTIMIZERS},
-    "compress": ("ddp.compress", "bf16"),
     "graphs": ("graphs", True),
     "recompute": ("recompute", True),
     "shares": ("shares", "auto"),
@@ -233,13 +232,6 @@ def check_options(recipe: Recipe) -> None:
     row = OPTIMIZERS.get(recipe.optimizer.name)
     if row is not None:
         check_optimizer(recipe, row)
-    distill = recipe.distill
-    has_distill_keys = distill.weight is not None or distill.temperature is not None
-    if distill.teacher is None and has_distill_keys:
-        raise RecipeError(
-            "the keys of distill do nothing without a teacher: type distill.teacher=RUN, or "
-            "distill.weight=null distill.temperature=null"
-        )
     if recipe.traits.exchanges == "shards" and recipe.fsdp.offload and recipe.precision == "fp16":
         raise RecipeError(
             "precision=fp16 is not for fsdp.offload=true: torch's optimizers would read the scale "
@@ -318,7 +310,7 @@ def _refuse(recipe: Recipe, refuses: Mapping[str, str]) -> None:
 def _check_probe(recipe: Recipe) -> None:
     """Raise RecipeError if a key would have no effect on the training of the last layer."""
     changes = compare_recipes(Recipe(), recipe)
-    idle_keys = dict(find_idle(flatten(recipe.to_dict()), changes))
+    idle_keys = [key for key, *_ in find_idle(flatten(recipe.to_dict()), changes)]
     arguments = []
     defaults = []
     for key, (default, value) in changes.items():

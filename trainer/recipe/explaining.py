@@ -54,28 +54,35 @@ _THEIRS = {
     "schedule.step_epochs": "lr_step_size decay_epochs",
     "schedule.gamma": "lr_gamma decay_rate",
     "schedule.warmup_epochs": "lr_warmup_epochs",
+    "schedule.warmup_factor": "lr_warmup_decay",
+    "schedule.min_lr": "lr_min",
     "loss.label_smoothing": "smoothing label_smoothing_factor",
     "augment.mixup": "mixup_alpha",
     "augment.cutmix": "cutmix_alpha",
-    "augment.erase": "random_erase reprob",
+    "augment.auto": "auto_augment",
+    "augment.hflip": "fliplr",
+    "augment.vflip": "flipud",
+    "augment.erase": "random_erase reprob erasing",
     "augment.repeats": "ra_reps ra_sampler",
     "augment.magnitude": "ra_magnitude",
     "data.train_size": "train_crop_size",
     "data.resize": "val_resize_size",
     "precision": "amp autocast mixed_precision",
-    "ema": "model_ema model_ema_decay",
+    "ema": "model_ema",
     "recompute": "gradient_checkpointing grad_checkpointing",
     "clip_grad_norm": "grad_clip clip_grad max_grad_norm gradient_clip_val",
+    "deterministic": "use_deterministic_algorithms",
     "devices": "device gpu gpu_ids",
     "sync_bn": "sync_batchnorm",
     "stop.patience": "early_stopping patience",
     "save.every_steps": "save_steps",
     "save.every_epochs": "save_period",
     "logging.every_steps": "print_freq log_interval log_every_n_steps logging_steps",
+    "logging.progress": "enable_progress_bar",
     "output": "output_dir save_dir",
 }
 OTHER_NAMES = {name: ours for ours, names in _THEIRS.items() for name in names.split()}
-# Names of settings in other libraries that no key of ours can replace. The guide's page `others`
+# Names of settings in other libraries that no key of ours can replace. The guide's page `port`
 # explains each.
 _WITHOUT_KEY = (
     "per_device_train_batch_size per_device_eval_batch_size per_gpu_batch_size batch_size_per_gpu "
@@ -83,7 +90,16 @@ _WITHOUT_KEY = (
     "train_micro_batch_size_per_gpu gradient_accumulation_steps accumulate_grad_batches "
     "grad_accum_steps gpus world_size num_processes num_nodes nnodes num_machines distributed dp "
     "warmup warmup_steps warmup_ratio base_lr lr_base blr lrf lr_decay train_split "
-    "steps steps_per_epoch eval_steps val_split fraction classes name half dtype drop weight_ema"
+    "steps steps_per_epoch eval_steps val_split fraction classes name half dtype drop weight_ema "
+    "bias_weight_decay transformer_embedding_decay lr_warmup_method start_epoch cache_dataset "
+    "test_only augmix_severity dist_url model_ema_steps model_ema_decay val_crop_size backend "
+    "use_v2 accelerator logger callbacks fast_dev_run min_epochs min_steps limit_train_batches "
+    "limit_val_batches overfit_batches val_check_interval check_val_every_n_epoch "
+    "enable_checkpointing enable_model_summary gradient_clip_algorithm benchmark profiler "
+    "detect_anomaly plugins default_root_dir num_sanity_val_steps time project exist_ok verbose "
+    "single_cls cos_lr profile dropout val plots nbs warmup_momentum warmup_bias_lr hsv_h hsv_s "
+    "hsv_v scale remode recount resplit split_bn bn_momentum lr_k_decay checkpoint_hist "
+    "train_interpolation logging_dir"
 )
 WITHOUT_KEY = frozenset(_WITHOUT_KEY.split())
 
@@ -212,7 +228,7 @@ def suggest_key(name: str, known: Collection[str]) -> str:
     name = name.lower()
     section, dot, last = name.rpartition(".")
     if last in WITHOUT_KEY:
-        return "no key does the same: see python -m trainer guide others"
+        return "no key does the same: see python -m trainer guide port"
     guess = OTHER_NAMES.get(name)
     if guess is None:
         in_section = [key for key in known if dot and key.startswith(f"{section}.")]

@@ -30,7 +30,7 @@ def _devices(value: Any) -> Any:
         count = ""
         # Other frameworks accept a number of devices. The exact type is compared, because a boolean
         # is also an instance of int.
-        if type(value) is int:
+        if type(value) is int and value > 0:
             count = f"; nproc={value} starts {value} processes"
         raise ValueError(f"must be auto or a list, as in devices=[{example}]{count}")
     for name in value:

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.recipe.recipe_files import shipped_recipes
-from trainer.recipe.reflection import choices, defaults, find_unread
+from trainer.recipe.reflection import choices, defaults
 from trainer.recipe.schema import EXTENDS, EXTENDS_COMMENT, Recipe, key_fields, readers
 from trainer.recipe.text import format_value, format_yaml
+from trainer.recipe.unused import find_unread
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import yaml
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.errors import RecipeError
+from trainer.recipe.key_reference import keys
 from trainer.recipe.recipe_files import (
     find_recipe,
     format_argument,
@@ -23,10 +24,11 @@ from trainer.recipe.recipe_files import (
     remove_passwords,
     shipped_recipes,
 )
-from trainer.recipe.reflection import check_read, compare_recipes, defaults, find_idle, find_unread
+from trainer.recipe.reflection import compare_recipes, defaults
 from trainer.recipe.removed import refuse_removed, replace_removed
 from trainer.recipe.schema import EXTENDS, NAMELESS, Recipe, validated
 from trainer.recipe.text import ARGUMENT_KEYS, flatten, format_value, not_utf8, one_line
+from trainer.recipe.unused import describe_unused, find_idle, find_unread
 
 # Origin of the keys that the user typed on the command line or passed as keywords.
 YOURS = "your words"
@@ -66,18 +68,11 @@ def load(recipe: Source = None, *words: str, **keywords: Any) -> Recipe:
             closest value that works.
     """
     name, layers = _layers(recipe, words, keywords)
-    plain: Mapping[str, Any] = {}
-    for layer in layers:
-        plain = _merged(plain, layer.tree)
-    typed_keys = []
     sources = _origins(layers)
     for key, label in sources.items():
         if label == YOURS:
-            typed_keys.append(key)
             sources[key] = name
-    loaded = validated(plain, name, sources)
-    check_read(loaded, typed_keys)
-    return loaded
+    return validated(_joined(layers), name, sources)
 
 
 def notes_on_idle(recipe: Source = None, *words: str, **keywords: Any) -> list[str]:
@@ -86,16 +81,21 @@ def notes_on_idle(recipe: Source = None, *words: str, **keywords: Any) -> list[s
     Both typed keys and keys in the user's files are checked. A key in a file is not reported if the
     user typed the argument that makes the key ineffective, such as another mode.
     """
-    sources = _origins(_layers(recipe, words, keywords)[1])
+    layers = _layers(recipe, words, keywords)[1]
+    sources = _origins(layers)
     values = flatten(load(recipe, *words, **keywords).to_dict())
     own_keys = [key for key, label in sources.items() if label not in shipped_recipes()]
+    idle_keys = [*find_idle(values, own_keys)]
+    # A recipe removes the published weights if it starts from others.
+    weights = flatten(_joined(layers)).get("model.weights")
+    if "model.weights" in own_keys and weights != values["model.weights"]:
+        values["model.weights"] = weights
+        idle_keys.append(("model.weights", "model.init_from", "model.init_from=null"))
     lines = []
-    for key, chooser in find_idle(values, own_keys):
+    for key, chooser, remedy in idle_keys:
         if sources[key] == YOURS or sources.get(chooser) != YOURS:
-            argument = format_argument(key, values[key])
-            lines.append(
-                f"{argument} does nothing with {format_argument(chooser, values[chooser])}"
-            )
+            cause = format_argument(chooser, values[chooser])
+            lines.append(describe_unused(format_argument(key, values[key]), cause, remedy))
     return lines
 
 
@@ -206,6 +206,13 @@ def _merged(below: Mapping[Any, Any], above: Mapping[Any, Any], prefix: str = ""
     return tree
 
 
+def _joined(layers: Iterable[Layer]) -> Mapping[str, Any]:
+    tree: Mapping[str, Any] = {}
+    for layer in layers:
+        tree = _merged(tree, layer.tree)
+    return tree
+
+
 def _origins(layers: Iterable[Layer]) -> dict[str, str]:
     sources: dict[str, str] = {}
     for layer in layers:
@@ -248,14 +255,19 @@ def _extended(label: str, tree: Any, path: Path | None) -> list[Layer]:
     return chain
 
 
+def load_base(recipe: Recipe) -> Recipe:
+    """Return the shipped recipe from which `recipe` has its name, or else the defaults."""
+    if recipe.name in shipped_recipes():
+        return load(recipe.name)
+    return Recipe()
+
+
 def format_arguments(recipe: Recipe) -> list[str]:
     """Return the arguments `key=value` that a user can type to get this recipe."""
     words = []
-    base = Recipe()
     if recipe.name in shipped_recipes():
         words.append(f"recipe={recipe.name}")
-        base = load(recipe.name)
-    changed = compare_recipes(base, recipe)
+    changed = compare_recipes(load_base(recipe), recipe)
     unread_keys = dict(find_unread(flatten(recipe.to_dict()), changed))
     for key, (_, value) in changed.items():
         if key not in unread_keys:
@@ -275,7 +287,10 @@ def _words(words: Iterable[str]) -> dict[Any, Any]:
         # Everything after the first "=" is the value, which may contain further "=" characters.
         key, _, value = word.partition("=")
         if not re.match(r"[A-Za-z_]\w*(\.\w+)*=", word):
-            raise RecipeError(f"'{word}' is not key=value, as in optimizer.lr=0.05")
+            example = keys()[word].example if word in defaults() else "optimizer.lr=0.05"
+            raise RecipeError(
+                f"'{word}' is not key=value, as in {example}; put a value with spaces in quotes"
+            )
         # `optimizer=adam` means `optimizer.name=adam`; `optimizer={lr: 0.1}` is the whole section.
         if f"{key}.name" in defaults() and not value.startswith("{") and value != "null":
             key += ".name"

@@ -84,7 +84,6 @@ class Traits:
         return self.staged and not self.micro_batches
 
 
-DDP_GRADIENTS = "only ddp compresses gradients; use mode=ddp, or leave it out"
 WHOLE_BATCH = (
     "every stage sees all images, and its cuts balance the devices; use mode=ddp, or leave it out"
 )
@@ -110,7 +109,6 @@ TRAITS = {
             "sync_bn": "nn.DataParallel's replicas live for one pass and cannot synchronize; use "
             "mode=ddp",
             "compile": "nn.DataParallel copies the module again for every pass; use mode=ddp",
-            "compress": DDP_GRADIENTS,
             "graphs": "nn.DataParallel copies the model to other devices in every pass; use "
             "mode=ddp, or graphs=auto",
             "shares": "nn.DataParallel gives every device as many images; use mode=ddp",
@@ -134,7 +132,7 @@ TRAITS = {
         exchanges="activations",
         staged=True,
         sections=("pipeline",),
-        refuses={"compress": DDP_GRADIENTS, "shares": WHOLE_BATCH, "probe": ONE_LAYER},
+        refuses={"shares": WHOLE_BATCH, "probe": ONE_LAYER},
     ),
     "pipeline": Traits(
         when=(
@@ -153,7 +151,6 @@ TRAITS = {
             "sync_bn": "a stage never holds two micro-batches of a step at once; "
             "pipeline.deferred_batch_norm=true keeps the running statistics of the whole "
             "mini-batch",
-            "compress": DDP_GRADIENTS,
             "accumulate=auto": "it cuts batches into micro-batches already; use "
             "pipeline.microbatches=auto",
             "shares": WHOLE_BATCH,
@@ -174,7 +171,6 @@ TRAITS = {
         sections=("fsdp",),
         refuses={
             **dict.fromkeys(MATRIX_OPTIMIZERS, WHOLE_MATRICES),
-            "compress": DDP_GRADIENTS,
             "probe": ONE_LAYER,
             "graphs": "ranks gather each other's weights within a pass; use mode=ddp, or "
             "graphs=auto",
@@ -194,7 +190,6 @@ TRAITS = {
         per_rank_state=("model", "optimizer", "ema", "scaler"),
         refuses={
             "sync_bn": "its workers compute separately between averagings; use mode=ddp",
-            "compress": DDP_GRADIENTS,
         },
     ),
     "hogwild": Traits(
@@ -207,7 +202,6 @@ TRAITS = {
         per_rank_state=("optimizer", "scaler"),
         refuses={
             "sync_bn": "its workers never wait for each other; use mode=ddp",
-            "compress": DDP_GRADIENTS,
             "graphs": "its workers share weights that change within a step; use mode=local_sgd, or "
             "graphs=auto",
             "shares": "its workers never wait for each other, and a slow one holds up nobody; use "

@@ -165,7 +165,7 @@ REFUSED = {
     "lbfgs": "it computes the loss several times in a step, which no mode can do",
     "sparseadam": "it needs sparse gradients, and those of image models are dense",
     "rprop": "it needs the gradient of the whole training set in every step",
-    "asgd": "it trains for the average of its weights, which only it knows: type ema=0.999",
+    "asgd": "only it knows the average of weights that it trains for; ema=0.999 averages otherwise",
     f"{TIMM}muon": "type optimizer.name=muon",
     f"{TIMM}adahessian": "it needs second derivatives, which no mode computes",
     f"{TIMM}adopt": "it takes a resumed run for a new one that has filled its state",

@@ -175,10 +175,10 @@ def _explained(error: Exception) -> str:
     if context.startswith("while scanning") or "flow" in context:
         mark = getattr(error, "context_mark", mark)
         problem = f"{context}, {problem}"
-    return (
-        f"line {mark.line + 1}: {problem}; write key: value, indent keys alike, put a text with "
-        "': ' in quotes"
-    )
+    remedy = "write key: value, indent keys alike with spaces, put a text with ': ' in quotes"
+    if "duplicate" in problem:
+        remedy = "keep one"
+    return f"line {mark.line + 1}: {problem}; {remedy}"
 
 
 def split_arguments(

@@ -1,53 +1,14 @@
-"""Properties of keys: defaults, types, when a key has no effect, what a resumed run may change."""
+"""Properties of keys: defaults, types, and what a resumed run may change."""
 
 import functools
 import math
-import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from trainer.errors import RecipeError
-from trainer.recipe.field_types import FOLD
-from trainer.recipe.mode_table import MODES, TRAITS
-from trainer.recipe.schema import TABLES, Recipe, is_read, key_fields, readers
-from trainer.recipe.text import flatten, format_yaml
+from trainer.recipe.schema import Recipe, key_fields, readers
+from trainer.recipe.text import flatten
 
-# Rows (keys, other key, values): the keys have no effect in training if the other key has one of
-# the values, which are regular expressions. A plugin's data set may read any key, so its name is
-# never among the values.
-_IDLE_WITH = (
-    ("augment.crop_padding", "augment.crop", "none resized"),
-    ("augment.crop_scale", "augment.crop", "none pad"),
-    ("augment.operations augment.magnitude", "augment.auto", "none trivial autoaugment"),
-    ("schedule.warmup_factor", "schedule.warmup_epochs", "0.0"),
-    ("data.root", "data.name", "digits synthetic"),
-    ("data.download", "data.name", "digits synthetic imagefolder shards"),
-    ("data.samples data.val_samples", "data.name", "digits mnist fashion_mnist cifar10 cifar100"),
-    (
-        "data.val_fraction data.missing data.on_error data.check data.workers data.pixel_range "
-        "data.cache",
-        "data.name",
-        "digits mnist fashion_mnist cifar10 cifar100 synthetic",
-    ),
-    ("data.fold data.fraction", "data.name", "synthetic"),
-    ("data.val_fraction", "data.fold", FOLD),
-    ("data.cache_format data.cache_size data.cache_dir", "data.cache", "off"),
-    (
-        "pipeline.schedule pipeline.virtual_stages pipeline.microbatches pipeline.split_size",
-        "mode",
-        " ".join(mode for mode, traits in TRAITS.items() if not traits.micro_batches),
-    ),
-)
-# Key or section -> each other key, and the values with which the key or section has no effect.
-IDLE: dict[str, dict[str, list[str]]] = defaultdict(dict)
-for _keys, _chooser, _values in _IDLE_WITH:
-    for _key in _keys.split():
-        IDLE[_key][_chooser] = _values.split()
-for _traits in TRAITS.values():
-    for _section in _traits.sections:
-        IDLE[_section]["mode"] = [mode for mode in MODES if _section not in TRAITS[mode].sections]
 # Keys and sections that may differ when a run is resumed. They determine where and in which parts a
 # step is computed, when the run ends, what it writes and how long it waits.
 FREE_ON_RESUME = {
@@ -132,74 +93,6 @@ def _parts(kind: Any) -> Iterator[Any]:
             yield list[str]
     else:
         yield kind
-
-
-def find_unread(values: Mapping[str, Any], keys: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield the keys that the run's optimizer or schedule does not read.
-
-    Args:
-        values: values of all keys.
-        keys: keys to check.
-
-    Yields:
-        A key, and the key that chooses the optimizer or schedule.
-    """
-    for key in keys:
-        chooser = f"{key.partition('.')[0]}.name"
-        if readers(key) and not is_read(key, values[chooser]):
-            yield key, chooser
-
-
-def find_idle(values: Mapping[str, Any], keys: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield the keys that differ from their defaults but have no effect.
-
-    Args:
-        values: values of all keys.
-        keys: keys to check.
-
-    Yields:
-        A key, and the key whose value makes it have no effect.
-    """
-    changed = [key for key in keys if key in values and values[key] != defaults()[key]]
-    yield from find_unread(values, changed)
-    for key in changed:
-        choosers = IDLE.get(key) or IDLE.get(key.partition(".")[0], {})
-        for chooser, without_effect in choosers.items():
-            if re.fullmatch("|".join(without_effect), str(values[chooser])):
-                yield key, chooser
-                break
-
-
-def check_read(recipe: Recipe, keys: Iterable[str]) -> None:
-    """Refuse keys that the user typed and the run does not read.
-
-    Keys in a file are not checked, because the file may be meant for several optimizers and
-    schedules.
-
-    Raises:
-        RecipeError: the optimizer or schedule does not read one of `keys`, or the run ends without
-            reaching an epoch in `schedule.restart`.
-    """
-    values = flatten(recipe.to_dict())
-    set_keys = [key for key in keys if values.get(key)]
-    if "schedule.restart" in set_keys:
-        for restart in recipe.schedule.restarts:
-            if restart >= recipe.epochs:
-                raise RecipeError(
-                    f"schedule.restart=[{restart:g}] is never reached with epochs={recipe.epochs}: "
-                    "leave it out"
-                )
-    for key, chooser in find_unread(values, set_keys):
-        section, _, field = key.partition(".")
-        hint = f"leave it out, or type {chooser}={' or '.join(readers(key))}"
-        row = TABLES[section].get(values[chooser])
-        # The class of such an optimizer may have an argument of this name.
-        if section == "optimizer" and (row is None or not row.keys):
-            hint += f"; its class may accept optimizer.args.{field}="
-        raise RecipeError(
-            f"{key}={format_yaml(values[key])} does nothing with {chooser}={values[chooser]}: "
-            f"{hint}"
-        )
 
 
 def compare_recipes(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:

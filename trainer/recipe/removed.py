@@ -46,12 +46,13 @@ REMOVED = {
         "data.check=headers",
     ),
     "optimizer.name=lars": Removed(
-        "use optimizer.name=sgd, with optimizer.lr_per and schedule.warmup_epochs for large "
-        "batches",
+        "optimizer.name=timm:lars trains with LARS, and needs timm",
         "optimizer.name=sgd",
         same=False,
     ),
-    "optimizer.trust": Removed("leave it out: it was for optimizer.name=lars", idle="0.001"),
+    "optimizer.trust": Removed(
+        "optimizer.name=timm:lars optimizer.args.trust_coeff=0.001 does the same", idle="0.001"
+    ),
     "on_nonfinite": Removed(
         "a run stops at a loss or gradient that is not finite; lower optimizer.lr, or type "
         "clip_grad_norm=1",

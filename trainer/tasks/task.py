@@ -10,8 +10,6 @@ from trainer.errors import RecipeError
 from trainer.recipe import Recipe
 from trainer.recipe.known_names import TASKS, Registry
 from trainer.recipe.metric_table import METRICS, TOP, MetricTraits, check_metrics, find_traits
-from trainer.recipe.schema import LossRecipe
-from trainer.recipe.text import format_yaml
 from trainer.tasks.metrics import FUNCTIONS, MetricInputs, Sums
 
 Reads = Literal["class", "classes", "values"]
@@ -37,8 +35,8 @@ class Task:
             metrics of this class alone, from the name.
         fractions: names of the metrics of this class alone that are shown in percent.
         mixes: True if mixup and cutmix can mix the targets, see `shares`.
-        uses: keys of the recipe's section `loss` that the method `loss` of this class reads. The
-            other keys of the section are refused.
+        uses: keys of the recipe's section `loss` that the method `loss` of this class reads. A
+            run reports the other keys of the section as unused.
         measured: names of the metrics that are computed in addition to those of `metrics`, see
             `choose_metrics`.
         hidden: names of the metrics that are written to files and not shown.
@@ -63,28 +61,23 @@ class Task:
         names: Sequence[str],
         targets: Tensor | None = None,
     ) -> None:
-        """Check that the task supports the recipe's section `loss`.
+        """Store the recipe and the names.
 
         Args:
             recipe: the whole recipe.
             names: names of the classes, or of the predicted values.
             targets: targets of the training set, (N, ...); None if they can only be read together
                 with the inputs.
-
-        Raises:
-            RecipeError: the recipe has a setting that this task does not support.
         """
         self.recipe = recipe
         self.names = tuple(names)
+
+    @classmethod
+    def uses_key(cls, key: str) -> bool:
+        """Return whether the method `loss` reads a key of the recipe's section `loss`."""
         # A subclass with its own `loss` does not inherit `uses`, because its loss may ignore keys.
-        loss_class = next(kind for kind in type(self).__mro__ if "loss" in vars(kind))
-        used_keys = vars(loss_class).get("uses", ())
-        for key, field in LossRecipe.model_fields.items():
-            if getattr(recipe.loss, key) and key not in used_keys:
-                raise RecipeError(
-                    f"loss.{key} is not for task.name={recipe.task.name}: set "
-                    f"loss.{key}={format_yaml(field.default)}"
-                )
+        loss_class = next(kind for kind in cls.__mro__ if "loss" in vars(kind))
+        return key in vars(loss_class).get("uses", ())
 
     @classmethod
     def metric_names(cls) -> tuple[str, ...]:

@@ -3,13 +3,19 @@
 import shlex
 from collections.abc import Mapping, Sequence
 
-from trainer.devices import cuda_graphs, precision
+from trainer.data import ImageSet, TensorSet
+from trainer.devices import precision
 from trainer.modes import Strategy
 from trainer.processes.rank import find_elastic_problems
 from trainer.processes.terminal import BOLD, fill
-from trainer.recipe import Recipe
+from trainer.recipe import Recipe, compare_recipes, flatten
 from trainer.recipe.checks import count_largest_rows
 from trainer.recipe.image_sizes import in_pixels
+from trainer.recipe.known_names import OWN_PHOTOS
+from trainer.recipe.loading import load_base
+from trainer.recipe.recipe_files import format_argument
+from trainer.recipe.schema import LossRecipe
+from trainer.recipe.unused import describe_unused, find_idle
 from trainer.telemetry.readable import format_count, table_width
 from trainer.telemetry.tracking import NullTracker
 from trainer.training.memory_keys import KEPT
@@ -35,7 +41,7 @@ WARNINGS = (
     "balance",
     "precision",
     "note",
-    "graphs",
+    "unused",
     "teacher",
     "start",
     "filters",
@@ -45,7 +51,6 @@ WARNINGS = (
     "test",
     "pixels",
     "frames",
-    "shares",
     "beside",
 )
 # Titles of lines that `runs show` prints, but not the banner. The first line of the banner already
@@ -155,10 +160,11 @@ def build_banner(
         lines["readers"] = readers
     lines["steps"] = _describe_steps(resolved, strategy, model.batch_norm)
     lines["folder"] = str(resolved.tracker.path)
-    if recipe.shares is not None and world.size == 1:
-        lines["shares"] = "one process computes all of every batch"
-    if recipe.graphs is True and not cuda_graphs.has_cuda_graphs(world.device):
-        lines["graphs"] = "only CUDA devices have them: graphs=true changes nothing here"
+    unused_lines = list_unused(resolved, model)
+    if "unused" in data.notes:
+        unused_lines.append(data.notes["unused"])
+    if unused_lines:
+        lines["unused"] = "; ".join(unused_lines)
     if (few := warn_of_small_batch_norm(strategy, model.batch_norm)) is not None:
         lines["batchnorm"] = few
     if advice := find_elastic_problems():
@@ -168,6 +174,46 @@ def build_banner(
             "set schedule.warmup_epochs=0: the warm-up is as long as the run, and lr never "
             f"reaches {recipe.peak_lr:g}"
         )
+    return lines
+
+
+def list_unused(resolved: Resolved, model: ModelFacts) -> list[str]:
+    """Describe the keys that have no effect in this run, for other reasons than `find_idle` knows.
+
+    Args:
+        resolved: The configuration of the run.
+        model: Properties of the whole model.
+    """
+    recipe = resolved.recipe
+    data = resolved.datasets
+    causes = {}
+    if resolved.world.size == 1:
+        several = "sync_bn ddp.compress shares fsdp.reshard "
+        several += "local_sgd.every local_sgd.outer_lr local_sgd.outer_momentum"
+        causes = dict.fromkeys(several.split(), "1 process")
+    if resolved.world.device.type == "cpu":
+        causes |= dict.fromkeys(("graphs", "deterministic", "fsdp.offload"), "CPU devices")
+    if precision.resolve_precision(recipe.precision, resolved.world.device) != recipe.precision:
+        causes["precision"] = "a device that has no TF32"
+    if not model.batch_norm:
+        normalizing = ("sync_bn", "pipeline.deferred_batch_norm")
+        causes |= dict.fromkeys(normalizing, "a model that has no BatchNorm")
+    if isinstance(data.train, ImageSet | TensorSet):
+        causes |= dict.fromkeys(("data.cache", "data.workers"), "images in memory")
+    if recipe.data.name in OWN_PHOTOS and data.holdout_table is None:
+        causes["data.val_fraction"] = f"images that have a validation split: {data.holdout}"
+    for key in LossRecipe.model_fields:
+        if not resolved.task.uses_key(key):
+            causes[f"loss.{key}"] = f"task.name={recipe.task.name}"
+    steps = recipe.epochs * resolved.steps_per_epoch
+    if recipe.max_steps is not None and recipe.max_steps > steps:
+        causes["max_steps"] = f"{format_count(recipe.epochs, 'epoch')} of {steps} steps in all"
+    changes = compare_recipes(load_base(recipe), recipe)
+    known_keys = [key for key, *_ in find_idle(flatten(recipe.to_dict()), causes)]
+    lines = []
+    for key, cause in causes.items():
+        if key in changes and key not in known_keys:
+            lines.append(describe_unused(format_argument(key, changes[key][1]), cause))
     return lines
 
 
@@ -186,11 +232,8 @@ def _describe_steps(resolved: Resolved, strategy: Strategy, has_batch_norm: bool
         at_most = " at most"
     per_epoch = resolved.steps_per_epoch
     text = f"{format_count(recipe.epochs, 'epoch')} x {format_count(per_epoch, 'step')}"
-    if recipe.max_steps:
-        if recipe.max_steps <= recipe.epochs * per_epoch:
-            text += f", {recipe.max_steps} in all at most,"
-        else:
-            text += f" (max_steps={recipe.max_steps} is more)"
+    if recipe.max_steps and recipe.max_steps <= recipe.epochs * per_epoch:
+        text += f", {recipe.max_steps} in all at most,"
     text += f" of {recipe.batch_size} images"
     shares = compute_shares(strategy)
     if shares is not None:

@@ -129,8 +129,8 @@ class RankSync:
         if not synced.finite:
             raise NotFiniteError(
                 f"a loss or gradient was not finite at step {step} or shortly before; no "
-                f"checkpoint contains it. Try optimizer.lr below {recipe.optimizer.lr:g}, "
-                "schedule.warmup_epochs, or clip_grad_norm=1"
+                f"checkpoint contains it. Try optimizer.lr={min(0.1, recipe.optimizer.lr / 10):g}, "
+                "schedule.warmup_epochs=1, or clip_grad_norm=1"
             )
         if timer.seen >= self.snapshots.replicas.next:
             self.snapshots.replicas.compare_again()

@@ -28,6 +28,7 @@ from trainer.recipe.image_sizes import ImageSize, check_resize, sides, typed_siz
 from trainer.recipe.known_names import WITHOUT_FOLDER
 from trainer.recipe.loading import load_stored
 from trainer.recipe.text import list_some
+from trainer.recipe.unused import describe_unused
 from trainer.saving.checkpoint import is_checkpoint
 from trainer.saving.run_names import find_run_folder
 from trainer.saving.weights import read_metadata, read_weights
@@ -63,6 +64,13 @@ TRAINING = {
     "data.fraction",
     "data.train_size",
     "model.probe",
+    "data.balance",
+    "augment",
+    "clip_grad_norm",
+    "sync_bn",
+    "ddp",
+    "local_sgd",
+    "model.freeze",
 }
 # Values that replace the devices and the mode of training, so that commands run on any machine.
 ANYWHERE = {"devices": "auto", "mode": "ddp", "shares": None}
@@ -221,7 +229,7 @@ class Trained:
         for word in words:
             key = word.partition("=")[0]
             if not TRAINING.isdisjoint((key, key.partition(".")[0])):
-                raise RecipeError(f"{key}= changes nothing once a model is trained: leave it out")
+                raise RecipeError(describe_unused(word, "a trained model"))
         best = path / "best.safetensors"
         is_best = prefers_best and best.is_file() and not is_checkpoint(path)
         weights, metadata = read_weights(best if is_best else path)
@@ -315,7 +323,7 @@ class Trained:
         if classes != data.classes:
             raise CheckpointError(
                 f"{self.path} was trained on {_describe_classes(classes)}, and {data.holdout} "
-                f"holds {_describe_classes(data.classes)}"
+                f"holds {_describe_classes(data.classes)}: type data.root= of images of the former"
             )
         return as_stored(data, recipe)
 

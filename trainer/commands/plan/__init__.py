@@ -28,7 +28,8 @@ def command(words: Sequence[str]) -> int:
     """Run `python -m trainer plan` with the arguments `words` and return its exit code."""
     arguments = [word for word in words if word != JSON]
     options, recipe_arguments = split_arguments(arguments, ("recipe", "plugin", *OWN_ARGUMENTS))
-    recipe = recipes.load(options.pop("recipe", None), *recipe_arguments)
+    source = options.pop("recipe", None)
+    recipe = recipes.load(source, *recipe_arguments)
     if "plugin" not in options:
         check_names(recipe)
     # A plan without mode= compares all modes.
@@ -42,6 +43,9 @@ def command(words: Sequence[str]) -> int:
     else:
         from trainer.commands.plan.plan_page import render_page
 
+        for note in recipes.notes_on_idle(source, *recipe_arguments):
+            if has_mode or " with mode=" not in note:
+                say(f"unused: {note}")
         say(render_page(content))
     return 0
 

@@ -340,6 +340,10 @@ class SearchSpace:
         words = [f"{key}={value}" for key, value in values.items()]
         try:
             chosen = recipes.load(self.source, *self.words, *words)
+            # Trials that differ in a key without effect would be the same trial.
+            for note in recipes.notes_on_idle(self.source, *self.words, *words):
+                if note.partition("=")[0] in values:
+                    raise RecipeError(note)
             if self.plugin is None:
                 check_names(chosen)
             self._launch(chosen)

@@ -87,11 +87,6 @@ def cached(
     """
     options = recipe.data
     if options.cache == "off" or isinstance(data.train, ImageSet | TensorSet):
-        if options.cache != "off" and not data.synthetic:
-            say(
-                f"data.cache={options.cache} does nothing here: data.name={data.name} is in memory "
-                "as a whole"
-            )
         # If a run that started with a cache is resumed without it, it must see the same pixels.
         return as_stored(data, recipe), recipe
     if not isinstance(data.train, EncodedPhotos) or not isinstance(data.val, EncodedPhotos):

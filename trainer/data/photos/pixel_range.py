@@ -14,6 +14,8 @@ from PIL import Image, UnidentifiedImageError
 
 from trainer.errors import SetupError
 from trainer.recipe import DataRecipe
+from trainer.recipe.recipe_files import format_argument
+from trainer.recipe.unused import describe_unused
 
 # (black, white): the pixel values that become the bytes 0 and 255.
 Range = tuple[float, float]
@@ -276,7 +278,8 @@ class PixelValues:
                 text += f"; {self.holes} images have NaN or infinity, which count as 0"
             notes["pixels"] = text
         elif self.wanted is not None:
-            notes["pixels"] = "are bytes, which data.pixel_range does not change"
+            argument = format_argument("data.pixel_range", [*self.wanted])
+            notes["unused"] = describe_unused(argument, "images of 8 bits")
         if self.animated:
             notes["frames"] = (
                 f"{self.animated} of the images inspected have several frames: the first is read"

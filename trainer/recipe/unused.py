@@ -1,0 +1,170 @@
+"""Keys without effect: the values of other keys that cause it, and the sentence that reports them.
+
+A run prints one line `unused: ...` for each such key. What only a run knows, such as its number of
+processes, is in `trainer.training.banner.list_unused`.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from trainer.recipe.known_names import DATASETS, OWN_PHOTOS, TASKS
+from trainer.recipe.mode_table import MODES, TRAITS
+from trainer.recipe.reflection import choices, defaults
+from trainer.recipe.schema import TABLES, is_read, key_fields, readers
+from trainer.recipe.text import format_yaml
+
+# Stands for any value of a key but null.
+SET = "set"
+NAMES = {"mode": MODES, "data.name": DATASETS, "task.name": tuple(TASKS)}
+IN_MEMORY = "digits|mnist|fashion_mnist|cifar10|cifar100"
+PHOTOS = "|".join(OWN_PHOTOS)
+NOT_PIPELINE = "|".join(mode for mode, traits in TRAITS.items() if not traits.micro_batches)
+
+
+# Rows (keys or sections, causes): the keys have no effect in training if each of the other keys in
+# `causes` has one of the values after it, as they are typed. The message names the first of them.
+# A plugin's data set or task may read any key, so its name is never among the values.
+IDLE = [
+    ("augment.crop_padding", "augment.crop:none|resized"),
+    ("augment.crop_scale", "augment.crop:none|pad"),
+    ("augment.operations augment.magnitude", "augment.auto:none|trivial|autoaugment"),
+    ("augment.alternate", "augment.hflip:0.0"),
+    ("schedule.warmup_factor", "schedule.warmup_epochs:0.0"),
+    ("data.download", f"data.name:digits|synthetic|{PHOTOS}"),
+    ("data.samples data.val_samples", f"data.name:{IN_MEMORY}"),
+    ("data.samples data.val_samples", f"data.missing:error data.name:{PHOTOS}"),
+    ("data.samples data.val_samples data.missing", f"data.root:{SET} data.name:{PHOTOS}"),
+    (
+        "data.val_fraction data.missing data.on_error data.check data.workers data.pixel_range "
+        "data.cache",
+        f"data.name:{IN_MEMORY}|synthetic",
+    ),
+    ("data.interpolation data.fold data.fraction", "data.name:synthetic"),
+    ("data.val_fraction", f"data.fold:{SET}"),
+    ("data.interpolation", f"data.image_size:null data.name:{IN_MEMORY}"),
+    ("data.cache_format data.cache_size data.cache_dir", "data.cache:off"),
+    ("data.image_column data.label_column", "data.labels:null"),
+    ("loss.label_smoothing", "task.name:multilabel|regression"),
+    ("loss.class_weights", "task.name:regression"),
+    ("distill.weight distill.temperature", "distill.teacher:null"),
+    ("distill.temperature", "distill.weight:0.0"),
+    ("resume", "output:null"),
+    (
+        "pipeline.schedule pipeline.virtual_stages pipeline.microbatches pipeline.split_size "
+        "pipeline.deferred_batch_norm pipeline.timeline",
+        f"mode:{NOT_PIPELINE}",
+    ),
+]
+for _section in dict.fromkeys(name for traits in TRAITS.values() for name in traits.sections):
+    _others = [mode for mode, traits in TRAITS.items() if _section not in traits.sections]
+    IDLE.append((_section, f"mode:{'|'.join(_others)}"))
+
+
+def describe_unused(argument: str, cause: str, remedy: str = "") -> str:
+    """Return the sentence about an argument without effect.
+
+    Args:
+        argument: `key=value`.
+        cause: what makes it ineffective, after "with".
+        remedy: what to type instead to let the key act, if anything.
+    """
+    alternative = ""
+    if remedy:
+        alternative = f", or type {remedy}"
+    return f"{argument} does nothing with {cause}: leave it out{alternative}"
+
+
+def find_unread(values: Mapping[str, Any], keys: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the keys that the run's optimizer or schedule does not read.
+
+    Args:
+        values: values of all keys.
+        keys: keys to check.
+
+    Yields:
+        A key, and the key that chooses the optimizer or schedule.
+    """
+    for key in keys:
+        chooser = f"{key.partition('.')[0]}.name"
+        if readers(key) and not is_read(key, values[chooser]):
+            yield key, chooser
+
+
+def find_idle(values: Mapping[str, Any], keys: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield the keys that differ from their defaults but have no effect.
+
+    Args:
+        values: values of all keys.
+        keys: keys to check.
+
+    Yields:
+        A key, the key whose value makes it have no effect, and what to type to let it act.
+    """
+    changed = [key for key in keys if key in values and values[key] != defaults()[key]]
+    for key, chooser in find_unread(values, changed):
+        section, _, field = key.partition(".")
+        remedy = _join(chooser, readers(key))
+        row = TABLES[section].get(values[chooser])
+        # The class of such an optimizer may have an argument of this name.
+        if section == "optimizer" and (row is None or not row.keys):
+            remedy += f"; its class may accept optimizer.args.{field}="
+        yield key, chooser, remedy
+    for key in changed:
+        cause = _find_cause(key, values) or _find_last_epoch(key, values)
+        if cause is not None:
+            yield key, *cause
+
+
+def _find_cause(key: str, values: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the key that makes `key` ineffective, and what to type; None if it acts."""
+    for keys, text in IDLE:
+        if {key, key.partition(".")[0]}.isdisjoint(keys.split()):
+            continue
+        causes = dict(cause.split(":") for cause in text.split())
+        if all(_has(values[other], names) for other, names in causes.items()):
+            chooser, names = next(iter(causes.items()))
+            return chooser, _format_remedy(chooser, names)
+    return None
+
+
+def _has(value: Any, names: str) -> bool:
+    if names == SET:
+        return value is not None
+    return format_yaml(value) in names.split("|")
+
+
+def _format_remedy(chooser: str, idle_names: str) -> str:
+    """Return the arguments with which keys act that do not with the values `idle_names`."""
+    if idle_names == SET:
+        return f"{chooser}=null"
+    names = NAMES.get(chooser) or choices().get(chooser, ())
+    others = [name for name in names if name not in idle_names.split("|")]
+    if not others:
+        others = [format_yaml(example) for example in dict(key_fields())[chooser].examples or ()]
+    return _join(chooser, others)
+
+
+def _join(chooser: str, names: Iterable[str]) -> str:
+    return f"{chooser}={' or '.join(names)}"
+
+
+def _find_last_epoch(key: str, values: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return what `_find_cause` returns, if the run ends before `key` acts for the first time."""
+    first_epoch = None
+    schedule = values["schedule.name"]
+    if key == "stop.patience":
+        first_epoch = values[key]
+    elif key == "schedule.restart" and isinstance(values[key], list):
+        first_epoch = min(values[key])
+    elif key.startswith("schedule.") and readers(key) and is_read(key, schedule):
+        warmup = values["schedule.warmup_epochs"]
+        first_changes = {
+            "step": warmup + values["schedule.step_epochs"],
+            "exponential": warmup + 1,
+            "plateau": values["schedule.patience"] + 1,
+        }
+        first_epoch = first_changes.get(schedule)
+    if first_epoch is None or first_epoch < values["epochs"]:
+        return None
+    return "epochs", f"epochs={math.floor(first_epoch) + 1}"

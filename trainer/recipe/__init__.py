@@ -5,7 +5,13 @@ Imports: errors, versions.
 """
 
 from trainer.recipe.field_types import DEVICE
-from trainer.recipe.loading import format_arguments, load, notes_on_idle
+from trainer.recipe.loading import (
+    find_own_values,
+    format_arguments,
+    format_typed,
+    load,
+    notes_on_idle,
+)
 from trainer.recipe.mode_table import MODES, TRAITS
 from trainer.recipe.recipe_files import find_recipe, shipped_recipes
 from trainer.recipe.reflection import changed_keys, compare_recipes
@@ -38,10 +44,12 @@ __all__ = [
     "changed_keys",
     "compare_recipes",
     "find_nearest",
+    "find_own_values",
     "find_recipe",
     "flatten",
     "format_arguments",
     "format_neighbors",
+    "format_typed",
     "load",
     "notes_on_idle",
     "shipped_recipes",

@@ -77,6 +77,9 @@ def load(recipe: Source = None, *words: str, **keywords: Any) -> Recipe:
             sources[key] = name
     loaded = validated(plain, name, sources)
     check_read(loaded, typed_keys)
+    if isinstance(recipe, Recipe):
+        typed_keys += recipe._typed
+    loaded._typed = tuple(typed_keys)
     return loaded
 
 
@@ -251,16 +254,44 @@ def _extended(label: str, tree: Any, path: Path | None) -> list[Layer]:
 def format_arguments(recipe: Recipe) -> list[str]:
     """Return the arguments `key=value` that a user can type to get this recipe."""
     words = []
-    base = Recipe()
     if recipe.name in shipped_recipes():
         words.append(f"recipe={recipe.name}")
-        base = load(recipe.name)
-    changed = compare_recipes(base, recipe)
+    changed = _find_changes(recipe)
     unread_keys = dict(find_unread(flatten(recipe.to_dict()), changed))
-    for key, (_, value) in changed.items():
+    for key, value in changed.items():
         if key not in unread_keys:
             words.append(format_argument(key, value))
     return words or [f"mode={recipe.mode}"]
+
+
+def find_own_values(recipe: Recipe) -> dict[str, Any]:
+    """Return the keys that the user has set, with their values, to compare runs with each other.
+
+    These are the keys that were typed, and those in which a file of the user differs from the
+    defaults. Keys that say only where a run writes, and what it prints, are left out.
+    """
+    values = flatten(recipe.to_dict())
+    changed = _find_changes(recipe)
+    own = {}
+    for key, value in values.items():
+        is_own = key in changed or key in recipe._typed
+        if is_own and not key.startswith(("output", "resume", "logging.")):
+            own[key] = value
+    return own
+
+
+def format_typed(recipe: Recipe) -> list[str]:
+    """Return the typed ones of `find_own_values` as arguments, which another process can load."""
+    own = find_own_values(recipe)
+    return [format_argument(key, own[key]) for key in own if key in recipe._typed]
+
+
+def _find_changes(recipe: Recipe) -> dict[str, Any]:
+    """Return the values in which a recipe differs from the shipped recipe, or else the defaults."""
+    base = Recipe()
+    if recipe.name in shipped_recipes():
+        base = load(recipe.name)
+    return {key: value for key, (_, value) in compare_recipes(base, recipe).items()}
 
 
 def _words(words: Iterable[str]) -> dict[Any, Any]:

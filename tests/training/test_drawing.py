@@ -16,7 +16,7 @@ def test_a_grid_of_images_of_any_size(shape, captions):
     images = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     lines = ["a name that is far too long to be shown whole", "second line"]
     picture = drawing.draw_grid(images, [lines] * shape[0] * captions)
-    assert max(picture.size) < 1400
+    assert max(picture.size) < 1450
 
 
 def test_an_image_is_shown_as_it_is():
@@ -73,7 +73,8 @@ def test_the_cells_of_a_matrix_are_in_their_places(classes, monkeypatch):
     left = round(first[0]) + drawing.GAP
     y = round(first[1])
     x = left + cell // 2
-    assert image.getpixel((x + (classes - 1) * cell, y + cell // 4))[0] > 220, "a mistake is red"
+    red, _, blue = image.getpixel((x + (classes - 1) * cell, y + cell // 4))
+    assert red - blue > 100, "a mistake"
     last = y + (classes - 1) * cell + cell // 4
     assert image.getpixel((x + (classes - 1) * cell, last)) == drawing.RIGHT
 

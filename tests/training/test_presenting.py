@@ -239,7 +239,7 @@ def test_drawing_that_costs_too_much_is_left_out(monkeypatch, tmp_path):
             Multilabel,
             [[3.0, -3.0], [-3.0, -3.0]],
             [[1.0, 0.0], [1.0, 1.0]],
-            [["true cat", "pred. cat"], ["true cat, dog", "pred. -"]],
+            [["true cat", "pred. cat"], ["true dog, cat", "pred. -"]],
             [drawing.RIGHT, drawing.WRONG],
         ),
         (Regression, [[1.5, 2.0]], [[1.0, 2.25]], [["true 1, 2.25", "pred. 1.5, 2"]], []),

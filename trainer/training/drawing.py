@@ -178,7 +178,8 @@ def draw_confusion(matrix: Numbers, names: Sequence[str]) -> Image.Image:
             center = (left + (column + 0.5) * cell, top + (row + 0.5) * cell)
             ink = GROUND if is_dark else INK
             _write(draw, center, f"{matrix[row, column]}", "mm", ink)
-    draw.rectangle((left, top, left + side, top + side), outline=INK)
+    # The frame is outside the cells, which may have a width of one pixel.
+    draw.rectangle((left - 1, top - 1, left + side, top + side), outline=INK)
     return sheet
 
 

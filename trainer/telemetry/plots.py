@@ -84,7 +84,7 @@ def draw_bars(
             )
         style: dict[str, Any] = {"color": INK}
         if is_marked:
-            label = f"{marks[name]}  {label}"
+            label = f"{marks[name]} {label}"
             style = {"color": COLOURS[0], "weight": "bold"}
         x = mean + std + 0.015 * top
         axes.text(x, position, label, va="center", ha="left", fontsize=9, **style)
@@ -95,4 +95,6 @@ def draw_bars(
     axes.set_xlabel(xlabel)
     axes.set_title(title, loc="left", color=INK, fontsize=11)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    # The first layout moves the ends of the bars, and with them their labels.
+    figure.draw_without_rendering()
     save_picture(figure, path)

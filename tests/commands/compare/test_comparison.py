@@ -126,7 +126,7 @@ def test_the_table_and_the_files(machine, tmp_path, monkeypatch):
     draw = plots.draw_bars
     monkeypatch.setattr(plots, "draw_bars", lambda *all_: (drawn.append(all_[-1]), draw(*all_)))
     report, table = compared("single", "ddp", "dp", "local_sgd", repeats=5)
-    claims = {"faster": "▲ faster", "slower": "▼ slower"}
+    claims = {"faster": "▲", "slower": "▼"}
     verdicts = {name: row["compared"]["verdict"] for name, row in table.items() if row["compared"]}
     marked = {name: claims[verdict] for name, verdict in verdicts.items() if verdict in claims}
     assert drawn == [marked] and "ddp" in marked

@@ -16,7 +16,7 @@ from trainer.telemetry import plots, readable
 from trainer.telemetry.events import Events
 
 # Mark of an entry's bar, by the verdict on its difference from the reference.
-CLAIMS = {"faster": "▲ faster", "slower": "▼ slower"}
+CLAIMS = {"faster": "▲", "slower": "▼"}
 CSV_COLUMNS = (
     "entry",
     "mode",
@@ -231,7 +231,7 @@ def draw(folder: Path, report: Json, first: Path) -> list[Path]:
         f"of {counted}"
     )
     if marks:
-        title += f"\nbold: shown to differ from {entries[0]['reference']}"
+        title += f"\n▲ faster, ▼ slower: shown to differ from {entries[0]['reference']}"
     plots.draw_bars(path, bars, "images per second", title, marks)
     for old_events in first.parent.glob("*/*.compared"):
         old_events.unlink()

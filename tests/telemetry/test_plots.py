@@ -48,15 +48,24 @@ def test_the_ground_is_transparent(tmp_path):
     assert any(image.getpixel((x, image.height // 2))[3] for x in range(image.width))
 
 
-@pytest.mark.slow(cases=["bars1"])
-@pytest.mark.parametrize(
-    "bars", [BARS, [*BARS, *BARS], BARS[:1], [*BARS[:2], ("pipeline nproc=2", None, 0, "exit 2")]]
-)
+@pytest.mark.parametrize("bars", [BARS, [*BARS, *BARS], BARS[:1], BARS[:2]])
 def test_labels_fit_in_bars(bars, tmp_path, drawn):
-    plots.draw_bars(tmp_path / "p.png", bars, "images per second", "digits, global batch 96")
+    marks = {BARS[0][0]: "▲", BARS[-1][0]: "▼"}
+    plots.draw_bars(tmp_path / "p.png", bars, "images per second", "digits\nbatch 96", marks)
     (figure,) = drawn
     (axes,) = figure.axes
     words = boxes(figure, [*axes.texts, *axes.get_yticklabels(), axes.xaxis.label])
     assert apart(words) and len(words) == 2 * len(bars) + 1
     assert all(box.x0 >= 0 and box.x1 <= figure.bbox.width + 1 for box in words)
-    assert len(axes.patches) == sum(mean is not None for _, mean, *_ in bars)
+    assert len(axes.patches) == len(bars)
+
+
+def test_bars_have_one_colour_and_claims_are_marked(tmp_path, drawn):
+    marks = {BARS[1][0]: "▼"}
+    plots.draw_bars(tmp_path / "p.png", BARS, "images per second", "digits", marks)
+    (axes,) = drawn[0].axes
+    colours = [bar.get_facecolor() for bar in axes.patches]
+    assert len({colour[:3] for colour in colours}) == 1
+    assert [row for row, colour in enumerate(colours) if colour[3] == 1] == [1]
+    assert [row for row, text in enumerate(axes.texts) if text.get_weight() == "bold"] == [1]
+    assert axes.texts[1].get_text().startswith("▼ ") and "▲" not in axes.texts[0].get_text()

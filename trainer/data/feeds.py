@@ -9,7 +9,14 @@ from torch import Tensor
 from trainer.data.augment import Auto, Draws, Gallery
 from trainer.data.folders.photo_folders import unreadable
 from trainer.data.photos.copies import Copies, Copy, copy_to_device
-from trainer.data.photos.photo_reader import BILINEAR, Key, Reader, Report, Unreadable
+from trainer.data.photos.photo_reader import (
+    BILINEAR,
+    Key,
+    Reader,
+    Report,
+    Unreadable,
+    select_channels,
+)
 from trainer.data.sampling import Array, Span
 from trainer.data.sets import Datasets, ImageSet, LabelledSource, PhotoSource, TensorSet
 from trainer.data.transforms import Transforms
@@ -306,3 +313,22 @@ def find_labels(part: ImageSet | TensorSet | PhotoSource, skip: bool) -> Tensor 
     if isinstance(part, LabelledSource) and not skip:
         return torch.as_tensor(part.labels)
     return None
+
+
+def read_pictures(datasets: Datasets, recipe: Recipe, samples: Sequence[int]) -> Tensor:
+    """Read validation images as they are evaluated, (n, H, W, 1 or 3) uint8, in this process.
+
+    Raises:
+        ValueError: an image cannot be read.
+    """
+    part = datasets.val
+    if isinstance(part, ImageSet):
+        rows = torch.tensor(samples) % len(part.images)
+        return select_channels(part.images[rows].permute(0, 2, 3, 1))
+    assert not isinstance(part, TensorSet)
+    readers = build_readers(datasets, [part], len(samples), recipe, workers=0)
+    [(images, _, report)] = readers.read([(0, None, np.array(samples))])
+    if report.failures:
+        path, reason = report.failures[0]
+        raise ValueError(f"{path}: {reason}")
+    return select_channels(images)

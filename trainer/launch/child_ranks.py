@@ -15,7 +15,7 @@ from typing import IO, Any
 from trainer.errors import KINDS, Interrupted, TrainerError
 from trainer.launch import endings
 from trainer.processes import early, family, interrupts
-from trainer.recipe import Recipe
+from trainer.recipe import Recipe, format_typed
 from trainer.saving.run_folder import fresh_folder
 
 # Maximum number of seconds to wait for the last output of a child that has exited.
@@ -55,7 +55,7 @@ def train_in_children(
         file.parent.mkdir()
         with_output = recipe.replace(output=str(folder.absolute()))
         file.write_text(with_output.to_yaml(), encoding="utf-8")
-        command = [sys.executable, "-m", "trainer", f"recipe={file}"]
+        command = [sys.executable, "-m", "trainer", f"recipe={file}", *format_typed(recipe)]
         if nproc:
             command.append(f"nproc={nproc}")
         if plugin:

@@ -4,7 +4,13 @@ Nothing here imports torch, so that a typo is reported immediately.
 Imports: errors, versions.
 """
 
-from trainer.recipe.loading import format_arguments, load, notes_on_idle
+from trainer.recipe.loading import (
+    find_own_values,
+    format_arguments,
+    format_typed,
+    load,
+    notes_on_idle,
+)
 from trainer.recipe.mode_table import MODES, TRAITS
 from trainer.recipe.recipe_files import shipped_recipes
 from trainer.recipe.reflection import changed_keys, compare_recipes
@@ -34,8 +40,10 @@ __all__ = [
     "changed_keys",
     "compare_recipes",
     "find_nearest",
+    "find_own_values",
     "flatten",
     "format_arguments",
+    "format_typed",
     "load",
     "notes_on_idle",
     "shipped_recipes",

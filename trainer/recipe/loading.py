@@ -69,10 +69,14 @@ def load(recipe: Source = None, *words: str, **keywords: Any) -> Recipe:
     """
     name, layers = _layers(recipe, words, keywords)
     sources = _origins(layers)
-    for key, label in sources.items():
-        if label == YOURS:
-            sources[key] = name
-    return validated(_joined(layers), name, sources)
+    typed = tuple(key for key, label in sources.items() if label == YOURS)
+    for key in typed:
+        sources[key] = name
+    loaded = validated(_joined(layers), name, sources)
+    if isinstance(recipe, Recipe):
+        typed += recipe._typed
+    loaded._typed = typed
+    return loaded
 
 
 def notes_on_idle(recipe: Source = None, *words: str, **keywords: Any) -> list[str]:
@@ -267,12 +271,40 @@ def format_arguments(recipe: Recipe) -> list[str]:
     words = []
     if recipe.name in shipped_recipes():
         words.append(f"recipe={recipe.name}")
-    changed = compare_recipes(load_base(recipe), recipe)
+    changed = _find_changes(recipe)
     unread_keys = dict(find_unread(flatten(recipe.to_dict()), changed))
-    for key, (_, value) in changed.items():
+    for key, value in changed.items():
         if key not in unread_keys:
             words.append(format_argument(key, value))
     return words or [f"mode={recipe.mode}"]
+
+
+def find_own_values(recipe: Recipe) -> dict[str, Any]:
+    """Return the keys that the user has set, with their values, to compare runs with each other.
+
+    These are the keys that were typed, and those in which a file of the user differs from the
+    defaults. Keys that say only where a run writes, and what it prints, are left out.
+    """
+    values = flatten(recipe.to_dict())
+    changed = _find_changes(recipe)
+    own = {}
+    for key, value in values.items():
+        is_own = key in changed or key in recipe._typed
+        if is_own and not key.startswith(("output", "resume", "logging.")):
+            own[key] = value
+    return own
+
+
+def format_typed(recipe: Recipe) -> list[str]:
+    """Return the typed ones of `find_own_values` as arguments, which another process can load."""
+    own = find_own_values(recipe)
+    return [format_argument(key, own[key]) for key in own if key in recipe._typed]
+
+
+def _find_changes(recipe: Recipe) -> dict[str, Any]:
+    """Return the values in which a recipe differs from the shipped recipe, or else the defaults."""
+    changes = compare_recipes(load_base(recipe), recipe)
+    return {key: value for key, (_, value) in changes.items()}
 
 
 def _words(words: Iterable[str]) -> dict[Any, Any]:

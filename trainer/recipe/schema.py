@@ -707,6 +707,8 @@ class Recipe(_Section):
     output: str | None = key(None, "the run folder; null: a new one below runs/", "runs/first")
 
     _name: str = PrivateAttr(default=NAMELESS)
+    # Keys that the user typed, which may have their default values.
+    _typed: tuple[str, ...] = PrivateAttr(default=())
 
     @property
     def name(self) -> str:
@@ -782,7 +784,9 @@ class Recipe(_Section):
         tree = self.to_dict()
         for key, value in words.items():
             tree = with_value(tree, key.split("__"), value)
-        return validated(tree, self._name)
+        changed = validated(tree, self._name)
+        changed._typed = self._typed
+        return changed
 
 
 def key_fields(

@@ -7,6 +7,7 @@ that logs raises an error.
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import socket
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.processes.terminal import Say
+from trainer.recipe.text import format_value
 from trainer.saving.files import (
     AppendFile,
     describe_error,
@@ -28,12 +30,16 @@ from trainer.saving.files import (
 
 # `trainer.saving.checkpoint` imports torch. The command `runs` uses this module without torch.
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from trainer.saving.checkpoint import Position
 
 # Lists (steps, seconds, values) of one tag. The seconds count from the first event of the run.
 Curve = tuple[list[float], list[float], list[float]]
 # Number of seconds after which logged values are flushed, so that TensorBoard can read them.
 FLUSH_SECONDS = 10.0
+# A picture with more colors than this number contains photos.
+MAX_PNG_COLOURS = 4096
 # Field of the first event of every file, which states the format of the file.
 VERSION = {"file_version": "brain.Event:2"}
 # Head of a record: the length of its data and the checksum of the length. The data and their
@@ -48,7 +54,8 @@ _OLD_MOVED = ("memory/", "pipeline/")
 AT_END = re.compile(
     r"(z_)?(memory|summary)/|val/|verdict/|view/|overview/\d_val_|speed/(val_|goodput|part_communication)"
 )
-PICTURES = ("batch as the model sees it", "confusion matrix")
+# Beginnings of the tags that a run logs when it is complete. A run that is resumed logs them again.
+AT_COMPLETION = ("_hparams_/", "final/")
 
 
 def has_old_tags(folder: Path) -> bool:
@@ -93,19 +100,58 @@ def rename_as_before(values: Mapping[str, float], metric: str) -> dict[str, floa
     return moved | repeated
 
 
-def image_summary(name: str, encoded: bytes, size: tuple[int, int]) -> Any:
+def image_summary(name: str, picture: Image) -> Any:
     """Return the summary of a picture.
 
     Args:
-        name: Element of `PICTURES`.
-        encoded: PNG or JPEG file.
-        size: Width and height in pixels.
+        name: Tag of the picture, without its group.
+        picture: The picture. With many colors it is stored as JPEG, otherwise as PNG.
     """
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-    width, height = size
-    picture = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=encoded)
-    return Summary(value=[Summary.Value(tag=f"view/{name}", image=picture)])
+    width, height = picture.size
+    buffer = io.BytesIO()
+    kind = "PNG" if picture.getcolors(MAX_PNG_COLOURS) else "JPEG"
+    # A higher level makes a PNG a little smaller, and takes several times as long.
+    picture.save(buffer, kind, quality=90, compress_level=1)
+    image = Summary.Image(
+        width=width, height=height, colorspace=3, encoded_image_string=buffer.getvalue()
+    )
+    return Summary(value=[Summary.Value(tag=f"view/{name}", image=image)])
+
+
+def hparams_summary(values: Mapping[str, Any], figures: Mapping[str, float], seconds: float) -> Any:
+    """Return the summary of a completed run for TensorBoard's HPARAMS tab.
+
+    There is no summary of an experiment, the third one of the tab's format: TensorBoard would show
+    only the keys in that of a single run. Without it, all keys of all runs are shown.
+
+    Args:
+        values: Value of each key.
+        figures: Final figures by name.
+        seconds: Duration of the run.
+    """
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2, summary_v2
+
+    now = time.time()
+    shown = {}
+    for key, value in values.items():
+        is_simple = isinstance(value, bool | int | float | str)
+        shown[key] = value if is_simple else format_value(value)
+    # The empty name makes each run a row of its own, also among runs with the same values.
+    start = summary_v2.hparams_pb(shown, trial_id="", start_time_secs=now - seconds)
+    end = plugin_data_pb2.SessionEndInfo(status=api_pb2.STATUS_SUCCESS, end_time_secs=now)
+    content = plugin_data_pb2.HParamsPluginData(session_end_info=end)
+    entry = Summary.Value(
+        tag=metadata.SESSION_END_INFO_TAG,
+        metadata=metadata.create_summary_metadata(content),
+        tensor=metadata.NULL_TENSOR,
+    )
+    summary = Summary(value=[*start.value, entry])
+    for name, figure in figures.items():
+        summary.value.add(tag=f"final/{name}", simple_value=figure)
+    return summary
 
 
 class Events(AppendFile):
@@ -276,6 +322,8 @@ def _read_events(
     seen: set[tuple[str, int]] = set()
 
     def is_kept(tag: str, step: int) -> bool:
+        if tag.startswith(AT_COMPLETION):
+            return False
         if step == position.step:
             return is_evaluated or not AT_END.match(tag)
         return step < position.step

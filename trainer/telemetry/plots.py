@@ -6,8 +6,9 @@ pages, and yellow is darker, because the original would vanish on light pages. M
 imported on first use.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 # Gray for text and axes. Its contrast ratio is 4.3 to white, and 4.4 to GitHub's dark page.
@@ -56,32 +57,37 @@ def save_picture(figure: Any, path: Path) -> None:
 
 def draw_bars(
     path: Path,
-    rows: Sequence[tuple[str, float | None, float, str]],
+    rows: Sequence[tuple[str, float, float, str]],
     xlabel: str,
     title: str = "",
+    marks: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Draw horizontal bars with whiskers of one standard deviation, the first bar on top.
 
     Args:
         path: File to write.
-        rows: Name, mean, standard deviation and label of each bar; a row without a mean shows only
-            its label.
+        rows: Name, mean, standard deviation and label of each bar.
         xlabel: Label of the axis.
         title: Title of the chart.
+        marks: Claim about each marked bar, by its name. The bars without a claim are paler.
     """
     figure, (axes,) = create_figure(8.5, 1.1 + 0.42 * len(rows))
     axes.grid(False, axis="y")
-    ends = [mean + std for _, mean, std, _ in rows if mean is not None]
-    top = max(ends, default=1.0) or 1.0
-    for position, (_, mean, std, label) in enumerate(rows):
-        if mean is not None:
-            axes.barh(position, mean, height=0.66, color=COLOURS[position % len(COLOURS)])
-        if mean is not None and std:
+    top = max(mean + std for _, mean, std, _ in rows) or 1.0
+    for position, (name, mean, std, label) in enumerate(rows):
+        is_marked = name in marks
+        alpha = 1.0 if is_marked else 0.45
+        axes.barh(position, mean, height=0.66, color=COLOURS[0], alpha=alpha)
+        if std:
             axes.errorbar(
                 mean, position, xerr=std, color=INK, capsize=4, capthick=1.4, elinewidth=1.4
             )
-        end = (mean or 0.0) + std
-        axes.text(end + 0.015 * top, position, label, va="center", ha="left", color=INK, fontsize=9)
+        style: dict[str, Any] = {"color": INK}
+        if is_marked:
+            label = f"{marks[name]} {label}"
+            style = {"color": COLOURS[0], "weight": "bold"}
+        x = mean + std + 0.015 * top
+        axes.text(x, position, label, va="center", ha="left", fontsize=9, **style)
     axes.set_yticks(range(len(rows)), [name for name, *_ in rows])
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
@@ -89,4 +95,6 @@ def draw_bars(
     axes.set_xlabel(xlabel)
     axes.set_title(title, loc="left", color=INK, fontsize=11)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    # The first layout moves the ends of the bars, and with them their labels.
+    figure.draw_without_rendering()
     save_picture(figure, path)

@@ -6,7 +6,7 @@ Rank 0 has a `Tracker` and every other rank a `NullTracker`, so no caller checks
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import zip_longest
@@ -25,7 +25,7 @@ from trainer.processes.terminal import (
     localize_commands,
     terminal_width,
 )
-from trainer.recipe import Recipe
+from trainer.recipe import Recipe, find_own_values
 from trainer.recipe.field_types import parse_duration
 from trainer.saving.checkpoint import Position
 from trainer.saving.files import report_write_errors, write_atomically
@@ -33,8 +33,14 @@ from trainer.saving.journal import Journal, NullJournal
 from trainer.saving.run_folder import NullFolder, RunFolder
 from trainer.saving.steps_file import EpochsFile, StepsFile
 from trainer.telemetry.clocks import Ledger
-from trainer.telemetry.events import Events, has_old_tags, rename_as_before, trim_events
-from trainer.telemetry.loggers import Loggers
+from trainer.telemetry.events import (
+    Events,
+    has_old_tags,
+    hparams_summary,
+    rename_as_before,
+    trim_events,
+)
+from trainer.telemetry.loggers import Loggers, collect_final_figures
 from trainer.telemetry.readable import format_duration, format_titled, table_width
 
 # Minimum number of seconds between two updates of the progress bar, and between two lines of a run
@@ -78,6 +84,7 @@ class NullTracker:
     ) -> None: ...
     def evaluating(self, done: int, total: int, speed: float) -> None: ...
     def result(self, result: Mapping[str, Any]) -> None: ...
+    def compare(self, result: Mapping[str, Any], figures: Sequence[str]) -> None: ...
     def keep(self, name: str, text: Callable[[], str]) -> None: ...
     def replace(self, name: str, text: str) -> None: ...
     def flush(self) -> None: ...
@@ -109,6 +116,7 @@ class Tracker(NullTracker):
             ours: Whether this process exists only for this run.
         """
         self.recipe = recipe
+        self._own_values = find_own_values(recipe)
         self.folder = folder
         self.path = folder.path
         self.journal = Journal(folder.path, folder.check, ledger.read_seconds, ours)
@@ -372,6 +380,18 @@ class Tracker(NullTracker):
         self.folder.write_result(result)
         if self._loggers:
             self._loggers.result(result)
+
+    def compare(self, result: Mapping[str, Any], figures: Sequence[str]) -> None:
+        """Log what TensorBoard's HPARAMS tab compares: the keys of a completed run and its figures.
+
+        Args:
+            result: Content of result.json.
+            figures: Names of its figures to log, of which those that have a value are logged.
+        """
+        values = {"recipe": self.recipe.name, **self._own_values}
+        final = collect_final_figures(result)
+        shown = {name: final[name] for name in figures if name in final}
+        self.show(hparams_summary(values, shown, result["seconds"]), result["steps"])
 
     def keep(self, name: str, text: Callable[[], str]) -> None:
         """Write a text file into the run folder unless it exists."""

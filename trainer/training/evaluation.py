@@ -20,7 +20,7 @@ from trainer.tasks import Task
 from trainer.tasks.metrics import MetricInputs, compute
 
 # No confusion matrix is collected for a model with more outputs than this number.
-CLASSES = 256
+CLASSES = 1024
 # Maximum number of outputs of a rank that `Scores` keeps on the device: 4 MiB.
 MAX_SCORES_ON_DEVICE = 2**20
 # File of the worst predictions in the run folder, and the maximum number of its rows.

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import cast
 
 import torch
+from torch import Tensor
 
 from trainer.data import Batch
 from trainer.errors import Interrupted, Preempted, SetupError, TrainerError, explain_in_one_line
@@ -529,11 +530,17 @@ def measure(
             sums = Sums(run.task)
             batches = run.loader.evaluation(next_epoch)
             run.forward.begin(batch_count)
-            look = mistakes.add if mistakes is not None else None
+
+            def look(outputs: Tensor, batch: Batch) -> None:
+                run.examples.add(outputs, batch)
+                if mistakes is not None:
+                    mistakes.add(outputs, batch)
+
             figures = evaluate(
                 run.strategy, batches, run.world, after_batch, look, sums, run.forward
             )
             noticing.note_classes(run.task, run.noticed, sums)
+            run.examples.show(run.state.position.step, is_last=mistakes is not None)
             return figures
     except (Interrupted, Preempted, TimeIsUp) as error:
         rank_sync.save_and_stop(type(error))
@@ -594,6 +601,10 @@ def finish(run: Run) -> Result:
         result |= cast(Result, kept)
     shared: Result = run.world.broadcast_object(result)
     run.tracker.result(shared)
+    metric_names = dict.fromkeys((run.task.metric, *run.task.metric_names()))
+    figures = [f"val_{name}" for name in metric_names]
+    figures += [f"best_{run.task.metric}", "train_loss", "samples_per_sec"]
+    run.tracker.compare(shared, figures)
     (title, text), *other_lines = reporting.build_last_lines(
         run.resolved, run.state.history, run.observer.memory, shared, run.noticed.announced
     ).items()

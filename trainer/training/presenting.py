@@ -1,30 +1,29 @@
-"""Pictures of a run in TensorBoard: images as the model sees them, and a confusion matrix.
+"""Pictures of a run in TensorBoard: images with predictions, and a confusion matrix.
 
-Rank 0 draws its first batch at the start, and at the end the confusion matrix over the samples of
-all ranks. Drawing takes milliseconds. Text is drawn in matplotlib's font and shortened to the
-available space.
+Rank 0 draws its first batch at the start, the same few validation images at each evaluation, and at
+the end the confusion matrix and the worst mistakes over the samples of all ranks.
 """
 
-import io
+import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-from PIL import Image, ImageDraw, ImageFont
+import torch
 from torch import Tensor
 
 from trainer.data import Batch, Datasets, as_pictures
+from trainer.data.feeds import find_labels, read_pictures
 from trainer.errors import TrainerError, describe
 from trainer.saving.files import escape_non_utf8, format_csv
 from trainer.tasks import Task
-from trainer.telemetry import events
+from trainer.tasks.task import figure
+from trainer.telemetry.events import image_summary
 from trainer.telemetry.tracking import NullTracker
+from trainer.training import drawing
+from trainer.training.drawing import RIGHT, WRONG
 from trainer.training.evaluation import WORST, Mistakes
 from trainer.training.state import Resolved
 
@@ -32,26 +31,15 @@ from trainer.training.state import Resolved
 # together. One sample is shown even if it has more pixels.
 SEEN = 32
 PIXELS = 2**22
-# Longer sides of drawn images in pixels: images smaller than TILE are enlarged by an integer factor
-# to about TILE, and images larger than LARGEST are reduced to LARGEST.
-TILE = 72
-LARGEST = 128
-# Maximum width in pixels of a class name next to a matrix (ROOM) and of a row of images (SHEET),
-# and maximum number of images in a row (COLUMNS).
-ROOM = 180
-SHEET = 1200
-COLUMNS = 8
-GAP = 8
-FONT = 12
-INK = "#222222"
-GROUND = "#ffffff"
-# Blue and vermilion of Okabe and Ito's palette, which color-blind readers can tell apart.
-RIGHT = (0, 114, 178)
-WRONG = (213, 94, 0)
-# A confusion matrix of at most this number of classes has counts in its cells and names at its
-# rows. A larger matrix has colors only.
-WRITTEN = 24
-Numbers = npt.NDArray[Any]
+# Number of validation images that are shown at each evaluation, and maximum number of mistakes that
+# are shown at the end.
+EXAMPLES = 8
+MISTAKES = 16
+# Number of these images in a row.
+COLUMNS = 4
+# Maximum fraction of a run's time for drawing the images at evaluations. If evaluations are shorter
+# than about 0.3 s, some of them have no picture.
+MAX_COST = 0.01
 
 
 def show_first_batch(tracker: NullTracker, datasets: Datasets, task: Task, batch: Batch) -> None:
@@ -68,22 +56,152 @@ def show_first_batch(tracker: NullTracker, datasets: Datasets, task: Task, batch
         images = as_pictures(datasets, batch.inputs[:count])
         if images is not None and len(images):
             targets = batch.targets[:count].cpu()
-            captions = [format_caption(task, datasets.classes, target) for target in targets]
+            captions = [[format_caption(task, datasets.classes, target)] for target in targets]
             channels = batch.inputs.shape[1]
             if (shown := images.shape[-1]) < channels:
                 tracker.say(f"  pictures show {shown} of the {channels} channels, the first")
-            picture = draw_grid(images.numpy(), captions)
-            tracker.show(picture.summarize("batch as the model sees it"), 0)
+            picture = drawing.draw_grid(images.numpy(), captions)
+            tracker.show(image_summary("batch as the model sees it", picture), 0)
+
+
+class Examples:
+    """The same validation images at each evaluation, with the predictions at that time."""
+
+    def __init__(self, resolved: Resolved) -> None:
+        self._resolved = resolved
+        self._samples: list[int] = []
+        # Output and target of each sample in the present evaluation, if this rank has them.
+        self._rows: dict[int, tuple[Tensor, Tensor]] = {}
+        # Images of the samples on rank 0; None before the first evaluation.
+        self._images: Any = None
+        self._spent = 0.0
+        self._start = time.perf_counter()
+        # A task without `ranked` does not say what its outputs mean.
+        has_ranked = type(resolved.task).ranked is not Task.ranked
+        are_images = resolved.datasets.plain is None
+        if resolved.recipe.logging.tensorboard and has_ranked and are_images:
+            self._samples = choose_examples(resolved.datasets)
+
+    def add(self, outputs: Tensor, batch: Batch) -> None:
+        """Keep the outputs and targets of the examples in a batch, without waiting for a device."""
+        if outputs.dim() != 2 or batch.samples is None:
+            return
+        for sample in self._samples:
+            if sample in batch.samples:
+                row = batch.samples.index(sample)
+                # The next batch may overwrite outputs of a CUDA graph.
+                self._rows[sample] = outputs[row].detach().clone(), batch.targets[row].clone()
+
+    def show(self, step: int, is_last: bool) -> None:
+        """Show the examples of the evaluation after `step`. Collective.
+
+        Args:
+            step: The step.
+            is_last: Whether to show them even if drawing has taken more than MAX_COST.
+        """
+        if not self._samples:
+            return
+        resolved = self._resolved
+        local = {
+            sample: (outputs.float().cpu(), target.cpu())
+            for sample, (outputs, target) in self._rows.items()
+        }
+        self._rows = {}
+        rows: dict[int, tuple[Tensor, Tensor]] = {}
+        for rank_rows in resolved.world.gather(local):
+            rows |= rank_rows
+        start = time.perf_counter()
+        spent = self._spent
+        is_affordable = spent <= MAX_COST * (start - self._start)
+        if not resolved.tracker.shows or not rows or not (is_affordable or is_last):
+            return
+        # If drawing fails, no later evaluation but the last one tries again.
+        self._spent = math.inf
+        with skip_on_error(resolved.tracker):
+            samples = [sample for sample in self._samples if sample in rows]
+            if self._images is None:
+                self._images = read_pictures(resolved.datasets, resolved.recipe, samples).numpy()
+            outputs = torch.stack([rows[sample][0] for sample in samples])
+            targets = torch.stack([rows[sample][1] for sample in samples])
+            classes = resolved.datasets.classes
+            captions, frames = describe_predictions(resolved.task, classes, outputs, targets)
+            picture = drawing.draw_grid(self._images, captions, COLUMNS, frames)
+            resolved.tracker.show(image_summary("validation images", picture), step)
+            self._spent = spent + time.perf_counter() - start
+
+
+def choose_examples(datasets: Datasets) -> list[int]:
+    """Return the indices of EXAMPLES validation samples.
+
+    If the class of each sample is known, they include the first sample of as many classes as
+    possible. The others are at equal distances in the validation set.
+    """
+    labels = find_labels(datasets.val, skip=False)
+    first = np.empty(0, dtype=int)
+    if labels is not None and labels.dim() == 1:
+        _, first = np.unique(labels.numpy(), return_index=True)
+        first = _space_out(first, EXAMPLES)
+    others = np.delete(np.arange(len(datasets.val)), first)
+    return [*first.tolist(), *_space_out(others, EXAMPLES - len(first)).tolist()]
+
+
+def _space_out(indices: drawing.Numbers, count: int) -> drawing.Numbers:
+    """Return at most `count` elements at equal distances."""
+    places = np.linspace(0, len(indices) - 1, min(count, len(indices)))
+    return indices[places.round().astype(int)]
+
+
+def describe_predictions(
+    task: Task, classes: Sequence[str], outputs: Tensor, targets: Tensor
+) -> tuple[list[list[str]], list[drawing.Colour]]:
+    """Return the caption of each sample, and the color of its frame.
+
+    There are no frames around predicted numbers, which are hardly ever equal to their targets.
+
+    Args:
+        task: The task.
+        classes: Names of the classes.
+        outputs: Outputs of the model, (n, outputs).
+        targets: Targets, (n, ...).
+    """
+    predicted = outputs
+    probabilities: list[float] = []
+    if task.reads == "class":
+        ranked, numbers = task.ranked(outputs)
+        predicted = ranked[:, 0]
+        probabilities = numbers[:, 0].tolist()
+    elif task.reads == "classes":
+        is_predicted = task.to_probabilities(outputs) > 0.5
+        predicted = is_predicted[:, : targets.shape[1]].float()
+    captions = []
+    frames = []
+    for row, target in enumerate(targets):
+        lines = []
+        for title, value in (("true", target), ("pred.", predicted[row])):
+            lines.append(f"{title} {format_caption(task, classes, value) or '-'}")
+        if probabilities:
+            lines.append(f"probability {probabilities[row]:.0%}")
+        captions.append(lines)
+        if task.reads != "values":
+            frames.append(RIGHT if torch.equal(predicted[row], target) else WRONG)
+    return captions, frames
 
 
 def report_mistakes(resolved: Resolved, collected: Mistakes, step: int) -> None:
-    """Write worst.csv and show the confusion matrix of the evaluation after `step`. Collective."""
+    """Write worst.csv, and show the confusion matrix and the worst mistakes. Collective.
+
+    Args:
+        resolved: The configuration of the run.
+        collected: The predictions of the evaluation after `step`.
+        step: The step.
+    """
     datasets = resolved.datasets
     tracker = resolved.tracker
     classes = datasets.classes
     address = getattr(datasets.val, "where", None) or f"{datasets.name}/val/{{}}".format
+    worst = collected.gathered(resolved.world)
     rows = []
-    for mistake in collected.gathered(resolved.world):
+    for mistake in worst:
         rows.append(
             (
                 escape_non_utf8(str(address(mistake.place))),
@@ -96,11 +214,28 @@ def report_mistakes(resolved: Resolved, collected: Mistakes, step: int) -> None:
     if tracker.path and not datasets.synthetic and rows:
         head = ("path", "label", "predicted", "label_probability", "predicted_probability")
         tracker.replace(WORST, format_csv([head, *rows]))
-    if tracker.shows and collected.pairs is not None:
-        with skip_on_error(tracker):
-            names = [format_class(classes, index) for index in range(len(collected.pairs))]
-            matrix = draw_confusion(collected.pairs.numpy(), names)
-            tracker.show(matrix.summarize("confusion matrix"), step)
+    if not tracker.shows or collected.pairs is None:
+        return
+    with skip_on_error(tracker):
+        names = [format_class(classes, index) for index in range(len(collected.pairs))]
+        matrix = drawing.draw_confusion(collected.pairs.numpy(), names)
+        tracker.show(image_summary("confusion matrix", matrix), step)
+        wrong = [mistake for mistake in worst if mistake.predicted != mistake.target][:MISTAKES]
+        if wrong and datasets.plain is None:
+            images = read_pictures(datasets, resolved.recipe, [mistake.place for mistake in wrong])
+            captions = []
+            for mistake in wrong:
+                # The smallest positive number stands for a probability that was rounded to 0.
+                loss = -math.log(max(mistake.label_probability, 5e-324))
+                captions.append(
+                    [
+                        f"true {format_class(classes, mistake.target)}",
+                        f"pred. {format_class(classes, mistake.predicted)}",
+                        f"loss {figure(loss)}",
+                    ]
+                )
+            picture = drawing.draw_grid(images.numpy(), captions, COLUMNS, [WRONG] * len(wrong))
+            tracker.show(image_summary("worst mistakes", picture), step)
 
 
 @contextmanager
@@ -145,162 +280,3 @@ def format_caption(task: Task, classes: Sequence[str], target: Tensor) -> str:
             text += f" {share:.0%}"
         texts.append(text)
     return ", ".join(texts)
-
-
-# Drawing.
-
-
-def escape_missing_characters(text: str) -> str:
-    """Return `text` with each character that the font lacks replaced by an escape (\\u732b)."""
-    characters = []
-    for character in text:
-        code = ord(character)
-        # DejaVu Sans has the characters in these two ranges: the letters of Europe and the Near
-        # East, and symbols.
-        is_drawn = character.isprintable() and (code < 0x700 or 0x1E00 <= code < 0x2C00)
-        if not is_drawn:
-            character = character.encode("unicode_escape").decode()
-        characters.append(character)
-    return "".join(characters)
-
-
-@cache
-def _load_font() -> Any:
-    # The file is matplotlib's, but importing matplotlib for it would take long.
-    package = find_spec("matplotlib")
-    assert package and package.origin is not None
-    path = Path(package.origin).with_name("mpl-data") / "fonts/ttf/DejaVuSans.ttf"
-    return ImageFont.truetype(str(path), FONT)
-
-
-def measure_text(text: str) -> int:
-    """Return the width of `text` in pixels, as it is drawn."""
-    return round(float(_load_font().getlength(escape_missing_characters(text))))
-
-
-def fit(text: str, width: float) -> str:
-    """Shorten `text` to at most `width` pixels."""
-    if measure_text(text) <= width:
-        return text
-    while text and measure_text(text + "…") > width:
-        text = text[:-1]
-    return text + "…"
-
-
-@dataclass(frozen=True)
-class EncodedImage:
-    """An encoded picture: JPEG if its images are larger than LARGEST, otherwise PNG.
-
-    Attributes:
-        encoded: Content of the file.
-        size: Width and height in pixels.
-    """
-
-    encoded: bytes
-    size: tuple[int, int]
-
-    def summarize(self, tag: str) -> Any:
-        """Return the picture as a summary for TensorBoard."""
-        return events.image_summary(tag, self.encoded, self.size)
-
-
-def draw_grid(images: Numbers, captions: Sequence[str]) -> EncodedImage:
-    """Draw images in rows, each above its caption.
-
-    Args:
-        images: (n, H, W, C) uint8, with 1 or 3 channels. See TILE and LARGEST for the size in which
-            they are drawn.
-        captions: A caption for each image, or an empty sequence.
-    """
-    height, width = images.shape[1:3]
-    longest = max(height, width)
-    scale = min(LARGEST / longest, max(1, round(TILE / longest)))
-    tile_width = max(1, round(width * scale))
-    tile_height = max(1, round(height * scale))
-    columns = min(COLUMNS, len(images))
-    widths = [TILE, tile_width]
-    for text in captions:
-        widths.append(min(SHEET // columns - GAP, measure_text(text)))
-    column_width = GAP + max(widths)
-    row_height = tile_height + GAP
-    if any(captions):
-        row_height += FONT + 3
-    rows = -(-len(images) // columns)
-    size = (columns * column_width + GAP, rows * row_height + GAP)
-    sheet = Image.new("RGB", size, GROUND)
-    draw = ImageDraw.Draw(sheet)
-    resampling = Image.Resampling.NEAREST if scale >= 1 else Image.Resampling.BILINEAR
-    for n, image in enumerate(images):
-        x = GAP + n % columns * column_width
-        y = GAP + n // columns * row_height
-        pixels = image[..., 0] if image.shape[-1] == 1 else image
-        picture = Image.fromarray(pixels).convert("RGB")
-        picture = picture.resize((tile_width, tile_height), resampling)
-        sheet.paste(picture, (x, y))
-        if captions:
-            text = fit(captions[n], column_width - GAP)
-            _write(draw, (x, y + tile_height + 2), text)
-    return _encode(sheet, photos=scale < 1)
-
-
-def draw_confusion(matrix: Numbers, names: Sequence[str]) -> EncodedImage:
-    """Draw a confusion matrix.
-
-    The color of a cell shows its fraction of the samples of its row.
-
-    Args:
-        matrix: (classes, classes) counts, with a row for each actual class and a column for each
-            predicted class.
-        names: Names of the classes.
-    """
-    count = len(matrix)
-    is_written = count <= WRITTEN
-    cell = 34 if is_written else max(2, 640 // count)
-    left = 2 * GAP
-    if is_written:
-        left += min(ROOM, max(map(measure_text, names), default=0))
-    top = 2 * (FONT + GAP)
-    title = "rows: actual class; columns: predicted, in the same order"
-    width = max(measure_text(title) + GAP, left + count * cell) + GAP
-    sheet = Image.new("RGB", (width, top + count * cell + GAP), GROUND)
-    draw = ImageDraw.Draw(sheet)
-    _write(draw, (GAP, GAP), title)
-    shares = matrix / np.maximum(1, matrix.sum(1, keepdims=True))
-    # Pillow draws a rectangle including both corners, so `cell - 2` leaves a gap of one pixel
-    # between cells with counts, and `cell - 1` leaves none.
-    side = cell - 2 if is_written else cell - 1
-    for row in range(count):
-        y = top + row * cell
-        if is_written:
-            _write(draw, (left - GAP, y + cell / 2), fit(names[row], ROOM), "rm")
-        for column in map(int, np.flatnonzero(matrix[row])):
-            x = left + column * cell
-            strength = float(shares[row, column])
-            full_colour = RIGHT
-            if row != column:
-                # The square root makes rare mistakes visible.
-                strength = strength**0.5
-                full_colour = WRONG
-            colour = tuple(round(245 + (part - 245) * strength) for part in full_colour)
-            draw.rectangle((x, y, x + side, y + side), fill=colour)
-            if is_written:
-                ink = GROUND if strength > 0.5 else INK
-                center = (x + cell / 2, y + cell / 2)
-                _write(draw, center, f"{int(matrix[row, column])}", "mm", ink)
-    return _encode(sheet)
-
-
-def _write(
-    draw: ImageDraw.ImageDraw,
-    position: tuple[float, float],
-    text: str,
-    anchor: str = "la",
-    ink: str = INK,
-) -> None:
-    draw.text(position, escape_missing_characters(text), fill=ink, font=_load_font(), anchor=anchor)
-
-
-def _encode(sheet: Image.Image, photos: bool = False) -> EncodedImage:
-    buffer = io.BytesIO()
-    sheet.save(buffer, "JPEG" if photos else "PNG", quality=80)
-    return EncodedImage(buffer.getvalue(), sheet.size)

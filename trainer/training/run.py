@@ -19,6 +19,7 @@ from trainer.telemetry.rank_watch import ROUNDS, ShareWatch
 from trainer.training.callbacks import Callbacks
 from trainer.training.evaluation import build_forward
 from trainer.training.observer import Observer
+from trainer.training.presenting import Examples
 from trainer.training.replicas import ReplicaComparison
 from trainer.training.snapshots import Snapshots
 from trainer.training.state import Resolved, TrainState
@@ -73,6 +74,7 @@ class Run:
         self.snapshots = Snapshots(resolved, state, self.interrupts, self.timer, replicas)
         self.saver = self.snapshots.saver
         self.forward = build_forward(self.strategy, self.tracker.say)
+        self.examples = Examples(resolved)
         # Buffers that a pass may change. If memory runs out in a pass, `undo_on_out_of_memory`
         # restores them (only with accumulate=auto and a single rank) and sets `repeatable`: the run
         # can then be saved as it was before the failed step. No other code sets `repeatable`.

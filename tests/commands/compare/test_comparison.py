@@ -121,8 +121,15 @@ def test_more_repeats_where_a_difference_could_hide(machine, capsys, tmp_path):
     assert not machine.ran and again["repeats"] == 15
 
 
-def test_the_table_and_the_files(machine, tmp_path):
+def test_the_table_and_the_files(machine, tmp_path, monkeypatch):
+    drawn = []
+    draw = plots.draw_bars
+    monkeypatch.setattr(plots, "draw_bars", lambda *all_: (drawn.append(all_[-1]), draw(*all_)))
     report, table = compared("single", "ddp", "dp", "local_sgd", repeats=5)
+    claims = {"faster": "▲", "slower": "▼"}
+    verdicts = {name: row["compared"]["verdict"] for name, row in table.items() if row["compared"]}
+    marked = {name: claims[verdict] for name, verdict in verdicts.items() if verdict in claims}
+    assert drawn == [marked] and "ddp" in marked
     assert table["ddp"]["ratio"]["median"] == pytest.approx(1.6, rel=0.02)
     assert len(table["ddp"]["ratio"]["runs"]) == 5
     assert table["single"]["ratio"] is None
@@ -151,7 +158,7 @@ def test_the_table_and_the_files(machine, tmp_path):
     assert (out / "compare.png").stat().st_size > 5000
     [bars] = (out / "tensorboard/single").glob("events*")
     assert [value.tag for event in read_events(bars) for value in event.summary.value] == [
-        "compare/1_compare"
+        "compare/speed"
     ]
     assert not list(out.rglob("*.safetensors")) and not list(out.rglob("checkpoints"))
 

@@ -15,6 +15,8 @@ from trainer.saving.files import Json
 from trainer.telemetry import plots, readable
 from trainer.telemetry.events import Events
 
+# Mark of an entry's bar, by the verdict on its difference from the reference.
+CLAIMS = {"faster": "▲", "slower": "▼"}
 CSV_COLUMNS = (
     "entry",
     "mode",
@@ -199,6 +201,7 @@ def draw(folder: Path, report: Json, first: Path) -> list[Path]:
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     bars = []
+    marks = {}
     path = folder / "compare.png"
     repeats = set()
     entries = report["entries"]
@@ -214,6 +217,9 @@ def draw(folder: Path, report: Json, first: Path) -> list[Path]:
             text += f"  ({entry['label'].partition(':')[0]})"
         bars.append((entry["entry"], speed["mean"], speed["std"] or 0.0, text))
         repeats.add(len(speed["runs"]))
+        compared = entry["compared"] or {}
+        if compared.get("verdict") in CLAIMS:
+            marks[entry["entry"]] = CLAIMS[compared["verdict"]]
     if not bars:
         return []
     if len(repeats) > 1:
@@ -224,11 +230,13 @@ def draw(folder: Path, report: Json, first: Path) -> list[Path]:
         f"{report['recipe']}, global batch {report['batch_size']}: mean and standard deviation "
         f"of {counted}"
     )
-    plots.draw_bars(path, bars, "images per second", title)
+    if marks:
+        title += f"\n▲ faster, ▼ slower: shown to differ from {entries[0]['reference']}"
+    plots.draw_bars(path, bars, "images per second", title, marks)
     for old_events in first.parent.glob("*/*.compared"):
         old_events.unlink()
     writer = Events(first, ".compared")
     picture = Summary.Image(encoded_image_string=path.read_bytes())
-    writer.add(Summary(value=[Summary.Value(tag="compare/1_compare", image=picture)]), 0)
+    writer.add(Summary(value=[Summary.Value(tag="compare/speed", image=picture)]), 0)
     writer.close()
     return [path]

@@ -425,6 +425,10 @@ def as_pictures(datasets: Datasets, inputs: Tensor) -> Tensor | None:
     std = torch.tensor(datasets.std)[:, None, None]
     pixels = inputs.detach().float().cpu() * std + mean
     images = (255 * pixels).round().clamp(0, 255).to(torch.uint8)
-    # Keep the first three channels. If there are only two, keep only the first channel.
-    channels = 3 if images.shape[1] >= 3 else 1
-    return images[:, :channels].permute(0, 2, 3, 1).contiguous()
+    return select_channels(images.permute(0, 2, 3, 1))
+
+
+def select_channels(images: Tensor) -> Tensor:
+    """Return images (n, H, W, C) with their first three channels; of two, with only the first."""
+    channels = 3 if images.shape[-1] >= 3 else 1
+    return images[..., :channels].contiguous()

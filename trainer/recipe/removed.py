@@ -46,12 +46,15 @@ REMOVED = {
         "data.check=headers",
     ),
     "optimizer.name=lars": Removed(
-        "use optimizer.name=sgd, with optimizer.lr_per and schedule.warmup_epochs for large "
-        "batches",
+        "use optimizer.name=timm:lars, which needs timm, or optimizer.name=sgd with "
+        "optimizer.lr_per and schedule.warmup_epochs for large batches",
         "optimizer.name=sgd",
         same=False,
     ),
-    "optimizer.trust": Removed("leave it out: it was for optimizer.name=lars", idle="0.001"),
+    "optimizer.trust": Removed(
+        "leave it out, or type optimizer.args.trust_coeff=0.001 with optimizer.name=timm:lars",
+        idle="0.001",
+    ),
     "on_nonfinite": Removed(
         "a run stops at a loss or gradient that is not finite; lower optimizer.lr, or type "
         "clip_grad_norm=1",

@@ -12,6 +12,7 @@ from trainer.recipe import Recipe
 from trainer.recipe.checks import count_largest_rows
 from trainer.recipe.image_sizes import in_pixels
 from trainer.recipe.shares import count_rows
+from trainer.saving.run_folder import is_check_folder
 from trainer.telemetry.readable import format_count, table_width
 from trainer.telemetry.tracking import NullTracker
 from trainer.training.memory_keys import KEPT
@@ -86,6 +87,8 @@ def print_banner(
     # An entry that needs more than the spare lines is left out, and only `runs show` prints it.
     for title in titles:
         spare -= tracker.print_lines({title: lines[title]}, lines=spare)
+    if is_check_folder(tracker.path):
+        return
     details = f"python -m trainer runs show {shlex.quote(str(tracker.path))}"
     tracker.print_lines({"details": details})
 

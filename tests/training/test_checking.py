@@ -31,7 +31,7 @@ def list_files(folder: Path) -> dict[str, str]:
 
 def read_losses(text: str) -> list[float]:
     """Return the losses of the steps that a check prints."""
-    [line] = re.findall(r"^trained .*", text, re.M)
+    [line] = re.findall(r"^ *trained .*", text, re.M)
     return [float(number) for number in re.findall(r"\d+\.\d{4}", line)]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from trainer import recipe as recipes
 from trainer.errors import FolderInUseError, RecipeError, SetupError, TrainerError
-from trainer.processes.rank import build_signature, is_restart, is_this_job, read_place
+from trainer.processes.rank import build_signature, is_restart, is_this_job
 from trainer.processes.terminal import ask_permission
 from trainer.recipe import Recipe, recipe_files
 from trainer.recipe.reflection import REPORTED_ON_RESUME, describe_restart, is_longer
@@ -431,7 +431,8 @@ def open_check_folder(recipe: Recipe, typed: str | None) -> Iterator[Path | None
             created.
 
     Yields:
-        The folder, or None without a check. It exists on rank 0 only.
+        The folder, or None without a check. The ranks of a user's torchrun have one each, of which
+        the run uses that of rank 0.
 
     Raises:
         RecipeError: `typed` is another value.
@@ -440,18 +441,14 @@ def open_check_folder(recipe: Recipe, typed: str | None) -> Iterator[Path | None
     if typed in (None, "false"):
         yield None
         return
-    folder = Path(typed or "")
-    if is_check_folder(folder):
-        yield folder
+    if typed and is_check_folder(Path(typed)):
+        yield Path(typed)
         return
     if typed != "true":
         raise RecipeError(f"check={format_value(typed)} must be true or false")
     parent = Path(recipe.output or "runs").expanduser().absolute()
     while not os.path.lexists(parent):
         parent = parent.parent
-    if not read_place().is_main:
-        yield parent / CHECK
-        return
     with report_write_errors(parent):
         temporary = tempfile.TemporaryDirectory(
             prefix=CHECK, dir=parent, ignore_cleanup_errors=True

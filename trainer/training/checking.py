@@ -62,19 +62,18 @@ def describe(run: Run) -> dict[str, str]:
     folder = run.tracker.path
     if folder is None:
         return {}
-    where = getattr(run.datasets.train, "where", None)
-    sources = [run.recipe.data.labels or "", run.recipe.data.root or run.datasets.name]
-    if where:
-        sources += map(where, run.loader.indices(0)[0])
+    files = [*filter(None, [run.recipe.data.labels])]
+    if where := getattr(run.datasets.train, "where", None):
+        files += map(where, run.loader.indices(0)[0].tolist())
     losses = [float(row["train_loss"]) for row in read_steps(folder / "steps.csv")[0]]
     history = run.state.history
     metrics = run.task.text(strip_prefix(history.validation))
     memory = [f"{name} {format_size(size)}" for name, size in run.observer.memory.items()]
     return {
         "check": f"passed: {run.recipe.name}, mode={run.recipe.mode}; nothing was kept",
-        "read": list_some([*filter(None, sources)]),
+        "read": list_some(files) or f"{run.datasets.name}, which is in memory",
         "trained": f"{len(losses)} steps, loss {', '.join(f'{loss:.4f}' for loss in losses)}",
-        "evaluated": f"{history.validation['val_samples']} held-out images: {metrics}",
+        "evaluated": f"{history.validation.get('val_samples', 0)} held-out images: {metrics}",
         "memory": f"at most {', '.join(memory)}",
     }
 

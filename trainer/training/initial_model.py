@@ -330,13 +330,16 @@ def describe_start(recipe: Recipe, data: Datasets, model: nn.Module) -> dict[str
     same_size = metadata.get("image_size") == json.dumps(data.image_size)
     preparation = []
     if recipe.data.name in OWN_PHOTOS and same_size:
-        for key, stored_key, value in (
-            ("interpolation", "interpolation", data.interpolation),
-            ("resize", "shorter_side", evaluation_shorter_side(data)),
-        ):
-            stored = json.loads(metadata.get(stored_key, "null"))
-            if stored is not None and stored != json.loads(json.dumps(value)):
-                preparation.append(format_argument(f"data.{key}", stored))
+        present = {
+            "data.interpolation": ("interpolation", data.interpolation),
+            "data.resize": ("shorter_side", evaluation_shorter_side(data)),
+        }
+        for key, (name, value) in present.items():
+            stored = metadata.get(name)
+            # A file of another program may have entries of these names that are not JSON.
+            with suppress(ValueError):
+                if stored is not None and stored != json.dumps(value):
+                    preparation.append(format_argument(key, json.loads(stored)))
     matched = count_shared_classes(recipe.model, names, model)
     lines["start"] = f"from {source}"
     if matched is not None:

@@ -221,10 +221,11 @@ class Trained:
             if not TRAINING.isdisjoint((key, key.partition(".")[0])):
                 raise RecipeError(f"{key}= changes nothing once a model is trained: leave it out")
         file = None
-        for name in ("last", "best") if prefers_best else ("last",):
-            weights_file = path / f"{name}.safetensors"
-            if weights_file.is_file() and not is_checkpoint(path):
-                file = weights_file
+        if not is_checkpoint(path):
+            files = [path / "last.safetensors"]
+            if prefers_best:
+                files.insert(0, path / "best.safetensors")
+            file = next(filter(Path.is_file, files), None)
         weights, metadata = read_weights(file or path)
         own = read_recipe(path, metadata).to_dict() | ANYWHERE
         own_recipe = recipes.load(own)

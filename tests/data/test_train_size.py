@@ -225,6 +225,7 @@ def test_training_photos_of_the_size_of_evaluation_are_resized_alike(loading, ph
 def test_a_run_names_how_the_images_of_its_first_weights_were_prepared(photos, single, tmp_path):
     words = ["data.name=imagefolder", f"data.root={photos}", "model.name=cnn_gn", *WHOLE]
     words += ["data.image_size=32", "mode=single", "max_steps=1", f"model.init_from={single}"]
+    words.append("batch_size=8")
     printed = ok(*words, f"output={tmp_path / 'other'}").stdout
     hints = ["data.interpolation=bicubic", "data.resize=40"]
     assert all(hint in printed for hint in hints)

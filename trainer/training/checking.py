@@ -25,7 +25,7 @@ from trainer.training.evaluation import strip_prefix
 from trainer.training.parts import PARTS
 from trainer.training.resuming import on_every_rank, restore
 from trainer.training.run import Run
-from trainer.training.setup import build
+from trainer.training.setup import build, start_process
 
 STEPS = 2
 
@@ -110,6 +110,8 @@ def reopen(run: Run) -> tuple[Callable[[], Run], dict[str, str]]:
     def build_again() -> Run:
         gc.collect()
         torch.cuda.empty_cache()
+        # The ranks build the same model, as in a new process.
+        start_process(resolved.recipe)
         restored = build(resolved, interrupts, callbacks, ledger)
         restore(resolved, restored.state, saved)
         _compare(restored, saved)

@@ -394,7 +394,8 @@ def build_rate(run: Run) -> Callable[[int], float]:
     state = run.state
     steps = state.total_steps - state.step_offset
     rate = build_learning_rate(run.recipe, run.resolved.steps_per_epoch, steps)
-    return lambda step: state.history.lr_factor * rate(step - 1 - state.step_offset)
+    # The offset of a run that was resumed before the first step of an epoch may be that step.
+    return lambda step: state.history.lr_factor * rate(max(0, step - 1 - state.step_offset))
 
 
 def update_shares(run: Run, epoch_begins: bool) -> bool:

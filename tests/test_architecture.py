@@ -42,7 +42,12 @@ OWNERS = {
 }
 # Modules whose functions accept a whole `Run`. All others accept the objects that they use.
 # The module of the memory keys builds a run as a probe and resumes one that ran out of memory.
-WHOLE_RUN = {"training/loop.py", "training/setup.py", "training/memory_keys.py"}
+WHOLE_RUN = {
+    "training/loop.py",
+    "training/setup.py",
+    "training/memory_keys.py",
+    "training/checking.py",
+}
 LAYER = {package: number for number, packages in enumerate(LAYERS) for package in packages}
 FOLDERS = sorted({path.parent for path in FILES} - {ROOT})
 

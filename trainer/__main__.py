@@ -43,7 +43,7 @@ try:
     from trainer.recipe.checks import check_names
     from trainer.recipe.recipe_files import parse_positive_integer, split_arguments
     from trainer.saving.files import open_streams
-    from trainer.saving.run_folder import asked_to_restart
+    from trainer.saving.run_folder import asked_to_restart, open_check_folder
     from trainer.versions import VERSION, read_version
 except ModuleNotFoundError as fault:
     # A required library is missing, for example after `pip install --no-deps`. The printed line
@@ -169,20 +169,25 @@ def train(words: Sequence[str]) -> int:
         check_names(chosen)
     restarts = parse_positive_integer("max_restarts", options.get("max_restarts")) or 0
     launch = launching.launch_to_start(chosen, options.get("nproc"), restarts)
-    if not _launched() and asked_to_restart(chosen):
+    if "check" not in options and not _launched() and asked_to_restart(chosen):
         chosen = chosen.replace(schedule__restart=True)
         words = [word for word in words if not word.startswith("schedule.restart=")]
         words.append("schedule.restart=true")
     if not _launched() or (read_place().is_main and not family.launcher_prints()):
         for line in recipe.notes_on_idle(options.get("recipe"), *rest):
             say(f"unused: {line}")
-    if launch is not None:
-        arguments = [word for word in words if not word.startswith(("nproc=", "max_restarts="))]
-        return launching.start(chosen, arguments, launch, restarts)
-    launching.load_plugin(options.get("plugin"))
-    from trainer.training import loop
+    with open_check_folder(chosen, options.get("check")) as check:
+        if launch is not None:
+            own = ("nproc=", "max_restarts=", "check=")
+            arguments = [word for word in words if not word.startswith(own)]
+            if check:
+                # The folder outlives ranks that are killed or started again.
+                arguments.append(f"check={check}")
+            return launching.start(chosen, arguments, launch, restarts)
+        launching.load_plugin(options.get("plugin"))
+        from trainer.training import loop
 
-    loop.run(chosen, own_process=True)
+        loop.run(chosen, own_process=True, check=check)
     return 0
 
 
@@ -193,7 +198,7 @@ def evaluate(words: Sequence[str]) -> int:
         raise RecipeError(
             "evaluate needs a run, one of its checkpoints or a file of weights: evaluate runs/x"
         )
-    if wrong := options.keys() & {"recipe", "nproc", "max_restarts"}:
+    if wrong := options.keys() & {"recipe", "nproc", "max_restarts", "check"}:
         raise RecipeError(
             f"{min(wrong)}= is not for evaluate: the run has a recipe, and torchrun starts several "
             "ranks"

@@ -47,7 +47,7 @@ SAID = {
     "recipe=digits --amp epochs=3": "--amp: amp is not a key; did you mean precision?",
     "plan recipe=digits --jsonn": "jsonn is not a key",
     "fit recipe=digits": "type train recipe=digits",
-    "val runs/x": "type evaluate checkpoint=RUN",
+    "val runs/x": "type evaluate RUN;",
     "resume runs/x": "type train recipe=RUN output=RUN resume=auto",
 }
 

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -325,3 +326,16 @@ def test_the_table_of_classes_fits_the_terminal(monkeypatch):
     assert "nan" not in text.replace("longname", "")
     few = {name: values[:3] for name, values in columns.items()}
     assert len([line for line in class_metrics.format_classes(names, few) if "%" in line]) == 2
+
+
+def test_evaluations_at_the_same_time_keep_each_others_rows(tmp_path):
+    file = tmp_path / "metrics.csv"
+
+    def write(number):
+        key = {"checkpoint": f"run-{number}", "split": "val", "data": "digits"}
+        class_metrics.write_rows(file, [{**key, "loss": f"{number}"}])
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, range(40)))
+    assert {row["loss"] for row in rows(file)} == {f"{number}" for number in range(40)}
+    assert list(tmp_path.iterdir()) == [file]

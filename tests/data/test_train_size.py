@@ -10,7 +10,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as vision
 
 import trainer
-from tests.command_line import WHOLE, ok, result
+from tests.command_line import WHOLE, ok, result, suggested
 from tests.command_line import trainer as command
 from tests.data.loading import epoch, opened
 from tests.data.photo_folders import write_two_classes
@@ -22,6 +22,7 @@ from trainer.data.photos.decoding import open_image
 from trainer.data.photos.photo_reader import resize
 from trainer.errors import RecipeError
 from trainer.recipe import load
+from trainer.recipe.image_sizes import check_resize, typed_size
 from trainer.saving.weights import read_metadata
 
 MODES = {
@@ -200,3 +201,34 @@ def test_a_size_of_inputs_that_are_no_images_is_refused():
     floats = torch.rand(16, 5), torch.arange(16) % 2
     with pytest.raises(RecipeError, match=r"^data\.train_size=8\b.*data\.train_size=null"):
         opened((floats, floats, ("a", "b")), "data.train_size=8")
+
+
+@pytest.mark.parametrize("size", [224, (128, 256), (300, 100)])
+def test_the_suggested_resize_is_accepted(size):
+    with pytest.raises(RecipeError) as refused:
+        check_resize(8, size)
+    [argument] = suggested(str(refused.value))
+    check_resize(typed_size(load(None, argument).data.resize), size)
+
+
+def test_training_photos_of_the_size_of_evaluation_are_resized_alike(loading, photos):
+    words = ["data.name=imagefolder", f"data.root={photos}", "data.image_size=32"]
+    words += ["data.resize=40", "batch_size=8", "data.workers=0"]
+    pictures = []
+    for more in ([], ["data.train_size=32"]):
+        datasets = open_datasets(load(None, *words, *more))
+        batches = epoch(loading(datasets, *words, *more), 0)
+        pictures.append(torch.cat([inputs for inputs, _ in batches]))
+    assert torch.equal(*pictures)
+
+
+@pytest.mark.slow
+def test_a_run_names_how_the_images_of_its_first_weights_were_prepared(photos, single, tmp_path):
+    words = ["data.name=imagefolder", f"data.root={photos}", "model.name=cnn_gn", *WHOLE]
+    words += ["data.image_size=32", "mode=single", "max_steps=1", f"model.init_from={single}"]
+    words.append("batch_size=8")
+    printed = ok(*words, f"output={tmp_path / 'other'}").stdout
+    hints = ["data.interpolation=bicubic", "data.resize=40"]
+    assert all(hint in printed for hint in hints)
+    again = ok(*words, *hints, f"output={tmp_path / 'same'}").stdout
+    assert not any(hint in again for hint in hints)

@@ -63,7 +63,7 @@ def typed(monkeypatch, capsys, *words):
     for name in ("RANK", "WORLD_SIZE", "NPROC", "NNODES", "SLURM_STEP_ID", family.PARENT):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(family, "die_with_parent", lambda: None)
-    monkeypatch.setattr(loop, "run", lambda recipe, own_process: ran.append(recipe))
+    monkeypatch.setattr(loop, "run", lambda recipe, **_: ran.append(recipe))
     monkeypatch.setattr(
         launching, "start", lambda recipe, words, launch, restarts: ran.append(launch) or 0
     )

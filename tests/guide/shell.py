@@ -164,7 +164,7 @@ def _check_ours(words: Sequence[str], variables: dict[str, str]) -> None:
         "MASTER_ADDR",
     } & {*variables}
     if command == "train":
-        own, rest = split_arguments(rest, ("recipe", "nproc", "max_restarts", "plugin"))
+        own, rest = split_arguments(rest, COMMANDS["train"].words)
         recipe = load(own.get("recipe"), *rest)
         _check_names(recipe, own)
         cards = CARDS if "SLURM_STEP_ID" in variables or variables.get("NNODES", "1") != "1" else 0

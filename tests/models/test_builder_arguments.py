@@ -2,6 +2,7 @@
 
 import json
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,10 +125,11 @@ from trainer import register_model
 
 
 @register_model("perceptron")
-def perceptron(num_classes, channels, image_size, width: int = 8):
+def perceptron(num_classes, channels, image_size, width: int = 8, dropout: float = 0.0):
     pixels = channels * image_size**2
     return nn.Sequential(
-        nn.Flatten(), nn.Linear(pixels, width), nn.ReLU(), nn.Linear(width, num_classes)
+        nn.Flatten(), nn.Linear(pixels, width), nn.ReLU(), nn.Linear(width, num_classes),
+        nn.Dropout(dropout),
     )
 """
 RUN = ["recipe=digits", "mode=single", "epochs=1", "max_steps=2", *QUIET]
@@ -143,6 +145,15 @@ def test_runs_keep_the_arguments(tmp_path, monkeypatch):
     ok("evaluate", "checkpoint=first", "plugin=my_perceptron")
     ok(*RUN, *own, "model.init_from=first", "output=second")
     ok(*RUN, *own, "model.init_from=first", "output=second", "resume=auto")
+    # The first run may be gone, and its arguments add to those of the third.
+    third = [*RUN, *own, "model.args.dropout=0.5", "model.init_from=first", "output=third"]
+    ok(*third)
+    Path("first").rename("gone")
+    ok(*third, "resume=auto")
+    refused = trainer(*third, "model.args.width=13", "resume=auto")
+    assert refused.returncode == 2 and "model.args" in refused.stderr
+    Path("gone").rename("first")
+    assert load("third").model.args == {"width": 12, "dropout": 0.5}
     for name in ("first", "second"):
         recipe = load(name)
         assert recipe.model.args == {"width": 12}

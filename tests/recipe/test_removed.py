@@ -113,3 +113,10 @@ def test_a_run_with_a_removed_feature_is_not_continued(stored):
         completed.stderr
     )
     assert {path for path in stored.rglob("*") if "checkpoints" in path.parts} <= set(before)
+
+
+def test_the_replacement_of_lars_is_offered():
+    for argument in ("optimizer.name=lars", "optimizer.trust=0.01"):
+        with pytest.raises(RecipeError) as refused:
+            load("digits", argument)
+        assert "optimizer.name=timm:lars" in str(refused.value)

@@ -107,6 +107,15 @@ def test_before_an_epochs_evaluation_its_values_are_still_to_come(tmp_path):
     assert written(tmp_path) == [], "nothing was saved: everything starts anew"
 
 
+def test_values_that_callbacks_log_after_an_evaluation_come_again_with_it(tmp_path):
+    writer = SummaryWriter(str(tmp_path))
+    for tag in ("train/loss", "logged/on_step", "val/top1", "logged/on_evaluation"):
+        writer.add_scalar(tag, 1.0, 2)
+    writer.close()
+    trim_events(tmp_path, Position(2, 0, 2), False)
+    assert written(tmp_path) == [("logged/on_step", 2), ("train/loss", 2)]
+
+
 def test_a_file_cut_in_mid_record_is_read_up_to_there(tmp_path):
     write(tmp_path, "a", 1, 2, 3, 4, 5)
     [path] = tmp_path.iterdir()

@@ -1,5 +1,7 @@
 """Requests of a callback, in every mode: its own figures, and the end of the run."""
 
+import os
+import signal
 import time
 from types import SimpleNamespace
 
@@ -10,7 +12,7 @@ import torch
 from tests.command_line import losses, result, written
 from tests.command_line import steps as read_steps
 from trainer import EpochReport, train
-from trainer.errors import RecipeError
+from trainer.errors import Preempted, RecipeError
 from trainer.recipe import TRAITS
 from trainer.saving.steps_file import read_epochs
 from trainer.training.callbacks import Callbacks
@@ -195,3 +197,17 @@ def test_an_evaluation_that_ends_the_run_within_an_epoch_has_one_row(tmp_path):
     assert [row["step"] for row in run_result["validation"]] == [2]
     assert run_result["losses"] == [pytest.approx(float(rows[0]["train_loss"]))]
     assert run_result["losses"][0] == run_result["train_loss"]
+
+
+def test_an_end_that_a_callback_asks_for_outlives_a_signal(tmp_path):
+    def end(report):
+        if report.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return report.step < 2
+
+    words = {**WORDS, "batch_size": 64, "mode": "single", "output": str(tmp_path / "run")}
+    with pytest.raises(Preempted):
+        train(**words, on_step=end)
+    assert result(tmp_path / "run")["validation"] == []
+    resumed = train(**words, resume="auto")
+    assert (resumed["steps"], resumed["ended_by"]) == (2, "callback")

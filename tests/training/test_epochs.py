@@ -166,3 +166,15 @@ def test_an_evaluation_within_an_epoch_is_dropped_if_the_epoch_goes_on(tmp_path)
     ok(*words, "resume=auto")
     assert [row["step"] for row in rows(tmp_path / "run" / "epochs.csv")] == ["14", "28"]
     assert [row["step"] for row in result(tmp_path / "run")["validation"]] == [14, 28]
+
+
+@pytest.mark.slow
+def test_an_evaluation_is_dropped_if_its_step_is_the_first_of_the_epoch_in_another_mode(tmp_path):
+    """One of several steps of an epoch of the workers rounds down to none of one."""
+    words = ["data.name=synthetic", "data.samples=191", "data.val_samples=30", "data.image_size=8"]
+    words += ["model.name=mlp", "batch_size=96", "epochs=1", "schedule.name=constant", *QUIET]
+    words += ["threads=1", f"output={tmp_path / 'run'}"]
+    ok(*words, "mode=local_sgd", "nproc=3", "max_steps=1")
+    ok(*words, "mode=single", "resume=auto")
+    assert [row["step"] for row in rows(tmp_path / "run" / "epochs.csv")] == ["2"]
+    assert [row["step"] for row in result(tmp_path / "run")["validation"]] == [2]

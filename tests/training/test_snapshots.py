@@ -11,8 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import trainer as api
 from tests.command_line import QUIET, ok, trainer
 from trainer.errors import DiskFullError, PeerError
+from trainer.modes import base
 from trainer.recipe import TRAITS
 from trainer.saving import checkpoint
 
@@ -107,3 +109,15 @@ def test_the_last_save_fails_at_once_on_all_ranks(fault: str, tmp_path: Path) ->
         completed.stderr
     )
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+def test_a_best_checkpoint_may_have_been_saved_before_its_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that compiles saves its first epoch before the evaluation, which is the best here."""
+    monkeypatch.setattr(base, "compile_in_place", lambda module: None)
+    keys = {"model.name": "mlp", "optimizer": {"lr": 1e-12}, "mode": "single", "devices": ["cpu"]}
+    keys |= {"batch_size": 400, "epochs": 5, "compile": True, "save": {"top_k": 1}}
+    api.train("digits", *QUIET, **keys, output=str(tmp_path / "run"))
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["step-00000003", "step-00000012", "step-00000015"]

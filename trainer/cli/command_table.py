@@ -24,7 +24,9 @@ class Command:
 
 # Commands in the order of the overview and of the guide's page `commands`.
 COMMANDS = {
-    "train": Command(words=("recipe", "nproc", "max_restarts", "plugin"), wants=("recipe=digits",)),
+    "train": Command(
+        words=("recipe", "nproc", "max_restarts", "plugin", "check"), wants=("recipe=digits",)
+    ),
     "compare": Command(
         "trainer.commands.compare",
         ("recipe", "modes", "repeats", "nproc", "plugin", "output", "resume", "steps"),
@@ -77,6 +79,7 @@ COMMANDS = {
             "requeues",
             "max_restarts",
             "plugin",
+            "check",
             "output",
             "resume",
         ),

@@ -25,10 +25,10 @@ FLAGS = ("--json",)
 # Commands of Lightning, Ultralytics and others -> what to type here instead.
 _COMMANDS_ELSEWHERE = {
     "fit": "train recipe=digits",
-    "val": "evaluate checkpoint=RUN",
-    "validate": "evaluate checkpoint=RUN",
-    "eval": "evaluate checkpoint=RUN",
-    "test": "evaluate checkpoint=RUN split=test",
+    "val": "evaluate RUN",
+    "validate": "evaluate RUN",
+    "eval": "evaluate RUN",
+    "test": "evaluate RUN split=test",
     "infer": "predict RUN photo.jpg",
     "resume": "train recipe=RUN output=RUN resume=auto",
 }

@@ -18,6 +18,7 @@ from trainer.saving.files import (
     report_write_errors,
     write_atomically,
 )
+from trainer.saving.locks import wait_for_lock
 from trainer.saving.run_names import find_run_folder
 from trainer.telemetry.readable import escape_control_characters, format_table
 from trainer.training.presenting import format_class
@@ -72,35 +73,39 @@ def _format_numbers(values: Mapping[str, float]) -> dict[str, str]:
     return {name: "" if math.isnan(value) else f"{value:.10g}" for name, value in values.items()}
 
 
-def choose_file(output: str | None, checkpoint: Path, is_best: bool) -> tuple[Path, str]:
-    """Return the path of metrics.csv, and the checkpoint as the file names it: relative to it.
+def choose_file(output: str | None, weights: Path) -> tuple[Path, str]:
+    """Return the path of metrics.csv, and the weights as the file names them: relative to it.
 
     Args:
         output: Path from `output=`; None for a file in the run folder, or next to the weights.
-        checkpoint: Path of the evaluated weights, or of a run folder.
-        is_best: Whether a run folder's best weights were evaluated, and not its last.
+        weights: Path of the evaluated weights, or of a checkpoint.
 
     Raises:
         RecipeError: `output` is a folder.
     """
-    path = (find_run_folder(checkpoint) or checkpoint.parent) / FILE
+    path = (find_run_folder(weights) or weights.parent) / FILE
     if output is not None:
         path = Path(output).expanduser()
         if path.is_dir():
             raise RecipeError(f"output={output} is a folder: name a file, as in {path / FILE}")
-    weights = checkpoint / ("best.safetensors" if is_best else "last.safetensors")
-    if weights.is_file():
-        checkpoint = weights
-    return path, os.path.relpath(checkpoint.resolve(), path.absolute().parent.resolve())
+    return path, os.path.relpath(weights.resolve(), path.absolute().parent.resolve())
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, str]]) -> None:
     """Write rows to metrics.csv, and keep the rows of other evaluations that the file has.
 
+    Other processes that evaluate at the same time wait for each other.
+
     Raises:
         RecipeError: The file is not one of `evaluate`.
         SetupError: The file cannot be written.
     """
+    with report_write_errors(path.parent), wait_for_lock(path.parent):
+        write_atomically(path, format_csv(_merge_rows(path, rows)))
+
+
+def _merge_rows(path: Path, rows: Sequence[Mapping[str, str]]) -> list[list[str]]:
+    """Return the table of a file in which `rows` replace those of the same evaluation."""
     columns: list[str] = []
     kept: list[Mapping[str, str]] = []
     key = [rows[0][name] for name in KEY]
@@ -122,9 +127,7 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, str]]) -> None:
     table = [columns]
     for row in (*kept, *rows):
         table.append([row.get(name) or "" for name in columns])
-    with report_write_errors(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, format_csv(table))
+    return table
 
 
 def report(

@@ -62,7 +62,8 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
     trained = Trained.read(find_run(f"{checkpoint}{choice}"), overrides)
     path = str(trained.path)
     output = options.get("output")
-    metrics_file, checkpoint_name = class_metrics.choose_file(output, trained.path, trained.is_best)
+    weights_file = trained.file or trained.path
+    metrics_file, checkpoint_name = class_metrics.choose_file(output, weights_file)
     recipe = trained.recipe
     start_process(recipe)
     world = create_world(recipe)

@@ -23,7 +23,7 @@ from trainer.recipe.recipe_files import parse_positive_integer, split_arguments
 from trainer.recipe.text import format_value
 
 # Options of training, besides nproc, that are not keys of a recipe.
-LAUNCH = ("recipe", "plugin", "max_restarts")
+LAUNCH = ("recipe", "plugin", "max_restarts", "check")
 OWN = ("nodes", "cpus", "memory", "requeues", "time", "partition", "account")
 EXAMPLES = {
     "recipe": "recipe=digits, a shipped recipe or your file",

@@ -138,7 +138,10 @@ class Loader:
         datasets: the training and the validation set.
         readers: number of ranks on this machine that read images.
         samples_per_step: mean number of training images of all shares together in one step.
+        evaluates_ends: whether an evaluation reads only its first and its last batch.
     """
+
+    evaluates_ends = False
 
     def __init__(
         self,
@@ -343,7 +346,7 @@ class Loader:
             PeerError: a loader worker died or hangs.
         """
         micro_batches = self._recipe.pieces
-        indices = self._indices(epoch)
+        indices = self.indices(epoch)
         steps = len(indices) // micro_batches
         if stop_step is None:
             stop_step = steps
@@ -367,7 +370,7 @@ class Loader:
                 faults.inject(batch.inputs, epoch * steps + step + 1)
             yield batch
 
-    def _indices(self, epoch: int) -> list[Array]:
+    def indices(self, epoch: int) -> list[Array]:
         """Return the sample indices of each micro-batch of an epoch."""
         if self._epoch is None or self._epoch[0] != epoch:
             recipe = self._recipe
@@ -404,9 +407,12 @@ class Loader:
 
         All shares have the same number of batches.
         """
-        return sampling.list_evaluation_spans(
+        spans = sampling.list_evaluation_spans(
             len(self.datasets.val), self._evaluation_rows, self._share.index
         )
+        if self.evaluates_ends:
+            return spans[:: max(1, len(spans) - 1)]
+        return spans
 
     def evaluation(self, then: int | None = None) -> Iterator[Batch]:
         """Yield the batches of the validation set, padded to their full shape.
@@ -423,7 +429,7 @@ class Loader:
         spans = self.evaluation_spans
         batches = val.evaluation(spans)
         if then is not None and isinstance(train, PhotoFeed):
-            train.prefetch(then, self._indices(then))
+            train.prefetch(then, self.indices(then))
         for (images, labels, count), span in zip(batches, spans, strict=True):
             inputs = self._transform.nothing
             if self._share.counted:

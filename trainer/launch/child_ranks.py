@@ -27,6 +27,7 @@ def train_in_children(
     plugin: str | None = None,
     nproc: str | None = None,
     modules: Mapping[str, bytes] | None = None,
+    check: Path | None = None,
 ) -> dict[str, Any]:
     """Train in a mode that uses several processes, for a caller of the Python API.
 
@@ -36,6 +37,7 @@ def train_in_children(
         nproc: value of the argument nproc=, if any.
         modules: contents of Python files by file name, which ranks can import. One of them may be
             the module `plugin`.
+        check: folder of a run with check=true, or None.
 
     Returns:
         The contents of the run's result.json.
@@ -44,7 +46,9 @@ def train_in_children(
         TrainerError: the training failed. The exit code of the child determines the subclass
             (`Interrupted` after Ctrl-C), and the message is the line that the child printed.
     """
-    if recipe.output:
+    if check:
+        folder = check
+    elif recipe.output:
         folder = Path(recipe.output).expanduser()
     else:
         folder = fresh_folder(recipe)
@@ -60,6 +64,8 @@ def train_in_children(
             command.append(f"nproc={nproc}")
         if plugin:
             command.append(f"plugin={plugin}")
+        if check:
+            command.append(f"check={check}")
         module_folder = Path(temporary, "modules of the caller")
         module_folder.mkdir()
         for name, content in (modules or {}).items():

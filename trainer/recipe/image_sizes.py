@@ -40,10 +40,11 @@ def check_resize(resize: ImageSize, size: ImageSize) -> None:
     """
     for whole, crop in zip(sides(resize), sides(size), strict=True):
         if not crop <= whole <= 2 * crop:
+            height, width = (round(side / 0.875) for side in sides(size))
+            fitting = f"{height}" if height == width else f"[{height},{width}]"
             raise RecipeError(
                 f"data.resize={format_value(resize)} must cover the {in_pixels(size)} pixels that "
-                f"are cropped from it, and at most twice their sides; "
-                f"try data.resize={round(sides(size)[0] / 0.875)}"
+                f"are cropped from it, and at most twice their sides; try data.resize={fitting}"
             )
 
 

@@ -113,18 +113,26 @@ def is_locked(folder: Path) -> bool:
 
 
 @contextmanager
-def wait_for_lock(folder: Path, name: str) -> Iterator[None]:
+def wait_for_lock(folder: Path, name: str = "") -> Iterator[None]:
     """Create a folder and lock it within this block, after waiting for other processes.
+
+    Args:
+        folder: path of the folder.
+        name: name of the lock file in the folder; if empty, the folder itself is locked.
 
     Raises:
         OSError: the folder or the lock file cannot be created.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / name, "ab") as lock:
+    flags = os.O_WRONLY | os.O_CREAT if name else os.O_RDONLY
+    lock = os.open(folder / name, flags, 0o666)
+    try:
         # On a file system without support for locks, run the block without a lock.
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(lock)
 
 
 @contextmanager

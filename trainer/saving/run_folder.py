@@ -8,10 +8,11 @@ import os
 import re
 import shlex
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from trainer.processes.terminal import Say, ask_permission
 from trainer.recipe import Recipe, recipe_files
 from trainer.recipe.reflection import REPORTED_ON_RESUME, describe_restart, is_longer
 from trainer.recipe.removed import find_changed_setting
+from trainer.recipe.text import format_value
 from trainer.saving import locks
 from trainer.saving.files import (
     Json,
@@ -40,6 +42,8 @@ CHOSEN = ("image_size", "channels", "mean", "std", "cache_format", "cache_size")
 LOCK = ".lock"
 # File of the settings that a run has tuned.
 TUNED = "tuning.json"
+# Start of the name of the temporary run folder of check=true.
+CHECK = ".check-"
 # Patterns of the files that a run may write before it saves anything. If a run ended without saving
 # anything, they are removed when the next run starts in the same folder.
 WRITTEN = (
@@ -254,8 +258,9 @@ class RunFolder(NullFolder):
                 self.resolved_keys[f"data__{key}"] = getattr(before.data, key)
         if recipe.model.init_from is not None and recipe.model.weights is None:
             self.resolved_keys["model__weights"] = before.model.weights
-        if recipe.model.init_from is not None and not recipe.model.args:
-            self.resolved_keys["model__args"] = before.model.args
+        if recipe.model.init_from is not None:
+            # The run has added the arguments of the model that it started from.
+            self.resolved_keys["model__args"] = before.model.args | recipe.model.args
         if not recipe.schedule.restarts:
             self.resolved_keys["schedule__restart"] = before.schedule.restart
         changes = recipes.changed_keys(before, recipe.replace(**self.resolved_keys))
@@ -397,3 +402,46 @@ def fresh_folder(recipe: Recipe) -> Path:
             raise SetupError(
                 f"{path} cannot be made ({error.strerror}); choose a folder with output="
             ) from None
+
+
+@contextmanager
+def open_check_folder(recipe: Recipe, typed: str | None) -> Iterator[Path | None]:
+    """Create the run folder of a run with check=true, and remove it at the end of this block.
+
+    The folder is on the disk of `output`, in it or in the nearest folder above that exists.
+
+    Args:
+        recipe: recipe of the run.
+        typed: value of check=: "true", "false", None, or the folder, which our launcher has
+            created.
+
+    Yields:
+        The folder, or None without a check. The ranks of a user's torchrun have one each, of which
+        the run uses that of rank 0.
+
+    Raises:
+        RecipeError: `typed` is another value.
+        DiskFullError, SetupError: the folder cannot be created.
+    """
+    if typed in (None, "false"):
+        yield None
+        return
+    if typed and is_check_folder(Path(typed)):
+        yield Path(typed)
+        return
+    if typed != "true":
+        raise RecipeError(f"check={format_value(typed)} must be true or false")
+    parent = Path(recipe.output or "runs").expanduser().absolute()
+    while not os.path.lexists(parent):
+        parent = parent.parent
+    with report_write_errors(parent):
+        temporary = tempfile.TemporaryDirectory(
+            prefix=CHECK, dir=parent, ignore_cleanup_errors=True
+        )
+    with temporary as name:
+        yield Path(name)
+
+
+def is_check_folder(path: Path | None) -> bool:
+    """Return whether a run folder is that of a run with check=true, which is removed."""
+    return path is not None and path.name.startswith(CHECK)

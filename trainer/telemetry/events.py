@@ -320,14 +320,7 @@ def _read_events(
 ) -> Iterator[Any]:
     """Yield the events that a run resumed at `position` keeps, with each (tag, step) once."""
     seen: set[tuple[str, int]] = set()
-
-    def is_kept(tag: str, step: int) -> bool:
-        if tag.startswith(AT_COMPLETION):
-            return False
-        if step == position.step:
-            return is_evaluated or not AT_END.match(tag)
-        return step < position.step
-
+    has_ended = False
     # A run that starts again from step 0 keeps nothing.
     if position.step == 0:
         return
@@ -336,7 +329,15 @@ def _read_events(
             fresh = []
             for value in event.summary.value:
                 key = (value.tag, event.step)
-                if key not in seen and is_kept(*key):
+                if value.tag.startswith(AT_COMPLETION):
+                    continue
+                if event.step == position.step and not is_evaluated:
+                    is_at_end = AT_END.match(value.tag) is not None
+                    has_ended = has_ended or is_at_end
+                    # Callbacks that log after the evaluation will do so again.
+                    if is_at_end or (has_ended and value.tag.startswith("logged/")):
+                        continue
+                if event.step <= position.step and key not in seen:
                     seen.add(key)
                     fresh.append(value)
             if fresh:

@@ -237,8 +237,10 @@ class Tracker(NullTracker):
             self.folder.write_recipe(self.recipe)
             self._steps = StepsFile(self.path, position.step, self.say)
             # A checkpoint within or at the end of an epoch may precede the evaluation of its step,
-            # which is then done again.
-            is_evaluated = position.step_in_epoch == 0 or evaluated_step == position.step
+            # which is then done again. Earlier versions evaluated only at the end of an epoch.
+            is_evaluated = evaluated_step == position.step
+            if evaluated_step == position.step_in_epoch == 0:
+                is_evaluated = True
             last_step = position.step if is_evaluated else position.step - 1
             self._epochs = EpochsFile(self.path, last_step, self.say)
             if self.recipe.logging.tensorboard:

@@ -29,6 +29,7 @@ from trainer.processes.rank import read_place
 from trainer.processes.torch_context import plain_context
 from trainer.recipe import DataRecipe, Recipe, load, notes_on_idle
 from trainer.recipe.known_names import DATASETS, TASKS, torchvision_classifiers
+from trainer.saving.run_folder import open_check_folder
 from trainer.saving.weights import read_weights
 from trainer.training import callbacks, loop
 from trainer.training.callbacks import Callbacks, OnEpoch, OnEvaluation, OnStep
@@ -232,6 +233,7 @@ def train(
     on_evaluation: OnEvaluation | None = None,
     nproc: int | str | None = None,
     plugin: str | None = None,
+    check: bool = False,
     **keywords: Any,
 ) -> Result:
     """Train as the recipe says and return the content of `result.json`.
@@ -266,6 +268,8 @@ def train(
             also within epochs; at the end of an epoch before `on_epoch`.
         nproc: Number of processes on this machine, for modes with several.
         plugin: Name of a module that registers models, data sets or tasks.
+        check: Whether to train only two steps, in a temporary folder, as a check of all that the
+            run needs: see the guide's page `start`.
         keywords: Keys of the recipe: `epochs=1`, `optimizer__lr=0.05`, `optimizer={"lr": 0.05}`.
 
     Returns:
@@ -281,10 +285,10 @@ def train(
             'if __name__ == "__main__":'
         )
     for word in words:
-        if not isinstance(word, str) or word.startswith(("nproc=", "plugin=")):
+        if not isinstance(word, str) or word.startswith(("nproc=", "plugin=", "check=")):
             raise RecipeError(
-                "positional arguments are keys of the recipe, as 'epochs=2'; model=, data=, nproc= "
-                "and plugin= are keywords"
+                "positional arguments are keys of the recipe, as 'epochs=2'; model=, data=, "
+                "nproc=, plugin= and check= are keywords"
             )
     calls = Callbacks(on_epoch, on_step, on_evaluation)
     for name, function in calls.functions.items():
@@ -292,10 +296,13 @@ def train(
             raise RecipeError(f"{name}= is a function of one report, not {type(function).__name__}")
     launching.check_plugin(plugin)
     processes = None if nproc is None else str(nproc)
-    with register_temporarily(model, data) as object_keys:
+    with ExitStack() as closing:
+        object_keys = closing.enter_context(register_temporarily(model, data))
         keywords = object_keys | keywords
         chosen = load(recipe, *words, **keywords)
-        if launching.wants_children(chosen, processes):
+        in_children = launching.wants_children(chosen, processes)
+        folder = closing.enter_context(open_check_folder(chosen, str(check).lower()))
+        if in_children:
             files = pack_for_ranks(chosen, plugin, calls)
             if calls.wanted:
                 print(
@@ -304,7 +311,8 @@ def train(
                     flush=True,
                 )
             module = MODULE if files else plugin
-            result = cast(Result, child_ranks.train_in_children(chosen, module, processes, files))
+            answer = child_ranks.train_in_children(chosen, module, processes, files, folder)
+            result = cast(Result, answer)
         else:
             launching.load_plugin(plugin)
             if read_place().is_main:
@@ -317,9 +325,12 @@ def train(
                 )
             try:
                 with restore_global_state():
-                    result = loop.run(chosen, program_callbacks=calls)
+                    result = loop.run(chosen, program_callbacks=calls, check=folder)
             finally:
                 _training_lock.release()
+    if folder:
+        result["output"] = None
+        return result
     file = Path(result["output"] or "", "last.safetensors")
     if isinstance(model, nn.Module) and result["status"] == "completed" and file.is_file():
         # A module that was created under inference_mode can only be written to in that mode.

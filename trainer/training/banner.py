@@ -16,6 +16,7 @@ from trainer.recipe.loading import load_base
 from trainer.recipe.recipe_files import format_argument
 from trainer.recipe.schema import LossRecipe
 from trainer.recipe.unused import describe_unused, find_idle
+from trainer.saving.run_folder import is_check_folder
 from trainer.telemetry.readable import format_count, table_width
 from trainer.telemetry.tracking import NullTracker
 from trainer.training.memory_keys import KEPT
@@ -89,6 +90,8 @@ def print_banner(
     # An entry that needs more than the spare lines is left out, and only `runs show` prints it.
     for title in titles:
         spare -= tracker.print_lines({title: lines[title]}, lines=spare)
+    if is_check_folder(tracker.path):
+        return
     details = f"python -m trainer runs show {shlex.quote(str(tracker.path))}"
     tracker.print_lines({"details": details})
 

@@ -1,5 +1,6 @@
 """The initial model on the CPU, built from the recipe, and its start weights."""
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from trainer import tasks
 from trainer.data import Datasets, Example, TensorSpec
 from trainer.data.feeds import find_labels
-from trainer.data.photos.photo_reader import private_draws
+from trainer.data.photos.photo_reader import evaluation_shorter_side, private_draws
 from trainer.distributed.world import World
 from trainer.errors import RecipeError, describe
 from trainer.models.reachable import find_doubts
@@ -28,12 +29,13 @@ from trainer.models.zoo import (
 )
 from trainer.recipe import Recipe
 from trainer.recipe.image_sizes import ImageSize
-from trainer.recipe.known_names import AUXILIARY
+from trainer.recipe.known_names import AUXILIARY, OWN_PHOTOS
 from trainer.recipe.metric_table import needs_scores
+from trainer.recipe.recipe_files import format_argument
 from trainer.saving.checkpoint import State
 from trainer.saving.run_names import find_run
 from trainer.saving.tensor_files import view_bytes
-from trainer.saving.weights import read_weights
+from trainer.saving.weights import read_metadata, read_weights
 from trainer.tasks import Task
 from trainer.tasks.metrics import compute
 from trainer.training.randomness import read_random_states, restore_random_states
@@ -323,12 +325,28 @@ def describe_start(recipe: Recipe, data: Datasets, model: nn.Module) -> dict[str
             lines["filters"] = f"of the first layer, for colour, are {change}"
     if source is None:
         return lines
+    metadata = read_metadata(find_run(source))
+    same_size = metadata.get("image_size") == json.dumps(data.image_size)
+    preparation = []
+    if recipe.data.name in OWN_PHOTOS and same_size:
+        present = {
+            "data.interpolation": ("interpolation", data.interpolation),
+            "data.resize": ("shorter_side", evaluation_shorter_side(data)),
+        }
+        for key, (name, value) in present.items():
+            stored = metadata.get(name)
+            # A file of another program may have entries of these names that are not JSON.
+            with suppress(ValueError):
+                if stored is not None and stored != json.dumps(value):
+                    preparation.append(format_argument(key, json.loads(stored)))
     matched = count_shared_classes(recipe.model, names, model)
     lines["start"] = f"from {source}"
     if matched is not None:
         lines["start"] += f", which knows {matched} of these {len(names)} by name"
     else:
         lines["start"] += describe_order_match(source, names)
+    if preparation:
+        lines["start"] += f"; {' '.join(preparation)} prepares images as for those weights"
     # The file of weights does not record whether the model transforms its inputs. So a line names
     # this run's setting, which the user can compare with that of the run in `source`.
     if recipe.model.name in AUXILIARY:

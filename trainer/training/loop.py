@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -27,6 +28,7 @@ from trainer.telemetry.readable import format_titled
 from trainer.telemetry.symptoms import STANDSTILL_EPOCHS
 from trainer.training import (
     callbacks,
+    checking,
     diagnosis,
     noticing,
     presenting,
@@ -44,7 +46,10 @@ from trainer.training.setup import current_result, note_end, prepare
 
 
 def run(
-    recipe: Recipe, own_process: bool = False, program_callbacks: Callbacks | None = None
+    recipe: Recipe,
+    own_process: bool = False,
+    program_callbacks: Callbacks | None = None,
+    check: Path | None = None,
 ) -> Result:
     """Train in this process, as the rank that the environment variables name.
 
@@ -54,14 +59,19 @@ def run(
             signal while another rank is lost, may end the process immediately.
         program_callbacks: Callback of the calling program. The default is the callback of the
             program that started this rank.
+        check: Folder of a run with check=true, or None.
 
     Returns:
         Rank 0's result, on every rank.
     """
+    if check:
+        recipe = checking.shorten_recipe(recipe, check)
     last_shortage = -math.inf
     started = time.perf_counter()
     while True:
-        outcome = _attempt(recipe, own_process, program_callbacks, last_shortage, started)
+        outcome = _attempt(
+            recipe, own_process, program_callbacks, last_shortage, started, check is not None
+        )
         if not isinstance(outcome, Recipe):
             return outcome
         recipe = outcome
@@ -76,6 +86,7 @@ def _attempt(
     program_callbacks: Callbacks | None,
     last_shortage: float,
     started: float,
+    is_check: bool,
 ) -> Result | Recipe:
     """Train to the end, or until memory runs out.
 
@@ -86,6 +97,7 @@ def _attempt(
         last_shortage: Value of `time.monotonic()` when memory ran out in the previous attempt; -inf
             in the first attempt.
         started: Value of `time.perf_counter()` at the first attempt, from which `max_time` counts.
+        is_check: Whether this is a run with check=true.
 
     Returns:
         The result, or the recipe to resume with if memory ran out and smaller micro-batches may
@@ -99,15 +111,26 @@ def _attempt(
         try:
             this = prepare(recipe, interrupts, closing, program_callbacks or callbacks.received)
             this.ledger.run_start = started
+            this.loader.evaluates_ends = is_check
             # The calling program continues, so no reader process may outlive the run.
             if not own_process:
                 closing.callback(this.loader.close)
-            with explain_out_of_memory(this.resolved, this.state):
+            with explain_out_of_memory(lambda: this):
                 try:
                     loop(this)
                 except TimeIsUp:
                     this.state.out_of_time = True
-                result = finish(this)
+                lines = {}
+                if is_check:
+                    lines = checking.describe(this)
+                if is_check and not this.resolved.speed_only:
+                    this.snapshots.finish_saving()
+                    build_again, saved_line = checking.reopen(this)
+                    lines |= saved_line
+                    # The device may have no memory for two models.
+                    this = None
+                    this = build_again()
+                result = finish(this, lines)
             endings.note_completed()
             return result
         except BaseException as error:
@@ -371,7 +394,8 @@ def build_rate(run: Run) -> Callable[[int], float]:
     state = run.state
     steps = state.total_steps - state.step_offset
     rate = build_learning_rate(run.recipe, run.resolved.steps_per_epoch, steps)
-    return lambda step: state.history.lr_factor * rate(step - 1 - state.step_offset)
+    # The offset of a run that was resumed before the first step of an epoch may be that step.
+    return lambda step: state.history.lr_factor * rate(max(0, step - 1 - state.step_offset))
 
 
 def update_shares(run: Run, epoch_begins: bool) -> bool:
@@ -574,8 +598,11 @@ def note_memory(run: Run) -> None:
     run.noticed.strain = max(strains, key=lambda strain: strain.others)
 
 
-def finish(run: Run) -> Result:
-    """Write the final result of a successful run and destroy the process group."""
+def finish(run: Run, lines: dict[str, str]) -> Result:
+    """Write the final result of a successful run and destroy the process group.
+
+    The run prints `lines`, or if it is empty, lines about its result and its files.
+    """
     # A signal must not end the process early from now on, because the run ends anyway.
     run.interrupts.nothing_new = lambda: False
     with run.ledger.span("saving"):
@@ -605,9 +632,10 @@ def finish(run: Run) -> Result:
     figures = [f"val_{name}" for name in metric_names]
     figures += [f"best_{run.task.metric}", "train_loss", "samples_per_sec"]
     run.tracker.compare(shared, figures)
-    (title, text), *other_lines = reporting.build_last_lines(
+    lines = lines or reporting.build_last_lines(
         run.resolved, run.state.history, run.observer.memory, shared, run.noticed.announced
-    ).items()
+    )
+    (title, text), *other_lines = lines.items()
     run.tracker.say(format_titled(title, text), GREEN)
     run.tracker.print_lines(dict(other_lines))
     run.tracker.close()

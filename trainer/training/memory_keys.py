@@ -70,16 +70,19 @@ KEPT = "accumulate"
 
 
 @contextmanager
-def explain_out_of_memory(resolved: Resolved, state: TrainState) -> Iterator[None]:
-    """Raise DeviceMemoryError, which suggests keys to change, if memory runs out in this block."""
+def explain_out_of_memory(find_run: Callable[[], Run | None]) -> Iterator[None]:
+    """Raise DeviceMemoryError, which suggests keys to change, if memory runs out in this block.
+
+    `find_run` returns the present run, to which this block does not refer.
+    """
     try:
         yield
     except Exception as error:
-        if isinstance(error, TrainerError) or not is_out_of_memory(error):
+        run = find_run()
+        if run is None or isinstance(error, TrainerError) or not is_out_of_memory(error):
             raise
-        raise DeviceMemoryError(
-            f"{describe_needs(resolved, state)} ({read_line(error) or type(error).__name__})"
-        ) from error
+        needs = describe_needs(run.resolved, run.state)
+        raise DeviceMemoryError(f"{needs} ({read_line(error) or type(error).__name__})") from error
 
 
 def describe_needs(resolved: Resolved, state: TrainState) -> str:

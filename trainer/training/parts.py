@@ -174,6 +174,7 @@ class TrainingPosition(Part):
         return {
             "steps_per_epoch": self.resolved.steps_per_epoch,
             "shift": self.state.step_offset,
+            "last_step": self.state.total_steps,
             "shares": {
                 "numbers": self.strategy.share.numbers,
                 "devices": self.world.devices,
@@ -204,6 +205,10 @@ class TrainingPosition(Part):
             state.step_offset = step - (epoch * per_epoch + step_in_epoch)
         state.position = Position(step, epoch, step_in_epoch)
         state.total_steps = self.recipe.epochs * per_epoch + state.step_offset
+        # A callback may have ended the run before a signal interrupted its last evaluation.
+        is_ended = saved.position.step_in_epoch > 0 and saved.facts.get("last_step") == step
+        if is_ended and not self.resolved.longer:
+            state.total_steps = step
         share = self.strategy.share
         saved_numbers = saved.facts.get("shares", {}).get("numbers", [])
         if share.every_sample and step_in_epoch and saved_numbers != [*share.numbers]:
@@ -286,7 +291,8 @@ class RunHistory(Part):
         if state.position.epoch < saved.position.epoch:
             state.history.latest.pop()
             state.history.evaluations = state.history.evaluations[:-1]
-            state.history.evaluated_step = 0
+            # 0 would mean that an earlier version saved no step.
+            state.history.evaluated_step = -1
             state.history.epoch_steps = state.position.step_in_epoch
             state.history.epoch_loss = state.history.losses.pop() * state.history.epoch_steps
         self.say(f"resuming at step {state.position.step} of {state.total_steps}")

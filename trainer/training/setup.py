@@ -47,7 +47,7 @@ from trainer.recipe.shares import count_units, divide_within_limits
 from trainer.recipe.text import list_some
 from trainer.saving.checkpoint import State
 from trainer.saving.journal import OTHER, START
-from trainer.saving.run_folder import RunFolder
+from trainer.saving.run_folder import RunFolder, is_check_folder
 from trainer.tasks import Task
 from trainer.telemetry.clocks import Ledger
 from trainer.telemetry.flops import count_training_flops, look_up_peak_flops
@@ -159,7 +159,8 @@ def claim(
     refusal, before, (path, resolved_keys, shorter) = main_values
     if refusal:
         raise refusal
-    stacks.write_to(path)
+    if not is_check_folder(path):
+        stacks.write_to(path)
     callbacks.connect(world)
     return Claim(world, tracker, resolved_keys, before, shorter, ledger)
 

@@ -97,7 +97,7 @@ class Snapshots:
                     resolved.recipe.save.keep,
                     resolved.tracker.folder.check,
                     resolved.recipe.save.top_k or 0,
-                    partial(_rank_checkpoint, resolved.task),
+                    partial(_rank_checkpoint, resolved.task, state.history.evaluations),
                 )
                 self.saver.start(work, start)
         self.saver.blocked = time.perf_counter() - start
@@ -195,15 +195,18 @@ class Snapshots:
             return folder, draft, sealed
 
 
-def _rank_checkpoint(task: Task, manifest: Manifest) -> float | None:
-    """Return how good an evaluated checkpoint is by the task's metric; larger is better."""
-    history = manifest.facts.get("history", {})
-    value = history.get("validation", {}).get(f"val_{task.metric}")
-    # Earlier versions evaluated only at the end of an epoch.
-    evaluated_step = history.get("evaluated_step", 0 if manifest.step_in_epoch else manifest.step)
-    if evaluated_step != manifest.step or value is None or math.isnan(value):
-        return None
-    return float(value if task.larger_is_better else -value)
+def _rank_checkpoint(
+    task: Task, evaluations: Sequence[dict[str, float]], manifest: Manifest
+) -> float | None:
+    """Return how good an evaluated checkpoint is by the task's metric; larger is better.
+
+    The checkpoint may have been saved before the evaluation of its step.
+    """
+    for evaluation in evaluations:
+        value = evaluation.get(task.metric, math.nan)
+        if evaluation["step"] == manifest.step and not math.isnan(value):
+            return value if task.larger_is_better else -value
+    return None
 
 
 def on_host(saver: Saver, parts: Parts, devices: Sequence[torch.device]) -> Parts:

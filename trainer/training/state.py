@@ -75,7 +75,8 @@ class History:
     Attributes:
         losses: Mean training loss of each epoch.
         validation: Metrics of the last evaluated epoch, as `evaluate` returns them.
-        evaluated_step: Step of the evaluation that `validation` is from; 0 before the first one.
+        evaluated_step: Step of the evaluation that `validation` is from; 0 before the first one,
+            and -1 if the run has been reopened before it.
         latest: Metrics of the last STANDSTILL_EPOCHS evaluated epochs, under the task's own names.
         evaluations: Metrics of each evaluated epoch, as in `latest`, after its `epoch`, counted
             from 1, its `step` and its `train_loss`. Earlier versions saved none.

@@ -198,12 +198,13 @@ class Trained:
     """Trained weights, and the recipe of their run.
 
     Attributes:
-        path: Path of the weights. For a run folder, they are its best weights, or else its last.
-        is_best: Whether the best weights of a run folder were chosen.
+        path: Path of the weights, or of a run folder, whose best weights are read, or else its
+            last.
         weights: Parameters and buffers by their names in the user's model.
         metadata: Metadata of the file.
         own: Recipe of the run, in which the values of ANYWHERE replace devices, mode and shares.
         recipe: Recipe `own`, changed by the arguments of a command.
+        file: Path of the weights that were read; None if `path` is that path.
     """
 
     path: Path
@@ -211,7 +212,7 @@ class Trained:
     metadata: dict[str, str]
     own: Recipe
     recipe: Recipe
-    is_best: bool = False
+    file: Path | None = None
 
     @classmethod
     def read(cls, path: Path, words: Sequence[str] = (), prefers_best: bool = True) -> Trained:
@@ -230,21 +231,25 @@ class Trained:
             key = word.partition("=")[0]
             if not TRAINING.isdisjoint((key, key.partition(".")[0])):
                 raise RecipeError(describe_unused(word, "a trained model"))
-        best = path / "best.safetensors"
-        is_best = prefers_best and best.is_file() and not is_checkpoint(path)
-        weights, metadata = read_weights(best if is_best else path)
+        file = None
+        if not is_checkpoint(path):
+            files = [path / "last.safetensors"]
+            if prefers_best:
+                files.insert(0, path / "best.safetensors")
+            file = next(filter(Path.is_file, files), None)
+        weights, metadata = read_weights(file or path)
         stored = read_recipe(path, metadata).replace(model__probe=False)
         own = stored.to_dict() | ANYWHERE
         own_recipe = recipes.load(own)
         recipe = recipes.load(own, *words)
-        return cls(path, weights, metadata, own_recipe, recipe, is_best)
+        return cls(path, weights, metadata, own_recipe, recipe, file)
 
     def describe_choice(self) -> str | None:
         """Return a line about the best weights of a run folder, or None if they were not chosen.
 
         The line has only what the file contains: older files lack the epoch and the metric.
         """
-        if not self.is_best:
+        if self.file is None or self.file.stem != "best":
             return None
         metadata = self.metadata
         position = f"step {metadata.get('step', 'unknown')}"

@@ -248,3 +248,10 @@ def test_the_commands_mean_the_recipe(name, words):
         )
         meant = recipe.replace(data__root="FOLDER") if name == "resnet50" else recipe
         assert (own or rest) and load_recipe(own.get("recipe"), *rest) == meant
+
+
+def test_a_model_of_one_size_is_refused_at_another_size_of_training():
+    words = ["data.name=synthetic", "model.name=vit_tiny", "data.image_size=32", "mode=single"]
+    with pytest.raises(RecipeError, match=r"data\.train_size=null"):
+        plan(load_recipe(None, *words, "data.train_size=24"))
+    plan(load_recipe(None, *words, "data.train_size=32"))

@@ -13,6 +13,7 @@ from trainer.data.items import name_by_number
 from trainer.data.sets import CLASS
 from trainer.errors import RecipeError
 from trainer.models.inputs import add_pretrained_input
+from trainer.models.zoo import check_train_size
 from trainer.recipe import Recipe
 from trainer.recipe.image_sizes import ImageSize, sides, typed_size
 from trainer.recipe.known_names import DATASETS, OWN_PHOTOS
@@ -77,9 +78,13 @@ class DatasetFacts:
         If `starting` is true, the weights that the recipe starts from are loaded.
         """
         task = self.task(recipe)
-        return build_for_sizes(
+        model = build_for_sizes(
             recipe, task, self.classes, self.channels, self.size, self.plain, starting
         )
+        if self.train_size:
+            key = f"model.name={recipe.model.name}"
+            check_train_size(model, key, self.channels, self.train_size)
+        return model
 
 
 def read_dataset_facts(recipe: Recipe) -> DatasetFacts:

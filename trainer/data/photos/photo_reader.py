@@ -293,7 +293,8 @@ class Reader:
         self.interpolation = recipe.data.interpolation
         self.shorter = typed_size(recipe.data.resize)
         # data.resize is what an image of data.image_size is cropped from.
-        self.training_shorter = None if recipe.data.train_size else self.shorter
+        same_size = recipe.data.train_size in (None, recipe.data.image_size)
+        self.training_shorter = self.shorter if same_size else None
         self.seed = recipe.seed
         self.skip = recipe.data.on_error == "skip"
         self.channels = images.shape[-1]

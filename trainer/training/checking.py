@@ -1,0 +1,163 @@
+"""A run with `check=true`: a few steps through all that a long run does, of which nothing is kept.
+
+The run trains, evaluates and saves as usual, in a temporary folder. Then it is built a second time
+from its checkpoint, and both the first and the second state are compared with the files.
+"""
+
+import gc
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.errors import CheckpointError
+from trainer.recipe import Recipe
+from trainer.recipe.text import list_some
+from trainer.saving import checkpoint
+from trainer.saving.checkpoint import State
+from trainer.saving.steps_file import read_steps
+from trainer.saving.tensor_files import Shard
+from trainer.telemetry.readable import format_size
+from trainer.training.evaluation import strip_prefix
+from trainer.training.parts import PARTS
+from trainer.training.resuming import on_every_rank, restore
+from trainer.training.run import Run
+from trainer.training.setup import build, start_process
+
+STEPS = 2
+
+
+def shorten_recipe(recipe: Recipe, folder: Path) -> Recipe:
+    """Return the recipe of a check: a few steps of `recipe` in another folder, without loggers."""
+    steps = STEPS
+    if recipe.graphs is not False and torch.cuda.is_available():
+        from trainer.training import step_graphs, step_tuning
+
+        # A step is captured and replayed only after this number of steps.
+        steps += step_graphs.WARMUP_STEPS + step_tuning.TIMED_STEPS
+    # What happens every so many steps happens at least once.
+    every = steps // 2
+    return recipe.replace(
+        output=str(folder),
+        resume=None,
+        max_steps=min(steps, recipe.max_steps or steps),
+        max_time=None,
+        evaluate__every_steps=recipe.evaluate.every_steps and every,
+        save__every_steps=recipe.save.every_steps and every,
+        # The whole set would be decoded to build the cache.
+        data__cache="off",
+        logging__every_steps=1,
+        logging__tensorboard=False,
+        logging__wandb=None,
+        logging__mlflow=None,
+        logging__verdict=False,
+    )
+
+
+def describe(run: Run) -> dict[str, str]:
+    """Return lines about a check that has trained, by title. All but rank 0 return nothing."""
+    folder = run.tracker.path
+    if folder is None:
+        return {}
+    files = [*filter(None, [run.recipe.data.labels])]
+    if where := getattr(run.datasets.train, "where", None):
+        files += map(where, run.loader.indices(0)[0].tolist())
+    losses = [float(row["train_loss"]) for row in read_steps(folder / "steps.csv")[0]]
+    history = run.state.history
+    metrics = run.task.text(strip_prefix(history.validation))
+    memory = [f"{name} {format_size(size)}" for name, size in run.observer.memory.items()]
+    return {
+        "check": f"passed: {run.recipe.name}, mode={run.recipe.mode}; nothing was kept",
+        "read": list_some(files) or f"{run.datasets.name}, which is in memory",
+        "trained": f"{len(losses)} steps, loss {', '.join(f'{loss:.4f}' for loss in losses)}",
+        "evaluated": f"{history.validation.get('val_samples', 0)} held-out images: {metrics}",
+        "memory": f"at most {', '.join(memory)}",
+    }
+
+
+def reopen(run: Run) -> tuple[Callable[[], Run], dict[str, str]]:
+    """Close a run that has saved, and prepare to build it again from its checkpoint. Collective.
+
+    Returns:
+        `(build_again, lines)`: a function that returns the restored run, and a line by title. The
+        function does not refer to `run`, so that devices need no memory for two models.
+
+    Raises:
+        CheckpointError: the checkpoint is not the state of the run.
+    """
+    path = run.tracker.path or Path()
+    loaded = run.world.on_main(lambda: checkpoint.load_newest(path, run.tracker.say))
+    saved = on_every_rank(loaded, run.world)
+    assert saved
+    lines = {}
+    if loaded:
+        size = sum(file.stat().st_size for file in loaded.path.iterdir())
+        parts = [*saved.tensors, *saved.pieces]
+        lines["saved"] = f"{format_size(size)}, loaded and compared: {', '.join(parts)}, history"
+    _compare(run, saved)
+    resolved = replace(run.resolved, checkpoint=saved, tuned=run.strategy.tuned)
+    interrupts = run.interrupts
+    interrupts.nothing_new = lambda: False
+    callbacks = run.callbacks
+    ledger = run.ledger
+    run.loader.close()
+    run.forward.close()
+    run.strategy.close()
+
+    def build_again() -> Run:
+        gc.collect()
+        torch.cuda.empty_cache()
+        # The ranks build the same model, as in a new process.
+        start_process(resolved.recipe)
+        restored = build(resolved, interrupts, callbacks, ledger)
+        restore(resolved, restored.state, saved)
+        _compare(restored, saved)
+        return restored
+
+    return build_again, lines
+
+
+def _compare(run: Run, saved: State) -> None:
+    """Raise CheckpointError on all ranks if a checkpoint is not the state of a run. Collective."""
+    error = None
+    if difference := find_difference(run, saved):
+        error = CheckpointError(
+            f"check=true: the checkpoint of step {saved.position.step} differs from the run in "
+            f"{difference}, so the run could not be resumed"
+        )
+    run.world.raise_any(error)
+
+
+def find_difference(run: Run, saved: State) -> str | None:
+    """Return the name of a part in which a run differs from a checkpoint, or None."""
+    if run.state.position != saved.position:
+        return "position"
+    for kind in PARTS:
+        part = kind(run.resolved, run.state)
+        name = part.name or kind.__name__
+        facts = part.facts()
+        if _normalize(facts) != _normalize({key: saved.facts.get(key) for key in facts}):
+            return name
+        # `RankState` has those that differ between ranks.
+        if part.name in run.recipe.traits.per_rank_state:
+            continue
+        tensors = part.tensors()
+        shards = {key: Shard(tensor, tensor.shape) for key, tensor in tensors.items()}
+        if part.saved_by == "all":
+            shards = run.strategy.layout(tensors)
+        stored = saved.part(part.name)
+        for key, shard in shards.items():
+            if key not in stored or not torch.equal(shard.rows_of(stored[key]), shard.local.cpu()):
+                return f"{name} ({key})"
+    return None
+
+
+def _normalize(facts: dict[str, Any]) -> str:
+    """Return facts as JSON, without the seconds, which pass, and with all numbers as floats."""
+    if history := facts.get("history"):
+        facts = {**facts, "history": {**history, "seconds": 0}}
+    numbers = json.loads(json.dumps(facts), parse_int=float)
+    return json.dumps(numbers, sort_keys=True)

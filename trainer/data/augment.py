@@ -222,7 +222,11 @@ class Gallery:
         return batch
 
 
-def resize_crops(batch: Tensor, boxes: Tensor, interpolation: str = "bilinear") -> Tensor:
+def resize_crops(
+    batch: Tensor,
+    boxes: Tensor,
+    interpolation: str = "bilinear",
+) -> Tensor:
     """Crop a box from each image and resize it to the size of the image.
 
     Args:

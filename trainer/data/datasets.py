@@ -280,7 +280,11 @@ def generate_synthetic(
     image_bytes = math.prod((*sides(size), channels))
     rows = min(POOL_IMAGES, max(1, POOL_BYTES // image_bytes))
 
-    def make(split: int, length: int, size: ImageSize) -> ImageSet:
+    def make(
+        split: int,
+        length: int,
+        size: ImageSize,
+    ) -> ImageSet:
         key = int(sampling.draw_bits(recipe.seed, 0, split, sampling.POOL)[0])
         count = min(rows, length)
         stream = np.random.Generator(np.random.Philox(key=key))

@@ -54,7 +54,11 @@ def draw(
     return chosen
 
 
-def draw_fold(recipe: Recipe, names: Sequence[str], labels: Array) -> Array:
+def draw_fold(
+    recipe: Recipe,
+    names: Sequence[str],
+    labels: Array,
+) -> Array:
     """Draw the validation images of a fold of cross-validation.
 
     The folds are disjoint, and together they have all images. As in scikit-learn's

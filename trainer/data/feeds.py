@@ -315,7 +315,11 @@ def find_labels(part: ImageSet | TensorSet | PhotoSource, skip: bool) -> Tensor 
     return None
 
 
-def read_pictures(datasets: Datasets, recipe: Recipe, samples: Sequence[int]) -> Tensor:
+def read_pictures(
+    datasets: Datasets,
+    recipe: Recipe,
+    samples: Sequence[int],
+) -> Tensor:
     """Read validation images as they are evaluated, (n, H, W, 1 or 3) uint8, in this process.
 
     Raises:

@@ -323,7 +323,11 @@ def _build_item_datasets(
     )
 
 
-def _choose_items(recipe: Recipe, items: Any, kind: type[Task]) -> Sequence[int]:
+def _choose_items(
+    recipe: Recipe,
+    items: Any,
+    kind: type[Task],
+) -> Sequence[int]:
     """Return the indices of the items that train, with data.fraction.
 
     Raises:

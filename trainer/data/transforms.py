@@ -44,7 +44,13 @@ class Transforms:
     Calls seed torch's CPU generator, so they must be inside `torch.random.fork_rng(devices=[])`.
     """
 
-    def __init__(self, recipe: AugmentRecipe, seed: int, epoch: int, index: Array) -> None:
+    def __init__(
+        self,
+        recipe: AugmentRecipe,
+        seed: int,
+        epoch: int,
+        index: Array,
+    ) -> None:
         """Build the transforms of `recipe`, and draw the seed of each sample in `index`."""
         self.transforms = build_transforms(recipe)
         self.seeds: list[int] = []
@@ -128,7 +134,11 @@ def _to_plain(value: Any) -> Any:
     return str(value)
 
 
-def check_transforms(recipe: AugmentRecipe, channels: int, size: ImageSize) -> None:
+def check_transforms(
+    recipe: AugmentRecipe,
+    channels: int,
+    size: ImageSize,
+) -> None:
     """Try the transforms of a recipe on images of the run.
 
     Args:
@@ -149,7 +159,12 @@ def check_transforms(recipe: AugmentRecipe, channels: int, size: ImageSize) -> N
                 raise RecipeError(f"augment.transforms: {name} {fault}: remove it")
 
 
-def _find_fault(name: str, values: Any, channels: int, size: ImageSize) -> str:
+def _find_fault(
+    name: str,
+    values: Any,
+    channels: int,
+    size: ImageSize,
+) -> str:
     """Return why a transform cannot be used on images, or an empty string if it can."""
     transform = _build(name, values)
     # A transform that acts rarely must show here what it does.

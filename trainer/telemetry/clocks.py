@@ -454,7 +454,13 @@ class Ledger:
         finally:
             self.start_part(before, time.perf_counter())
 
-    def note_steps(self, steps: int, seconds: float, waited: float, counted: float) -> None:
+    def note_steps(
+        self,
+        steps: int,
+        seconds: float,
+        waited: float,
+        counted: float,
+    ) -> None:
         """Note that a window of steps has ended.
 
         The time of `STEPS` excludes waiting for data, and the excess of the first step over later
@@ -488,7 +494,12 @@ class Ledger:
         unfinished = max(0.0, self.read_seconds().get(STEPS, 0.0) - self._ended)
         self._move(unfinished, STEPS, UNFINISHED)
 
-    def _move(self, seconds: float, source: str | None, target: str) -> None:
+    def _move(
+        self,
+        seconds: float,
+        source: str | None,
+        target: str,
+    ) -> None:
         if source:
             self.seconds[source] = self.seconds.get(source, 0.0) - seconds
         self.seconds[target] = self.seconds.get(target, 0.0) + seconds

@@ -120,7 +120,11 @@ def image_summary(name: str, picture: Image) -> Any:
     return Summary(value=[Summary.Value(tag=f"view/{name}", image=image)])
 
 
-def hparams_summary(values: Mapping[str, Any], figures: Mapping[str, float], seconds: float) -> Any:
+def hparams_summary(
+    values: Mapping[str, Any],
+    figures: Mapping[str, float],
+    seconds: float,
+) -> Any:
     """Return the summary of a completed run for TensorBoard's HPARAMS tab.
 
     There is no summary of an experiment, the third one of the tab's format: TensorBoard would show

@@ -37,7 +37,12 @@ class WandbRun:
     Without an account on this machine, the values stay in the run folder and can be sent later.
     """
 
-    def __init__(self, recipe: Recipe, folder: Path, say: Say) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        say: Say,
+    ) -> None:
         wandb = load_extra("logging.wandb", "wandb")
         project = "trainer"
         if isinstance(recipe.logging.wandb, str):
@@ -74,7 +79,12 @@ class WandbRun:
 class MlflowRun:
     """Run of MLflow in an experiment that has the name of the recipe."""
 
-    def __init__(self, recipe: Recipe, folder: Path, say: Say) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        say: Say,
+    ) -> None:
         for variable, limit in MLFLOW_LIMITS.items():
             os.environ.setdefault(variable, limit)
         load_extra("logging.mlflow", "mlflow")
@@ -137,7 +147,12 @@ KINDS: dict[str, Any] = {
 class Loggers:
     """All loggers that a recipe enables, usually none."""
 
-    def __init__(self, recipe: Recipe, folder: Path, say: Say) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        say: Say,
+    ) -> None:
         self._say = say
         self._result: Json = {}
         self._runs: dict[str, Any] = {}

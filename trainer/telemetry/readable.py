@@ -35,7 +35,11 @@ def table_width() -> int:
     return min(MAX_WIDTH, terminal.terminal_width())
 
 
-def format_titled(title: str, text: str, width: int = 9) -> str:
+def format_titled(
+    title: str,
+    text: str,
+    width: int = 9,
+) -> str:
     """Return a text next to its title, wrapped to the width of the terminal.
 
     Args:

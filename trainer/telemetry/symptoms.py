@@ -244,7 +244,11 @@ def check_cores(state: RunState, recipe: Recipe) -> str | None:
     return f"{text}{remedy}stop them (top shows which) and run it again"
 
 
-def describe_slow_rank(lag: Lag, where: str, recipe: Recipe) -> str:
+def describe_slow_rank(
+    lag: Lag,
+    where: str,
+    recipe: Recipe,
+) -> str:
     """Return a warning about a rank that delays the other ranks.
 
     Args:

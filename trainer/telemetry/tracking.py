@@ -164,7 +164,12 @@ class Tracker(NullTracker):
                 count += needed
         return count
 
-    def row(self, cells: Mapping[str, str], best: bool, step: int) -> None:
+    def row(
+        self,
+        cells: Mapping[str, str],
+        best: bool,
+        step: int,
+    ) -> None:
         """Print the metrics of an epoch in columns. The titles of the columns are printed once.
 
         Args:
@@ -338,7 +343,12 @@ class Tracker(NullTracker):
             seconds = min(seconds, max(0.0, self._ledger.run_start + limit - now))
         return str(tqdm.format_interval(seconds))
 
-    def evaluating(self, done: int, total: int, speed: float) -> None:
+    def evaluating(
+        self,
+        done: int,
+        total: int,
+        speed: float,
+    ) -> None:
         """Update the progress display during evaluation.
 
         Args:

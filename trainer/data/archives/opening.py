@@ -345,7 +345,11 @@ def _parse_number(text: str) -> int:
     return -1
 
 
-def _name_numbers(root: Path, indexes: Sequence[ArchiveIndex], numbers: Array) -> list[str]:
+def _name_numbers(
+    root: Path,
+    indexes: Sequence[ArchiveIndex],
+    numbers: Array,
+) -> list[str]:
     """Return the names of the classes if the labels in the shards are numbers.
 
     Names come from the shards, or from the file `LIST` next to the shards. If neither exists, the

@@ -143,7 +143,11 @@ def read_index(shard: Archive) -> ArchiveIndex:
     return ArchiveIndex.of(rows, [*texts], None, [*below] or [""], dict(left))
 
 
-def list_files(file: BinaryIO, size: int, left: LeftOut) -> Iterator[Member]:
+def list_files(
+    file: BinaryIO,
+    size: int,
+    left: LeftOut,
+) -> Iterator[Member]:
     """Yield all regular files of a shard except hidden files and files of operating systems.
 
     Args:

@@ -111,7 +111,11 @@ def write(
     os.fsync(file.fileno())
 
 
-def read(path: str | Path, key: bytes, row: int) -> Prepared | None:
+def read(
+    path: str | Path,
+    key: bytes,
+    row: int,
+) -> Prepared | None:
     """Read one photo of a block.
 
     Args:

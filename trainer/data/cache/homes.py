@@ -37,7 +37,11 @@ def parent(cache_dir: str | None) -> Path:
     return get_data_folder(DataRecipe()) / "cache"
 
 
-def opened(data: DataRecipe, how: Format, packing: Packing) -> tuple[Path, int]:
+def opened(
+    data: DataRecipe,
+    how: Format,
+    packing: Packing,
+) -> tuple[Path, int]:
     """Open the cache directory of a data set, and create it if necessary.
 
     Blocks of photos that no longer exist or have changed are removed, unless another process uses

@@ -90,7 +90,11 @@ class Format:
         return text
 
 
-def format_of(recipe: Recipe, image_size: ImageSize, channels: int) -> Format:
+def format_of(
+    recipe: Recipe,
+    image_size: ImageSize,
+    channels: int,
+) -> Format:
     """Return the format in which the cache stores photos that are resized to `image_size`."""
     data = recipe.data
     return Format(

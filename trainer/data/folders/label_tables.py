@@ -283,7 +283,12 @@ def targets_of(
     )
 
 
-def _check_cell(where: str, cell: str, root: Path, is_label: bool) -> None:
+def _check_cell(
+    where: str,
+    cell: str,
+    root: Path,
+    is_label: bool,
+) -> None:
     """Refuse a label that stands for a missing value, and a cell that contains other rows.
 
     Raises:

@@ -143,7 +143,11 @@ def held_out_of(
     return None, {}
 
 
-def layout_of(root: Path, left: LeftOut, test: bool) -> ClassFolders:
+def layout_of(
+    root: Path,
+    left: LeftOut,
+    test: bool,
+) -> ClassFolders:
     """Find the directories of training and validation images in `root`.
 
     If `root` itself has the name of a training part, the validation images may be next to `root`.
@@ -177,7 +181,11 @@ def layout_of(root: Path, left: LeftOut, test: bool) -> ClassFolders:
     return ClassFolders(root, held_out)
 
 
-def _held_out(root: Path, folders: Sequence[str], test: bool) -> Path | None:
+def _held_out(
+    root: Path,
+    folders: Sequence[str],
+    test: bool,
+) -> Path | None:
     """Return the directory of validation images among the folders of `root`, if any.
 
     A test part without class folders is ignored. Competitions publish such parts without labels.

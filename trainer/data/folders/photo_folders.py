@@ -138,7 +138,11 @@ def _targets(classes: Mapping[str, list[str]]) -> tuple[Iterator[str], Array]:
     return itertools.chain.from_iterable(classes.values()), labels
 
 
-def holdout_table(train: EncodedPhotos, val: EncodedPhotos, names: Sequence[str]) -> str:
+def holdout_table(
+    train: EncodedPhotos,
+    val: EncodedPhotos,
+    names: Sequence[str],
+) -> str:
     """Return the text of a run's split.csv, which lists the images of both splits."""
     rows = [("file", "label", "split")]
     for part, split in ((train, "train"), (val, "val")):
@@ -269,7 +273,11 @@ def photos(
     )
 
 
-def header_shapes(folder: EncodedPhotos, values: PixelValues, channels: int | None) -> list[Shape]:
+def header_shapes(
+    folder: EncodedPhotos,
+    values: PixelValues,
+    channels: int | None,
+) -> list[Shape]:
     """Return (channels, height, width) of some images, from their headers if possible.
 
     Images that `read_stack` reads are decoded. Other images are decoded only if `values` needs

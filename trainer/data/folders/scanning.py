@@ -155,7 +155,11 @@ def listed(folder: str | os.PathLike[str], left: LeftOut) -> tuple[list[str], li
     return sorted(folders), sorted(images)
 
 
-def images_below(folder: str, left: LeftOut, below: str = "") -> Iterator[str]:
+def images_below(
+    folder: str,
+    left: LeftOut,
+    below: str = "",
+) -> Iterator[str]:
     """Yield the images of a folder and its subfolders, each folder in sorted order.
 
     Args:

@@ -41,7 +41,11 @@ def sparse(numbers: npt.NDArray[Any]) -> str:
     )
 
 
-def target_of(target: Any, kind: type[Task], names: Sequence[str]) -> Tensor:
+def target_of(
+    target: Any,
+    kind: type[Task],
+    names: Sequence[str],
+) -> Tensor:
     """Convert a sample's target to the form that the task needs.
 
     Raises:

@@ -299,7 +299,11 @@ def from_pillow(
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
-def from_pillow_upright(image: Image.Image, channels: int, pixel_range: Range | None) -> Tensor:
+def from_pillow_upright(
+    image: Image.Image,
+    channels: int,
+    pixel_range: Range | None,
+) -> Tensor:
     """Convert like `from_pillow`, and turn the image upright according to its metadata.
 
     The orientation is read from the EXIF data, or else from the XMP data.

@@ -144,7 +144,11 @@ def evaluation_shorter_side(data: Datasets) -> ImageSize:
     return data.resize or compute_shorter_side(data.image_size)
 
 
-def resize(image: Tensor, size: list[int], interpolation: str = BILINEAR) -> Tensor:
+def resize(
+    image: Tensor,
+    size: list[int],
+    interpolation: str = BILINEAR,
+) -> Tensor:
     """Resize images (..., C, H, W) as torchvision does, with antialiasing unless it is `nearest`.
 
     `size` is [height, width], or [length] of the shorter side.

@@ -150,7 +150,12 @@ class Worker:
         requests: requests that the worker has not answered, the oldest first.
     """
 
-    def __init__(self, process: BaseProcess, connection: Connection, buffers: Buffers) -> None:
+    def __init__(
+        self,
+        process: BaseProcess,
+        connection: Connection,
+        buffers: Buffers,
+    ) -> None:
         self.process = process
         self.connection = connection
         self.buffers = buffers
@@ -415,7 +420,11 @@ class Workers:
         )
 
 
-def serve(connection: Connection, readers: Sequence[Reader], order: Tensor) -> None:
+def serve(
+    connection: Connection,
+    readers: Sequence[Reader],
+    order: Tensor,
+) -> None:
     """Read batches in a worker process until the other end of its pipe is closed."""
     begin_worker()
     while True:

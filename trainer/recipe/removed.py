@@ -51,7 +51,7 @@ REMOVED = {
         same=False,
     ),
     "optimizer.trust": Removed(
-        "optimizer.name=timm:lars optimizer.args.trust_coeff=0.001 does the same", idle="0.001"
+        "trust_coeff in optimizer.args sets it for optimizer.name=timm:lars", idle="0.001"
     ),
     "on_nonfinite": Removed(
         "a run stops at a loss or gradient that is not finite; lower optimizer.lr, or type "

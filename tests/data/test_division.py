@@ -254,7 +254,7 @@ def test_every_mode_trains_on_the_same_images_and_resumes(mode, tmp_path):
     run = tmp_path / "run"
     ok(*words, f"mode={mode}", *where, f"output={run}", "save.keep=20")
     assert losses(run) == pytest.approx(losses(tmp_path / "single"), rel=1e-4)
-    assert result(run)["val_samples"] == result(tmp_path / "single")["val_samples"]
+    assert result(run)["data"] == result(tmp_path / "single")["data"]
     expected = losses(run)
     for folder in sorted((run / "checkpoints").glob("step-*"))[3:]:
         shutil.rmtree(folder)

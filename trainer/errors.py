@@ -289,8 +289,8 @@ def read_text(error: BaseException) -> str:
         return f"its own text raises {type(broken).__name__}"
 
 
-def read_line(error: BaseException, limit: int = 200) -> str:
-    """Return the text of an error in one line, cut to `limit` characters."""
+def read_line(error: BaseException, limit: int | None = None) -> str:
+    """Return the text of an error as one line of at most `limit` characters."""
     return " ".join(read_text(error).split())[:limit]
 
 

@@ -15,7 +15,7 @@ from trainer import errors
 from trainer.processes.interrupts import Interrupts
 from trainer.processes.rank import read_place
 
-def run(recipe, own_process=False):
+def run(recipe, own_process=False, check=None):
     me, case = read_place(), os.environ.get("CASE", "")
     print(f"rank {me.rank} of {me.size} pid {os.getpid()} at {os.environ['MASTER_ADDR']}",
         flush=True)

@@ -140,7 +140,7 @@ def test_a_folder_of_photos_is_data(tmp_path, kind):
 
 @pytest.mark.parametrize("word", [net(), "nproc=2"])
 def test_words_are_a_recipes(word):
-    with pytest.raises(RecipeError, match=r"'epochs=2'.*nproc= .*keywords"):
+    with pytest.raises(RecipeError, match=r"'epochs=2'.*nproc=.*keywords"):
         train("digits", word)
 
 

@@ -79,6 +79,7 @@ def told(tmp_path, warnings=None, std=1329.0, announced=(), **changes):
         "ended_by": "epochs",
         "seconds": 5.0,
         "verdict": None,
+        "knn_top1": None,
     }
     parts |= {
         "warnings": warnings or {},

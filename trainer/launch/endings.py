@@ -28,7 +28,7 @@ from trainer.errors import (
 )
 from trainer.processes import family, interrupts, stacks
 from trainer.processes.rank import read_place
-from trainer.processes.terminal import fit, localize_commands
+from trainer.processes.terminal import localize_commands
 from trainer.processes.watchdog_process import WATCHDOG_SIGNAL
 
 # Part of the message of a run that ran out of memory, if smaller micro-batches may fit. The
@@ -246,7 +246,7 @@ def say(line: str, code: int) -> None:
         prefix = "trainer: "
     # The terminal may be closed.
     with suppress(OSError):
-        print(localize_commands(fit(f"{prefix}{line}")), file=sys.stderr, flush=True)
+        print(localize_commands(f"{prefix}{line}"), file=sys.stderr, flush=True)
 
 
 def let_others_print(code: int) -> None:

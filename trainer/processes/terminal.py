@@ -177,7 +177,7 @@ def explain_delay(what: Callable[[], str], after: float = PATIENCE) -> Iterator[
     def explain() -> None:
         text = what()
         if text:
-            print(fit(f"trainer: {escape_control_characters(text)}"), file=sys.stderr, flush=True)
+            print(f"trainer: {escape_control_characters(text)}", file=sys.stderr, flush=True)
 
     timer = threading.Timer(after, explain)
     timer.daemon = True

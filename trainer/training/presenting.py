@@ -148,7 +148,8 @@ def choose_examples(datasets: Datasets) -> list[int]:
 def _space_out(indices: drawing.Numbers, count: int) -> drawing.Numbers:
     """Return at most `count` elements at equal distances."""
     places = np.linspace(0, len(indices) - 1, min(count, len(indices)))
-    return indices[places.round().astype(int)]
+    spaced: drawing.Numbers = indices[places.round().astype(int)]
+    return spaced
 
 
 def describe_predictions(

@@ -13,7 +13,7 @@ usage: ./launch.sh recipe=NAME [key=value ...]    Train (on every GPU; without o
        ./launch.sh evaluate RUN                   Evaluate a trained run again
        ./launch.sh runs                           List the runs below the folder runs; also show RUN, delete RUN
        ./launch.sh export RUN format=onnx         Export a trained model to a file for other programs
-       ./launch.sh cache                          List the caches of decoded photos
+       ./launch.sh cache                          List the caches of decoded photos and of features
        ./launch.sh submit slurm recipe=NAME       Print the batch script that SLURM needs
        ./launch.sh doctor                         Show what this machine offers for training and what is wrong with it
        ./launch.sh prove                          Check that this machine trains correctly and measure how fast

@@ -126,6 +126,7 @@ def test_commands_mean_something(
 ) -> None:
     (empty / "runs" / "first").mkdir(parents=True)
     (empty / "runs" / "first" / "recipe.yaml").write_text(load("digits").to_yaml())
+    (empty / "runs" / "rates").mkdir()
     (empty / "photos").mkdir()
     (empty / "photo.jpg").touch()
     (empty / ".readme").symlink_to(PICTURES)

@@ -295,9 +295,7 @@ def test_numbers_that_were_typed_are_measured_where_auto_goes_on(shares):
     world = SimpleNamespace(devices=["one", "other"], size=2)
     share = DataShare(0, 2, numbers=(48, 16))
     auto = load(None, "mode=ddp", "shares=auto", "batch_size=64")
-    state = SimpleNamespace(
-        strategy=SimpleNamespace(share=share), step_offset=0, total_steps=9
-    )
+    state = SimpleNamespace(strategy=SimpleNamespace(share=share), step_offset=0, total_steps=9)
     resolved = SimpleNamespace(
         recipe=auto.replace(shares=load(None, f"shares={shares}").shares), steps_per_epoch=9
     )

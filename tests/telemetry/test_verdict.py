@@ -98,7 +98,13 @@ SELDOM = "mode=local_sgd local_sgd.every=20"
             "communication",
             ["batch_size=256", "ddp.compress=bf16", SELDOM],
         ),
-        ("mode=ddp ddp.compress=bf16", LINKS, Setting(4), "communication", ["batch_size=256"]),
+        (
+            "mode=ddp ddp.compress=bf16",
+            LINKS,
+            Setting(4),
+            "communication",
+            ["batch_size=256", SELDOM],
+        ),
         ("mode=fsdp", LINKS, Setting(4), "communication", ["batch_size=256", SELDOM]),
         (
             "mode=local_sgd local_sgd.every=4",

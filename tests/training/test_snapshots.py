@@ -117,7 +117,12 @@ def test_a_best_checkpoint_may_have_been_saved_before_its_evaluation(
     """A run that compiles saves its first epoch before the evaluation, which is the best here."""
     monkeypatch.setattr(base, "compile_in_place", lambda module: None)
     keys = {"model.name": "mlp", "optimizer": {"lr": 1e-12}, "mode": "single", "devices": ["cpu"]}
-    keys |= {"batch_size": 400, "epochs": 5, "compile": True, "save": {"top_k": 1, "every_epochs": 1}}
+    keys |= {
+        "batch_size": 400,
+        "epochs": 5,
+        "compile": True,
+        "save": {"top_k": 1, "every_epochs": 1},
+    }
     api.train("digits", *QUIET, **keys, output=str(tmp_path / "run"))
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert names == ["step-00000003", "step-00000012", "step-00000015"]

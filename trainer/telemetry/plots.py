@@ -75,19 +75,17 @@ def draw_bars(
     axes.grid(False, axis="y")
     top = max(mean + std for _, mean, std, _ in rows) or 1.0
     for position, (name, mean, std, label) in enumerate(rows):
-        is_marked = name in marks
-        alpha = 1.0 if is_marked else 0.45
+        alpha = 0.45
+        if name in marks:
+            alpha = 1.0
+            label = f"{marks[name]} {label}"
         axes.barh(position, mean, height=0.66, color=COLOURS[0], alpha=alpha)
         if std:
             axes.errorbar(
                 mean, position, xerr=std, color=INK, capsize=4, capthick=1.4, elinewidth=1.4
             )
-        style: dict[str, Any] = {"color": INK}
-        if is_marked:
-            label = f"{marks[name]} {label}"
-            style = {"color": COLOURS[0], "weight": "bold"}
         x = mean + std + 0.015 * top
-        axes.text(x, position, label, va="center", ha="left", fontsize=9, **style)
+        axes.text(x, position, label, va="center", ha="left", color=INK, fontsize=9)
     axes.set_yticks(range(len(rows)), [name for name, *_ in rows])
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
@@ -95,6 +93,4 @@ def draw_bars(
     axes.set_xlabel(xlabel)
     axes.set_title(title, loc="left", color=INK, fontsize=11)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
-    # The first layout moves the ends of the bars, and with them their labels.
-    figure.draw_without_rendering()
     save_picture(figure, path)

@@ -14,7 +14,6 @@ from trainer.commands import doctor
 from trainer.commands.doctor import Findings
 from trainer.data.photos import jpeg
 from trainer.devices import cards, health
-from trainer.distributed import peers
 from trainer.errors import RecipeError, SetupError
 
 
@@ -46,15 +45,10 @@ def test_on_this_machine():
 
 
 def test_problems_are_printed_last_and_exit_with_3(quick, monkeypatch, capsys):
-    monkeypatch.setattr(
-        peers.os,
-        "statvfs",
-        lambda path: SimpleNamespace(f_frsize=2**20, f_blocks=64, f_bavail=60),
-    )
-
     def disk_usage(path):
-        free = 60 * 2**20 if str(path) == "/dev/shm" else 2**39
-        return SimpleNamespace(free=free, total=2**40)
+        if str(path) == "/dev/shm":
+            return SimpleNamespace(free=60 * 2**20, total=64 * 2**20)
+        return SimpleNamespace(free=2**39, total=2**40)
 
     monkeypatch.setattr(doctor.shutil, "disk_usage", disk_usage)
     monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)

@@ -247,7 +247,8 @@ def test_the_commands_mean_the_recipe(name, words):
             shlex.split(command)[shlex.split(command).index("trainer") + 1 :], ("recipe", "nproc")
         )
         meant = recipe.replace(data__root="FOLDER") if name == "resnet50" else recipe
-        assert (own or rest) and load_recipe(own.get("recipe"), *rest) == meant
+        assert own or rest
+        assert load_recipe(own.get("recipe"), *rest).to_dict() == meant.to_dict()
 
 
 def test_a_model_of_one_size_is_refused_at_another_size_of_training():

@@ -28,7 +28,6 @@ HOPELESS = tuple(kind.code for kind in _FINAL)  # exit codes that another try ca
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "submit slurm"),
         (["slrum"], "submit slurm"),
         (["kubernetes", "recipe=digits"], "guide nodes"),
         (["slurm"], "recipe="),

@@ -355,5 +355,3 @@ def test_columns_are_chosen_by_name(photos):
     for argument in (["data.label_column=kind", words], ["data.image_column=file"]):
         with pytest.raises(SetupError, match=rf"{argument[0]} .*\brow, Breed, weight"):
             opened(photos, text, *argument)
-    with pytest.raises(RecipeError, match=r"data\.label_column .*data\.labels="):
-        found_in(photos, "data.label_column=breed")

@@ -213,5 +213,5 @@ def test_a_range_without_effect_and_further_frames_are_reported(tmp_path):
             append_images=frames[1:],
         )
     notes = opened(tmp_path, "data.pixel_range=[0,4095]").notes
-    assert "data.pixel_range" in notes["pixels"]
+    assert "data.pixel_range" in notes["unused"]
     assert re.match(r"4 .*\bframes\b", notes["frames"])

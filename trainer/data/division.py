@@ -19,10 +19,11 @@ from trainer.recipe import Recipe
 
 def draw_keys(names: Sequence[str], seed: int) -> Array:
     """Return a random number for each name, (names,) uint64."""
-    keys = [
-        hashlib.blake2b(f"{seed}/".encode() + os.fsencode(name), digest_size=8).digest()
-        for name in names
-    ]
+    prefix = f"{seed}/".encode()
+    keys = []
+    for name in names:
+        digest = hashlib.blake2b(prefix + os.fsencode(name), digest_size=8)
+        keys.append(digest.digest())
     return np.frombuffer(b"".join(keys), ">u8")
 
 
@@ -49,8 +50,10 @@ def draw(
     chosen = np.zeros(len(names), bool)
     for label in np.unique(labels):
         members = np.flatnonzero(labels == label)
-        count = min(len(members) - left_out, max(1, round(fraction * len(members))))
-        chosen[members[np.argsort(keys[members], kind="stable")][:count]] = True
+        wanted = max(1, round(fraction * len(members)))
+        count = min(len(members) - left_out, wanted)
+        order = np.argsort(keys[members], kind="stable")
+        chosen[members[order[:count]]] = True
     return chosen
 
 
@@ -79,16 +82,19 @@ def draw_fold(
     number, count = map(int, str(recipe.data.fold).split("/"))
     _, members, sizes = np.unique(labels, return_index=True, return_counts=True)
     rarest = sizes.argmin()
-    if sizes[rarest] < count:
+    smallest = sizes[rarest]
+    if smallest < count:
+        member = names[members[rarest]]
         remedy = "give each class two or more"
-        if sizes[rarest] > 1:
-            remedy = f"at most data.fold=1/{sizes[rarest]}"
+        if smallest > 1:
+            remedy = f"at most data.fold=1/{smallest}"
         raise RecipeError(
             f"data.fold={recipe.data.fold}: each fold needs an image of each class, and the class "
-            f"of {names[members[rarest]]} has {sizes[rarest]}: {remedy}"
+            f"of {member} has {smallest}: {remedy}"
         )
     # Deal the images out to the folds class by class.
-    order = np.lexsort((draw_keys(names, recipe.seed), labels))
+    keys = draw_keys(names, recipe.seed)
+    order = np.lexsort((keys, labels))
     chosen = np.zeros(len(names), bool)
     chosen[order[number - 1 :: count]] = True
     return chosen
@@ -154,7 +160,9 @@ def divide_tensors(
     """
     targets = train[1]
     if recipe.data.fold:
-        in_fold = draw_fold(recipe, number_samples(targets), list_strata(recipe, targets))
+        names = number_samples(targets)
+        strata = list_strata(recipe, targets)
+        in_fold = draw_fold(recipe, names, strata)
         described = describe_fold(recipe, "the training set")
         holdout = add_unused(described, holdout, len(val[1]))
         val = [tensor[in_fold] for tensor in train]

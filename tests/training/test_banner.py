@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -29,7 +30,7 @@ def test_few_lines_however_much_there_is_to_say(count, capsys, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     tracker = object.__new__(Tracker)
     tracker._bar = None
-    tracker.path = "my run"
+    tracker.path = Path("my run")
     facts = {
         "mode": "ddp, 2 ranks, 1 thread each",
         "model": "m",
@@ -57,7 +58,7 @@ def test_lines_that_change_the_users_actions_are_never_cut(title, width, capsys,
     monkeypatch.setenv("COLUMNS", width)
     tracker = object.__new__(Tracker)
     tracker._bar = None
-    tracker.path = "run"
+    tracker.path = Path("run")
     facts = {
         "mode": "single",
         "model": "m",

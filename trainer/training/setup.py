@@ -298,7 +298,7 @@ def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, ledg
     knn_top1 = None
     if recipe.model.probe:
         model, data, notes["features"], knn_top1 = build_probe(model, resolved)
-    facts = collect_model_facts(model, replace(resolved, datasets=data))
+    facts = collect_model_facts(model, resolved, data)
     facts = replace(facts, notes=facts.notes | notes, knn_top1=knn_top1)
     share = resolved.share
     rank_rows = share.count_rows(recipe)
@@ -332,10 +332,9 @@ def build(resolved: Resolved, interrupts: Interrupts, callbacks: Callbacks, ledg
     return Run(resolved, state, observer, loader, interrupts, callbacks)
 
 
-def collect_model_facts(model: nn.Module, resolved: Resolved) -> ModelFacts:
+def collect_model_facts(model: nn.Module, resolved: Resolved, data: Datasets) -> ModelFacts:
     """Return the properties of the whole model for the banner and speed reports. Collective."""
     recipe = resolved.recipe
-    data = resolved.datasets
     cards = describe_cards(resolved.world, recipe.precision)
     lines = {}
     if resolved.checkpoint is None:

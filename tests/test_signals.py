@@ -294,7 +294,10 @@ def test_torchrun_passes_on_configured_signals(tmp_path, number):
     class WithOption(warm.Popen):
         def __init__(self, command, **options):
             option = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2,SIGXCPU"
-            super().__init__([*command[:3], option, *command[3:]], **options)
+            super().__init__(
+                [*command[:3], option, *command[3:]],
+                **options,
+            )
 
     with held_job(
         tmp_path / "run", "training", *RUNS["ddp"], torchrun=True, ranks=2, start=WithOption
@@ -357,7 +360,10 @@ def test_a_program_that_trains_counts_ctrl_c_for_its_ranks(tmp_path, presses):
     with held_program(
         tmp_path / "run", [str(tmp_path / "program.py"), "ddp", *words], ranks=2
     ) as job:
-        others = sorted(job.members().keys() - {job.main.pid}, reverse=True)
+        others = sorted(
+            job.members().keys() - {job.main.pid},
+            reverse=True,
+        )
         for press in range(presses):
             for pid in others * (press == 0):
                 with suppress(ProcessLookupError):

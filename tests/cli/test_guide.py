@@ -34,13 +34,24 @@ def test_on_a_terminal_a_page_is_as_wide_as_the_terminal(
 ) -> None:
     """No word is lost, and code stays as it is. Only very long words in tables are broken."""
     monkeypatch.setenv("COLUMNS", str(columns))
-    pieces = re.split(r"^( *```.*?^ *```)$", guide.command([topic]), flags=re.S | re.M)
+    pieces = re.split(
+        r"^( *```.*?^ *```)$",
+        guide.command([topic]),
+        flags=re.S | re.M,
+    )
     code = re.findall(r"^ *```sh.*?^ *```$", guide.read_page(topic), re.S | re.M)
     assert len([piece for piece in pieces[1::2] if "```sh" in piece]) == len(code)
     for line in "\n".join(pieces[::2]).splitlines():
         assert len(line) <= columns or " " not in line.strip(), line
     rows = re.findall(r"^\|(?! ---)(.*)\|$", guide.read_page(topic), re.M)
-    words = guide.LINK.sub(r"\1", " ".join(rows)).replace("\\|", "\0").replace("|", " ")
+    words = (
+        guide.LINK.sub(r"\1", " ".join(rows))
+        .replace("\\|", "\0")
+        .replace(
+            "|",
+            " ",
+        )
+    )
     printed = {*" ".join(pieces).split()}
     lost = {*words.replace("\0", "\\|").split()} - printed
     assert not [word for word in lost if "launch.sh" not in word and len(word) <= LONG_WORD]

@@ -111,7 +111,11 @@ def taken(word: str) -> bool:
         return True
     for beside in BESIDE:
         with suppress(RecipeError):
-            load("digits", *(other for other in beside if other.partition("=")[0] != key), word)
+            load(
+                "digits",
+                *(other for other in beside if other.partition("=")[0] != key),
+                word,
+            )
             return True
     return False
 

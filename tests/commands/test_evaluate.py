@@ -192,7 +192,10 @@ def test_a_test_part_is_left_for_evaluate(three_parts, kind, tmp_path, monkeypat
     labels.write_text(
         "".join(line for line in labels.read_text().splitlines(True) if not line.endswith("val\n"))
     )
-    recipe = load(None, *(word.replace(str(root), str(tmp_path / "all")) for word in words[kind]))
+    recipe = load(
+        None,
+        *(word.replace(str(root), str(tmp_path / "all")) for word in words[kind]),
+    )
     datasets = open_datasets(recipe)
     again = open_datasets(recipe, Before(test=True))
     assert len(datasets.val) == 6 and re.search(r"\bbest epoch\b", datasets.notes["test"])

@@ -84,7 +84,10 @@ def test_alternating_mirrors_show_each_image_from_both_sides_in_two_epochs():
 
 def test_a_resized_crop_of_everything_is_the_image_and_of_a_corner_its_enlargement():
     picture = images(2, size=8).permute(0, 2, 3, 1).contiguous()
-    same = resize_crops(picture, torch.tensor([[0, 0, 8, 8], [0, 4, 4, 4]]))
+    same = resize_crops(
+        picture,
+        torch.tensor([[0, 0, 8, 8], [0, 4, 4, 4]]),
+    )
     assert torch.equal(same[0], picture[0])
     corner = picture[1:, :4, 4:].permute(0, 3, 1, 2).float()
     expected = F.interpolate(

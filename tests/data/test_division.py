@@ -111,7 +111,10 @@ def test_targets_without_classes_are_drawn_as_a_whole():
 
 def test_classes_are_weighted_by_the_images_that_train():
     words = ["data.fraction=0.3", "loss.class_weights=balanced"]
-    datasets = opened((pair([40, 25, 3]), pair([2] * 3), 3), *words)
+    datasets = opened(
+        (pair([40, 25, 3]), pair([2] * 3), 3),
+        *words,
+    )
     labels = datasets.train.labels.numpy()
     assert len(labels) == 12 + 8 + 1
     expected = compute_class_weight("balanced", classes=np.arange(3), y=labels)
@@ -168,7 +171,12 @@ def test_the_fold_of_a_run_is_found_again(tmp_path):
     photo_folders.photo_set(tmp_path / "c", {"cat": 3, "dog": 3}, True, suffix="png")
     others = photo_folders.opened(tmp_path / "c", fold, before=recorded)
     assert others.val.root == str(tmp_path / "c" / "val") and len(others.val) == 6
-    photo_folders.photo_set(tmp_path / "a", {"cat": 2, "dog": 2}, True, parts=("test",))
+    photo_folders.photo_set(
+        tmp_path / "a",
+        {"cat": 2, "dog": 2},
+        True,
+        parts=("test",),
+    )
     test = photo_folders.opened(tmp_path / "a", fold, before=Before(test=True))
     assert test.val.root == str(tmp_path / "a" / "test")
 
@@ -213,9 +221,19 @@ def test_a_run_equals_one_on_sets_that_were_divided_by_hand(tmp_path):
     words = ["model.name=mlp", "batch_size=16", "epochs=2", "mode=single", "threads=1", *QUIET]
     divided = opened((*sets, 3), "data.fold=2/3", "data.fraction=0.5")
     by_hand = [(part.images, part.labels) for part in (divided.train, divided.val)]
-    trainer.train("digits", *words, data=(*by_hand, 3), output=str(tmp_path / "hand"))
+    trainer.train(
+        "digits",
+        *words,
+        data=(*by_hand, 3),
+        output=str(tmp_path / "hand"),
+    )
     words += ["data.fold=2/3", "data.fraction=0.5"]
-    own = trainer.train("digits", *words, data=(*sets, 3), output=str(tmp_path / "own"))
+    own = trainer.train(
+        "digits",
+        *words,
+        data=(*sets, 3),
+        output=str(tmp_path / "own"),
+    )
     assert losses(tmp_path / "own") == losses(tmp_path / "hand")
     assert own["val_loss"] == result(tmp_path / "hand")["val_loss"]
     assert own["data"]["train_samples"] == len(divided.train)
@@ -249,7 +267,10 @@ def test_a_run_is_evaluated_on_its_own_fold(tmp_path):
 def test_every_mode_trains_on_the_same_images_and_resumes(mode, tmp_path):
     words = ["recipe=digits", "model.name=cnn_gn", "optimizer.lr=0.01", "batch_size=32", *QUIET]
     words += ["data.fold=1/3", "data.fraction=0.2", "epochs=2", "threads=1", "save.every_steps=1"]
-    where = {"single": [], "ddp": ["nproc=2"], "fsdp": ["nproc=2"]}.get(mode, ["devices=[cpu,cpu]"])
+    where = {"single": [], "ddp": ["nproc=2"], "fsdp": ["nproc=2"]}.get(
+        mode,
+        ["devices=[cpu,cpu]"],
+    )
     ok(*words, "mode=single", f"output={tmp_path / 'single'}")
     run = tmp_path / "run"
     ok(*words, f"mode={mode}", *where, f"output={run}", "save.keep=20")
@@ -278,9 +299,16 @@ def test_other_values_are_refused(word):
 
 
 def test_a_class_needs_an_image_in_each_fold():
-    text = refusal(opened, (pair([9, 3]), pair([2, 2]), 2), "data.fold=1/5")
+    text = refusal(
+        opened,
+        (pair([9, 3]), pair([2, 2]), 2),
+        "data.fold=1/5",
+    )
     assert "has 3" in text and "data.fold=1/3" in text
-    opened((pair([9, 3]), pair([2, 2]), 2), "data.fold=1/3")
+    opened(
+        (pair([9, 3]), pair([2, 2]), 2),
+        "data.fold=1/3",
+    )
     assert "two or more" in refusal(opened, (pair([9, 1]), pair([2, 2]), 2), "data.fold=1/2")
 
 

@@ -50,7 +50,11 @@ TRAIN = [
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
     """24 photos of two classes, of 60 x 90 pixels, and the same for validation."""
-    return write_two_classes(tmp_path_factory.mktemp("photos"), coarse=(12, 18), size=(60, 90))
+    return write_two_classes(
+        tmp_path_factory.mktemp("photos"),
+        coarse=(12, 18),
+        size=(60, 90),
+    )
 
 
 def evaluation_images(root, shorter, size, interpolation):

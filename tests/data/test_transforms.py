@@ -56,7 +56,11 @@ def pictures_of(datasets, batches):
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
     """24 photos of two classes, of 40 x 56 pixels."""
-    return write_two_classes(tmp_path_factory.mktemp("photos"), coarse=(5, 7), size=(40, 56))
+    return write_two_classes(
+        tmp_path_factory.mktemp("photos"),
+        coarse=(5, 7),
+        size=(40, 56),
+    )
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -65,8 +65,14 @@ def split(text: str) -> list[Line]:
 
 
 def _line(words: Sequence[str]) -> Line:
-    count = next((n for n, word in enumerate(words) if not re.match(r"[A-Z_]+=", word)), len(words))
-    return Line(tuple(words[count:]), dict(word.split("=", 1) for word in words[:count]))
+    count = next(
+        (n for n, word in enumerate(words) if not re.match(r"[A-Z_]+=", word)),
+        len(words),
+    )
+    return Line(
+        tuple(words[count:]),
+        dict(word.split("=", 1) for word in words[:count]),
+    )
 
 
 def check(text: str) -> None:

@@ -75,7 +75,10 @@ def why_not(line: str) -> str | None:
     """
     if re.search(r" (plan|submit) ", line):
         return None
-    return next((reason for reason, kept in NOT_RUN.items() if re.search(kept, line)), None)
+    return next(
+        (reason for reason, kept in NOT_RUN.items() if re.search(kept, line)),
+        None,
+    )
 
 
 EVERY = [typed for page in PAGES for typed in commands(page)]

@@ -156,7 +156,11 @@ def test_memory_of_cuda_and_nccl_is_subtracted():
 
 
 def test_of_mixed_cards_the_smallest_has_to_hold_it(monkeypatch):
-    sizes = {0: 80 * 2**30, 1: 16 * 2**30, 2: 80 * 2**30}
+    sizes = {
+        0: 80 * 2**30,
+        1: 16 * 2**30,
+        2: 80 * 2**30,
+    }
     monkeypatch.setattr(prediction.cards, "detect", lambda: Cards(len(sizes)))
     monkeypatch.setattr(
         torch.cuda,
@@ -183,7 +187,10 @@ def test_of_mixed_cards_the_smallest_has_to_hold_it(monkeypatch):
 
 
 SHARDED = ["model.name=vit_tiny", "data.image_size=32"]
-MORE = {"images": (2, ["batch_size=16"]), "kept": (2, ["batch_size=4", "fsdp.reshard=false"])}
+MORE = {
+    "images": (2, ["batch_size=16"]),
+    "kept": (2, ["batch_size=4", "fsdp.reshard=false"]),
+}
 CARDS = ["batch_size=8", "devices=[cuda:0,cuda:1]", "fsdp.offload=true"]
 MORE |= {"on the host": (2, CARDS), "on the host, accumulated": (2, [*CARDS, "accumulate=2"])}
 MORE |= {

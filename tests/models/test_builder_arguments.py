@@ -28,7 +28,12 @@ def test_arguments_of_torchvision_reach_its_builder():
     words = ["model.name=resnet18", "model.args.zero_init_residual=true"]
     torch.manual_seed(0)
     plain = torchvision.models.resnet18(num_classes=10, zero_init_residual=True)
-    torch.testing.assert_close(create(*words).state_dict(), plain.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(
+        create(*words).state_dict(),
+        plain.state_dict(),
+        rtol=0,
+        atol=0,
+    )
     call = format_bare_call(load(None, *words).model, 10, 32)
     assert call and "zero_init_residual=True" in call
 
@@ -47,7 +52,12 @@ def test_arguments_of_timm_reach_its_builder():
     plain = timm.create_model("resnet10t", num_classes=10, drop_path_rate=0.2)
     ours = create(*words)
     assert str(ours) == str(plain) and "DropPath" in str(ours)
-    torch.testing.assert_close(ours.state_dict(), plain.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(
+        ours.state_dict(),
+        plain.state_dict(),
+        rtol=0,
+        atol=0,
+    )
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,11 @@ class Scaled(nn.Sequential):
 
 @pytest.mark.parametrize("kind", [Scaled, nn.Linear])
 def test_outputs_that_are_not_those_of_a_layer_have_no_classifier(kind):
-    model = Scaled(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 3))
+    model = Scaled(
+        nn.Linear(4, 3),
+        nn.ReLU(),
+        nn.Linear(3, 3),
+    )
     if kind is nn.Linear:
         model = nn.Linear(4, 3)
     assert find_classifier(model, torch.randn(2, 4), 3, run) == ""

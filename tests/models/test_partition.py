@@ -206,7 +206,10 @@ def test_unused_modules_belong_to_the_last_stage():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.body = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+            self.body = nn.Sequential(
+                nn.Linear(2, 2),
+                nn.Linear(2, 2),
+            )
             self.idle = nn.Sequential(nn.BatchNorm1d(2))
             self.spare = nn.Parameter(torch.ones(1))
 

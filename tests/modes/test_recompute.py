@@ -98,7 +98,10 @@ def home(tmp_path_factory):
 
 def with_all(way):
     """Return the arguments of a variant, and those of all others."""
-    return [*(word for word in NOISY if word[:11] not in {w[:11] for w in way}), *way]
+    return [
+        *(word for word in NOISY if word[:11] not in {w[:11] for w in way}),
+        *way,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -289,7 +292,10 @@ def test_a_block_that_counts_or_changes_its_input_is_refused(kind):
 def test_a_list_that_grows_is_the_one_that_there_was(collects):
     model = Dense(collects)
     assert len(list_runs(model)) > 2
-    kept = torch.autograd.grad(model(torch.ones(2, 4)).sum(), [*model.parameters()])
+    kept = torch.autograd.grad(
+        model(torch.ones(2, 4)).sum(),
+        [*model.parameters()],
+    )
     recompute(model, list_runs(model))
     assert all(
         map(
@@ -329,7 +335,10 @@ def test_a_block_draws_the_same_numbers_on_the_host_twice(kind, hooked):
             for block in model:
                 block[0].register_forward_hook(lambda layer, inputs, output: output * DRAWS[kind]())
         else:
-            model = nn.Sequential(nn.Linear(4, 4), *(Drawing(DRAWS[kind]) for _ in range(3)))
+            model = nn.Sequential(
+                nn.Linear(4, 4),
+                *(Drawing(DRAWS[kind]) for _ in range(3)),
+            )
         if recomputes:
             recompute(model, list_runs(model))
         random.seed(0)

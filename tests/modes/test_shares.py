@@ -325,7 +325,10 @@ def test_later_measurements_use_the_new_shares():
         )
     )
     run.state.strategy = run.strategy
-    watch = SimpleNamespace(first=lambda rows, divide: [48, 16], speeds=[3.0, 1.0])
+    watch = SimpleNamespace(
+        first=lambda rows, divide: [48, 16],
+        speeds=[3.0, 1.0],
+    )
     run.observer.noticed.shares = watch
     assert loop.update_shares(run, epoch_begins=True) and run.strategy.context.example.rows == 16
 

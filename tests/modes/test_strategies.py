@@ -36,7 +36,12 @@ ALONE = World(Place(), CPU, 1, ("cpu",))
 # One process with two stand-ins for devices.
 TWO = World(Place(), CPU, 1, ("cpu:0", "cpu:1"), (CPU, CPU))
 # A second rank that is not needed here.
-PAIR = World(Place(0, 2, 0, 2, 0, True), CPU, 1, ("cpu:0", "cpu:1"))
+PAIR = World(
+    Place(0, 2, 0, 2, 0, True),
+    CPU,
+    1,
+    ("cpu:0", "cpu:1"),
+)
 BATCH = Batch(
     torch.ones(4, 1, 2, 2),
     torch.tensor([0, 1, 2, 0]),
@@ -483,7 +488,10 @@ def test_buffers_of_a_type_go_in_one_message():
         buffers["image"] = torch.full((1, 3, 2, 2), fill).contiguous(
             memory_format=torch.channels_last
         )
-        averages = {"3": torch.full((3, 2), 10 * fill), "weight": torch.tensor(fill)}
+        averages = {
+            "3": torch.full((3, 2), 10 * fill),
+            "weight": torch.tensor(fill),
+        }
         left_out = torch.tensor(fill)  # Checkpoints do not contain it: persistent=False.
         module = SimpleNamespace(buffers=lambda: [*buffers.values(), left_out])
         strategy = SimpleNamespace(

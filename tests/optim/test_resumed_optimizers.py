@@ -29,7 +29,10 @@ WORDS = [
     *QUIET,
 ]
 FAST = ("sgd", "adamw", "adafactor")
-SINGLE_FIRST = ["single", *(pytest.param(mode, marks=pytest.mark.slow) for mode in [*MODES][1:])]
+SINGLE_FIRST = [
+    "single",
+    *(pytest.param(mode, marks=pytest.mark.slow) for mode in [*MODES][1:]),
+]
 
 
 def checkpoint(folder: Path) -> dict[str, bytes]:

@@ -72,7 +72,10 @@ def photo(height, width):
 def test_crops_are_torchvisions(size, shape):
     image = photo(*shape)
     index = np.arange(6)
-    box = sampling.CropBoxes(sampling.draw_boxes(0, 1, index, sampling.CROP), (0.08, 1.0))
+    box = sampling.CropBoxes(
+        sampling.draw_boxes(0, 1, index, sampling.CROP),
+        (0.08, 1.0),
+    )
     draws = PhotoDraws(AugmentRecipe(crop="resized"), 0, 1, index)
     for row in index.tolist():
         expected = vision.resized_crop(
@@ -85,7 +88,10 @@ def test_crops_are_torchvisions(size, shape):
     # The same share as 224 of 256.
     covered = [side if max(size) <= 64 else round(side / 0.875) for side in size]
     scale = max(Fraction(side, whole) for side, whole in zip(covered, shape, strict=True))
-    resized = v2.Resize([math.floor(scale * whole) for whole in shape], antialias=True)
+    resized = v2.Resize(
+        [math.floor(scale * whole) for whole in shape],
+        antialias=True,
+    )
     assert torch.equal(
         prepare_for_evaluation(Picture.of(image), size),
         v2.Compose([resized, v2.CenterCrop(size)])(image),
@@ -145,7 +151,10 @@ def test_boxes_reach_over_height_and_width():
         False,
         torch.device("cpu"),
     )
-    erased = transform.erase(images.clone(), np.array([[30, 60, 10, 30], [0, 0, 0, 0]]))
+    erased = transform.erase(
+        images.clone(),
+        np.array([[30, 60, 10, 30], [0, 0, 0, 0]]),
+    )
     assert (erased == 0).nonzero()[:, 2:].min(0).values.tolist() == [30, 60]
     assert (erased == 0).sum() == 3 * 300
     assert torch.equal(

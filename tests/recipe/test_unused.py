@@ -390,7 +390,10 @@ def check_run(argument, words, folder, capfd):
     key, _, _ = argument.partition("=")
     others = [word for word in words.split() if word.partition("=")[0] not in (key, "nproc")]
     names = {word.partition("=")[0] for word in others}
-    typed = [*(word for word in SHORT if word.partition("=")[0] not in {*names, key}), *others]
+    typed = [
+        *(word for word in SHORT if word.partition("=")[0] not in {*names, key}),
+        *others,
+    ]
     if "mode" not in names:
         typed.append("mode=single")
     number = re.search(r"nproc=(\d)", words)
@@ -425,6 +428,12 @@ def test_keys_of_photos_are_reported_where_two_of_their_values_compute_the_same(
     argument, words, tmp_path, capfd
 ):
     for name, split in (("whole", False), ("split", True)):
-        photo_set(tmp_path / name, {"a": 12, "b": 12}, split=split, size=(16, 16), suffix="png")
+        photo_set(
+            tmp_path / name,
+            {"a": 12, "b": 12},
+            split=split,
+            size=(16, 16),
+            suffix="png",
+        )
     words = words.format(whole=tmp_path / "whole", split=tmp_path / "split")
     check_run(argument, f"{words} data.name=imagefolder batch_size=8", tmp_path, capfd)

@@ -83,7 +83,10 @@ def a_run(wanted, world, whole, rows):
     evaluate, save, and then all again.
     """
     shard = find_strategy_class(wanted, world).data_share(wanted, world)
-    own = slice(shard.index * rows // shard.count, (shard.index + 1) * rows // shard.count)
+    own = slice(
+        shard.index * rows // shard.count,
+        (shard.index + 1) * rows // shard.count,
+    )
     batch = Batch(
         images(rows)[own],
         (torch.arange(rows) % 3)[own],
@@ -282,12 +285,21 @@ def test_drawn_by_hand():
     assert (
         stuck([[[all_of("a", 0, 1)], [send(1)]], [[receive(0)], [all_of("a", 0, 1)]]]) is not None
     )
-    both = [[all_of("a", 0, 1)], [all_of("b", 0, 1)]]
+    both = [
+        [all_of("a", 0, 1)],
+        [all_of("b", 0, 1)],
+    ]
     assert stuck([both, both]) is None
     assert stuck([both, both[::-1]]) is not None
-    pairs = [[all_of("a", 0, 1)], [all_of("a", 0, 2)]]
+    pairs = [
+        [all_of("a", 0, 1)],
+        [all_of("a", 0, 2)],
+    ]
     assert stuck([pairs, pairs[:1], pairs[1:]]) is None
-    ring = [[[all_of("a", 0, 1)], [all_of("a", 0, 2)]], [[all_of("a", 1, 2)], [all_of("a", 0, 1)]]]
+    ring = [
+        [[all_of("a", 0, 1)], [all_of("a", 0, 2)]],
+        [[all_of("a", 1, 2)], [all_of("a", 0, 1)]],
+    ]
     # Three communicators in a circle.
     assert stuck([*ring, [[all_of("a", 0, 2)], [all_of("a", 1, 2)]]]) is not None
     assert stuck([[[all_of("a", 0, 1)]], []]) == [all_of("a", 0, 1), Call("nothing", -1, ())]

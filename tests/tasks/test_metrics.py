@@ -285,10 +285,16 @@ class Sharp(tasks.Classification):
     metric = "sharpness"
 
     def sums(self, outputs, targets):
-        return {"loss": self.loss(outputs, targets) * len(targets), "sharp": outputs.amax(1).sum()}
+        return {
+            "loss": self.loss(outputs, targets) * len(targets),
+            "sharp": outputs.amax(1).sum(),
+        }
 
     def metrics(self, sums, count):
-        return {"loss": sums["loss"].item() / count, "sharpness": sums["sharp"].item() / count}
+        return {
+            "loss": sums["loss"].item() / count,
+            "sharpness": sums["sharp"].item() / count,
+        }
 
 
 def test_a_task_with_its_own_sums_has_its_own_metrics(monkeypatch):

@@ -23,7 +23,10 @@ def task(*words, names=NAMES):
 
 
 def numbers(*shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape) + shape[0]))
+    return torch.randn(
+        *shape,
+        generator=torch.Generator().manual_seed(len(shape) + shape[0]),
+    )
 
 
 def of_parts(made, outputs, targets):
@@ -200,6 +203,9 @@ def test_the_probabilities_of_views_are_averaged():
     ):
         task = kind(recipe, ("a", "b"))
         actual = task.to_probabilities(task.average(views))
-        torch.testing.assert_close(actual, (convert(views[0]) + convert(views[1])) / 2)
+        torch.testing.assert_close(
+            actual,
+            (convert(views[0]) + convert(views[1])) / 2,
+        )
     with pytest.raises(RecipeError, match=r"^predict\.tta\b.*\bleave it out$"):
         Regression(recipe, ("a", "b")).average(views)

@@ -54,7 +54,10 @@ def test_labels_fit_in_bars(bars, tmp_path, drawn):
     plots.draw_bars(tmp_path / "p.png", bars, "images per second", "digits\nbatch 96", marks)
     (figure,) = drawn
     (axes,) = figure.axes
-    words = boxes(figure, [*axes.texts, *axes.get_yticklabels(), axes.xaxis.label])
+    words = boxes(
+        figure,
+        [*axes.texts, *axes.get_yticklabels(), axes.xaxis.label],
+    )
     assert apart(words) and len(words) == 2 * len(bars) + 1
     assert all(box.x0 >= 0 and box.x1 <= figure.bbox.width + 1 for box in words)
     assert len(axes.patches) == len(bars)

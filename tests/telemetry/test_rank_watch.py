@@ -40,7 +40,11 @@ def named(ranks, seconds, seed=1, slow=(1.0, 0.0), rank=0):
             for step, data, forward in rows[(place + second % BLOCK) % len(rows)]
         ]
         late = own[rank][0] * slow[1]
-        own[rank] = [own[rank][0] * slow[0] + late, own[rank][1] + late, own[rank][2] * slow[0]]
+        own[rank] = [
+            own[rank][0] * slow[0] + late,
+            own[rank][1] + late,
+            own[rank][2] * slow[0],
+        ]
         slowest = max(step for step, _, _ in own)  # the others wait for it
         watch.add(1.0, [(slowest, data, forward) for _, data, forward in own])
         if (lag := watch.named()) is not None:
@@ -69,6 +73,9 @@ def test_where_a_rank_was_not_measured_none_is_judged():
     assert [
         watch.add(100.0, [(1.0, 0.0, 0.2), (1.0, 0.0, forward)]) for forward in (0.0, 0.1, 0.1)
     ] == [None] * 3
-    lag = watch.add(1.0, [(1.0, 0.0, 0.2), (1.0, 0.0, 0.1)])
+    lag = watch.add(
+        1.0,
+        [(1.0, 0.0, 0.2), (1.0, 0.0, 0.1)],
+    )
     assert lag is not None
     assert (lag.rank, lag.behind) == (0, pytest.approx(1.0))

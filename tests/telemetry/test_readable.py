@@ -38,7 +38,11 @@ def test_durations(seconds, text):
 
 
 def test_a_table_is_as_wide_as_its_cells_and_leaves_empty_columns_out():
-    rows = [["name", "", "size"], ["a", "", "10"], ["longer", "", ""]]
+    rows = [
+        ["name", "", "size"],
+        ["a", "", "10"],
+        ["longer", "", ""],
+    ]
     assert readable.format_table(rows, right={2}) == ["name    size", "a         10", "longer"]
 
 

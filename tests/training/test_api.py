@@ -41,7 +41,10 @@ QUIET = {
 }
 SHORT = {**QUIET, "mode": "single", "model": "mlp", "max_steps": 2, "epochs": 1}
 IMAGES = torch.rand(40, 1, 4, 4)
-DATA = TensorDataset(IMAGES, (IMAGES.mean((1, 2, 3)) > 0.5).long())
+DATA = TensorDataset(
+    IMAGES,
+    (IMAGES.mean((1, 2, 3)) > 0.5).long(),
+)
 
 
 def net():

@@ -56,7 +56,13 @@ def test_a_check_has_the_losses_of_the_run_and_leaves_an_earlier_run_alone(tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_is_checked(mode: str, tmp_path: Path) -> None:
-    words = [*ways.SMALL, *ways.SHALLOW, *ways.TWICE, *MODES[mode], "check=true"]
+    words = [
+        *ways.SMALL,
+        *ways.SHALLOW,
+        *ways.TWICE,
+        *MODES[mode],
+        "check=true",
+    ]
     if "nproc=4" not in words:
         words += ["optimizer.name=adamw", "optimizer.lr=0.001"]
     printed = ok(*[word for word in words if word != "optimizer.lr=0.01"], cwd=tmp_path).stdout
@@ -135,7 +141,10 @@ def test_a_part_that_is_not_restored_is_found(
 def test_from_a_program(nproc: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     images = torch.rand(200, 1, 4, 4)
-    data = TensorDataset(images, (images.mean((1, 2, 3)) > 0.5).long())
+    data = TensorDataset(
+        images,
+        (images.mean((1, 2, 3)) > 0.5).long(),
+    )
     net = nn.Sequential(nn.Flatten(), nn.Linear(16, 2))
     before = net[1].weight.clone()
     mode = "single" if nproc is None else "ddp"

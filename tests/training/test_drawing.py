@@ -13,7 +13,12 @@ from trainer.training import drawing
 )
 @pytest.mark.parametrize("captions", [True, False])
 def test_a_grid_of_images_of_any_size(shape, captions):
-    images = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    images = np.random.default_rng(0).integers(
+        0,
+        256,
+        shape,
+        dtype=np.uint8,
+    )
     lines = ["a name that is far too long to be shown whole", "second line"]
     picture = drawing.draw_grid(images, [lines] * shape[0] * captions)
     assert max(picture.size) < 1450
@@ -38,7 +43,10 @@ def test_frames_have_the_colours_that_they_are_given():
 
 
 def test_a_confusion_matrix_shows_right_and_wrong():
-    image = drawing.draw_confusion(np.array([[9, 1], [0, 10]]), ["cat", "dog"])
+    image = drawing.draw_confusion(
+        np.array([[9, 1], [0, 10]]),
+        ["cat", "dog"],
+    )
     colours = {colour for _, colour in image.getcolors(100_000)}
     assert drawing.RIGHT in colours, "all dogs are right"
     assert drawing.WRONG not in colours

@@ -124,7 +124,11 @@ def test_more_repeats_where_a_difference_could_hide(machine, capsys, tmp_path):
 def test_the_table_and_the_files(machine, tmp_path, monkeypatch):
     drawn = []
     draw = plots.draw_bars
-    monkeypatch.setattr(plots, "draw_bars", lambda *all_: (drawn.append(all_[-1]), draw(*all_)))
+    monkeypatch.setattr(
+        plots,
+        "draw_bars",
+        lambda *all_: (drawn.append(all_[-1]), draw(*all_)),
+    )
     report, table = compared("single", "ddp", "dp", "local_sgd", repeats=5)
     claims = {"faster": "▲", "slower": "▼"}
     verdicts = {name: row["compared"]["verdict"] for name, row in table.items() if row["compared"]}

@@ -25,7 +25,10 @@ from trainer.models import zoo
 from trainer.versions import VERSION
 
 ONNX = f"needs {', '.join(exporting.ONNX)}: pip install {' '.join(exporting.ONNX)}"
-needs_onnx = pytest.mark.skipif(not all(map(find_spec, exporting.ONNX)), reason=ONNX)
+needs_onnx = pytest.mark.skipif(
+    not all(map(find_spec, exporting.ONNX)),
+    reason=ONNX,
+)
 IMAGES = ("classes", "mean", "std", "image_size", "shorter_side", "channels", "inputs")
 PLUGIN = """
 import torch
@@ -68,7 +71,10 @@ def here(home, monkeypatch):
 
 PT2 = "format=exported_program"
 TO_X = (PT2, "output=x.pt2")
-FORMATS = [pytest.param("onnx", marks=needs_onnx), *[*exporting.SUFFIXES][1:]]
+FORMATS = [
+    pytest.param("onnx", marks=needs_onnx),
+    *[*exporting.SUFFIXES][1:],
+]
 
 
 def export_as_typed(words):

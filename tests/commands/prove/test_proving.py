@@ -61,7 +61,10 @@ def apart(fault):
 @pytest.mark.slow
 @pytest.mark.parametrize("faults", [SAMPLE, *map(apart, FAULTS)], ids=" ".join)
 def test_faults_of_a_machine_are_reported(faults, tmp_path):
-    folder = begin(tmp_path / "proof", *(name for fault in faults for name in FAULTS[fault][0]))
+    folder = begin(
+        tmp_path / "proof",
+        *(name for fault in faults for name in FAULTS[fault][0]),
+    )
     completed = prove(folder, fault=" ".join(faults), timeout=600)
     assert completed.returncode == 3, completed.stdout + completed.stderr
     for names, says in map(FAULTS.get, faults):
@@ -354,7 +357,10 @@ def test_missing_features_of_a_machine_are_no_fault(tmp_path):
     ],
 )
 def test_the_slow_part_is_what_costs_most(figures, says, tmp_path):
-    proof = made(tmp_path, **{"speed resnet50 x4": measured("", **{**SPEED, **figures})})
+    proof = made(
+        tmp_path,
+        **{"speed resnet50 x4": measured("", **{**SPEED, **figures})},
+    )
     assert re.fullmatch(says, proof["slow_part"])
 
 

@@ -228,7 +228,10 @@ def test_images_with_other_channels_are_refused(tmp_path, array, says):
     np.save(tmp_path / "a.npy", array, allow_pickle=True)
     with pytest.raises(ValueError, match=says):
         read(tmp_path / "a.npy")
-    torchvision.io.write_png(torch.zeros(3, 9, 9, dtype=torch.uint8), str(tmp_path / "a.png"))
+    torchvision.io.write_png(
+        torch.zeros(3, 9, 9, dtype=torch.uint8),
+        str(tmp_path / "a.png"),
+    )
     with pytest.raises(ValueError, match=r"npy"):
         read(tmp_path / "a.png")
 
@@ -306,7 +309,10 @@ def test_published_weights_are_adapted(tmp_path, monkeypatch):
     whole = torchvision.models.squeezenet1_1()
     (tmp_path / "checkpoints").mkdir()
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
-    torch.save(whole.state_dict(), tmp_path / "checkpoints" / weights.url.rpartition("/")[2])
+    torch.save(
+        whole.state_dict(),
+        tmp_path / "checkpoints" / weights.url.rpartition("/")[2],
+    )
     model = zoo.build(ModelRecipe(name="squeezenet1_1", weights="DEFAULT"), 3, 5, 64)
     assert torch.equal(model.features[0].weight, adapt_filters(whole.features[0].weight, 5))
     assert torch.equal(model.features[3].squeeze.weight, whole.features[3].squeeze.weight)

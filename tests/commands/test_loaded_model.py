@@ -138,6 +138,7 @@ def test_photos_and_folders_are_asked_of_the_newest_run(run, home):
     )
 
 
+@pytest.mark.slow
 def test_a_loaded_model_evaluates_and_exports_like_the_commands(run, home, capsys):
     assert run.evaluate("mode=single")["val_top1"] == 1.0
     assert run.export("exported_program", home / "x.pt2").is_file()

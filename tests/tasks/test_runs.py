@@ -285,6 +285,7 @@ def test_an_impossible_combination_is_one_line(kind, more, says, home, tmp_path)
     assert "Traceback" not in completed.stderr
 
 
+@pytest.mark.slow
 def test_predictions_of_each_task(single, home, tmp_path):
     """Predictions are probabilities of several classes, and values in order.
 

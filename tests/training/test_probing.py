@@ -120,6 +120,7 @@ def test_neighbors_are_those_of_scikit_learn(backbone, cache, tmp_path):
     assert f"{expected:.2%}" in done and f"{result(run)['val_top1']:.2%}" in done
 
 
+@pytest.mark.slow
 def test_a_probe_is_an_ordinary_run(backbone, cache, tmp_path):
     run = tmp_path / "run"
     ok(*WORDS, "mode=single", f"model.init_from={backbone}", PROBE, f"output={run}")
@@ -145,6 +146,7 @@ def test_a_resumed_probe_has_the_weights_of_one_that_was_not_killed(backbone, ca
     assert result(tmp_path / "run")["knn_top1"] == result(tmp_path / "whole")["knn_top1"]
 
 
+@pytest.mark.slow
 def test_features_are_read_again_unless_what_they_depend_on_has_changed(backbone, cache, tmp_path):
     for number, colour in enumerate([(200, 90, 60), (60, 90, 200), (60, 200, 90)]):
         for index in range(12):

@@ -390,6 +390,7 @@ def test_several_ranks_are_refused(digits, tmp_path):
     ), completed.stderr
 
 
+@pytest.mark.slow
 def test_the_cpu_named_once_is_a_worker_for_each_core(digits, photos, labelled, tmp_path):
     """The batch size changes only the rounding."""
     words = [f"data.root={photos}", CPU]

@@ -439,6 +439,7 @@ def test_values_that_are_no_numbers_are_reported(tmp_path):
     assert read(tmp_path / "a" / "0.npy")[3, 3, 1] == 0
 
 
+@pytest.mark.slow
 def test_arrays_start_from_a_run_for_colour(photos, single, tmp_path):
     """The first layer is adapted like that of published weights.
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import operator
 import re
 import textwrap
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.command_line import latest, ok, result, scalars, suggested
 from trainer.recipe import load
 from trainer.saving.journal import read_journal
+from trainer.tasks import Classification, Multilabel
+from trainer.training.noticing import note_classes
 
 SMALL = [
     "logging.progress=false",
@@ -292,3 +296,12 @@ def test_healthy_runs_get_no_message(number, tmp_path):
     meanwhile, end = trained(tmp_path, *DIGITS, *words)
     before = [line for line in meanwhile if not re.match("other processes", line)]
     assert [*learning(end), *before] == [], (words, end["losses"], end["val_top1"])
+
+
+def test_only_a_classification_is_checked_for_its_accuracy():
+    """The warnings about accuracy read `top1`, which a multilabel task does not have."""
+    sums = SimpleNamespace(whole=dict.fromkeys(("actual", "predicted"), torch.ones(2)))
+    for kind, name in ((Classification, "classification"), (Multilabel, "multilabel")):
+        noticed = SimpleNamespace(classes=[])
+        note_classes(kind(load(None, f"task.name={name}"), ("a", "b")), noticed, sums)
+        assert len(noticed.classes) == (kind is Classification)

@@ -76,6 +76,7 @@ def format_page(text: str) -> str:
     """Fit a page of the guide to the terminal. Without a terminal, it stays Markdown."""
     if terminal_width() == sys.maxsize:
         return text
+    text = re.sub(r"^<!--.*?-->\n", "", text, flags=re.S | re.M)
     blocks = []
     # Code stays as it is, so that it can be copied.
     for part in re.split(r"(^ *```.*?^ *```$)", text, flags=re.S | re.M):

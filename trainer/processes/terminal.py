@@ -26,6 +26,8 @@ GREEN = "1;32"
 Say = Callable[[str], None]
 # Minimum number of characters of a line of text next to a column.
 MIN_TEXT = 30
+# Beginnings of commands. A line that contains one is not broken, so that it can be copied.
+COMMANDS = ("python -m trainer", "pip install ", "torchrun ", "./launch.sh ")
 # Default number of seconds after which `explain_delay` prints.
 PATIENCE = 5.0
 
@@ -92,10 +94,11 @@ def fit(text: str) -> str:
     width = terminal_width()
     lines = []
     for line in text.split("\n"):
-        if len(line) > width and "python -m trainer" not in line:
-            indent = line.rfind("  ", 0, 2 * width // 3) + 2
-            if width - indent < MIN_TEXT:
-                indent = 4
+        if len(line) > width and not any(command in line for command in COMMANDS):
+            column = line.rfind("  ", 0, 2 * width // 3)
+            indent = 4
+            if column >= 0 and width - column - 2 >= MIN_TEXT:
+                indent = column + 2
             line = fill(line, width, indent=indent)
         lines.append(line)
     return "\n".join(lines)

@@ -44,6 +44,8 @@ _THEIRS = {
     "data.image_size": "imgsz img_size",
     "data.workers": "num_workers dataloader_num_workers j",
     "data.val_fraction": "validation_split",
+    "data.fraction": "fraction",
+    "evaluate.every_steps": "eval_steps val_check_interval",
     "batch_size": "batch train_batch_size global_batch_size",
     "epochs": "max_epochs num_epochs num_train_epochs",
     "max_steps": "max_iter",
@@ -90,11 +92,11 @@ _WITHOUT_KEY = (
     "train_micro_batch_size_per_gpu gradient_accumulation_steps accumulate_grad_batches "
     "grad_accum_steps gpus world_size num_processes num_nodes nnodes num_machines distributed dp "
     "warmup warmup_steps warmup_ratio base_lr lr_base blr lrf lr_decay train_split "
-    "steps steps_per_epoch eval_steps val_split fraction classes name half dtype drop weight_ema "
+    "steps steps_per_epoch val_split classes name half dtype drop weight_ema "
     "bias_weight_decay transformer_embedding_decay lr_warmup_method start_epoch cache_dataset "
     "test_only augmix_severity dist_url model_ema_steps model_ema_decay val_crop_size backend "
     "use_v2 accelerator logger callbacks fast_dev_run min_epochs min_steps limit_train_batches "
-    "limit_val_batches overfit_batches val_check_interval check_val_every_n_epoch "
+    "limit_val_batches overfit_batches check_val_every_n_epoch "
     "enable_checkpointing enable_model_summary gradient_clip_algorithm benchmark profiler "
     "detect_anomaly plugins default_root_dir num_sanity_val_steps time project exist_ok verbose "
     "single_cls cos_lr profile dropout val plots nbs warmup_momentum warmup_bias_lr hsv_h hsv_s "

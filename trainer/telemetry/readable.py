@@ -137,7 +137,7 @@ def format_table(
     for longest in (width, LONG_WORD):
         narrowest = {}
         for n, column in columns.items():
-            narrowest[n] = min(longest, max(map(len, " ".join(column).split())))
+            narrowest[n] = min(longest, max(map(len, " ".join(column).split()), default=0))
         while excess > 0:
             wide = [n for n in widths if widths[n] > narrowest[n]]
             if not wide:
@@ -160,7 +160,7 @@ def format_table(
 
 
 def _list_cells(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a string for each row, with a line for each cell. That of the titles is empty."""
+    """Return a string for each row, with a line for each cell; for the titles an empty one."""
     titles = rows[0]
     width = max(map(len, titles))
     texts = [""]

@@ -379,7 +379,7 @@ class Tracker(NullTracker):
         if self._bar is None:
             self.say(text)
             return
-        # The rows of the epochs have the figures that leave to make room for the bar.
+        # Figures that are left out here are also in the rows of the epochs.
         while len(text) + 1 + MIN_BAR > terminal_width() and len(texts) > 3:
             del texts[-2]
             text = "  ".join(texts)

@@ -149,10 +149,11 @@ def draw_confusion(matrix: Numbers, names: Sequence[str]) -> Image.Image:
     is_upright = name_width <= cell - GAP
     left = LINE + name_width + 3 * GAP
     top = LINE + 3 * GAP + (LINE if is_upright else name_width)
-    right = left + side + GAP + measure_text("100.0% of 100,000")
+    totals = matrix.sum(1)
+    widest = measure_text(f"100.0% of {max(totals.max(), 100_000):,}")
+    right = left + side + GAP + widest
     sheet = Image.new("RGB", (right + GAP, top + side + GAP), GROUND)
     draw = ImageDraw.Draw(sheet)
-    totals = matrix.sum(1)
     middle = side // 2
     _write(draw, (left + middle, GAP), "predicted", "ma")
     _write_upwards(sheet, (GAP, top + middle + LINE), "true")
@@ -167,8 +168,10 @@ def draw_confusion(matrix: Numbers, names: Sequence[str]) -> Image.Image:
             _write(draw, (left + offset, top - GAP), name, "ms")
         else:
             _write_upwards(sheet, (left + offset - LINE // 2, top - GAP), name)
-        recall = matrix[row, row] / max(1, totals[row])
-        _write(draw, (right, y), f"{recall:.1%} of {totals[row]:,}", "rm")
+        text = "no samples"
+        if totals[row]:
+            text = f"{matrix[row, row] / totals[row]:.1%} of {totals[row]:,}"
+        _write(draw, (right, y), text, "rm")
     if is_written:
         for offset in range(0, side, cell):
             draw.line((left, top + offset, left + side, top + offset), fill=GROUND)

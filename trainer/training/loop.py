@@ -631,7 +631,8 @@ def finish(run: Run, lines: dict[str, str]) -> Result:
     metric_names = dict.fromkeys((run.task.metric, *run.task.metric_names()))
     figures = [f"val_{name}" for name in metric_names]
     figures += [f"best_{run.task.metric}", "train_loss", "samples_per_sec"]
-    run.tracker.compare(shared, figures)
+    with presenting.skip_on_error(run.tracker):
+        run.tracker.compare(shared, figures)
     lines = lines or reporting.build_last_lines(
         run.resolved, run.state.history, run.observer.memory, shared, run.noticed.announced
     )

@@ -43,11 +43,13 @@ LONG = 5.0
 def note_classes(task: Task, noticed: Noticed, sums: Sums) -> None:
     """Store an evaluation's counts per class in `noticed.classes`.
 
-    The counts of the last two evaluations are kept. Nothing is stored for a task whose method
-    `metrics` is not that of `Classification`.
+    The counts of the last two evaluations are kept. Nothing is stored for a task that is no
+    classification, or that has a method `metrics` of its own.
     """
     names = {"actual", "predicted"}
-    if names <= sums.whole.keys() and type(task).metrics is Classification.metrics:
+    has_accuracy = isinstance(task, Classification)
+    has_accuracy = has_accuracy and type(task).metrics is Classification.metrics
+    if has_accuracy and names <= sums.whole.keys():
         counts = {name: sums.whole[name].long().tolist() for name in names}
         noticed.classes = [*noticed.classes, counts][-2:]
 

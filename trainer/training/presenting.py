@@ -84,7 +84,7 @@ class Examples:
 
     def add(self, outputs: Tensor, batch: Batch) -> None:
         """Keep the outputs and targets of the examples in a batch, without waiting for a device."""
-        if outputs.dim() != 2 or batch.samples is None:
+        if not isinstance(outputs, Tensor) or outputs.dim() != 2 or batch.samples is None:
             return
         for sample in self._samples:
             if sample in batch.samples:

@@ -228,7 +228,7 @@ def build_last_lines(
     """Return lines about the result and its files, by title.
 
     `memory` is the peak memory in bytes by device name. `announced` are the kinds of warnings that
-    the run has printed. That about the load of the machine is not printed again.
+    the run has printed. The warning about other processes is not printed again.
     """
     recipe = resolved.recipe
     task = resolved.task

@@ -226,7 +226,8 @@ class Proving:
         rows = {name: asdict(stored) for name, stored in outcomes.items()}
         write_json(self.folder / KEPT, {**read_json_or_empty(self.folder / KEPT), "checks": rows})
         status = {"wrong": "WRONG: ", "measured": ""}.get(outcome.status, f"{outcome.status}: ")
-        say(fit(f"{start}{status}{outcome.line} ({seconds:.0f} s)").removeprefix(start))
+        text = fit(f"{start}{status}{outcome.line} ({seconds:.0f} s)")
+        say(text.removeprefix(fit(start)))
 
 
 def report(folder: Path, proof: Json) -> None:

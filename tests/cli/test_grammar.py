@@ -223,7 +223,7 @@ ELSEWHERE: dict[str, dict[str, str | None]] = {
         **{
             "num_nodes": None,
             "gpus": None,
-            "val_check_interval": None,
+            "val_check_interval": "evaluate.every_steps",
             "min_epochs": None,
             "min_steps": None,
             "plugins": None,
@@ -246,7 +246,7 @@ ELSEWHERE: dict[str, dict[str, str | None]] = {
         },
         **{
             "lrf": None,
-            "fraction": None,
+            "fraction": "data.fraction",
             "half": None,
             "name": None,
             "classes": None,
@@ -278,7 +278,7 @@ ELSEWHERE: dict[str, dict[str, str | None]] = {
         **{
             "gradient_accumulation_steps": None,
             "warmup_ratio": None,
-            "eval_steps": None,
+            "eval_steps": "evaluate.every_steps",
             "fp16": None,
         },
     },

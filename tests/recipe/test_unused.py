@@ -48,7 +48,8 @@ data.val_fraction: data.name={IN_MEMORY}|synthetic, data.fold=1/5
 data.cache data.workers: data.name={IN_MEMORY}|synthetic
 data.download: data.name=digits|synthetic|imagefolder|shards
 data.image_column data.label_column: data.labels=null
-data.interpolation: data.name=synthetic, data.name={IN_MEMORY} data.image_size=null
+data.interpolation: data.name=synthetic,\
+ data.name={IN_MEMORY} data.image_size=null augment.crop=none|pad
 data.missing: data.name={IN_MEMORY}|synthetic, data.name=imagefolder|shards data.root=x
 data.samples data.val_samples: data.name={IN_MEMORY}, data.name=imagefolder|shards data.root=x,\
  data.name=imagefolder|shards data.missing=error
@@ -347,6 +348,7 @@ SAMPLES = [
     ("data.val_fraction=0.5", ""),
     ("data.interpolation=nearest", ""),
     ("data.interpolation=nearest", "data.image_size=12"),
+    ("data.interpolation=nearest", "augment.crop=resized"),
     ("data.interpolation=nearest", "data.name=synthetic"),
     ("data.samples=300", ""),
     ("data.samples=300", "data.name=synthetic"),

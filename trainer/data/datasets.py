@@ -170,9 +170,12 @@ def _check_augmentation(recipe: Recipe, data: Datasets) -> None:
 def _open(recipe: Recipe, before: Before) -> Datasets:
     """Open the data set by its name, without checking its targets."""
     data = recipe.data
-    # A run with data.fold does not use the validation split that the data set brings along, so that
-    # split is a test split.
-    has_test = data.fold is not None or (data.name in OWN_PHOTOS and data.root is not None)
+    # A run with data.fold does not use the validation split that a data set in memory brings along,
+    # so that split is a test split.
+    are_photos = data.name in OWN_PHOTOS
+    has_test = are_photos and data.root is not None
+    if data.fold is not None and data.name != "synthetic" and not are_photos:
+        has_test = True
     if before.test:
         recipe = recipe.replace(data__fold=None)
     if data.labels is not None and data.name != "imagefolder":

@@ -289,7 +289,7 @@ def find_own_values(recipe: Recipe) -> dict[str, Any]:
     changed = _find_changes(recipe)
     own = {}
     for key, value in values.items():
-        is_own = key in changed or key in recipe._typed
+        is_own = key in changed or key in recipe.typed
         if is_own and not key.startswith(("output", "resume", "logging.")):
             own[key] = value
     return own
@@ -298,7 +298,7 @@ def find_own_values(recipe: Recipe) -> dict[str, Any]:
 def format_typed(recipe: Recipe) -> list[str]:
     """Return the typed ones of `find_own_values` as arguments, which another process can load."""
     own = find_own_values(recipe)
-    return [format_argument(key, own[key]) for key in own if key in recipe._typed]
+    return [format_argument(key, own[key]) for key in own if key in recipe.typed]
 
 
 def _find_changes(recipe: Recipe) -> dict[str, Any]:

@@ -711,6 +711,11 @@ class Recipe(_Section):
     _typed: tuple[str, ...] = PrivateAttr(default=())
 
     @property
+    def typed(self) -> tuple[str, ...]:
+        """Keys that the user typed."""
+        return self._typed
+
+    @property
     def name(self) -> str:
         """Name of the recipe's file or run folder, or else of its model and data set."""
         if self._name == NAMELESS:

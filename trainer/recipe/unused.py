@@ -42,7 +42,7 @@ IDLE = [
     ),
     ("data.interpolation data.fold data.fraction", "data.name:synthetic"),
     ("data.val_fraction", f"data.fold:{SET}"),
-    ("data.interpolation", f"data.image_size:null data.name:{IN_MEMORY}"),
+    ("data.interpolation", f"data.image_size:null augment.crop:none|pad data.name:{IN_MEMORY}"),
     ("data.cache_format data.cache_size data.cache_dir", "data.cache:off"),
     ("data.image_column data.label_column", "data.labels:null"),
     ("loss.label_smoothing", "task.name:multilabel|regression"),

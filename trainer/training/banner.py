@@ -15,6 +15,7 @@ from trainer.recipe.known_names import OWN_PHOTOS
 from trainer.recipe.loading import load_base
 from trainer.recipe.recipe_files import format_argument
 from trainer.recipe.schema import LossRecipe
+from trainer.recipe.text import format_value
 from trainer.recipe.unused import describe_unused, find_idle
 from trainer.saving.run_folder import is_check_folder
 from trainer.telemetry.readable import format_count, table_width
@@ -211,11 +212,17 @@ def list_unused(resolved: Resolved, model: ModelFacts) -> list[str]:
     steps = recipe.epochs * resolved.steps_per_epoch
     if recipe.max_steps is not None and recipe.max_steps > steps:
         causes["max_steps"] = f"{format_count(recipe.epochs, 'epoch')} of {steps} steps in all"
+    restarts = recipe.schedule.restarts
+    reached = [epoch for epoch in restarts if epoch < recipe.epochs]
     changes = compare_recipes(load_base(recipe), recipe)
     known_keys = [key for key, *_ in find_idle(flatten(recipe.to_dict()), causes)]
     lines = []
+    if 0 < len(reached) < len(restarts):
+        late = f"schedule.restart={format_value([*restarts][len(reached) :])}"
+        lines.append(describe_unused(late, f"epochs={recipe.epochs}"))
     for key, cause in causes.items():
-        if key in changes and key not in known_keys:
+        # A recipe may set a key for machines on which it acts.
+        if key in recipe.typed and key in changes and key not in known_keys:
             lines.append(describe_unused(format_argument(key, changes[key][1]), cause))
     return lines
 

@@ -64,7 +64,9 @@ def describe(run: Run) -> dict[str, str]:
         return {}
     files = [*filter(None, [run.recipe.data.labels])]
     if where := getattr(run.datasets.train, "where", None):
-        files += map(where, run.loader.indices(0)[0].tolist())
+        # The number of a sample tells its image, and how often it was drawn in the epoch.
+        rows = run.loader.indices(0)[0] % len(run.datasets.train)
+        files += map(where, rows.tolist())
     losses = [float(row["train_loss"]) for row in read_steps(folder / "steps.csv")[0]]
     history = run.state.history
     metrics = run.task.text(strip_prefix(history.validation))

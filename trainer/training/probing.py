@@ -23,7 +23,7 @@ from trainer.data import Batch, Datasets, ImageSet, Loader, TensorSet, TensorSpe
 from trainer.data.cache import homes
 from trainer.data.encoded import EncodedPhotos, compute_identity, hash_location
 from trainer.data.sets import CLASS
-from trainer.errors import RecipeError
+from trainer.errors import DiskFullError, RecipeError, SetupError
 from trainer.models.blocks import freeze
 from trainer.models.equivalence import relative_error
 from trainer.models.features import Head, find_classifier, record_features
@@ -91,7 +91,15 @@ def build_probe(model: nn.Module, resolved: Resolved) -> Probe:
     features |= extractor.extract("val", is_stored, stored)
     if not is_stored:
         root = resolved.recipe.data.root
-        world.on_main(lambda: write_features(home, features, root))
+
+        def keep() -> None:
+            # The run needs no cache, so that a full disk does not end it.
+            try:
+                write_features(home, features, root)
+            except (SetupError, DiskFullError) as error:
+                resolved.tracker.say(f"  features: not kept ({error})")
+
+        world.on_main(keep)
     note = f"{extractor.size} of each image, {source}"
     train = TensorSet(features["train"], features["train_targets"])
     val = TensorSet(features["val"], features["val_targets"])

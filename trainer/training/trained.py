@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated
@@ -256,9 +256,11 @@ class Trained:
         if "epoch" in metadata:
             position = f"epoch {metadata['epoch']} ({position})"
         best = "best weights"
-        with suppress(KeyError, ValueError):
+        # A metric of a plugin may be unknown here.
+        with suppress(KeyError, ValueError, RecipeError):
             values = {json.loads(metadata["metric"]): float(metadata["value"])}
-            task = create_task_without_loss(self.own, self.facts.classes or ())
+            plain = self.own.replace(loss={}, augment={})
+            task = tasks.create_task(plain, self.facts.classes or ())
             best = f"best {task.text(values)}"
         return f"{self.path}: {position}, {best}; checkpoint=last for the last"
 
@@ -330,6 +332,9 @@ class Trained:
                 f"{self.path} was trained on {_describe_classes(classes)}, and {data.holdout} "
                 f"holds {_describe_classes(data.classes)}: type data.root= of images of the former"
             )
+        if self.facts.mean and self.facts.std and recipe.data.mean is None:
+            # Without a fold, other images would be measured, and inputs prepared in another way.
+            data = replace(data, mean=self.facts.mean, std=self.facts.std)
         return as_stored(data, recipe)
 
     def model(

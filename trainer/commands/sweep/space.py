@@ -251,6 +251,8 @@ class SearchSpace:
             self.base = recipes.load(source, *self.words)
         launching.load_plugin(plugin)
         first = {part.key: part.values[0] for part in self.dimensions}
+        if "null" in self.folds:
+            raise RecipeError(f"{self.swept['data.fold']}: null is no fold: leave it out")
         for fold in self.folds:
             self._check({**first, "data.fold": fold})
         if len({fold.partition("/")[2] for fold in self.folds}) > 1:

@@ -18,6 +18,7 @@ from tests.data.photo_folders import KINDS, exif, save_kind, scene
 from tests.guide.documents import blocks
 from tests.pages import GUIDE
 from tests.prepare import prepare
+from trainer.cli.grammar import read
 from trainer.commands import export
 from trainer.commands.export.exporting import quietly
 from trainer.data.photos.decoding import open_image
@@ -68,7 +69,7 @@ def test_a_program_without_this_package_labels_a_photo(here, kind, monkeypatch, 
     if kind == "onnx" and not all(map(find_spec, export.ONNX)):
         pytest.skip(f"pip install {' '.join(export.ONNX)}")
     assert not re.search(r"(from|import) trainer\b", (here / PROGRAMS[kind]).read_text())
-    export.command(["first", f"format={kind}"])
+    export.command(read(["export", "first", f"format={kind}"])[1])
     rows = [
         json.loads(line)
         for line in (here / "labels" / "predictions.jsonl").read_text().splitlines()

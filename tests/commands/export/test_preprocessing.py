@@ -11,6 +11,7 @@ from PIL import Image
 
 import trainer
 from tests.command_line import QUIET, ok
+from trainer.cli.grammar import read
 from trainer.commands import export
 from trainer.commands.export import exporting, preprocessing
 from trainer.errors import RecipeError
@@ -174,7 +175,7 @@ def test_a_file_with_another_preparation_is_not_written(here, monkeypatch, fault
     monkeypatch.setattr(*fault)
     words = ["runs/noise", "format=exported_program", "output=x.pt2", "plugin=pixels_to_export"]
     with pytest.raises(RecipeError, match=r"differs from predict .* preprocess=false$"):
-        export.command(words)
+        export.command(read(["export", *words])[1])
     assert not (here / "x.pt2").exists()
 
 
@@ -189,7 +190,9 @@ def test_every_step_of_the_preparation_is_in_the_file():
 def test_photos_are_resized_as_in_training(here, tmp_path, interpolation):
     """The export itself compares the file with `predict`, and the kernels with each other here."""
     words = ["plugin=pixels_to_export", f"data.interpolation={interpolation}"]
-    export.command(["runs/noise", "format=exported_program", "output=x.pt2", *words])
+    export.command(
+        read(["export", "runs/noise", "format=exported_program", "output=x.pt2", *words])[1]
+    )
     run, facts = open_file(here / "x.pt2")
     assert facts["interpolation"] == interpolation
     model = trainer.load("runs/noise", *words[1:])
@@ -205,8 +208,8 @@ def test_photos_are_resized_as_in_training(here, tmp_path, interpolation):
 def test_photos_of_more_than_8_bits_are_refused(here):
     words = ["runs/noise", "format=exported_program", "output=x.pt2", "plugin=pixels_to_export"]
     with pytest.raises(RecipeError, match=r"data\.pixel_range=.* preprocess=false$"):
-        export.command([*words, "data.pixel_range=[0,4095]"])
-    export.command([*words, "data.pixel_range=[0,4095]", "preprocess=false"])
+        export.command(read(["export", *words, "data.pixel_range=[0,4095]"])[1])
+    export.command(read(["export", *words, "data.pixel_range=[0,4095]", "preprocess=false"])[1])
 
 
 @pytest.mark.slow
@@ -221,7 +224,9 @@ def test_values_and_labels_are_those_of_predict(here, task, name):
         "optimizer.lr=0.001",
     ]
     ok(*words, f"output=runs/{name}", cwd=here)
-    export.command([f"runs/{name}", "format=exported_program", "output=x.pt2", words[0]])
+    export.command(
+        read(["export", f"runs/{name}", "format=exported_program", "output=x.pt2", words[0]])[1]
+    )
     run, facts = open_file(here / "x.pt2")
     draw = np.random.default_rng(1)
     photos = draw.integers(0, 256, (5, 40, 30, 3)).astype(np.uint8)

@@ -454,7 +454,7 @@ def _list_remedies(
         if recipe.traits.micro_batches:
             return [f"pipeline.stages={processes}", larger]
         remedies.append(larger)
-        if "ddp" in recipe.traits.sections and not recipe.ddp.compress:
+        if recipe.traits.exchanges == "gradients" and not recipe.ddp.compress:
             remedies.append("ddp.compress=bf16")
         return [*remedies, "mode=local_sgd local_sgd.every=20"]
     micro = []

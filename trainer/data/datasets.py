@@ -172,10 +172,9 @@ def _open(recipe: Recipe, before: Before) -> Datasets:
     data = recipe.data
     # A run with data.fold does not use the validation split that a data set in memory brings along,
     # so that split is a test split.
-    are_photos = data.name in OWN_PHOTOS
-    has_test = are_photos and data.root is not None
-    if data.fold is not None and data.name != "synthetic" and not are_photos:
-        has_test = True
+    has_test = data.fold is not None and data.name != "synthetic"
+    if data.name in OWN_PHOTOS:
+        has_test = data.root is not None
     if before.test:
         recipe = recipe.replace(data__fold=None)
     if data.labels is not None and data.name != "imagefolder":

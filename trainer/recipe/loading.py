@@ -74,7 +74,7 @@ def load(recipe: Source = None, *words: str, **keywords: Any) -> Recipe:
         sources[key] = name
     loaded = validated(_joined(layers), name, sources)
     if isinstance(recipe, Recipe):
-        typed += recipe._typed
+        typed += recipe.typed
     loaded._typed = typed
     return loaded
 

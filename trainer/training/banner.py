@@ -44,6 +44,7 @@ WARNINGS = (
     "precision",
     "note",
     "unused",
+    "fold",
     "teacher",
     "start",
     "filters",
@@ -192,8 +193,10 @@ def list_unused(resolved: Resolved, model: ModelFacts) -> list[str]:
     data = resolved.datasets
     causes = {}
     if resolved.world.size == 1:
-        several = "sync_bn ddp.compress shares fsdp.reshard "
-        several += "local_sgd.every local_sgd.outer_lr local_sgd.outer_momentum"
+        several = (
+            "sync_bn ddp.compress shares fsdp.reshard "
+            "local_sgd.every local_sgd.outer_lr local_sgd.outer_momentum"
+        )
         causes = dict.fromkeys(several.split(), "1 process")
     if resolved.world.device.type == "cpu":
         causes |= dict.fromkeys(("graphs", "deterministic", "fsdp.offload"), "CPU devices")

@@ -70,7 +70,6 @@ def build_probe(model: nn.Module, resolved: Resolved) -> Probe:
 
     Raises:
         RecipeError: The model does not end in a linear layer, or an image cannot be read.
-        SetupError: The cache cannot be written.
     """
     data = resolved.datasets
     world = resolved.world
@@ -81,25 +80,16 @@ def build_probe(model: nn.Module, resolved: Resolved) -> Probe:
         load_weights(model, weights, "the checkpoint", whole=True)
     extractor = Extractor(model, resolved)
     home, stored = world.on_main(extractor.open_cache) or (None, {})
-    source = f"read from {home}"
+    source: str | None = f"read from {home}"
     is_stored = world.broadcast_object(bool(stored))
     if not is_stored:
-        source = f"computed, and kept in {home}" if home else "computed"
         count = len(data.train) + len(data.val)
         resolved.tracker.say(f"  features: computing those of {count:,} images")
     features = extractor.extract("train", is_stored, stored)
     features |= extractor.extract("val", is_stored, stored)
     if not is_stored:
         root = resolved.recipe.data.root
-
-        def keep() -> None:
-            # The run needs no cache, so that a full disk does not end it.
-            try:
-                write_features(home, features, root)
-            except (SetupError, DiskFullError) as error:
-                resolved.tracker.say(f"  features: not kept ({error})")
-
-        world.on_main(keep)
+        source = world.on_main(lambda: keep_features(home, features, root))
     note = f"{extractor.size} of each image, {source}"
     train = TensorSet(features["train"], features["train_targets"])
     val = TensorSet(features["val"], features["val_targets"])
@@ -273,14 +263,26 @@ def hash_run(model: nn.Module, classifier: str, resolved: Resolved) -> str:
     return digest.hexdigest()
 
 
-def write_features(home: Path | None, features: Mapping[str, Tensor], root: str | None) -> None:
-    """Write features of the images in `root` to the cache `home`, if any.
+def keep_features(home: Path | None, features: Mapping[str, Tensor], root: str | None) -> str:
+    """Write features to the cache `home`, if any, and say whether they are kept.
+
+    The run goes on without a cache, so a full disk does not end it.
+    """
+    if home is None:
+        return "computed"
+    try:
+        write_features(home, features, root)
+    except (SetupError, DiskFullError) as error:
+        return f"computed, and not kept ({error})"
+    return f"computed, and kept in {home}"
+
+
+def write_features(home: Path, features: Mapping[str, Tensor], root: str | None) -> None:
+    """Write features of the images in `root` to the cache `home`.
 
     Raises:
         SetupError: The cache cannot be written.
     """
-    if home is None:
-        return
     count = len(features["train"]) + len(features["val"])
     size = features["val"].shape[1]
     # The command `cache` shows these values.

@@ -227,7 +227,9 @@ def photos(
             holdout = add_unused(described, holdout, len(own_val))
             # This note would say that the test part chooses the best epoch.
             notes = {title: note for title, note in notes.items() if title != "test"}
-            notes["unused"] = f"data.fold leaves {len(own_val):,} images of the validation split"
+            notes["fold"] = (
+                f"data.fold leaves {len(own_val):,} images of the validation split unused"
+            )
         if is_divided:
             train = whole.part(np.flatnonzero(~chosen))
             val = whole.part(np.flatnonzero(chosen))

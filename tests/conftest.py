@@ -87,22 +87,29 @@ def full(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--all"))
 
 
-def _is_slow(item: pytest.Item) -> bool:
-    """Whether a test is marked `slow`, or `slow(cases=[...])` with the id of its parameters."""
-    for marker in item.iter_markers("slow"):
+def _find_marker(item: pytest.Item, name: str) -> pytest.Mark | None:
+    """Return the marker `slow` or `full` of a test, if it applies to the test's parameters.
+
+    A marker with `cases` applies to the parameters with these ids, one with `but` to all others.
+    """
+    for marker in item.iter_markers(name):
         cases = marker.kwargs.get("cases")
-        if cases is None or item.callspec.id in cases:
-            return True
-    return False
+        exceptions = marker.kwargs.get("but", ())
+        if cases is None and not exceptions:
+            return marker
+        chosen = item.callspec.id
+        if chosen not in exceptions and (cases is None or chosen in cases):
+            return marker
+    return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--all"):
         for item in items:
-            if marker := item.get_closest_marker("full"):
+            if marker := _find_marker(item, "full"):
                 reason = next(iter(marker.args), "one of several alike, or long")
                 item.add_marker(pytest.mark.skip(reason=f"{reason}: --all"))
-            elif _is_slow(item) and not config.getoption("--slow"):
+            elif _find_marker(item, "slow") and not config.getoption("--slow"):
                 item.add_marker(pytest.mark.skip(reason="takes seconds: --slow"))
     from trainer.recipe.checks import list_refused_schedules
 

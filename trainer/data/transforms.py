@@ -59,7 +59,12 @@ class Transforms:
             self.seeds = bits.tolist()
 
     def __call__(self, row: int, image: Tensor) -> Tensor:
-        """Return the image (C, H, W) uint8 of sample number `row`, transformed."""
+        """Apply the transforms to an image, with the seed of its sample.
+
+        Args:
+            row: position of the sample in the constructor's `index`.
+            image: image (C, H, W) uint8.
+        """
         if not self.transforms:
             return image
         torch.default_generator.manual_seed(self.seeds[row])

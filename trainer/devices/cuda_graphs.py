@@ -1,7 +1,8 @@
 """CUDA graphs: work that is captured once and replayed many times.
 
-A capture only records kernels. A replay runs them on the same memory, without Python. Therefore a
-capture does not change weights, random states or running statistics, even if it fails.
+A capture records kernels without running them, so it does not change weights or running
+statistics. Python code does run during a capture, so random states are restored after it, even if
+it fails. A replay runs the kernels on the same memory, without Python.
 """
 
 from __future__ import annotations

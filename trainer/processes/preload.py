@@ -51,8 +51,8 @@ sys.excepthook = show
 # seconds after torch was imported.
 atexit.register(lambda: exit_now(0) if _server else None)
 os.register_at_fork(after_in_child=_begin_child)
-# A new fork server has this variable. The server dies with the process whose id the variable
-# contains, if the id is not 0.
+# `start_server` sets this variable for a new fork server only. Its value is the id of the process
+# whose death kills the server, or 0 if the kernel shall not kill the server.
 if fork_server.SERVED_PID in os.environ:
     _server = os.getpid()
     # Children of the server must not inherit the setting.

@@ -218,7 +218,7 @@ def _fold(value: Any) -> Any:
     match = re.fullmatch(FOLD, str(value))
     if value is None or (match and int(match[1]) <= int(match[2]) > 1):
         return value
-    raise ValueError("must be a fold and the number of folds, from 1/2 to 5/5, as in 1/5")
+    raise ValueError("must be a fold and the number of folds: 1/5 to 5/5 for five folds")
 
 
 def _columns(value: Any) -> Any:

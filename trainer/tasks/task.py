@@ -26,14 +26,14 @@ class Task:
     Attributes:
         reads: kind of label of an image: "class" for exactly one class, "classes" for any number of
             classes, or "values" for numbers.
-        metric: name of the metric that chooses the best epoch. If the recipe has `task.metric`, an
-            instance has that metric, and its `larger_is_better`.
-        larger_is_better: True if the largest value of `metric` is the best.
+        metric: name of the metric that chooses the best epoch. In an instance, the recipe's
+            `task.metric`, if set, replaces the value of the class.
+        larger_is_better: True if larger values of `metric` are better.
         tells: names of all metrics that the method `metrics` returns. If empty, they are "loss"
             and the name in `metric`.
-        titles: display names of metrics, if they differ from those of the table of metrics or, for
-            metrics of this class alone, from the name.
-        fractions: names of the metrics of this class alone that are shown in percent.
+        titles: display names of metrics by name. The default is the title in the table `METRICS`,
+            or the name of a metric that is not in the table.
+        fractions: names of metrics that are not in the table `METRICS` and are shown in percent.
         mixes: True if mixup and cutmix can mix the targets, see `shares`.
         uses: keys of the recipe's section `loss` that the method `loss` of this class reads. A
             run reports the other keys of the section as unused.

@@ -99,7 +99,7 @@ class NullTracker:
 
 
 class Tracker(NullTracker):
-    """Writer of the run folder and of the terminal."""
+    """Tracker of rank 0, which writes the run folder and prints to the terminal."""
 
     folder: RunFolder
     path: Path

@@ -1,4 +1,7 @@
-"""Reports of a run: logged values, a program's callback, printed lines, and result.json."""
+"""Report the progress and result of a run.
+
+The reports are logged values, calls of the user's callbacks, printed lines, and result.json.
+"""
 
 import platform
 import shlex

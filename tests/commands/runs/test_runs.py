@@ -284,7 +284,7 @@ def test_the_command_line_on_a_real_run(tmp_path):
     assert re.search(r"\nreal +single +mlp +completed +top1 ", ok("runs", cwd=tmp_path).stdout)
     page = ok("runs", "show", "real", cwd=tmp_path).stdout
     assert re.search(r"\n  words +recipe=digits mode=single model.name=mlp max_steps=3", page)
-    assert "python -m trainer evaluate checkpoint=runs/real" in page
+    assert "python -m trainer evaluate runs/real" in page
     bad = trainer("runs", "show", "reel", cwd=tmp_path)
     assert (bad.returncode, bad.stdout) == (2, "")
     assert re.fullmatch(r"trainer: error: 'reel' .*\breal\?\n", bad.stderr)

@@ -33,8 +33,9 @@ MAX_TOLERANCE = 1e-2
 # error: batch norm over 4 images of the digits data set changes them by 74 % within 20 steps.
 # Summed losses that exceed those of `single` by more than this factor count as an error.
 MAX_LOSS_RATIO = 2.0
-# Keys that may differ between an entry and `single` although their losses must agree up to
-# rounding. The same holds for keys that may change when a run is resumed, which are not listed.
+# Recipe keys that do not change the maths: if an entry differs from `single` only in these, its
+# losses must agree with those of `single` up to rounding. Keys that may change when a run is
+# resumed are not listed, because `changed_keys` leaves them out.
 SAME_MATHS = {"channels_last", "compile", "sync_bn", "deterministic"}
 UNCHECKED = "no single to compare"
 

@@ -28,8 +28,8 @@ ROUNDS = 4
 WARM = 4
 WINDOWS = 5
 SECONDS = 2.0
-# For each type, a number such that the type can represent all smaller whole numbers exactly,
-# starting from 0. For wider types, `make_pattern` uses 2**22.
+# Exclusive upper bound, by dtype, of the sum of the patterns of all ranks. The dtype represents all
+# integers below it exactly, so the sums are exact. `make_pattern` uses 2**22 for other dtypes.
 MOST = {torch.uint8: 256, torch.bfloat16: 256, torch.float16: 2048}
 
 

@@ -237,7 +237,7 @@ def show(run: RunSummary) -> str:
         next_commands.append(f"recipe={path} output={path} resume=auto")
     weights = (run.path / "last.safetensors", run.path / "best.safetensors")
     if any(map(Path.is_file, weights)):
-        next_commands.append(f"evaluate checkpoint={path}")
+        next_commands.append(f"evaluate {path}")
         next_commands.append(f"predict {path} photo.jpg")
     page.append("")
     for command in next_commands:

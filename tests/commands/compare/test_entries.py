@@ -31,6 +31,18 @@ def test_an_entry_has_words_of_its_own():
     assert ddp.recipe.batch_size == 64 and pipeline.recipe.pipeline.microbatches == 4
 
 
+def test_keys_that_no_entry_reads():
+    words = ["augment.crop_padding=3", "augment.crop=none", "pipeline.microbatches=2"]
+
+    def find(*modes):
+        rows = entries.build_entries("digits", words, modes)
+        return [note.partition("=")[0] for note in entries.find_unused("digits", rows)]
+
+    assert find("single", "ddp") == ["augment.crop_padding", "pipeline.microbatches"]
+    assert find("single", "pipeline") == ["augment.crop_padding"]
+    assert find("pipeline", "pipeline augment.crop=pad") == []
+
+
 def test_which_entries_there_are():
     assert list(listed("mode=split")) == ["split"]
     assert list(listed(modes=["single", "single"])) == ["single", "single (2)"]

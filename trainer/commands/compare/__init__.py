@@ -16,6 +16,7 @@ from trainer.commands.trials.engine import claim_folder
 from trainer.errors import RecipeError
 from trainer.launch import launching
 from trainer.processes.rank import read_place
+from trainer.processes.terminal import say
 from trainer.recipe import Recipe, shipped_recipes
 from trainer.recipe import load as load_recipe
 from trainer.recipe.recipe_files import parse_positive_integer, split_arguments
@@ -99,6 +100,8 @@ def compare(
             "resume=auto continues the comparison in a folder: say which with output="
         )
     rows = entries.build_entries(recipe, words, modes, ranks, plugin)
+    for note in entries.find_unused(recipe, rows):
+        say(f"unused: {note}")
     base = load_recipe(recipe, *words)
     launching.load_plugin(plugin)
     settings = base.replace(output=None, resume=None)

@@ -138,7 +138,8 @@ class Loader:
         datasets: the training and the validation set.
         readers: number of ranks on this machine that read images.
         samples_per_step: mean number of training images of all shares together in one step.
-        evaluates_ends: whether an evaluation reads only its first and its last batch.
+        evaluates_ends: whether an evaluation reads only the first and the last batch of the
+            validation set.
     """
 
     evaluates_ends = False

@@ -50,7 +50,10 @@ def restore_random_states(drawn: tuple[Any, Any]) -> bool:
 
 
 def read_device_states(devices: Sequence[torch.device]) -> list[torch.Tensor]:
-    """Return the states of torch's generators of the devices, without waiting for a device."""
+    """Return the state of torch's default generator of each different device.
+
+    No device is waited for, because the host has the states of the generators of GPUs, too.
+    """
     states = []
     for device in dict.fromkeys(devices):
         if device.type == "cuda":

@@ -332,8 +332,8 @@ def _choose_items(
     """Return the indices of the training items that data.fraction keeps.
 
     Raises:
-        RecipeError: data.fold is set, or data.fraction is below 1 and the items do not say their
-            classes without being read.
+        RecipeError: data.fold is set, or data.fraction is below 1 and no attribute of `items` has
+            their classes.
     """
     data = recipe.data
     if data.fold:

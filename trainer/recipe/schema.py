@@ -707,12 +707,12 @@ class Recipe(_Section):
     output: str | None = key(None, "the run folder; null: a new one below runs/", "runs/first")
 
     _name: str = PrivateAttr(default=NAMELESS)
-    # Keys that the user typed, which may have their default values.
+    # The recipe of a new process gets these by its arguments, because YAML has no place for them.
     _typed: tuple[str, ...] = PrivateAttr(default=())
 
     @property
     def typed(self) -> tuple[str, ...]:
-        """Keys that the user typed."""
+        """Keys that the user typed, or passed as keywords, even with their default values."""
         return self._typed
 
     @property

@@ -707,7 +707,7 @@ class Recipe(_Section):
     output: str | None = key(None, "the run folder; null: a new one below runs/", "runs/first")
 
     _name: str = PrivateAttr(default=NAMELESS)
-    # The recipe of a new process gets these by its arguments, because YAML has no place for them.
+    # YAML does not store this, so child ranks get the typed keys as arguments (`format_typed`).
     _typed: tuple[str, ...] = PrivateAttr(default=())
 
     @property

@@ -114,7 +114,7 @@ class ClassTask(Task):
         return best, self.to_probabilities(outputs).gather(1, best)
 
     def _select_named(self, outputs: Tensor) -> Tensor:
-        """Return the outputs that can be predictions."""
+        """Return the outputs of the classes that can be predicted, (N, classes)."""
         return outputs
 
 

@@ -314,7 +314,7 @@ class Trained:
 
         The split is read from the run folder, or drawn again from the seed of the run. If
         `data.root` is not that of the run, and its images are not split, all of them belong to the
-        validation split.
+        validation split, unless data.fold must be drawn again (see `hold_out`).
 
         Raises:
             CheckpointError: The data has other classes than the model.

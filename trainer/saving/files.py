@@ -253,7 +253,7 @@ def report_write_errors(folder: Path, again: str = "resume=auto") -> Iterator[No
 
 
 def write_json(path: Path, content: object, check: Callable[[], None] = lambda: None) -> None:
-    """Write a JSON file with `write_atomically`. NaN and infinity become null."""
+    """Write `content` as JSON with `write_atomically`. NaN and infinity become null."""
     text = json.dumps(without_nan(content), indent=2, allow_nan=False, default=str)
     write_atomically(path, f"{text}\n", check)
 

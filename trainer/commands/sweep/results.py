@@ -183,7 +183,14 @@ def tabulate(
 def draw_conclusion(
     rows: Sequence[TrialFigures], repeats: int, metric: Metric, folds: int = 0
 ) -> list[str]:
-    """Return sentences that say what the results show."""
+    """Return sentences that say what the results show.
+
+    Args:
+        rows: Trials as `tabulate` returns them.
+        repeats: Number of seeds of each trial.
+        metric: Metric of the sweep.
+        folds: Number of folds of each trial; 0 without cross-validation.
+    """
     finished = [row for row in rows if row.status == "done"]
     sentences = [metric.about] if finished else []
     if finished and len(rows) > 1 and metric.name != SPEED:

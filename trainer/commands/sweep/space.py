@@ -208,7 +208,7 @@ class SearchSpace:
         Args:
             source: Name or file of the recipe.
             words: Overrides, lists and ranges.
-            repeats: Runs of each trial with different seeds.
+            repeats: Number of seeds with which each trial runs, in each fold if folds are listed.
             trials: Number of trials to sample. None: `SAMPLED` if there is a range; if only lists
                 vary, nothing is sampled.
             nproc: Value of nproc=; None if it was not given.

@@ -290,7 +290,7 @@ def read_text(error: BaseException) -> str:
 
 
 def read_line(error: BaseException, limit: int | None = None) -> str:
-    """Return the text of an error in one line, cut to `limit` characters unless that is None."""
+    """Return the text of an error in one line, cut to `limit` characters if there is a limit."""
     return " ".join(read_text(error).split())[:limit]
 
 

@@ -147,8 +147,8 @@ def report(
     The file gets a row for the whole split, whose class is empty, and a row for each class.
 
     Args:
-        output: Path from `output=`. If it is None, a SetupError or RecipeError is printed as one
-            line instead of raised.
+        output: Path from `output=`. Without it, a SetupError or RecipeError is printed as one line
+            instead of raised.
         path: Path of the file.
         key: Values of the columns `KEY`, which identify the evaluation.
         metrics: Metrics of the whole split.

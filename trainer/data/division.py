@@ -116,9 +116,9 @@ def add_unused(holdout: str, own_holdout: str, count: int) -> str:
 
 
 def list_strata(recipe: Recipe, targets: Tensor | Array) -> Array:
-    """Return the class of each sample, by which subsets are stratified.
+    """Return the stratum of each sample: its class.
 
-    If a sample may have several classes or none, all samples are one stratum, number 0.
+    If a sample may have several classes or no class, all samples are one stratum, number 0.
     """
     if tasks.find_task_class(recipe).reads == "class" and targets.ndim == 1:
         return np.asarray(targets)

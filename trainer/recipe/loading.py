@@ -260,7 +260,7 @@ def _extended(label: str, tree: Any, path: Path | None) -> list[Layer]:
 
 
 def load_base(recipe: Recipe) -> Recipe:
-    """Return the shipped recipe with the name of `recipe`; if there is none, the defaults."""
+    """Return the shipped recipe with the name of `recipe`, or else the defaults."""
     if recipe.name in shipped_recipes():
         return load(recipe.name)
     return Recipe()

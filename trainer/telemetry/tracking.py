@@ -382,7 +382,7 @@ class Tracker(NullTracker):
         if self._bar is None:
             self.say(text)
             return
-        # If the bar has too little room, drop figures that the rows of the epochs show, too.
+        # If the bar has too little space, drop figures that the rows of the epochs show, too.
         while len(text) + 1 + MIN_BAR > terminal_width() and len(texts) > 3:
             del texts[-2]
             text = "  ".join(texts)

@@ -269,7 +269,7 @@ def train(
         nproc: Number of processes on this machine, for modes with several.
         plugin: Name of a module that registers models, data sets or tasks.
         check: Whether to only check the run: it trains a few steps in a temporary folder, which is
-            removed, and `output` of the result is None. See the guide's page `start`.
+            removed, and the result has no `output`. See the guide's page `start`.
         keywords: Keys of the recipe: `epochs=1`, `optimizer__lr=0.05`, `optimizer={"lr": 0.05}`.
 
     Returns:

@@ -210,9 +210,9 @@ class Extractor:
         """Open the cache of these features on rank 0.
 
         Returns:
-            (home, tensors): the folder of the cache, and its tensors. `tensors` is empty if the
-            cache is missing or damaged, or if this model computes other features. `home` is None
-            if the features cannot be cached, see `hash_run`.
+            (home, tensors): the folder of the cache, or None if the features cannot be cached (see
+            `hash_run`), and its tensors. `tensors` is empty if the cache is missing or damaged, or
+            if this model computes other features.
         """
         recipe = self._resolved.recipe
         digest = hash_run(self._model, self.classifier, self._resolved)

@@ -187,8 +187,8 @@ class SearchSpace:
     Attributes:
         words: Overrides of every trial.
         dimensions: Keys that vary, except data.fold.
-        folds: Listed values of data.fold, with each of which every trial runs; empty if no list
-            was typed.
+        folds: Listed values of data.fold. Every trial runs with each of them. Empty if no list was
+            typed.
         base: Recipe without the values of the dimensions.
         trials: Number of trials to sample; None if every combination is tried.
     """

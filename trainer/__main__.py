@@ -181,7 +181,7 @@ def train(words: Sequence[str]) -> int:
             own = ("nproc=", "max_restarts=", "check=")
             arguments = [word for word in words if not word.startswith(own)]
             if check:
-                # The folder outlives ranks that are killed or started again.
+                # This launcher owns the folder, so it outlives ranks that are killed or restarted.
                 arguments.append(f"check={check}")
             return launching.start(chosen, arguments, launch, restarts)
         launching.load_plugin(options.get("plugin"))

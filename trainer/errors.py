@@ -290,12 +290,12 @@ def read_text(error: BaseException) -> str:
 
 
 def read_line(error: BaseException, limit: int | None = None) -> str:
-    """Return the text of an error as one line of at most `limit` characters."""
+    """Return the text of an error in one line, cut to `limit` characters if there is a limit."""
     return " ".join(read_text(error).split())[:limit]
 
 
 def describe(error: BaseException, limit: int = 200) -> str:
-    """Return the type of an error and, if it has one, its text in one line."""
+    """Return an error in one line: its type, and up to `limit` characters of its text, if any."""
     return f"{type(error).__name__}: {read_line(error, limit)}".removesuffix(": ")
 
 

@@ -24,7 +24,7 @@ SECTION = re.compile(
     re.S | re.M,
 )
 
-# Matches a picture, or a link to another page.
+# An image, or a link to another page of the guide. Links to websites do not match.
 LINK = re.compile(r"!?\[([^\]]*)\]\((?!http)[^)]*\)")
 FOLDER = Path(__file__).parent.parent / "guide"
 # Name of the page that lists all topics. The name is README so that Git hosts show this page below
@@ -73,12 +73,12 @@ def read_page(topic: str) -> str:
 
 
 def format_page(text: str) -> str:
-    """Fit a page of the guide to the terminal. Without a terminal, it stays Markdown."""
+    """Format a page of the guide for the terminal. Without a terminal, return it unchanged."""
     if terminal_width() == sys.maxsize:
         return text
     text = re.sub(r"^<!--.*?-->\n", "", text, flags=re.S | re.M)
     blocks = []
-    # Code stays as it is, so that it can be copied.
+    # Code blocks are not wrapped, so that their commands can be copied.
     for part in re.split(r"(^ *```.*?^ *```$)", text, flags=re.S | re.M):
         if part.strip():
             is_code = part.lstrip().startswith("```")
@@ -87,7 +87,7 @@ def format_page(text: str) -> str:
 
 
 def _format_prose(text: str) -> str:
-    """Fit headings, paragraphs, lists and tables to the terminal, without links between pages."""
+    """Wrap headings, paragraphs, lists and tables. Links between pages become their text."""
     blocks = []
     for block in LINK.sub(r"\1", text).strip("\n").split("\n\n"):
         lines = []
@@ -95,10 +95,10 @@ def _format_prose(text: str) -> str:
             rows = [re.split(r" *(?<!\\)\| *", line)[1:-1] for line in block.splitlines()]
             lines = format_table([rows[0], *rows[2:]])
             if any("\n" in line for line in lines):
-                # Rows of several lines are told apart by empty lines.
+                # If any row has several lines, separate the rows by empty lines.
                 lines = ["\n\n".join(line.rstrip() for line in lines if line)]
         else:
-            # Each paragraph or item of a list becomes one line, and is wrapped again.
+            # Join the lines of each paragraph or list item before wrapping them again.
             for line in re.sub(r"\n(?!- |\d+\. |#)\s*", " ", block).splitlines():
                 _, start, words = re.split(r"^( *(?:- |\d+\. )?)", line, maxsplit=1)
                 lines.append(wrap(start, words))

@@ -69,16 +69,19 @@ def format_classes(names: Sequence[str], columns: Mapping[str, Sequence[float]])
 
 
 def _format_numbers(values: Mapping[str, float]) -> dict[str, str]:
-    """Return the cells of metrics. A metric that is undefined has an empty cell."""
+    """Format metrics as cells of the file. An undefined metric (NaN) has an empty cell."""
     return {name: "" if math.isnan(value) else f"{value:.10g}" for name, value in values.items()}
 
 
 def choose_file(output: str | None, weights: Path) -> tuple[Path, str]:
-    """Return the path of metrics.csv, and the weights as the file names them: relative to it.
+    """Choose the path of metrics.csv.
 
     Args:
         output: Path from `output=`; None for a file in the run folder, or next to the weights.
         weights: Path of the evaluated weights, or of a checkpoint.
+
+    Returns:
+        The path, and the path of the weights relative to its folder, as a row names them.
 
     Raises:
         RecipeError: `output` is a folder.
@@ -92,20 +95,21 @@ def choose_file(output: str | None, weights: Path) -> tuple[Path, str]:
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, str]]) -> None:
-    """Write rows to metrics.csv, and keep the rows of other evaluations that the file has.
+    """Write rows to metrics.csv, and keep the rows of other evaluations in it.
 
-    Other processes that evaluate at the same time wait for each other.
+    A lock on the folder makes several evaluations write one after the other.
 
     Raises:
-        RecipeError: The file is not one of `evaluate`.
+        RecipeError: The existing file was not written by `evaluate`.
         SetupError: The file cannot be written.
+        DiskFullError: The disk is full.
     """
     with report_write_errors(path.parent), wait_for_lock(path.parent):
         write_atomically(path, format_csv(_merge_rows(path, rows)))
 
 
 def _merge_rows(path: Path, rows: Sequence[Mapping[str, str]]) -> list[list[str]]:
-    """Return the table of a file in which `rows` replace those of the same evaluation."""
+    """Return the table of the file `path`, with the rows of this evaluation replaced by `rows`."""
     columns: list[str] = []
     kept: list[Mapping[str, str]] = []
     key = [rows[0][name] for name in KEY]
@@ -140,11 +144,19 @@ def report(
 ) -> None:
     """Print the table of the classes, and write metrics.csv.
 
-    The file gets a row of the whole split without a class, then one of each class. A file that
-    nobody named is left out with a line if it cannot be written.
+    The file gets a row for the whole split, whose class is empty, and a row for each class.
+
+    Args:
+        output: Path from `output=`. Without it, a SetupError or RecipeError is printed as one line
+            instead of raised.
+        path: Path of the file.
+        key: Values of the columns `KEY`, which identify the evaluation.
+        metrics: Metrics of the whole split.
+        names: Names of the classes.
+        columns: One number per class for each metric; empty if the task has no classes.
 
     Raises:
-        RecipeError, SetupError: See `write_rows`.
+        RecipeError, SetupError, DiskFullError: See `write_rows`.
     """
     if columns:
         say("\n".join(format_classes(names, columns)))

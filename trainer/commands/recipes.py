@@ -91,7 +91,7 @@ def commented(name: str, *words: str) -> str:
 
 
 def _line(text: str, comment: str) -> str:
-    # Every line of a comment begins with #, so that the page can be copied into a file.
+    # A wrapped comment has a # on every line, so that the output is valid YAML.
     start = f"{text:{COMMENT_COLUMN}}  # "
     lines = fill(comment, max(40, terminal_width() - COMMENT_COLUMN - 4)).split("\n")
     return start + f"\n{'':{COMMENT_COLUMN}}  # ".join(lines)

@@ -35,8 +35,8 @@ AUTO: dict[str, Any] = {
 class Auto:
     """Automatic augmentation policy of torchvision, seeded for each sample.
 
-    If `recipe.auto` names no policy, images are returned unchanged. Each call seeds torch's CPU
-    generator, so call the object only inside `torch.random.fork_rng(devices=[])`.
+    If `recipe.auto` names no policy, images are returned unchanged. Each call seeds torch's default
+    CPU generator, so call the object only inside `torch.random.fork_rng(devices=[])`.
     """
 
     def __init__(

@@ -170,8 +170,8 @@ def _check_augmentation(recipe: Recipe, data: Datasets) -> None:
 def _open(recipe: Recipe, before: Before) -> Datasets:
     """Open the data set by its name, without checking its targets."""
     data = recipe.data
-    # A run with data.fold does not use the validation split that a data set in memory brings along,
-    # so that split is a test split.
+    # A run with data.fold does not validate on a data set's own validation split, so split=test can
+    # evaluate on it.
     has_test = data.fold is not None and data.name != "synthetic"
     if data.name in OWN_PHOTOS:
         has_test = data.root is not None

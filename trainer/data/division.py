@@ -1,7 +1,7 @@
-"""Division of training images by class: `data.val_fraction`, `data.fold` and `data.fraction`.
+"""Stratified subsets of the training images: `data.val_fraction`, `data.fold`, `data.fraction`.
 
-A hash of an image's name and the seed decides, so the result depends neither on the order of files
-nor on the number of ranks and loader workers.
+Images are drawn by a hash of their name and the seed, so the result depends neither on the order of
+files nor on the number of ranks and loader workers.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from trainer.recipe import Recipe
 
 
 def draw_keys(names: Sequence[str], seed: int) -> Array:
-    """Return a random number for each name, (names,) uint64."""
+    """Hash `seed` and each name to a random number, (names,) uint64."""
     prefix = f"{seed}/".encode()
     keys = []
     for name in names:
@@ -32,9 +32,9 @@ def draw(
 ) -> Array:
     """Draw a fraction of each class.
 
-    Whether an image is drawn depends only on the names of the images of its class, `fraction` and
-    `seed`, not on the order of files or on other classes. A larger fraction draws the same images
-    and more. At least one image of each class is drawn, unless `left_out` forbids it.
+    Which images of a class are drawn depends only on their names, `fraction` and `seed`, not on
+    their order or on other classes. A larger fraction draws the same images and more. At least one
+    image of each class is drawn, unless `left_out` forbids it.
 
     Args:
         names: names of the images.
@@ -64,12 +64,11 @@ def draw_fold(
 ) -> Array:
     """Draw the validation images of a fold of cross-validation.
 
-    The folds are disjoint, and together they have all images. As in scikit-learn's
-    `StratifiedKFold`, their sizes differ by at most one, and so do their numbers of images of a
-    class.
+    The folds are a partition of the images. As in scikit-learn's `StratifiedKFold`, the sizes of
+    the folds differ by at most one, and so do their numbers of images of each class.
 
     Args:
-        recipe: the recipe, whose data.fold names the fold.
+        recipe: the recipe. Its data.fold is "number/count", with numbers from 1.
         names: names of the training images.
         labels: (images,) classes.
 
@@ -92,7 +91,7 @@ def draw_fold(
             f"data.fold={recipe.data.fold}: each fold needs an image of each class, and the class "
             f"of {member} has {smallest}: {remedy}"
         )
-    # Deal the images out to the folds class by class.
+    # Deal the images out to the folds in turn, class by class, in random order within a class.
     keys = draw_keys(names, recipe.seed)
     order = np.lexsort((keys, labels))
     chosen = np.zeros(len(names), bool)
@@ -101,30 +100,33 @@ def draw_fold(
 
 
 def describe_fold(recipe: Recipe, where: str) -> str:
-    """Describe the fold of the training images `where` that a run validates on."""
+    """Describe the fold that a run validates on. `where` describes the training images."""
     return f"fold {recipe.data.fold} of each class of {where}, drawn by seed={recipe.seed}"
 
 
 def add_unused(holdout: str, own_holdout: str, count: int) -> str:
-    """Add to a description of a fold that the data's own validation split is not used.
+    """Add to the description of a fold that the data set's own validation split is unused.
 
     Args:
         holdout: description of the fold.
-        own_holdout: description of the data's own validation split.
+        own_holdout: description of the data set's own validation split.
         count: number of images of that split.
     """
     return f"{holdout}; data.fold leaves {count:,} images unused: {own_holdout}"
 
 
 def list_strata(recipe: Recipe, targets: Tensor | Array) -> Array:
-    """Return the class of each sample; zeros unless each sample has one class."""
+    """Return the stratum of each sample: its class.
+
+    If a sample may have several classes or no class, all samples are one stratum, number 0.
+    """
     if tasks.find_task_class(recipe).reads == "class" and targets.ndim == 1:
         return np.asarray(targets)
     return np.zeros(len(targets), np.int64)
 
 
 def number_samples(targets: Tensor | Array) -> list[str]:
-    """Return a name for each sample of a data set without file names."""
+    """Return a name with the index of each sample, for a data set without file names."""
     return [f"image {row}" for row in range(len(targets))]
 
 
@@ -135,8 +137,8 @@ def keep_fraction(
 
     Args:
         recipe: the recipe.
-        targets: target of each image.
-        names: names of the images; their numbers if there are none.
+        targets: target of each image, (images, ...).
+        names: names of the images; None for a data set without file names.
     """
     strata = list_strata(recipe, targets)
     names = names or number_samples(targets)
@@ -156,7 +158,10 @@ def divide_tensors(
         holdout: description of `val`.
 
     Returns:
-        (train, val, holdout): the two sets and the description of `val` after the division.
+        (train, val, holdout): the two sets to use, and the description of `val`.
+
+    Raises:
+        RecipeError: see `draw_fold`.
     """
     targets = train[1]
     if recipe.data.fold:

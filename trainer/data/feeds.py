@@ -320,7 +320,15 @@ def read_pictures(
     recipe: Recipe,
     samples: Sequence[int],
 ) -> Tensor:
-    """Read validation images as they are evaluated, (n, H, W, 1 or 3) uint8, in this process.
+    """Read validation images as an evaluation crops them, without reader processes.
+
+    Args:
+        datasets: the training and the validation set.
+        recipe: the recipe.
+        samples: n indices in the validation set.
+
+    Returns:
+        The images, (n, H, W, 1 or 3) uint8.
 
     Raises:
         ValueError: an image cannot be read.

@@ -195,7 +195,10 @@ def find_stored_targets(part: Any) -> Tensor | None:
 
 
 def list_classes(part: Any) -> Tensor | None:
-    """Return the class index of each item if the data set has them as an attribute, else None."""
+    """Return the class index of each item, or None if no attribute of the data set has them.
+
+    For a Subset, the class indices are those of its items only.
+    """
     if isinstance(part, Subset):
         targets = list_classes(part.dataset)
         return None if targets is None else targets[as_tensor(part.indices)]

@@ -138,7 +138,8 @@ class Loader:
         datasets: the training and the validation set.
         readers: number of ranks on this machine that read images.
         samples_per_step: mean number of training images of all shares together in one step.
-        evaluates_ends: whether an evaluation reads only its first and its last batch.
+        evaluates_ends: whether an evaluation reads only the first and the last batch of the
+            validation set.
     """
 
     evaluates_ends = False
@@ -405,7 +406,7 @@ class Loader:
     def evaluation_spans(self) -> list[Span]:
         """Range (start, stop) of the validation samples in each batch of this share.
 
-        All shares have the same number of batches.
+        All shares have the same number of batches. With `evaluates_ends`, there are at most two.
         """
         spans = sampling.list_evaluation_spans(
             len(self.datasets.val), self._evaluation_rows, self._share.index
@@ -417,9 +418,10 @@ class Loader:
     def evaluation(self, then: int | None = None) -> Iterator[Batch]:
         """Yield the batches of the validation set, padded to their full shape.
 
-        All shares together evaluate each sample once, in the same number of batches. With
-        data.on_error=skip, `Batch.count` does not include unreadable images. A rank that reads no
-        files cannot know which images are unreadable, so its `Batch.count` includes them.
+        All shares together evaluate each sample once, in the same number of batches, or with
+        `evaluates_ends` only the samples of the first and the last batch. With data.on_error=skip,
+        `Batch.count` does not include unreadable images. A rank that reads no files cannot know
+        which images are unreadable, so its `Batch.count` includes them.
 
         Args:
             then: epoch of the training that follows. Workers read its first batches while the last

@@ -210,7 +210,8 @@ def build_in_memory(
         val: images and targets for validation, in the form of `train`.
         classes: class names.
         known_statistics: (mean, std) of pixels in [0, 1], each with one number per channel of
-            `train`; None to measure them over the images that train.
+            `train`; None to measure them over the training images that data.fold and data.fraction
+            keep.
         holdout: a description of the validation split.
 
     Raises:
@@ -328,10 +329,11 @@ def _choose_items(
     items: Any,
     kind: type[Task],
 ) -> Sequence[int]:
-    """Return the indices of the items that train, with data.fraction.
+    """Return the indices of the training items that data.fraction keeps.
 
     Raises:
-        RecipeError: data.fold is set, or data.fraction and the classes of the items are not known.
+        RecipeError: data.fold is set, or data.fraction is below 1 and no attribute of `items` has
+            their classes.
     """
     data = recipe.data
     if data.fold:
@@ -363,7 +365,7 @@ class UserItems:
         targets: task, names and shape of the targets.
         spec: shape and type of inputs that are not images, else None.
         pixel_range: the recipe's data.pixel_range.
-        rows: index in `items` of each sample.
+        rows: index in `items` of each sample, see `_choose_items`.
         by_value: whether to pickle classes by value, because other processes cannot import them.
     """
 

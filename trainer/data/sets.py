@@ -156,16 +156,19 @@ class DataShare:
     numbers: tuple[float, ...] = ()
 
     def count_rows(self, recipe: Recipe, accumulate: int | None = None) -> list[int]:
-        """Return the number of images of a micro-batch of each share.
+        """Return the number of images that each share has in a micro-batch.
 
         Args:
             recipe: the recipe of the run.
-            accumulate: number of micro-batches; the recipe's by default.
+            accumulate: number of micro-batches per step; None for that of the recipe.
         """
         return count_rows(recipe, self.count, accumulate, self.numbers)
 
     def compute_span(self, recipe: Recipe, samples: int) -> Span:
-        """Return the (start, stop) of this share of an epoch, with `every_sample`."""
+        """Return the (start, stop) of this share in an epoch of `samples` samples.
+
+        Only for shares with `every_sample`.
+        """
         rows = self.count_rows(recipe) if self.numbers else ()
         return compute_span(samples, self.index, self.count, rows)
 

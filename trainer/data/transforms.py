@@ -41,7 +41,8 @@ TRIES = 8
 class Transforms:
     """Transforms of a batch of samples.
 
-    Calls seed torch's CPU generator, so they must be inside `torch.random.fork_rng(devices=[])`.
+    Each call seeds torch's default CPU generator, so call the object only inside
+    `torch.random.fork_rng(devices=[])`.
     """
 
     def __init__(

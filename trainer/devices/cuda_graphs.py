@@ -51,7 +51,10 @@ def restore_random_states(drawn: tuple[Any, Any]) -> bool:
 
 
 def read_device_states(devices: Sequence[torch.device]) -> list[torch.Tensor]:
-    """Return the states of torch's generators of the devices, without waiting for a device."""
+    """Return the state of torch's default generator of each device; repeated devices count once.
+
+    This does not wait for a device, because the host has the states of CUDA generators, too.
+    """
     states = []
     for device in dict.fromkeys(devices):
         if device.type == "cuda":
@@ -62,6 +65,7 @@ def read_device_states(devices: Sequence[torch.device]) -> list[torch.Tensor]:
 
 
 def set_device_states(devices: Sequence[torch.device], states: Sequence[torch.Tensor]) -> None:
+    """Restore the states that `read_device_states` has returned for the same devices."""
     for device, state in zip(dict.fromkeys(devices), states, strict=True):
         if device.type == "cuda":
             torch.cuda.set_rng_state(state, device)

@@ -43,7 +43,7 @@ def check_card(device: torch.device, count: int) -> None:
         remedy = f"leave it out with devices=[{','.join(others)}]"
     name = str(device)
     try:
-        # torch prints long warnings about a GPU that it does not support.
+        # torch prints long warnings about an unsupported GPU. The error below is one line.
         with warnings.catch_warnings(action="ignore"):
             name = f"{device} ({torch.cuda.get_device_name(device)})"
         total = int(torch.arange(4096, device=device).sum())

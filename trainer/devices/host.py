@@ -64,9 +64,10 @@ def memory_limit() -> int | None:
 
 
 def _iterate_limits() -> Iterator[tuple[Path, int]]:
-    """Yield the directories and limits of this process's control groups (cgroup v1 and v2).
+    """Yield the directory and the memory limit in bytes of this process's control groups.
 
-    A group without a memory limit, in bytes, is left out.
+    Groups without a limit are left out. Both versions of control groups (cgroup v1 and v2) are
+    read.
     """
     # Always include the root directories: in a container, they contain the files of the process's
     # own group.

@@ -37,7 +37,7 @@ def train_in_children(
         nproc: value of the argument nproc=, if any.
         modules: contents of Python files by file name, which ranks can import. One of them may be
             the module `plugin`.
-        check: folder of a run with check=true, or None.
+        check: temporary run folder of a run with check=true; None for any other run.
 
     Returns:
         The contents of the run's result.json.

@@ -49,7 +49,7 @@ def forget_memory(devices: Sequence[torch.device]) -> None:
 
 
 def release_garbage() -> None:
-    """Release the memory of reference cycles, on GPUs too."""
+    """Collect reference cycles, and return the unused memory that torch caches to the GPUs."""
     gc.collect()
     torch.cuda.empty_cache()
 

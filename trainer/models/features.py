@@ -11,28 +11,28 @@ from torch import Tensor, nn
 
 @contextmanager
 def record_features(model: nn.Module, outputs: int) -> Iterator[list[Tensor]]:
-    """Record the input of the classifier while `model` runs inside this context.
+    """Record the input of the classifier of `model` in each forward pass inside this context.
 
-    The classifier is the last linear or convolutional layer to run that has as many outputs as the
-    model. Hooks find it, because the order of a model's attributes may differ from that of its
-    layers.
+    The classifier is the `nn.Linear` or `nn.Conv2d` with as many outputs as the model that runs
+    last. Hooks find it, because modules may be registered in another order than they run.
 
     Args:
         model: Any model.
-        outputs: Number of its outputs.
+        outputs: Number of outputs of `model`.
 
     Yields:
-        A list that holds the input (N, ...) of the classifier after each pass.
+        A list of one tensor after a pass: the input of the classifier, (N, ..., F) of a linear
+        layer, or (N, F) of a convolution. The list stays empty if there is no classifier.
     """
     inputs = list[Tensor]()
     thread = threading.get_ident()
 
     def record(layer: nn.Module, arguments: tuple[Any, ...]) -> None:
-        # Another thread of the user's program may run the same model at the same time.
+        # Ignore another thread of the user's program that runs the same model at the same time.
         if threading.get_ident() != thread:
             return
         rows: Tensor = arguments[0]
-        # A convolution classifies each position, and the model averages the results.
+        # A convolution classifies each position, and the model averages over the positions.
         inputs[:] = [rows.mean((2, 3)) if isinstance(layer, nn.Conv2d) else rows]
 
     with ExitStack() as stack:
@@ -46,13 +46,13 @@ def record_features(model: nn.Module, outputs: int) -> Iterator[list[Tensor]]:
 def find_classifier(
     model: nn.Module, images: Tensor, outputs: int, run: Callable[[nn.Module, Tensor], Tensor]
 ) -> str:
-    """Return the name of the linear layer whose outputs are those of the model, or "".
+    """Return the name of the linear layer that computes the outputs of the model, or "".
 
     Args:
         model: The model, in evaluation mode.
         images: Inputs (N, ...) of the model.
-        outputs: Number of its outputs.
-        run: Runs a module on its inputs, in the precision of the run.
+        outputs: Number of outputs of `model`.
+        run: Function that calls a module with an input, in the precision of the run.
     """
     with torch.no_grad(), record_features(model, outputs) as recorded:
         expected = run(model, images)
@@ -71,10 +71,10 @@ def find_classifier(
 
 
 class Head(nn.Module):
-    """The last layer of a model, which computes the outputs from features.
+    """A model whose forward pass runs only its classifier, on features.
 
-    The modules and tensors are those of the whole model and have its names. So the mode trains,
-    checkpoints contain, and weights files contain the whole model.
+    It shares all submodules, parameters and buffers with the whole model, under the same names. So
+    modes, checkpoints and weights files treat it as the whole model.
     """
 
     def __init__(self, model: nn.Module, classifier: str) -> None:
@@ -84,6 +84,6 @@ class Head(nn.Module):
         self._classifier = classifier
 
     def forward(self, features: Tensor) -> Tensor:
-        """(N, F) -> (N, outputs)."""
+        """Map features (N, F) to outputs (N, outputs)."""
         out: Tensor = self.get_submodule(self._classifier)(features)
         return out

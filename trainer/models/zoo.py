@@ -498,10 +498,14 @@ def _read_class_names(metadata: Mapping[str, str]) -> list[str]:
 
 
 def _read_stored_section(path: Path) -> Mapping[str, Any]:
-    """Return the section `model` of the recipe of stored weights; empty without a recipe."""
+    """Return the section `model` of the recipe of stored weights; empty without a recipe.
+
+    Args:
+        path: Path of a weights file, or of a checkpoint in its run folder.
+    """
     section = _read_model_section(read_metadata(path))
-    # A checkpoint has no metadata until its run has written the first weights file. Until then, the
-    # recipe is read from the run folder.
+    # The metadata of a checkpoint come from a weights file of its run. Before the run has written
+    # one, read the recipe from the run folder.
     if not section and path.is_dir():
         section = recipes.load(str(path.absolute().parents[1])).to_dict()["model"]
     return section

@@ -22,11 +22,11 @@ BOLD = "1"
 DIM = "2"
 RED = "31"
 GREEN = "1;32"
-# Function that prints a line, as `say` does.
+# Type of a function that prints a line, such as `say`.
 Say = Callable[[str], None]
-# Minimum number of characters of a line of text next to a column.
+# Minimum width in characters of the last column of a wrapped line.
 MIN_TEXT = 30
-# Beginnings of commands. A line that contains one is not broken, so that it can be copied.
+# Beginnings of commands. A line that contains one is not wrapped, so that it can be copied.
 COMMANDS = ("python -m trainer", "pip install ", "torchrun ", "./launch.sh ")
 # Default number of seconds after which `explain_delay` prints.
 PATIENCE = 5.0
@@ -67,11 +67,11 @@ def terminal_width() -> int:
 
 
 def fill(text: str, width: int, start: str = "", indent: int = 0) -> str:
-    """Wrap `text` between words. Long words such as paths are whole, so that they can be copied.
+    """Wrap `text` between words. Long words, such as paths, stay whole, so that they can be copied.
 
     Args:
         text: A text without line breaks.
-        width: Maximum width of a line.
+        width: Maximum width of a line in characters, except for lines of a single long word.
         start: Beginning of the first line.
         indent: Number of spaces at the beginning of all other lines.
     """
@@ -86,10 +86,11 @@ def fill(text: str, width: int, start: str = "", indent: int = 0) -> str:
 
 
 def fit(text: str) -> str:
-    """Break lines that are wider than the terminal.
+    """Wrap the lines of `text` that are wider than the terminal.
 
-    A line continues below its last column: after the last two spaces in its first two thirds, if
-    there is room for a few words. Lines with a command stay whole, so that it can be copied.
+    Continuation lines are aligned with the last column of the line, which starts after the last
+    double space in the first two thirds of the terminal. If the column is narrower than
+    `MIN_TEXT`, they are indented by 4 spaces. Lines that contain a command are not wrapped.
     """
     width = terminal_width()
     lines = []

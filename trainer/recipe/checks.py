@@ -68,7 +68,8 @@ OPTIONS = {
     "recompute": ("recompute", True),
     "shares": ("shares", "auto"),
 }
-# Keys and sections that act on images or on other layers than the last.
+# Keys and sections that model.probe=true excludes: they act on images, or on layers before the last
+# one.
 NOT_PROBED = {
     "augment",
     "data.train_size",
@@ -308,7 +309,7 @@ def _refuse(recipe: Recipe, refuses: Mapping[str, str]) -> None:
 
 
 def _check_probe(recipe: Recipe) -> None:
-    """Raise RecipeError if a key would have no effect on the training of the last layer."""
+    """Raise RecipeError if any key of `NOT_PROBED` differs from its default and would act."""
     changes = compare_recipes(Recipe(), recipe)
     idle_keys = [key for key, *_ in find_idle(flatten(recipe.to_dict()), changes)]
     arguments = []

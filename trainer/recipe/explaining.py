@@ -84,7 +84,7 @@ _THEIRS = {
     "output": "output_dir save_dir",
 }
 OTHER_NAMES = {name: ours for ours, names in _THEIRS.items() for name in names.split()}
-# Names of settings in other libraries that no key of ours can replace. The guide's page `port`
+# Settings of other libraries that have no key of the same meaning here. The guide's page `port`
 # explains each.
 _WITHOUT_KEY = (
     "per_device_train_batch_size per_device_eval_batch_size per_gpu_batch_size batch_size_per_gpu "

@@ -14,7 +14,7 @@ LARGEST_SIDE = 2**14
 MOST_CHANNELS = 64
 # Seconds of each unit of a duration.
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-# Regular expression of data.fold.
+# Regular expression of data.fold: number and count of folds, as in 1/5.
 FOLD = r"([1-9]\d{0,5})/([1-9]\d{0,5})"
 # Regular expression of a device's name.
 DEVICE = r"cpu|cuda(:\d{1,3})?"

@@ -140,12 +140,12 @@ def timm_models() -> Sequence[str]:
 
 @cache
 def find_in_source(package: str, files: str, pattern: str) -> Sequence[str]:
-    """Return what matches in the source of a package; empty if the package is not installed.
+    """Return all matches in the source of a package; empty if the package is not installed.
 
     Args:
         package: name of the package.
-        files: pattern of the files' paths in the package.
-        pattern: regular expression. If it has a group, the text of the group is returned.
+        files: glob pattern of the paths of the files, relative to the package.
+        pattern: multi-line regular expression. If it has a group, a match is the text of the group.
     """
     spec = find_spec(package)
     if spec is None:

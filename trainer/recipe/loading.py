@@ -90,7 +90,7 @@ def notes_on_idle(recipe: Source = None, *words: str, **keywords: Any) -> list[s
     values = flatten(load(recipe, *words, **keywords).to_dict())
     own_keys = [key for key, label in sources.items() if label not in shipped_recipes()]
     idle_keys = [*find_idle(values, own_keys)]
-    # A recipe removes the published weights if it starts from others.
+    # Validation sets model.weights to null if model.init_from is set. Report the value before that.
     weights = flatten(_joined(layers)).get("model.weights")
     if "model.weights" in own_keys and weights != values["model.weights"]:
         values["model.weights"] = weights
@@ -260,7 +260,7 @@ def _extended(label: str, tree: Any, path: Path | None) -> list[Layer]:
 
 
 def load_base(recipe: Recipe) -> Recipe:
-    """Return the shipped recipe from which `recipe` has its name, or else the defaults."""
+    """Return the shipped recipe with the name of `recipe`, or else the defaults."""
     if recipe.name in shipped_recipes():
         return load(recipe.name)
     return Recipe()
@@ -280,10 +280,10 @@ def format_arguments(recipe: Recipe) -> list[str]:
 
 
 def find_own_values(recipe: Recipe) -> dict[str, Any]:
-    """Return the keys that the user has set, with their values, to compare runs with each other.
+    """Return the keys that the user has set, with their values, for a comparison of runs.
 
-    These are the keys that were typed, and those in which a file of the user differs from the
-    defaults. Keys that say only where a run writes, and what it prints, are left out.
+    The result has the keys that were typed, and those whose value differs from `load_base`. The
+    keys `output`, `resume` and `logging.*`, which do not change the training, are left out.
     """
     values = flatten(recipe.to_dict())
     changed = _find_changes(recipe)
@@ -296,13 +296,13 @@ def find_own_values(recipe: Recipe) -> dict[str, Any]:
 
 
 def format_typed(recipe: Recipe) -> list[str]:
-    """Return the typed ones of `find_own_values` as arguments, which another process can load."""
+    """Return the typed keys among `find_own_values` as arguments `key=value`."""
     own = find_own_values(recipe)
     return [format_argument(key, own[key]) for key in own if key in recipe.typed]
 
 
 def _find_changes(recipe: Recipe) -> dict[str, Any]:
-    """Return the values in which a recipe differs from the shipped recipe, or else the defaults."""
+    """Return the keys whose values differ from `load_base`, with the values of `recipe`."""
     changes = compare_recipes(load_base(recipe), recipe)
     return {key: value for key, (_, value) in changes.items()}
 

@@ -1,4 +1,4 @@
-"""Properties of keys: defaults, types, and what a resumed run may change."""
+"""Properties of keys: default, type, and whether a resumed run may change the value."""
 
 import functools
 import math

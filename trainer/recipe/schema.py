@@ -707,12 +707,12 @@ class Recipe(_Section):
     output: str | None = key(None, "the run folder; null: a new one below runs/", "runs/first")
 
     _name: str = PrivateAttr(default=NAMELESS)
-    # Keys that the user typed, which may have their default values.
+    # YAML does not store this, so child ranks get the typed keys as arguments (`format_typed`).
     _typed: tuple[str, ...] = PrivateAttr(default=())
 
     @property
     def typed(self) -> tuple[str, ...]:
-        """Keys that the user typed."""
+        """Keys that the user typed, or passed as keywords, even with their default values."""
         return self._typed
 
     @property

@@ -10,7 +10,7 @@ from trainer.recipe.text import find_nearest
 # A transform as in the recipe: its name, or a mapping from its name to its arguments.
 TypedTransform = str | dict[str, Any]
 
-# What to do instead of classes of torchvision.transforms.v2 -> their names.
+# What to do instead -> names of the classes of torchvision.transforms.v2 that it replaces.
 _INSTEAD = {
     "type augment.cutmix=1.0": "CutMix",
     "type augment.mixup=0.2": "MixUp",
@@ -34,7 +34,7 @@ _INSTEAD = {
         "SanitizeBoundingBoxes SanitizeKeyPoints SetClampingMode UniformTemporalSubsample"
     ),
 }
-# Classes of torchvision.transforms.v2 that are refused, with what to do instead.
+# Name of each refused class of torchvision.transforms.v2 -> what to do instead.
 REFUSED: dict[str, str] = {}
 for _advice, _names in _INSTEAD.items():
     REFUSED |= dict.fromkeys(_names.split(), _advice)

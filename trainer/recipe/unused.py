@@ -1,7 +1,7 @@
-"""Keys without effect: the values of other keys that cause it, and the sentence that reports them.
+"""Keys without effect: which values of other keys disable them, and the sentence that reports it.
 
-A run prints one line `unused: ...` for each such key. What only a run knows, such as its number of
-processes, is in `trainer.training.banner.list_unused`.
+A run prints one line `unused: ...` for each such key. `trainer.training.banner.list_unused` adds
+the keys that are unused for reasons that only a run knows, such as its number of processes.
 """
 
 import math
@@ -14,7 +14,7 @@ from trainer.recipe.reflection import choices, defaults
 from trainer.recipe.schema import TABLES, is_read, key_fields, readers
 from trainer.recipe.text import format_yaml
 
-# Stands for any value of a key but null.
+# Stands for any value of a key except null.
 SET = "set"
 NAMES = {"mode": MODES, "data.name": DATASETS, "task.name": tuple(TASKS)}
 IN_MEMORY = "digits|mnist|fashion_mnist|cifar10|cifar100"
@@ -22,9 +22,10 @@ PHOTOS = "|".join(OWN_PHOTOS)
 NOT_PIPELINE = "|".join(mode for mode, traits in TRAITS.items() if not traits.micro_batches)
 
 
-# Rows (keys or sections, causes): the keys have no effect in training if each of the other keys in
-# `causes` has one of the values after it, as they are typed. The message names the first of them.
-# A plugin's data set or task may read any key, so its name is never among the values.
+# Rows (keys or sections, causes), both separated by spaces. A cause is "key:value|value|...", with
+# values as they are typed. The keys have no effect in training if every cause applies. The message
+# names the key of the first cause. A plugin's data set or task may read any key, so its name is
+# never among the values.
 IDLE = [
     ("augment.crop_padding", "augment.crop:none|resized"),
     ("augment.crop_scale", "augment.crop:none|pad"),
@@ -66,8 +67,8 @@ def describe_unused(argument: str, cause: str, remedy: str = "") -> str:
 
     Args:
         argument: `key=value`.
-        cause: what makes it ineffective, after "with".
-        remedy: what to type instead to let the key act, if anything.
+        cause: phrase that follows "does nothing with", such as "1 process".
+        remedy: what to type so that the argument has an effect; "" if nothing can be typed.
     """
     alternative = ""
     if remedy:
@@ -83,7 +84,7 @@ def find_unread(values: Mapping[str, Any], keys: Iterable[str]) -> Iterator[tupl
         keys: keys to check.
 
     Yields:
-        A key, and the key that chooses the optimizer or schedule.
+        A key, and the key that names the optimizer or schedule.
     """
     for key in keys:
         chooser = f"{key.partition('.')[0]}.name"
@@ -99,14 +100,14 @@ def find_idle(values: Mapping[str, Any], keys: Iterable[str]) -> Iterator[tuple[
         keys: keys to check.
 
     Yields:
-        A key, the key whose value makes it have no effect, and what to type to let it act.
+        A key, the key whose value disables it, and what to type so that it has an effect.
     """
     changed = [key for key in keys if key in values and values[key] != defaults()[key]]
     for key, chooser in find_unread(values, changed):
         section, _, field = key.partition(".")
         remedy = _join(chooser, readers(key))
         row = TABLES[section].get(values[chooser])
-        # The class of such an optimizer may have an argument of this name.
+        # The class of an optimizer without listed keys may have a parameter of this name.
         if section == "optimizer" and (row is None or not row.keys):
             remedy += f"; its class may accept optimizer.args.{field}="
         yield key, chooser, remedy
@@ -117,7 +118,7 @@ def find_idle(values: Mapping[str, Any], keys: Iterable[str]) -> Iterator[tuple[
 
 
 def _find_cause(key: str, values: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the key that makes `key` ineffective, and what to type; None if it acts."""
+    """Return the key whose value disables `key`, and what to type; None if no row applies."""
     for keys, text in IDLE:
         if {key, key.partition(".")[0]}.isdisjoint(keys.split()):
             continue
@@ -135,7 +136,7 @@ def _has(value: Any, names: str) -> bool:
 
 
 def _format_remedy(chooser: str, idle_names: str) -> str:
-    """Return the arguments with which keys act that do not with the values `idle_names`."""
+    """Return what to type so that `chooser` has none of the values `idle_names` of a cause."""
     if idle_names == SET:
         return f"{chooser}=null"
     names = NAMES.get(chooser) or choices().get(chooser, ())
@@ -150,7 +151,7 @@ def _join(chooser: str, names: Iterable[str]) -> str:
 
 
 def _find_last_epoch(key: str, values: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return what `_find_cause` returns, if the run ends before `key` acts for the first time."""
+    """Return "epochs" and what to type if the run ends before `key` acts first; else None."""
     first_epoch = None
     schedule = values["schedule.name"]
     if key == "stop.patience":

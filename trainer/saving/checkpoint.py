@@ -304,7 +304,8 @@ def prune(
         elif path == fresh or _is_good(path):
             good_count += 1
     ranks = {}
-    # The sort is stable, so the older one of two equally good checkpoints comes first.
+    # Rank from the oldest to the newest: the sort is stable, so the older one of two equally good
+    # checkpoints comes first.
     for path in reversed(paths if top_k else ()):
         with suppress(CheckpointError):
             value = rank(_verify(path))
@@ -529,7 +530,7 @@ def parse_manifest(path: Path, raw: bytes) -> Manifest:
 
 @contextmanager
 def open_limited(path: Path, limit: int) -> Iterator[BufferedReader]:
-    """Open a regular file of at most `limit` bytes, and yield it.
+    """Open a regular file of at most `limit` bytes within this block.
 
     Raises:
         CheckpointError: the file is missing, too large or unreadable.

@@ -102,6 +102,10 @@ def format_csv(rows: Iterable[Sequence[Any]]) -> str:
 def open_regular(path: str | bytes | Path, limit: float = math.inf) -> BufferedReader:
     """Open a regular file for reading. A pipe or a device raises instead of blocking.
 
+    Args:
+        path: path of the file.
+        limit: maximum size in bytes.
+
     Raises:
         OSError: the file cannot be opened, is not a regular file, or has more than `limit` bytes.
     """
@@ -210,9 +214,9 @@ def remove(path: Path) -> None:
 
 
 def measure_size(folder: Path) -> int:
-    """Return the size of all files in a folder and its subfolders, in bytes.
+    """Return the total size in bytes of all files in a folder and its subfolders.
 
-    Links are not followed. A file that is removed meanwhile does not count.
+    Symbolic links are not followed. Files that are removed meanwhile do not count.
     """
     size = 0
     for parent, _, names in os.walk(folder):
@@ -249,7 +253,7 @@ def report_write_errors(folder: Path, again: str = "resume=auto") -> Iterator[No
 
 
 def write_json(path: Path, content: object, check: Callable[[], None] = lambda: None) -> None:
-    """Write a JSON file with `write_atomically`. NaN and infinity become null."""
+    """Write `content` as JSON with `write_atomically`. NaN and infinity become null."""
     text = json.dumps(without_nan(content), indent=2, allow_nan=False, default=str)
     write_atomically(path, f"{text}\n", check)
 

@@ -118,7 +118,7 @@ def wait_for_lock(folder: Path, name: str = "") -> Iterator[None]:
 
     Args:
         folder: path of the folder.
-        name: name of the lock file in the folder; if empty, the folder itself is locked.
+        name: name of the lock file in the folder; "" to lock the folder itself.
 
     Raises:
         OSError: the folder or the lock file cannot be created.

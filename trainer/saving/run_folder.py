@@ -40,9 +40,9 @@ from trainer.saving.journal import JOURNAL
 CHOSEN = ("image_size", "channels", "mean", "std", "cache_format", "cache_size")
 # The lock file contains the signature of the job that owns the folder, or owned it last.
 LOCK = ".lock"
-# File of the settings that a run has tuned.
+# File of the settings that a run has tuned, see `RunFolder.write_tuned`.
 TUNED = "tuning.json"
-# Start of the name of the temporary run folder of check=true.
+# Prefix of the name of the temporary run folder of check=true.
 CHECK = ".check-"
 # Patterns of the files that a run may write before it saves anything. If a run ended without saving
 # anything, they are removed when the next run starts in the same folder.
@@ -145,8 +145,7 @@ class RunFolder(NullFolder):
         is_restarted = is_this_job(owner)
         # Files are removed only if a run has owned the folder. Otherwise the user wrote them.
         if owner and not is_restarted and not self._has_saved():
-            # With resume=auto, the next run is a further attempt of the same run, so the journal is
-            # kept.
+            # With resume=auto, the next run is another attempt of this one, so keep the journal.
             patterns = WRITTEN if recipe.resume else (*WRITTEN, JOURNAL)
             for pattern in patterns:
                 for path in self.path.glob(pattern):
@@ -259,7 +258,7 @@ class RunFolder(NullFolder):
         if recipe.model.init_from is not None and recipe.model.weights is None:
             self.resolved_keys["model__weights"] = before.model.weights
         if recipe.model.init_from is not None:
-            # The run has added the arguments of the model that it started from.
+            # The stored recipe also has the arguments of the model that the run started from.
             self.resolved_keys["model__args"] = before.model.args | recipe.model.args
         if not recipe.schedule.restarts:
             self.resolved_keys["schedule__restart"] = before.schedule.restart
@@ -309,7 +308,12 @@ class RunFolder(NullFolder):
         write_json(self.path / "result.json", result, self.check)
 
     def read(self, name: str, warn: Say) -> Json:
-        """Read a JSON file of the previous attempt. Return {} if it is missing or damaged."""
+        """Read a JSON file of the previous attempt. Return {} if it is missing or damaged.
+
+        Args:
+            name: name of the file in the run folder.
+            warn: called with one line about a damaged file.
+        """
         return read_json_or_empty(self.path / name, warn)
 
     def write_tuned(self, tuned: Mapping[str, Any]) -> None:
@@ -408,19 +412,21 @@ def fresh_folder(recipe: Recipe) -> Path:
 def open_check_folder(recipe: Recipe, typed: str | None) -> Iterator[Path | None]:
     """Create the run folder of a run with check=true, and remove it at the end of this block.
 
-    The folder is on the disk of `output`, in it or in the nearest folder above that exists.
+    The folder is created in `output` if it exists, or else in its nearest existing parent, so that
+    it is on the same disk.
 
     Args:
         recipe: recipe of the run.
-        typed: value of check=: "true", "false", None, or the folder, which our launcher has
-            created.
+        typed: value of the argument check: "true", "false", or None if it was not typed. A rank
+            that our launcher started gets the path of the folder, which the launcher created and
+            removes.
 
     Yields:
-        The folder, or None without a check. The ranks of a user's torchrun have one each, of which
-        the run uses that of rank 0.
+        The folder, or None without a check. If a user starts the ranks with torchrun, each rank
+        creates a folder, and the run uses that of rank 0.
 
     Raises:
-        RecipeError: `typed` is another value.
+        RecipeError: `typed` has another value.
         DiskFullError, SetupError: the folder cannot be created.
     """
     if typed in (None, "false"):
@@ -443,5 +449,5 @@ def open_check_folder(recipe: Recipe, typed: str | None) -> Iterator[Path | None
 
 
 def is_check_folder(path: Path | None) -> bool:
-    """Return whether a run folder is that of a run with check=true, which is removed."""
+    """Return whether `path` is the temporary run folder of a run with check=true."""
     return path is not None and path.name.startswith(CHECK)

@@ -191,8 +191,9 @@ class Saver:
     def _write(self, save: Save) -> None:
         """Write the files of this rank. Rank 0 completes the save when all others have written.
 
-        To complete the save, the weights files are written. If `save.sealed` is true, the draft is
-        then sealed and older checkpoints are removed. Otherwise, the draft is removed.
+        Without a draft, only the weights files are written. With a draft, rank 0 completes the save
+        by writing the weights files. If `save.sealed` is true, it then seals the draft and removes
+        older checkpoints. Otherwise, it removes the draft.
         """
         draft = save.draft
         if draft is None:

@@ -124,7 +124,7 @@ class _Table(AppendFile):
         Args:
             path: path of the file.
             columns: columns of a new file.
-            fixed: columns of every such file; empty if its first line has them.
+            fixed: columns that every file of this kind has; empty to read them from its first line.
             last_step: step of the checkpoint that is resumed, or 0.
             warn: called with one line about damage.
         """
@@ -177,7 +177,7 @@ class EpochsFile(_Table):
     """
 
     def __init__(self, folder: Path, last_step: int, warn: Say = lambda line: None) -> None:
-        """Create the file as `StepsFile` does, where `last_step` is the last evaluated step."""
+        """Create the file as `StepsFile` does. `last_step` is the last evaluated step to keep."""
         super().__init__(folder / "epochs.csv", EPOCH_COLUMNS, (), last_step, warn)
         self._last_step = last_step
 

@@ -100,7 +100,7 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             if is_checkpoint(path):
                 state = load(path)
                 averages = state.part("ema")
-                # If there are averages, they replace the model's tensors of the same names.
+                # The moving averages, if any, replace the model's tensors of the same names.
                 stored = state.part("model") | averages
                 metadata = {
                     "format": "pt",

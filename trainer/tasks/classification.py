@@ -42,7 +42,7 @@ class ClassTask(Task):
 
     larger_is_better = True
     mixes = True
-    # Metrics besides the loss that `metrics` returns.
+    # Names of the metrics that `metrics` returns in addition to the loss.
     _computed: ClassVar[tuple[str, ...]]
 
     def __init__(
@@ -103,17 +103,18 @@ class ClassTask(Task):
         return {"loss": sums["loss"].item() / count, **compute(self._computed, inputs)}
 
     def ranked(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the most probable classes and the probability of each.
+        """Return the most probable classes and their probabilities, at most TOP_CLASSES each.
 
-        Equal outputs keep their order, so the first class is the `argmax`.
+        Of equal outputs, the class with the lower index comes first, so the first class is the
+        `argmax`.
         """
-        # topk does not keep the order of equal values.
+        # topk returns equal values in no defined order.
         order = self._select_named(outputs).sort(dim=1, descending=True, stable=True).indices
         best = order[:, :TOP_CLASSES]
         return best, self.to_probabilities(outputs).gather(1, best)
 
     def _select_named(self, outputs: Tensor) -> Tensor:
-        """Return the outputs that can be predictions."""
+        """Return the outputs of the classes that can be predicted, (N, classes)."""
         return outputs
 
 
@@ -197,10 +198,11 @@ class Classification(ClassTask):
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Sum the cross-entropy without smoothing and weights, and count correct predictions.
 
-        `actual` (outputs,) counts the samples of each class, `predicted` (outputs,) how often each
-        class is the prediction, and `correct` (outputs,) how often it is so rightly. `ranks`
-        (outputs + 1,) counts the ranks of the labels. `calibration` (BINS,) sums the differences
-        between hit (0 or 1) and highest probability over the samples of each bin.
+        `actual` (outputs,) counts the samples of each class, `predicted` (outputs,) counts the
+        predictions of each class, and `correct` (outputs,) those that are right. `ranks`
+        (outputs + 1,) counts the samples by the position of their label among the predictions, 0
+        for a right prediction. `calibration` (BINS,) sums the differences between hit (0 or 1) and
+        highest probability over the samples of each bin.
         """
         label_logits = outputs.gather(1, targets[:, None])
         indices = torch.arange(outputs.shape[1], device=outputs.device)
@@ -223,7 +225,7 @@ class Classification(ClassTask):
             "actual": zeros.index_add(0, targets, ones),
             "predicted": zeros.index_add(0, outputs.argmax(1), ones),
             "correct": zeros.index_add(0, targets, is_hit.long()),
-            # With NaN among the outputs, the rank of a label may be the number of classes.
+            # If the output of the label itself is NaN, its rank is the number of classes.
             "ranks": pad(zeros, (0, 1)).index_add(0, rank, ones),
             # `index_add` of floats would add in another order in each run on a GPU.
             "calibration": (one_hot(bins, BINS) * gaps[:, None]).sum(0),

@@ -24,7 +24,7 @@ from trainer.recipe.text import format_value
 # Names that a metric cannot have, because result.json has other values at `val_samples` and
 # `best_epoch`.
 RESERVED = ("samples", "epoch")
-# Totals of `Task.sums` by name: float64 tensors on the CPU.
+# `Task.sums`, totaled over all samples, by name: float64 tensors on the CPU.
 Sums = Mapping[str, Tensor]
 
 

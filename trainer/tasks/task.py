@@ -36,7 +36,7 @@ class Task:
         fractions: names of metrics that are not in the table `METRICS` and are shown in percent.
         mixes: True if mixup and cutmix can mix the targets, see `shares`.
         uses: keys of the recipe's section `loss` that the method `loss` of this class reads. A
-            run reports the other keys of the section as unused.
+            run reports the other keys as unused if they were typed.
         measured: names of the metrics that are computed in addition to those of `metrics`, see
             `choose_metrics`.
         hidden: names of the metrics that are written to files and not shown.
@@ -61,7 +61,7 @@ class Task:
         names: Sequence[str],
         targets: Tensor | None = None,
     ) -> None:
-        """Store the recipe and the names.
+        """Store the recipe and the names. Subclasses may read `targets`.
 
         Args:
             recipe: the whole recipe.
@@ -74,7 +74,7 @@ class Task:
 
     @classmethod
     def uses_key(cls, key: str) -> bool:
-        """Return whether the method `loss` reads a key of the recipe's section `loss`."""
+        """Return whether the method `loss` reads the key `loss.<key>` of the recipe."""
         # A subclass with its own `loss` does not inherit `uses`, because its loss may ignore keys.
         loss_class = next(kind for kind in cls.__mro__ if "loss" in vars(kind))
         return key in vars(loss_class).get("uses", ())
@@ -308,7 +308,7 @@ class Task:
         typed = self.recipe.task
         first = ("loss", typed.metric, *(typed.metrics or ()))
         names = [name for name in first if name in metrics]
-        # The table may have a metric of another task under a name that this class uses.
+        # The table may have another metric under the name of a metric that this class computes.
         own_names = {*self.metric_names()} - self.list_traits().keys()
         texts = {}
         for name in dict.fromkeys([*names, *metrics]):

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 Curve = tuple[list[float], list[float], list[float]]
 # Number of seconds after which logged values are flushed, so that TensorBoard can read them.
 FLUSH_SECONDS = 10.0
-# A picture with more colors than this number contains photos.
+# Maximum number of colors of a picture that is stored as PNG. A picture with more contains photos.
 MAX_PNG_COLOURS = 4096
 # Field of the first event of every file, which states the format of the file.
 VERSION = {"file_version": "brain.Event:2"}
@@ -54,7 +54,7 @@ _OLD_MOVED = ("memory/", "pipeline/")
 AT_END = re.compile(
     r"(z_)?(memory|summary)/|val/|verdict/|view/|overview/\d_val_|speed/(val_|goodput|part_communication)"
 )
-# Beginnings of the tags that a run logs when it is complete. A run that is resumed logs them again.
+# Prefixes of the tags that a run logs when it is complete. A resumed run logs them again.
 AT_COMPLETION = ("_hparams_/", "final/")
 
 
@@ -105,14 +105,14 @@ def image_summary(name: str, picture: Image) -> Any:
 
     Args:
         name: Tag of the picture, without its group.
-        picture: The picture. With many colors it is stored as JPEG, otherwise as PNG.
+        picture: The picture. It is stored as PNG up to MAX_PNG_COLOURS colors, otherwise as JPEG.
     """
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     width, height = picture.size
     buffer = io.BytesIO()
     kind = "PNG" if picture.getcolors(MAX_PNG_COLOURS) else "JPEG"
-    # A higher level makes a PNG a little smaller, and takes several times as long.
+    # Higher levels of compression take several times as long, for a PNG that is little smaller.
     picture.save(buffer, kind, quality=90, compress_level=1)
     image = Summary.Image(
         width=width, height=height, colorspace=3, encoded_image_string=buffer.getvalue()
@@ -127,8 +127,8 @@ def hparams_summary(
 ) -> Any:
     """Return the summary of a completed run for TensorBoard's HPARAMS tab.
 
-    There is no summary of an experiment, the third one of the tab's format: TensorBoard would show
-    only the keys in that of a single run. Without it, all keys of all runs are shown.
+    The optional summary of an experiment is left out: TensorBoard would read it from a single run,
+    and show only the keys in it. Without it, the tab shows all keys of all runs.
 
     Args:
         values: Value of each key.
@@ -143,7 +143,8 @@ def hparams_summary(
     for key, value in values.items():
         is_simple = isinstance(value, bool | int | float | str)
         shown[key] = value if is_simple else format_value(value)
-    # The empty name makes each run a row of its own, also among runs with the same values.
+    # The default ID is a hash of the values, and runs with the same ID share a row. An empty ID
+    # gives each run a row of its own.
     start = summary_v2.hparams_pb(shown, trial_id="", start_time_secs=now - seconds)
     end = plugin_data_pb2.SessionEndInfo(status=api_pb2.STATUS_SUCCESS, end_time_secs=now)
     content = plugin_data_pb2.HParamsPluginData(session_end_info=end)
@@ -338,7 +339,7 @@ def _read_events(
                 if event.step == position.step and not is_evaluated:
                     is_at_end = AT_END.match(value.tag) is not None
                     has_ended = has_ended or is_at_end
-                    # Callbacks that log after the evaluation will do so again.
+                    # Callbacks run after the evaluation, and will log these values again.
                     if is_at_end or (has_ended and value.tag.startswith("logged/")):
                         continue
                 if event.step <= position.step and key not in seen:

@@ -69,7 +69,7 @@ def draw_bars(
         rows: Name, mean, standard deviation and label of each bar.
         xlabel: Label of the axis.
         title: Title of the chart.
-        marks: Claim about each marked bar, by its name. The bars without a claim are paler.
+        marks: Symbol to draw before the label, by the name of the bar. Bars without one are paler.
     """
     figure, (axes,) = create_figure(8.5, 1.1 + 0.42 * len(rows))
     axes.grid(False, axis="y")

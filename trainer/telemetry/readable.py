@@ -14,7 +14,7 @@ from trainer.recipe.metric_table import is_fraction
 
 # Maximum width of a table in characters.
 MAX_WIDTH = 100
-# Words of more characters may be broken if a table is too wide.
+# Maximum number of characters of a word that is never broken in a table.
 LONG_WORD = 20
 # Titles of lines that contain a command or a path. These lines are not wrapped, so that the command
 # or path can be copied.
@@ -31,7 +31,7 @@ for power, prefix in enumerate("kmgt", 1):
 
 
 def table_width() -> int:
-    """Return the width of the terminal, at most `MAX_WIDTH`; `MAX_WIDTH` without a terminal."""
+    """Return the width of the terminal in columns, at most `MAX_WIDTH`."""
     return min(MAX_WIDTH, terminal.terminal_width())
 
 
@@ -58,7 +58,10 @@ def format_titled(
 
 
 def wrap(start: str, text: str) -> str:
-    """Return `start` and a text, wrapped to the width of the terminal, at most 120 columns."""
+    """Return `start + text`, wrapped to the terminal, at most 120 columns.
+
+    The other lines are indented by the length of `start`.
+    """
     return terminal.fill(text, min(120, terminal.terminal_width()), start, len(start))
 
 
@@ -118,22 +121,22 @@ def format_table(
     right: Container[int] = (),
     width: int | None = None,
 ) -> list[str]:
-    """Return a string for each row of a table. Columns without any text are left out.
+    """Return a string for each row of a table. Columns without a title and text are left out.
 
-    In a table that is too wide, cells are wrapped, so a string may have several lines. If even that
-    is too wide, each row becomes a list of its cells with their titles.
+    If the table is too wide, its cells are wrapped, and a string may have several lines. If it is
+    still too wide, each row becomes a list of titles and cells.
 
     Args:
-        rows: Cells of each row, the titles first.
+        rows: Cells of each row. The first row has the titles.
         right: Indices of the right-aligned columns.
-        width: Maximum width; None for that of the terminal.
+        width: Maximum width in characters; None for the width of the terminal.
     """
     if width is None:
         width = terminal.terminal_width()
     columns = {n: column for n, column in enumerate(zip(*rows, strict=True)) if any(column)}
     widths = {n: max(map(len, column)) for n, column in columns.items()}
     excess = sum(widths.values()) + 2 * (len(widths) - 1) - width
-    # Long words are broken only if nothing else helps.
+    # Narrow the columns without breaking words first, and then with breaking long words.
     for longest in (width, LONG_WORD):
         narrowest = {}
         for n, column in columns.items():
@@ -160,7 +163,10 @@ def format_table(
 
 
 def _list_cells(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a string for each row, with a line for each cell; for the titles an empty one."""
+    """Return a string for each row, with a line "title  cell" for each cell that is not empty.
+
+    The string of the row of titles is empty.
+    """
     titles = rows[0]
     width = max(map(len, titles))
     texts = [""]

@@ -230,7 +230,7 @@ def _check_never_predicted(state: RunState, recipe: Recipe) -> str | None:
 
 
 def check_cores(state: RunState, recipe: Recipe) -> str | None:
-    """Return a warning about other processes on this machine; None if they use few cores."""
+    """Return a warning about the load by other processes on this machine; None if it is low."""
     if state.strain.others < MIN_OTHERS_SHARE or state.strain.seconds < MIN_SECONDS:
         return None
     remedy = ""

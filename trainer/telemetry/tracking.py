@@ -50,7 +50,7 @@ LINE_SECONDS = 60.0
 # The same intervals before the first step.
 EARLY_BAR_SECONDS = 0.5
 SECONDS = 10.0
-# Minimum width of a column in characters, if there is enough room.
+# Minimum width of a column in characters, if the table is not too wide for the terminal.
 MIN_COLUMN = 8
 # Minimum width of the progress bar in characters.
 MIN_BAR = 10
@@ -127,12 +127,13 @@ class Tracker(NullTracker):
         # Whether version 0.1 started this run. Its curves continue under its tags.
         self._has_old_tags = False
         self._loggers: Loggers | None = None
-        # Column widths by title; empty until the titles are printed. Space between two columns.
+        # Width of each printed column in characters, by its title; empty until the first row.
         self._widths: dict[str, int] = {}
         self._gap = "  "
         self._ledger = ledger
-        # Patience may end the run earlier.
+        # Title of the column of the time left. With stop.patience, the run may end earlier.
         self._left = "left" if recipe.stop.patience is None else "left at most"
+        # Step and time of the first call of `progress`.
         self._paced: tuple[int, float] | None = None
 
     def say(self, text: str, style: str = "") -> None:
@@ -173,7 +174,8 @@ class Tracker(NullTracker):
         """Print the metrics of an epoch in columns. The titles of the columns are printed once.
 
         Args:
-            cells: Formatted values by the titles of their columns. The metrics end before "lr".
+            cells: Formatted values by column title: "epoch", the losses, the metrics, then "lr" and
+                other columns.
             best: Whether this is the best epoch so far, whose row is printed in bold.
             step: Number of steps done, for the column of the time left.
         """
@@ -189,18 +191,18 @@ class Tracker(NullTracker):
         self.say(self._align(figures), BOLD if best else "")
 
     def _choose_widths(self, cells: Mapping[str, str]) -> None:
-        """Choose the columns, and their widths for the titles and the first row."""
+        """Choose the columns and their widths by the titles and the first row."""
         for title, cell in cells.items():
             self._widths[title] = max(MIN_COLUMN, len(title), len(cell))
         self._widths["epoch"] = max(len("epoch"), len(cells["epoch"]))
-        # If that is too wide, titles are broken between words, and then the columns get closer.
+        # If the table is too wide, break titles between words, then reduce the gaps.
         for gap, minimum in (("  ", 7), (" ", 6)):
             if self._is_too_wide():
                 self._gap = gap
                 for title, cell in [*cells.items()][1:]:
                     self._widths[title] = max(minimum, len(cell), *map(len, title.split()))
         titles = [*cells]
-        # The last metrics are left out first, and the first metric stays.
+        # Then leave out columns: metrics from the last to the second, the seconds, the speed.
         for title in [*titles[titles.index("lr") - 1 : 3 : -1], "seconds", "images/s"]:
             if self._is_too_wide():
                 del self._widths[title]
@@ -241,8 +243,9 @@ class Tracker(NullTracker):
         with report_write_errors(self.path):
             self.folder.write_recipe(self.recipe)
             self._steps = StepsFile(self.path, position.step, self.say)
-            # A checkpoint within or at the end of an epoch may precede the evaluation of its step,
-            # which is then done again. Earlier versions evaluated only at the end of an epoch.
+            # A checkpoint may have been saved before the evaluation of its step, which is then done
+            # again. Checkpoints of earlier versions do not store the evaluated step, but those at
+            # the end of an epoch were saved after its evaluation.
             is_evaluated = evaluated_step == position.step
             if evaluated_step == position.step_in_epoch == 0:
                 is_evaluated = True
@@ -328,10 +331,10 @@ class Tracker(NullTracker):
         self._state(f"step {step}/{self._total}", f"loss {loss:.4f}", rate, remaining, step=step)
 
     def _estimate_left(self, step: int) -> str:
-        """Return the time until the end of the run, as "12:34"; empty if it is not known yet.
+        """Estimate the time until the end of the run, as "12:34"; "" if no steps were timed yet.
 
-        It is estimated from the steps after the first call of `progress`, because earlier steps
-        include start-up.
+        Only steps after the first call of `progress` count, because earlier ones include start-up.
+        The time is limited by max_time.
         """
         if self._paced is None or step <= self._paced[0]:
             return ""
@@ -379,7 +382,7 @@ class Tracker(NullTracker):
         if self._bar is None:
             self.say(text)
             return
-        # Figures that are left out here are also in the rows of the epochs.
+        # If the bar has too little space, drop figures that the rows of the epochs show, too.
         while len(text) + 1 + MIN_BAR > terminal_width() and len(texts) > 3:
             del texts[-2]
             text = "  ".join(texts)
@@ -394,11 +397,11 @@ class Tracker(NullTracker):
             self._loggers.result(result)
 
     def compare(self, result: Mapping[str, Any], figures: Sequence[str]) -> None:
-        """Log what TensorBoard's HPARAMS tab compares: the keys of a completed run and its figures.
+        """Log the keys and figures of a completed run for TensorBoard's HPARAMS tab.
 
         Args:
             result: Content of result.json.
-            figures: Names of its figures to log, of which those that have a value are logged.
+            figures: Names of the final figures to log. Figures without a value are left out.
         """
         values = {"recipe": self.recipe.name, **self._own_values}
         final = collect_final_figures(result)
@@ -437,9 +440,9 @@ class Tracker(NullTracker):
 
 
 def choose_bar() -> Any:
-    """Return a function that creates a progress bar as tqdm does; None if nothing can show it.
+    """Return a function that creates a progress bar as `tqdm` does; None if no bar can be shown.
 
-    A terminal shows the part that is left as a thin line.
+    In a terminal, the bar is a thick line for the finished part, and a thin one for the rest.
     """
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is not None and "IPKernelApp" in shell.config:

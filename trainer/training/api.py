@@ -268,8 +268,8 @@ def train(
             also within epochs; at the end of an epoch before `on_epoch`.
         nproc: Number of processes on this machine, for modes with several.
         plugin: Name of a module that registers models, data sets or tasks.
-        check: Whether to train only two steps, in a temporary folder, as a check of all that the
-            run needs: see the guide's page `start`.
+        check: Whether to only check the run: it trains a few steps in a temporary folder, which is
+            removed, and the result has no `output`. See the guide's page `start`.
         keywords: Keys of the recipe: `epochs=1`, `optimizer__lr=0.05`, `optimizer={"lr": 0.05}`.
 
     Returns:

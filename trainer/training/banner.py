@@ -183,7 +183,9 @@ def build_banner(
 
 
 def list_unused(resolved: Resolved, model: ModelFacts) -> list[str]:
-    """Describe the keys that have no effect in this run, for other reasons than `find_idle` knows.
+    """Describe the keys that have no effect for a reason that `find_idle` cannot know.
+
+    Such reasons are the number of processes, the devices, the model and the data set.
 
     Args:
         resolved: The configuration of the run.
@@ -224,7 +226,7 @@ def list_unused(resolved: Resolved, model: ModelFacts) -> list[str]:
         late = f"schedule.restart={format_value([*restarts][len(reached) :])}"
         lines.append(describe_unused(late, f"epochs={recipe.epochs}"))
     for key, cause in causes.items():
-        # A recipe may set a key for machines on which it acts.
+        # Report only typed keys: a recipe may set a key for other machines, on which it acts.
         if key in recipe.typed and key in changes and key not in known_keys:
             lines.append(describe_unused(format_argument(key, changes[key][1]), cause))
     return lines

@@ -1,7 +1,7 @@
-"""A run with `check=true`: a few steps through all that a long run does, of which nothing is kept.
+"""Runs with `check=true`: a few steps that try everything a long run does, and keep nothing.
 
-The run trains, evaluates and saves as usual, in a temporary folder. Then it is built a second time
-from its checkpoint, and both the first and the second state are compared with the files.
+The run trains, evaluates and saves as usual, in a temporary folder. Then it is built again from its
+checkpoint. Both the saved and the restored state are compared with the checkpoint.
 """
 
 import gc
@@ -31,14 +31,14 @@ STEPS = 2
 
 
 def shorten_recipe(recipe: Recipe, folder: Path) -> Recipe:
-    """Return the recipe of a check: a few steps of `recipe` in another folder, without loggers."""
+    """Return the recipe of a check: a few steps of `recipe` in `folder`, without loggers."""
     steps = STEPS
     if recipe.graphs is not False and torch.cuda.is_available():
         from trainer.training import step_graphs, step_tuning
 
-        # A step is captured and replayed only after this number of steps.
+        # Only after this number of steps is a step captured as a CUDA graph and replayed.
         steps += step_graphs.WARMUP_STEPS + step_tuning.TIMED_STEPS
-    # What happens every so many steps happens at least once.
+    # Periodic evaluations and checkpoints occur at least once.
     every = steps // 2
     return recipe.replace(
         output=str(folder),
@@ -47,7 +47,7 @@ def shorten_recipe(recipe: Recipe, folder: Path) -> Recipe:
         max_time=None,
         evaluate__every_steps=recipe.evaluate.every_steps and every,
         save__every_steps=recipe.save.every_steps and every,
-        # The whole set would be decoded to build the cache.
+        # Building the cache would decode the whole data set.
         data__cache="off",
         logging__every_steps=1,
         logging__tensorboard=False,
@@ -58,13 +58,13 @@ def shorten_recipe(recipe: Recipe, folder: Path) -> Recipe:
 
 
 def describe(run: Run) -> dict[str, str]:
-    """Return lines about a check that has trained, by title. All but rank 0 return nothing."""
+    """Return lines about the training of a check, by title. Only rank 0 returns any."""
     folder = run.tracker.path
     if folder is None:
         return {}
     files = [*filter(None, [run.recipe.data.labels])]
     if where := getattr(run.datasets.train, "where", None):
-        # The number of a sample tells its image, and how often it was drawn in the epoch.
+        # The index of a repeated sample is that of its image plus a multiple of the set's length.
         rows = run.loader.indices(0)[0] % len(run.datasets.train)
         files += map(where, rows.tolist())
     losses = [float(row["train_loss"]) for row in read_steps(folder / "steps.csv")[0]]
@@ -84,11 +84,12 @@ def reopen(run: Run) -> tuple[Callable[[], Run], dict[str, str]]:
     """Close a run that has saved, and prepare to build it again from its checkpoint. Collective.
 
     Returns:
-        `(build_again, lines)`: a function that returns the restored run, and a line by title. The
-        function does not refer to `run`, so that devices need no memory for two models.
+        `(build_again, lines)`: a function that returns the restored run, and on rank 0 a line about
+        the checkpoint, by title. The function holds no reference to `run`, so that the first model
+        can be freed before the second one is built.
 
     Raises:
-        CheckpointError: the checkpoint is not the state of the run.
+        CheckpointError: the checkpoint differs from the state of the run.
     """
     path = run.tracker.path or Path()
     loaded = run.world.on_main(lambda: checkpoint.load_newest(path, run.tracker.say))
@@ -112,7 +113,7 @@ def reopen(run: Run) -> tuple[Callable[[], Run], dict[str, str]]:
     def build_again() -> Run:
         gc.collect()
         torch.cuda.empty_cache()
-        # The ranks build the same model, as in a new process.
+        # Seed again, so that all ranks initialize the same model, as in new processes.
         start_process(resolved.recipe)
         restored = build(resolved, interrupts, callbacks, ledger)
         restore(resolved, restored.state, saved)
@@ -123,7 +124,7 @@ def reopen(run: Run) -> tuple[Callable[[], Run], dict[str, str]]:
 
 
 def _compare(run: Run, saved: State) -> None:
-    """Raise CheckpointError on all ranks if a checkpoint is not the state of a run. Collective."""
+    """Raise CheckpointError on all ranks if any rank differs from a checkpoint. Collective."""
     error = None
     if difference := find_difference(run, saved):
         error = CheckpointError(
@@ -134,7 +135,7 @@ def _compare(run: Run, saved: State) -> None:
 
 
 def find_difference(run: Run, saved: State) -> str | None:
-    """Return the name of a part in which a run differs from a checkpoint, or None."""
+    """Return the name of the first part in which this rank differs from a checkpoint, or None."""
     if run.state.position != saved.position:
         return "position"
     for kind in PARTS:
@@ -143,7 +144,7 @@ def find_difference(run: Run, saved: State) -> str | None:
         facts = part.facts()
         if _normalize(facts) != _normalize({key: saved.facts.get(key) for key in facts}):
             return name
-        # `RankState` has those that differ between ranks.
+        # Tensors of parts that differ between ranks are compared as tensors of `RankState`.
         if part.name in run.recipe.traits.per_rank_state:
             continue
         tensors = part.tensors()
@@ -158,7 +159,11 @@ def find_difference(run: Run, saved: State) -> str | None:
 
 
 def _normalize(facts: dict[str, Any]) -> str:
-    """Return facts as JSON, without the seconds, which pass, and with all numbers as floats."""
+    """Return metadata as JSON that can be compared.
+
+    Integers become floats, keys are sorted, and the seconds of the history, which differ at each
+    call, are 0.
+    """
     if history := facts.get("history"):
         facts = {**facts, "history": {**history, "seconds": 0}}
     numbers = json.loads(json.dumps(facts), parse_int=float)

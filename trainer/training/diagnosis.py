@@ -120,7 +120,7 @@ def diagnose(
         compute_shares(measured)["data"] >= BOUND_SHARE
         and world.is_main
         and isinstance(photos, EncodedPhotos)
-        # A probe reads the features of photos from memory.
+        # A linear probe reads features from memory, without workers, and decodes no photos.
         and loader.workers is not None
     ):
         limit = min(budget, SECONDS)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
-# Longer sides of drawn images in pixels: images smaller than TILE are enlarged by an integer factor
+# Longer sides of drawn images in pixels. Images smaller than TILE are enlarged by an integer factor
 # to about TILE, and images larger than LARGEST are reduced to LARGEST.
 TILE = 96
 LARGEST = 152
@@ -30,17 +30,18 @@ RIGHT = (0, 158, 115)
 WRONG = (213, 94, 0)
 # Color of a cell without samples.
 EMPTY = 245
-# A confusion matrix of at most this number of classes has counts in its cells. A larger matrix has
-# colors only, and names at as many rows as there is space for.
+# Maximum number of classes of a confusion matrix with counts in its cells. A larger matrix has only
+# colors in its cells, and names at as many rows as there is space for.
 WRITTEN = 24
-# Width and height of a matrix without counts, in pixels, if its classes are fewer.
+# Maximum width and height in pixels of the cells of a matrix without counts. With more classes than
+# this, each cell has one pixel.
 SIDE = 800
 Numbers = npt.NDArray[Any]
 Colour = tuple[int, int, int]
 
 
 def escape_missing_characters(text: str) -> str:
-    """Return `text` with each character that the font lacks replaced by an escape (\\u732b)."""
+    """Replace each character that the font lacks by an escape, such as \\u732b."""
     characters = []
     for character in text:
         code = ord(character)
@@ -55,7 +56,7 @@ def escape_missing_characters(text: str) -> str:
 
 @cache
 def _load_font() -> Any:
-    # The file is matplotlib's, but importing matplotlib for it would take long.
+    # Find matplotlib's font file without importing matplotlib, which would take long.
     package = find_spec("matplotlib")
     assert package and package.origin is not None
     path = Path(package.origin).with_name("mpl-data") / "fonts/ttf/DejaVuSans.ttf"
@@ -63,12 +64,12 @@ def _load_font() -> Any:
 
 
 def measure_text(text: str) -> int:
-    """Return the width of `text` in pixels, as it is drawn."""
+    """Return the width of `text` in pixels, with missing characters escaped."""
     return round(float(_load_font().getlength(escape_missing_characters(text))))
 
 
 def fit(text: str, width: float) -> str:
-    """Shorten `text` to at most `width` pixels."""
+    """Shorten `text` to at most `width` pixels, with an ellipsis at the end."""
     if measure_text(text) <= width:
         return text
     while text and measure_text(text + "…") > width:
@@ -85,11 +86,11 @@ def draw_grid(
     """Draw images in rows, each above its caption.
 
     Args:
-        images: (n, H, W, C) uint8, with 1 or 3 channels. See TILE and LARGEST for the size in which
-            they are drawn.
-        captions: Lines of text for each image, or an empty sequence.
+        images: (n, H, W, C) uint8, n at least 1, C 1 or 3. TILE and LARGEST define the size in
+            which they are drawn.
+        captions: Lines of text for each image; empty for no captions.
         columns: Maximum number of images in a row.
-        frames: Color of the frame around each image, or an empty sequence.
+        frames: Color of the frame around each image; empty for no frames.
     """
     height, width = images.shape[1:3]
     longest = max(height, width)
@@ -130,7 +131,8 @@ def draw_grid(
 def draw_confusion(matrix: Numbers, names: Sequence[str]) -> Image.Image:
     """Draw a confusion matrix, with the number of samples and the recall of each class.
 
-    The color of a cell shows its fraction of the samples of its row.
+    The strength of a cell's color shows its fraction of the samples in its row, on a square-root
+    scale off the diagonal.
 
     Args:
         matrix: (classes, classes) counts, with a row for each actual class and a column for each
@@ -143,7 +145,7 @@ def draw_confusion(matrix: Numbers, names: Sequence[str]) -> Image.Image:
     if is_written:
         cell = max(2 * LINE, measure_text(f"{matrix.max()}") + GAP)
     side = count * cell
-    # Rows closer together than a line of text share a name.
+    # If rows are closer together than lines of text, only every k-th row has a name.
     labelled = range(0, count, -(-LINE // cell))
     name_width = max(min(ROOM, measure_text(names[row])) for row in labelled)
     is_upright = name_width <= cell - GAP
@@ -181,13 +183,13 @@ def draw_confusion(matrix: Numbers, names: Sequence[str]) -> Image.Image:
             center = (left + (column + 0.5) * cell, top + (row + 0.5) * cell)
             ink = GROUND if is_dark else INK
             _write(draw, center, f"{matrix[row, column]}", "mm", ink)
-    # The frame is outside the cells, which may have a width of one pixel.
+    # Draw the frame around the cells and not over them, because a cell may be one pixel wide.
     draw.rectangle((left - 1, top - 1, left + side, top + side), outline=INK)
     return sheet
 
 
 def _colour_cells(matrix: Numbers) -> Image.Image:
-    """Return a picture with a pixel for each cell of a confusion matrix."""
+    """Return a picture of one pixel per cell of a confusion matrix, (classes, classes)."""
     is_right = np.eye(len(matrix), dtype=bool)
     shares = matrix / np.maximum(1, matrix.sum(1, keepdims=True))
     # The square root makes rare mistakes visible.
@@ -208,7 +210,7 @@ def _write(
 
 
 def _write_upwards(sheet: Image.Image, position: tuple[int, int], text: str) -> None:
-    """Write text from bottom to top. `position` is the left lower corner of the turned text."""
+    """Write text from bottom to top. `position` is the lower left corner of the rotated text."""
     line = Image.new("RGB", (measure_text(text) + 1, LINE), GROUND)
     _write(ImageDraw.Draw(line), (0, 0), text)
     x, bottom = position

@@ -335,7 +335,7 @@ def describe_start(recipe: Recipe, data: Datasets, model: nn.Module) -> dict[str
         }
         for key, (name, value) in present.items():
             stored = metadata.get(name)
-            # A file of another program may have entries of these names that are not JSON.
+            # The file of another program may have such entries, but not as JSON.
             with suppress(ValueError):
                 if stored is not None and stored != json.dumps(value):
                     preparation.append(format_argument(key, json.loads(stored)))

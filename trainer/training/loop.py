@@ -59,7 +59,7 @@ def run(
             signal while another rank is lost, may end the process immediately.
         program_callbacks: Callback of the calling program. The default is the callback of the
             program that started this rank.
-        check: Folder of a run with check=true, or None.
+        check: Temporary run folder of a run with check=true; None for any other run.
 
     Returns:
         Rank 0's result, on every rank.
@@ -127,7 +127,7 @@ def _attempt(
                     this.snapshots.finish_saving()
                     build_again, saved_line = checking.reopen(this)
                     lines |= saved_line
-                    # The device may have no memory for two models.
+                    # Free the first model: the device may not have enough memory for two.
                     this = None
                     this = build_again()
                 result = finish(this, lines)
@@ -394,7 +394,8 @@ def build_rate(run: Run) -> Callable[[int], float]:
     state = run.state
     steps = state.total_steps - state.step_offset
     rate = build_learning_rate(run.recipe, run.resolved.steps_per_epoch, steps)
-    # The offset of a run that was resumed before the first step of an epoch may be that step.
+    # The rate of the last finished step is also asked for. If a change of the mode has rounded the
+    # position down to the start of the first epoch, that step is `step_offset`, which gives -1.
     return lambda step: state.history.lr_factor * rate(max(0, step - 1 - state.step_offset))
 
 
@@ -599,9 +600,14 @@ def note_memory(run: Run) -> None:
 
 
 def finish(run: Run, lines: dict[str, str]) -> Result:
-    """Write the final result of a successful run and destroy the process group.
+    """Write the final result of a successful run and destroy the process group. Collective.
 
-    The run prints `lines`, or if it is empty, lines about its result and its files.
+    Args:
+        run: The run.
+        lines: Lines to print, by title; empty for those about the result and the files.
+
+    Returns:
+        The content of result.json.
     """
     # A signal must not end the process early from now on, because the run ends anyway.
     run.interrupts.nothing_new = lambda: False
@@ -619,7 +625,8 @@ def finish(run: Run, lines: dict[str, str]) -> Result:
     result["verdict"] = None
     if verdict:
         result["verdict"] = verdict.to_dict()
-        # Ranks that compute at their own pace wait for data for different times.
+        # The verdict has the largest fraction of all ranks. In modes whose ranks do not wait for
+        # each other, rank 0's own fraction may be smaller, but all reports must agree.
         result["data_wait_fraction"] = verdict.step["data"]
     # A resumed run with no step left measured nothing, so the earlier measurements stay.
     if run.timer.seen == 0:

@@ -73,7 +73,9 @@ KEPT = "accumulate"
 def explain_out_of_memory(find_run: Callable[[], Run | None]) -> Iterator[None]:
     """Raise DeviceMemoryError, which suggests keys to change, if memory runs out in this block.
 
-    `find_run` returns the present run, to which this block does not refer.
+    Args:
+        find_run: Function that returns the current run, or None. With the run itself as an
+            argument, a run that is replaced within the block could not be freed.
     """
     try:
         yield
@@ -445,8 +447,8 @@ def _build_without_values(opened: Opened) -> nn.Module:
     def make() -> nn.Module:
         return build_for_dataset(opened.recipe, opened.task, opened.datasets, starting=False)
 
-    # torch warns about each tensor that a model's code loads into a parameter without values. No
-    # values are needed here, so these warnings are hidden.
+    # torch warns about each tensor that a model's code loads into a parameter on the meta device.
+    # The values are not needed here, so hide these warnings.
     with warnings.catch_warnings(action="ignore"):
         model, _ = build_on_meta(make)
     if model is None:

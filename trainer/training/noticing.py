@@ -34,17 +34,17 @@ NOT_SAVED = (
     "no checkpoint contains it, so this resumed run started without it; keep it in a buffer "
     "(register_buffer())"
 )
-# A warning about the load of other processes is printed only after this number of seconds since the
-# run was built, because the load may be short. It is printed soon, even within an epoch: if threads
-# wait for each other, steps can be ten times as slow as on an idle machine.
+# Minimum number of seconds between the building of a run and a warning about the load by other
+# processes, because the load may be short. The warning does not wait for the end of an epoch: if
+# threads wait for each other, steps can be ten times as slow as on an idle machine.
 LONG = 5.0
 
 
 def note_classes(task: Task, noticed: Noticed, sums: Sums) -> None:
     """Store an evaluation's counts per class in `noticed.classes`.
 
-    The counts of the last two evaluations are kept. Nothing is stored for a task that is no
-    classification, or that has a method `metrics` of its own.
+    The counts of the last two evaluations are kept. Nothing is stored unless the task is a
+    `Classification` that does not override `metrics`.
     """
     names = {"actual", "predicted"}
     has_accuracy = isinstance(task, Classification)
@@ -114,7 +114,7 @@ def print_new_warnings(resolved: Resolved, state: TrainState, noticed: Noticed) 
 
 
 def print_early_load(resolved: Resolved, state: TrainState, noticed: Noticed) -> None:
-    """Warn about other processes on this machine once, `LONG` seconds after the run was built."""
+    """Check the load by other processes once, `LONG` seconds after the run was built, and warn."""
     meter = noticed.meter
     if noticed.is_load_checked or time.perf_counter() - meter.start_time < LONG:
         return

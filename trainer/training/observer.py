@@ -31,7 +31,7 @@ class Noticed:
             first one only fills `state_seen`.
         state_seen: State after the last inspected pass. The keys are the names that messages use.
         shares: Measures the speed of each rank. None without shares=auto, or with a single rank.
-        is_load_checked: Whether the load by other programs was checked early in training.
+        is_load_checked: Whether `noticing.print_early_load` has checked the load.
     """
 
     meter: StrainMeter
@@ -59,8 +59,9 @@ class ModelFacts:
         training_flops: FLOPs of training on one sample. 0 if they or `peak_flops` are unknown.
         peak_flops: Peak FLOP/s of all GPUs together. None on CPUs, or if the peak or
             `training_flops` is unknown.
-        knn_top1: Accuracy of the nearest neighbors of a probe's features. None without a probe, on
-            ranks other than 0, and if images do not have exactly one class.
+        knn_top1: Accuracy of the nearest neighbors of a linear probe's features, see
+            `probing.measure_neighbors`. None without a probe, on ranks other than 0, and if images
+            do not have exactly one class.
     """
 
     parameters: int

@@ -205,7 +205,8 @@ class TrainingPosition(Part):
             state.step_offset = step - (epoch * per_epoch + step_in_epoch)
         state.position = Position(step, epoch, step_in_epoch)
         state.total_steps = self.recipe.epochs * per_epoch + state.step_offset
-        # A callback may have ended the run before a signal interrupted its last evaluation.
+        # If a callback ended the saved run within an epoch, and a signal interrupted the evaluation
+        # that followed, the resumed run must only evaluate.
         is_ended = saved.position.step_in_epoch > 0 and saved.facts.get("last_step") == step
         if is_ended and not self.resolved.longer:
             state.total_steps = step
@@ -291,7 +292,7 @@ class RunHistory(Part):
         if state.position.epoch < saved.position.epoch:
             state.history.latest.pop()
             state.history.evaluations = state.history.evaluations[:-1]
-            # 0 would mean that an earlier version saved no step.
+            # The evaluation is dropped. -1 differs from 0, the value of earlier versions.
             state.history.evaluated_step = -1
             state.history.epoch_steps = state.position.step_in_epoch
             state.history.epoch_loss = state.history.losses.pop() * state.history.epoch_steps

@@ -31,14 +31,14 @@ from trainer.training.state import Resolved
 # together. One sample is shown even if it has more pixels.
 SEEN = 32
 PIXELS = 2**22
-# Number of validation images that are shown at each evaluation, and maximum number of mistakes that
-# are shown at the end.
+# Maximum number of validation images that are shown at each evaluation, and of mistakes that are
+# shown at the end.
 EXAMPLES = 8
 MISTAKES = 16
-# Number of these images in a row.
+# Number of these images in a row of a picture.
 COLUMNS = 4
-# Maximum fraction of a run's time for drawing the images at evaluations. If evaluations are shorter
-# than about 0.3 s, some of them have no picture.
+# Maximum fraction of a run's time for drawing the images at evaluations. If evaluations follow each
+# other within about 0.3 s, some of them have no picture.
 MAX_COST = 0.01
 
 
@@ -65,25 +65,25 @@ def show_first_batch(tracker: NullTracker, datasets: Datasets, task: Task, batch
 
 
 class Examples:
-    """The same validation images at each evaluation, with the predictions at that time."""
+    """A picture of the same few validation images at each evaluation, with current predictions."""
 
     def __init__(self, resolved: Resolved) -> None:
         self._resolved = resolved
         self._samples: list[int] = []
-        # Output and target of each sample in the present evaluation, if this rank has them.
+        # Output and target in the current evaluation of each sample that this rank evaluates.
         self._rows: dict[int, tuple[Tensor, Tensor]] = {}
-        # Images of the samples on rank 0; None before the first evaluation.
+        # Images of the samples on rank 0, (n, H, W, C) uint8; None before the first evaluation.
         self._images: Any = None
         self._spent = 0.0
         self._start = time.perf_counter()
-        # A task without `ranked` does not say what its outputs mean.
+        # A task that does not override `ranked` does not define the meaning of its outputs.
         has_ranked = type(resolved.task).ranked is not Task.ranked
         are_images = resolved.datasets.plain is None
         if resolved.recipe.logging.tensorboard and has_ranked and are_images:
             self._samples = choose_examples(resolved.datasets)
 
     def add(self, outputs: Tensor, batch: Batch) -> None:
-        """Keep the outputs and targets of the examples in a batch, without waiting for a device."""
+        """Keep outputs and targets of the examples in a batch, without waiting for the device."""
         if not isinstance(outputs, Tensor) or outputs.dim() != 2 or batch.samples is None:
             return
         for sample in self._samples:
@@ -96,8 +96,9 @@ class Examples:
         """Show the examples of the evaluation after `step`. Collective.
 
         Args:
-            step: The step.
-            is_last: Whether to show them even if drawing has taken more than MAX_COST.
+            step: Number of steps done.
+            is_last: Whether this may be the last evaluation, which is shown even if drawing has
+                taken more than MAX_COST of the time.
         """
         if not self._samples:
             return
@@ -115,7 +116,7 @@ class Examples:
         is_affordable = spent <= MAX_COST * (start - self._start)
         if not resolved.tracker.shows or not rows or not (is_affordable or is_last):
             return
-        # If drawing fails, no later evaluation but the last one tries again.
+        # If drawing fails, this value remains, so only the last evaluation tries again.
         self._spent = math.inf
         with skip_on_error(resolved.tracker):
             samples = [sample for sample in self._samples if sample in rows]
@@ -131,10 +132,10 @@ class Examples:
 
 
 def choose_examples(datasets: Datasets) -> list[int]:
-    """Return the indices of EXAMPLES validation samples.
+    """Return the indices of at most EXAMPLES validation samples.
 
     If the class of each sample is known, they include the first sample of as many classes as
-    possible. The others are at equal distances in the validation set.
+    possible. The others are evenly spaced in the validation set.
     """
     labels = find_labels(datasets.val, skip=False)
     first = np.empty(0, dtype=int)
@@ -146,7 +147,7 @@ def choose_examples(datasets: Datasets) -> list[int]:
 
 
 def _space_out(indices: drawing.Numbers, count: int) -> drawing.Numbers:
-    """Return at most `count` elements at equal distances."""
+    """Return at most `count` evenly spaced elements of `indices`."""
     places = np.linspace(0, len(indices) - 1, min(count, len(indices)))
     spaced: drawing.Numbers = indices[places.round().astype(int)]
     return spaced
@@ -155,15 +156,17 @@ def _space_out(indices: drawing.Numbers, count: int) -> drawing.Numbers:
 def describe_predictions(
     task: Task, classes: Sequence[str], outputs: Tensor, targets: Tensor
 ) -> tuple[list[list[str]], list[drawing.Colour]]:
-    """Return the caption of each sample, and the color of its frame.
-
-    There are no frames around predicted numbers, which are hardly ever equal to their targets.
+    """Compare predictions with targets, for a picture of the samples.
 
     Args:
         task: The task.
         classes: Names of the classes.
         outputs: Outputs of the model, (n, outputs).
         targets: Targets, (n, ...).
+
+    Returns:
+        (captions, frames): the lines of text for each sample, and the color of its frame. There are
+        no frames around predicted numbers, which hardly ever equal their targets.
     """
     predicted = outputs
     probabilities: list[float] = []
@@ -194,7 +197,7 @@ def report_mistakes(resolved: Resolved, collected: Mistakes, step: int) -> None:
     Args:
         resolved: The configuration of the run.
         collected: The predictions of the evaluation after `step`.
-        step: The step.
+        step: Number of steps done.
     """
     datasets = resolved.datasets
     tracker = resolved.tracker
@@ -226,7 +229,7 @@ def report_mistakes(resolved: Resolved, collected: Mistakes, step: int) -> None:
             images = read_pictures(datasets, resolved.recipe, [mistake.place for mistake in wrong])
             captions = []
             for mistake in wrong:
-                # The smallest positive number stands for a probability that was rounded to 0.
+                # The smallest positive float64 replaces a probability that was rounded to 0.
                 loss = -math.log(max(mistake.label_probability, 5e-324))
                 captions.append(
                     [

@@ -1,8 +1,8 @@
 """A linear probe: the last layer of a model trains on features that the other layers compute once.
 
-The steps are those of a run that freezes all other layers and keeps them in evaluation mode: their
-normalization layers use running statistics, and their dropout does nothing. Images are prepared as
-for evaluation.
+The result is that of a run that freezes all other layers and keeps them in evaluation mode, so that
+BatchNorm uses its running statistics and dropout does nothing. Images are prepared as for
+evaluation.
 
 Alain and Bengio, "Understanding intermediate layers using linear classifier probes"
 (arXiv:1610.01644).
@@ -36,10 +36,10 @@ from trainer.saving.tensor_files import map_tensors, serialize, write_synced
 from trainer.training.parts import hash_user_code
 from trainer.training.state import Resolved
 
-# Number of neighbors that is best in DINO, and the temperature of their votes.
+# Number of neighbors, which was best for DINO, and the temperature of their votes.
 NEIGHBORS = 20
 TEMPERATURE = 0.07
-# Maximum number of similarities that are computed at once.
+# Maximum number of similarities in one matrix, which bounds the memory of `measure_neighbors`.
 MAX_SIMILARITIES = 2**26
 FILE = "features.safetensors"
 
@@ -48,8 +48,8 @@ class Probe(NamedTuple):
     """The last layer of a model, and the features on which it trains.
 
     Attributes:
-        model: The last layer, with the tensors of the whole model.
-        datasets: The features of all images, instead of the images.
+        model: The whole model, whose forward pass runs only the last layer.
+        datasets: The data set with the features of all images instead of the images.
         note: The banner's line about the features.
         knn_top1: Accuracy of the nearest neighbors, as in `ModelFacts`.
     """
@@ -64,9 +64,12 @@ def build_probe(model: nn.Module, resolved: Resolved) -> Probe:
     """Compute the features of all images, or read them from the cache. Collective.
 
     Args:
-        model: The whole model. It moves to the device of this rank, and all layers except the last
-            are frozen.
+        model: The whole model. It is moved to the device of this rank, and all layers except the
+            last are frozen.
         resolved: The configuration of the run.
+
+    Returns:
+        What the run trains instead of the model and its images.
 
     Raises:
         RecipeError: The model does not end in a linear layer, or an image cannot be read.
@@ -110,12 +113,16 @@ class Extractor:
     """Computes features of images on all ranks.
 
     Attributes:
-        classifier: Name of the layer whose inputs are the features.
+        classifier: Name of the linear layer whose inputs are the features.
         size: Number of features of an image.
     """
 
     def __init__(self, model: nn.Module, resolved: Resolved) -> None:
-        """Find the classifier of `model`, with the first validation images. Collective."""
+        """Find the classifier of `model`, with the first validation images. Collective.
+
+        Raises:
+            RecipeError: The model does not end in a linear layer.
+        """
         self._resolved = resolved
         recipe = resolved.recipe
         data = resolved.datasets
@@ -160,12 +167,16 @@ class Extractor:
     def extract(
         self, split: str, is_stored: bool, stored: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Return features and targets of a split on every rank. Collective.
+        """Compute the features of a split, or send those of the cache to all ranks. Collective.
 
         Args:
             split: The split, "train" or "val".
             is_stored: Whether rank 0 has all features in `stored`, so that none are computed.
-            stored: The tensors of the cache on rank 0.
+            stored: The tensors of the cache on rank 0; empty on other ranks.
+
+        Returns:
+            On every rank, the features (samples, `size`) under the name of the split, and the
+            targets under "train_targets" or "val_targets".
 
         Raises:
             RecipeError: An image cannot be read.
@@ -186,7 +197,7 @@ class Extractor:
                 features[samples] = self._run(batch)[: len(samples)]
                 targets[samples] = batch.targets[: len(samples)].cpu()
                 read[samples] = 1
-        # Each row is zero on all ranks except one.
+        # A row is zero on all ranks except the one that has read the sample, so a sum gathers rows.
         missing = int((world.sum_(read) == 0).sum())
         if missing:
             raise RecipeError(
@@ -196,9 +207,12 @@ class Extractor:
         return {split: world.sum_(features), f"{split}_targets": world.sum_(targets)}
 
     def open_cache(self) -> tuple[Path | None, dict[str, Tensor]]:
-        """Return the folder of the cache, and its tensors, or nothing if they are not the model's.
+        """Open the cache of these features on rank 0.
 
-        The images of a user's own data set have no identity, so their features are not cached.
+        Returns:
+            (home, tensors): the folder of the cache, or None if the features cannot be cached (see
+            `hash_run`), and its tensors. `tensors` is empty if the cache is missing or damaged, or
+            if this model computes other features.
         """
         recipe = self._resolved.recipe
         digest = hash_run(self._model, self.classifier, self._resolved)
@@ -211,8 +225,8 @@ class Extractor:
             return home, {}
         if metadata.get("check") != hash_tensors(stored):
             return home, {}
-        # Another version of a library, or of the model's code, may compute other features from the
-        # same weights.
+        # Another version of a library may compute other features from the same weights, so compare
+        # those of the first validation images.
         rows = stored["val"][[*(self._first.samples or ())]]
         if relative_error(self._first_features, rows) > SHARDED_TOLERANCE[recipe.precision]:
             return home, {}
@@ -220,7 +234,7 @@ class Extractor:
 
 
 def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Return a hash of the names, shapes, types and values of tensors."""
+    """Return a hash of the names, shapes, dtypes and values of tensors."""
     digest = xxhash.xxh3_128()
     for block in serialize(tensors):
         digest.update(block)
@@ -228,9 +242,10 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 
 def hash_run(model: nn.Module, classifier: str, resolved: Resolved) -> str:
-    """Return a hash of everything that features depend on: weights, images, and preparation.
+    """Return a hash of all that features depend on: weights, images, their preparation, user code.
 
-    The result is empty for a user's own data set, whose images have no identity.
+    The result is "" for a user's map-style data set, whose items cannot be recognized in a later
+    run without reading them all.
     """
     recipe = resolved.recipe
     data = resolved.datasets
@@ -264,9 +279,9 @@ def hash_run(model: nn.Module, classifier: str, resolved: Resolved) -> str:
 
 
 def keep_features(home: Path | None, features: Mapping[str, Tensor], root: str | None) -> str:
-    """Write features to the cache `home`, if any, and say whether they are kept.
+    """Write features to the cache `home`, if any, and return a phrase that says so.
 
-    The run goes on without a cache, so a full disk does not end it.
+    An error is part of the phrase and is not raised, because the run does not need the cache.
     """
     if home is None:
         return "computed"
@@ -278,14 +293,19 @@ def keep_features(home: Path | None, features: Mapping[str, Tensor], root: str |
 
 
 def write_features(home: Path, features: Mapping[str, Tensor], root: str | None) -> None:
-    """Write features of the images in `root` to the cache `home`.
+    """Write features to the cache `home`.
+
+    Args:
+        home: Folder of the cache.
+        features: Tensors of both splits, as `Extractor.extract` returns them.
+        root: Value of data.root, which the command `cache` shows.
 
     Raises:
         SetupError: The cache cannot be written.
     """
     count = len(features["train"]) + len(features["val"])
     size = features["val"].shape[1]
-    # The command `cache` shows these values.
+    # The command `cache` shows these values. "photos" is the number of images.
     about = {"root": str(root), "format": "features", "size": size, "photos": count}
     draft = home / f"{FILE}.part"
     try:
@@ -299,7 +319,7 @@ def write_features(home: Path, features: Mapping[str, Tensor], root: str | None)
 
 
 def measure_neighbors(train: TensorSet, val: TensorSet, device: torch.device) -> float:
-    """Return the share of validation images that their nearest training images classify correctly.
+    """Return the accuracy of a k-nearest-neighbor classifier on the validation images.
 
     Each of the NEIGHBORS training images with the largest cosine similarity s votes for its class
     with the weight exp(s / TEMPERATURE).

@@ -140,11 +140,13 @@ class RankSync:
             if noticed.shares:
                 noticed.shares.add(steps, synced.ranks)
             if is_warm:
-                # In the all-reduce, each rank waits for the rank that waited longest for data.
+                # In the all-reduce of a step, each rank waits for the rank that waits longest for
+                # data.
                 longest_wait = steps * max(rank[1] for rank in synced.ranks)
                 peer_wait = max(0.0, longest_wait - data_wait)
                 ledger.note_peers(peer_wait)
-                # All reports of this run must agree, so this time counts as waiting in each.
+                # Count this time as waiting for data in the timer and in the log, too, so that all
+                # reports of the run agree.
                 timer.waits[0] += peer_wait
                 window_steps, window_seconds, window_wait = self._window
                 self._window = (window_steps, window_seconds, window_wait + peer_wait)

@@ -196,8 +196,13 @@ def build_epoch_row(
 ) -> dict[str, str]:
     """Return an epoch's row of the printed table, as strings by the title of the column.
 
-    `seconds` is the duration of the whole epoch with its evaluation. `speed` is that of
-    `compute_epoch_speed`. `memory` is the peak memory in bytes by device name.
+    Args:
+        resolved: The configuration of the run.
+        state: State of the run after the epoch.
+        epoch: Number of the epoch, counted from 0.
+        speed: Images/s, as `compute_epoch_speed` returns them; None if they are unknown.
+        seconds: Duration of the whole epoch with its evaluation.
+        memory: Peak memory in bytes by device name.
     """
     epochs = resolved.recipe.epochs
     history = state.history
@@ -208,7 +213,7 @@ def build_epoch_row(
     metrics = resolved.task.shown(strip_prefix(history.validation))
     for title, text in metrics.items():
         row["val loss" if title == "loss" else title] = text
-    # The widest rate is that of a later epoch, as 9.76e-05.
+    # Later epochs may have a wider rate than the first one, such as 9.76e-05.
     row["lr"] = f"{state.lr:8.3g}"
     row["images/s"] = "-"
     if speed:
@@ -230,8 +235,13 @@ def build_last_lines(
 ) -> dict[str, str]:
     """Return lines about the result and its files, by title.
 
-    `memory` is the peak memory in bytes by device name. `announced` are the kinds of warnings that
-    the run has printed. The warning about other processes is not printed again.
+    Args:
+        resolved: The configuration of the run.
+        history: History of the run.
+        memory: Peak memory in bytes by device name.
+        result: Content of result.json.
+        announced: Kinds of the warnings that the run has printed. A printed warning about other
+            processes is not repeated.
     """
     recipe = resolved.recipe
     task = resolved.task

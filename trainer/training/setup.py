@@ -268,7 +268,7 @@ def build_speed_recipe(recipe: Recipe, data: Datasets, say: Callable[[str], None
         "checkpoint. To train: data.root=/path/to/images"
     )
     # Synthetic images are not decoded, so augmentation would not cost what it costs with photos. It
-    # is switched off, except for mixing images, so that the measurement does not include it.
+    # is switched off, except mixup and cutmix, so that the measurement does not include it.
     mixing = {"mixup": recipe.augment.mixup, "cutmix": recipe.augment.cutmix}
     return recipe.replace(max_steps=steps, resume=None, augment=mixing)
 

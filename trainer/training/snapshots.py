@@ -198,9 +198,10 @@ class Snapshots:
 def _rank_checkpoint(
     task: Task, evaluations: Sequence[dict[str, float]], manifest: Manifest
 ) -> float | None:
-    """Return how good an evaluated checkpoint is by the task's metric; larger is better.
+    """Return how good a checkpoint is by the task's metric; larger is better.
 
-    The checkpoint may have been saved before the evaluation of its step.
+    The value comes from `evaluations`, because the checkpoint may have been saved before the
+    evaluation of its step. Return None if its step was not evaluated, or the metric is NaN.
     """
     for evaluation in evaluations:
         value = evaluation.get(task.metric, math.nan)

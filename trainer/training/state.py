@@ -75,8 +75,9 @@ class History:
     Attributes:
         losses: Mean training loss of each epoch.
         validation: Metrics of the last evaluated epoch, as `evaluate` returns them.
-        evaluated_step: Step of the evaluation that `validation` is from; 0 before the first one,
-            and -1 if the run has been reopened before it.
+        evaluated_step: Step of the evaluation that `validation` is from. 0 before the first one,
+            and in checkpoints of earlier versions. -1 if resuming has reopened the epoch that this
+            evaluation ended.
         latest: Metrics of the last STANDSTILL_EPOCHS evaluated epochs, under the task's own names.
         evaluations: Metrics of each evaluated epoch, as in `latest`, after its `epoch`, counted
             from 1, its `step` and its `train_loss`. Earlier versions saved none.

@@ -91,7 +91,7 @@ def lower_rate(recipe: Recipe, history: History, epoch: int) -> str | None:
 def find_best_epoch(history: History) -> int:
     """Return the number of the epoch with the best value of the task's metric, counted from 1.
 
-    Return 0 if the metric was never a number.
+    Return 0 if there is no such epoch: none was evaluated, or the metric was always NaN.
     """
     best = history.best
     epoch = history.best_epoch

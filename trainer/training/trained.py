@@ -198,13 +198,13 @@ class Trained:
     """Trained weights, and the recipe of their run.
 
     Attributes:
-        path: Path of the weights, or of a run folder, whose best weights are read, or else its
-            last.
+        path: Path of a weights file, of a checkpoint, or of a run folder.
         weights: Parameters and buffers by their names in the user's model.
         metadata: Metadata of the file.
         own: Recipe of the run, in which the values of ANYWHERE replace devices, mode and shares.
         recipe: Recipe `own`, changed by the arguments of a command.
-        file: Path of the weights that were read; None if `path` is that path.
+        file: Path of the weights that were read from the run folder `path`; None if `path` is a
+            weights file or a checkpoint.
     """
 
     path: Path
@@ -256,7 +256,7 @@ class Trained:
         if "epoch" in metadata:
             position = f"epoch {metadata['epoch']} ({position})"
         best = "best weights"
-        # A metric of a plugin may be unknown here.
+        # The metric may be one of a plugin that this process has not loaded.
         with suppress(KeyError, ValueError, RecipeError):
             values = {json.loads(metadata["metric"]): float(metadata["value"])}
             plain = self.own.replace(loss={}, augment={})
@@ -314,13 +314,13 @@ class Trained:
 
         The split is read from the run folder, or drawn again from the seed of the run. If
         `data.root` is not that of the run, and its images are not split, all of them belong to the
-        validation split.
+        validation split, unless data.fold must be drawn again (see `hold_out`).
 
         Raises:
             CheckpointError: The data has other classes than the model.
         """
         is_elsewhere = recipe.data.root != self.own.data.root
-        # All images are prepared as for evaluation. Another seed would draw another fold, with
+        # No image is prepared as for training. With another seed, the validation split would have
         # images that the run trained on.
         recipe = recipe.replace(data__train_size=None, seed=self.own.seed)
         if recipe.data.name != self.own.data.name:
@@ -332,9 +332,12 @@ class Trained:
                 f"{self.path} was trained on {_describe_classes(classes)}, and {data.holdout} "
                 f"holds {_describe_classes(data.classes)}: type data.root= of images of the former"
             )
-        if self.facts.mean and self.facts.std and recipe.data.mean is None:
-            # Without a fold, other images would be measured, and inputs prepared in another way.
-            data = replace(data, mean=self.facts.mean, std=self.facts.std)
+        if self.facts.mean and recipe.data.mean is None:
+            # Use the mean and standard deviation of the run. Measured again, they might be those of
+            # other images, for example without data.fold.
+            data = replace(data, mean=self.facts.mean)
+        if self.facts.std and recipe.data.std is None:
+            data = replace(data, std=self.facts.std)
         return as_stored(data, recipe)
 
     def model(

@@ -15,7 +15,7 @@ from trainer.saving.files import Json
 from trainer.telemetry import plots, readable
 from trainer.telemetry.events import Events
 
-# Mark of an entry's bar, by the verdict on its difference from the reference.
+# Symbols in the chart, by the verdict on the difference between an entry and the reference.
 CLAIMS = {"faster": "▲", "slower": "▼"}
 CSV_COLUMNS = (
     "entry",

@@ -27,7 +27,7 @@ def command(words: Sequence[str]) -> str:
     """
     names = ("format", "output", "preprocess", "precision", "plugin", "checkpoint")
     options, overrides = split_arguments(words, names)
-    # The parser of the command line has passed the run as checkpoint=RUN.
+    # The command line's parser turns the positional argument RUN into checkpoint=RUN.
     if "checkpoint" not in options:
         raise RecipeError(f"export needs a run, {EXAMPLE}; runs lists them")
     launching.load_plugin(options.get("plugin"))

@@ -1,4 +1,4 @@
-"""Files with the features of images, for a search for similar images, or another classifier."""
+"""Files of image features, for similarity search or for training another classifier."""
 
 from __future__ import annotations
 

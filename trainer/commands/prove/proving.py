@@ -333,11 +333,11 @@ def summarize(devices: Devices, rows: Sequence[Json], times: float | None, slow:
 
 
 def find_slow_part(devices: Devices, speed: Json) -> str | None:
-    """Return the name of what costs the most speed, or None if the speed was not measured.
+    """Describe the largest loss of speed. Return None if the speed was not measured.
 
     Args:
         devices: devices that were checked.
-        speed: figures of the first network on all devices; without "ratio" if it was not measured.
+        speed: figures of the first network on all devices; without "ratio" if not measured.
     """
     if "ratio" not in speed:
         return None

@@ -384,7 +384,7 @@ def _compare_tensors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor
     for name, tensor in expected.items():
         distance = float((actual[name].double() - tensor.double()).norm())
         distances.append(distance / (norms[name] + least))
-    # max() would drop a NaN that is not the first value.
+    # max() ignores a NaN that is not the first value, so check for NaN before.
     if all(map(math.isfinite, distances)):
         return max(distances)
     return math.inf

@@ -122,7 +122,7 @@ def format_runs(home: Path) -> str:
             format_duration(max(0.0, time.time() - run.changed)),
             format_size(run.size),
         )
-        # The files of a run are not trusted, and control characters could change the terminal.
+        # Text from run folders is untrusted, and its control characters could alter the terminal.
         rows.append(list(map(escape_control_characters, cells)))
         if run.note:
             notes.append(wrap("", escape_control_characters(f"{cells[0]}: {run.note}")))

@@ -181,11 +181,12 @@ class Sweeping:
                 yield TrialRun(name, words, read=self._read, resumes=not speed, key=key)
 
     def _in_order(self) -> Iterator[tuple[TrialFigures, TrialSample]]:
-        """Yield the trial of each run, and its seed and fold.
+        """Yield the trial and the `TrialSample` of each run.
 
-        All combinations of lists run with the first seed, then all with the next one, so that a
-        sweep that is stopped early has compared as many combinations as possible. A sampled trial
-        runs with all seeds in a row, because the next sample depends on the result.
+        If only lists vary, all combinations run with the first fold and seed, then all with the
+        next, so that a sweep that is stopped early has compared as many combinations as possible.
+        A sampled trial runs with all folds and seeds in a row, because the next sample depends on
+        its result.
         """
         space = self.space
         if space.trials is None:
@@ -197,8 +198,8 @@ class Sweeping:
             if position == len(self.trials):
                 ended = []
                 for row in self.trials:
-                    # The sampler gets a value only if the trial has run with all seeds, because
-                    # means over different seeds cannot be compared.
+                    # Pass the sampler no mean of an incomplete trial: means over different folds
+                    # or seeds cannot be compared.
                     value = row.value if row.status == "done" else None
                     ended.append((row.values, value))
                 values = space.sampled(ended, self.metric.larger_is_better)

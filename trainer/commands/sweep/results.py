@@ -57,7 +57,7 @@ class TrialFigures:
         status: Element of `ORDER`.
         value: Mean of the metric over the runs; None if `runs` is empty.
         std: Standard deviation of the metric over the runs; None for fewer than two runs.
-        runs: Metric of each run by its seed, or by its fold and seed; empty for a failed trial.
+        runs: Metric of each run by its `TrialSample.label`; empty for a failed trial.
         seconds: Training time of all runs together in seconds.
         compared: "worse" if the trial is shown to be worse than the best one, or the text that no
             difference is shown; None for the best trial, and if the two were not compared.
@@ -83,9 +83,9 @@ class TrialFigures:
         return [f"{key}={value}" for key, value in self.values.items()]
 
     def name(self, words: Sequence[str]) -> str:
-        """Return the name of a run's folder; `words` are the arguments of this run alone."""
+        """Return the name of a run's folder. `words` are the run's `TrialSample.words`."""
         name = f"{self.trial:03d}"
-        # Only the values may be cut, because the arguments of the run tell the folders apart.
+        # Shorten the values on their own: cutting off `words` could give two runs one folder.
         for text in ("-".join(self.words), *words):
             if text:
                 cleaned = re.sub(r"[^A-Za-z0-9_.=+]+", "-", text)
@@ -95,7 +95,15 @@ class TrialFigures:
     def add(
         self, label: int | str, outcome: TrialOutcome, seconds: float, folder: Path, repeats: int
     ) -> None:
-        """Add the outcome of one of `repeats` runs, which `label` names in `runs`."""
+        """Add the outcome of a run.
+
+        Args:
+            label: The run's `TrialSample.label`.
+            outcome: The metric or the error of the run.
+            seconds: Training time in seconds.
+            folder: Folder of the run.
+            repeats: Number of runs of the trial, over all folds and seeds.
+        """
         self.seconds += seconds
         self.folders.append(str(folder))
         if outcome.error is None:
@@ -120,8 +128,8 @@ def tabulate(
 ) -> list[TrialFigures]:
     """Rank the trials, and compare each one with the best.
 
-    Runs of different folds share training images. They are not independent, as the tests assume
-    (Dietterich, Neural Computation 10 (1998), p. 1895), so trials with folds are not compared.
+    Trials with folds are not compared: runs of different folds share training images, and the
+    tests assume independent runs (Dietterich, Neural Computation 10, 1998, p. 1895).
 
     With few validation images, runs with different seeds often have exactly the same accuracy.
     Their standard deviation of 0 would mean that the accuracy does not depend on chance. So the
@@ -136,7 +144,7 @@ def tabulate(
         trials: Trials in any order.
         metric: Metric of the sweep.
         images: Smallest number of validation images of a run.
-        folds: Number of folds of each trial.
+        folds: Number of folds of each trial; 0 without cross-validation.
 
     Returns:
         The trials that are done, best first, then those not done, then the failed ones.
@@ -175,7 +183,14 @@ def tabulate(
 def draw_conclusion(
     rows: Sequence[TrialFigures], repeats: int, metric: Metric, folds: int = 0
 ) -> list[str]:
-    """Return sentences that say what the results show."""
+    """Return sentences that say what the results show.
+
+    Args:
+        rows: Trials as `tabulate` returns them.
+        repeats: Number of seeds of each trial.
+        metric: Metric of the sweep.
+        folds: Number of folds of each trial; 0 without cross-validation.
+    """
     finished = [row for row in rows if row.status == "done"]
     sentences = [metric.about] if finished else []
     if finished and len(rows) > 1 and metric.name != SPEED:
@@ -224,7 +239,7 @@ def write_tables(folder: Path, report: Json, metric: Metric) -> None:
 
 
 def describe_runs(report: Json) -> str:
-    """Describe the runs of each trial, as in "5 folds x 3 seeds"; empty for a single run."""
+    """Describe the runs of each trial, as in "5 folds x 3 seeds"; "" for a single run."""
     counts = []
     if report["folds"]:
         counts.append(f"{len(report['folds'])} folds")
@@ -266,7 +281,9 @@ def as_text(report: Json, metric: Metric) -> str:
 
 
 def draw(folder: Path, report: Json, dimensions: Sequence[Dimension]) -> list[Path]:
-    """Draw sweep.png if any trial is finished and any key but data.fold varies; return its path.
+    """Draw sweep.png, and return its path in a list.
+
+    Return an empty list if no trial is finished, or no key except data.fold varies.
 
     There is a panel for each key with the metric of all trials, and a ring marks the best trial.
     The values of a list are evenly spaced, in the order of the list. The values of a range are on a

@@ -47,11 +47,13 @@ FIXED = {
 
 
 class TrialSample(NamedTuple):
-    """One of the runs of a trial, which differ in seed and in fold.
+    """Fold and seed of one run of a trial.
 
     Attributes:
-        label: Name of the run in sweep.json: its seed, with its fold if there are folds.
-        words: Arguments that only this run has.
+        label: Name of the run in sweep.json: the seed; with folds, the fold, followed by the seed
+            if there are several.
+        words: Arguments that distinguish the run from others of its trial: data.fold, and any seed
+            except the recipe's.
     """
 
     label: int | str
@@ -185,7 +187,8 @@ class SearchSpace:
     Attributes:
         words: Overrides of every trial.
         dimensions: Keys that vary, except data.fold.
-        folds: Values of data.fold. Every trial runs with each of them.
+        folds: Listed values of data.fold. Every trial runs with each of them. Empty if no list was
+            typed.
         base: Recipe without the values of the dimensions.
         trials: Number of trials to sample; None if every combination is tried.
     """
@@ -205,7 +208,7 @@ class SearchSpace:
         Args:
             source: Name or file of the recipe.
             words: Overrides, lists and ranges.
-            repeats: Runs of each trial with different seeds.
+            repeats: Number of seeds with which each trial runs, in each fold if folds are listed.
             trials: Number of trials to sample. None: `SAMPLED` if there is a range; if only lists
                 vary, nothing is sampled.
             nproc: Value of nproc=; None if it was not given.
@@ -276,7 +279,7 @@ class SearchSpace:
         return [dict(zip(keys, values, strict=True)) for values in lists]
 
     def samples(self) -> list[TrialSample]:
-        """Return the runs of each trial: all folds with the first seed, then with the next one."""
+        """List the runs of each trial: all folds with the first seed, then with the next."""
         runs = []
         for repeat in range(self.repeats):
             seed = self.base.seed + repeat
@@ -342,7 +345,7 @@ class SearchSpace:
         words = [f"{key}={value}" for key, value in values.items()]
         try:
             chosen = recipes.load(self.source, *self.words, *words)
-            # Trials that differ in a key without effect would be the same trial.
+            # Trials that differ only in a key without effect would train the same model twice.
             for note in recipes.notes_on_idle(self.source, *self.words, *words):
                 if note.partition("=")[0] in values:
                     raise RecipeError(note)

@@ -26,8 +26,8 @@ NOTE = 12
 # of omitted rows is printed.
 SHOWN = 20
 # A measurement counts as unreliable if other processes use at least BUSY cores and at least the
-# fraction BUSY_FRACTION of this machine's cores. The services of an idle machine use less. One busy
-# core is enough to delay the threads of all cores, which wait for each other.
+# fraction BUSY_FRACTION of this machine's cores. The services of an idle machine use less. A single
+# busy core delays the threads on all others, because they wait for each other.
 BUSY = 0.2
 BUSY_FRACTION = 0.01
 
@@ -188,7 +188,7 @@ def describe_machine(machine: Json) -> str:
 class OtherProcesses:
     """Meter of the CPU time that other processes use after the creation of this object.
 
-    The processes of other virtual machines count too.
+    Steal time, during which the host runs other virtual machines, counts too.
     """
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ LOOKS = (5, 10, 15)
 # still includes a difference of more than this fraction.
 HIDDEN = 0.1
 
-# Speed of each finished repeat, by its number or name.
+# Speed, or another positive figure, of each finished repeat, by the number or label of the repeat.
 Runs = Mapping[Any, float]
 
 
@@ -150,9 +150,10 @@ def compute_ratios(runs: Runs, reference: Runs) -> list[float]:
 
 
 def compute_deviation(values: Sequence[float], expected: Sequence[float]) -> float:
-    """Return the largest relative difference of a value from the expected value in its place.
+    """Return the largest relative difference between values and the expected values.
 
-    The difference is infinite if a value is not finite, and 0 if either list is empty.
+    The sequences are compared up to the length of the shorter one. The result is infinite if a
+    value is not finite, and 0 if there is nothing to compare.
     """
     largest = 0.0
     for value, expected_value in zip(values, expected, strict=False):

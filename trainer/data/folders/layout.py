@@ -289,8 +289,16 @@ def hold_out(
 ) -> tuple[Array, str]:
     """Choose the validation images: those of an earlier run, all images, or a new draw.
 
-    If the images of an earlier run with data.fold are not known by name, the fold is drawn again,
-    even from data that may be different: all of it would contain images that the run trained on.
+    If the validation images of an earlier run with data.fold are not known by name, its fold is
+    drawn again even if `before.elsewhere` is true. Otherwise all images would be evaluated, among
+    them those that the run trained on.
+
+    Args:
+        names: names of the images.
+        labels: (images,) classes.
+        recipe: the recipe.
+        before: the split of an earlier run, if any.
+        where: path of the images, for messages.
 
     Returns:
         (chosen, description): (images,) bool, whether each image is a validation image, and a
@@ -299,6 +307,7 @@ def hold_out(
     Raises:
         SetupError: all images, or none of them, are validation images of an earlier run that had
             the same data set; or no image can be drawn, because each class has only one.
+        RecipeError: see `draw_fold`.
     """
     if before.held_out is not None:
         known = np.array([escape_non_utf8(name) in before.held_out for name in names], bool)

@@ -203,8 +203,8 @@ def photos(
         recipe: the recipe.
         before: the split of an earlier run, if any.
         train: training images, or all images without a separate validation set.
-        val: validation images of their own; if None, or with data.fold, they are drawn from
-            `train`.
+        val: the data set's own validation images. If None, or with data.fold, the validation
+            images are drawn from `train` instead.
         names: names of the classes or values.
         holdout: description of `val` for the user.
         notes: notes for a run's banner.
@@ -225,7 +225,7 @@ def photos(
             holdout = described
         elif is_divided:
             holdout = add_unused(described, holdout, len(own_val))
-            # This note would say that the test part chooses the best epoch.
+            # The note "test" says that the test part chooses the best epoch, but now the fold does.
             notes = {title: note for title, note in notes.items() if title != "test"}
             notes["fold"] = (
                 f"data.fold leaves {len(own_val):,} images of the validation split unused"

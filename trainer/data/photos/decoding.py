@@ -39,7 +39,7 @@ PADDING = 64
 XMP = b"http://ns.adobe.com/xap/1.0/\0"
 # Pillow's modes with transparency.
 ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
-# Context manager that hides Pillow's warnings about odd metadata in readable images.
+# Context manager that hides Pillow's warnings about unusual metadata in readable images.
 without_warnings = partial(warnings.catch_warnings, action="ignore")
 # Dimensions of an image (C, H, W) to flip for each EXIF orientation (Exif 2.32, page 36). For
 # orientations 5 to 8, height and width must be exchanged before the flip.

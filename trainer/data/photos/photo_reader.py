@@ -434,6 +434,6 @@ def as_pictures(datasets: Datasets, inputs: Tensor) -> Tensor | None:
 
 
 def select_channels(images: Tensor) -> Tensor:
-    """Return images (n, H, W, C) with their first three channels; of two, with only the first."""
+    """Return images (n, H, W, C) with only their first three channels; if C < 3, only the first."""
     channels = 3 if images.shape[-1] >= 3 else 1
     return images[..., :channels].contiguous()

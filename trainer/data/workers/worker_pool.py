@@ -437,7 +437,7 @@ def serve(
 
 
 def begin_worker() -> None:
-    """Prepare a process that reads photos."""
+    """Prepare a process that reads photos, with a single torch thread."""
     fork_server.begin_worker()
     keep_freed_memory(MAX_KEPT_BLOCK)
     torch.set_num_threads(1)

@@ -2,6 +2,7 @@
 metadata.
 """
 
+import errno
 import json
 import math
 import re
@@ -20,7 +21,7 @@ from trainer.commands import class_metrics
 from trainer.commands.evaluate import evaluate_run
 from trainer.data import open_datasets
 from trainer.data.folders.layout import Before
-from trainer.errors import CheckpointError, RecipeError, SetupError
+from trainer.errors import CheckpointError, DiskFullError, RecipeError, SetupError
 from trainer.recipe import load
 from trainer.saving.weights import read_metadata
 
@@ -342,3 +343,16 @@ def test_evaluations_at_the_same_time_keep_each_others_rows(tmp_path):
         list(pool.map(write, range(40)))
     assert {row["loss"] for row in rows(file)} == {f"{number}" for number in range(40)}
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_full_disk_is_an_error_only_for_a_file_that_was_asked_for(monkeypatch, tmp_path, capsys):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(class_metrics, "write_atomically", fail)
+    key = {"checkpoint": "best.safetensors", "split": "val", "data": "digits"}
+    file = tmp_path / "metrics.csv"
+    class_metrics.report(None, file, key, {"loss": 1.0}, (), {})
+    assert "left out" in capsys.readouterr().out
+    with pytest.raises(DiskFullError):
+        class_metrics.report("metrics.csv", file, key, {"loss": 1.0}, (), {})

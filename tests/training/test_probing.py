@@ -1,5 +1,6 @@
 """Runs that train the last layer on features: against runs with frozen layers and scikit-learn."""
 
+import errno
 import os
 import re
 import shutil
@@ -15,9 +16,11 @@ from tests.checks import refusal
 from tests.command_line import QUIET, latest, losses, ok, result, rows, trainer
 from tests.data.photo_folders import coloured
 from tests.modes.ways import WORKERS
+from trainer.data.cache import homes
 from trainer.recipe import load
 from trainer.recipe.checks import check_options
 from trainer.telemetry.events import read_curves
+from trainer.training import probing
 
 WORDS = [
     "recipe=digits",
@@ -186,6 +189,18 @@ def test_features_are_read_again_unless_what_they_depend_on_has_changed(backbone
     home = next(cache.iterdir()).name
     ok("cache", "delete", home, "yes=true")
     assert not (cache / home).exists()
+
+
+def test_features_that_do_not_fit_on_the_disk_leave_no_file(monkeypatch, tmp_path):
+    def fail(path, parts, place):
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(probing, "write_synced", fail)
+    features = {"train": torch.ones(3, 2), "val": torch.ones(1, 2)}
+    phrase = probing.keep_features(tmp_path / "home", features, None)
+    assert "not kept" in phrase and "data.cache_dir=" in phrase
+    assert [file.name for file in (tmp_path / "home").iterdir()] == [homes.USED]
 
 
 def test_an_unreadable_photo_is_an_error(tmp_path, cache):

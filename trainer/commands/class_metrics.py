@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainer.errors import RecipeError, SetupError
+from trainer.errors import DiskFullError, RecipeError, SetupError
 from trainer.processes.terminal import say, terminal_width
 from trainer.saving.files import (
     describe_error,
@@ -147,8 +147,7 @@ def report(
     The file gets a row for the whole split, whose class is empty, and a row for each class.
 
     Args:
-        output: Path from `output=`. Without it, a SetupError or RecipeError is printed as one line
-            instead of raised.
+        output: Path from `output=`. Without it, an error is printed as one line instead of raised.
         path: Path of the file.
         key: Values of the columns `KEY`, which identify the evaluation.
         metrics: Metrics of the whole split.
@@ -168,7 +167,7 @@ def report(
     try:
         write_rows(path, rows)
         say(f"  metrics  {path}")
-    except (RecipeError, SetupError) as error:
+    except (RecipeError, SetupError, DiskFullError) as error:
         if output is not None:
             raise
         say(f"  metrics.csv is left out: {error}")

@@ -72,7 +72,7 @@ def describe(run: Run) -> dict[str, str]:
     metrics = run.task.text(strip_prefix(history.validation))
     memory = [f"{name} {format_size(size)}" for name, size in run.observer.memory.items()]
     return {
-        "check": f"passed: {run.recipe.name}, mode={run.recipe.mode}; nothing was kept",
+        "check": f"passed: {run.recipe.name}, mode={run.recipe.mode}; the run was not kept",
         "read": list_some(files) or f"{run.datasets.name}, which is in memory",
         "trained": f"{len(losses)} steps, loss {', '.join(f'{loss:.4f}' for loss in losses)}",
         "evaluated": f"{history.validation.get('val_samples', 0)} held-out images: {metrics}",

@@ -10,6 +10,7 @@ Alain and Bengio, "Understanding intermediate layers using linear classifier pro
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from trainer.data import Batch, Datasets, ImageSet, Loader, TensorSet, TensorSpe
 from trainer.data.cache import homes
 from trainer.data.encoded import EncodedPhotos, compute_identity, hash_location
 from trainer.data.sets import CLASS
-from trainer.errors import DiskFullError, RecipeError, SetupError
+from trainer.errors import RecipeError
 from trainer.models.blocks import freeze
 from trainer.models.equivalence import relative_error
 from trainer.models.features import Head, find_classifier, record_features
@@ -282,27 +283,14 @@ def keep_features(home: Path | None, features: Mapping[str, Tensor], root: str |
     """Write features to the cache `home`, if any, and return a phrase that says so.
 
     An error is part of the phrase and is not raised, because the run does not need the cache.
-    """
-    if home is None:
-        return "computed"
-    try:
-        write_features(home, features, root)
-    except (SetupError, DiskFullError) as error:
-        return f"computed, and not kept ({error})"
-    return f"computed, and kept in {home}"
-
-
-def write_features(home: Path, features: Mapping[str, Tensor], root: str | None) -> None:
-    """Write features to the cache `home`.
 
     Args:
         home: Folder of the cache.
         features: Tensors of both splits, as `Extractor.extract` returns them.
         root: Value of data.root, which the command `cache` shows.
-
-    Raises:
-        SetupError: The cache cannot be written.
     """
+    if home is None:
+        return "computed"
     count = len(features["train"]) + len(features["val"])
     size = features["val"].shape[1]
     # The command `cache` shows these values. "photos" is the number of images.
@@ -315,7 +303,10 @@ def write_features(home: Path, features: Mapping[str, Tensor], root: str | None)
             replace_file(draft, home / FILE)
             write_atomically(home / homes.ABOUT, json.dumps(about) + "\n")
     except OSError as error:
-        raise homes.unwritable(home.parent, error) from None
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        return f"computed, and not kept ({homes.unwritable(home.parent, error)})"
+    return f"computed, and kept in {home}"
 
 
 def measure_neighbors(train: TensorSet, val: TensorSet, device: torch.device) -> float:

@@ -135,7 +135,9 @@ def find_unused(source: Source, rows: Sequence[Entry]) -> list[str]:
     notes = []
     for row in rows:
         words = [word for word in row.words if not word.startswith("nproc=")]
-        notes.append({note.partition("=")[0]: note for note in recipe.notes_on_idle(source, *words)})
+        notes.append(
+            {note.partition("=")[0]: note for note in recipe.notes_on_idle(source, *words)}
+        )
     return [note for key, note in notes[0].items() if all(key in others for others in notes)]
 
 

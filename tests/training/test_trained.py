@@ -102,3 +102,16 @@ def test_a_recipe_in_weights_has_bounds_and_a_damaged_one_is_one_line(tmp_path, 
     with pytest.raises(CheckpointError, match=r" recipe\b") as caught:
         read_recipe(tmp_path, {"recipe": told if isinstance(told, str) else json.dumps(told)})
     assert "\n" not in str(caught.value)
+
+
+def test_typed_statistics_replace_only_their_own(tmp_path):
+    facts = FACTS | {"classes": json.dumps([*map(str, range(10))])}
+
+    def read(*words):
+        recipe = load("digits", *words)
+        data = Trained(tmp_path, {}, facts, load("digits"), recipe).data(recipe)
+        return data.mean, data.std
+
+    assert read() == ((0.5,), (0.2,))
+    assert read("data.std=[0.7]") == ((0.5,), (0.7,))
+    assert read("data.mean=[0.1]", "data.std=[0.7]") == ((0.1,), (0.7,))

@@ -411,6 +411,9 @@ def check_doors(name: str, size: int, home: Path) -> None:
         check_rows(by_command(home / "told" / output.name, output, *words), message)
 
 
+@pytest.mark.full(
+    cases=["folders-48", "table-48", "webdataset-48", "arrays-48", "folders-96", "pillow_items-96"]
+)
 @pytest.mark.slow(
     cases=["folders-48", "tar_of_folders-48", "webdataset-48", "nested-48", "table-48"]
 )

@@ -323,6 +323,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full(cases=["single-None-2-Interrupted", "single-None-15-Preempted"])
 @pytest.mark.slow(cases=["ddp-2-2-Interrupted"])
 @pytest.mark.parametrize(
     ("mode", "nproc", "number", "raised"),
@@ -382,6 +383,7 @@ def test_a_program_that_trains_counts_ctrl_c_for_its_ranks(tmp_path, presses):
         assert "Interrupted" in job.text(), job.text()
 
 
+@pytest.mark.full(cases=["SIGINT"])
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_sweep_lets_its_runs_save(tmp_path, sent):

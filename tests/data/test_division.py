@@ -262,6 +262,7 @@ def test_a_run_is_evaluated_on_its_own_fold(tmp_path):
         )
 
 
+@pytest.mark.full(but=["ddp", "pipeline"])
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [mode for mode, traits in TRAITS.items() if traits.same_maths])
 def test_every_mode_trains_on_the_same_images_and_resumes(mode, tmp_path):

@@ -152,6 +152,7 @@ def single(photos, tmp_path_factory):
     return run
 
 
+@pytest.mark.full(but=["ddp", "interleaved1f1b"])
 @pytest.mark.slow
 @pytest.mark.parametrize("way", EXACT)
 def test_modes_train_and_evaluate_as_single_does(photos, single, way, tmp_path):

@@ -309,6 +309,7 @@ def single(tmp_path_factory):
     return run
 
 
+@pytest.mark.full(but=["ddp", "split", "streams"])
 @pytest.mark.slow
 @pytest.mark.parametrize("way", EXACT)
 def test_modes_train_on_the_same_varied_images(single, way, tmp_path):

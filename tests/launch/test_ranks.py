@@ -17,6 +17,7 @@ from trainer.saving.journal import JOURNAL, read_journal
 WORDS = ["recipe=digits", "model.name=cnn_gn", "epochs=1", *QUIET, "save.every_steps=4"]
 
 
+@pytest.mark.full(cases=["how2"])
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "how", [("mode=single", "kill@0:10"), ("nproc=2", "kill@1:10"), ("nproc=2", "kill@0:6")]

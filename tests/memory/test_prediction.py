@@ -79,6 +79,7 @@ def test_replicas_of_data_parallel():
 ALL = ["accumulate", "recompute", "precision"]
 
 
+@pytest.mark.full(cases=["mode1-8MiB-keys1"])
 @pytest.mark.slow(cases=["mode2-1020MiB-keys2"])
 @pytest.mark.parametrize(
     ("mode", "memory", "keys"),

@@ -118,6 +118,7 @@ def published_file(hub, name, size, as_published):
     return hub / url.rpartition("/")[2]
 
 
+@pytest.mark.full(but=["googlenet", "mnasnet", "resnet", "squeezenet"])
 @pytest.mark.slow(cases=["googlenet", "mobilenet_v3"])
 @pytest.mark.parametrize(
     "family",

@@ -212,6 +212,9 @@ for kind in (Neighbours, Ghost, Deviation, Parts, FewParts, Pixels):
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.full(
+    cases=["Deviation-dp-False", "FewParts-ddp nproc=2-False", "Deviation-fsdp nproc=2-True"]
+)
 @pytest.mark.parametrize(
     ("model", "mode", "apart"),
     [

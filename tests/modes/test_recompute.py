@@ -128,6 +128,7 @@ def everything(folder):
     }
 
 
+@pytest.mark.full(but=["ddp", "hogwild"])
 @pytest.mark.slow(cases=["bf16", "split"])
 @pytest.mark.parametrize(
     "way",

@@ -53,6 +53,7 @@ def compare(words: list[str], tmp_path: Path) -> None:
     assert checkpoint(whole) and checkpoint(run) == checkpoint(whole)
 
 
+@pytest.mark.full(but=["1f1b-adam", "1f1b-adamw", "fsdp-adafactor", "fsdp-muon", "single-sgd"])
 @pytest.mark.slow(cases=["single-adamw", "single-adafactor"])
 @pytest.mark.parametrize(
     # One optimizer of each kind is fast: fused, and not fused.
@@ -74,6 +75,7 @@ def test_every_optimizer_resumes_to_the_bit(name, mode, tmp_path):
     compare(words, tmp_path)
 
 
+@pytest.mark.full(cases=["cosine", "polynomial", "plateau"])
 @pytest.mark.slow(cases=["step", "exponential", "cosine", "constant", "plateau"])
 @pytest.mark.parametrize("name", LR_SCHEDULES)
 def test_every_schedule_resumes_to_the_bit(name, tmp_path):
@@ -95,6 +97,7 @@ def test_every_schedule_resumes_to_the_bit(name, tmp_path):
     assert len(rates) > 1 or name == "constant"
 
 
+@pytest.mark.full(but=["adafactor", "rmsprop"])
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_optimizer_takes_the_steps_of_single_in_every_mode(name, tmp_path):

@@ -416,6 +416,27 @@ def test_a_key_is_reported_where_two_of_its_values_compute_the_same(
     check_run(argument, words, tmp_path, capfd)
 
 
+@pytest.mark.full(
+    but=[
+        "augment.crop_padding=2-augment.crop=pad",
+        "augment.crop_scale=[0.5,1]-augment.crop=resized",
+        "data.interpolation=nearest-",
+        "data.interpolation=nearest-data.image_size=12",
+        "data.samples=300-data.name=synthetic",
+        "ddp.compress=bf16-mode=ddp nproc=1",
+        "fsdp.reshard=false-mode=fsdp nproc=1",
+        "local_sgd.every=1-mode=local_sgd nproc=1",
+        "optimizer.eps=0.1-optimizer.name=adamw",
+        "schedule.gamma=0.5-schedule.name=plateau",
+        "schedule.min_lr=0.005-schedule.name=constant",
+        "schedule.restart=[1]-epochs=1",
+        "schedule.warmup_factor=0.5-",
+        "schedule.warmup_factor=0.5-schedule.warmup_epochs=0.5",
+        "shares=auto-mode=ddp nproc=1",
+        "stop.patience=5-epochs=2",
+        "sync_bn=true-model.name=resnet8 max_steps=1",
+    ]
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(("argument", "words"), SAMPLES)
 def test_more_keys_are_reported_where_two_of_their_values_compute_the_same(

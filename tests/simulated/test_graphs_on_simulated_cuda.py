@@ -125,6 +125,12 @@ def alike(one, two):
     )
 
 
+@pytest.mark.full(
+    but=[
+        "model.name=mlp optimizer.name=adamw augment.mixup=0.2 augment.crop=pad graphs=true",
+        "model.name=mlp precision=fp16 clip_grad_norm=1 ema=0.9 graphs=true",
+    ]
+)
 @pytest.mark.slow(cases=["words1"])
 @pytest.mark.parametrize("words", [*RUNS, *SLOW, *FULL])
 def test_a_run_with_replays_is_the_run_without(words):
@@ -186,6 +192,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.full(cases=["side stream waits for nothing", "nobody waits for side stream"])
 @pytest.mark.slow(
     cases=[
         "the current stream is recorded",

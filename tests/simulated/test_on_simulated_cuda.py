@@ -77,6 +77,15 @@ MORE = [
 LONG = [pytest.param(words, marks=pytest.mark.full("variants of the other runs")) for words in MORE]
 
 
+@pytest.mark.full(
+    but=[
+        "mode=dp clip_grad_norm=1 ema=0.9 devices=[cuda:0,cuda:1]",
+        "mode=dp model.name=mlp precision=bf16 devices=[cuda:0,cuda:1,cuda:2]",
+        "mode=pipeline model.name=mlp batch_size=24 devices=[cuda:0,cuda:1]",
+        "mode=single model.name=mlp precision=fp16 clip_grad_norm=1 ema=0.9",
+        "words1",
+    ]
+)
 @pytest.mark.slow(
     cases=[
         "words1",

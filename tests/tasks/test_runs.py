@@ -183,6 +183,9 @@ def test_every_task_has_a_case():
     assert all(f"task.name={name}" in words for name in {*TASKS} - {"classification"})
 
 
+@pytest.mark.full(
+    cases=["multilabel mixed-1f1b", "regression-split", "segmentation-split", "focal-ddp"]
+)
 @pytest.mark.slow(
     cases=[
         "weighted-hogwild",

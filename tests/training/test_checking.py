@@ -53,6 +53,7 @@ def test_a_check_has_the_losses_of_the_run_and_leaves_an_earlier_run_alone(tmp_p
     assert list_files(tmp_path) == before
 
 
+@pytest.mark.full(but=["ddp", "hogwild", "local_sgd", "streams"])
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_is_checked(mode: str, tmp_path: Path) -> None:

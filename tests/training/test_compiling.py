@@ -68,6 +68,7 @@ def counted(path, *words, **env):
     return Counter((graph["rank"], graph["training"]) for graph in graphs)
 
 
+@pytest.mark.full(cases=["single"])
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "way", [w if w in OFTEN else pytest.param(w, marks=pytest.mark.full) for w in WAYS]

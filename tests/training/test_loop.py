@@ -85,6 +85,7 @@ def test_an_evaluation_within_an_epoch_changes_no_training_and_decides_the_best(
     assert top1 == pytest.approx(float(metadata["value"])) == result(single)["best_top1"]
 
 
+@pytest.mark.full(but=["ddp", "dp", "hogwild"])
 @pytest.mark.slow(cases=["local_sgd"])
 @pytest.mark.parametrize(
     "mode",

@@ -228,6 +228,7 @@ def single(tmp_path_factory):
     return run
 
 
+@pytest.mark.full(cases=["fsdp"])
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mode", ["ddp", "fsdp", "local_sgd local_sgd.every=1 local_sgd.outer_momentum=0"]

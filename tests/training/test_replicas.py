@@ -166,6 +166,7 @@ def test_a_rank_that_drifts_later_is_found_before_the_next_checkpoint(start, tmp
     assert saved == ["step-00000020"]
 
 
+@pytest.mark.full(but=["words0-5", "words1-2", "words2-3"])
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 @pytest.mark.parametrize(
@@ -207,6 +208,7 @@ def test_a_gradient_that_depends_on_the_rank_ends_a_long_run(start):
     assert "mode=single" in completed.stderr
 
 
+@pytest.mark.full(but=["words1", "words2"])
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
@@ -227,6 +229,7 @@ def test_a_comparison_of_gradients_leaves_no_trace(words, start, tmp_path):
     torch.testing.assert_close(one, two, rtol=0, atol=0)
 
 
+@pytest.mark.full(cases=["kept-fsdp", "left_out-pipeline"])
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", REPLICAS)
 @pytest.mark.parametrize("model", ["kept", "left_out"])

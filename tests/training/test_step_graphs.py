@@ -86,6 +86,7 @@ def one_line(played):
     return line
 
 
+@pytest.mark.full(cases=["sgd", "adamw", "muon", "nesterov"])
 @pytest.mark.slow(
     cases=[
         "nesterov",
@@ -119,6 +120,9 @@ def test_a_step_is_recorded_after_a_save_or_an_evaluation(warm):
     assert equal(words, played) and played.said == [] and played.replayed_to_the_end
 
 
+@pytest.mark.full(
+    cases=["ema", "mixup", "accumulate", "label_smoothing", "layer_decay", "recompute", "shares"]
+)
 @pytest.mark.slow(
     cases=["recompute", "accumulate", "shares", "layer_decay", "clip_grad_norm", "freeze"]
 )
@@ -406,6 +410,19 @@ MUTANTS = {  # words, patches, recorder
 }
 
 
+@pytest.mark.full(
+    cases=[
+        "the learning rate is a number-True",
+        "muon's learning rate is a number-True",
+        "a loss is kept-False",
+        "the batch is not copied-False",
+        "storages change-True",
+        "draws repeat-True",
+        "a pass that adds is the first-True",
+        "a number of the host-True",
+        "the average is recorded-True",
+    ]
+)
 @pytest.mark.slow(
     cases=[
         "muon's learning rate is a number-True",

@@ -162,6 +162,7 @@ WAYS = EXACT | ALONE | {"ddp in pieces": [*EXACT["ddp"], "accumulate=2"]}
 FULL = pytest.mark.full("targets go through each schedule alike")
 
 
+@pytest.mark.full(but=["ddp", "ddp in pieces"])
 @pytest.mark.slow(cases=["split", "1f1b"])
 @pytest.mark.parametrize(
     "way",

@@ -149,6 +149,7 @@ def assert_same(run, reference, tolerance):
         assert result(run)[figure] == pytest.approx(result(reference)[figure], rel=tolerance)
 
 
+@pytest.mark.full(but=["dualpipev-statistics", "interleavedzerobubble-repeats", "zbv-repeats"])
 @pytest.mark.slow(cases=["zbv-repeats"])
 @pytest.mark.parametrize(
     ("schedule", "name"),
@@ -193,6 +194,7 @@ def test_a_stage_splits_its_backward_pass_unless_a_weight_is_used_twice(trained)
     }
 
 
+@pytest.mark.full(cases=["step", "bf16"])
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["step", "frozen", "statistics", "bf16"])
 def test_every_stage_of_a_plain_model_splits_its_backward_pass(name, trained):

@@ -134,6 +134,20 @@ WORDS = {
 FAST = ("split", "two micro-batches", "fp16")
 
 
+@pytest.mark.full(
+    but=[
+        "a smaller last one-several",
+        "bf16-several",
+        "computed anew in three-several",
+        "each micro-batch's statistics-several",
+        "fp16-one device",
+        "frozen, in three-several",
+        "frozen-several",
+        "one micro-batch-several",
+        "split-several",
+        "two micro-batches-one device",
+    ]
+)
 @pytest.mark.slow(cases=["split-one device", "two micro-batches-one device"])
 @pytest.mark.parametrize("apart", [False, True], ids=["one device", "several"])
 @pytest.mark.parametrize(

@@ -25,6 +25,16 @@ def made(name):
     return build(ModelRecipe(name=name), 10, 1, 8)
 
 
+@pytest.mark.full(
+    cases=[
+        "2-mode=split-vit_tiny",
+        "3-mode=split-vit_tiny",
+        "2-pipeline.microbatches=1-vit_tiny",
+        "3-pipeline.microbatches=4-vit_tiny",
+        "3-pipeline.split_size=4 recompute=true-vit_tiny",
+        "2-pipeline.split_size=1-vit_tiny",
+    ]
+)
 @pytest.mark.slow(
     cases=[
         "3-pipeline.split_size=4 recompute=true-vit_tiny",

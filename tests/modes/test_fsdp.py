@@ -10,10 +10,11 @@ import sys
 from contextlib import nullcontext
 
 import pytest
+from safetensors.torch import load_file
 from torch import nn
 
 from tests import warm
-from tests.command_line import PROJECT, environment, ok, result
+from tests.command_line import PROJECT, QUIET, environment, ok, result
 from tests.models import families
 from tests.modes.ways import EXACT
 from tests.training.whole_runs import EPOCH, assert_ends_like, kill, newest
@@ -302,3 +303,42 @@ def test_a_family_in_shards_is_the_whole_model(tmp_path):
         if isinstance(message, str) or max(message) > 1e-6
     }
     assert apart == {}
+
+
+# Of the rows of a matrix, ranks have different numbers: of 4 or 2 rows, some have none.
+NARROW = """
+from torch import nn
+from trainer import register_model
+
+@register_model("narrow")
+def build(num_classes, channels, image_size):
+    return nn.Sequential(
+        nn.Conv2d(channels, 4, 3, stride=2),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(36, 40),
+        nn.Tanh(),
+        nn.Linear(40, 2),
+        nn.Linear(2, 40),
+        nn.Tanh(),
+        nn.Linear(40, num_classes),
+    )
+"""
+
+
+@pytest.mark.parametrize(
+    ("processes", "words"),
+    [(3, []), pytest.param(4, ["fsdp.shards=2", "precision=fp16"], marks=pytest.mark.slow)],
+)
+def test_muon_orthogonalizes_whole_matrices(processes, words, tmp_path, monkeypatch):
+    (tmp_path / "narrow.py").write_text(NARROW)
+    monkeypatch.chdir(tmp_path)
+    common = ["recipe=digits", "model.name=narrow", "plugin=narrow", "batch_size=48", "max_steps=6"]
+    common += ["optimizer.name=muon", "optimizer.lr=0.02", "optimizer.nesterov=true", "threads=1"]
+    ok(*common, *words[1:], *QUIET, "mode=single", "output=single")
+    ok(*common, *words, *QUIET, "mode=fsdp", f"nproc={processes}", "output=shards")
+    expected = load_file("single/last.safetensors")
+    found = load_file("shards/last.safetensors")
+    for name, weight in expected.items():
+        # The iteration is in bf16, which amplifies rounding.
+        assert (found[name] - weight).norm() <= 2e-3 * weight.norm(), name

@@ -7,7 +7,7 @@ not wait for the import of `torch.distributed`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -329,6 +329,25 @@ class World:
             with translate_peer_errors() as dist:
                 dist.broadcast(values, first, group=self.group(along))
         return values
+
+    def exchange(
+        self, values: Tensor, sizes: Sequence[int], counts: Sequence[int], along: str
+    ) -> Tensor:
+        """Send parts of a tensor to the ranks on this rank's line along a dimension of the grid.
+
+        Args:
+            values: values to send, 1-dim, in the order of the ranks.
+            sizes: number of values for each rank.
+            counts: number of values that each rank sends to this one.
+            along: the dimension.
+
+        Returns:
+            The received values, 1-dim, in the order of the ranks.
+        """
+        received = values.new_empty(sum(counts))
+        with translate_peer_errors() as dist:
+            dist.all_to_all_single(received, values, [*counts], [*sizes], group=self.group(along))
+        return received
 
     def _several(self, along: str | None) -> bool:
         return (self.grid.size(along) if along else self.size) > 1

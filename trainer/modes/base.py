@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from trainer.data import Batch, DataShare
 from trainer.devices import cuda_graphs
 from trainer.devices.cuda_graphs import StepRecorder
+from trainer.distributed.matrix_exchange import MatrixExchange
 from trainer.distributed.world import World
 from trainer.errors import RecipeError
 from trainer.models.blocks import refreeze
@@ -63,6 +64,9 @@ class Strategy(ModelState, Measures):
     The other methods are derived from these eight, or have defaults that suit a rank with the whole
     model.
     """
+
+    # Exchange of rows of weights, for modes that divide weights.
+    matrices: MatrixExchange | None = None
 
     def __init__(self, context: Context) -> None:
         ModelState.__init__(self, context)

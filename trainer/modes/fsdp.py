@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from trainer.data import Batch
+from trainer.distributed.matrix_exchange import MatrixExchange
 from trainer.distributed.peers import translate_peer_errors
 from trainer.errors import RecipeError
 from trainer.memory.measuring import count_bytes
@@ -152,6 +153,8 @@ class FullyShardedDataParallel(Strategy):
         for name, parameter in self.sharded.items():
             local = parameter.to_local().detach()
             self._local[name] = nn.Parameter(local, requires_grad=parameter.requires_grad)
+        heights = {p: self.shapes[name][0] for name, p in self._local.items()}
+        self.matrices = MatrixExchange(self.world, heights)
         super().connect()
         with translate_peer_errors(), _explain_errors(self._refuse):
             check_sharded(self, self._whole, self.reduce_gradients)

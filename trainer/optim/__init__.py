@@ -1,6 +1,6 @@
 """Optimizers, learning rate schedule, fp16 loss scaling, moving average, and parameter roles.
 
-Imports: errors, recipe, models.
+Imports: errors, recipe, distributed, models.
 """
 
 from trainer.optim.classes import register_optimizer, register_schedule

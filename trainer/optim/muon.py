@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from trainer.distributed.matrix_exchange import MatrixExchange
+
 # Constants of the Newton-Schulz iteration, the same as in `torch.optim.Muon`.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
@@ -37,6 +39,8 @@ class MuonAdamW(torch.optim.Optimizer):
     """
 
     found_inf: Tensor | None = None
+    # With an exchange, each parameter has only some rows of its matrix.
+    exchange: MatrixExchange | None = None
 
     def __init__(
         self,
@@ -108,17 +112,37 @@ class MuonAdamW(torch.optim.Optimizer):
             kind = group["rate"], decay, device
             if kind not in rates:
                 rates[kind] = _StepRates(group["lr"], decay, self.found_inf, device)
-            batch_key = kind, update.matrix.shape, parameter.dtype
+            height = len(parameter)
+            if self.exchange is not None:
+                height = self.exchange.count_rows(parameter)
+            batch_key = kind, height, update.matrix.shape, parameter.dtype
             batches.setdefault(batch_key, []).append(update)
-        for (kind, *_), batch in batches.items():
-            self._update(batch, rates[kind])
+        directions: dict[nn.Parameter, Tensor] = {}
+        for (kind, height, *_), batch in batches.items():
+            direction = self._accumulate(batch, rates[kind])
+            if self.exchange is None:
+                self._update(batch, orthogonalize(direction), rates[kind], height)
+                continue
+            for update, rows in zip(batch, direction.bfloat16(), strict=True):
+                directions[update.parameter] = rows
+        if self.exchange is not None:
+            # The order of the batches depends on the rows of a rank, that of the groups does not.
+            parameters = [group["params"][0] for group in self.muon_groups]
+            ordered = {p: directions[p] for p in parameters if p in directions}
+            results = self.exchange.compute(ordered, orthogonalize_each)
+            for (kind, height, *_), batch in batches.items():
+                direction = torch.stack([results[update.parameter] for update in batch])
+                self._update(batch, direction, rates[kind], height)
         if self.adamw:
             self.adamw.found_inf = self.found_inf  # type: ignore[attr-defined]
             self.adamw.step()
 
-    def _update(self, batch: list[_MatrixUpdate], rates: _StepRates) -> None:
-        """Update matrices of the same shape, with one kernel per operation for all of them."""
-        matrices = [update.matrix for update in batch]
+    def _accumulate(self, batch: list[_MatrixUpdate], rates: _StepRates) -> Tensor:
+        """Update the momentum buffers of matrices of the same shape, and return the directions.
+
+        Returns:
+            What a step orthogonalizes, (matrices, rows, columns).
+        """
         buffers = [update.buffer for update in batch]
         gradients = torch.stack([update.gradient for update in batch])
         if rates.is_bad is not None:
@@ -129,11 +153,24 @@ class MuonAdamW(torch.optim.Optimizer):
         direction = torch.stack(buffers)
         if self.nesterov:
             direction = gradients.lerp(direction, self.momentum)
-        direction = orthogonalize(direction)
+        return direction
+
+    def _update(
+        self, batch: list[_MatrixUpdate], direction: Tensor, rates: _StepRates, height: int
+    ) -> None:
+        """Update matrices of the same shape, with one kernel per operation for all of them.
+
+        Args:
+            batch: the matrices, or this rank's rows of them.
+            direction: orthogonal directions, (matrices, rows, columns).
+            rates: rates of this step.
+            height: number of rows of each whole matrix.
+        """
+        matrices = [update.matrix for update in batch]
         torch._foreach_mul_(matrices, rates.keep)
         updates = direction.to(matrices[0].dtype).contiguous().unbind()
         # The factor makes steps as long as AdamW's (Liu et al., see the class).
-        longer_side = max(matrices[0].shape)
+        longer_side = max(height, matrices[0].shape[1])
         lr = rates.times(0.2 * math.sqrt(longer_side))
         # The fused kernel accepts the rate as a number or a tensor, and skips the update if the
         # flag is set.
@@ -156,11 +193,13 @@ class _MatrixUpdate(NamedTuple):
     """Tensors of one weight, each as a matrix with a row per output channel.
 
     Attributes:
+        parameter: the weight.
         matrix: view of the weight, which the step updates in place.
         buffer: view of the momentum buffer, which the step updates in place.
         gradient: gradient of the weight, a view or a copy.
     """
 
+    parameter: nn.Parameter
     matrix: Tensor
     buffer: Tensor
     gradient: Tensor
@@ -231,17 +270,33 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     return x
 
 
-def _view_as_matrices(weight: Tensor, buffer: Tensor, gradient: Tensor) -> _MatrixUpdate:
+def orthogonalize_each(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Return `orthogonalize` of matrices of any shapes, (rows, columns) each."""
+    indices: dict[torch.Size, list[int]] = {}
+    for index, matrix in enumerate(matrices):
+        indices.setdefault(matrix.shape, []).append(index)
+    results = [*matrices]
+    for group in indices.values():
+        stacked = torch.stack([matrices[index] for index in group])
+        for index, result in zip(group, orthogonalize(stacked), strict=True):
+            results[index] = result
+    return results
+
+
+def _view_as_matrices(parameter: nn.Parameter, buffer: Tensor, gradient: Tensor) -> _MatrixUpdate:
+    weight: Tensor = parameter
     if not weight.is_contiguous():
         # A weight in channels_last can be viewed as a matrix only with its channels at the end.
         weight = weight.movedim(1, -1)
         buffer = buffer.movedim(1, -1)
         gradient = gradient.movedim(1, -1)
-    rows = len(weight)
+    # A rank may have no rows, and then -1 would be ambiguous.
+    shape = len(weight), math.prod(weight.shape[1:])
     return _MatrixUpdate(
-        matrix=weight.view(rows, -1),
-        buffer=buffer.view(rows, -1),
-        gradient=gradient.reshape(rows, -1),
+        parameter=parameter,
+        matrix=weight.view(shape),
+        buffer=buffer.view(shape),
+        gradient=gradient.reshape(shape),
     )
 
 

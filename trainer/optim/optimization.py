@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from trainer.distributed.matrix_exchange import MatrixExchange
 from trainer.errors import RecipeError
+from trainer.optim.muon import MuonAdamW
 from trainer.optim.optimizers import NO_ROLES, build_optimizer
 from trainer.optim.trainable import Roles
 from trainer.recipe import Recipe
@@ -90,7 +92,12 @@ class GradientExchange(Protocol):
     """Operations on the gradient of the whole model, which may be divided over ranks.
 
     The strategies of `trainer.modes` implement them.
+
+    Attributes:
+        matrices: exchange of the rows of weight matrices; None if each weight is whole on a rank.
     """
+
+    matrices: MatrixExchange | None
 
     def grad_norm(self) -> Tensor:
         """Compute the 2-norm of the whole model's gradient, 0-dim, on the device."""
@@ -253,6 +260,8 @@ class Updater:
             norm = exchange.grad_norm()
         if self.limit is not None and norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.limit, norm)
+        if isinstance(self.optimizer, MuonAdamW):
+            self.optimizer.exchange = exchange.matrices
         if self.scaler is None:
             self.optimizer.step()
         else:

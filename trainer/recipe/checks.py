@@ -259,7 +259,8 @@ def check_optimizer(recipe: Recipe, row: OptimizerTraits) -> None:
     Raises:
         RecipeError: the mode does not.
     """
-    if (row.whole or row.joint) and recipe.traits.exchanges == "shards":
+    needs_whole = (row.whole and not row.gathers) or row.joint
+    if needs_whole and recipe.traits.exchanges == "shards":
         raise RecipeError(
             f"optimizer.name={recipe.optimizer.name} is not for mode={recipe.mode}: "
             f"{WHOLE_MATRICES}"

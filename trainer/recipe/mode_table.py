@@ -7,8 +7,6 @@ backward passes.
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trainer.recipe.optimizer_table import MATRIX_OPTIMIZERS
-
 Mode = Literal["single", "dp", "ddp", "split", "pipeline", "fsdp", "local_sgd", "hogwild"]
 Processes = Literal["one", "many", "either"]
 Exchange = Literal["nothing", "gradients", "shards", "copies", "activations", "weights"]
@@ -170,7 +168,6 @@ TRAITS = {
         exchanges="shards",
         sections=("fsdp",),
         refuses={
-            **dict.fromkeys(MATRIX_OPTIMIZERS, WHOLE_MATRICES),
             "probe": ONE_LAYER,
             "graphs": "ranks gather each other's weights within a pass; use mode=ddp, or "
             "graphs=auto",

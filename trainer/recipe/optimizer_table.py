@@ -40,6 +40,8 @@ class OptimizerTraits:
         group_state: names in `state` that are one tensor for all parameters of a group. The class
             keeps it in its groups.
         whole: True if the step of a weight depends on other weights of its parameter.
+        gathers: True if the class gathers whole weights itself, with its attribute `exchange`, from
+            ranks that have some of their rows.
         joint: True if the step of a parameter depends on other parameters.
         scales_lr: True if the learning rate should grow in proportion to the batch size.
     """
@@ -57,6 +59,7 @@ class OptimizerTraits:
     ones: tuple[str, ...] = ()
     group_state: tuple[str, ...] = ()
     whole: bool = False
+    gathers: bool = False
     joint: bool = False
     scales_lr: bool = False
 
@@ -99,6 +102,7 @@ OPTIMIZERS = Registry[OptimizerTraits](
             state=ADAM_STATE,
             matrix_state=("momentum_buffer",),
             whole=True,
+            gathers=True,
         ),
         "nadam": OptimizerTraits(
             "NAdam",

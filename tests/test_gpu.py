@@ -357,6 +357,16 @@ def test_ranks_on_one_card_over_nccl_train_as_single_does(name, single, tmp_path
     assert_same(tmp_path / "run", single)
 
 
+@pytest.mark.parametrize("offload", ["false", "true"])
+def test_matrices_in_shards_over_nccl(offload, tmp_path):
+    words = [*TRAINED, "optimizer.name=muon"]
+    ok(*words, "mode=single", f"output={tmp_path / 'single'}", env=FULL_FP32)
+    over_nccl(tmp_path / "run", [*words, "mode=fsdp", f"fsdp.offload={offload}"], 2)
+    # The iteration is in bf16, which amplifies rounding.
+    expected = pytest.approx(losses(tmp_path / "single"), rel=2e-3)
+    assert losses(tmp_path / "run") == expected
+
+
 def test_gradients_of_several_messages_over_nccl(tmp_path):
     """ViT-B/16: 330 MB of gradients, which DDP sends in a dozen buckets."""
     # The events contain the gradient norms.

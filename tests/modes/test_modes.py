@@ -187,7 +187,6 @@ def sampled(option, column):
     return ([*OPTIONS].index(option) + [*COLUMNS].index(column)) % 8 == 0
 
 
-@pytest.mark.full(cases=["2"])
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(3))
 def test_every_option_in_every_mode_works_or_is_refused(part, tmp_path, full):

@@ -77,7 +77,7 @@ def single(tmp_path_factory):
     return lambda words: trained(*(word for word in words if word.partition("=")[0] not in many))
 
 
-@pytest.mark.full(but=["ddp, all options", "ddp, sync_bn"])
+@pytest.mark.full(but=["ddp", "ddp, all options", "ddp, sync_bn"])
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=[pytest.mark.slow] * (way != "ddp")) for way in WAYS]
 )

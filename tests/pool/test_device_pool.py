@@ -256,7 +256,7 @@ def test_memory_stays_flat(full):
     with DevicePool(["cpu", "cpu"], workers.Sums, batch_size=500) as pool:
         pids = {os.getpid()}
         while len(pids) < 3:
-            # Of two jobs at a time, the worker that starts later gets one as soon as it is there.
+            # With two jobs at a time, a worker that starts later gets one.
             jobs = [pool.submit(workers.who, pause=0.05) for _ in range(2)]
             pids |= {job.result() for job in jobs}
         items = (torch.full((20,), float(i % 100)) for i in range(1_000_000 if full else 60_000))

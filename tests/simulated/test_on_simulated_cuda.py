@@ -83,7 +83,7 @@ LONG = [pytest.param(words, marks=pytest.mark.full("variants of the other runs")
         "mode=dp model.name=mlp precision=bf16 devices=[cuda:0,cuda:1,cuda:2]",
         "mode=pipeline model.name=mlp batch_size=24 devices=[cuda:0,cuda:1]",
         "mode=single model.name=mlp precision=fp16 clip_grad_norm=1 ema=0.9",
-        "words1",
+        "mode=split optimizer.name=adamw precision=fp16 devices=[cuda:0,cuda:1]",
     ]
 )
 @pytest.mark.slow(

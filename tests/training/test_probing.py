@@ -87,7 +87,7 @@ WAYS = {
 SLOW = [pytest.mark.slow]
 
 
-@pytest.mark.full(but=["ddp", "dp"])
+@pytest.mark.full(but=["single", "ddp", "dp"])
 @pytest.mark.parametrize(
     "way", ["single", *(pytest.param(name, marks=SLOW) for name in [*WAYS][1:])]
 )

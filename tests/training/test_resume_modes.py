@@ -135,7 +135,6 @@ SAMPLE = {
 }
 
 
-@pytest.mark.full(cases=["hang@1:3-ddp"])
 @pytest.mark.slow(cases=["kill@1:3-1f1b"])
 @pytest.mark.parametrize(
     ("fault", "mode"),

@@ -20,8 +20,8 @@ class MatrixExchange:
         """Store how the matrices are divided.
 
         Args:
-            world: the ranks. Those on a line along `shards` have the rows of each matrix, divided
-                as by `torch.chunk`.
+            world: the ranks. The rows of each matrix are divided over a line of ranks along
+                `shards`, as by `torch.chunk`.
             heights: number of rows of the whole matrix, by the parameter with this rank's rows.
         """
         self._world = world
@@ -43,7 +43,7 @@ class MatrixExchange:
         Collective. All ranks must pass the same parameters in the same order.
 
         Args:
-            rows: this rank's rows of each matrix, (rows, columns), of one type.
+            rows: this rank's rows of each matrix, (rows, columns), bfloat16.
             function: returns a matrix of the same shape and type for each matrix.
         """
         owned = self._choose_owners(rows)
@@ -98,9 +98,12 @@ class MatrixExchange:
             shapes: shapes of the matrices to receive, by rank.
         """
         device = self._world.device
-        blocks = [block.to(device).flatten() for part in parts for block in part]
-        # A rank without rows or matrices sends nothing, but takes part.
-        sent = torch.cat([torch.empty(0, dtype=torch.bfloat16, device=device), *blocks])
+        blocks = [block.flatten() for part in parts for block in part]
+        if not blocks:
+            # A rank without matrices sends nothing, but takes part.
+            blocks = [torch.empty(0, dtype=torch.bfloat16)]
+        # With fsdp.offload, the rows are in host memory.
+        sent = torch.cat(blocks).to(device)
         sizes = [sum(map(Tensor.numel, part)) for part in parts]
         counts = [sum(map(math.prod, part)) for part in shapes]
         received = torch.split(self._world.exchange(sent, sizes, counts, "shards"), counts)

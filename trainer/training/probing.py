@@ -10,7 +10,6 @@ Alain and Bengio, "Understanding intermediate layers using linear classifier pro
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -299,12 +298,13 @@ def keep_features(home: Path | None, features: Mapping[str, Tensor], root: str |
     try:
         with locks.wait_for_lock(home, homes.USED):
             content = serialize(features, {"check": hash_tensors(features)})
-            write_synced(draft, content, "features")
-            replace_file(draft, home / FILE)
-            write_atomically(home / homes.ABOUT, json.dumps(about) + "\n")
+            try:
+                write_synced(draft, content, "features")
+                write_atomically(home / homes.ABOUT, json.dumps(about) + "\n")
+                replace_file(draft, home / FILE)
+            finally:
+                draft.unlink(missing_ok=True)
     except OSError as error:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
         return f"computed, and not kept ({homes.unwritable(home.parent, error)})"
     return f"computed, and kept in {home}"
 

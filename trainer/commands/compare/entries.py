@@ -131,14 +131,16 @@ def build_entries(
 
 
 def find_unused(source: Source, rows: Sequence[Entry]) -> list[str]:
-    """Return a sentence for each key that the user set and that no entry reads."""
+    """Return a sentence for each key of the whole comparison that no entry reads."""
     notes = []
     for row in rows:
         words = [word for word in row.words if not word.startswith("nproc=")]
         notes.append(
             {note.partition("=")[0]: note for note in recipe.notes_on_idle(source, *words)}
         )
-    return [note for key, note in notes[0].items() if all(key in others for others in notes)]
+    unused = [note for key, note in notes[0].items() if all(key in others for others in notes)]
+    # The entries choose the modes.
+    return [note.partition(", or type mode=")[0] for note in unused]
 
 
 def parse_modes(text: str) -> list[str]:

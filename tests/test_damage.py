@@ -278,6 +278,7 @@ def test_disks_that_fill(tmp_path):
 # Odd beginnings
 
 
+@pytest.mark.slow
 def test_a_run_killed_after_its_last_checkpoint_has_the_last_weights_and_all_rows(
     tmp_path,
 ):

@@ -150,6 +150,7 @@ def test_ctrl_backslash_ends_the_run_without_a_traceback(tmp_path):
         assert code == 128 + signal.SIGQUIT and "Traceback" not in job.text(), job.text()
 
 
+@pytest.mark.slow
 def test_a_signal_after_the_last_file_leaves_a_completed_run_completed(tmp_path):
     with Job(
         tmp_path / "run",

@@ -79,6 +79,7 @@ def test_every_entry_point_uses_the_best_weights_or_those_that_are_named(worsene
                 assert torch.equal(stored[f"model.{name}"], tensor), name
 
 
+@pytest.mark.slow
 def test_the_line_about_the_best_weights_has_only_what_their_file_contains(worsened, tmp_path):
     metadata = read_metadata(worsened / "best.safetensors")
     run_result = result(worsened)

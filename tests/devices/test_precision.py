@@ -49,6 +49,7 @@ def test_the_precision_of_a_device_is_reported(monkeypatch):
         )
 
 
+@pytest.mark.slow
 def test_on_a_cpu_tf32_is_fp32_and_the_run_says_so(tmp_path):
     words = ["recipe=digits", "mode=single", "max_steps=3", *QUIET]
     for precision in ("fp32", "tf32"):

@@ -123,6 +123,7 @@ def at_once(typed: Typed, capsys: pytest.CaptureFixture[str]) -> str | None:
     return None
 
 
+@pytest.mark.slow(cases=["sweep"])
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_commands_mean_something(
     page: Path, empty: Path, capsys: pytest.CaptureFixture[str]

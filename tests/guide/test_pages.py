@@ -60,6 +60,7 @@ def test_every_page_is_a_topic_and_every_topic_a_page() -> None:
     assert linked == {f"{topic}.md" for topic in list_topics()}
 
 
+@pytest.mark.slow(cases=["modes"])
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_made_parts_are_up_to_date(page: Path) -> None:
     text = page.read_text(encoding="utf-8")

@@ -351,6 +351,7 @@ def test_two_nodes_on_one_host(work: Path) -> None:
         assert f"rank {rank} of 2" in finished(process)[0]
 
 
+@pytest.mark.slow
 def test_nodes_that_do_not_meet_say_where(work: Path) -> None:
     port = free_port()
     process = start(

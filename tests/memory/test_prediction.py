@@ -42,6 +42,7 @@ def test_planned_disk_space_is_the_size_of_a_checkpoint(tmp_path, words):
     assert actual["checkpoint"] + 2 * actual["weights"] == pytest.approx(written, rel=0.15)
 
 
+@pytest.mark.slow
 def test_devices_of_modes():
     """Modes add memory to a device or remove some."""
     recipe = recipe_of(

@@ -130,6 +130,7 @@ def test_half_of_the_bytes_are_exchanged_to_measure_communication(monkeypatch):
     assert sizes["null"] == 4 * 15 and sizes["bf16"] == 2 * 15
 
 
+@pytest.mark.slow(cases=["1"])
 @pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_experts_that_samples_choose_train_as_on_one_device(accumulate, tmp_path):
     """The experts that a rank's local batch needs differ between batches and between ranks."""

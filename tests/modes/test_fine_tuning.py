@@ -341,6 +341,7 @@ def test_where_it_cannot_change_the_run_ends_before_a_wrong_step(words, says, un
     assert len(steps(unfreezing / "run")) == 4, "all that came before"
 
 
+@pytest.mark.slow(cases=["optimizer0-mode=single"])
 @pytest.mark.full(cases=["optimizer1-mode=ddp"])
 @pytest.mark.parametrize(
     "mode",

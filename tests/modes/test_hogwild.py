@@ -178,6 +178,7 @@ def test_a_whole_run(tmp_path):
     assert f"{run_result['val_top1']:.2%}" in evaluated.stdout
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_no_shared_memory(tmp_path):
     """Ranks have no file in /dev/shm while they train, open or mapped, so no file remains after any
     exit.

@@ -184,6 +184,7 @@ def plain_loop(recipe, rows):
     return collected, models[0].state_dict()
 
 
+@pytest.mark.slow
 def test_workers_of_local_sgd_with_unequal_shares_are_those_of_a_plain_loop(tmp_path):
     recipe = load(None, *LOCAL, "shares=[1,5,2]")
     ok(*LOCAL, "shares=[1,5,2]", "nproc=3", *QUIET, f"output={tmp_path / 'run'}")

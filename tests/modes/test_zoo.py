@@ -86,6 +86,7 @@ def here(monkeypatch):
 SAMPLE = [*ODD][::2]
 
 
+@pytest.mark.slow(cases=["InPlace", "CountedInObject", "NumpyDrawsInBlock", "RootHookBefore"])
 @pytest.mark.slow(
     cases=[
         "Captured",

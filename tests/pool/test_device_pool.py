@@ -178,6 +178,7 @@ def test_round_robin_deals_items_in_turn():
         assert ids[::4] == ids[:12:4] * 3
 
 
+@pytest.mark.slow
 def test_a_much_slower_device_is_not_waited_for(tmp_path):
     """Idle workers repeat the items that a slow one still has, and its late answers are ignored."""
     with DevicePool(["cpu"] * 2, workers.Slow, arguments=(tmp_path, 3.0)) as pool:

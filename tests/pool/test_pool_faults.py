@@ -270,6 +270,7 @@ class Attacker:
                     self.hit.append(pid)
 
 
+@pytest.mark.slow
 def test_no_item_is_lost_or_repeated(full, tmp_path):
     """Killed, stopped and hanging workers and poisoned items: all other results are one worker's,
     byte for byte.

@@ -265,6 +265,7 @@ def test_every_flip_and_every_cut_is_found(tmp_path: Path, full: bool) -> None:
     assert same(load(newer), make(2, 16))
 
 
+@pytest.mark.slow
 def test_every_byte_of_a_manifest_counts(tmp_path: Path) -> None:
     path = commit(tmp_path, make(1, 8), keep=2)
     file = path / "manifest.json"

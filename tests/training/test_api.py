@@ -247,6 +247,7 @@ class Tied(nn.Module):
         return self.head(self.second(self.first(x.flatten(1)).relu()).relu())
 
 
+@pytest.mark.slow(cases=["mode1"])
 @pytest.mark.parametrize("mode", [{"mode": "single"}, {"mode": "split", "devices": ["cpu", "cpu"]}])
 def test_tied_weights_stay_tied_and_are_continued(tmp_path, mode):
     model = Tied()

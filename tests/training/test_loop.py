@@ -131,6 +131,7 @@ def test_a_run_killed_around_an_evaluation_resumes_to_the_bit(fault, mode, singl
     assert_same_files(folder, whole)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_before_its_evaluation_is_evaluated_when_it_is_resumed(single, tmp_path):
     """A signal saves a step before it is evaluated: this checkpoint is one of another recipe."""
     folder = tmp_path / "run"

@@ -7,6 +7,7 @@ import pytest
 from tests.command_line import QUIET, ok, result, trainer
 
 
+@pytest.mark.slow(cases=["mode=single batch_size=66 accumulate=3-6"])
 @pytest.mark.parametrize(
     ("mode", "pieces"),
     [

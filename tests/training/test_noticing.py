@@ -153,6 +153,7 @@ def test_accuracy_at_the_largest_class(tmp_path):
     assert len([line for line in meanwhile if re.search(r"accuracy .* \d+%\D+\d+%", line)]) == 1
 
 
+@pytest.mark.slow(cases=["0.0-True"])
 @pytest.mark.parametrize(("seconds", "early"), [(0.0, True), (11.9, False)])
 def test_a_machine_that_cannot_compute(seconds, early, tmp_path):
     """The load is printed once: within the first epoch if it is long, and not again at the end."""
@@ -182,6 +183,7 @@ WAITING = """
 """
 
 
+@pytest.mark.slow
 def test_all_reports_of_a_run_have_one_share_of_waiting_for_data(tmp_path):
     """Each rank waits in every second step, and the other rank waits for it."""
     (tmp_path / "waiting.py").write_text(textwrap.dedent(WAITING))
@@ -280,6 +282,7 @@ def test_ranks_and_stages_notice_alike(tmp_path):
 FULL = pytest.mark.full("a hundred runs")
 
 
+@pytest.mark.slow(cases=["7"])
 @pytest.mark.parametrize(
     "number", [7, *(pytest.param(number, marks=FULL) for number in range(102) if number != 7)]
 )

@@ -158,6 +158,7 @@ def test_the_pass_of_a_teacher_counts(tmp_path):
     assert collected[0] == 1 < collected[1]
 
 
+@pytest.mark.slow
 def test_a_run_that_meets_out_of_memory_goes_on_from_its_last_step(tmp_path):
     """The run equals one that was killed after that step and resumed with the same number of
     micro-batches, with dropout and BatchNorm.

@@ -51,6 +51,7 @@ def test_a_patience_that_ends_the_run_first_is_refused():
         load(None, "schedule.name=plateau", "stop.patience=5")
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_within_an_epoch_lowers_nothing_there(tmp_path):
     """Resumed for longer, it has the rates of a run that was planned that long."""
     words = {

@@ -73,6 +73,7 @@ def test_tags_are_plain_names(shown):
     assert {*TOLD} <= {*tags}
 
 
+@pytest.mark.slow
 def test_a_continued_run_is_one_curve(shown):
     assert [event.step for event in shown.Scalars("train/loss")] == list(range(2, 29, 2))
     assert [event.step for event in shown.Scalars("val/top1")] == [14, 28]
@@ -188,6 +189,7 @@ def looped(drawn):
     return part.images, part.labels, logits
 
 
+@pytest.mark.slow
 def test_the_confusion_matrix_is_that_of_scikit_learn(drawn, looped):
     [(matrix, names)] = drawn[1]["draw_confusion"]
     _, labels, logits = looped
@@ -224,6 +226,7 @@ def test_the_same_eight_images_are_shown_at_each_evaluation(drawn, looped):
         assert frame == (drawing.RIGHT if answer == labels[sample] else drawing.WRONG)
 
 
+@pytest.mark.slow
 def test_drawing_that_costs_too_much_is_left_out(monkeypatch, tmp_path):
     monkeypatch.setattr(presenting, "MAX_COST", 0.0)
     words = [*SMALL[1:], "epochs=3", "mode=single", f"output={tmp_path / 'run'}"]
@@ -326,6 +329,7 @@ def test_runs_are_compared_by_the_keys_that_were_typed(tmp_path):
         assert final == pytest.approx({f"final/{key}": result[key] for key in names})
 
 
+@pytest.mark.slow
 def test_a_run_that_is_made_longer_is_one_row(tmp_path):
     words = ["mode=single", "model.name=cnn_gn", "logging.progress=false", f"output={tmp_path}/x"]
     for epochs in (1, 2):

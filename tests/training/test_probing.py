@@ -99,6 +99,7 @@ def test_a_probe_equals_a_run_with_frozen_layers(way, backbone, cache, tmp_path)
     assert_same_head(tmp_path / "probe", tmp_path / "frozen", backbone, "head.")
 
 
+@pytest.mark.slow
 def test_neighbors_are_those_of_scikit_learn(backbone, cache, tmp_path):
     run = tmp_path / "run"
     words = [*WORDS, "mode=single", f"model.init_from={backbone}", PROBE]
@@ -136,6 +137,7 @@ def test_a_probe_is_an_ordinary_run(backbone, cache, tmp_path):
     ok(*WORDS, "mode=single", f"model.init_from={run}", "max_steps=1", f"output={tmp_path / 'on'}")
 
 
+@pytest.mark.slow
 def test_a_resumed_probe_has_the_weights_of_one_that_was_not_killed(backbone, cache, tmp_path):
     words = [*WORDS, "mode=single", f"model.init_from={backbone}", PROBE]
     ok(*words, f"output={tmp_path / 'whole'}")
@@ -247,6 +249,7 @@ class Reversed(nn.Module):
 """
 
 
+@pytest.mark.slow
 def test_the_last_layer_of_a_plugin_is_found_or_its_lack_is_an_error(cache, tmp_path):
     (tmp_path / "mine_to_probe.py").write_text(MODELS)
     words = [*WORDS, "plugin=mine_to_probe", "mode=single", PROBE]

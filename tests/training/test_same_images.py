@@ -121,6 +121,7 @@ def swapped(folder, *names):
         (folder / one).rename(folder / other)
 
 
+@pytest.mark.slow(cases=["False-mode0"])
 @pytest.mark.parametrize(
     ("split", "mode"),
     [

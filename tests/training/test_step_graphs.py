@@ -236,6 +236,7 @@ REASONS = {
 }
 
 
+@pytest.mark.slow(cases=["countsinobject", "hooked"])
 @pytest.mark.slow(cases=["waits"])
 @pytest.mark.parametrize("model", REASONS)
 def test_a_model_that_cannot_be_recorded_is_launched(model):
@@ -256,6 +257,7 @@ class Fails(CpuRecorder):
         return super().record(work)
 
 
+@pytest.mark.slow(cases=["error0-1", "error1-1"])
 @pytest.mark.slow(cases=["error0-0", "error1-2", "error1-0"])
 @pytest.mark.parametrize("after", [0, 1, 2])
 @pytest.mark.parametrize(
@@ -290,6 +292,7 @@ def full(*_):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
 
 
+@pytest.mark.slow(cases=["changes1-local_scalar"])
 @pytest.mark.slow(cases=["changes0-memory"])
 @pytest.mark.parametrize(
     ("changes", "told"),
@@ -323,6 +326,7 @@ def moved(self, averages, plain=Strategy.weights):
 MOVES = [(Strategy, "weights", moved)]
 
 
+@pytest.mark.slow(cases=["words0-patches0-\\\\bfirst\\\\.weight\\\\b.*\\\\bepoch\\\\b"])
 @pytest.mark.parametrize(
     ("words", "patches", "pattern"),
     [

@@ -101,6 +101,7 @@ def test_losses_are_compared_in_full_precision(machine):
     ] * 3
 
 
+@pytest.mark.slow
 def test_more_repeats_where_a_difference_could_hide(machine, capsys, tmp_path):
     machine.faults["ddp/2"] = 5  # asks for no more
     report, _ = compared("single", "split", "ddp", repeats=None)

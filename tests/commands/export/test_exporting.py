@@ -161,6 +161,7 @@ def test_inputs_that_are_no_images_and_models_of_a_plugin(here, kind):
     torch.testing.assert_close(probabilities.sum(1), torch.ones(3))
 
 
+@pytest.mark.slow
 def test_weights_that_do_not_say_what_inputs_are(here):
     """Weights of older versions are known to expect images and nothing else."""
     for run in ("words", "images"):

@@ -11,6 +11,7 @@ def speed(monkeypatch):
     fixed_speed(monkeypatch)
 
 
+@pytest.mark.slow
 def test_more_devices():
     planned = plan(cnn_recipe("ddp"), nproc=8, measured="here", bandwidth="10MB/s")
     gradients = 4 * planned["model"]["parameters"]
@@ -28,6 +29,7 @@ def test_more_devices():
     ] == pytest.approx(128 / 0.09)
 
 
+@pytest.mark.slow(cases=["pipeline-words3"])
 @pytest.mark.parametrize(
     ("mode", "words"),
     [

@@ -251,6 +251,7 @@ def test_the_commands_mean_the_recipe(name, words):
         assert load_recipe(own.get("recipe"), *rest).to_dict() == meant.to_dict()
 
 
+@pytest.mark.slow
 def test_a_model_of_one_size_is_refused_at_another_size_of_training():
     words = ["data.name=synthetic", "model.name=vit_tiny", "data.image_size=32", "mode=single"]
     with pytest.raises(RecipeError, match=r"data\.train_size=null"):

@@ -72,6 +72,7 @@ def labelled(
     return folder / "out", label(digits, folder / "out", *words).stdout
 
 
+@pytest.mark.slow
 def test_a_split_is_labelled_as_it_was_evaluated(digits, tmp_path):
     completed = label(digits, tmp_path / "out", "devices=[cpu,cpu]")
     rows = read(tmp_path / "out")

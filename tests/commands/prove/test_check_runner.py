@@ -12,6 +12,7 @@ pytestmark = pytest.mark.usefixtures("warm_commands")
 SHORT = ["recipe=digits", "mode=single", "max_steps=2", "epochs=1", "logging.warmup_steps=0"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_there_is_not_done_again_but_where_it_is_timed(tmp_path):
     one = CheckRunner(tmp_path, DEVICES)
     first = one.train("x", SHORT)

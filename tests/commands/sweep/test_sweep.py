@@ -163,6 +163,7 @@ def test_a_metric_may_be_minimized(machine, monkeypatch):
     assert [row["compared"] for row in report["trials"]] == [None, "worse", "worse"]
 
 
+@pytest.mark.slow
 def test_failed_trials_are_rows_and_are_repeated_unless_the_loss_was_not_finite(machine):
     machine.faults = {"001": 5, "002": 6}
     good, other, bad = (report := swept(RATES, "output=out"))["trials"]
@@ -188,6 +189,7 @@ def test_failed_trials_are_rows_and_are_repeated_unless_the_loss_was_not_finite(
     assert swept(RATES, code=6)["best"] is None, "the exit code is the first trial's"
 
 
+@pytest.mark.slow
 def test_arguments_that_change_results_make_another_sweep(machine):
     swept(RATES, "output=out")
     for word in ("data.root=elsewhere", "mode=local_sgd", "stop.patience=2", "seed=1", "epochs=3"):
@@ -200,6 +202,7 @@ def test_arguments_that_change_results_make_another_sweep(machine):
         swept("optimizer.lr=[0.1,0.2]", "output=out")
 
 
+@pytest.mark.slow
 def test_arguments_are_read_as_they_are_typed(tmp_path):
     """Trials are ordinary runs, a loss that is not finite is a row, and the winning
     command runs.
@@ -226,6 +229,7 @@ def test_arguments_are_read_as_they_are_typed(tmp_path):
     assert result(tmp_path / "again")["best_top1"] == good["value"]
 
 
+@pytest.mark.slow
 def test_speeds_are_measured_one_at_a_time_and_drawn_over_their_key(machine, tmp_path):
     """The curve of a pipeline's micro-batches."""
     words = [

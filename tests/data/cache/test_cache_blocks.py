@@ -51,6 +51,7 @@ def test_written_blocks_are_read(block):
     )
 
 
+@pytest.mark.slow(cases=["flip", "zeros", "longer"])
 @pytest.mark.parametrize("way", ["flip", "cut", "zeros", "longer"])
 def test_no_damage_gives_other_pixels(block, way, full):
     """A photo is right, or raises an error, or is reported as left out (its entry is all zeros) and

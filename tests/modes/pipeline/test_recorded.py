@@ -134,6 +134,7 @@ WORDS = {
 FAST = ("split", "two micro-batches", "fp16")
 
 
+@pytest.mark.slow(cases=["fp16-one device"])
 @pytest.mark.full(
     but=[
         "a smaller last one-several",
@@ -208,6 +209,7 @@ def test_bubbles_are_those_of_replayed_steps_or_none(tmp_path):
     assert "bubble_measured" in replayed(f"mode=split {TWO} {SGD}", True).result["pipeline"]
 
 
+@pytest.mark.slow
 def test_two_stages_on_one_of_several_devices_are_launched():
     def names(self, model):
         _setup(self, model)

@@ -94,9 +94,9 @@ def check_names(model: nn.Module, stages: list[nn.Module]) -> None:
     assert all(union[name] is whole[name] for name in whole)
 
 
-@pytest.mark.slow(cases=["vit_tiny-train"])
 @pytest.mark.slow(
     cases=[
+        "vit_tiny-train",
         "resnet20-eval",
         "mobilenet_v3-eval",
         "mobilenet_v3-train",

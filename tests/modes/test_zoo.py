@@ -86,9 +86,12 @@ def here(monkeypatch):
 SAMPLE = [*ODD][::2]
 
 
-@pytest.mark.slow(cases=["InPlace", "CountedInObject", "NumpyDrawsInBlock", "RootHookBefore"])
 @pytest.mark.slow(
     cases=[
+        "InPlace",
+        "CountedInObject",
+        "NumpyDrawsInBlock",
+        "RootHookBefore",
         "Captured",
         "RunningCentre",
         "AnnealedMomentum",

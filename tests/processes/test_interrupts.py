@@ -80,8 +80,7 @@ def end(child, timeout=20):
         child.wait()
 
 
-@pytest.mark.slow(cases=["2-2-0.3-42"])
-@pytest.mark.slow(cases=["15-15-1.2-55", "2-15-1.2-42"])
+@pytest.mark.slow(cases=["2-2-0.3-42", "15-15-1.2-55", "2-15-1.2-42"])
 @pytest.mark.parametrize(
     ("first", "second", "seconds", "code"),
     [

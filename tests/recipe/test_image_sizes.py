@@ -322,8 +322,7 @@ def single(tmp_path_factory):
     return run
 
 
-@pytest.mark.slow(cases=["1f1b"])
-@pytest.mark.slow(cases=["fsdp", "ddp"])
+@pytest.mark.slow(cases=["1f1b", "fsdp", "ddp"])
 @pytest.mark.parametrize("way", ["ddp", "1f1b", "fsdp"])
 def test_modes_train_as_single_does(single, way, tmp_path):
     run = tmp_path / "run"

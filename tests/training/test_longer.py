@@ -303,8 +303,7 @@ def done(tmp_path_factory):
     return run
 
 
-@pytest.mark.slow(cases=["words1-patterns1", "words5-patterns5"])
-@pytest.mark.slow(cases=["words0-patterns0"])
+@pytest.mark.slow(cases=["words1-patterns1", "words5-patterns5", "words0-patterns0"])
 @pytest.mark.parametrize(
     ("words", "patterns"),
     [
@@ -352,8 +351,7 @@ def test_the_api_goes_on_and_patience_counts_on(done, tmp_path):
     assert load(str(run)).schedule.restarts == [3]
 
 
-@pytest.mark.slow(cases=["y\\n-mode0-0"])
-@pytest.mark.slow(cases=["y\\n-mode1-0"])
+@pytest.mark.slow(cases=["y\\n-mode0-0", "y\\n-mode1-0"])
 @pytest.mark.parametrize(
     ("answer", "mode", "code"), [(b"y\n", [], 0), (b"y\n", DDP, 0), (b"n\n", [], 2), (b"", [], 130)]
 )

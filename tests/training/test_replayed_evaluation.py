@@ -138,8 +138,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.slow(cases=["weights have moved"])
-@pytest.mark.slow(cases=["inputs are not copied"])
+@pytest.mark.slow(cases=["weights have moved", "inputs are not copied"])
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_shows(name):
     around, fault = FAULTS[name]

@@ -236,8 +236,7 @@ REASONS = {
 }
 
 
-@pytest.mark.slow(cases=["countsinobject", "hooked"])
-@pytest.mark.slow(cases=["waits"])
+@pytest.mark.slow(cases=["countsinobject", "hooked", "waits"])
 @pytest.mark.parametrize("model", REASONS)
 def test_a_model_that_cannot_be_recorded_is_launched(model):
     words = f"model.name={model} {SGD} accumulate=2"
@@ -257,8 +256,7 @@ class Fails(CpuRecorder):
         return super().record(work)
 
 
-@pytest.mark.slow(cases=["error0-1", "error1-1"])
-@pytest.mark.slow(cases=["error0-0", "error1-2", "error1-0"])
+@pytest.mark.slow(cases=["error0-1", "error1-1", "error0-0", "error1-2", "error1-0"])
 @pytest.mark.parametrize("after", [0, 1, 2])
 @pytest.mark.parametrize(
     "error", [NotCapturable("odd kernel"), torch.OutOfMemoryError("CUDA memory")]
@@ -292,8 +290,7 @@ def full(*_):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
 
 
-@pytest.mark.slow(cases=["changes1-local_scalar"])
-@pytest.mark.slow(cases=["changes0-memory"])
+@pytest.mark.slow(cases=["changes1-local_scalar", "changes0-memory"])
 @pytest.mark.parametrize(
     ("changes", "told"),
     [

@@ -140,8 +140,7 @@ SLOW = (
 LARGE = ("resnet18", "resnet50_v2", "resnet50_8gpu")
 
 
-@pytest.mark.slow(cases=["probe"])
-@pytest.mark.slow(cases=["swin_t", "finetune_small", "vit_b_16"])
+@pytest.mark.slow(cases=["probe", "swin_t", "finetune_small", "vit_b_16"])
 @pytest.mark.parametrize(
     "name",
     [

@@ -15,7 +15,6 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from trainer.distributed.matrix_exchange import MatrixExchange
 from trainer.errors import RecipeError
-from trainer.optim.muon import MuonAdamW
 from trainer.optim.optimizers import NO_ROLES, build_optimizer
 from trainer.optim.trainable import Roles
 from trainer.recipe import Recipe
@@ -260,8 +259,7 @@ class Updater:
             norm = exchange.grad_norm()
         if self.limit is not None and norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.limit, norm)
-        if isinstance(self.optimizer, MuonAdamW):
-            self.optimizer.exchange = exchange.matrices
+        self.optimizer.exchange = exchange.matrices  # type: ignore[attr-defined]
         if self.scaler is None:
             self.optimizer.step()
         else:

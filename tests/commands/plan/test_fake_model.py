@@ -64,8 +64,7 @@ RUN = [
 ]
 
 
-@pytest.mark.slow(cases=["resnet18-muon"])
-@pytest.mark.slow(cases=["densenet121-sgd", "mobilenet_v3_small-momentum"])
+@pytest.mark.slow(cases=["resnet18-muon", "densenet121-sgd", "mobilenet_v3_small-momentum"])
 @pytest.mark.parametrize(("name", "optimizer"), sample(MODELS, OPTIMIZERS, *TRAINED))
 def test_weights_and_optimizer_are_those_of_a_real_model(name, optimizer):
     recipe = sized(name, *OPTIMIZERS[optimizer])

@@ -49,8 +49,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow(cases=["Ctrl-C-sweep"])
-@pytest.mark.slow(cases=["Ctrl-C-compare", "SIGTERM-compare"])
+@pytest.mark.slow(cases=["Ctrl-C-sweep", "Ctrl-C-compare", "SIGTERM-compare"])
 @pytest.mark.parametrize("command", CASES)
 @pytest.mark.parametrize(
     ("fault", "code"),

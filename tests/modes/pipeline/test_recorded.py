@@ -134,7 +134,7 @@ WORDS = {
 FAST = ("split", "two micro-batches", "fp16")
 
 
-@pytest.mark.slow(cases=["fp16-one device"])
+@pytest.mark.slow(cases=["fp16-one device", "split-one device", "two micro-batches-one device"])
 @pytest.mark.full(
     but=[
         "a smaller last one-several",
@@ -149,7 +149,6 @@ FAST = ("split", "two micro-batches", "fp16")
         "two micro-batches-one device",
     ]
 )
-@pytest.mark.slow(cases=["split-one device", "two micro-batches-one device"])
 @pytest.mark.parametrize("apart", [False, True], ids=["one device", "several"])
 @pytest.mark.parametrize(
     "name",

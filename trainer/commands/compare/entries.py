@@ -139,7 +139,7 @@ def find_unused(source: Source, rows: Sequence[Entry]) -> list[str]:
             {note.partition("=")[0]: note for note in recipe.notes_on_idle(source, *words)}
         )
     unused = [note for key, note in notes[0].items() if all(key in others for others in notes)]
-    # The entries choose the modes.
+    # Advice to type another mode= would not work beside modes=.
     return [note.partition(", or type mode=")[0] for note in unused]
 
 

@@ -23,6 +23,7 @@ from trainer.data import open_datasets
 from trainer.data.folders.layout import Before
 from trainer.errors import CheckpointError, DiskFullError, RecipeError, SetupError
 from trainer.recipe import load
+from trainer.saving import files
 from trainer.saving.weights import read_metadata
 
 
@@ -347,13 +348,16 @@ def test_evaluations_at_the_same_time_keep_each_others_rows(tmp_path):
 
 
 def test_a_full_disk_is_an_error_only_for_a_file_that_was_asked_for(monkeypatch, tmp_path, capsys):
-    def fail(*_):
+    def fail(*_, **__):
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(class_metrics, "write_atomically", fail)
+    monkeypatch.setattr(files, "replace_file", fail)
     key = {"checkpoint": "best.safetensors", "split": "val", "data": "digits"}
     file = tmp_path / "metrics.csv"
     class_metrics.report(None, file, key, {"loss": 1.0}, (), {})
-    assert "left out" in capsys.readouterr().out
+    line = capsys.readouterr().out
+    assert "left out" in line
+    # There is no run to resume.
+    assert line.endswith(f"{class_metrics.AGAIN}\n")
     with pytest.raises(DiskFullError):
         class_metrics.report("metrics.csv", file, key, {"loss": 1.0}, (), {})

@@ -313,18 +313,21 @@ def read_hparams(folder):
 
 def test_runs_are_compared_by_the_keys_that_were_typed(tmp_path):
     words = ["mode=single", "model.name=cnn_gn", "logging.progress=false", "max_steps=4"]
+    words.append("task.metrics=[auroc]")
     results = {}
     for name, more in (("a", ["optimizer.lr=0.1"]), ("b", ["optimizer.lr=0.05", "seed=0"])):
         results[name] = program.train("digits", *words, *more, output=tmp_path / name)
     rows, keys = read_hparams(tmp_path)
     shared = {"recipe": "digits", "mode": "single", "model.name": "cnn_gn", "max_steps": 4.0}
+    shared["task.metrics"] = "[auroc]"
     # 0.1 and 0 are the values of digits, but they were typed.
     assert rows["a"][0] == {**shared, "optimizer.lr": 0.1}
     assert rows["b"][0] == {**shared, "optimizer.lr": 0.05, "seed": 0.0}
     assert keys == {*rows["b"][0]}
     for name, result in results.items():
         final = {tag: value for tag, value in rows[name][1].items() if tag.startswith("final/")}
-        names = ["best_top1", "samples_per_sec", "train_loss", "val_loss", "val_top1", "val_top5"]
+        names = ["best_top1", "samples_per_sec", "train_loss", "val_auroc", "val_loss"]
+        names += ["val_top1", "val_top5"]
         result["samples_per_sec"] = result["throughput"]["samples_per_sec"]
         assert final == pytest.approx({f"final/{key}": result[key] for key in names})
 

@@ -24,6 +24,8 @@ from trainer.telemetry.readable import escape_control_characters, format_table
 from trainer.training.presenting import format_class
 
 FILE = "metrics.csv"
+# What to do after freeing space on a full disk.
+AGAIN = "evaluate again"
 # Columns that say which evaluation a row belongs to. An evaluation replaces its own rows only.
 KEY = ("checkpoint", "split", "data")
 # Maximum number of classes on the screen. Of more classes, those with the lowest F1 are shown.
@@ -104,8 +106,8 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, str]]) -> None:
         SetupError: The file cannot be written.
         DiskFullError: The disk is full.
     """
-    with report_write_errors(path.parent), wait_for_lock(path.parent):
-        write_atomically(path, format_csv(_merge_rows(path, rows)))
+    with report_write_errors(path.parent, AGAIN), wait_for_lock(path.parent):
+        write_atomically(path, format_csv(_merge_rows(path, rows)), again=AGAIN)
 
 
 def _merge_rows(path: Path, rows: Sequence[Mapping[str, str]]) -> list[list[str]]:

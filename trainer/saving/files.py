@@ -258,19 +258,25 @@ def write_json(path: Path, content: object, check: Callable[[], None] = lambda: 
     write_atomically(path, f"{text}\n", check)
 
 
-def write_atomically(path: Path, text: str, check: Callable[[], None] = lambda: None) -> None:
+def write_atomically(
+    path: Path,
+    text: str,
+    check: Callable[[], None] = lambda: None,
+    again: str = "resume=auto",
+) -> None:
     """Replace a file atomically: readers see either the old or the new text, and never a mixture.
 
     Args:
         path: path of the file.
         text: new contents.
         check: called before the replacement; raises if the file must not be replaced.
+        again: see `report_write_errors`.
 
     Raises:
         DiskFullError, SetupError: see `report_write_errors`.
     """
     temporary = temporary_path(path)
-    with report_write_errors(path.parent):
+    with report_write_errors(path.parent, again):
         try:
             with temporary.open("w", encoding="utf-8") as file:
                 file.write(text)

@@ -635,7 +635,8 @@ def finish(run: Run, lines: dict[str, str]) -> Result:
         result |= cast(Result, kept)
     shared: Result = run.world.broadcast_object(result)
     run.tracker.result(shared)
-    metric_names = dict.fromkeys((run.task.metric, *run.task.metric_names()))
+    selected = run.recipe.task.metrics or ()
+    metric_names = dict.fromkeys((run.task.metric, *selected, *run.task.metric_names()))
     figures = [f"val_{name}" for name in metric_names]
     figures += [f"best_{run.task.metric}", "train_loss", "samples_per_sec"]
     with presenting.skip_on_error(run.tracker):

@@ -111,6 +111,20 @@ def facts_of(path, kind):
     ), facts
 
 
+@needs_onnx
+@pytest.mark.parametrize("preprocess", [True, False])
+def test_dimensions_of_an_onnx_file_have_names(here, preprocess):
+    import onnxruntime
+
+    target = here / f"named-{preprocess}.onnx"
+    words = [f"preprocess={str(preprocess).lower()}", f"output={target}"]
+    export_as_typed(["runs/images", "format=onnx", *words])
+    session = onnxruntime.InferenceSession(target, providers=["CPUExecutionProvider"])
+    image = ["height", "width", 1] if preprocess else [1, 8, 8]
+    assert session.get_inputs()[0].shape == ["batch", *image]
+    assert session.get_outputs()[0].shape == ["batch", 10]
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 def test_an_exported_file_has_metadata_and_the_models_outputs(here, kind):
     export_as_typed(["runs/images", f"format={kind}", "preprocess=false"])

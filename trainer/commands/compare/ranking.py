@@ -276,9 +276,9 @@ def draw_conclusion(table: Sequence[EntryFigures], pairs: Sequence[Difference]) 
         hint = ""
         if fewest < 4:
             hint = f"; {fewest} repeats show only very large ones, try repeats=5"
-        sentences.append(f"{NO_DIFFERENCE} between {' and '.join(fastest)}{hint}")
+        sentences.append(f"{NO_DIFFERENCE} between {', '.join(fastest)}{hint}")
     else:
-        sentence = f"fastest: {' and '.join(fastest)}"
+        sentence = f"fastest: {', '.join(fastest)}"
         if len(fastest) > 1:
             sentence += f", {NO_DIFFERENCE} between them"
         sentences.append(sentence)

@@ -267,6 +267,8 @@ def to_onnx(source: ExportSource) -> tuple[bytes, Runner]:
         exported: Any = torch.onnx.export(
             _export_program(source),
             (),
+            # The program has these dimensions already, but its names for them are not kept.
+            dynamic_shapes=({n: name for n, name in enumerate(_name_dimensions(source))},),
             dynamo=True,
             verbose=False,
             input_names=["input"],
@@ -308,9 +310,7 @@ def _export_program(source: ExportSource) -> torch.export.ExportedProgram:
 
     Stack traces are removed, because they contain paths of this machine.
     """
-    names = ["batch"]
-    if source.preparation is not None:
-        names += ["height", "width"]
+    names = _name_dimensions(source)
     dimensions = {n: torch.export.Dim(name) for n, name in enumerate(names)}
     program = torch.export.export(source.model, (source.sample(2),), dynamic_shapes=(dimensions,))
     for module in program.graph_module.modules():
@@ -318,3 +318,10 @@ def _export_program(source: ExportSource) -> torch.export.ExportedProgram:
             for node in module.graph.nodes:
                 node.meta.pop("stack_trace", None)
     return program
+
+
+def _name_dimensions(source: ExportSource) -> list[str]:
+    """Return the names of the input's leading dimensions, whose sizes are free."""
+    if source.preparation is None:
+        return ["batch"]
+    return ["batch", "height", "width"]

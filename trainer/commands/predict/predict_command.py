@@ -354,8 +354,11 @@ class SpeedLines:
 
         Lines are due every `SECONDS` seconds, and never if `logging.progress` is false.
         """
-        self._done += 1
         now = time.monotonic()
+        if self._done == 0:
+            # The first image waited for the workers to start, which says nothing about the others.
+            self._begun = now
+        self._done += 1
         if not self._shows or now - self._spoke < SECONDS:
             return
         self._spoke = now

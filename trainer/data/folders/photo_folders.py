@@ -102,7 +102,7 @@ def open_folder(recipe: Recipe, before: Before) -> Datasets:
         parts = {"train", part_named(layout.held_out.name)}
     else:
         parts = set()
-    _, split_notes = held_out_of(parts, before.test, layout.train)
+    _, split_notes = held_out_of(parts, before.test, root)
     classes = classes_of(layout.train, left)
     check_several(layout.train, classes)
     train = PhotoFolder(layout.train, *_targets(classes))

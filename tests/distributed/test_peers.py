@@ -196,7 +196,7 @@ def test_a_dead_rank_shows_before_a_wait_for_the_device(monkeypatch):
     observer = SimpleNamespace(timer=Dead(), ledger=None, noticed=None)
     resolved = SimpleNamespace(world=world, recipe=SimpleNamespace(max_time=None))
     snapshots = SimpleNamespace(resolved=resolved, state=state, interrupts=None)
-    sync = RankSync(observer, snapshots)
+    sync = RankSync(observer, snapshots, SimpleNamespace(is_late=lambda: False))
     for log in (False, True):
         with pytest.raises(PeerError, match=r"\[10\.0\.0\.2\]"):
             sync.after_step(log)

@@ -155,7 +155,15 @@ def test_every_key_that_takes_text_is_among_those() -> None:
         if str in kinds and list not in kinds
     }
     names = {"data.name", "optimizer.name", "schedule.name", "task.metric"}
-    assert texts == {*TEXTS, *names, "model.weights", "logging.wandb", "max_time", "data.fold"}
+    assert texts == {
+        *TEXTS,
+        *names,
+        "model.weights",
+        "logging.wandb",
+        "max_time",
+        "data.fold",
+        "verify.every",
+    }
 
 
 def test_defaults_then_file_then_words_then_keywords(tmp_path: Path) -> None:

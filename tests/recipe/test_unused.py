@@ -32,7 +32,7 @@ UNSTAGED = "single|dp|ddp|fsdp|local_sgd|hogwild"
 # a cause may consist of several keys.
 WITHOUT_EFFECT = f"""
 accumulate batch_size channels_last clip_grad_norm compile devices ema epochs grace: never
-max_time mode output recompute seed threads timeout evaluate.every_steps: never
+max_time mode output recompute seed threads timeout evaluate.every_steps verify.every: never
 augment.auto augment.crop augment.cutmix augment.erase augment.hflip augment.mixup: never
 augment.repeats augment.transforms augment.vflip: never
 augment.alternate: augment.hflip=0.0

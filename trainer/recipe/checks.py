@@ -67,6 +67,7 @@ OPTIONS = {
     "graphs": ("graphs", True),
     "recompute": ("recompute", True),
     "shares": ("shares", "auto"),
+    "verify": ("verify.every", 2),
 }
 # Keys and sections that model.probe=true excludes: they act on images, or on layers before the last
 # one.
@@ -302,8 +303,9 @@ def _refuse(recipe: Recipe, refuses: Mapping[str, str]) -> None:
     values = flatten(recipe.to_dict())
     for option, reason in refuses.items():
         key, value = OPTIONS[option]
-        # The option `shares` is also on if its value is a list of numbers.
-        if values[key] == value or isinstance(values[key], list):
+        # The option `shares` is also on if its value is a list, and `verify` with any interval.
+        is_on = values[key] == value or isinstance(values[key], list)
+        if is_on or (option == "verify" and values[key] is not None):
             raise RecipeError(
                 f"{format_argument(key, values[key])} is not for mode={recipe.mode}: {reason}"
             )

@@ -179,6 +179,13 @@ def _duration(value: Any) -> Any:
     return value
 
 
+def _interval(value: Any) -> Any:
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if value is not None and not is_count and not parse_duration(str(value)):
+        raise ValueError("must be a number of steps, or a time with its unit, as in 1000 or 30m")
+    return value
+
+
 def _shares(value: Any) -> Any:
     if value is None or value == "auto":
         return value
@@ -269,6 +276,7 @@ Shares = Annotated[
     BeforeValidator(_shares),
 ]
 Duration = Annotated[str | None, BeforeValidator(_duration)]
+Interval = Annotated[int | str | None, BeforeValidator(_interval)]
 Logger = Annotated[bool | str | None, BeforeValidator(_logger)]
 _Blocks = Annotated[int, WithJsonSchema({"type": "integer", "not": {"const": 0}})]
 Restart = Annotated[

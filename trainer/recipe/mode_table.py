@@ -203,6 +203,7 @@ TRAITS = {
             "graphs=auto",
             "shares": "its workers never wait for each other, and a slow one holds up nobody; use "
             "mode=local_sgd",
+            "verify": "its workers share weights that change within a step; use mode=local_sgd",
         },
     ),
 }

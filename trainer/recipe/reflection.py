@@ -39,6 +39,7 @@ FREE_ON_RESUME = {
     "task.metrics",
     "threads",
     "timeout",
+    "verify",
 }
 # Section whose keys may differ when a run is resumed, which the resumed run reports. They change
 # what its steps compute.

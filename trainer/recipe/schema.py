@@ -27,6 +27,7 @@ from trainer.recipe.field_types import (
     Fractions,
     Freeze,
     Interpolation,
+    Interval,
     Logger,
     Metrics,
     MicroBatches,
@@ -596,6 +597,14 @@ class EvaluateRecipe(_Section):
     )
 
 
+class VerifyRecipe(_Section):
+    """How often a run verifies that its devices compute correctly."""
+
+    every: Interval = key(
+        None, "steps or time between two steps that are computed twice; null: never", "30m"
+    )
+
+
 class SaveRecipe(_Section):
     """How often checkpoints are written."""
 
@@ -696,6 +705,7 @@ class Recipe(_Section):
     grace: float = key(60.0, "seconds a step may still take after SIGTERM", gt=0)
     stop: StopRecipe = StopRecipe()
     evaluate: EvaluateRecipe = EvaluateRecipe()
+    verify: VerifyRecipe = VerifyRecipe()
     save: SaveRecipe = SaveRecipe()
     resume: Literal["auto"] | None = key(
         None, "auto: continue from the newest intact checkpoint in output"

@@ -201,7 +201,7 @@ def train_epoch(run: Run, epoch: int) -> None:
     measures_shares = run.noticed.shares is not None
     update_shares(run, epoch_begins=start == 0)
     batches = open_batches(run, stop)
-    rank_sync = RankSync(run.observer, run.snapshots, state.position.step)
+    rank_sync = RankSync(run.observer, run.snapshots, run.verifier, state.position.step)
     run.interrupts.beat()
     strategy.train()
     if strategy.update_trainable():
@@ -222,6 +222,8 @@ def train_epoch(run: Run, epoch: int) -> None:
         if steps.should_capture:
             with run.ledger.span(f"{START}recording"), run.timer.pause():
                 steps.capture()
+        if run.verifier.is_due(step):
+            batches = run.verifier.verify(batches, loss_weight)
         steps.begin(lr)
         with undo_on_out_of_memory(run):
             for micro_step in range(recipe.pieces):
@@ -536,7 +538,7 @@ def measure(
     run.interrupts.beat()
     averages = run.state.averages()
     run.strategy.sync_weights(averages)
-    rank_sync = RankSync(run.observer, run.snapshots)
+    rank_sync = RankSync(run.observer, run.snapshots, run.verifier)
     start = time.perf_counter()
     batch_count = len(run.loader.evaluation_spans)
 

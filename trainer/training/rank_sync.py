@@ -13,6 +13,7 @@ from trainer.recipe.field_types import parse_duration
 from trainer.training import noticing
 from trainer.training.observer import Observer
 from trainer.training.snapshots import Snapshots
+from trainer.training.verifying import Verifier
 
 
 class TimeIsUp(Exception):
@@ -32,6 +33,7 @@ class RankReport(NamedTuple):
         stopped: Whether any signal was received.
         unsaved: Whether a save has failed.
         late: Whether `max_time` is over.
+        unverified: Whether the time of `verify.every` is over.
     """
 
     loss: float
@@ -41,6 +43,7 @@ class RankReport(NamedTuple):
     stopped: float
     unsaved: float
     late: float
+    unverified: float
 
 
 @dataclass(frozen=True)
@@ -71,12 +74,15 @@ class SyncedState:
 class RankSync:
     """Synchronization of all ranks in one small all-reduce about once a second."""
 
-    def __init__(self, observer: Observer, snapshots: Snapshots, done: int = 0) -> None:
+    def __init__(
+        self, observer: Observer, snapshots: Snapshots, verifier: Verifier, done: int = 0
+    ) -> None:
         """Create the synchronization of an epoch or of an evaluation.
 
         Args:
             observer: Timers and warnings of the run.
             snapshots: Saves the run.
+            verifier: Verifies the run if the time of `verify.every` is over on any rank.
             done: Number of steps of the run, or of batches of the evaluation, that are done.
         """
         self.resolved = snapshots.resolved
@@ -84,6 +90,7 @@ class RankSync:
         self.interrupts = snapshots.interrupts
         self.observer = observer
         self.snapshots = snapshots
+        self.verifier = verifier
         # Number of the step, or of the batch of an evaluation, after which the ranks synchronize
         # again.
         self.next = done + 1
@@ -188,6 +195,7 @@ class RankSync:
             stopped=signal is not None,
             unsaved=saver.error is not None,
             late=time.perf_counter() >= self._deadline,
+            unverified=self.verifier.is_late(),
         )
         # Each rank fills its own row, so that the sum has the rows of all ranks.
         rows = torch.zeros(0, 3, dtype=torch.float64)
@@ -198,6 +206,8 @@ class RankSync:
         values = torch.cat([values, rows.flatten()])
         summed = world.sum_(values)
         total = RankReport(*summed[: len(report)].tolist())
+        if total.unverified:
+            self.verifier.is_requested = True
         if total.unsaved:
             self.snapshots.finish_saving()
         seconds = total.seconds / world.size

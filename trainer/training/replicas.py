@@ -5,7 +5,7 @@ to rounding if gradients are clipped. A model that changes its weights in the fo
 the images of one rank, makes the replicas diverge without an error.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -105,23 +105,39 @@ class ReplicaComparison:
         if world.grid.size("replicas") == 1:
             return
         weights = strategy.named_parameters().items()
-        named = {name: weight.detach() for name, weight in weights if weight.numel()}
-        digests = compute_digests(named.values(), strategy.gradient_device)
+        named = {name: weight for name, weight in weights if weight.numel()}
+        error = None
+        if (name := self.find_difference(named, ROUNDING)) is not None:
+            error = RecipeError(
+                f"model.name={strategy.recipe.model.name}: after step "
+                f"{self.state.position.step} rank {world.rank} has another {name} than rank "
+                f"{world.grid.ranks('replicas')[0]}. Probably the forward pass writes it from "
+                "the rank's own images. This step was not saved: use mode=single, or write "
+                "that weight before training"
+            )
+        world.raise_any(error)
+
+    def find_difference(self, named: Mapping[str, Tensor], allowed: float) -> str | None:
+        """Return the name of a tensor that differs from the first replica's, if any. Collective.
+
+        Args:
+            named: Tensors of this rank by name, with the same shapes on each replica.
+            allowed: Largest relative error that is no difference.
+        """
+        strategy = self.state.strategy
+        world = strategy.world
+        device = strategy.gradient_device
+        tensors = {name: tensor.detach().to(device) for name, tensor in named.items()}
+        digests = compute_digests(tensors.values(), device)
         first_digests = world.broadcast_(digests.clone(), "replicas")
         if not world.max_((digests != first_digests).sum()):
-            return
-        error = None
-        for name, weight in named.items():
-            first_weight = world.broadcast_(weight.clone(), "replicas")
-            if relative_error(first_weight, weight) > ROUNDING:
-                error = error or RecipeError(
-                    f"model.name={strategy.recipe.model.name}: after step "
-                    f"{self.state.position.step} rank {world.rank} has another {name} than rank "
-                    f"{world.grid.ranks('replicas')[0]}. Probably the forward pass writes it from "
-                    "the rank's own images. This step was not saved: use mode=single, or write "
-                    "that weight before training"
-                )
-        world.raise_any(error)
+            return None
+        found = None
+        for name, tensor in tensors.items():
+            first = world.broadcast_(tensor.clone(), "replicas")
+            if found is None and relative_error(first, tensor) > allowed:
+                found = name
+        return found
 
     def _compare_buffers(self) -> None:
         """Warn if a buffer that passes change differs between ranks. Collective.

@@ -321,7 +321,7 @@ def list_seconds(ledger: Ledger) -> dict[str, float]:
     total = time.perf_counter() - ledger.start_time
     start_up = sum(seconds for name, seconds in spent.items() if name.startswith(START))
     others = {"start-up": start_up}
-    for name in ("evaluation", "averaging", "saving"):
+    for name in ("evaluation", "averaging", "saving", "verification"):
         others[name] = spent.get(name, 0.0)
     steps = {"steps": max(0.0, total - sum(others.values()))}
     return steps | {name: seconds for name, seconds in others.items() if seconds > 0}

@@ -24,6 +24,7 @@ from trainer.training.replicas import ReplicaComparison
 from trainer.training.snapshots import Snapshots
 from trainer.training.state import Resolved, TrainState
 from trainer.training.steps import EagerSteps
+from trainer.training.verifying import Verifier
 
 
 @dataclass
@@ -73,6 +74,7 @@ class Run:
         replicas = ReplicaComparison(state, observer, self.steps)
         self.snapshots = Snapshots(resolved, state, self.interrupts, self.timer, replicas)
         self.saver = self.snapshots.saver
+        self.verifier = Verifier(resolved, replicas)
         self.forward = build_forward(self.strategy, self.tracker.say)
         self.examples = Examples(resolved)
         # Buffers that a pass may change. If memory runs out in a pass, `undo_on_out_of_memory`

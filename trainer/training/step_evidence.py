@@ -20,6 +20,7 @@ from trainer.models.equivalence import NOISE, TOLERANCE, relative_error
 from trainer.models.host_state import list_held_tensors
 from trainer.modes.state import ModelState
 from trainer.optim.optimization import Updater
+from trainer.optim.optimizers import name_optimizer_state
 
 # When the changes of a weight in two computations of a step are compared, a difference up to this
 # fraction of the weight's norm is always tolerated, because rounding of the weight can cause it.
@@ -34,10 +35,7 @@ def collect_live_state(model_state: ModelState, updater: Updater) -> dict[str, T
     parameters = model_state.named_parameters()
     state = {f"weight {name}": parameter.data for name, parameter in parameters.items()}
     state |= list_held_tensors(model_state.modules())
-    for number, values in enumerate(updater.optimizer.state.values()):
-        for key, value in values.items():
-            if isinstance(value, Tensor):
-                state[f"optimizer's {key} ({number})"] = value
+    state |= name_optimizer_state(updater.optimizer, parameters)
     state["flag bad"] = updater.bad
     return state | {f"flag {name}": flag for name, flag in updater.state().items()}
 

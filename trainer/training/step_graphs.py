@@ -237,7 +237,7 @@ class GraphSteps(EagerSteps):
         self._micro_step = micro_step + 1
         with self.strategy.forward_watch or nullcontext():
             if self.recorder is None:
-                return self.strategy.forward_backward(batch, weight, sync)
+                return self.launch(batch, weight, sync)
             self._shapes.append(shape_of(batch))
             captured_pass = self._find_pass(micro_step, batch, weight)
             if captured_pass:
@@ -249,8 +249,13 @@ class GraphSteps(EagerSteps):
                 self.updater.zero_grad()
             if self._evidence:
                 return self._observed_pass(self._evidence, batch, weight, sync)
-            with self.recorder.use_side_stream():
-                return self.strategy.forward_backward(batch, weight, sync)
+            return self.launch(batch, weight, sync)
+
+    def launch(self, batch: Batch, weight: float, sync: bool) -> Tensor:
+        if self.recorder is None:
+            return super().launch(batch, weight, sync)
+        with self.recorder.use_side_stream():
+            return super().launch(batch, weight, sync)
 
     def update(self, loss: Tensor, want_norm: bool) -> Tensor | None:
         """Update the weights as `EagerSteps.update` does, by a replay if the step is replayed."""

@@ -42,6 +42,10 @@ class EagerSteps:
 
     def forward_backward(self, batch: Batch, weight: float, sync: bool) -> Tensor:
         """Compute a micro-batch as `Strategy.forward_backward` does."""
+        return self.launch(batch, weight, sync)
+
+    def launch(self, batch: Batch, weight: float, sync: bool) -> Tensor:
+        """Compute a micro-batch kernel by kernel, even if its pass was captured."""
         return self.strategy.forward_backward(batch, weight, sync)
 
     def update(self, loss: Tensor, want_norm: bool) -> Tensor | None:

@@ -52,6 +52,7 @@ TRAINING = {
     "max_steps",
     "max_time",
     "evaluate",
+    "verify",
     "accumulate",
     "optimizer",
     "schedule",

@@ -102,3 +102,13 @@ def test_ranks_of_one_run_are_no_others(processes, others, machine):
 def test_a_machine_without_counters_has_no_report(tmp_path, monkeypatch):
     monkeypatch.setattr(host, "PROC", tmp_path)
     assert StrainMeter().read().others == 0.0
+
+
+def test_a_tick_of_another_program_is_no_load_in_a_short_time(monkeypatch):
+    meter = StrainMeter()
+    busy, stolen = host.read_core_seconds()
+    monkeypatch.setattr(host, "read_core_seconds", lambda: (busy + 1, stolen))
+    monkeypatch.setattr(host, "_read_waits", lambda: {"thread": 1e9})
+    assert meter.read().others == 0.0
+    meter.start_time -= 1
+    assert meter.read().others > 0

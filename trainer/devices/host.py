@@ -152,6 +152,9 @@ class StrainMeter:
         return Strain(seconds, self._measure_others(seconds, longest_wait))
 
     def _measure_others(self, seconds: float, longest_wait: float) -> float:
+        # The kernel counts in ticks, which are too coarse for a short time.
+        if seconds < 10 * TICK:
+            return 0.0
         busy, stolen = read_core_seconds()
         cores = len(list_cores())
         # Stolen time is used by other virtual machines on the same host.

@@ -176,15 +176,15 @@ def _observe_passes(context: Context, model: nn.Module, rows: int, **options: An
 
     batches = torch.split(context.sample(2 * rows), rows)
     run = partial(context.in_precision, model)
-    with torch.compiler.set_stance("force_eager"), _without_races():
+    with torch.compiler.set_stance("force_eager"), use_deterministic_kernels():
         return observe(model, train, run, batches, **options)
 
 
 @contextmanager
-def _without_races() -> Iterator[None]:
+def use_deterministic_kernels() -> Iterator[None]:
     """Use deterministic kernels where torch has them.
 
-    In bf16, the different rounding of nondeterministic kernels would look like an error.
+    The different rounding of other kernels would look like an error.
     """
     mode = torch.get_deterministic_debug_mode()
     benchmark = torch.backends.cudnn.benchmark

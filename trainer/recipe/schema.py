@@ -601,7 +601,7 @@ class VerifyRecipe(_Section):
     """How often a run verifies that its devices compute correctly."""
 
     every: Interval = key(
-        None, "steps or time between two steps that are computed twice; null: never", "30m"
+        None, "steps or time between steps that are computed twice as a check; null: never", "30m"
     )
 
 

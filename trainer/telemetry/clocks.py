@@ -162,7 +162,8 @@ class StepTimer:
     def pause(self) -> Iterator[None]:
         """Exclude the time of this block from all steps.
 
-        The block must lie between two steps, and the devices must be idle before and after it.
+        The block must lie between two steps, or before the first pass of a step, and the devices
+        must be idle before and after it.
         """
         begun = time.perf_counter()
         yield

@@ -222,8 +222,6 @@ def train_epoch(run: Run, epoch: int) -> None:
         if steps.should_capture:
             with run.ledger.span(f"{START}recording"), run.timer.pause():
                 steps.capture()
-        if run.verifier.is_due(step):
-            batches = run.verifier.verify(batches, loss_weight)
         steps.begin(lr)
         with undo_on_out_of_memory(run):
             for micro_step in range(recipe.pieces):
@@ -234,6 +232,8 @@ def train_epoch(run: Run, epoch: int) -> None:
                     presenting.show_first_batch(run.tracker, run.datasets, run.task, batch)
                 if run.teacher:
                     batch = run.teacher.teach(batch)
+                if micro_step == 0 and run.verifier.is_due(step):
+                    run.verifier.verify(batch, loss_weight)
                 # A mode that exchanges gradients in the backward pass does so once a step, in the
                 # last pass.
                 sync = micro_step == recipe.pieces - 1

@@ -358,6 +358,7 @@ class SpeedLines:
         if self._done == 0:
             # The first image waited for the workers to start, which says nothing about the others.
             self._begun = now
+            self._spoke = now
         self._done += 1
         if not self._shows or now - self._spoke < SECONDS:
             return

@@ -100,6 +100,7 @@ def list_checks(devices: Devices) -> Iterator[Check]:
         yield Check("copies", "right", title, 8, copies)
         yield Check("sums", "right", f"sums over {devices.called(count)}, by pattern", 8, sums)
     yield Check("repeat", "right", "two equal runs, bit by bit", 2 * start, repeat)
+    yield Check("verify", "right", "steps computed twice, bit by bit", start, verify, 1)
     yield Check("resume", "right", "killed at step 12 and resumed, bit by bit", 2 * start, resume)
     for mode in list_modes(devices):
         title = f"{STEPS} steps of {mode.name}"
@@ -189,9 +190,16 @@ def _list_exact(runner: CheckRunner) -> list[str]:
 
 def repeat(runner: CheckRunner) -> Outcome:
     first = train_single(runner, "repeat/1", *_list_exact(runner))
-    second = train_single(runner, "repeat/2", *_list_exact(runner), "verify.every=4")
+    second = train_single(runner, "repeat/2", *_list_exact(runner))
     todo = "test the memory and the card: a machine whose results vary cannot be trusted"
     return compare_bits(second, first, "an equal run", todo)
+
+
+def verify(runner: CheckRunner) -> Outcome:
+    whole = train_single(runner, "repeat/1", *_list_exact(runner))
+    verified = train_single(runner, "verify", *_list_exact(runner), "verify.every=4")
+    todo = "train without verify.every, and paste proof.md into an issue"
+    return compare_bits(verified, whole, "the run without verify.every", todo)
 
 
 def resume(runner: CheckRunner) -> Outcome:

@@ -106,9 +106,10 @@ def test_a_machine_without_counters_has_no_report(tmp_path, monkeypatch):
 
 def test_a_tick_of_another_program_is_no_load_in_a_short_time(monkeypatch):
     meter = StrainMeter()
+    monkeypatch.setattr(host.time, "perf_counter", lambda: meter.start_time + 0.01)
     busy, stolen = host.read_core_seconds()
     monkeypatch.setattr(host, "read_core_seconds", lambda: (busy + 1, stolen))
     monkeypatch.setattr(host, "_read_waits", lambda: {"thread": 1e9})
     assert meter.read().others == 0.0
-    meter.start_time -= 1
+    monkeypatch.setattr(host.time, "perf_counter", lambda: meter.start_time + 1)
     assert meter.read().others > 0

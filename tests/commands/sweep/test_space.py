@@ -100,6 +100,11 @@ def test_a_list_is_taken_for_values_only_where_it_is_not_the_value():
             Dimension("loss.class_weights", ("balanced", "[1,2]")),
         ),
         ("data.root=a..b", None),
+        ("optimizer.lr=0.1,0.2", Dimension("optimizer.lr", ("0.1", "0.2"))),
+        ("data.fold=1/3,2/3", Dimension("data.fold", ("1/3", "2/3"))),
+        # A path and a list of names may contain a comma.
+        ("data.root=a,b", None),
+        ("model.freeze=a,b", None),
         ("nproc=[1,2]", None),
     ],
 )

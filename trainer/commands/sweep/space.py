@@ -122,6 +122,10 @@ def parse_dimension(key: str, text: str) -> Dimension | None:
         RecipeError: The list or the range is wrong.
     """
     accepted = list_key_types().get(key, ())
+    # A value of these keys contains no comma, so brackets may be left out.
+    has_no_comma = accepted and (key == "data.fold" or not {str, list} & {*accepted})
+    if has_no_comma and "," in text and not text.startswith("["):
+        text = f"[{text}]"
     if text.startswith("["):
         if not accepted:
             return None

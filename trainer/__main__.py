@@ -29,6 +29,7 @@ from trainer.processes.terminal import (
     name_installed_command,
     outlive_terminal,
     say,
+    show,
 )
 
 try:
@@ -124,7 +125,7 @@ def run(words: Sequence[str]) -> int:
     if command == "evaluate":
         return evaluate(rest)
     if command == "version":
-        _show(
+        show(
             f"trainer {VERSION}, torch {read_version('torch')}, Python "
             f"{platform.python_version()}\n"
         )
@@ -139,7 +140,7 @@ def run(words: Sequence[str]) -> int:
         return result
     if command not in NAME_THE_PROGRAM:
         result = localize_commands(result)
-    _show(result)
+    show(escape_control_characters(result))
     return 0
 
 
@@ -148,12 +149,12 @@ def show_help(words: Sequence[str]) -> int:
     for word in words:
         command = word.lstrip("-")
         if command in guide.parse_command_pages():
-            _show(guide.format_command_page(command))
+            show(guide.format_command_page(command))
             return 0
     # Imported here, because a training run does not need this module.
     from trainer.commands import recipes
 
-    _show(guide.format_overview(recipes.listed("  ")))
+    show(guide.format_overview(recipes.listed("  ")))
     return 0
 
 
@@ -209,15 +210,6 @@ def evaluate(words: Sequence[str]) -> int:
     interrupts.raise_at_ctrl_c()
     trained.evaluate_run(options["checkpoint"], *rest)
     return 0
-
-
-def _show(text: str) -> None:
-    try:
-        print(escape_control_characters(text), end="", flush=True)
-    except BrokenPipeError:
-        # The reader, for example `head`, has closed the pipe. Python flushes stdout at exit and
-        # would print an error, so stdout becomes /dev/null.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _launched() -> bool:

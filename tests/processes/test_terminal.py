@@ -1,6 +1,7 @@
 """The commands that launch.sh asks the user to type work there."""
 
 import os
+import subprocess
 import sys
 
 import pytest
@@ -36,3 +37,15 @@ def test_an_installed_program_is_started_by_its_name(on_path, monkeypatch, tmp_p
     terminal.name_installed_command(str(program))
     command = "trainer" if on_path else f"'{program}'"
     assert terminal.localize_commands("python -m trainer runs") == f"{command} runs"
+
+
+def test_a_closed_pipe_is_no_error():
+    """`python -m trainer evaluate RUN | head -1` ends without a traceback."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = "from trainer.processes.terminal import say\nfor _ in range(3): say('line')"
+    completed = subprocess.run(
+        [sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, check=False
+    )
+    os.close(writer)
+    assert (completed.returncode, completed.stderr) == (0, b"")

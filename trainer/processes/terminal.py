@@ -89,14 +89,14 @@ def fit(text: str) -> str:
     """Wrap the lines of `text` that are wider than the terminal.
 
     Continuation lines are aligned with the last column of the line, which starts after the last
-    double space in the first two thirds of the terminal. If the column is narrower than
+    double space in the first half of the terminal. If the column is narrower than
     `MIN_TEXT`, they are indented by 4 spaces. Lines that contain a command are not wrapped.
     """
     width = terminal_width()
     lines = []
     for line in text.split("\n"):
         if len(line) > width and not any(command in line for command in COMMANDS):
-            column = line.rfind("  ", 0, 2 * width // 3)
+            column = line.rfind("  ", 0, width // 2)
             indent = 4
             if column >= 0 and width - column - 2 >= MIN_TEXT:
                 indent = column + 2
@@ -107,7 +107,16 @@ def fit(text: str) -> str:
 
 def say(text: str, end: str = "\n") -> None:
     """Print `text`, rewritten by `localize_commands` and fitted to the terminal."""
-    print(localize_commands(fit(text)), end=end, flush=True)
+    show(localize_commands(fit(text)) + end)
+
+
+def show(text: str) -> None:
+    """Print `text` as it is. If the reader of a pipe, such as `head`, has closed it, do nothing."""
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        # Python flushes stdout at exit and would print an error, so stdout becomes /dev/null.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def ask_permission(command: str, what: str, question: str) -> bool:

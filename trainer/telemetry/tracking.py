@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -23,6 +23,7 @@ from trainer.processes.terminal import (
     fill,
     fit,
     localize_commands,
+    show,
     terminal_width,
 )
 from trainer.recipe import Recipe, find_own_values
@@ -219,9 +220,7 @@ class Tracker(NullTracker):
         if self._bar is not None:
             self._bar.write(text, file=sys.stdout)
             return
-        # A reader such as `| head` may close the pipe early. The run must continue.
-        with suppress(BrokenPipeError):
-            print(text, flush=True)
+        show(f"{text}\n")
 
     def resolved(self, recipe: Recipe) -> None:
         """Set the recipe in which the choices of this run have replaced automatic values."""

@@ -104,12 +104,7 @@ def test_a_machine_without_counters_has_no_report(tmp_path, monkeypatch):
     assert StrainMeter().read().others == 0.0
 
 
-def test_a_tick_of_another_program_is_no_load_in_a_short_time(monkeypatch):
+def test_a_tick_of_another_program_is_no_load_in_a_short_time(machine):
     meter = StrainMeter()
-    monkeypatch.setattr(host.time, "perf_counter", lambda: meter.start_time + 0.01)
-    busy, stolen = host.read_core_seconds()
-    monkeypatch.setattr(host, "read_core_seconds", lambda: (busy + 1, stolen))
-    monkeypatch.setattr(host, "_read_waits", lambda: {"thread": 1e9})
+    machine.after(0.05, busy=0.1, own=0, waited=0.05)
     assert meter.read().others == 0.0
-    monkeypatch.setattr(host.time, "perf_counter", lambda: meter.start_time + 1)
-    assert meter.read().others > 0

@@ -1,5 +1,6 @@
 """Hogwild: shared memory without a name, what passes through it, and whole runs."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -113,6 +114,7 @@ def test_where_memory_cannot_be_shared(monkeypatch):
 
 
 WATCHED = """
+import contextlib
 import os
 from torch import nn
 from trainer import register_model
@@ -206,14 +208,19 @@ def test_a_killed_run_leaves_no_shared_memory(tmp_path):
             # torch's launcher has locks.
             maps = Path(f"/proc/{pid}/maps").read_text().replace("/dev/shm/sem.", "")
             assert "memfd:trainer-hogwild" in maps and "/dev/shm" not in maps
-            assert not any(
-                "/dev/shm" in os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()
-            )
+            assert not any("/dev/shm" in target for target in open_files(pid))
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
     wait_for(lambda: not any(map(alive, ranks)))
     assert not orphaned_blocks(before)
+
+
+def open_files(pid):
+    """The paths that the process has open. One may be closed while this reads."""
+    for descriptor in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            yield os.readlink(f"/proc/{pid}/fd/{descriptor}")
 
 
 def wait_for(condition, seconds=90):

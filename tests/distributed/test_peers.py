@@ -146,6 +146,12 @@ NO_WAY = (
             ),
             ["NCCL", "mode=local_sgd"],
         ),
+        (
+            dist.DistBackendError(
+                f"{NCCL}ncclInvalidUsage\nLast error:\nMultiple Ranks are using the same GPU/Partition"
+            ),
+            ["NCCL", "mode=local_sgd"],
+        ),
         (RuntimeError(NO_WAY), ["GLOO_SOCKET_IFNAME=eth7 ", " lo:"]),
     ],
 )
@@ -165,7 +171,11 @@ def test_a_wrong_sum_is_found(monkeypatch):
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     peers.check_sums(torch.device("cpu"), 0, 2)
-    for wrong in (lambda numbers: all_reduce(numbers, 1), lambda numbers: None):
+
+    def corrupt_long(numbers):
+        all_reduce(numbers, len(numbers) > 1 << 18)
+
+    for wrong in (corrupt_long, lambda numbers: None):
         monkeypatch.setattr(dist, "all_reduce", wrong)
         with pytest.raises(SetupError, match="NCCL_P2P_DISABLE=1"):
             peers.check_sums(torch.device("cpu"), 0, 2)

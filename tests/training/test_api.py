@@ -28,7 +28,7 @@ from tests import warm
 from tests.command_line import PROJECT, environment, result
 from tests.data.photo_folders import photo_set
 from trainer import EpochReport, train
-from trainer.errors import Interrupted, RecipeError, SetupError
+from trainer.errors import Interrupted, NotFiniteError, RecipeError, SetupError
 from trainer.processes import stacks
 from trainer.processes.torch_context import plain_context
 
@@ -157,6 +157,25 @@ def test_a_module_has_the_last_weights_afterwards(tmp_path):
     with torch.no_grad():
         right = (model.eval()(IMAGES).argmax(1) == DATA.tensors[1]).float().mean().item()
     assert right == pytest.approx(trained["val_top1"])
+
+
+@pytest.mark.parametrize("kind", ["loss", "gradient"])
+def test_what_was_not_finite_is_named(kind, tmp_path):
+    """A finite loss with an infinite gradient is no matter of the learning rate alone."""
+
+    def infinite(tensor):
+        return tensor * torch.inf
+
+    def spoilt():
+        model = net()
+        if kind == "loss":
+            model.register_forward_hook(lambda module, inputs, output: infinite(output))
+        else:
+            model[1].bias.register_hook(infinite)
+        return model
+
+    with pytest.raises(NotFiniteError, match=f"^a {kind} was not finite"):
+        train(**OWN | {"model": spoilt}, output=tmp_path / "run")
 
 
 def test_a_run_without_a_recipe_is_called_after_its_model_and_data(tmp_path, monkeypatch):

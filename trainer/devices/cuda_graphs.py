@@ -108,9 +108,12 @@ class StepRecorder:
         """Run the block on the side stream, so that libraries are initialized before a capture."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
-            yield
-        current.wait_stream(self.stream)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            # Also after an error, because the caller may go on, for example with eager steps.
+            current.wait_stream(self.stream)
 
     @contextmanager
     def collect_waits(self) -> Iterator[list[str]]:

@@ -144,7 +144,7 @@ def find_wrong_setting(error: BaseException) -> str | None:
         )
     if is_nccl and "no socket interface found" in text:
         return _describe_interface("NCCL_SOCKET_IFNAME")
-    if is_nccl and "Duplicate GPU" in text:
+    if is_nccl and ("Duplicate GPU" in text or "using the same GPU" in text):
         return (
             "two ranks use one card, which NCCL cannot: start as many ranks as cards, or "
             "mode=local_sgd"
@@ -231,16 +231,18 @@ def check_sums(device: torch.device, rank: int, size: int) -> None:
     import torch
     import torch.distributed as dist
 
-    numbers = torch.arange(1 << 18, dtype=torch.int64)
-    sums = (numbers * (rank + 1) + rank).to(device)
-    dist.all_reduce(sums)
-    expected = numbers * (size * (size + 1) // 2) + size * (size - 1) // 2
-    if not torch.equal(sums.cpu(), expected):
-        raise SetupError(
-            f"rank {rank}: a sum over all ranks was wrong: set NCCL_P2P_DISABLE=1 (and "
-            "NCCL_SHM_DISABLE=1 if that is not enough), or switch the IOMMU or PCIe ACS off and "
-            "update the driver"
-        )
+    # 8 KiB and 32 MiB, because NCCL sends short and long messages by different protocols.
+    for count in (1 << 10, 1 << 22):
+        numbers = torch.arange(count, dtype=torch.int64)
+        sums = (numbers * (rank + 1) + rank).to(device)
+        dist.all_reduce(sums)
+        expected = numbers * (size * (size + 1) // 2) + size * (size - 1) // 2
+        if not torch.equal(sums.cpu(), expected):
+            raise SetupError(
+                f"rank {rank}: a sum of {count} numbers over all ranks was wrong: set "
+                "NCCL_P2P_DISABLE=1 (and NCCL_SHM_DISABLE=1 if that is not enough), or switch the "
+                "IOMMU or PCIe ACS off and update the driver"
+            )
 
 
 def check_devices(devices: Iterable[torch.device], rank: int, size: int, seconds: float) -> None:

@@ -134,9 +134,10 @@ class RankSync:
             rank_seconds = step_seconds, data_wait / count, watch.lap()
         synced = self.exchange(step, step_seconds, math.fsum(losses), is_bad, first, rank_seconds)
         if not synced.finite:
+            kind = "gradient" if math.isfinite(synced.loss) else "loss"
             raise NotFiniteError(
-                f"a loss or gradient was not finite at step {step} or shortly before; no "
-                f"checkpoint contains it. Try optimizer.lr={min(0.1, recipe.optimizer.lr / 10):g}, "
+                f"a {kind} was not finite at step {step} or shortly before; no checkpoint contains "
+                f"it. Try optimizer.lr={min(0.1, recipe.optimizer.lr / 10):g}, "
                 "schedule.warmup_epochs=1, or clip_grad_norm=1"
             )
         if timer.seen >= self.snapshots.replicas.next:

@@ -148,7 +148,7 @@ NO_WAY = (
         ),
         (
             dist.DistBackendError(
-                f"{NCCL}ncclInvalidUsage\nLast error:\nMultiple Ranks are using the same GPU/Partition"
+                f"{NCCL}ncclInvalidUsage\nLast error:\nMultiple Ranks are using the same GPU/"
             ),
             ["NCCL", "mode=local_sgd"],
         ),

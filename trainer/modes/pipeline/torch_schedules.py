@@ -186,7 +186,7 @@ def predict_step_and_bubble(
         which they wait.
     """
     order = list_actions(schedule, workers, len(stages) // workers, microbatches, stages)
-    spans = orders.simulate(order, orders.key_seconds(stages), transfer)
+    spans = orders.simulate(order, stages, transfer)
     return orders.measure_length(spans), orders.compute_idle_share(spans, workers)
 
 

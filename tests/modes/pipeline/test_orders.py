@@ -314,9 +314,7 @@ def test_an_order_by_readiness_is_as_short_as_the_known_ones_and_holds_less():
         stages = [(1.0, 2.0)] * (2 * workers)
         listed = as_ready(list(range(workers)) * 2, stages, microbatches)
         known_names = list_actions("interleaved1f1b", workers, 2, microbatches)
-        ours, reference = (
-            max(s.end for s in simulate(o, stages)) for o in (listed, known_names)
-        )
+        ours, reference = (max(s.end for s in simulate(o, stages)) for o in (listed, known_names))
         assert ours <= 1.01 * reference
     alone = as_ready([0], [(1.0, 2.0)], 8)
     assert written(alone[0]) == "0a1b2c3d4e5f6g7h"

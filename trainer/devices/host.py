@@ -25,9 +25,9 @@ MAX_WAITING = 0.2
 
 def read_processor_name() -> str:
     """Return the name of the processor."""
-    with suppress(OSError, StopIteration), open(PROC / "cpuinfo") as info:
-        line = next(line for line in info if line.startswith("model name"))
-        return line.partition(":")[2].strip()
+    for line in _read_text(PROC / "cpuinfo").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
 
 

@@ -54,7 +54,7 @@ class Launch:
         master_port: port of the first node; 0 for any free port.
     """
 
-    nproc: int = 1
+    nproc: int
     nnodes: int = 1
     node_rank: int = 0
     master_addr: str = "127.0.0.1"

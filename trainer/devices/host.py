@@ -136,7 +136,7 @@ class StrainMeter:
     The measurement starts when the meter is created. It costs no time until `read` is called.
     """
 
-    def __init__(self, processes: int = 1) -> None:
+    def __init__(self, processes: int) -> None:
         self._processes = processes
         self.start_time = time.perf_counter()
         self._own_seconds = time.process_time()

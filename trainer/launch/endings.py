@@ -114,7 +114,7 @@ def public_code(code: int) -> int:
 TIME_LIMIT = re.compile("timed out|time limit|has hung", re.IGNORECASE)
 
 
-def cause(error: BaseException, received: signal.Signals | None = None) -> str:
+def cause(error: BaseException, received: signal.Signals | None) -> str:
     """Return a short reason for the end of this rank.
 
     If this rank lost a peer, because another rank of this node failed, the reason is that of the

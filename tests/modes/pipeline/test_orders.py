@@ -197,7 +197,7 @@ def test_issued_work_never_waits_for_later_work(stages, microbatches):
 )
 def test_equal_stages_have_the_ideal_bubble(kind, stages, microbatches):
     assert compute_idle_share(run(kind, stages, microbatches), stages) == pytest.approx(
-        compute_ideal_bubble(stages, microbatches)
+        compute_ideal_bubble(stages, microbatches, 1)
     )
 
 

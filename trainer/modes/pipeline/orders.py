@@ -288,7 +288,7 @@ def compute_idle_share(
 def compute_ideal_bubble(
     workers: int,
     microbatches: int,
-    virtual: int = 1,
+    virtual: int,
 ) -> float:
     """Compute the bubble of equal stages: the fraction (p - 1) / (v m + p - 1) of the whole step.
 

@@ -145,7 +145,7 @@ class StrainMeter:
 
     def read(self) -> Strain:
         """Return the load by other programs since the creation of the meter."""
-        seconds = max(1e-9, time.perf_counter() - self.start_time)
+        seconds = time.perf_counter() - self.start_time
         longest_wait = 0.0
         for thread, waited in _read_waits().items():
             longest_wait = max(longest_wait, waited - self._waits.get(thread, 0.0))

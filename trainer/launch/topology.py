@@ -145,7 +145,7 @@ def _count_ranks(
         gpus = cuda()
     if stages:
         return max(stages, gpus // stages * stages)
-    return gpus or max(1, min(cores, CPU_RANKS))
+    return gpus or min(cores, CPU_RANKS)
 
 
 def _parse_number(

@@ -453,7 +453,7 @@ class ProcessPipeline(Staged):
             The outputs (N, ...) on the rank of the last stage; None on other ranks.
         """
         count = self.plan.microbatches
-        wave = max(1, self.ranks - 1)
+        wave = self.ranks - 1
         wires = self._wires(self.context.in_precision)
         microbatches = inputs.chunk(count) if 0 in self.local_stages else ()
         outputs = []

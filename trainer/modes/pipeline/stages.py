@@ -153,7 +153,7 @@ class Staged(LocalStages):
         self.model.zero_grad()
         self.forget_figures()
         release_garbage()
-        return Trial(math.inf, (0.0,) * plan.stages)
+        return Trial(math.inf, ())
 
     def _trial(self, plan: Plan) -> Trial:
         self.plan = plan

@@ -82,7 +82,7 @@ class Trial:
 
     # Duration of a step in seconds; infinite if memory was too small.
     seconds: float
-    # Working time in seconds of each stage in a step.
+    # Working time in seconds of each stage in a step; empty if memory was too small.
     busy: Sequence[float]
 
     @property

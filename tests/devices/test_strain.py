@@ -87,7 +87,7 @@ def machine(tmp_path, monkeypatch):
     ],
 )
 def test_cores_that_others_had(machine, counters, others):
-    meter = StrainMeter()
+    meter = StrainMeter(1)
     machine.after(10, **counters)
     assert meter.read().others == pytest.approx(others, abs=0.01)
 
@@ -101,10 +101,10 @@ def test_ranks_of_one_run_are_no_others(processes, others, machine):
 
 def test_a_machine_without_counters_has_no_report(tmp_path, monkeypatch):
     monkeypatch.setattr(host, "PROC", tmp_path)
-    assert StrainMeter().read().others == 0.0
+    assert StrainMeter(1).read().others == 0.0
 
 
 def test_a_tick_of_another_program_is_no_load_in_a_short_time(machine):
-    meter = StrainMeter()
+    meter = StrainMeter(1)
     machine.after(0.05, busy=0.1, own=0, waited=0.05)
     assert meter.read().others == 0.0

@@ -1,5 +1,6 @@
 """Devices and threads as pure tables."""
 
+import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -38,7 +39,9 @@ from trainer.recipe import load
 )
 def test_threads(words, local, environment, expected, monkeypatch):
     monkeypatch.setattr(resources, "count_cores", lambda: 8)
-    assert resources.choose_threads(load(None, *words), local, environment) == expected
+    recipe = load(None, *words)
+    monkeypatch.setattr(os, "environ", environment)
+    assert resources.choose_threads(recipe, local) == expected
 
 
 def test_alone_every_exchange_is_the_identity():

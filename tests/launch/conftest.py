@@ -27,7 +27,7 @@ def run(recipe, own_process=False, check=None):
         time.sleep(1)
         raise errors.PeerError("rank 0: lost another rank")
     if case == "early":
-        with Interrupts():
+        with Interrupts(True, 60.0):
             time.sleep(1 if me.rank else 60)
         raise errors.RecipeError("rank 1 refuses")
     if case == "bug":

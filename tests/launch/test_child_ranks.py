@@ -49,5 +49,5 @@ def test_the_api_raises_by_exit_code_whatever_was_imported(
     child.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(child))
     with pytest.raises(TrainerError, match=expected) as actual:
-        child_ranks.train_in_children(load("digits"))
+        child_ranks.train_in_children(load("digits"), None, None, {}, None)
     assert type(actual.value) is kind

@@ -153,8 +153,8 @@ def test_the_cause_of_a_rank_that_lost_another_is_the_others(tmp_path, monkeypat
         monkeypatch.setenv("WORLD_SIZE", "3")
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
         write_report(line, code, 5.0)
-    assert cause(PeerError("lost another rank")) == f"{DeviceMemoryError.cause} on rank 2"
-    assert cause(NotFiniteError("nan")) == "not finite"
+    assert cause(PeerError("lost another rank"), None) == f"{DeviceMemoryError.cause} on rank 2"
+    assert cause(NotFiniteError("nan"), None) == "not finite"
 
 
 def test_a_bug_is_located_in_the_users_own_code(tmp_path, monkeypatch):

@@ -186,9 +186,9 @@ def test_the_first_of_several_tasks_on_a_node_starts_all_ranks(
     for name, value in {**job, **dict.fromkeys(names, "1")}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RecipeError, match=r"task 1 .*task 0 "):
-        launching.wants_children(load(None, "batch_size=96", "devices=[cpu]"))
+        launching.wants_children(load(None, "batch_size=96", "devices=[cpu]"), None)
     with pytest.raises(RecipeError, match="mode=single"):
-        launching.wants_children(load(None, "mode=single", "devices=[cpu]"))
+        launching.wants_children(load(None, "mode=single", "devices=[cpu]"), None)
 
 
 @pytest.mark.parametrize(

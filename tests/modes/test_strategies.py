@@ -106,13 +106,19 @@ def normalised(layer, inputs, weights):
     }
 
 
+def synchronised(model):
+    """Normalize over all ranks, and return the layers whose `forward` does so now."""
+    synchronise_batch_norm(model)
+    return [module for module in model.modules() if "forward" in vars(module)]
+
+
 def layer_over_ranks(ranks, whole, data, weights):
     """Return the results of `normalised` on two ranks, the first with fewer samples, and on one
     rank with all samples.
     """
     layers = [copy.deepcopy(whole) for _ in range(2)]
     for layer in layers:
-        assert synchronise_batch_norm(layer) == [layer] and type(layer) is type(whole)
+        assert synchronised(layer) == [layer] and type(layer) is type(whole)
 
     def rank(number):
         first = max(1, len(data) * 3 // 8)
@@ -222,7 +228,7 @@ def test_evaluation_and_frozen_layers_exchange_nothing():
     freeze(model, ["0", "1"], "model")
     inputs = torch.randn(2, 3, 4, 4)
     expected = model.eval()(inputs)
-    assert synchronise_batch_norm(model) == [model[3]]
+    assert synchronised(model) == [model[3]]
     assert torch.equal(model(inputs), expected)
 
 
@@ -232,7 +238,7 @@ def test_a_layer_that_would_see_one_ranks_rows_alone_is_refused_by_its_name():
             return inputs - inputs.mean([0, 2, 3], keepdim=True)
 
     fine = Squashed(3).double()
-    assert synchronise_batch_norm(nn.Sequential(fine)) == [fine]
+    assert synchronised(nn.Sequential(fine)) == [fine]
     with pytest.raises(
         RecipeError, match=r"^sync_bn=true: layer 1\.1 \(Written\) .*nn\.BatchNorm2d"
     ):

@@ -19,7 +19,7 @@ PROGRAM = """
 import signal, sys, time
 from trainer.processes import early
 from trainer.processes.interrupts import Interrupts
-with Interrupts(grace={grace}) as interrupts:
+with Interrupts(True, {grace}) as interrupts:
     interrupts.beat()
     print("ready", flush=True)
     {body}
@@ -166,7 +166,7 @@ def test_under_nohup_a_terminal_that_closes_is_nothing():
 def test_a_users_own_handler_is_left_alone():
     before = signal.signal(signal.SIGUSR1, own := lambda *_: None)
     try:
-        with Interrupts(own_process=False):
+        with Interrupts(False, 60.0):
             assert signal.getsignal(signal.SIGUSR1) is own
             assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     finally:
@@ -190,7 +190,7 @@ def test_a_command_ends_though_a_signal_comes_where_exceptions_are_caught(handle
     """Reading an image that may be damaged swallows exceptions."""
     for each in (signal.SIGTERM, *early.SAVE_AND_GO):
         signal.signal(each, signal.SIG_DFL)
-    with pytest.raises(Preempted, match=number.name), stop_between_runs():
+    with pytest.raises(Preempted, match=number.name), stop_between_runs("type it again"):
         try:
             signal.raise_signal(number)
         except Exception:
@@ -210,7 +210,7 @@ class Dies:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_in_a_program_counts_though_a_callback_swallows_it(handlers, number):
-    with Interrupts(own_process=False) as interrupts:
+    with Interrupts(False, 60.0) as interrupts:
         Dies(number)
         assert interrupts.received == number
 
@@ -221,8 +221,8 @@ def test_a_rank_that_hangs_as_it_leaves_ends():
     """
     program = (
         "import os, signal, time\nfrom trainer.processes.interrupts import Interrupts\n"
-        "with Interrupts() as interrupts:\n    interrupts.beat()\n    os.kill(os.getpid(), "
-        "signal.SIGTERM)\n    while not interrupts.received:\n        pass\n"
+        "with Interrupts(True, 60.0) as interrupts:\n    interrupts.beat()\n    "
+        "os.kill(os.getpid(), signal.SIGTERM)\n    while not interrupts.received:\n        pass\n"
         "    os.environ['TORCH_ELASTIC_SHUTDOWN_TIMEOUT'] = '1'\ntime.sleep(10)\n"
     )
     variables = {"RANK": "0", "WORLD_SIZE": "1"}
@@ -232,25 +232,28 @@ def test_a_rank_that_hangs_as_it_leaves_ends():
 
 
 def test_a_step_or_save_too_slow_for_the_launcher_is_reported_once(monkeypatch):
-    assert Interrupts(grace=40).too_slow(30, 20) == "" != Interrupts(grace=40).too_slow(30, 21)
+    assert Interrupts(True, 40).too_slow(30, 20) == "" != Interrupts(True, 40).too_slow(30, 21)
     assert re.search(
-        r"\b50 s\b.*\b110 s\b.*\b70 s\b.*type grace=80$", Interrupts(grace=40).too_slow(10, 50)
+        r"\b50 s\b.*\b110 s\b.*\b70 s\b.*type grace=80$", Interrupts(True, 40).too_slow(10, 50)
     )
-    alone = Interrupts(grace=40)
+    alone = Interrupts(True, 40)
     assert re.search(r"\b50 s\b.*\b40 s\b.*type grace=100$", alone.too_slow(50))
     assert alone.too_slow(50) == ""
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
-    assert Interrupts(grace=40).grace == 25, "torchrun kills after 30"
-    assert Interrupts(grace=40).too_slow(10, 10) == ""
+    assert Interrupts(True, 40).grace == 25, "torchrun kills after 30"
+    assert Interrupts(True, 40).too_slow(10, 10) == ""
     assert re.search(
-        r"type grace=20 and set TORCH_ELASTIC_SHUTDOWN_TIMEOUT=50 ", Interrupts().too_slow(10, 11)
+        r"type grace=20 and set TORCH_ELASTIC_SHUTDOWN_TIMEOUT=50 ",
+        Interrupts(True, 60.0).too_slow(10, 11),
     )
-    assert re.search(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT=90 .*\b30 s\b", Interrupts().too_slow(30))
+    assert re.search(
+        r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT=90 .*\b30 s\b", Interrupts(True, 60.0).too_slow(30)
+    )
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "90")
-    assert Interrupts(grace=40).grace == 40 and Interrupts(grace=100).grace == 85
+    assert Interrupts(True, 40).grace == 40 and Interrupts(True, 100).grace == 85
     monkeypatch.setenv(family.PARENT, "1")
-    assert re.search(r"type grace=140$", Interrupts(grace=60).too_slow(70)), "ours sets it"
+    assert re.search(r"type grace=140$", Interrupts(True, 60).too_slow(70)), "ours sets it"
 
 
 # --- siblings
@@ -324,7 +327,8 @@ def test_a_rank_that_ends_behind_a_signal_is_not_waited_for(ours):
     """
     program = (
         "import os, signal\n"
-        "from trainer.processes.interrupts import Interrupts\nwith Interrupts() as interrupts:\n   "
+        "from trainer.processes.interrupts import Interrupts\n"
+        "with Interrupts(True, 60.0) as interrupts:\n   "
         " interrupts.beat()\n    os.kill(os.getpid(), signal.SIGTERM)\n    while not "
         "interrupts.received:\n        pass\nprint('returns')\n"
     )
@@ -343,7 +347,7 @@ def test_handlers_are_put_back():
     program = (
         "import signal, threading\n"
         "from trainer.processes.interrupts import Interrupts\nbefore = "
-        "signal.getsignal(signal.SIGTERM)\nwith Interrupts():\n    assert "
+        "signal.getsignal(signal.SIGTERM)\nwith Interrupts(True, 60.0):\n    assert "
         "signal.getsignal(signal.SIGTERM) != before\nprint(signal.getsignal(signal.SIGTERM) == "
         "before, threading.active_count())\n"
     )

@@ -10,16 +10,20 @@ from subprocess import CompletedProcess
 import pytest
 
 from tests.command_line import QUIET, free_port, trainer
+from trainer.processes import terminal
 from trainer.processes.silence import call_within
 from trainer.processes.terminal import explain_delay
 
 
-def test_a_word_after_a_while(capsys: pytest.CaptureFixture[str]) -> None:
-    with explain_delay(lambda: "node 0 waits", after=0.01):
-        time.sleep(0.5)
-    with explain_delay(lambda: "too soon", after=60):
+def test_a_word_after_a_while(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with explain_delay(lambda: "too soon"):
         pass
-    with explain_delay(lambda: "", after=0.01):
+    monkeypatch.setattr(terminal, "PATIENCE", 0.01)
+    with explain_delay(lambda: "node 0 waits"):
+        time.sleep(0.5)
+    with explain_delay(lambda: ""):
         time.sleep(0.5)
     assert capsys.readouterr().err == "trainer: node 0 waits\n"
 

@@ -39,7 +39,7 @@ RANK = f"""{HOLD}
 import sys
 from trainer.processes.interrupts import Interrupts
 signal.signal(signal.SIGCHLD, lambda *_: None)
-with Interrupts(grace=60) as interrupts:
+with Interrupts(True, 60) as interrupts:
     interrupts.beat()
     beside = interrupts._watchdog._process.pid
     print(os.getpid(), beside, flush=True)

@@ -55,9 +55,9 @@ FULL = [
 ]
 
 
-def probe(self, traced, rows):
+def probe(self, rows):
     """Cuts that are the same in every run."""
-    return [BlockCost(1.0, 2.0, 8)] * (len(traced.cuts) + 1)
+    return [BlockCost(1.0, 2.0, 8)] * (len(self.traced.cuts) + 1)
 
 
 FEWER = [

@@ -259,7 +259,8 @@ def without_memory(machine):
     strategy.forward_backward = full
     before = machine.emptied
     strategy.model = build(ModelRecipe(name="mlp"), 10, 1, 4)
-    assert strategy.trial(trace(strategy.model, "mlp"), strategy.plan).seconds == math.inf
+    strategy.traced = trace(strategy.model, "mlp")
+    assert strategy.trial(strategy.plan).seconds == math.inf
     assert machine.emptied == before + 1
 
 

@@ -80,7 +80,7 @@ def test_a_peer_that_is_lost_as_weights_are_made_one_shows_before_a_wait_for_the
         called.append("heartbeat")
         raise PeerError("lost another rank")
 
-    interrupts = Interrupts(own_process=False)
+    interrupts = Interrupts(False, 60.0)
     world = SimpleNamespace(
         heartbeat=lost,
         raise_any=lambda error: None,

@@ -98,7 +98,7 @@ def prediction_devices(
         RecipeError: A device does not exist, or the list is empty.
     """
     if devices == "auto" and not cuda:
-        return ["cpu"] * max(1, min(8, cores))
+        return ["cpu"] * min(8, cores)
     names = resolve_devices(devices, cuda)
     if not names:
         raise RecipeError(
@@ -148,7 +148,7 @@ def _assign_to_one_process(recipe: Recipe, names: list[str]) -> tuple[str, ...]:
     stages = recipe.pipeline.stages
     if names == ["cpu"]:
         return ("cpu",) * (stages or 2)
-    if recipe.devices == "auto" and stages and len(names) > stages:
+    if recipe.devices == "auto" and stages:
         names = names[:stages]
     if len(names) < 2 or len(names) != (stages or len(names)):
         needed = stages or 2

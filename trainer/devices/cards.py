@@ -143,8 +143,7 @@ def count_runtime_devices() -> tuple[int, str]:
 
     if torch.version.cuda is None and torch.version.hip is None:
         return 0, f"it is built without CUDA: {REINSTALL}"
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         count = torch._C._cuda_getDeviceCount()
         if count:
             return count, ""

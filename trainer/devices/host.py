@@ -25,9 +25,9 @@ MAX_WAITING = 0.2
 
 def read_processor_name() -> str:
     """Return the name of the processor."""
-    with suppress(OSError, StopIteration), open(PROC / "cpuinfo") as info:
-        line = next(line for line in info if line.startswith("model name"))
-        return line.partition(":")[2].strip()
+    for line in _read_text(PROC / "cpuinfo").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
 
 
@@ -136,7 +136,7 @@ class StrainMeter:
     The measurement starts when the meter is created. It costs no time until `read` is called.
     """
 
-    def __init__(self, processes: int = 1) -> None:
+    def __init__(self, processes: int) -> None:
         self._processes = processes
         self.start_time = time.perf_counter()
         self._own_seconds = time.process_time()
@@ -145,7 +145,7 @@ class StrainMeter:
 
     def read(self) -> Strain:
         """Return the load by other programs since the creation of the meter."""
-        seconds = max(1e-9, time.perf_counter() - self.start_time)
+        seconds = time.perf_counter() - self.start_time
         longest_wait = 0.0
         for thread, waited in _read_waits().items():
             longest_wait = max(longest_wait, waited - self._waits.get(thread, 0.0))

@@ -51,9 +51,10 @@ class Grid:
 
     def _stride(self, dimension: str) -> int:
         """Return the difference of two ranks whose coordinates along a dimension differ by 1."""
-        names = [*self.sizes]
-        if dimension in names:
-            inner = names[names.index(dimension) + 1 :]
-        else:
-            inner = names
-        return math.prod(self.sizes[name] for name in inner)
+        stride = 1
+        for name, size in self.sizes.items():
+            stride *= size
+            if name == dimension:
+                # Only the sizes of the dimensions after this one are multiplied.
+                stride = 1
+        return stride

@@ -59,9 +59,9 @@ class MatrixExchange:
             counts = [self._count(parameter, rank) for rank in self._ranks]
             for rank, piece in enumerate(torch.split(result, counts)):
                 parts[rank].append(piece)
-        shapes = [[[*rows[parameter].shape] for parameter in matrices] for matrices in owned]
+        own_shapes = [[rows[parameter].shape for parameter in matrices] for matrices in owned]
         own_rows: dict[nn.Parameter, Tensor] = {}
-        for matrices, pieces in zip(owned, self._exchange(parts, shapes), strict=True):
+        for matrices, pieces in zip(owned, self._exchange(parts, own_shapes), strict=True):
             for parameter, piece in zip(matrices, pieces, strict=True):
                 own_rows[parameter] = piece.to(rows[parameter].device)
         return own_rows

@@ -29,9 +29,7 @@ def create_world(recipe: Recipe) -> World:
             health.check_card(card, cuda)
         torch.cuda.set_device(device)
         # Wrong copies between GPUs would corrupt training without an error.
-        health.check_copies(
-            health.list_copy_pairs([drive for drive in drives if drive.type == "cuda"])
-        )
+        health.check_copies(health.list_copy_pairs(drives))
     shared = device.type == "cuda" and len(set(assigned)) < len(assigned)
     world = World(me, device, threads, (), drives, shared)
     if len(drives) == 1:

@@ -24,10 +24,10 @@ DRAIN_SECONDS = 5.0
 
 def train_in_children(
     recipe: Recipe,
-    plugin: str | None = None,
-    nproc: str | None = None,
-    modules: Mapping[str, bytes] | None = None,
-    check: Path | None = None,
+    plugin: str | None,
+    nproc: str | None,
+    modules: Mapping[str, bytes],
+    check: Path | None,
 ) -> dict[str, Any]:
     """Train in a mode that uses several processes, for a caller of the Python API.
 
@@ -68,7 +68,7 @@ def train_in_children(
             command.append(f"check={check}")
         module_folder = Path(temporary, "modules of the caller")
         module_folder.mkdir()
-        for name, content in (modules or {}).items():
+        for name, content in modules.items():
             Path(module_folder, name).write_bytes(content)
         # Ranks import from the same directories as this process.
         search_path = [str(module_folder), *map(os.path.abspath, sys.path)]

@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,18 +65,17 @@ class Ending:
 
     rank: int
     code: int
-    line: str = ""
+    line: str
     time: float = 0.0
 
 
-def first_cause(endings: Iterable[Ending]) -> Ending:
+def first_cause(endings: Collection[Ending]) -> Ending:
     """Return the failure that explains the others, with the code and line for the launcher.
 
     When a rank fails, its peers lose it (exit code 7) or are stopped (143, SIGTERM). Therefore a
     rank's own error comes first, then Ctrl-C, then ranks that a signal killed, then ranks that lost
     a peer, then SIGTERM. Among equals, the earliest failure comes first.
     """
-    endings = list(endings)
     follows = {130: 1, PeerError.code: 2, 143: 3}
     late = min(end.time for end in endings) + KILLED_LATE
 
@@ -115,7 +114,7 @@ def public_code(code: int) -> int:
 TIME_LIMIT = re.compile("timed out|time limit|has hung", re.IGNORECASE)
 
 
-def cause(error: BaseException, received: signal.Signals | None = None) -> str:
+def cause(error: BaseException, received: signal.Signals | None) -> str:
     """Return a short reason for the end of this rank.
 
     If this rank lost a peer, because another rank of this node failed, the reason is that of the

@@ -99,7 +99,7 @@ def launch_to_start(
     return launch
 
 
-def wants_children(recipe: Recipe, nproc: str | None = None) -> bool:
+def wants_children(recipe: Recipe, nproc: str | None) -> bool:
     """Return whether the Python API must start ranks in child processes for this recipe.
 
     Raises:

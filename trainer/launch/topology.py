@@ -54,7 +54,7 @@ class Launch:
         master_port: port of the first node; 0 for any free port.
     """
 
-    nproc: int = 1
+    nproc: int
     nnodes: int = 1
     node_rank: int = 0
     master_addr: str = "127.0.0.1"
@@ -145,7 +145,7 @@ def _count_ranks(
         gpus = cuda()
     if stages:
         return max(stages, gpus // stages * stages)
-    return gpus or max(1, min(cores, CPU_RANKS))
+    return gpus or min(cores, CPU_RANKS)
 
 
 def _parse_number(

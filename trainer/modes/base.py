@@ -294,9 +294,7 @@ class Strategy(ModelState, Measures):
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass of `loss`, scaled if the precision is fp16."""
-        if self.context.scale:
-            loss = self.context.scale(loss)
-        loss.backward()  # type: ignore[no-untyped-call]
+        self.context.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def record_pass(
         self,

@@ -31,9 +31,9 @@ class Context:
     # Part of every global batch that this rank reads; None selects the result of
     # `Strategy.data_share`.
     share: DataShare | None = None
-    # Function that multiplies a loss by the loss scale of fp16, called before the backward pass;
-    # None for other precisions.
-    scale: Callable[[Tensor], Tensor] | None = None
+    # Function that multiplies a loss by the loss scale of fp16, called before the backward pass. In
+    # other precisions it returns the loss itself.
+    scale: Callable[[Tensor], Tensor] = lambda loss: loss
     # Earlier measurements (`Strategy.tuned`) that determine how the mode runs.
     tuned: Mapping[str, Any] = field(default_factory=dict)
     # Function that prints a message on rank 0.

@@ -110,7 +110,7 @@ class FullyShardedDataParallel(Strategy):
         # A comparison makes the hosts wait for each other, so on GPUs, after the first passes, the
         # ranks compare their order at the end of every 64th pass only.
         self.order = Order(self._refuse, every=1 if self.device.type == "cpu" else 64)
-        with translate_peer_errors(), _explain_errors(self._refuse):
+        with _explain_errors(self._refuse):
             for name in [*self.units, ""]:
                 unit = self.module.get_submodule(name)
                 reason = find_sharding_obstacle(unit, name)
@@ -140,10 +140,11 @@ class FullyShardedDataParallel(Strategy):
         for module in self._sharded_modules():
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-        reasons = self.world.gather(find_kept_parameter(whole_storages))
-        reason = self.world.broadcast_object(next(filter(None, reasons), None))
+        error = None
+        reason = find_kept_parameter(whole_storages)
         if reason:
-            raise self._refuse(reason)
+            error = self._refuse(reason)
+        self.world.raise_any(error)
 
     def connect(self) -> None:
         self.has_local_passes = False
@@ -156,7 +157,7 @@ class FullyShardedDataParallel(Strategy):
         heights = {p: self.shapes[name][0] for name, p in self._local.items()}
         self.matrices = MatrixExchange(self.world, heights)
         super().connect()
-        with translate_peer_errors(), _explain_errors(self._refuse):
+        with _explain_errors(self._refuse):
             check_sharded(self, self._whole, self.reduce_gradients)
         del self._whole
 
@@ -164,7 +165,7 @@ class FullyShardedDataParallel(Strategy):
         raise self._refuse("changes what trains (requires_grad) from epoch to epoch")
 
     def place_teacher(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
-        shards = count_weight_shards(self.recipe, self.world.size)
+        shards = self.world.grid.size("shards")
         size = count_bytes(*model.parameters(), *model.buffers())
         if count_teacher_bytes(size, count_bytes(*self.module.parameters()), shards) == size:
             return super().place_teacher(model)
@@ -192,14 +193,13 @@ class FullyShardedDataParallel(Strategy):
         weight: float,
         sync: bool = True,
     ) -> Tensor:
-        with translate_peer_errors():
+        with _explain_errors(self._refuse):
             if self._broadcasts:
                 self.broadcast_buffers({})
             # Torch sums gradients over the shards in every pass, but over replicas only on demand.
             if self.world.grid.size("replicas") > 1:
                 next(self._sharded_modules()).set_requires_all_reduce(sync)
-            with _explain_errors(self._refuse):
-                loss = super().forward_backward(batch, weight, sync)
+            loss = super().forward_backward(batch, weight, sync)
             used = [name for name, p in self.sharded.items() if p.grad is not None]
             self.order.end_pass(used)
             return loss
@@ -224,7 +224,7 @@ class FullyShardedDataParallel(Strategy):
                 parameter.grad = None
 
     def forward(self, inputs: Tensor) -> Tensor | None:
-        with translate_peer_errors(), _explain_errors(self._refuse):
+        with _explain_errors(self._refuse):
             return super().forward(inputs)
 
     def sync_weights(self, averages: Mapping[str, Tensor]) -> None:
@@ -352,7 +352,7 @@ def shard_teacher(
         order.watch(unit, name)
 
     def run(inputs: Tensor) -> Tensor:
-        with translate_peer_errors(), _explain_errors(refuse):
+        with _explain_errors(refuse):
             outputs: Tensor = model(inputs)
             order.end_pass()
         # Torch keeps the state of a pass until its backward pass. A teacher has no backward pass,
@@ -365,18 +365,22 @@ def shard_teacher(
 
 @contextmanager
 def _explain_errors(refuse: Callable[[str], RecipeError]) -> Iterator[None]:
-    """Raise a RecipeError instead of torch's errors about blocks that cannot be sharded."""
+    """Raise a RecipeError instead of torch's errors about blocks that cannot be sharded.
+
+    Errors of collectives are translated by `translate_peer_errors`.
+    """
     reasons = {
         "mixed torch.Tensor and DTensor": "uses a block's parameters outside of that block",
         "out of bounds for storage": "changes a block's outputs in place",
     }
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:
-        for torch_message, reason in reasons.items():
-            if torch_message in str(error):
-                raise refuse(reason) from error
-        raise
+    with translate_peer_errors():
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            for torch_message, reason in reasons.items():
+                if torch_message in str(error):
+                    raise refuse(reason) from error
+            raise
 
 
 def refuse_sharding(subject: str, reason: str) -> RecipeError:

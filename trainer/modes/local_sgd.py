@@ -161,9 +161,7 @@ class LocalSGD(Strategy):
 
         The averages are copies, so that saving does not change the training.
         """
-        copies = {
-            name: torch.empty_like(tensor, requires_grad=False) for name, tensor in named.items()
-        }
+        copies = {name: torch.empty_like(tensor) for name, tensor in named.items()}
         self._average(list(named.values()), list(copies.values()), exact=True)
         return super().pieces(copies)
 

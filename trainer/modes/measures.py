@@ -20,12 +20,12 @@ class Communication(NamedTuple):
     """Time that communication adds to a step.
 
     Attributes:
-        seconds: added time of a step in seconds; None if it was not measured.
+        seconds: added time of a step in seconds.
         at_most: True if `seconds` is an upper bound, because computation may hide some
             communication; False if `seconds` is the added time itself.
     """
 
-    seconds: float | None
+    seconds: float
     at_most: bool = False
 
 

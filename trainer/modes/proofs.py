@@ -76,7 +76,7 @@ def recompute_proven(
     context: Context,
     model: nn.Module,
     runs: Sequence[Run],
-    kept: Sequence[Run] = (),
+    kept: Sequence[Run],
 ) -> bool:
     """Let blocks recompute their activations, and compare the model with the original. Collective.
 

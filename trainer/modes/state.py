@@ -69,7 +69,7 @@ class ModelState:
         if grid.coordinate("shards") == 0:
             return layout
         # Tensors that are whole on every rank are saved by the rank of the first shard only.
-        return {name: piece for name, piece in layout.items() if piece.local.shape != piece.shape}
+        return {name: piece for name, piece in layout.items() if not piece.is_whole}
 
     def scatter(
         self,

@@ -24,13 +24,10 @@ from trainer.models.norms import (
 )
 
 
-def synchronise_batch_norm(model: nn.Module) -> list[nn.Module]:
+def synchronise_batch_norm(model: nn.Module) -> None:
     """Let the BatchNorm layers that train normalize over the global batch.
 
     The local batches of the ranks may have different sizes.
-
-    Returns:
-        The layers that now normalize over all ranks.
 
     Raises:
         RecipeError: a subclass of BatchNorm computes something other than BatchNorm.
@@ -44,7 +41,6 @@ def synchronise_batch_norm(model: nn.Module) -> list[nn.Module]:
         )
     for layer in layers.values():
         layer.forward = _normalize_over_ranks(layer.forward)  # type: ignore[method-assign]
-    return [*layers.values()]
 
 
 def _normalize_over_ranks(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -13,11 +13,10 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 from typing import IO, Any
 
 from trainer.errors import PeerError, SetupError
-from trainer.processes.rank import read_place
+from trainer.processes.rank import read_place, read_process_file
 from trainer.processes.watchdog_process import WATCHDOG_SIGNAL
 
 # Environment variable of the ranks and commands that `trainer` starts: process id of the parent.
@@ -63,7 +62,7 @@ def die_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> 
         parent = int(named) if named.isdigit() else None
     if sys.platform == "linux":
         # The first argument is PR_SET_PDEATHSIG.
-        ctypes.CDLL(None, use_errno=True).prctl(1, number, 0, 0, 0)
+        ctypes.CDLL(None).prctl(1, number, 0, 0, 0)
     # The parent may have died before the call, in which case the kernel sends nothing.
     current = os.getppid()
     is_dead = _is_adopted(current) if parent is None else current != parent
@@ -92,18 +91,14 @@ def _is_adopted(parent: int) -> bool:
         # such a parent is still the first one.
         return False
     with suppress(OSError):
-        if "libtorch" in _read(parent, "maps"):
+        if "libtorch" in read_process_file(parent, "maps"):
             return False
-        return "\0TORCHELASTIC_RUN_ID=" not in _read(parent, "environ")
+        return "\0TORCHELASTIC_RUN_ID=" not in read_process_file(parent, "environ")
     # The command line is readable even if the process belongs to another user. torchrun is a Python
     # program, so a parent without "python" in its command line is not torchrun.
     with suppress(OSError):
-        return "python" not in _read(parent, "cmdline")
+        return "python" not in read_process_file(parent, "cmdline")
     return False
-
-
-def _read(pid: int | str, name: str) -> str:
-    return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
 
 
 def living_ranks() -> dict[int, tuple[int, str]]:
@@ -120,11 +115,11 @@ def living_ranks() -> dict[int, tuple[int, str]]:
     for pid in filter(str.isdigit, os.listdir("/proc")):
         # Skip a process that exits during this loop, or that belongs to another user.
         with suppress(OSError, ValueError):
-            state, parent = _read(pid, "stat").rpartition(")")[2].split()[:2]
+            state, parent = read_process_file(pid, "stat").rpartition(")")[2].split()[:2]
             if int(parent) != os.getppid() or state in "ZX":
                 continue
-            name = _read(pid, "comm").strip()
-            variables = _read(pid, "environ").split("\0")
+            name = read_process_file(pid, "comm").strip()
+            variables = read_process_file(pid, "environ").split("\0")
             numbers = [entry[5:] for entry in variables if entry.startswith("RANK=")]
             if name.startswith(RANK_NAME):
                 numbers = [name.removeprefix(RANK_NAME)]

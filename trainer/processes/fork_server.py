@@ -152,7 +152,6 @@ def begin_worker() -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     _leave_server()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def begin_rank() -> None:
@@ -162,13 +161,12 @@ def begin_rank() -> None:
     """
     os.environ[family.PARENT] = str(os.getppid())
     _leave_server()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def _leave_server() -> None:
     """Disconnect a child from the server, so that the server can exit even if the child hangs.
 
-    The kernel kills the child when the server dies.
+    The kernel kills the child when the server dies. Afterwards its signals are unblocked.
     """
     alive_fd = SERVER._forkserver_alive_fd
     # The server exits when all processes have closed this descriptor.
@@ -181,3 +179,4 @@ def _leave_server() -> None:
     # The served process may have died before this child could ask to die with it.
     if served is None or not served.is_alive():
         os._exit(1)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

@@ -36,9 +36,6 @@ ALWAYS = (signal.SIGINT, signal.SIGTERM)
 # Signals that are handled only if no other code handles them, and if they are not ignored (nohup
 # ignores SIGHUP).
 IF_UNUSED = early.SAVE_AND_GO
-# Default of the argument `grace` of `Interrupts`, in seconds. The recipe's key `grace` has the same
-# default.
-GRACE = 60.0
 # Seconds beyond `grace` that the launcher grants its ranks for saving, before it sends SIGKILL.
 SAVE_SECONDS = 30.0
 # Seconds that a step may still take after a signal if a checkpoint contains all trained steps.
@@ -132,7 +129,7 @@ class Interrupts:
         last_words: function that is called with the cause before this process exits.
     """
 
-    def __init__(self, own_process: bool = True, grace: float = GRACE) -> None:
+    def __init__(self, own_process: bool, grace: float) -> None:
         """Prepare the context manager, which handles signals within its block only.
 
         Args:
@@ -407,9 +404,7 @@ def install_handler(
 
 
 @contextmanager
-def stop_between_runs(
-    then: str = "what was done is kept, and the same words continue it",
-) -> Iterator[None]:
+def stop_between_runs(then: str) -> Iterator[None]:
     """Interrupt this block at a signal, and raise an error that says how to continue.
 
     Inside the block, each signal of `stop_signals` raises KeyboardInterrupt, as Ctrl-C does. The

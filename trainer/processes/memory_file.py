@@ -48,7 +48,7 @@ class MemoryFile:
         """
         if not hasattr(os, "memfd_create"):
             raise SetupError(refusal)
-        descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+        descriptor = os.memfd_create(name)
         os.ftruncate(descriptor, size)
         return cls(descriptor)
 
@@ -113,7 +113,7 @@ class Address(NamedTuple):
             OSError: the process does not exist, has closed the file, or belongs to another user.
             OtherProcessError: the descriptor of the process refers to another file.
         """
-        descriptor = os.open(f"/proc/{self.pid}/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(f"/proc/{self.pid}/fd/{self.descriptor}", os.O_RDWR)
         try:
             if os.fstat(descriptor).st_ino != self.inode:
                 raise OtherProcessError

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from trainer.errors import SetupError
 
@@ -84,6 +85,15 @@ def check_meeting(me: Place) -> None:
         )
 
 
+def read_process_file(pid: int | str, name: str) -> str:
+    """Return the contents of the file `name` in the directory of a process in /proc.
+
+    Raises:
+        OSError: the process does not exist or belongs to another user, or the system has no /proc.
+    """
+    return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+
+
 def launcher() -> int:
     """Return the process id of the launcher of this rank."""
     return int(os.environ.get(LAUNCHER, os.getppid()))
@@ -95,8 +105,8 @@ def read_elastic_nodes() -> str:
     The result is empty if their number is fixed or unknown.
     """
     try:
-        with open(f"/proc/{launcher()}/cmdline", errors="replace") as file:
-            typed = re.search(r"\0--nn\w*[=\0]([^\0]*)", file.read())
+        command_line = read_process_file(launcher(), "cmdline")
+        typed = re.search(r"\0--nn\w*[=\0]([^\0]*)", command_line)
     except OSError:
         typed = None
     nodes = typed[1] if typed else os.environ.get("PET_NNODES", "")
@@ -132,8 +142,7 @@ def read_start_ticks(pid: int) -> int:
     Raises:
         OSError, IndexError: the kernel does not report the start time.
     """
-    with open(f"/proc/{pid}/stat", errors="replace") as stat:
-        return int(stat.read().rpartition(")")[2].split()[19])
+    return int(read_process_file(pid, "stat").rpartition(")")[2].split()[19])
 
 
 def read_boot_id() -> str:
@@ -142,8 +151,7 @@ def read_boot_id() -> str:
     Raises:
         OSError: the kernel does not report the identifier.
     """
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def build_job_id() -> str:

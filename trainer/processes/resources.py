@@ -5,7 +5,7 @@ The module does not import torch at its top, because start-up code uses it.
 
 import ctypes
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from trainer.devices import cards, host
@@ -51,9 +51,7 @@ def count_requested_cuda(recipe: Recipe) -> int:
     return count_cuda_devices(recipe.devices)
 
 
-def choose_threads(
-    recipe: Recipe, local_size: int, environment: Mapping[str, str] = os.environ
-) -> int:
+def choose_threads(recipe: Recipe, local_size: int) -> int:
     """Return the number of CPU threads for each process.
 
     The result is `threads` of the recipe, else OMP_NUM_THREADS, else the number of cores divided by
@@ -63,12 +61,11 @@ def choose_threads(
     Args:
         recipe: recipe of the run.
         local_size: number of ranks on this machine.
-        environment: environment variables.
     """
     if recipe.threads:
         return recipe.threads
-    chosen = environment.get("OMP_NUM_THREADS", "")
-    is_under_torchrun = "TORCHELASTIC_RUN_ID" in environment and PARENT not in environment
+    chosen = os.environ.get("OMP_NUM_THREADS", "")
+    is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and PARENT not in os.environ
     is_torchruns_choice = chosen == "1" and is_under_torchrun
     if chosen.isdigit() and int(chosen) > 0 and not is_torchruns_choice:
         return int(chosen)

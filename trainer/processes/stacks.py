@@ -5,7 +5,6 @@ If the run has no folder yet, or if the file cannot be written, `dump` writes st
 """
 
 import faulthandler
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -43,12 +42,12 @@ def dump(why: str) -> str:
     Returns:
         The end of a message, which names the file; empty if the stacks were written to stderr.
     """
-    path = _write(f": {why}", lambda file: faulthandler.dump_traceback(file, all_threads=True))
+    path = _write(f": {why}", faulthandler.dump_traceback)
     if path is not None:
         return f"; what it was doing is in {path}"
     # Without stderr, which a daemon may have closed, the stacks are lost.
     with suppress(AttributeError, ValueError, OSError):
-        faulthandler.dump_traceback(sys.stderr, all_threads=True)
+        faulthandler.dump_traceback()
     return ""
 
 

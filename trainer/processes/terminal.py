@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 MIN_TEXT = 30
 # Beginnings of commands. A line that contains one is not wrapped, so that it can be copied.
 COMMANDS = ("python -m trainer", "pip install ", "torchrun ", "./launch.sh ")
-# Default number of seconds after which `explain_delay` prints.
+# Number of seconds after which `explain_delay` prints.
 PATIENCE = 5.0
 
 
@@ -179,12 +179,11 @@ def add_style(text: str, style: str) -> str:
 
 
 @contextmanager
-def explain_delay(what: Callable[[], str], after: float = PATIENCE) -> Iterator[None]:
-    """Print an explanation to stderr if the block takes longer than `after` seconds.
+def explain_delay(what: Callable[[], str]) -> Iterator[None]:
+    """Print an explanation to stderr if the block takes longer than `PATIENCE` seconds.
 
     Args:
         what: function that returns the explanation. An empty string is not printed.
-        after: delay in seconds.
     """
 
     def explain() -> None:
@@ -192,7 +191,7 @@ def explain_delay(what: Callable[[], str], after: float = PATIENCE) -> Iterator[
         if text:
             print(f"trainer: {escape_control_characters(text)}", file=sys.stderr, flush=True)
 
-    timer = threading.Timer(after, explain)
+    timer = threading.Timer(PATIENCE, explain)
     timer.daemon = True
     timer.start()
     try:

@@ -18,7 +18,6 @@ from trainer.modes.pipeline.orders import (
     compute_idle_share,
     compute_issue_order,
     gpipe,
-    key_seconds,
     one_forward_one_backward,
     simulate,
 )
@@ -27,7 +26,7 @@ from trainer.modes.pipeline.torch_schedules import list_actions
 
 LETTERS = {"F": "0123456789", "B": "abcdefghij", "I": "ABCDEFGHIJ", "W": "zyxwvutsrq"}
 KINDS = {letter: (kind, m) for kind, letters in LETTERS.items() for m, letter in enumerate(letters)}
-COSTS = {(kind, stage): cost for stage in range(8) for kind, cost in (("F", 1.0), ("B", 2.0))}
+COST = (1.0, 2.0)
 
 
 def order(text, stage):
@@ -63,7 +62,7 @@ def table(text):
 
 
 def run(kind, stages, microbatches):
-    return simulate([kind(stage, stages, microbatches) for stage in range(stages)], COSTS)
+    return simulate([kind(stage, stages, microbatches) for stage in range(stages)], [COST] * stages)
 
 
 @pytest.mark.parametrize(
@@ -112,34 +111,26 @@ def test_who_works_when(kind, stages, microbatches, drawn):
 
 def test_gradients_of_inputs_and_weights_cost_half_a_backward_each():
     """Step I lets the previous stage continue; no other worker waits for W."""
-    spans = simulate([order("01AzBy", 0), order("0A1zBy", 1)], COSTS)
+    spans = simulate([order("01AzBy", 0), order("0A1zBy", 1)], [COST] * 2)
     assert draw(spans) == table(
         """
         01.Az.By
         .0A1zBy.
         """
     )
-    spans = simulate(
-        [order("0Az", 0)],
-        {
-            ("F", 0): 1.0,
-            ("I", 0): 3.0,
-            ("W", 0): 2.0,
-        },
-    )
-    assert draw(spans) == "0AAAzz"
+    assert draw(simulate([order("0Az", 0)], [(1.0, 6.0)])) == "0AAAzzz"
 
 
 def test_a_transfer_delays_only_between_workers():
     apart = [order("01ab", 0), order("0a1b", 1)]
-    assert draw(simulate(apart, COSTS, transfer=1)) == table(
+    assert draw(simulate(apart, [COST] * 2, transfer=1)) == table(
         """
         01....aa.bb
         ..0aa1bb...
         """
     )
     one_worker = [order("01", 0) + order("01ab", 1) + order("ab", 0)]
-    assert draw(simulate(one_worker, COSTS, transfer=5)) == "0101aabbaabb"
+    assert draw(simulate(one_worker, [COST] * 2, transfer=5)) == "0101aabbaabb"
 
 
 def test_two_stages_a_worker():
@@ -147,7 +138,7 @@ def test_two_stages_a_worker():
     one worker.
     """
     forward = [order("01", 0) + order("01", 2), order("01", 1) + order("01", 3)]
-    assert draw(simulate(forward, COSTS)) == table(
+    assert draw(simulate(forward, [COST] * 4)) == table(
         """
         0101.
         .0101
@@ -157,7 +148,7 @@ def test_two_stages_a_worker():
         order("0", 0) + order("0a", 3) + order("a", 0),
         order("0", 1) + order("0a", 2) + order("a", 1),
     ]
-    assert draw(simulate(v, COSTS, transfer=1)) == table(
+    assert draw(simulate(v, [COST] * 4, transfer=1)) == table(
         """
         0....0aa......aa
         ..00.....aaaa...
@@ -179,7 +170,7 @@ def test_two_stages_a_worker():
 )
 def test_orders_that_wait_in_a_circle(orders):
     with pytest.raises(ValueError, match="wait"):
-        simulate(orders, COSTS)
+        simulate(orders, [COST] * 2)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
@@ -206,7 +197,7 @@ def test_issued_work_never_waits_for_later_work(stages, microbatches):
 )
 def test_equal_stages_have_the_ideal_bubble(kind, stages, microbatches):
     assert compute_idle_share(run(kind, stages, microbatches), stages) == pytest.approx(
-        compute_ideal_bubble(stages, microbatches)
+        compute_ideal_bubble(stages, microbatches, 1)
     )
 
 
@@ -282,7 +273,7 @@ def test_ready_work_is_done_at_once_forward_passes_first():
             ("B", 1, 1),
         ],
     ]
-    assert draw(simulate(listed, COSTS)) == table("0101...aabbaabb .0101aabbaabb..")
+    assert draw(simulate(listed, [COST] * 4)) == table("0101...aabbaabb .0101aabbaabb..")
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -294,7 +285,7 @@ def test_an_order_of_ready_work_is_complete_and_sorted(seed):
     holders = list(range(workers)) * virtual
     stages = [(dice.uniform(0.5, 2), dice.uniform(0.5, 4)) for _ in holders]
     listed = as_ready(holders, stages, microbatches)
-    spans = simulate(listed, key_seconds(stages))  # no circle
+    spans = simulate(listed, stages)  # no circle
     assert len({span.action for span in spans}) == len(spans) == 2 * len(holders) * microbatches
     assert all(holders[span.action.stage] == span.worker for span in spans)
     for kind in "FB":
@@ -323,9 +314,7 @@ def test_an_order_by_readiness_is_as_short_as_the_known_ones_and_holds_less():
         stages = [(1.0, 2.0)] * (2 * workers)
         listed = as_ready(list(range(workers)) * 2, stages, microbatches)
         known_names = list_actions("interleaved1f1b", workers, 2, microbatches)
-        ours, reference = (
-            max(s.end for s in simulate(o, key_seconds(stages))) for o in (listed, known_names)
-        )
+        ours, reference = (max(s.end for s in simulate(o, stages)) for o in (listed, known_names))
         assert ours <= 1.01 * reference
     alone = as_ready([0], [(1.0, 2.0)], 8)
     assert written(alone[0]) == "0a1b2c3d4e5f6g7h"

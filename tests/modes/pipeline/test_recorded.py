@@ -66,9 +66,9 @@ def setup(self, model):
     self.world.local_devices = tuple(lane.device for lane in self.lanes)
 
 
-def probe(self, traced, rows):
+def probe(self, rows):
     """Cuts that are the same in every run: random numbers are drawn in the order of the stages."""
-    return [BlockCost(1.0, 2.0, 8)] * (len(traced.cuts) + 1)
+    return [BlockCost(1.0, 2.0, 8)] * (len(self.traced.cuts) + 1)
 
 
 _setup = StreamPipeline.setup

@@ -64,7 +64,7 @@ def strategy_on(cards, words, model=None):
         world,
         (ROWS, 1, 4, 4),
     )
-    strategy.probe = lambda traced, rows: [BlockCost(1.0, 2.0, 8)] * (len(traced.cuts) + 1)
+    strategy.probe = lambda rows: [BlockCost(1.0, 2.0, 8)] * (len(strategy.traced.cuts) + 1)
     torch.manual_seed(0)
     strategy.setup(model or build(ModelRecipe(name="mlp"), 10, 1, 4))
     strategy.train()
@@ -174,9 +174,9 @@ def pipelined(machine):
 def tried(machine):
     """A plan is tried."""
     strategy = strategy_on((0, 1), "mode=pipeline pipeline.microbatches=4")
-    traced = trace(build(ModelRecipe(name="mlp"), 10, 1, 4), "mlp")
+    strategy.traced = trace(build(ModelRecipe(name="mlp"), 10, 1, 4), "mlp")
     with mock.patch.object(stages, "MAX_TRIAL_STEPS", 2):
-        strategy.trial(traced, Plan((traced.cuts[0],), 4, "streams"))
+        strategy.trial(Plan((strategy.traced.cuts[0],), 4, "streams"))
 
 
 def timed(machine):

@@ -161,25 +161,17 @@ def _list_schedule(
             ready["F", 0].append((m + limit, end))
 
 
-def key_seconds(stages: StageSeconds) -> dict[tuple[str, int], float]:
-    """Return the forward and backward time of each stage by (kind, stage), for `simulate`."""
-    seconds = {}
-    for stage, (forward, backward) in enumerate(stages):
-        seconds["F", stage] = forward
-        seconds["B", stage] = backward
-    return seconds
-
-
 def simulate(
     orders: Sequence[Sequence[Action]],
-    seconds: Mapping[tuple[str, int], float],
+    stages: StageSeconds,
     transfer: float = 0.0,
 ) -> list[Span]:
     """Simulate workers that start every action as soon as possible.
 
     Args:
         orders: the actions of each worker in order.
-        seconds: duration in seconds by (kind, stage); the default of I and W is half of B.
+        stages: forward and backward time of each stage in seconds. I and W take half of a backward
+            time each.
         transfer: seconds between the end of an action and the start of a dependent action on
             another worker.
 
@@ -189,7 +181,6 @@ def simulate(
     Raises:
         ValueError: the orders deadlock.
     """
-    stages = 1 + max(action.stage for order in orders for action in order)
     # End in seconds, and worker, of each finished action.
     finished: dict[Action, tuple[float, int]] = {}
     clocks = [0.0] * len(orders)
@@ -201,7 +192,7 @@ def simulate(
         for worker, order in enumerate(orders):
             while positions[worker] < len(order):
                 action = order[positions[worker]]
-                dependencies = _find_dependencies(action, stages, finished)
+                dependencies = _find_dependencies(action, len(stages), finished)
                 if dependencies is None:
                     break
                 begin = clocks[worker]
@@ -209,8 +200,9 @@ def simulate(
                     if other != worker:
                         end += transfer
                     begin = max(begin, end)
-                half = seconds.get(("B", action.stage), 0.0) / 2
-                end = begin + seconds.get((action.kind, action.stage), half)
+                forward, backward = stages[action.stage]
+                seconds = {"F": forward, "B": backward}
+                end = begin + seconds.get(action.kind, backward / 2)
                 clocks[worker] = end
                 finished[action] = end, worker
                 spans.append(Span(worker, action, begin, end))
@@ -261,8 +253,7 @@ def compute_issue_order(stages: int, microbatches: int) -> list[Action]:
     that is issued later, so that one thread can issue asynchronous work for all devices.
     """
     orders = [one_forward_one_backward(stage, stages, microbatches) for stage in range(stages)]
-    seconds = key_seconds([(1.0, 2.0)] * stages)
-    return [span.action for span in simulate(orders, seconds)]
+    return [span.action for span in simulate(orders, [(1.0, 2.0)] * stages)]
 
 
 def measure_length(spans: Sequence[Span]) -> float:
@@ -297,7 +288,7 @@ def compute_idle_share(
 def compute_ideal_bubble(
     workers: int,
     microbatches: int,
-    virtual: int = 1,
+    virtual: int,
 ) -> float:
     """Compute the bubble of equal stages: the fraction (p - 1) / (v m + p - 1) of the whole step.
 

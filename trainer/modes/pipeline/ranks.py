@@ -26,7 +26,6 @@ from trainer.distributed.peers import translate_peer_errors
 from trainer.distributed.world import World
 from trainer.errors import RecipeError
 from trainer.models.equivalence import TOLERANCE
-from trainer.models.partition import Traced
 from trainer.models.undisturbed import restore_after
 from trainer.modes.context import Context
 from trainer.modes.ddp import read_in_training
@@ -162,11 +161,7 @@ class ProcessPipeline(Staged):
                 schedules.append((MEASURED, 2 * self.ranks))
         return Pipe(self.ranks, tuple(schedules), rows, counts)
 
-    def probe(
-        self,
-        traced: Traced,
-        rows: int,
-    ) -> list[Any]:
+    def probe(self, rows: int) -> list[Any]:
         """Measure all blocks on all ranks at the same time. Collective.
 
         Ranks work at the same time in training too, and slow each other down.
@@ -174,7 +169,7 @@ class ProcessPipeline(Staged):
         Returns:
             Costs of the blocks, whose times are averaged over the ranks.
         """
-        costs = super().probe(traced, rows)
+        costs = super().probe(rows)
         local_times = [(cost.forward, cost.backward) for cost in costs]
         times = torch.tensor(local_times, dtype=torch.float64)
         times = self.world.sum_(times) / self.world.size
@@ -190,15 +185,11 @@ class ProcessPipeline(Staged):
         self.local_stages = [stage for stage, rank in holders if rank == self.pipe_rank]
         self.last = plan.stages - 1
 
-    def build(
-        self,
-        traced: Traced,
-        plan: Plan,
-    ) -> None:
+    def build(self, plan: Plan) -> None:
         self.deferred.clear()
         self.stages.clear()
         self.assign_stages(plan)
-        all_stages = traced.stages(plan.cuts)
+        all_stages = self.traced.stages(plan.cuts)
         rows = self.pipe.rows // plan.microbatches
         samples = self._sample_messages(all_stages, self.context.sample(rows))
         evaluated = samples
@@ -256,13 +247,9 @@ class ProcessPipeline(Staged):
         if issubclass(kind, schedules.PipelineScheduleSingle):
             stage_argument = pipeline_stages[0]
         self.schedule = kind(stage_argument, plan.microbatches, **options)
-        self._stage_inputs: dict[int, Tensor] = {}
-        self._evaluated_inputs: dict[int, Tensor] = {}
-        for index in self.local_stages:
-            self._stage_inputs[index] = samples[index]
-            self._evaluated_inputs[index] = evaluated[index]
+        self._evaluated_inputs = {index: evaluated[index] for index in self.local_stages}
         if self.recipe.compile:
-            self._compile()
+            self._compile(samples)
 
     def _can_split_backward(
         self,
@@ -312,27 +299,30 @@ class ProcessPipeline(Staged):
             deferred.forget()
         return is_equal
 
-    def _compile(self) -> None:
+    def _compile(self, samples: Sequence[Tensor]) -> None:
         """Compile this rank's stages by running a pass in training and a pass in evaluation.
 
         All ranks call this at the same time, and so compile in parallel. In a step they would
         compile one after another, and the waiting ranks might exceed `timeout`, which is meant for
         a step. State that the passes change is restored.
+
+        Args:
+            samples: a micro-batch of each stage's input in training.
         """
         with restore_after(self.modules(), self.device):
             for training in (True, False):
                 self.train(training)
                 run = self.run_stage if training else self.context.in_precision
-                inputs = self._stage_inputs if training else self._evaluated_inputs
                 for index, wire in self._wires(run).items():
-                    stage_input = inputs[index].detach()
+                    stage_input = samples[index] if training else self._evaluated_inputs[index]
+                    stage_input = stage_input.detach()
                     stage_input.requires_grad_(training and index > 0)
                     with torch.set_grad_enabled(training):
                         out = wire(stage_input)
                     # Call `grad`, because `backward` would write gradients into the parameters.
                     if out.requires_grad:
                         trained = [p for p in wire.parameters() if p.requires_grad]
-                        torch.autograd.grad(out, trained, torch.ones_like(out), allow_unused=True)
+                        grad(out, trained, torch.ones_like(out), allow_unused=True)
                 for deferred in self.deferred.values():
                     deferred.forget()
 
@@ -415,9 +405,7 @@ class ProcessPipeline(Staged):
     ) -> Tensor:
         loss = self.weighted_loss(outputs, targets, self._weight)
         self._losses.append(loss.detach())
-        if self.context.scale:
-            return self.context.scale(loss)
-        return loss
+        return self.context.scale(loss)
 
     def forward_backward(
         self,
@@ -465,7 +453,7 @@ class ProcessPipeline(Staged):
             The outputs (N, ...) on the rank of the last stage; None on other ranks.
         """
         count = self.plan.microbatches
-        wave = max(1, self.ranks - 1)
+        wave = self.ranks - 1
         wires = self._wires(self.context.in_precision)
         microbatches = inputs.chunk(count) if 0 in self.local_stages else ()
         outputs = []

@@ -86,7 +86,7 @@ class RecordedActions:
     def replay(self) -> None:
         pipeline = self.pipeline
         self._last_targets.copy_(self._targets, non_blocking=True)
-        if pipeline.context.scale:
+        if pipeline.recipe.precision == "fp16":
             self._unit.copy_(pipeline.unit())
         for edge in pipeline.edges.values():
             edge.order_passes()
@@ -111,14 +111,14 @@ class CapturablePipeline(StreamPipeline):
         batch: Batch,
         weight: float,
         sync: bool,
-    ) -> tuple[Callable[[], None], Tensor]:
+    ) -> tuple[Replay, Tensor]:
         """Capture a pass: as one graph if all stages are on one device, else a graph per action."""
         devices = [lane.device for lane in self.lanes]
         if 1 < len(set(devices)) < len(devices):
             raise NotCapturable(
                 "two stages share one of several devices, and with it a stream of random numbers"
             )
-        captured: tuple[Callable[[], None], Tensor]
+        captured: tuple[Replay, Tensor]
         try:
             if len(set(devices)) > 1:
                 actions = RecordedActions(self, recorder, batch, weight)

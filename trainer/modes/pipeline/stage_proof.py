@@ -116,7 +116,6 @@ def check_stages(
     most = stages.pipe.rows // max(stages.pipe.counts)
     observe_both = partial(_observe_stages, stages, model, traced)
     passes = try_fewest_rows(most, observe_both, stages.context.say, name)
-    stages.deferred.clear()
     if passes is None:
         return False
     whole, cut = passes

@@ -2,7 +2,6 @@
 
 import math
 import time
-from functools import partial
 
 import torch
 from torch import nn
@@ -11,7 +10,7 @@ from trainer.errors import RecipeError, is_out_of_memory
 from trainer.memory.device import forget_memory, free_memory, release_garbage
 from trainer.models.balance import BlockCost, time_blocks
 from trainer.models.given import has_hooks
-from trainer.models.partition import Traced, trace
+from trainer.models.partition import trace
 from trainer.models.undisturbed import restore_after
 from trainer.modes.deferred_batchnorm import find_deferrable
 from trainer.modes.pipeline import tuning
@@ -44,7 +43,7 @@ class Staged(LocalStages):
 
     def transform(self) -> None:
         """Cut the model, by the plan in the run folder or by new measurements."""
-        traced = trace(self.model, self.recipe.model.name)
+        self.traced = trace(self.model, self.recipe.model.name)
         self.pipe = self.describe_pipe(self.context.example.rows)
         if max(self.pipe.counts) > 1:
             for name, parameter in self.model.named_parameters():
@@ -62,31 +61,31 @@ class Staged(LocalStages):
         self.exceptions = {mode: find_exceptions(self.model, mode) for mode in (True, False)}
 
         def check_on_main() -> bool:
-            return self.world.is_main and check_stages(self, self.model, traced)
+            return self.world.is_main and check_stages(self, self.model, self.traced)
 
         draws = self.world.all_or_none(check_on_main)
-        draws, traced.users = self.world.broadcast_object((draws, traced.users))
+        draws, self.traced.users = self.world.broadcast_object((draws, self.traced.users))
         self.note_draws(draws and self.recipe.recompute is True)
-        key = tuning.build_key(traced, self.recipe, self.pipe)
-        plan = tuning.recall_plan(self.tuned, key, traced)
+        key = tuning.build_key(self.traced, self.recipe, self.pipe)
+        plan = tuning.recall_plan(self.tuned, key, self.traced)
         if plan is None:
             tuner = tuning.Tuner(
-                traced,
+                self.traced,
                 self.recipe,
                 self.pipe,
-                probe=partial(self.probe, traced),
-                trial=partial(self.trial, traced),
+                probe=self.probe,
+                trial=self.trial,
                 say=self.context.say,
                 free_bytes=self.find_free_bytes(),
             )
             plan, self.tuned = tuner.find_plan()
         self.plan = plan
-        self.build(traced, plan)
+        self.build(plan)
 
     def connect(self) -> None:
         forget_memory(self.world.local_devices)
         # Drop the whole model, which would keep the stages of other ranks in memory.
-        del self.model
+        del self.model, self.traced
         super().connect()
 
     # Methods that each mode with stages must define.
@@ -95,21 +94,13 @@ class Staged(LocalStages):
         """Return the constraints on a plan, for a local batch of `rows` images."""
         raise NotImplementedError
 
-    def build(
-        self,
-        traced: Traced,
-        plan: Plan,
-    ) -> None:
+    def build(self, plan: Plan) -> None:
         """Cut the model by `plan`, and move the stages of this rank to their devices."""
         raise NotImplementedError
 
     # Measurements of plans.
 
-    def probe(
-        self,
-        traced: Traced,
-        rows: int,
-    ) -> list[BlockCost]:
+    def probe(self, rows: int) -> list[BlockCost]:
         """Measure the costs of each block for a micro-batch of `rows` images.
 
         Returns:
@@ -117,12 +108,12 @@ class Staged(LocalStages):
         """
         try:
             inputs = self.context.sample(rows)
-            return time_blocks(traced, inputs, self.context.in_precision, repeats=2)
+            return time_blocks(self.traced, inputs, self.context.in_precision, repeats=2)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
         release_garbage()
-        blocks = len(traced.cuts) + 1
+        blocks = len(self.traced.cuts) + 1
         return [BlockCost(math.inf, math.inf, 0)] * blocks
 
     def find_free_bytes(self) -> float:
@@ -134,11 +125,7 @@ class Staged(LocalStages):
         negative = torch.tensor(-free, dtype=torch.float64)
         return -self.world.max_(negative).item()
 
-    def trial(
-        self,
-        traced: Traced,
-        plan: Plan,
-    ) -> Trial:
+    def trial(self, plan: Plan) -> Trial:
         """Measure a few steps of a plan, and restore all state afterwards. Collective.
 
         Returns:
@@ -149,7 +136,7 @@ class Staged(LocalStages):
                 middle of a schedule, so they cannot continue.
         """
         try:
-            result = self._trial(traced, plan)
+            result = self._trial(plan)
             self._last_fitting = plan.microbatches
             return result
         except (RuntimeError, MemoryError) as error:
@@ -166,15 +153,11 @@ class Staged(LocalStages):
         self.model.zero_grad()
         self.forget_figures()
         release_garbage()
-        return Trial(math.inf, (0.0,) * plan.stages)
+        return Trial(math.inf, ())
 
-    def _trial(
-        self,
-        traced: Traced,
-        plan: Plan,
-    ) -> Trial:
+    def _trial(self, plan: Plan) -> Trial:
         self.plan = plan
-        self.build(traced, plan)
+        self.build(plan)
         self.train()
         rows = self.pipe.rows
         batch = self.context.example.batch(self.device, rows, self.recipe.channels_last)
@@ -193,7 +176,7 @@ class Staged(LocalStages):
         for stage in self.modules():
             stage.zero_grad()
         busy = self.sum_busy_seconds(self.recorder.steps()[-1])
-        return Trial(min(times[1:]), tuple(busy))
+        return Trial(min(times[1:]), busy)
 
     def synchronise(self) -> None:
         """Wait for all devices and ranks. Collective."""

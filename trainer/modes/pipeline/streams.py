@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data import Batch
-from trainer.models.partition import Traced
 from trainer.modes.pipeline.orders import Action, compute_issue_order
 from trainer.modes.pipeline.stages import Staged
 from trainer.modes.pipeline.tuning import Pipe, Plan
@@ -168,13 +167,9 @@ class StreamPipeline(Staged):
         self.order = cache(lambda microbatches: compute_issue_order(len(self.lanes), microbatches))
         super().setup(model)
 
-    def build(
-        self,
-        traced: Traced,
-        plan: Plan,
-    ) -> None:
+    def build(self, plan: Plan) -> None:
         self.deferred.clear()
-        stages = traced.stages(plan.cuts)
+        stages = self.traced.stages(plan.cuts)
         for index, (stage, lane) in enumerate(zip(stages, self.lanes, strict=True)):
             self.stages[index] = self.prepare_stage(stage, lane.device)
 
@@ -222,10 +217,7 @@ class StreamPipeline(Staged):
 
         The value is 1, or the loss scale of fp16, on the last stage's device.
         """
-        one = torch.ones((), device=self.lanes[-1].device)
-        if self.context.scale:
-            return self.context.scale(one)
-        return one
+        return self.context.scale(torch.ones((), device=self.lanes[-1].device))
 
     def compute(
         self,

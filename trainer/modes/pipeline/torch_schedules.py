@@ -31,11 +31,10 @@ class ScheduleMeasured(schedules._PipelineScheduleRuntime):
         self,
         stages: Sequence[Any],
         microbatches: int,
-        stage_seconds: StageSeconds = (),
+        stage_seconds: StageSeconds,
         **options: Any,
     ) -> None:
         super().__init__(stages, microbatches, **options)  # type: ignore[no-untyped-call]
-        kinds = {"F": schedules.FORWARD, "B": schedules.FULL_BACKWARD}
         order = list_actions(
             MEASURED,
             stages[0].group_size,
@@ -46,7 +45,7 @@ class ScheduleMeasured(schedules._PipelineScheduleRuntime):
         self.pipeline_order = {}
         for rank, actions in enumerate(order):
             self.pipeline_order[rank] = [
-                schedules._Action(action.stage, kinds[action.kind], action.microbatch)
+                schedules._Action.from_str(f"{action.stage}{action.kind}{action.microbatch}")
                 for action in actions
             ]
         self._prepare_schedule_with_comms(self.pipeline_order)
@@ -186,7 +185,7 @@ def predict_step_and_bubble(
         which they wait.
     """
     order = list_actions(schedule, workers, len(stages) // workers, microbatches, stages)
-    spans = orders.simulate(order, orders.key_seconds(stages), transfer)
+    spans = orders.simulate(order, stages, transfer)
     return orders.measure_length(spans), orders.compute_idle_share(spans, workers)
 
 

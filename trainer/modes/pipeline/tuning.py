@@ -82,8 +82,8 @@ class Trial:
 
     # Duration of a step in seconds; infinite if memory was too small.
     seconds: float
-    # Working time in seconds of each stage in a step.
-    busy: tuple[float, ...]
+    # Working time in seconds of each stage in a step; empty if memory was too small.
+    busy: Sequence[float]
 
     @property
     def fits(self) -> bool:
@@ -104,7 +104,7 @@ class Tuner:
     trial: Callable[[Plan], Trial]
     say: Callable[[str], None]
     # Number of free bytes of the worker that has the fewest.
-    free_bytes: float = math.inf
+    free_bytes: float
 
     def find_plan(self) -> tuple[Plan, dict[str, Any]]:
         """Choose a plan: values of the recipe, and the fastest values where the recipe has `auto`.

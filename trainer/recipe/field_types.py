@@ -180,7 +180,8 @@ def _duration(value: Any) -> Any:
 
 
 def _interval(value: Any) -> Any:
-    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    # Compare the exact type, because a boolean is also an instance of int.
+    is_count = type(value) is int and value >= 1
     if value is not None and not is_count and not parse_duration(str(value)):
         raise ValueError("must be a number of steps, or a time with its unit, as in 1000 or 30m")
     return value
@@ -252,15 +253,15 @@ Deviations = Annotated[list[float], BeforeValidator(_deviations)]
 PixelRange = Annotated[list[float], BeforeValidator(_black_and_white)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-Amount = Annotated[float, Field(ge=0)]
+# Share of something, which cannot be nothing.
+Share = Annotated[float, Field(gt=0, le=1)]
 MicroBatches = Annotated[Literal["auto"] | Positive, BeforeValidator(_count)]
-Workers = Annotated[int, Field(ge=0, le=256)]
 # The JSON Schema allows integers, because YAML reads the name of a layer such as 4 as a number.
 Name = Annotated[str, WithJsonSchema({"type": ["string", "integer"], "minLength": 1})]
 Names = Annotated[list[Name], Field(min_length=1)]
 Columns = Annotated[_OneName | Names, BeforeValidator(_columns)]
 Fold = Annotated[str | None, BeforeValidator(_fold)]
-Metrics = Annotated[Annotated[list[_OneName], Field(min_length=1)], BeforeValidator(_metrics)]
+Metrics = Annotated[list[_OneName], Field(min_length=1), BeforeValidator(_metrics)]
 Cache = Annotated[Literal["off", "disk"], BeforeValidator(_cache)]
 # YAML 1.1 reads `off` as False, so the validator converts False back.
 Check = Annotated[

@@ -258,13 +258,11 @@ def seal(draft: Path, state: State, files: Mapping[str, File], check: Callable[[
     final = draft.with_name(draft.name.partition(".")[0])
     # An existing checkpoint of this name is bad, because the caller does not save a step that has a
     # good one.
+    bad = _temporary_path(final)
     if os.path.lexists(final):
-        bad = _temporary_path(final)
         final.rename(bad)
-        draft.rename(final)
-        remove(bad)
-    else:
-        draft.rename(final)
+    draft.rename(final)
+    remove(bad)
     sync(final.parent)
     _verified[final.absolute()] = fingerprint(final)
     return final
@@ -276,8 +274,8 @@ Rank = Callable[[Manifest], float | None]
 def prune(
     fresh: Path,
     keep: int,
-    top_k: int = 0,
-    rank: Rank = lambda manifest: None,
+    top_k: int,
+    rank: Rank,
 ) -> None:
     """Remove checkpoints that are older than the newest `keep` good ones and not among the best.
 

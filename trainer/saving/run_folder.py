@@ -24,7 +24,6 @@ from trainer.recipe import Recipe, recipe_files
 from trainer.recipe.reflection import REPORTED_ON_RESUME, describe_restart, is_longer
 from trainer.recipe.removed import find_changed_setting
 from trainer.recipe.text import format_value
-from trainer.saving import locks
 from trainer.saving.files import (
     Json,
     describe_error,
@@ -35,11 +34,10 @@ from trainer.saving.files import (
     write_json,
 )
 from trainer.saving.journal import JOURNAL
+from trainer.saving.locks import LOCK, lock_folder
 
 # Keys of `data` that a run chooses, if the user leaves them open, before it writes its recipe.
 CHOSEN = ("image_size", "channels", "mean", "std", "cache_format", "cache_size")
-# The lock file contains the signature of the job that owns the folder, or owned it last.
-LOCK = ".lock"
 # File of the settings that a run has tuned, see `RunFolder.write_tuned`.
 TUNED = "tuning.json"
 # Prefix of the name of the temporary run folder of check=true.
@@ -114,7 +112,8 @@ class RunFolder(NullFolder):
             self.path = fresh_folder(recipe)
         self._is_new = recipe.output is None or not os.path.lexists(self.path)
         self._has_new_lock = not os.path.lexists(self.path / LOCK)
-        self._lock = locks.lock_folder(self.path, "run", LOCK)
+        # The lock file contains the signature of the job that owns the folder, or owned it last.
+        self._lock = lock_folder(self.path, "run")
         # The signature is built now, because it names the launcher, which may exit before its ranks
         # have saved.
         self._signature = build_signature()
@@ -195,7 +194,7 @@ class RunFolder(NullFolder):
                         "folder, resume it there with resume=auto"
                     ) from None
                 removed_lock = self._lock
-                self._lock = locks.lock_folder(self.path, "run", LOCK)
+                self._lock = lock_folder(self.path, "run")
                 os.close(removed_lock)
                 owner = os.pread(self._lock, 1000, 0).decode(errors="replace") or self._sign()
             except OSError as error:
@@ -255,9 +254,9 @@ class RunFolder(NullFolder):
         for key in CHOSEN:
             if getattr(recipe.data, key) is None:
                 self.resolved_keys[f"data__{key}"] = getattr(before.data, key)
-        if recipe.model.init_from is not None and recipe.model.weights is None:
-            self.resolved_keys["model__weights"] = before.model.weights
         if recipe.model.init_from is not None:
+            if recipe.model.weights is None:
+                self.resolved_keys["model__weights"] = before.model.weights
             # The stored recipe also has the arguments of the model that the run started from.
             self.resolved_keys["model__args"] = before.model.args | recipe.model.args
         if not recipe.schedule.restarts:

@@ -13,12 +13,7 @@ from trainer.recipe import IN_TURN, MEASURED, STREAMS, Recipe, compare_recipes, 
 from trainer.recipe.known_names import DATASETS, TASKS, TIMM, check_model_name
 from trainer.recipe.metric_table import check_metrics
 from trainer.recipe.mode_table import WHOLE_MATRICES
-from trainer.recipe.optimizer_table import (
-    MATRIX_OPTIMIZERS,
-    OPTIMIZERS,
-    REFUSED,
-    OptimizerTraits,
-)
+from trainer.recipe.optimizer_table import OPTIMIZERS, REFUSED, OptimizerTraits
 from trainer.recipe.recipe_files import format_argument
 from trainer.recipe.schedule_table import LR_SCHEDULES
 from trainer.recipe.shares import check_shares, count_rows, fixed_shares
@@ -46,26 +41,13 @@ ENOUGH_IMAGES = 128
 # first four and the last three.
 MAX_LISTED_CHOICES = 8
 
-# Name of an option -> a key and a value that turn the option on.
+# Name of an option that some mode refuses -> a key and a value that turn the option on.
 OPTIONS = {
-    "fp16": ("precision", "fp16"),
-    "bf16": ("precision", "bf16"),
-    "tf32": ("precision", "tf32"),
     "compile": ("compile", True),
-    "channels_last": ("channels_last", True),
-    "ema": ("ema", 0.9),
-    "mixup": ("augment.mixup", 0.2),
-    "clip_grad_norm": ("clip_grad_norm", 1.0),
-    "accumulate": ("accumulate", 2),
     "accumulate=auto": ("accumulate", "auto"),
     "sync_bn": ("sync_bn", True),
-    "label_smoothing": ("loss.label_smoothing", 0.1),
-    "freeze": ("model.freeze", 1),
     "probe": ("model.probe", True),
-    "layer_decay": ("optimizer.layer_decay", 0.75),
-    **{name: ("optimizer.name", name) for name in MATRIX_OPTIMIZERS},
     "graphs": ("graphs", True),
-    "recompute": ("recompute", True),
     "shares": ("shares", "auto"),
     "verify": ("verify.every", 2),
 }

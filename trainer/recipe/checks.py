@@ -223,10 +223,11 @@ def check_options(recipe: Recipe) -> None:
         )
     schedule = recipe.pipeline.schedule
     if recipe.traits.micro_batches and schedule in list_refused_schedules():
-        (major, minor), instead = SINCE[TWO_PARTS]
+        major, minor = SINCE[TWO_PARTS]
         raise RecipeError(
             f"pipeline.schedule={schedule} needs torch {major}.{minor} or newer: torch "
-            f"{read_version('torch')} crashes in its backward pass; {instead}"
+            f"{read_version('torch')} crashes in its backward pass; use "
+            "pipeline.schedule=interleaved1f1b, 1f1b, gpipe or loopedbfs"
         )
     if recipe.traits.micro_batches and recipe.compile and schedule in SPLIT_BACKWARD:
         raise RecipeError(

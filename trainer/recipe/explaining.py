@@ -210,7 +210,7 @@ def _line(first: ErrorDetails, key: str, defaults: Mapping[str, Any], top: Seque
             return f"{typed} {message}"
         return f"{key}: {message}"
     if kind in KINDS:
-        limits = dict(first.get("ctx", {}))
+        limits = first.get("ctx", {})
         for name, limit in limits.items():
             if isinstance(limit, float):
                 limits[name] = f"{limit:g}"

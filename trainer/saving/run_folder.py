@@ -238,7 +238,7 @@ class RunFolder(NullFolder):
         if not os.path.lexists(file):
             return
         try:
-            before = recipes.load(str(file))
+            before = recipes.load(file)
         except RecipeError as error:
             advice = "remove that file to resume with the recipe that you give now"
             raise RecipeError(f"resume=auto: {file} cannot be used ({error}); {advice}") from None
@@ -356,7 +356,7 @@ def asked_to_restart(recipe: Recipe) -> bool:
     # A damaged recipe is reported later, when the folder is locked.
     with suppress(RecipeError):
         if file.is_file():
-            before = recipes.load(str(file))
+            before = recipes.load(file)
     if not is_longer(before, recipe):
         return False
     cosine = describe_restart(before, recipe)
@@ -386,7 +386,7 @@ def fresh_folder(recipe: Recipe) -> Path:
                 continue
             changes = {}
             if recipe_file.is_file():
-                changes = recipes.changed_keys(recipes.load(str(recipe_file)), recipe)
+                changes = recipes.changed_keys(recipes.load(recipe_file), recipe)
             # A key that differs only because it is null in this recipe was chosen by the earlier
             # attempt, so the recipe is the same.
             if all(new is None for _, new in changes.values()):

@@ -189,7 +189,7 @@ class EpochsFile(_Table):
         It reaches the file in one piece, so that a kill cannot cut it.
         """
         columns = tuple(dict.fromkeys((*self._columns, *row)))
-        if columns != tuple(self._columns) or row["step"] == self._last_step:
+        if columns != self._columns or row["step"] == self._last_step:
             _, rows, _ = read_table(self._path, ())
             self.close()
             self._rewrite(columns, [one for one in rows if one["step"] != str(row["step"])])

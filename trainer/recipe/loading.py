@@ -202,7 +202,7 @@ def _merged(below: Mapping[Any, Any], above: Mapping[Any, Any], prefix: str = ""
         # Arguments are a section that null replaces.
         is_free = under is None or key in ARGUMENT_KEYS
         if is_section and was_section:
-            tree[name] = _merged(under, value, f"{key}.")
+            tree[name] = _merged(tree[name], value, f"{key}.")
         # If only one of the two is a section, the one with the wrong type is kept, so that the
         # check of the merged recipe reports it.
         elif is_free or is_section == was_section or is_section == (key in defaults()):

@@ -126,9 +126,7 @@ def listed(key: str) -> str:
 class _Section(BaseModel):
     # Strict, because a string such as "1e3" is not a number. Frozen, because changes after
     # the checks would not be checked.
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, protected_namespaces=(), allow_inf_nan=False
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 def key(default: Any, comment: str, example: Any = None, **limits: Any) -> Any:
@@ -887,16 +885,16 @@ def _check_together(recipe: Recipe, name: str) -> None:
     has_nesterov = optimizer.nesterov and is_read("optimizer.nesterov", optimizer.name)
     if has_nesterov and optimizer.momentum == 0:
         raise RecipeError(f"{name}: optimizer.nesterov=true needs optimizer.momentum above 0")
-    if recipe.schedule.min_lr > recipe.peak_lr:
+    schedule = recipe.schedule
+    if schedule.min_lr > recipe.peak_lr:
         scaled = ""
         if optimizer.lr_per is not None:
             scaled = f", which is {recipe.peak_lr:g} at batch_size={recipe.batch_size}"
         raise RecipeError(
-            f"{name}: schedule.min_lr={recipe.schedule.min_lr} is above "
+            f"{name}: schedule.min_lr={schedule.min_lr} is above "
             f"optimizer.lr={optimizer.lr}{scaled}"
         )
     patience = recipe.stop.patience
-    schedule = recipe.schedule
     is_waiting = is_read("schedule.patience", schedule.name)
     if is_waiting and patience is not None and patience <= schedule.patience:
         raise RecipeError(
@@ -908,17 +906,18 @@ def _check_together(recipe: Recipe, name: str) -> None:
         raise RecipeError(
             f"{name}: pipeline.split_size and pipeline.microbatches set the same: keep one"
         )
-    if recipe.data.balance and recipe.loss.class_weights == "balanced":
+    data = recipe.data
+    if data.balance and recipe.loss.class_weights == "balanced":
         raise RecipeError(
             f"{name}: data.balance=true and loss.class_weights=balanced do the same: keep one"
         )
-    if recipe.data.balance and recipe.augment.repeats > 1:
+    if data.balance and recipe.augment.repeats > 1:
         raise RecipeError(
             f"{name}: data.balance=true repeats images itself: set augment.repeats=1 or "
             "data.balance=false"
         )
-    channels = recipe.data.channels or 3
-    for key, numbers in (("mean", recipe.data.mean), ("std", recipe.data.std)):
+    channels = data.channels or 3
+    for key, numbers in (("mean", data.mean), ("std", data.std)):
         count = len(numbers or (0,) * channels)
         # Numbers for gray images can be converted to numbers for color images, and back.
         if count != channels and {count, channels} - {1, 3}:

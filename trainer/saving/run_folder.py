@@ -349,7 +349,7 @@ def asked_to_restart(recipe: Recipe) -> bool:
     """
     if not recipe.resume or not recipe.output or recipe.schedule.restart is True:
         return False
-    if sys.stdin is None or not sys.stdin.isatty():
+    if not sys.stdin.isatty():
         return False
     file = Path(recipe.output).expanduser() / "recipe.yaml"
     before = recipe

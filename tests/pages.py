@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import trainer
+from tests.options import OPTIONS
 from trainer.errors import RecipeError
 from trainer.recipe import load
-from trainer.recipe.checks import OPTIONS, SPLIT_BACKWARD, check_processes
+from trainer.recipe.checks import SPLIT_BACKWARD, check_processes
 from trainer.recipe.key_reference import keys, sections
 from trainer.recipe.known_names import DATASETS, SMALL_MODELS, TASKS
 from trainer.recipe.metric_table import METRICS
@@ -211,7 +212,7 @@ def _ways(
 
 
 def turned_on(option):
-    """Return the arguments that turn on an option of checks.OPTIONS."""
+    """Return the arguments that turn on an option of `OPTIONS`."""
     if option == PLAIN:
         return []
     key, value = OPTIONS[option]

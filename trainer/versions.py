@@ -7,44 +7,27 @@ with these rows.
 
 import re
 from importlib import metadata
-from typing import NamedTuple
 
 # Must equal the version in pyproject.toml.
 VERSION = "0.2.0"
 
 
-class Since(NamedTuple):
-    """Version of torch that a feature needs, and what is done without the feature.
-
-    Attributes:
-        torch: First version of torch with the feature.
-        instead: What happens, or what to use, with older versions.
-    """
-
-    torch: tuple[int, int]
-    instead: str
-
-
+# Feature -> first version of torch with it. The comment above a row says what is done without it.
 SINCE = {
-    "forward_sync_buffers": Since((2, 13), "DistributedDataParallel knows it as broadcast_buffers"),
-    "stage inputs of any layout": Since(
-        (2, 12), "the check that compares the first stage's strides is left out"
-    ),
-    "gradients through a group of their own": Since(
-        (2, 14), "a pipeline's messages of both ways share one"
-    ),
-    "compile() of torch.nn's own modules": Since(
-        (2, 14), "it compiles nothing: a function that calls one is compiled"
-    ),
-    "random states of each capture": Since(
-        (2, 12), "after one that fails the generator gets another state"
-    ),
-    "an end of captures that fail": Since(
-        (2, 14), "the allocator is notified here, and the memory pool released"
-    ),
-    "backward passes in two parts": Since(
-        (2, 14), "use pipeline.schedule=interleaved1f1b, 1f1b, gpipe or loopedbfs"
-    ),
+    # DistributedDataParallel has the argument broadcast_buffers instead.
+    "forward_sync_buffers": (2, 13),
+    # Torch's own check of a stage's inputs is left out.
+    "stage inputs of any layout": (2, 12),
+    # The messages of a pipeline in both directions share a group.
+    "gradients through a group of their own": (2, 14),
+    # A function that calls the module is compiled instead.
+    "compile() of torch.nn's own modules": (2, 14),
+    # The generator gets another state after a capture that fails.
+    "random states of each capture": (2, 12),
+    # The allocator is notified here, and the memory pool released.
+    "an end of captures that fail": (2, 14),
+    # `trainer.recipe.checks` refuses the schedules that need them.
+    "backward passes in two parts": (2, 14),
 }
 
 
@@ -75,4 +58,4 @@ def torch_has(what: str) -> bool:
     A version that cannot be parsed counts as the newest version.
     """
     version = parse_release(read_version("torch"))
-    return version is None or version >= SINCE[what].torch
+    return version is None or version >= SINCE[what]

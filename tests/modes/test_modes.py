@@ -13,11 +13,11 @@ import pytest
 
 from tests import warm
 from tests.command_line import QUIET, environment, losses, ok, result, suggested, trainer
+from tests.options import OPTIONS
 from tests.pages import COLUMNS, GUIDE, PLAIN, options_table, turned_on
 from tests.training.whole_runs import SAME
 from trainer.data import DataShare
 from trainer.recipe import TRAITS, load
-from trainer.recipe.checks import OPTIONS
 from trainer.training.banner import warn_of_small_batch_norm
 
 # -------------------------------------------------------------------------------------------- modes

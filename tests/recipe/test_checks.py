@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.checks import refusal
+from tests.options import OPTIONS
 from trainer.recipe import MODES, TRAITS, Recipe, checks, load
 from trainer.recipe.checks import (
-    OPTIONS,
     SPLIT_BACKWARD,
     V_SHAPED,
     VIRTUAL,
@@ -403,9 +403,12 @@ def test_options(mode: str, option: str) -> None:
     assert line(check_processes, on, count) == refused
 
 
-def test_every_refusal_is_of_an_option() -> None:
+def test_every_refusal_is_of_an_option_that_is_tried_in_every_mode() -> None:
+    refused: set[str] = set()
     for traits in TRAITS.values():
-        assert {*traits.refuses, *traits.refuses_processes} <= {*OPTIONS}
+        refused |= {*traits.refuses, *traits.refuses_processes}
+    assert refused == {*checks.OPTIONS}
+    assert checks.OPTIONS.items() <= OPTIONS.items()
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

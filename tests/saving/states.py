@@ -71,7 +71,7 @@ def commit(
             except BaseException:
                 shutil.rmtree(draft)
                 raise
-        prune(final, keep)
+        prune(final, keep, 0, lambda manifest: None)
     return final
 
 

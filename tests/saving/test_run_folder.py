@@ -126,13 +126,13 @@ def test_steps_after_the_checkpoint_are_dropped(tmp_path):
     def row(step):
         return dict(zip(STEP_COLUMNS, (step, 0, 1, 0.5, 0.1, 9, 0), strict=True))
 
-    first = StepsFile(tmp_path, 0)
+    first = StepsFile(tmp_path, 0, pytest.fail)
     for step in (1, 2, 3):
         first.add(row(step))
     first.close()
     with (tmp_path / "steps.csv").open("a") as file:
         file.write("4,0,1")  # killed in mid-row
-    second = StepsFile(tmp_path, 2)
+    second = StepsFile(tmp_path, 2, pytest.fail)
     second.add(row(3))
     second.close()
     assert [row["step"] for row in steps(tmp_path)] == ["1", "2", "3"]
@@ -146,14 +146,14 @@ def test_evaluations_after_the_checkpoint_are_dropped(tmp_path):
         return values | {f"val_{name}": value for name, value in metrics.items()}
 
     path = tmp_path / "epochs.csv"
-    first = EpochsFile(tmp_path, 0)
+    first = EpochsFile(tmp_path, 0, pytest.fail)
     for epoch in (1, 2, 3):
         first.add(row(epoch, loss=0.5, top1=float("nan"), **{'a "b", ü/': 7.0}))
         assert len(rows(path)) == epoch, "a row is in the file at once"
     first.close()
     with path.open("a") as file:
         file.write("4,40,0")  # killed in mid-row
-    second = EpochsFile(tmp_path, 20)
+    second = EpochsFile(tmp_path, 20, pytest.fail)
     second.add(row(3, loss=0.25, auroc=0.75))
     second.close()
     table = rows(path)
@@ -203,7 +203,7 @@ def test_a_damaged_steps_file_costs_its_damaged_rows_only(tmp_path, damage):
 @pytest.mark.parametrize("damage", SIDE)
 def test_a_damaged_epochs_file_costs_its_damaged_rows_only(tmp_path, damage):
     path = tmp_path / "epochs.csv"
-    first = EpochsFile(tmp_path, 0)
+    first = EpochsFile(tmp_path, 0, pytest.fail)
     for epoch in (1, 2):
         first.add(dict(zip(EPOCH_COLUMNS, (epoch, epoch, 1, 1, 1, 1), strict=True)))
     first.close()

@@ -78,6 +78,8 @@ def saving(
         "model",
         2,
         lambda: None,
+        0,
+        lambda manifest: None,
     )
     each = Saver(rank, timeout)
     each.start(save, time.perf_counter())
@@ -253,6 +255,8 @@ def test_training_goes_on_while_a_save_is_written(
         "model",
         2,
         lambda: None,
+        0,
+        lambda manifest: None,
     )
     alone.start(save, time.perf_counter())
     weight.zero_()

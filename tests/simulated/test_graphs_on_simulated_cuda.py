@@ -270,7 +270,7 @@ def test_operations_that_wait_are_refused_and_the_recorder_recovers(
 
 def of_an_old_torch(monkeypatch):
     for what in ("random states of each capture", "an end of captures that fail"):
-        monkeypatch.setitem(versions.SINCE, what, versions.Since((99, 0), ""))
+        monkeypatch.setitem(versions.SINCE, what, (99, 0))
 
 
 def test_after_a_capture_that_failed_an_old_torch_believes_in_it(machine, monkeypatch):

@@ -14,7 +14,7 @@ from tests.command_line import steps as read_steps
 from trainer import EpochReport, train
 from trainer.errors import Preempted, RecipeError
 from trainer.recipe import TRAITS
-from trainer.saving.steps_file import read_epochs
+from trainer.saving.steps_file import read_table
 from trainer.training.callbacks import Callbacks
 
 pytestmark = pytest.mark.usefixtures("warm_commands")
@@ -192,7 +192,7 @@ def test_an_evaluation_that_ends_the_run_within_an_epoch_has_one_row(tmp_path):
         on_evaluation=on_evaluation,
     )
     assert (run_result["steps"], run_result["ended_by"], reports) == (2, "callback", [2])
-    _, rows, _ = read_epochs(tmp_path / "run" / "epochs.csv")
+    _, rows, _ = read_table(tmp_path / "run" / "epochs.csv", ())
     assert [row["step"] for row in rows] == ["2"]
     assert [row["step"] for row in run_result["validation"]] == [2]
     assert run_result["losses"] == [pytest.approx(float(rows[0]["train_loss"]))]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.command_line import latest, ok, result
+from tests.options import OPTIONS
 from tests.simulated.tape import CpuRecorder, is_recording, same_draws
 from tests.training.graphed_runs import BASE, WARM, Left, differences, launched, replayed, train
 from trainer.devices.cuda_graphs import NotCapturable
@@ -20,7 +21,6 @@ from trainer.errors import TrainerError
 from trainer.modes.base import Strategy
 from trainer.optim.optimization import MovingAverage, Updater
 from trainer.optim.optimizers import LearningRates
-from trainer.recipe.checks import OPTIONS
 from trainer.recipe.optimizer_table import OPTIMIZERS
 from trainer.training import step_graphs
 from trainer.training.step_graphs import GraphSteps

@@ -13,12 +13,7 @@ from trainer.recipe import IN_TURN, MEASURED, STREAMS, Recipe, compare_recipes, 
 from trainer.recipe.known_names import DATASETS, TASKS, TIMM, check_model_name
 from trainer.recipe.metric_table import check_metrics
 from trainer.recipe.mode_table import WHOLE_MATRICES
-from trainer.recipe.optimizer_table import (
-    MATRIX_OPTIMIZERS,
-    OPTIMIZERS,
-    REFUSED,
-    OptimizerTraits,
-)
+from trainer.recipe.optimizer_table import OPTIMIZERS, REFUSED, OptimizerTraits
 from trainer.recipe.recipe_files import format_argument
 from trainer.recipe.schedule_table import LR_SCHEDULES
 from trainer.recipe.shares import check_shares, count_rows, fixed_shares
@@ -46,26 +41,13 @@ ENOUGH_IMAGES = 128
 # first four and the last three.
 MAX_LISTED_CHOICES = 8
 
-# Name of an option -> a key and a value that turn the option on.
+# Name of an option that some mode refuses -> a key and a value that turn the option on.
 OPTIONS = {
-    "fp16": ("precision", "fp16"),
-    "bf16": ("precision", "bf16"),
-    "tf32": ("precision", "tf32"),
     "compile": ("compile", True),
-    "channels_last": ("channels_last", True),
-    "ema": ("ema", 0.9),
-    "mixup": ("augment.mixup", 0.2),
-    "clip_grad_norm": ("clip_grad_norm", 1.0),
-    "accumulate": ("accumulate", 2),
     "accumulate=auto": ("accumulate", "auto"),
     "sync_bn": ("sync_bn", True),
-    "label_smoothing": ("loss.label_smoothing", 0.1),
-    "freeze": ("model.freeze", 1),
     "probe": ("model.probe", True),
-    "layer_decay": ("optimizer.layer_decay", 0.75),
-    **{name: ("optimizer.name", name) for name in MATRIX_OPTIMIZERS},
     "graphs": ("graphs", True),
-    "recompute": ("recompute", True),
     "shares": ("shares", "auto"),
     "verify": ("verify.every", 2),
 }
@@ -161,21 +143,22 @@ def check_processes(recipe: Recipe, processes: int, nodes: int = 1) -> None:
         RecipeError: the mode does not support the number of processes or an option, or a batch
             cannot be divided evenly.
     """
+    traits = recipe.traits
     check_options(recipe)
     if processes > 1:
-        _refuse(recipe, recipe.traits.refuses_processes)
-    if recipe.traits.processes == "one" and processes > 1:
+        _refuse(recipe, traits.refuses_processes)
+    if traits.processes == "one" and processes > 1:
         raise RecipeError(
             f"mode={recipe.mode} runs in 1 process, not {processes}: "
             f"type python -m trainer ... mode={recipe.mode} without torchrun and nproc=, or "
             "mode=ddp"
         )
-    if recipe.traits.shared_memory and nodes > 1:
+    if traits.shared_memory and nodes > 1:
         raise RecipeError(
             f"mode={recipe.mode} shares one machine's memory and cannot span {nodes} nodes: use "
             "mode=local_sgd"
         )
-    if recipe.traits.micro_batches:
+    if traits.micro_batches:
         _check_pipeline(recipe, processes)
     shards = count_weight_shards(recipe, processes)
     if processes % shards:
@@ -183,7 +166,7 @@ def check_processes(recipe: Recipe, processes: int, nodes: int = 1) -> None:
             f"fsdp.shards={shards} runs in a multiple of {shards} processes, not {processes}: type "
             f"nproc={shards}, or fsdp.shards=null"
         )
-    if recipe.traits.exchanges == "shards" and recipe.fsdp.offload and processes == 1:
+    if traits.exchanges == "shards" and recipe.fsdp.offload and processes == 1:
         raise RecipeError(
             "fsdp.offload=true moves shards, but one process has none: type nproc=2, or "
             "fsdp.offload=false"
@@ -207,7 +190,7 @@ def check_processes(recipe: Recipe, processes: int, nodes: int = 1) -> None:
             f"try batch_size={_batch_sizes(recipe, processes)}"
         )
     check_shares(recipe, processes)
-    if recipe.traits.micro_batches:
+    if traits.micro_batches:
         microbatch_counts(recipe, processes)
 
 
@@ -217,16 +200,17 @@ def check_options(recipe: Recipe) -> None:
     Raises:
         RecipeError: the mode, or another option, does not support an option.
     """
+    traits = recipe.traits
     if recipe.devices != "auto":
         device_types = {device.partition(":")[0] for device in recipe.devices}
         if len(device_types) > 1:
             raise RecipeError(
                 f"devices={','.join(recipe.devices)} mixes cpu and cuda; training uses one kind"
             )
-    _refuse(recipe, recipe.traits.refuses)
+    _refuse(recipe, traits.refuses)
     if recipe.model.probe:
         _check_probe(recipe)
-    if recipe.traits.staged and recipe.recompute == "auto":
+    if traits.staged and recipe.recompute == "auto":
         raise RecipeError(
             f"recompute=auto is not for mode={recipe.mode}, whose cuts are measured with it or "
             "without: use recompute=true, or recompute=false"
@@ -234,19 +218,20 @@ def check_options(recipe: Recipe) -> None:
     row = OPTIMIZERS.get(recipe.optimizer.name)
     if row is not None:
         check_optimizer(recipe, row)
-    if recipe.traits.exchanges == "shards" and recipe.fsdp.offload and recipe.precision == "fp16":
+    if traits.exchanges == "shards" and recipe.fsdp.offload and recipe.precision == "fp16":
         raise RecipeError(
             "precision=fp16 is not for fsdp.offload=true: torch's optimizers would read the scale "
             "of the loss on the host before it has arrived there; use precision=bf16"
         )
     schedule = recipe.pipeline.schedule
-    if recipe.traits.micro_batches and schedule in list_refused_schedules():
-        (major, minor), instead = SINCE[TWO_PARTS]
+    if traits.micro_batches and schedule in list_refused_schedules():
+        major, minor = SINCE[TWO_PARTS]
         raise RecipeError(
             f"pipeline.schedule={schedule} needs torch {major}.{minor} or newer: torch "
-            f"{read_version('torch')} crashes in its backward pass; {instead}"
+            f"{read_version('torch')} crashes in its backward pass; use "
+            "pipeline.schedule=interleaved1f1b, 1f1b, gpipe or loopedbfs"
         )
-    if recipe.traits.micro_batches and recipe.compile and schedule in SPLIT_BACKWARD:
+    if traits.micro_batches and recipe.compile and schedule in SPLIT_BACKWARD:
         raise RecipeError(
             f"compile=true is not for pipeline.schedule={schedule}, which computes the gradients "
             "of inputs and weights apart, and a compiled backward pass is one piece: use "

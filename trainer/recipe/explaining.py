@@ -16,8 +16,6 @@ from trainer.recipe.text import find_nearest, format_value
 # Pydantic's types of errors -> the text after "key=value must be".
 KINDS = {
     "int_type": "an integer",
-    "int_from_float": "an integer",
-    "int_parsing_size": "a smaller number",
     "float_type": "a number",
     "finite_number": "a finite number",
     "bool_type": "true or false",
@@ -199,7 +197,7 @@ def _line(first: ErrorDetails, key: str, defaults: Mapping[str, Any], top: Seque
         if guess:
             message += f"; did you mean {key}={guess}?"
         return message
-    if kind in ("model_type", "model_attributes_type", "dict_type"):
+    if kind == "model_type":
         inner = next((name for name in defaults if name.startswith(f"{key}.")), "optimizer.lr")
         message = f"{typed} must be a section, as in {inner}=..."
         if value is None:
@@ -212,7 +210,7 @@ def _line(first: ErrorDetails, key: str, defaults: Mapping[str, Any], top: Seque
             return f"{typed} {message}"
         return f"{key}: {message}"
     if kind in KINDS:
-        limits = dict(first.get("ctx", {}))
+        limits = first.get("ctx", {})
         for name, limit in limits.items():
             if isinstance(limit, float):
                 limits[name] = f"{limit:g}"

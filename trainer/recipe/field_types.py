@@ -4,7 +4,7 @@ import math
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, PositiveFloat, WithJsonSchema
 
 from trainer.recipe.text import format_value
 from trainer.recipe.transform_names import parse_transforms
@@ -103,7 +103,10 @@ def _freeze(value: Any) -> Any:
 
 
 def _numbers(value: Any, low: float, high: float) -> list[float]:
-    """Return `value` if it is a list of numbers from `low` to `high`, else an empty list."""
+    """Return `value` if it is a list of numbers from `low` to `high`, else an empty list.
+
+    Pydantic converts the integers afterwards if the type of the key is a list of floats.
+    """
     if not isinstance(value, list):
         return []
     for number in value:
@@ -137,7 +140,7 @@ def _fractions(value: Any) -> Any:
             "must be a number from 0 to 1 for each channel, as in [0.485, 0.456, 0.406] (of 255: "
             "divide)"
         )
-    return [float(number) for number in numbers]
+    return numbers
 
 
 def _deviations(value: Any) -> Any:
@@ -153,7 +156,7 @@ def _black_and_white(value: Any) -> Any:
         raise ValueError("must be the values that are black and white, as in [0, 4095]")
     if not numbers[0] < numbers[1]:
         raise ValueError("must begin with the smaller value, as in [0, 4095]")
-    return [float(number) for number in numbers]
+    return numbers
 
 
 def _restart(value: Any) -> Any:
@@ -162,7 +165,7 @@ def _restart(value: Any) -> Any:
     numbers = _numbers(value, 1e-9, 1e9)
     if not numbers or sorted({*numbers}) != numbers:
         raise ValueError("must be true, false, or a list of epochs in their order, as in [10, 20]")
-    return [float(number) for number in numbers]
+    return numbers
 
 
 def parse_duration(text: str) -> float | None:
@@ -180,7 +183,8 @@ def _duration(value: Any) -> Any:
 
 
 def _interval(value: Any) -> Any:
-    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    # Compare the exact type, because a boolean is also an instance of int.
+    is_count = type(value) is int and value >= 1
     if value is not None and not is_count and not parse_duration(str(value)):
         raise ValueError("must be a number of steps, or a time with its unit, as in 1000 or 30m")
     return value
@@ -252,15 +256,15 @@ Deviations = Annotated[list[float], BeforeValidator(_deviations)]
 PixelRange = Annotated[list[float], BeforeValidator(_black_and_white)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-Amount = Annotated[float, Field(ge=0)]
+# Share of something, which cannot be nothing.
+Share = Annotated[float, Field(gt=0, le=1)]
 MicroBatches = Annotated[Literal["auto"] | Positive, BeforeValidator(_count)]
-Workers = Annotated[int, Field(ge=0, le=256)]
 # The JSON Schema allows integers, because YAML reads the name of a layer such as 4 as a number.
 Name = Annotated[str, WithJsonSchema({"type": ["string", "integer"], "minLength": 1})]
 Names = Annotated[list[Name], Field(min_length=1)]
 Columns = Annotated[_OneName | Names, BeforeValidator(_columns)]
 Fold = Annotated[str | None, BeforeValidator(_fold)]
-Metrics = Annotated[Annotated[list[_OneName], Field(min_length=1)], BeforeValidator(_metrics)]
+Metrics = Annotated[list[_OneName], Field(min_length=1), BeforeValidator(_metrics)]
 Cache = Annotated[Literal["off", "disk"], BeforeValidator(_cache)]
 # YAML 1.1 reads `off` as False, so the validator converts False back.
 Check = Annotated[
@@ -280,7 +284,7 @@ Interval = Annotated[int | str | None, BeforeValidator(_interval)]
 Logger = Annotated[bool | str | None, BeforeValidator(_logger)]
 _Blocks = Annotated[int, WithJsonSchema({"type": "integer", "not": {"const": 0}})]
 Restart = Annotated[
-    bool | Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)],
+    bool | Annotated[list[PositiveFloat], Field(min_length=1)],
     BeforeValidator(_restart),
 ]
 Arguments = Annotated[dict[str, Any], BeforeValidator(_arguments)]

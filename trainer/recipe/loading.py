@@ -271,9 +271,9 @@ def format_arguments(recipe: Recipe) -> list[str]:
     words = []
     if recipe.name in shipped_recipes():
         words.append(f"recipe={recipe.name}")
-    changed = _find_changes(recipe)
-    unread_keys = dict(find_unread(flatten(recipe.to_dict()), changed))
-    for key, value in changed.items():
+    changes = compare_recipes(load_base(recipe), recipe)
+    unread_keys = dict(find_unread(flatten(recipe.to_dict()), changes))
+    for key, (_, value) in changes.items():
         if key not in unread_keys:
             words.append(format_argument(key, value))
     return words or [f"mode={recipe.mode}"]
@@ -286,10 +286,10 @@ def find_own_values(recipe: Recipe) -> dict[str, Any]:
     keys `output`, `resume` and `logging.*`, which do not change the training, are left out.
     """
     values = flatten(recipe.to_dict())
-    changed = _find_changes(recipe)
+    changes = compare_recipes(load_base(recipe), recipe)
     own = {}
     for key, value in values.items():
-        is_own = key in changed or key in recipe.typed
+        is_own = key in changes or key in recipe.typed
         if is_own and not key.startswith(("output", "resume", "logging.")):
             own[key] = value
     return own
@@ -299,12 +299,6 @@ def format_typed(recipe: Recipe) -> list[str]:
     """Return the typed keys among `find_own_values` as arguments `key=value`."""
     own = find_own_values(recipe)
     return [format_argument(key, own[key]) for key in own if key in recipe.typed]
-
-
-def _find_changes(recipe: Recipe) -> dict[str, Any]:
-    """Return the keys whose values differ from `load_base`, with the values of `recipe`."""
-    changes = compare_recipes(load_base(recipe), recipe)
-    return {key: value for key, (_, value) in changes.items()}
 
 
 def _words(words: Iterable[str]) -> dict[Any, Any]:

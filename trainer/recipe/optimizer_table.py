@@ -9,6 +9,7 @@ from typing import Any
 
 from trainer.recipe.known_names import TIMM, Registry
 
+ADAM_KEYS = ("betas", "eps")
 ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 
 
@@ -93,8 +94,8 @@ OPTIMIZERS = Registry[OptimizerTraits](
             momentum_state=("momentum_buffer",),
             scales_lr=True,
         ),
-        "adam": OptimizerTraits("Adam", keys=("betas", "eps"), fused=True, state=ADAM_STATE),
-        "adamw": OptimizerTraits("AdamW", keys=("betas", "eps"), fused=True, state=ADAM_STATE),
+        "adam": OptimizerTraits("Adam", keys=ADAM_KEYS, fused=True, state=ADAM_STATE),
+        "adamw": OptimizerTraits("AdamW", keys=ADAM_KEYS, fused=True, state=ADAM_STATE),
         "muon": OptimizerTraits(
             "MuonAdamW",
             keys=("momentum", "nesterov", "betas", "eps", "adamw_lr"),
@@ -106,14 +107,14 @@ OPTIMIZERS = Registry[OptimizerTraits](
         ),
         "nadam": OptimizerTraits(
             "NAdam",
-            keys=("betas", "eps"),
+            keys=ADAM_KEYS,
             capturable=True,
             state=("step", "mu_product", "exp_avg", "exp_avg_sq"),
             ones=("mu_product",),
         ),
-        "radam": OptimizerTraits("RAdam", keys=("betas", "eps"), capturable=True, state=ADAM_STATE),
+        "radam": OptimizerTraits("RAdam", keys=ADAM_KEYS, capturable=True, state=ADAM_STATE),
         "adamax": OptimizerTraits(
-            "Adamax", keys=("betas", "eps"), capturable=True, state=("step", "exp_avg", "exp_inf")
+            "Adamax", keys=ADAM_KEYS, capturable=True, state=("step", "exp_avg", "exp_inf")
         ),
         "rmsprop": OptimizerTraits(
             "RMSprop",

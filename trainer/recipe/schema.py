@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from trainer.errors import RecipeError
 from trainer.recipe.explaining import explain_invalid
 from trainer.recipe.field_types import (
     MOST_CHANNELS,
-    Amount,
     Arguments,
     Cache,
     Check,
@@ -36,9 +44,9 @@ from trainer.recipe.field_types import (
     Positive,
     Probability,
     Restart,
+    Share,
     Shares,
     Transforms,
-    Workers,
 )
 from trainer.recipe.known_names import AUXILIARY, TASKS
 from trainer.recipe.mode_table import TRAITS, Mode, Processes, Traits
@@ -118,9 +126,7 @@ def listed(key: str) -> str:
 class _Section(BaseModel):
     # Strict, because a string such as "1e3" is not a number. Frozen, because changes after
     # the checks would not be checked.
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, protected_namespaces=(), allow_inf_nan=False
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 def key(default: Any, comment: str, example: Any = None, **limits: Any) -> Any:
@@ -215,9 +221,7 @@ class DataRecipe(_Section):
         "hold out this fold of the training images instead, as in 1/5: cross-validation",
         "1/5",
     )
-    fraction: float = key(
-        1.0, "share of each class to train on; what is held out stays whole", 0.1, gt=0, le=1
-    )
+    fraction: Share = key(1.0, "share of each class to train on; what is held out stays whole", 0.1)
     image_size: PixelSize | None = key(
         None, "pixels per side, or [height,width]; null: the data set's own, 224 for photos", 128
     )
@@ -251,8 +255,8 @@ class DataRecipe(_Section):
         [0, 4095],
     )
     balance: bool = key(False, "draw all classes equally often, however many images each has")
-    workers: Workers | None = key(
-        None, "processes per rank that read photos; null: one per core", 4
+    workers: int | None = key(
+        None, "processes per rank that read photos; null: one per core", 4, ge=0, le=256
     )
     download: bool = key(True, "download a published data set that is missing")
     missing: Literal["error", "synthetic"] = key(
@@ -286,8 +290,8 @@ class AugmentRecipe(_Section):
     crop: Literal["none", "pad", "resized"] = key(
         "none", "pad: shift by some pixels; resized: enlarge a random part"
     )
-    crop_padding: int = key(4, "how far augment.crop=pad shifts, in pixels", ge=1, le=64)
-    crop_scale: list[Annotated[float, Field(gt=0, le=1)]] = key(
+    crop_padding: Positive = key(4, "how far augment.crop=pad shifts, in pixels", le=64)
+    crop_scale: list[Share] = key(
         [0.08, 1.0],
         "least and largest share of an image that augment.crop=resized keeps",
         min_length=2,
@@ -303,8 +307,10 @@ class AugmentRecipe(_Section):
     )
     operations: Positive = key(2, "operations per image of augment.auto=rand", 3, le=16)
     magnitude: int = key(9, "strength of the operations of augment.auto=rand", 15, ge=0, le=30)
-    mixup: Amount = key(0.0, "alpha of Beta(alpha, alpha) for blending two images; 0: off", 0.2)
-    cutmix: Amount = key(
+    mixup: NonNegativeFloat = key(
+        0.0, "alpha of Beta(alpha, alpha) for blending two images; 0: off", 0.2
+    )
+    cutmix: NonNegativeFloat = key(
         0.0,
         "like mixup, but pastes a rectangle of one image into another; with both, half of the "
         "pairs each",
@@ -343,29 +349,28 @@ class OptimizerRecipe(_Section):
         "adamw suits transformers; timm:NAME needs timm; or one that a plugin registers",
         "adamw",
     )
-    lr: float = key(0.1, "highest learning rate, for the whole batch_size", 0.05, gt=0)
+    lr: PositiveFloat = key(0.1, "highest learning rate, for the whole batch_size", 0.05)
     lr_per: Positive | None = key(
         None,
         "images per step that lr is meant for; lr scales with batch_size; null: it does not",
         256,
     )
-    layer_decay: float | None = key(
-        None, "a block's learning rate as a share of the next block's; null: 1", 0.75, gt=0, le=1
+    layer_decay: Share | None = key(
+        None, "a block's learning rate as a share of the next block's; null: 1", 0.75
     )
-    adamw_lr: float | None = key(
+    adamw_lr: PositiveFloat | None = key(
         None,
         f"{listed('optimizer.adamw_lr')}: highest learning rate of what AdamW trains; null: lr",
         0.001,
-        gt=0,
     )
     momentum: Decay = key(0.9, f"{listed('optimizer.momentum')}: share of the last step")
     nesterov: bool = key(False, f"{listed('optimizer.nesterov')}: Nesterov's form of momentum")
-    weight_decay: Amount = key(
+    weight_decay: NonNegativeFloat = key(
         0.0,
         "pulls weights towards zero, BatchNorm and biases included; see norm_weight_decay",
         0.0005,
     )
-    norm_weight_decay: Amount | None = key(
+    norm_weight_decay: NonNegativeFloat | None = key(
         None, "weight decay of normalization layers and biases; null: same as weight_decay", 0.0
     )
     betas: list[Decay] = key(
@@ -374,7 +379,7 @@ class OptimizerRecipe(_Section):
         min_length=2,
         max_length=2,
     )
-    eps: float = key(1e-8, f"{listed('optimizer.eps')}: added to the divisor", gt=0)
+    eps: PositiveFloat = key(1e-8, f"{listed('optimizer.eps')}: added to the divisor")
     args: Arguments = key({}, "more arguments of the optimizer's class", {"amsgrad": True})
 
 
@@ -386,11 +391,13 @@ class ScheduleRecipe(_Section):
         "cosine",
         "how the learning rate changes after the warm-up; or one that a plugin registers",
     )
-    warmup_epochs: Amount = key(
+    warmup_epochs: NonNegativeFloat = key(
         0.0, "epochs over which the rate rises to optimizer.lr; fractions work too", 0.5
     )
-    warmup_factor: float = key(0.01, "the share of optimizer.lr at the first step", gt=0, le=1)
-    min_lr: Amount = key(0.0, f"{listed('schedule.min_lr')}: the last learning rate", 0.0001)
+    warmup_factor: Share = key(0.01, "the share of optimizer.lr at the first step")
+    min_lr: NonNegativeFloat = key(
+        0.0, f"{listed('schedule.min_lr')}: the last learning rate", 0.0001
+    )
     restart: Restart = key(
         False,
         f"{listed('schedule.restart')}: true lets epochs that are added begin a new one; a list: "
@@ -400,18 +407,15 @@ class ScheduleRecipe(_Section):
     step_epochs: Positive = key(
         30, f"{listed('schedule.step_epochs')}: epochs between changes, counted after the warm-up"
     )
-    gamma: float = key(
+    gamma: Share = key(
         0.1,
         f"{listed('schedule.gamma')}: factor of the learning rate at each change; exponential: "
         "each epoch",
-        gt=0,
-        le=1,
     )
-    power: float = key(
+    power: PositiveFloat = key(
         1.0,
         f"{listed('schedule.power')}: exponent of the share of the steps that are left",
         0.9,
-        gt=0,
     )
     patience: Positive = key(
         10,
@@ -454,7 +458,7 @@ class LossRecipe(_Section):
     label_smoothing: float = key(
         0.0, "share of the target spread over all classes", 0.1, ge=0, lt=1
     )
-    class_weights: Literal["balanced"] | list[Amount] | None = key(
+    class_weights: Literal["balanced"] | list[NonNegativeFloat] | None = key(
         None,
         "weight of each class in the loss: balanced (rare classes more), or a number per class",
     )
@@ -483,8 +487,8 @@ class PipelineRecipe(_Section):
     stages: int | None = key(
         None, "number of stages; null: one per device or process", 4, ge=2, le=1024
     )
-    virtual_stages: int | None = key(
-        None, "stages on each rank; null: 2 if the schedule has several", 2, ge=1, le=64
+    virtual_stages: Positive | None = key(
+        None, "stages on each rank; null: 2 if the schedule has several", 2, le=64
     )
     microbatches: MicroBatches = key(
         "auto", "number of micro-batches; auto measures a few numbers", 8
@@ -515,11 +519,10 @@ class LocalSGDRecipe(_Section):
     every: Positive | None = key(
         None, "steps between averagings of the weights; null: every epoch", 20
     )
-    outer_lr: float = key(
+    outer_lr: PositiveFloat = key(
         1.0,
         "learning rate of the step from the last average to the new one; 1: all the way",
         0.7,
-        gt=0,
     )
     outer_momentum: Decay | None = key(
         None, "Nesterov momentum of these steps; 0: none; null: 0.5 if every is given, else 0", 0.5
@@ -578,7 +581,7 @@ class PredictRecipe(_Section):
     tta: Literal["flip"] | None = key(
         None, "average the probabilities of each image and its mirror image", "flip"
     )
-    timeout: float = key(60.0, "seconds allowed for one image", gt=0)
+    timeout: PositiveFloat = key(60.0, "seconds allowed for one image")
 
 
 class StopRecipe(_Section):
@@ -691,7 +694,7 @@ class Recipe(_Section):
         "compute activations again in the backward pass, to save memory; auto: if a GPU's does not "
         "suffice",
     )
-    clip_grad_norm: float | None = key(None, "clip the gradient norm to this", 1.0, gt=0)
+    clip_grad_norm: PositiveFloat | None = key(None, "clip the gradient norm to this", 1.0)
     sync_bn: bool = key(False, "ddp: BatchNorm over the global batch instead of each rank's share")
     pipeline: PipelineRecipe = PipelineRecipe()
     ddp: DdpRecipe = DdpRecipe()
@@ -701,8 +704,8 @@ class Recipe(_Section):
     threads: Positive | None = key(
         None, "CPU threads of a process; null: cores / local ranks", 4, le=4096
     )
-    timeout: float = key(600.0, "seconds to wait for a silent rank, loader worker or GPU", gt=0)
-    grace: float = key(60.0, "seconds a step may still take after SIGTERM", gt=0)
+    timeout: PositiveFloat = key(600.0, "seconds to wait for a silent rank, loader worker or GPU")
+    grace: PositiveFloat = key(60.0, "seconds a step may still take after SIGTERM")
     stop: StopRecipe = StopRecipe()
     evaluate: EvaluateRecipe = EvaluateRecipe()
     verify: VerifyRecipe = VerifyRecipe()
@@ -882,16 +885,16 @@ def _check_together(recipe: Recipe, name: str) -> None:
     has_nesterov = optimizer.nesterov and is_read("optimizer.nesterov", optimizer.name)
     if has_nesterov and optimizer.momentum == 0:
         raise RecipeError(f"{name}: optimizer.nesterov=true needs optimizer.momentum above 0")
-    if recipe.schedule.min_lr > recipe.peak_lr:
+    schedule = recipe.schedule
+    if schedule.min_lr > recipe.peak_lr:
         scaled = ""
         if optimizer.lr_per is not None:
             scaled = f", which is {recipe.peak_lr:g} at batch_size={recipe.batch_size}"
         raise RecipeError(
-            f"{name}: schedule.min_lr={recipe.schedule.min_lr} is above "
+            f"{name}: schedule.min_lr={schedule.min_lr} is above "
             f"optimizer.lr={optimizer.lr}{scaled}"
         )
     patience = recipe.stop.patience
-    schedule = recipe.schedule
     is_waiting = is_read("schedule.patience", schedule.name)
     if is_waiting and patience is not None and patience <= schedule.patience:
         raise RecipeError(
@@ -903,17 +906,18 @@ def _check_together(recipe: Recipe, name: str) -> None:
         raise RecipeError(
             f"{name}: pipeline.split_size and pipeline.microbatches set the same: keep one"
         )
-    if recipe.data.balance and recipe.loss.class_weights == "balanced":
+    data = recipe.data
+    if data.balance and recipe.loss.class_weights == "balanced":
         raise RecipeError(
             f"{name}: data.balance=true and loss.class_weights=balanced do the same: keep one"
         )
-    if recipe.data.balance and recipe.augment.repeats > 1:
+    if data.balance and recipe.augment.repeats > 1:
         raise RecipeError(
             f"{name}: data.balance=true repeats images itself: set augment.repeats=1 or "
             "data.balance=false"
         )
-    channels = recipe.data.channels or 3
-    for key, numbers in (("mean", recipe.data.mean), ("std", recipe.data.std)):
+    channels = data.channels or 3
+    for key, numbers in (("mean", data.mean), ("std", data.std)):
         count = len(numbers or (0,) * channels)
         # Numbers for gray images can be converted to numbers for color images, and back.
         if count != channels and {count, channels} - {1, 3}:

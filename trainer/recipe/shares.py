@@ -124,11 +124,11 @@ def check_shares(recipe: Recipe, processes: int) -> None:
         )
     sizes = divide_in_proportion(every, numbers)
     if 0 in sizes:
-        what = f"micro-batch of {recipe.batch_size // recipe.pieces}"
         nearest = divide_within_limits(every, numbers, 1, [every] * processes)
         raise RecipeError(
-            f"{argument} leaves rank {sizes.index(0)} without an image of a {what}: type "
-            f"{_format_argument(nearest)}, or a larger batch_size"
+            f"{argument} leaves rank {sizes.index(0)} without an image of a micro-batch of "
+            f"{recipe.batch_size // recipe.pieces}: type {_format_argument(nearest)}, or a larger "
+            "batch_size"
         )
 
 

@@ -94,10 +94,9 @@ def parse_transforms(value: Any) -> list[TypedTransform]:
         raise ValueError("must be a list, as in [RandomVerticalFlip, {RandomRotation: 15}]")
     transforms: list[TypedTransform] = []
     for item in value:
-        is_pair = isinstance(item, Mapping) and len(item) == 1
         name = item
         arguments = None
-        if is_pair:
+        if isinstance(item, Mapping) and len(item) == 1:
             ((name, arguments),) = item.items()
         is_name = isinstance(name, str) and name.isidentifier()
         if not is_name or not _is_storable(arguments):

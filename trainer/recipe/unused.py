@@ -16,7 +16,7 @@ from trainer.recipe.text import format_yaml
 
 # Stands for any value of a key except null.
 SET = "set"
-NAMES = {"mode": MODES, "data.name": DATASETS, "task.name": tuple(TASKS)}
+NAMES = {"mode": MODES, "data.name": DATASETS, "task.name": TASKS}
 IN_MEMORY = "digits|mnist|fashion_mnist|cifar10|cifar100"
 PHOTOS = "|".join(OWN_PHOTOS)
 NOT_PIPELINE = "|".join(mode for mode, traits in TRAITS.items() if not traits.micro_batches)

@@ -20,7 +20,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
 from trainer.errors import CheckpointError, SetupError
@@ -128,16 +128,14 @@ class State:
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
-class File(BaseModel):
+class File(BaseModel, strict=True):
     """Size in bytes and SHA-256 (hexadecimal) of one file of a checkpoint."""
-
-    model_config = ConfigDict(strict=True)
 
     size: _Count
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-class Manifest(BaseModel):
+class Manifest(BaseModel, strict=True):
     """Contents of manifest.json without its seal.
 
     Attributes:
@@ -148,8 +146,6 @@ class Manifest(BaseModel):
         files: size and hash of each file by its name.
         facts: see `State`.
     """
-
-    model_config = ConfigDict(strict=True)
 
     format: Annotated[int, Field(ge=1, le=2)]
     step: _Count
@@ -258,13 +254,11 @@ def seal(draft: Path, state: State, files: Mapping[str, File], check: Callable[[
     final = draft.with_name(draft.name.partition(".")[0])
     # An existing checkpoint of this name is bad, because the caller does not save a step that has a
     # good one.
+    bad = _temporary_path(final)
     if os.path.lexists(final):
-        bad = _temporary_path(final)
         final.rename(bad)
-        draft.rename(final)
-        remove(bad)
-    else:
-        draft.rename(final)
+    draft.rename(final)
+    remove(bad)
     sync(final.parent)
     _verified[final.absolute()] = fingerprint(final)
     return final
@@ -276,8 +270,8 @@ Rank = Callable[[Manifest], float | None]
 def prune(
     fresh: Path,
     keep: int,
-    top_k: int = 0,
-    rank: Rank = lambda manifest: None,
+    top_k: int,
+    rank: Rank,
 ) -> None:
     """Remove checkpoints that are older than the newest `keep` good ones and not among the best.
 
@@ -312,10 +306,11 @@ def prune(
             if value is not None:
                 ranks[path] = value
     best = sorted(ranks, key=lambda path: -ranks[path])[:top_k]
-    doomed = [path for path in doomed if path not in best]
-    drafts = [path.rename(_temporary_path(path)) for path in doomed]
+    drafts = []
     for path in doomed:
-        _verified.pop(path.absolute(), None)
+        if path not in best:
+            drafts.append(path.rename(_temporary_path(path)))
+            _verified.pop(path.absolute(), None)
     sync(fresh.parent)
     fault_point("prune")
     for draft in drafts:

@@ -13,19 +13,20 @@ from pathlib import Path
 from trainer.errors import FolderInUseError
 from trainer.saving.files import report_write_errors
 
+# Name of the file in a folder that is locked.
+LOCK = ".lock"
 # Maximum number of attempts to lock a folder, and seconds between two attempts. A failed attempt
 # does not mean that the folder is in use, because `is_locked` locks it for some microseconds.
 LOCK_ATTEMPTS = 3
 RETRY_SECONDS = 0.02
 
 
-def lock_folder(folder: Path, others: str, name: str = ".lock") -> int:
+def lock_folder(folder: Path, others: str) -> int:
     """Create a folder and lock it until the returned descriptor is closed.
 
     Args:
         folder: path of the folder.
         others: kind of process that may own the lock ("run"), for the message.
-        name: name of the lock file in the folder.
 
     Returns:
         The descriptor of the lock file.
@@ -38,11 +39,11 @@ def lock_folder(folder: Path, others: str, name: str = ".lock") -> int:
         folder.mkdir(parents=True, exist_ok=True)
         # Refuse a symbolic link, because writing through it would overwrite another file.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-        lock = os.open(folder / name, flags, 0o666)
+        lock = os.open(folder / LOCK, flags, 0o666)
     for attempt in range(LOCK_ATTEMPTS):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if is_at(lock, folder / name):
+            if is_at(lock, folder / LOCK):
                 return lock
             # Another process has removed or replaced the file since it was opened. A lock on the
             # old file does not protect the folder.
@@ -56,7 +57,7 @@ def lock_folder(folder: Path, others: str, name: str = ".lock") -> int:
 
 @contextmanager
 def choose_folder(
-    output: str | None, default: Path, others: str, is_used: Callable[[Path], object] = Path.exists
+    output: str | None, default: Path, others: str, is_used: Callable[[Path], object]
 ) -> Iterator[Path]:
     """Choose the output folder of a command, and lock it within this block.
 
@@ -97,7 +98,7 @@ def is_locked(folder: Path) -> bool:
     """
     try:
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-        lock = os.open(folder / ".lock", flags)
+        lock = os.open(folder / LOCK, flags)
     except OSError:
         return False
     try:

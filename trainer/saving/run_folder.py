@@ -24,7 +24,6 @@ from trainer.recipe import Recipe, recipe_files
 from trainer.recipe.reflection import REPORTED_ON_RESUME, describe_restart, is_longer
 from trainer.recipe.removed import find_changed_setting
 from trainer.recipe.text import format_value
-from trainer.saving import locks
 from trainer.saving.files import (
     Json,
     describe_error,
@@ -35,11 +34,10 @@ from trainer.saving.files import (
     write_json,
 )
 from trainer.saving.journal import JOURNAL
+from trainer.saving.locks import LOCK, lock_folder
 
 # Keys of `data` that a run chooses, if the user leaves them open, before it writes its recipe.
 CHOSEN = ("image_size", "channels", "mean", "std", "cache_format", "cache_size")
-# The lock file contains the signature of the job that owns the folder, or owned it last.
-LOCK = ".lock"
 # File of the settings that a run has tuned, see `RunFolder.write_tuned`.
 TUNED = "tuning.json"
 # Prefix of the name of the temporary run folder of check=true.
@@ -114,7 +112,8 @@ class RunFolder(NullFolder):
             self.path = fresh_folder(recipe)
         self._is_new = recipe.output is None or not os.path.lexists(self.path)
         self._has_new_lock = not os.path.lexists(self.path / LOCK)
-        self._lock = locks.lock_folder(self.path, "run", LOCK)
+        # The lock file contains the signature of the job that owns the folder, or owned it last.
+        self._lock = lock_folder(self.path, "run")
         # The signature is built now, because it names the launcher, which may exit before its ranks
         # have saved.
         self._signature = build_signature()
@@ -195,7 +194,7 @@ class RunFolder(NullFolder):
                         "folder, resume it there with resume=auto"
                     ) from None
                 removed_lock = self._lock
-                self._lock = locks.lock_folder(self.path, "run", LOCK)
+                self._lock = lock_folder(self.path, "run")
                 os.close(removed_lock)
                 owner = os.pread(self._lock, 1000, 0).decode(errors="replace") or self._sign()
             except OSError as error:
@@ -239,7 +238,7 @@ class RunFolder(NullFolder):
         if not os.path.lexists(file):
             return
         try:
-            before = recipes.load(str(file))
+            before = recipes.load(file)
         except RecipeError as error:
             advice = "remove that file to resume with the recipe that you give now"
             raise RecipeError(f"resume=auto: {file} cannot be used ({error}); {advice}") from None
@@ -255,9 +254,9 @@ class RunFolder(NullFolder):
         for key in CHOSEN:
             if getattr(recipe.data, key) is None:
                 self.resolved_keys[f"data__{key}"] = getattr(before.data, key)
-        if recipe.model.init_from is not None and recipe.model.weights is None:
-            self.resolved_keys["model__weights"] = before.model.weights
         if recipe.model.init_from is not None:
+            if recipe.model.weights is None:
+                self.resolved_keys["model__weights"] = before.model.weights
             # The stored recipe also has the arguments of the model that the run started from.
             self.resolved_keys["model__args"] = before.model.args | recipe.model.args
         if not recipe.schedule.restarts:
@@ -350,14 +349,14 @@ def asked_to_restart(recipe: Recipe) -> bool:
     """
     if not recipe.resume or not recipe.output or recipe.schedule.restart is True:
         return False
-    if sys.stdin is None or not sys.stdin.isatty():
+    if not sys.stdin.isatty():
         return False
     file = Path(recipe.output).expanduser() / "recipe.yaml"
     before = recipe
     # A damaged recipe is reported later, when the folder is locked.
     with suppress(RecipeError):
         if file.is_file():
-            before = recipes.load(str(file))
+            before = recipes.load(file)
     if not is_longer(before, recipe):
         return False
     cosine = describe_restart(before, recipe)
@@ -387,7 +386,7 @@ def fresh_folder(recipe: Recipe) -> Path:
                 continue
             changes = {}
             if recipe_file.is_file():
-                changes = recipes.changed_keys(recipes.load(str(recipe_file)), recipe)
+                changes = recipes.changed_keys(recipes.load(recipe_file), recipe)
             # A key that differs only because it is null in this recipe was chosen by the earlier
             # attempt, so the recipe is the same.
             if all(new is None for _, new in changes.values()):

@@ -58,8 +58,8 @@ class Save:
     evaluated: str
     keep: int
     check: Callable[[], None]
-    top_k: int = 0
-    rank: Rank = lambda manifest: None
+    top_k: int
+    rank: Rank
 
 
 class Cost(NamedTuple):

@@ -47,21 +47,23 @@ def read_steps(path: Path) -> tuple[Rows, int]:
     Raises:
         OSError: the file cannot be read, or is far larger than that of any run.
     """
-    _, rows, damaged = _read_table(path, STEP_COLUMNS)
+    _, rows, damaged = read_table(path, STEP_COLUMNS)
     return rows, damaged
 
 
-def read_epochs(path: Path) -> Table:
-    """Read an epochs.csv. Return its columns, and its rows and damaged lines as `read_steps` does.
+def read_table(path: Path, columns: Sequence[str]) -> Table:
+    """Read a steps.csv or an epochs.csv.
+
+    Args:
+        path: path of the file.
+        columns: columns of the file. Empty for an epochs.csv, whose first line names them.
+
+    Returns:
+        The columns of the file, and its rows and damaged lines as `read_steps` does.
 
     Raises:
         OSError: the file cannot be read, or is far larger than that of any run.
     """
-    return _read_table(path, ())
-
-
-def _read_table(path: Path, columns: Sequence[str]) -> Table:
-    """Read a table with these columns, or an epochs.csv with those of its first line."""
     by_step = {}
     damaged = 0
     with open_regular(path, MAX_FILE) as file:
@@ -133,7 +135,7 @@ class _Table(AppendFile):
         damaged = 0
         if os.path.lexists(path) and last_step:
             try:
-                stored_columns, rows, damaged = _read_table(path, fixed)
+                stored_columns, rows, damaged = read_table(path, fixed)
                 columns = tuple(dict.fromkeys((*columns, *stored_columns)))
             except OSError as error:
                 warn(f"{path} is left out: {describe_error(error)}")
@@ -160,7 +162,7 @@ class _Table(AppendFile):
 class StepsFile(_Table):
     """Writer of steps.csv, which has one row per logged step."""
 
-    def __init__(self, folder: Path, last_step: int, warn: Say = lambda line: None) -> None:
+    def __init__(self, folder: Path, last_step: int, warn: Say) -> None:
         super().__init__(folder / "steps.csv", STEP_COLUMNS, STEP_COLUMNS, last_step, warn)
 
     def add(self, row: Mapping[str, Any]) -> None:
@@ -176,7 +178,7 @@ class EpochsFile(_Table):
     The columns are those of all rows: a resumed run may have other metrics.
     """
 
-    def __init__(self, folder: Path, last_step: int, warn: Say = lambda line: None) -> None:
+    def __init__(self, folder: Path, last_step: int, warn: Say) -> None:
         """Create the file as `StepsFile` does. `last_step` is the last evaluated step to keep."""
         super().__init__(folder / "epochs.csv", EPOCH_COLUMNS, (), last_step, warn)
         self._last_step = last_step
@@ -187,8 +189,8 @@ class EpochsFile(_Table):
         It reaches the file in one piece, so that a kill cannot cut it.
         """
         columns = tuple(dict.fromkeys((*self._columns, *row)))
-        if columns != tuple(self._columns) or row["step"] == self._last_step:
-            _, rows, _ = read_epochs(self._path)
+        if columns != self._columns or row["step"] == self._last_step:
+            _, rows, _ = read_table(self._path, ())
             self.close()
             self._rewrite(columns, [one for one in rows if one["step"] != str(row["step"])])
         self._last_step = row["step"]

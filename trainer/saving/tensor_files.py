@@ -169,7 +169,7 @@ def serialize(
         end = start + shape.numel() * dtype.itemsize
         entries[name] = {
             "dtype": DTYPES[dtype],
-            "shape": list(shape),
+            "shape": shape,
             "data_offsets": [start, end],
         }
     header = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()

@@ -125,7 +125,7 @@ def test_a_folder_of_something_else_or_in_use_is_left_alone(
     }
     assert not machine.ran
     (tmp_path / "out/result.json").unlink()
-    with engine.choose_folder("out", Path("x"), "run"):
+    with engine.choose_folder("out", Path("x"), "run", Path.exists):
         assert answer(words) == 8 and "in use" in capsys.readouterr().err
 
 

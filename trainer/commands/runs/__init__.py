@@ -48,7 +48,7 @@ WRITTEN = (
     "model*.torchscript",
     "wandb",
     "slurm-*.log",
-    run_folder.LOCK,
+    locks.LOCK,
     ".*.tmp",
     ".events.*",
     ".export-*",
@@ -219,7 +219,7 @@ def _delete(run: RunSummary) -> str:
     except FolderInUseError:
         raise FolderInUseError(f"{path} is running: {STOP}") from None
     try:
-        for name in sorted(os.listdir(path), key=lambda name: name == run_folder.LOCK):
+        for name in sorted(os.listdir(path), key=lambda name: name == locks.LOCK):
             if _is_written(name):
                 remove(path / name)
         kept = sorted(os.listdir(path))

@@ -248,7 +248,7 @@ def stream_plainly(start, changes, compress, delay, fragments, momentum):
 
 @pytest.mark.parametrize(("fragments", "delay", "compress", "momentum"), STREAMS)
 def test_streaming_is_that_of_a_plain_loop(fragments, delay, compress, momentum):
-    """10 parameters of a fragment may be sent while those of another one arrive."""
+    """And no step waits for a fragment that is still late."""
     words = [
         "local_sgd.every=6",
         f"local_sgd.fragments={fragments}",
@@ -257,12 +257,23 @@ def test_streaming_is_that_of_a_plain_loop(fragments, delay, compress, momentum)
         "local_sgd.outer_lr=0.7",
         f"local_sgd.outer_momentum={momentum}",
     ]
+    phases = [6 * n // fragments for n in range(1, fragments + 1)]
 
     def work(world):
         strategy = build(world, *words)
         generator = torch.Generator().manual_seed(world.rank)
         start = clones(strategy.named_parameters())
         changes = []
+        waits = []
+        messages = set()
+        start_sum = world.start_sum
+
+        def send(values):
+            messages.add(values.dtype)
+            return start_sum(values)
+
+        world.start_sum = send
+        world.wait = lambda work: waits.append(step)
         for step in range(1, 14):
             change = {}
             for name, weight in strategy.named_parameters().items():
@@ -273,13 +284,16 @@ def test_streaming_is_that_of_a_plain_loop(fragments, delay, compress, momentum)
         within = clones(strategy.named_parameters())
         strategy.after_epoch({})
         first = {name: part.phase for part in strategy.fragments for name in part._names}
+        arrivals = [step + delay for step in range(1, 14) if step % 6 in {n % 6 for n in phases}]
+        assert waits == [min(13, step) for step in arrivals]
+        assert messages == {torch.bfloat16 if compress else torch.float32}
         return start, changes, within, clones(strategy.named_parameters()), first
 
     ranks = on_ranks(4, work)
     start = {name: tensor.double() for name, tensor in ranks[0][0].items()}
     first = ranks[0][4]
     assert tuple(first) == STREAMED
-    assert sorted(set(first.values())) == [6 * n // fragments for n in range(1, fragments + 1)]
+    assert sorted(set(first.values())) == phases
     changes = [
         [{name: tensor.double() for name, tensor in step.items()} for step in rank[1]]
         for rank in ranks
@@ -376,7 +390,8 @@ def test_other_workers_and_modes_convert_the_outer_optimizer(tmp_path):
     assert math.isfinite(result(tmp_path / "other")["val_loss"])
 
 
-STREAMING = [*SHORT, "mode=local_sgd", "nproc=2", "local_sgd.fragments=2", "local_sgd.delay=3"]
+STREAMING = [*LOCAL, "nproc=2", "local_sgd.fragments=2", "local_sgd.delay=3"]
+STREAMING += ["local_sgd.compress=bf16"]
 
 
 @pytest.fixture(scope="module")
@@ -386,10 +401,9 @@ def streamed(tmp_path_factory):
     return load_file(folder / "last.safetensors")
 
 
-@pytest.mark.slow(cases=["4"])
-@pytest.mark.parametrize(
-    "step", [pytest.param(step, marks=pytest.mark.slow) for step in (1, 2, 3, 5, 6, 7, 8)] + [4]
-)
+@pytest.mark.slow
+@pytest.mark.full(but=["4", "7"])
+@pytest.mark.parametrize("step", range(1, 9))
 def test_a_run_resumes_while_a_fragment_is_exchanged(step, streamed, tmp_path):
     """Fragments are sent at steps 2, 4, 6, ... and arrive 3 steps later, or at the end of an epoch,
     which has 6 steps.

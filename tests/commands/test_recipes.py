@@ -19,7 +19,7 @@ from trainer.recipe.key_reference import keys, sections
     [
         ("optimizer.lr", ["optimizer.lr"]),
         ("lr", ["optimizer.lr"]),
-        ("local_sgd", ["local_sgd.every", "local_sgd.outer_lr", "local_sgd.outer_momentum"]),
+        ("ddp", ["ddp.compress"]),
         ("every", ["local_sgd.every", "verify.every"]),
         ("root", ["data.root"]),
     ],

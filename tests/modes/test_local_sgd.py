@@ -9,12 +9,15 @@ from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from tests.command_line import QUIET, ok, result, trainer
 from tests.strategies import create_strategy, gathered, on_ranks
+from trainer.errors import RecipeError
 from trainer.modes import local_sgd
 from trainer.recipe import load
+from trainer.recipe.checks import check_options
 from trainer.saving.journal import JOURNAL, read_journal
 
 SHAPE = (4, 2, 3, 3)
@@ -189,6 +192,123 @@ def test_an_averaging_is_a_step_of_torchs_sgd_towards_the_weighted_average(lr, m
                 )
 
 
+# Streaming: (fragments, delay, compress, momentum). Each fragment is sent every 6 steps.
+STREAMS = [(3, 0, None, 0.9), (1, 2, None, 0.0), (3, 5, None, 0.9), (2, 3, "bf16", 0.5)]
+STREAMED = ("0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias")
+
+
+def stream_plainly(start, changes, compress, delay, fragments, momentum):
+    """Return the workers' weights after 13 steps and the end of an epoch, by algorithm 2 of
+    Streaming DiLoCo (arXiv:2501.18512) in plain Python.
+
+    Args:
+        start: The first weights by name.
+        changes: For each worker and step, what it adds to its weights.
+        fragments: {name: step at which it is sent first}.
+    """
+    share = [2500 / 10_003] * 3 + [2503 / 10_003]
+    workers = [dict(start) for _ in share]
+    outer = dict(start)
+    velocity = dict.fromkeys(start, 0.0)
+    sent = {}
+
+    def move(name, gradient):
+        velocity[name] = momentum * velocity[name] + gradient
+        outer[name] = outer[name] - 0.7 * (gradient + momentum * velocity[name])
+
+    def merge(name):
+        move(name, sent.pop(name)[1])
+        own = 0.5 if delay else 0.0
+        for worker in workers:
+            worker[name] = own * worker[name] + (1 - own) * outer[name]
+
+    for step in range(1, 14):
+        for name, first in fragments.items():
+            for worker, steps in zip(workers, changes, strict=True):
+                worker[name] = worker[name] + steps[step - 1][name]
+            if step % 6 == first % 6:
+                gradients = [
+                    part * (outer[name] - worker[name])
+                    for part, worker in zip(share, workers, strict=True)
+                ]
+                if compress:
+                    gradients = [gradient.bfloat16().double() for gradient in gradients]
+                sent[name] = step, sum(gradients)
+            if name in sent and step == sent[name][0] + delay:
+                merge(name)
+    for name in list(sent):
+        merge(name)
+    for name in start:
+        average = sum(part * worker[name] for part, worker in zip(share, workers, strict=True))
+        # No step if the weights are those of the last step.
+        if any(not torch.equal(worker[name], outer[name]) for worker in workers):
+            move(name, outer[name] - average)
+    return outer
+
+
+@pytest.mark.parametrize(("fragments", "delay", "compress", "momentum"), STREAMS)
+def test_streaming_is_that_of_a_plain_loop(fragments, delay, compress, momentum):
+    """And no step waits for a fragment that is still late."""
+    words = [
+        "local_sgd.every=6",
+        f"local_sgd.fragments={fragments}",
+        f"local_sgd.delay={delay}",
+        f"local_sgd.compress={compress or 'null'}",
+        "local_sgd.outer_lr=0.7",
+        f"local_sgd.outer_momentum={momentum}",
+    ]
+    phases = [6 * n // fragments for n in range(1, fragments + 1)]
+
+    def work(world):
+        strategy = build(world, *words)
+        generator = torch.Generator().manual_seed(world.rank)
+        start = clones(strategy.named_parameters())
+        changes = []
+        waits = []
+        messages = set()
+        start_sum = world.start_sum
+
+        def send(values):
+            messages.add(values.dtype)
+            return start_sum(values)
+
+        world.start_sum = send
+        world.wait = lambda work: waits.append(step)
+        for step in range(1, 14):
+            change = {}
+            for name, weight in strategy.named_parameters().items():
+                change[name] = torch.randn(weight.shape, generator=generator)
+                weight.data += change[name]
+            changes.append(change)
+            strategy.after_step(step)
+        within = clones(strategy.named_parameters())
+        strategy.after_epoch({})
+        first = {name: part.phase for part in strategy.fragments for name in part._names}
+        arrivals = [step + delay for step in range(1, 14) if step % 6 in {n % 6 for n in phases}]
+        assert waits == [min(13, step) for step in arrivals]
+        assert messages == {torch.bfloat16 if compress else torch.float32}
+        return start, changes, within, clones(strategy.named_parameters()), first
+
+    ranks = on_ranks(4, work)
+    start = {name: tensor.double() for name, tensor in ranks[0][0].items()}
+    first = ranks[0][4]
+    assert tuple(first) == STREAMED
+    assert sorted(set(first.values())) == phases
+    changes = [
+        [{name: tensor.double() for name, tensor in step.items()} for step in rank[1]]
+        for rank in ranks
+    ]
+    expected = stream_plainly(start, changes, compress, delay, first, momentum)
+    assert not torch.equal(ranks[0][2]["0.weight"], ranks[1][2]["0.weight"])
+    tolerance = 3e-2 if compress else 1e-5
+    for rank in ranks:
+        for name, tensor in rank[3].items():
+            assert torch.equal(tensor, ranks[0][3][name])
+            torch.testing.assert_close(
+                tensor.double(), expected[name], rtol=tolerance, atol=tolerance
+            )
+
+
 def test_plain_averaging_keeps_nothing():
     """`outer_lr=1 outer_momentum=0` is the average itself; without momentum there is one copy of
     the weights.
@@ -268,6 +388,41 @@ def test_other_workers_and_modes_convert_the_outer_optimizer(tmp_path):
     again = ok(*words, "mode=local_sgd")
     assert re.search("local_sgd.* optimizer .*scratch", again.stdout)
     assert math.isfinite(result(tmp_path / "other")["val_loss"])
+
+
+STREAMING = [*LOCAL, "nproc=2", "local_sgd.fragments=2", "local_sgd.delay=3"]
+STREAMING += ["local_sgd.compress=bf16"]
+
+
+@pytest.fixture(scope="module")
+def streamed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("streamed") / "run"
+    ok(*STREAMING, f"output={folder}")
+    return load_file(folder / "last.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.full(but=["4", "7"])
+@pytest.mark.parametrize("step", range(1, 9))
+def test_a_run_resumes_while_a_fragment_is_exchanged(step, streamed, tmp_path):
+    """Fragments are sent at steps 2, 4, 6, ... and arrive 3 steps later, or at the end of an epoch,
+    which has 6 steps.
+    """
+    words = [*STREAMING, "save.every_steps=1", f"output={tmp_path / 'run'}"]
+    killed = trainer(*words, env={"TRAINER_FAULT": f"kill@1:{step + 1}"})
+    assert killed.returncode == 7, killed.stderr
+    ok(*words, "resume=auto")
+    attempts, _ = read_journal(tmp_path / "run" / JOURNAL)
+    assert attempts[-1].resumed == step
+    resumed = load_file(tmp_path / "run" / "last.safetensors")
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in streamed.items())
+
+
+def test_a_delay_needs_more_steps_between_averages():
+    for words in ("every=4 delay=4", "every=4 fragments=5"):
+        words = [f"local_sgd.{word}" for word in words.split()]
+        with pytest.raises(RecipeError, match=r"set local_sgd\.every=5 "):
+            check_options(load(None, "mode=local_sgd", *words))
 
 
 def test_momentum_is_the_default_of_averages_within_an_epoch():

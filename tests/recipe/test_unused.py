@@ -60,6 +60,8 @@ ddp.compress: mode=single|dp|split|pipeline|fsdp|local_sgd|hogwild
 fsdp.offload fsdp.reshard fsdp.shards: mode=single|dp|ddp|split|pipeline|local_sgd|hogwild
 local_sgd.every local_sgd.outer_lr: mode=single|dp|ddp|split|pipeline|fsdp|hogwild
 local_sgd.outer_momentum: mode=single|dp|ddp|split|pipeline|fsdp|hogwild
+local_sgd.fragments local_sgd.delay local_sgd.compress: local_sgd.every=null,\
+ mode=single|dp|ddp|split|pipeline|fsdp|hogwild
 deterministic graphs max_steps precision shares sync_bn: run
 logging.every_steps logging.mlflow logging.progress logging.tensorboard: never
 logging.verdict logging.wandb logging.warmup_steps: never
@@ -100,6 +102,7 @@ TRIED = {
     **dict.fromkeys(("data.labels", "data.root", "distill.teacher", "output"), (None, "x")),
     "data.image_size": (None, 16),
     "data.fold": (None, "1/5"),
+    "local_sgd.every": (None, 4),
 }
 # Values of keys whose example is the default.
 VALUES = {

@@ -283,7 +283,8 @@ class Network:
         tensor: Any,
         op: Any = dist.ReduceOp.SUM,
         group: Any = None,
-    ) -> None:
+        async_op: bool = False,
+    ) -> _Done | None:
         actual = self._exchange(
             "all_reduce",
             group,
@@ -292,6 +293,7 @@ class Network:
         )
         values = torch.stack([actual[rank] for rank in sorted(actual)])
         tensor.copy_(values.amax(0) if op == dist.ReduceOp.MAX else values.sum(0))
+        return _Done() if async_op else None
 
     def broadcast(self, tensor: Any, src: int, group: Any = None) -> None:
         what = (tensor.numel(), tensor.dtype, src)

@@ -29,7 +29,7 @@ from trainer.processes.terminal import explain_delay
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-    from torch._C._distributed_c10d import Store
+    from torch._C._distributed_c10d import Store, Work
     from torch.distributed.device_mesh import DeviceMesh
 
 Made = TypeVar("Made")
@@ -304,6 +304,17 @@ class World:
             with translate_peer_errors() as dist:
                 dist.all_reduce(values, group=self.group(along))
         return values
+
+    def start_sum(self, values: Tensor) -> Work:
+        """Start to sum a tensor over all ranks in place, and return without waiting for it."""
+        with translate_peer_errors() as dist:
+            work: Work = dist.all_reduce(values, async_op=True)
+        return work
+
+    def wait(self, work: Work) -> None:
+        """Wait for an operation that was started, on a GPU by its current stream."""
+        with translate_peer_errors():
+            work.wait()
 
     def max_(self, values: Tensor) -> Tensor:
         """Replace a tensor in place by its elementwise maximum over all ranks, and return it."""

@@ -3,19 +3,31 @@
 Stich, "Local SGD Converges Fast and Communicates Little" (arXiv:1805.09767).
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from trainer.distributed.world import World
 from trainer.errors import RecipeError
 from trainer.memory.needs import BUCKET
 from trainer.models.blocks import list_frozen_norms
 from trainer.modes.base import Strategy
 from trainer.modes.flattening import flatten_tensors, unflatten_into
+from trainer.recipe.schema import LocalSGDRecipe
 from trainer.saving.tensor_files import Shard, StoredTensor
 from trainer.telemetry.readable import format_count
+
+if TYPE_CHECKING:
+    from torch.distributed import Work
+
+
+# The share of a worker's own weights when a fragment arrives late (arXiv:2501.18512, section 2.2).
+MIX = 0.5
 
 
 class OuterSGD:
@@ -32,14 +44,9 @@ class OuterSGD:
     and divides g by the workers' learning rate.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        lr: float,
-        momentum: float,
-    ) -> None:
-        self.lr = lr
-        self.momentum = momentum
+    def __init__(self, parameters: Mapping[str, nn.Parameter], section: LocalSGDRecipe) -> None:
+        self.lr = section.outer_lr
+        self.momentum = section.momentum
         self.weights: list[Tensor] = list(parameters.values())
         self._names = list(parameters)
         self.restart()
@@ -61,12 +68,16 @@ class OuterSGD:
             gradients = self.weights
             torch._foreach_neg_(gradients)
             torch._foreach_add_(gradients, self.outer_weights)
-            if self.velocities:
-                torch._foreach_mul_(self.velocities, self.momentum)
-                torch._foreach_add_(self.velocities, gradients)
-                torch._foreach_add_(gradients, self.velocities, alpha=self.momentum)
-            torch._foreach_add_(self.outer_weights, gradients, alpha=-self.lr)
+            self._move(gradients)
             torch._foreach_copy_(self.weights, self.outer_weights)
+
+    def _move(self, gradients: list[Tensor]) -> None:
+        """Move the outer weights by the outer gradients, which this overwrites."""
+        if self.velocities:
+            torch._foreach_mul_(self.velocities, self.momentum)
+            torch._foreach_add_(self.velocities, gradients)
+            torch._foreach_add_(gradients, self.velocities, alpha=self.momentum)
+        torch._foreach_add_(self.outer_weights, gradients, alpha=-self.lr)
 
     def state(self) -> dict[str, Tensor]:
         """Return the state tensors themselves, not copies, by the name `parameter//key`."""
@@ -79,6 +90,98 @@ class OuterSGD:
         return tensors
 
 
+class StreamingSGD(OuterSGD):
+    """`OuterSGD` of one fragment of the weights. Training continues while it is exchanged.
+
+    Douillard et al., "Streaming DiLoCo with overlapping communication" (arXiv:2501.18512),
+    algorithm 2. At step t each worker sends x - w of its own weights. At step t + delay the outer
+    weights make their step, and each worker continues from
+
+        w = MIX * w + (1 - MIX) * x
+
+    because w contains the steps that it has made since then. Without a delay it continues from x.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        section: LocalSGDRecipe,
+        every: int,
+        phase: int,
+        world: World,
+    ) -> None:
+        """Create the outer optimizer of a fragment.
+
+        Args:
+            parameters: The fragment's parameters by plain name.
+            section: Options of the mode.
+            every: Steps between two exchanges of the fragment.
+            phase: Step of the first exchange.
+            world: All ranks.
+        """
+        self.section = section
+        self.every = every
+        self.phase = phase
+        self.world = world
+        super().__init__(parameters, section)
+
+    def restart(self) -> None:
+        super().restart()
+        self._work: Work | None = None
+        # Step at which the fragment was sent, if it has not been merged yet, or else 0.
+        self.sent_at = torch.tensor(0)
+        # The sum of all workers' outer gradients.
+        self._sum = torch.zeros_like(flatten_tensors(self.outer_weights))
+
+    def after_step(self, step: int, share: float) -> None:
+        """Send or merge the fragment, if it is its turn.
+
+        Args:
+            step: Number of steps that are done.
+            share: Fraction of an epoch's images that this worker trains on.
+        """
+        if step % self.every == self.phase % self.every:
+            self._send(step, share)
+        if self.sent_at and step >= self.sent_at + self.section.delay:
+            self.merge()
+
+    def _send(self, step: int, share: float) -> None:
+        with torch.no_grad():
+            self._sum.copy_(flatten_tensors(torch._foreach_sub(self.outer_weights, self.weights)))
+            self._sum.mul_(share)
+        self._message = self._sum
+        if self.section.compress == "bf16":
+            self._message = self._sum.bfloat16()
+        # NCCL raises an error if ranks share a GPU, so such ranks exchange messages on the CPU.
+        if self.world.shared:
+            self._message = self._message.cpu()
+        self._work = self.world.start_sum(self._message)
+        self.sent_at.fill_(step)
+
+    def wait(self) -> None:
+        """Wait until the sum has arrived, if the fragment is being exchanged."""
+        if self._work is not None:
+            self.world.wait(self._work)
+            self._work = None
+            self._sum.copy_(self._message)
+
+    def merge(self) -> None:
+        """Make the step of the outer weights, and merge them into this worker's weights."""
+        self.wait()
+        with torch.no_grad():
+            gradients = list(map(torch.empty_like, self.outer_weights))
+            unflatten_into(self._sum, gradients)
+            self._move(gradients)
+            kept = MIX if self.section.delay else 0.0
+            torch._foreach_lerp_(self.weights, self.outer_weights, 1 - kept)
+        self.sent_at.zero_()
+
+    def state(self) -> dict[str, Tensor]:
+        self.wait()
+        first = self._names[0]
+        return super().state() | {f"{first}//sum": self._sum, f"{first}//sent_at": self.sent_at}
+
+
 class LocalSGD(Strategy):
     """Workers with their own weights, buffers, optimizer and moving average, one on each rank.
 
@@ -86,18 +189,31 @@ class LocalSGD(Strategy):
     weighted by the fraction of an epoch's images that it trains on. Integer buffers, such as the
     counters of BatchNorm, are copied from rank 0. Optimizer states are never averaged. With
     `local_sgd.outer_lr` and `outer_momentum`, `OuterSGD` moves the trained weights towards the
-    average. A single worker trains like `single`.
+    average. With `local_sgd.fragments`, `delay` or `compress`, `StreamingSGD` does so for one
+    fragment after the other, and buffers are averaged only at the end of an epoch. A single worker
+    trains like `single`.
     """
 
-    outer: OuterSGD | None = None
+    outer: Sequence[OuterSGD] = ()
+    fragments: Sequence[StreamingSGD] = ()
 
     def connect(self) -> None:
         super().connect()
         section = self.recipe.local_sgd
-        if section.outer_copies and self.world.size > 1:
-            named = self.named_parameters().items()
-            trained = {name: parameter for name, parameter in named if parameter.requires_grad}
-            self.outer = OuterSGD(trained, section.outer_lr, section.momentum)
+        if not section.outer_copies or self.world.size == 1:
+            return
+        named = self.named_parameters().items()
+        trained = {name: parameter for name, parameter in named if parameter.requires_grad}
+        every = section.every
+        if every is None or not section.streams:
+            self.outer = [OuterSGD(trained, section)]
+            return
+        parts = split_evenly(trained, section.fragments)
+        self.fragments = [
+            StreamingSGD(part, section, every, number * every // len(parts), self.world)
+            for number, part in enumerate(parts, 1)
+        ]
+        self.outer = self.fragments
 
     def retrain(self) -> None:
         if self.outer:
@@ -108,26 +224,35 @@ class LocalSGD(Strategy):
             )
 
     def after_step(self, step: int) -> None:
+        if self.fragments:
+            self.has_equal_weights = False
+            with self.averaging:
+                for fragment in self.fragments:
+                    fragment.after_step(step, self._compute_share())
+            return
         every = self.recipe.local_sgd.every
         self.has_equal_weights = every is not None and step % every == 0
         if self.has_equal_weights:
             weights = self._weights()
             with self.averaging:
                 self._average(weights, weights)
-                if self.outer:
-                    self.outer.step()
+                for outer in self.outer:
+                    outer.step()
 
     def after_epoch(self, averages: Mapping[str, Tensor]) -> None:
+        for fragment in self.fragments:
+            if fragment.sent_at:
+                fragment.merge()
         tensors = [*self._weights(), *averages.values()]
         # The average is exact, because a run that is stopped here averages a second time after it
         # is resumed, which must not change the weights. For the same reason there is no outer step
         # if no worker has trained since the last outer step.
         self._average(tensors, tensors, exact=True)
-        outer = self.outer
-        # The comparison waits for the device, so it is made once per epoch only, not in
-        # `after_step`.
-        if outer and not all(map(torch.equal, outer.weights, outer.outer_weights)):
-            outer.step()
+        for outer in self.outer:
+            # The comparison waits for the device, so it is made once per epoch only, not in
+            # `after_step`.
+            if not all(map(torch.equal, outer.weights, outer.outer_weights)):
+                outer.step()
         self.has_equal_weights = True
 
     @contextmanager
@@ -146,15 +271,17 @@ class LocalSGD(Strategy):
                     tensor.copy_(value)
 
     def outer_state(self) -> dict[str, Tensor]:
-        if self.outer is None:
-            return {}
-        return self.outer.state()
+        tensors: dict[str, Tensor] = {}
+        for outer in self.outer:
+            tensors |= outer.state()
+        return tensors
 
     def load_outer_state(self, saved: Mapping[str, StoredTensor]) -> None:
         if saved:
             self.scatter(saved, self.outer_state())
-        elif self.outer:
-            self.outer.restart()
+            return
+        for outer in self.outer:
+            outer.restart()
 
     def pieces(self, named: Mapping[str, Tensor]) -> dict[str, Shard]:
         """Return the averages of `named` over the workers as shards to save. Collective.
@@ -174,7 +301,17 @@ class LocalSGD(Strategy):
         if self.outer:
             rates = f"lr {section.outer_lr:g}, Nesterov momentum {section.momentum:g}"
             note += f", and SGD steps to the average ({rates})"
+        if self.fragments:
+            note += f", in {format_count(len(self.fragments), 'fragment')}"
+            if section.delay:
+                note += f" that arrive {format_count(section.delay, 'step')} later"
         return {"workers": note}
+
+    def _compute_share(self) -> float:
+        """Return the fraction of an epoch's images that this worker trains on."""
+        samples = self.context.samples
+        start, stop = self.share.compute_span(self.recipe, samples)
+        return (stop - start) / samples
 
     def _weights(self) -> list[Tensor]:
         """Return the tensors that differ between workers.
@@ -202,9 +339,7 @@ class LocalSGD(Strategy):
             exact: True to sum in float64, so that values that are equal on all ranks keep their
                 exact value.
         """
-        samples = self.context.samples
-        start, stop = self.share.compute_span(self.recipe, samples)
-        weight = (stop - start) / samples
+        weight = self._compute_share()
         with torch.no_grad():
             for bucket in group_buckets(sources):
                 message = flatten_tensors(sources[i] for i in bucket)
@@ -236,3 +371,17 @@ def group_buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
             yield filling.pop(tensor.dtype)
             elements[tensor.dtype] = 0
     yield from filling.values()
+
+
+def split_evenly(
+    parameters: Mapping[str, nn.Parameter], count: int
+) -> list[dict[str, nn.Parameter]]:
+    """Split parameters into at most `count` consecutive fragments of about equal sizes."""
+    fragments: dict[int, dict[str, nn.Parameter]] = {}
+    total = sum(parameter.numel() for parameter in parameters.values())
+    done = 0
+    for name, parameter in parameters.items():
+        middle = done + parameter.numel() / 2
+        fragments.setdefault(int(count * middle / total), {})[name] = parameter
+        done += parameter.numel()
+    return list(fragments.values())

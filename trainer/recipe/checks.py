@@ -215,6 +215,14 @@ def check_options(recipe: Recipe) -> None:
             f"recompute=auto is not for mode={recipe.mode}, whose cuts are measured with it or "
             "without: use recompute=true, or recompute=false"
         )
+    local_sgd = recipe.local_sgd
+    if local_sgd.every and max(local_sgd.fragments, local_sgd.delay + 1) > local_sgd.every:
+        raise RecipeError(
+            f"local_sgd.every={local_sgd.every} is too small for local_sgd.fragments="
+            f"{local_sgd.fragments} and local_sgd.delay={local_sgd.delay}: each fragment is sent "
+            "at another step, and arrives before it is sent again; set "
+            f"local_sgd.every={max(local_sgd.fragments, local_sgd.delay + 1)} or more"
+        )
     row = OPTIMIZERS.get(recipe.optimizer.name)
     if row is not None:
         check_optimizer(recipe, row)

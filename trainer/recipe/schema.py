@@ -527,6 +527,15 @@ class LocalSGDRecipe(_Section):
     outer_momentum: Decay | None = key(
         None, "Nesterov momentum of these steps; 0: none; null: 0.5 if every is given, else 0", 0.5
     )
+    fragments: Positive = key(
+        1, "parts of the weights that are averaged in turn, every / fragments steps apart", 4
+    )
+    delay: int = key(
+        0, "steps of training while averages are exchanged; less than every", 5, ge=0, le=2**20
+    )
+    compress: Literal["bf16"] | None = key(
+        None, "bf16: round the changes of weights, to send half the bytes; null: do not"
+    )
 
     @property
     def momentum(self) -> float:
@@ -539,8 +548,18 @@ class LocalSGDRecipe(_Section):
         return 0.0
 
     @property
+    def streams(self) -> bool:
+        """Whether workers exchange fragments of the weights instead of all weights at once."""
+        return self.every is not None and (
+            self.fragments > 1 or self.delay > 0 or self.compress is not None
+        )
+
+    @property
     def outer_copies(self) -> int:
         """Number of copies of the weights that the outer optimizer stores."""
+        if self.streams:
+            # Outer weights, velocities, the sum of the outer gradients, and the message.
+            return 3 + (self.momentum > 0)
         if self.momentum > 0:
             return 2
         # With learning rate 1 the new weights are the average, so no old weights are needed.

@@ -50,6 +50,10 @@ IDLE = [
     ("loss.class_weights", "task.name:regression"),
     ("distill.weight distill.temperature", "distill.teacher:null"),
     ("distill.temperature", "distill.weight:0.0"),
+    (
+        "local_sgd.fragments local_sgd.delay local_sgd.compress",
+        "local_sgd.every:null mode:local_sgd",
+    ),
     ("resume", "output:null"),
     (
         "pipeline.schedule pipeline.virtual_stages pipeline.microbatches pipeline.split_size "

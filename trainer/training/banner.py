@@ -197,7 +197,8 @@ def list_unused(resolved: Resolved, model: ModelFacts) -> list[str]:
     if resolved.world.size == 1:
         several = (
             "sync_bn ddp.compress shares fsdp.reshard "
-            "local_sgd.every local_sgd.outer_lr local_sgd.outer_momentum"
+            "local_sgd.every local_sgd.outer_lr local_sgd.outer_momentum "
+            "local_sgd.fragments local_sgd.delay local_sgd.compress"
         )
         causes = dict.fromkeys(several.split(), "1 process")
     if resolved.world.device.type == "cpu":

@@ -79,7 +79,12 @@ def compute_traffic(fake: FakeModel, layout: Layout, cut: Cut | None) -> Traffic
         case "weights":
             averaged = count_ring_sends(count) * (resident.gradients + resident.buffers)
             every = recipe.local_sgd.every
-            return Traffic(averaged / every if every else 0.0, averaged)
+            within_epoch = averaged
+            if recipe.local_sgd.streams:
+                # Buffers are averaged only at the end of an epoch.
+                compression = 2 if recipe.local_sgd.compress else 1
+                within_epoch = count_ring_sends(count) * resident.gradients / compression
+            return Traffic(within_epoch / every if every else 0.0, averaged)
         case "copies" if layout.kind == "cuda":
             # The first device sends a copy of the model to each other device, and receives the
             # gradients of each copy.

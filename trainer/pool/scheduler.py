@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.errors import PredictionError
@@ -218,9 +218,10 @@ class Scheduler:
                 singles = chunk.singles(chunk.tries)
                 chunk.stream.again[self._lane(worker)].extendleft(reversed(singles))
                 return
-            failure = Failure.of(error)
-            failure = replace(failure, message=f"it cannot be sent to a worker: {failure.message}")
-            chunk.stream.deliver(chunk, ItemError.of(chunk.indices.start, failure))
+            item_error = ItemError.of(
+                chunk.indices.start, Failure.of(error), "it cannot be sent to a worker: "
+            )
+            chunk.stream.deliver(chunk, item_error)
             return
         chunk.holders += 1
         worker.queue.append(chunk)
@@ -286,8 +287,7 @@ class Scheduler:
             results = packed.open()
         except BaseException as error:
             # A result does not unpickle: repeat all items separately to find it.
-            failure = Failure.of(error)
-            results = [replace(failure, whole=True)]
+            results = [Failure.of(error, whole=True)]
         if type(results[0]) is Failure and results[0].whole:
             results = results * len(chunk.items)
             if results[0].memory:

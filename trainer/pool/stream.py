@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -183,9 +183,9 @@ class Stream:
                         self.again[self._lane(indices.start)].extend(chunk.singles(1))
                         self.wake()
                         continue
-                    failure = Failure.of(error)
-                    message = f"the result does not unpickle: {failure.message}"
-                    results = ItemError.of(indices.start, replace(failure, message=message))
+                    results = ItemError.of(
+                        indices.start, Failure.of(error), "the result does not unpickle: "
+                    )
             if not self.ordered:
                 return results
             if indices.step == 1 or isinstance(results, ItemError):

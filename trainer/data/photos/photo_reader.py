@@ -236,7 +236,7 @@ class PhotoDraws:
             recipe.hflip,
             recipe.alternate,
         )
-        self.vflip = sampling.draw_vertical_flips(seed, epoch, index, recipe.vflip)
+        self.vflip = sampling.draw_uniform(seed, epoch, index, sampling.VFLIP) < recipe.vflip
         self.auto = Auto(recipe, seed, epoch, index)
         self.transforms = Transforms(recipe, seed, epoch, index)
 

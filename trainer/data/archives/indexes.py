@@ -26,7 +26,6 @@ import numpy as np
 import xxhash
 
 from trainer.data.downloads import get_data_folder
-from trainer.data.photos.decoding import Bytes
 from trainer.data.sampling import Array
 from trainer.recipe import DataRecipe
 from trainer.saving import files, locks
@@ -66,18 +65,6 @@ class Archive(NamedTuple):
 
     def __str__(self) -> str:
         return os.fsdecode(self.path)
-
-    def read(self, start: int, size: int) -> Bytes:
-        """Read `size` bytes at offset `start`.
-
-        Raises:
-            OSError: the shard cannot be read, or has changed.
-        """
-        file = open_shard(self)
-        data = np.empty(size, np.uint8)
-        if os.preadv(file.fileno(), [data.data], start) < size:
-            raise OSError(f"{self} was truncated after this run began")
-        return data
 
 
 @lru_cache(maxsize=MAX_OPEN_SHARDS)

@@ -141,7 +141,7 @@ def read(
             raise DamagedError(path)
         data = np.empty(length, np.uint8)
         _fill(descriptor, data, start)
-        if not length and not check and not entry.view(np.uint8).any():
+        if not entry.view(np.uint8).any():
             return None
         if check != _check(key, row, entry[0], data):
             raise DamagedError(path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -28,9 +27,6 @@ from trainer.processes import fork_server
 from trainer.processes.resources import MAX_KEPT_BLOCK, keep_freed_memory
 from trainer.recipe.image_sizes import sides
 
-# A request to a worker: number of the reader, slot, epoch or -1, number of samples. All requests
-# have the same small size, so that sending one never blocks.
-MESSAGE = struct.Struct("4q")
 # Seconds between two checks that the workers are alive.
 POLL_SECONDS = 1.0
 
@@ -169,11 +165,10 @@ class Worker:
         samples = torch.from_numpy(np.ascontiguousarray(index))
         self.buffers.order[request.slot, : len(index)] = samples
         self.requests.append(request)
-        if epoch is None:
-            epoch = -1
-        # If the worker has died, `_listen` detects it.
+        # The message is small, so that sending it never blocks. If the worker has died, `_listen`
+        # detects it.
         with suppress(OSError):
-            self.connection.send_bytes(MESSAGE.pack(part, request.slot, epoch, len(index)))
+            self.connection.send((part, request.slot, epoch, len(index)))
         return request
 
 
@@ -429,9 +424,9 @@ def serve(
     begin_worker()
     while True:
         try:
-            part, slot, epoch, count = MESSAGE.unpack(connection.recv_bytes())
+            part, slot, epoch, count = connection.recv()
             index = order[slot, :count].numpy().copy()
-            connection.send(readers[part].fill(slot, None if epoch < 0 else epoch, index))
+            connection.send(readers[part].fill(slot, epoch, index))
         except (EOFError, OSError):
             return
 

@@ -57,9 +57,9 @@ PUBLISHED = {
 }
 
 
-def get_data_folder(data: DataRecipe) -> Path:
-    """Return the data folder, as the docstring of this module defines it."""
-    return Path(data.root or os.environ.get("TRAINER_DATA") or "~/.cache/trainer").expanduser()
+def get_data_folder(root: str | None = None) -> Path:
+    """Return the data folder, as the docstring of this module defines it; `root` is data.root."""
+    return Path(root or os.environ.get("TRAINER_DATA") or "~/.cache/trainer").expanduser()
 
 
 def load_published(data: DataRecipe) -> Loaded:
@@ -69,7 +69,7 @@ def load_published(data: DataRecipe) -> Loaded:
         SetupError: the files are missing or cannot be read.
     """
     source = PUBLISHED[data.name]
-    root = get_data_folder(data)
+    root = get_data_folder(data.root)
     loaded = _load(source, root)
     why = "data.download=false"
     if loaded is None and data.download:

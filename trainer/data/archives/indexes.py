@@ -27,7 +27,6 @@ import xxhash
 
 from trainer.data.downloads import get_data_folder
 from trainer.data.sampling import Array
-from trainer.recipe import DataRecipe
 from trainer.saving import files, locks
 
 # Maximum number of shards that a process keeps open.
@@ -187,4 +186,4 @@ def load_or_make(
 def index_path(shard: Archive) -> Path:
     """Return the path of a shard's index file."""
     key = xxhash.xxh3_64_hexdigest(os.path.realpath(shard.path))
-    return get_data_folder(DataRecipe()) / FOLDER / f"{key}.npz"
+    return get_data_folder() / FOLDER / f"{key}.npz"

@@ -42,7 +42,7 @@ from trainer.data.photos.photo_reader import (
 )
 from trainer.data.photos.pixel_range import Range, recipe_pixel_range
 from trainer.data.sampling import Array
-from trainer.recipe import DataRecipe, Recipe
+from trainer.recipe import Recipe
 from trainer.recipe.image_sizes import ImageSize, sides, typed_size
 from trainer.telemetry.verdict import Reading
 
@@ -97,25 +97,22 @@ def format_of(
 ) -> Format:
     """Return the format in which the cache stores photos that are resized to `image_size`."""
     data = recipe.data
-    return Format(
-        data.cache_format or "raw",
-        typed_size(data.cache_size) or _choose_size(data, image_size),
-        channels,
-        recipe_pixel_range(data),
-        data.interpolation,
-    )
-
-
-def _choose_size(data: DataRecipe, image_size: ImageSize) -> ImageSize:
-    """Return a size that covers what evaluation, and training without random crops, resize to."""
+    # By default, the size covers what evaluation, and training without random crops, resize to.
     evaluated = typed_size(data.resize) or compute_shorter_side(image_size)
     trained = evaluated
     if data.train_size is not None:
         trained = compute_shorter_side(typed_size(data.train_size) or image_size)
     height, width = map(max, sides(evaluated), sides(trained))
+    size: ImageSize = (height, width)
     if height == width:
-        return height
-    return height, width
+        size = height
+    return Format(
+        data.cache_format or "raw",
+        typed_size(data.cache_size) or size,
+        channels,
+        recipe_pixel_range(data),
+        data.interpolation,
+    )
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import socket
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torchvision import datasets as published
@@ -111,7 +110,7 @@ def _to_tensors(data: Any) -> Split:
     pixels = torch.as_tensor(data.data)
     if pixels.dim() == 3:
         pixels = pixels[..., None]
-    labels = torch.as_tensor(np.asarray(data.targets), dtype=torch.int64)
+    labels = torch.as_tensor(data.targets, dtype=torch.int64)
     return pixels.permute(0, 3, 1, 2), labels
 
 

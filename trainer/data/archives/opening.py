@@ -392,7 +392,7 @@ def _name_numbers(
     return names
 
 
-def shards_of(root: str) -> list[Path]:
+def shards_of(root: str) -> list[str]:
     """Return the paths of the shards that `data.root` names, sorted by name.
 
     `data.root` is the path of a shard or of a directory, or a glob pattern.
@@ -426,7 +426,7 @@ def shards_of(root: str) -> list[Path]:
         raise SetupError(
             f"{root} contains .tar and .parquet: choose one, as in 'data.root={root}/**/*.tar'"
         )
-    return [*map(Path, dict.fromkeys(shards))]
+    return [*dict.fromkeys(shards)]
 
 
 def list_shards(folder: str) -> Iterator[str]:

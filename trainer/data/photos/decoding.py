@@ -3,9 +3,10 @@
 import contextlib
 import io
 import os
+import struct
 import warnings
 import zlib
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -195,7 +196,7 @@ def _turn(image: Tensor, orientation: int) -> Tensor:
     return image.flip(dimensions) if dimensions else image
 
 
-@lru_cache(maxsize=1)
+@cache
 def register_heif() -> str:
     """Let Pillow open HEIC photos. Return an error message, or an empty string on success."""
     try:
@@ -205,7 +206,7 @@ def register_heif() -> str:
     return ""
 
 
-@lru_cache(maxsize=1)
+@cache
 def list_formats() -> tuple[str, ...]:
     """Return the members of `FORMATS` that the installed Pillow can open."""
     Image.init()
@@ -235,13 +236,12 @@ def parse_jpeg_header(data: Bytes) -> tuple[int, int, int, list[int]]:
         if kind == 0xDA:
             break
         if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
-            high, low, wide, narrow = data[start + 5 : start + 9].tolist()
-            size = (256 * high + low, 256 * wide + narrow)
+            size = struct.unpack(">HH", data[start + 5 : start + 9].data)
         # A fill byte is one byte long, and a marker without payload two bytes. All other segments
         # contain their length.
         step = 1 if kind == 0xFF else 2
         if kind != 0xFF and kind != 0x01 and not 0xD0 <= kind <= 0xD8:
-            step += 256 * int(data[start + 2]) + int(data[start + 3])
+            step += int.from_bytes(data[start + 2 : start + 4])
         if kind == 0xE1:
             tags.append(start)
             segment = data[start + 4 : start + step].tobytes()

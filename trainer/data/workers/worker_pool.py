@@ -78,11 +78,6 @@ def buffered(datasets: Datasets, training: bool) -> TensorSpec:
     return datasets.plain or TensorSpec((*sides(size), datasets.channels), torch.uint8)
 
 
-# Function that accepts a number of slots, and returns buffers with these slots and one reader for
-# each source.
-Readers = Callable[[int], tuple[Buffers, list[Reader]]]
-
-
 class Filled(NamedTuple):
     """A batch in a slot, which the caller may use until it requests the next batch.
 
@@ -183,7 +178,7 @@ class Workers:
     def __init__(
         self,
         sources: Sequence[PhotoSource],
-        readers: Readers,
+        readers: Callable[[int], tuple[Buffers, list[Reader]]],
         count: int,
         timeout: float,
     ) -> None:
@@ -191,7 +186,8 @@ class Workers:
 
         Args:
             sources: the sources that the keys refer to, for error messages.
-            readers: function that allocates the buffers and readers of a worker.
+            readers: function that accepts a number of slots, and returns a worker's buffers with
+                these slots and one reader for each source.
             count: maximum number of processes.
             timeout: seconds without an answer after which a worker counts as hung.
         """

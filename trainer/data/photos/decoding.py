@@ -29,7 +29,8 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 # because Pillow's readers for them start programs (Ghostscript for EPS), or are rarely used and
 # maintained. HEIF needs pillow-heif.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "HEIF", "JPEG2000")
-# First bytes of a PNG file.
+# First bytes of a JPEG file and of a PNG file.
+JPEG = b"\xff\xd8"
 PNG = b"\x89PNG\r\n\x1a\n"
 # Markers of a JPEG: start of the pixels, end of the image.
 SCAN, END = b"\xff\xda", b"\xff\xd9"
@@ -104,7 +105,7 @@ def open_encoded(
     stack = is_stack(data[:6].tobytes(), channels)
     if data[:8].tobytes() == PNG:
         check_png(data)
-    if data[:2].tobytes() == b"\xff\xd8" and not stack:
+    if data[:2].tobytes() == JPEG and not stack:
         # If missing pixels were replaced by zeros, decoders return gray pixels without an error.
         if not data[-PADDING:].any():
             raw = data.tobytes()
@@ -247,10 +248,8 @@ def parse_jpeg_header(data: Bytes) -> tuple[int, int, int, list[int]]:
             segment = data[start + 4 : start + step].tobytes()
             # Long EXIF data are divided among several segments, so join them.
             if segment.startswith(b"Exif"):
-                if "exif" in metadata.info:
-                    metadata.info["exif"] = metadata.info["exif"] + segment[6:]
-                else:
-                    metadata.info["exif"] = segment
+                joined = metadata.info.get("exif", segment[:6])
+                metadata.info["exif"] = joined + segment[6:]
             elif segment.startswith(XMP):
                 metadata.info["xmp"] = segment[len(XMP) :]
         start += step

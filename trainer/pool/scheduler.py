@@ -296,12 +296,11 @@ class Scheduler:
             if type(result) is not Failure:
                 worker.done += 1
                 chunk.stream.deliver(single, lambda result=result: [result])
-            elif len(chunk.items) > 1 and result.whole:
+                continue
+            if len(chunk.items) > 1 and result.whole:
                 # Another item of the batch may be the reason, so each item gets a separate try.
                 single.tries = min(single.tries, self.retries - 1)
-                chunk.stream.again[self._lane(worker)].append(single)
-            else:
-                self._retry_item(worker, single, result)
+            self._retry_item(worker, single, result)
 
     def _retry_item(self, worker: PoolWorker, single: Chunk, failure: Failure) -> None:
         """Repeat an item that was the reason for a failure, or report it after `retries` tries."""
@@ -325,7 +324,7 @@ class Scheduler:
             worker: the worker whose process was lost.
             reason: how the process ended.
         """
-        tasks = list(worker.queue)
+        tasks = worker.queue
         worker.queue = deque()
         for task in reversed(tasks):
             started = task is tasks[0]

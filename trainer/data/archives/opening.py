@@ -68,7 +68,7 @@ class ArchivedPhotos(EncodedPhotos):
             places: (names, 2) position of each image in its shard, as in `ArchiveIndex.places`.
         """
         super().__init__(root, names, labels)
-        self._begins = tuple(begins)
+        self._begins = begins
         self._shards = shards
         self._places = places
 
@@ -78,7 +78,7 @@ class ArchivedPhotos(EncodedPhotos):
 
     def part(self, rows: Array) -> Self:
         part = super().part(rows)
-        part._shards = self._shards[rows].astype(np.int32)
+        part._shards = self._shards[rows]
         part._places = self._places[rows]
         return part
 

@@ -184,14 +184,14 @@ def load_indexes(paths: Sequence[str], show: bool) -> list[IndexedShard]:
         SetupError: a shard cannot be read.
     """
     # Ranks use different random orders, so that they share the work of making indexes.
-    order = random.sample(range(len(paths)), len(paths))
+    shuffled = random.sample(paths, len(paths))
     pool = ThreadPoolExecutor(min(THREADS, len(paths)))
     progress = Progress(len(paths), show, "index", "shard")
     try:
-        futures = {row: pool.submit(_load_index, paths[row]) for row in order}
+        futures = {path: pool.submit(_load_index, path) for path in shuffled}
         for _ in as_completed(futures.values()):
             progress.advance()
-        return [futures[row].result() for row in range(len(paths))]
+        return [futures[path].result() for path in paths]
     finally:
         pool.shutdown(cancel_futures=True)
         progress.close()

@@ -241,7 +241,6 @@ class Workers:
         """End the workers, and kill those that do not end in time."""
         self._generation += 1
         self._drop()
-        self._pending.clear()
         for worker in self._workers:
             worker.connection.close()
         deadline = time.monotonic() + 2 * POLL_SECONDS
@@ -272,7 +271,6 @@ class Workers:
             # batches, which must be kept.
             if generation == self._generation and remaining:
                 self._drop()
-                self._pending.clear()
             raise
         except PeerError:
             self.close()
@@ -332,7 +330,7 @@ class Workers:
                 worker.free.append(request.slot)
 
     def _drop(self) -> None:
-        """Drop all requests.
+        """Drop all requests, and all batches that are not requested yet.
 
         If a worker is still reading a batch, its slot becomes free when the worker has read it.
         """
@@ -341,6 +339,7 @@ class Workers:
             if request.report is not None:
                 request.worker.free.append(request.slot)
         self._requests.clear()
+        self._pending.clear()
 
     def _start(self) -> Worker:
         number = len(self._workers)

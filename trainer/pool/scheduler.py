@@ -17,7 +17,7 @@ from trainer.errors import PredictionError
 from trainer.pool.batching import Batching
 from trainer.pool.failures import Failure, ItemError
 from trainer.pool.handles import DEPTH, ProcessHandle
-from trainer.pool.stream import Chunk, Job, Lane, Stream, finish, resolve
+from trainer.pool.stream import Chunk, Job, Lane, Stream, resolve
 from trainer.pool.transport import Message, Packed, pack_rows
 from trainer.pool.worker import Kind
 
@@ -262,7 +262,13 @@ class Scheduler:
         worker.starts = 0
         if isinstance(task, Job):
             worker.done += 1
-            finish(task.future, packed, message.failures)
+            try:
+                result = packed.open()
+                error = result.exception() if message.failures else None
+            except BaseException as broken:
+                result = None
+                error = broken
+            resolve(task.future, result, error)
             return
         task.holders -= 1
         # Tasks that are repeated are not measured: most are single items, whose speed says little

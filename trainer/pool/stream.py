@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_map
 
 from trainer.errors import PredictionError
 from trainer.pool.failures import Failure, ItemError
-from trainer.pool.transport import Packed
 
 
 def copy_item(item: Any) -> Any:
@@ -251,17 +250,6 @@ class Job:
     lane: int
     tries: int = 0
     running: bool = False
-
-
-def finish(future: Future[Any], packed: Packed, failed: int) -> None:
-    """Set a job's result, or its error if `failed` is not 0, from its worker's answer."""
-    try:
-        result = packed.open()
-        error = result.exception() if failed else None
-    except BaseException as broken:
-        result = None
-        error = broken
-    resolve(future, result, error)
 
 
 def resolve(future: Future[Any], result: Any = None, error: BaseException | None = None) -> None:

@@ -12,11 +12,10 @@ from functools import cache
 from importlib import import_module
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torchvision import io as torchvision_io
+from torchvision.transforms.v2 import functional as vision
 
 from trainer.errors import read_text
 
@@ -47,11 +46,8 @@ def decode_jpeg(data: Tensor, channels: int) -> Tensor:
 
 def encode_jpeg(image: Tensor, quality: int) -> Tensor:
     """Encode an image, (1 or 3, H, W) uint8, as a JPEG's bytes, (n,) uint8."""
-    pixels = np.ascontiguousarray(image.permute(1, 2, 0).numpy())
-    if len(image) == 1:
-        pixels = pixels[..., 0]
     file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "JPEG", quality=quality)
+    vision.to_pil_image(image).save(file, "JPEG", quality=quality)
     return torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
 
 

@@ -7,8 +7,7 @@ depend on the step instead of the sample index: see `sampling`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -86,8 +85,7 @@ class Auto:
         return policies.apply(images, plans)
 
 
-@dataclass(frozen=True)
-class Draws:
+class Draws(NamedTuple):
     """Random draws for n small images, on the device of the images.
 
     The field of an operation that is off has the value None.
@@ -139,17 +137,16 @@ class Draws:
                 recipe.alternate,
             )
         if recipe.vflip:
-            vflip = sampling.draw_vertical_flips(seed, epoch, index, recipe.vflip)
+            vflip = sampling.draw_uniform(seed, epoch, index, sampling.VFLIP) < recipe.vflip
 
         def move(part: Array | None) -> Tensor | None:
             return None if part is None else copy_to_device(torch.from_numpy(part), device)
 
-        return cls(move(shift), move(box), move(flip), move(vflip))
+        return cls(*map(move, (shift, box, flip, vflip)))
 
     def rows(self, start: int, stop: int) -> Draws:
         """Return the draws for images `start` to `stop - 1`."""
-        parts = (self.shift, self.box, self.flip, self.vflip)
-        return Draws(*(part if part is None else part[start:stop] for part in parts))
+        return Draws(*(part if part is None else part[start:stop] for part in self))
 
 
 class Gallery:
@@ -343,14 +340,7 @@ class DeviceTransform:
 
         If the number of images is odd, the last image is unchanged.
         """
-        pairs = self._pairs(inputs, mix)
-        other = pairs.flip(1)
-        away = self._column(1 - mix.blend)[:, :, None, None, None]
-        mixed = torch.lerp(pairs, other, away)
-        if mix.box.any():
-            inside = self._inside(mix.box, inputs.shape[-2:])[:, None]
-            mixed = torch.where(inside, other, mixed)
-        whole = self._with_last(mixed.flatten(0, 1), inputs)
+        whole = self._mix_pairs(inputs, mix.blend, mix.box)
         # With one channel, tensors of the same layout can have different strides. Restore the
         # strides of the input, because other strides would cause a recompilation.
         if inputs.shape[1] == 1:
@@ -359,25 +349,25 @@ class DeviceTransform:
 
     def mix_targets(self, hard: Tensor, mix: Mix) -> Tensor:
         """Mix targets (n, ...) float32 like their images."""
-        pairs = self._pairs(hard, mix)
-        away = self._column(1 - mix.label)
-        away = away.view(-1, *[1] * hard.dim())
-        soft = torch.lerp(pairs, pairs.flip(1), away)
-        return self._with_last(soft.flatten(0, 1), hard)
+        return self._mix_pairs(hard, mix.label)
 
-    @staticmethod
-    def _pairs(rows: Tensor, mix: Mix) -> Tensor:
-        pairs = len(mix.label)
-        return rows[: 2 * pairs].reshape(pairs, 2, *rows.shape[1:])
+    def _mix_pairs(self, rows: Tensor, weights: Array, boxes: Array | None = None) -> Tensor:
+        """Mix rows 2k and 2k + 1, each with `weights[k]` of its own, and exchange `boxes`, if any.
 
-    @staticmethod
-    def _with_last(paired: Tensor, rows: Tensor) -> Tensor:
-        if len(paired) == len(rows):
-            return paired
-        return torch.cat([paired, rows[len(paired) :]])
-
-    def _column(self, values: Array) -> Tensor:
-        return copy_to_device(torch.from_numpy(values), self.device)[:, None]
+        If the number of rows is odd, the last row is unchanged.
+        """
+        count = len(weights)
+        pairs = rows[: 2 * count].reshape(count, 2, *rows.shape[1:])
+        other = pairs.flip(1)
+        away = copy_to_device(torch.from_numpy(1 - weights), self.device)
+        mixed = torch.lerp(pairs, other, away.view(-1, *[1] * rows.dim()))
+        if boxes is not None and boxes.any():
+            inside = self._inside(boxes, rows.shape[-2:])[:, None]
+            mixed = torch.where(inside, other, mixed)
+        mixed = mixed.flatten(0, 1)
+        if len(mixed) == len(rows):
+            return mixed
+        return torch.cat([mixed, rows[len(mixed) :]])
 
     def _inside(self, boxes: Array, size: tuple[int, ...]) -> Tensor:
         """Return a mask (n, 1, *size) bool of the pixels in `boxes` (top, left, height, width)."""

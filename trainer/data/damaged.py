@@ -20,8 +20,15 @@ from PIL import Image
 
 from trainer.data.encoded import EncodedPhotos
 from trainer.data.folders.photo_folders import unreadable
-from trainer.data.photos.decoding import PNG as PNG_START
-from trainer.data.photos.decoding import check_png, describe_failure, list_formats, without_warnings
+from trainer.data.photos.decoding import (
+    END,
+    JPEG,
+    PNG,
+    check_png,
+    describe_failure,
+    list_formats,
+    without_warnings,
+)
 from trainer.data.photos.photo_reader import prepare_for_evaluation
 from trainer.data.sets import Datasets, ImageSet
 from trainer.distributed.world import World
@@ -45,11 +52,8 @@ DECODING = threading.BoundedSemaphore(count_cores())
 # Number of bytes that are read at each end of a file to find markers. Some programs append a few
 # bytes to a JPEG, so its end marker need not be at the very end.
 ENDS = 4096
-# First and last bytes of JPEG files and of PNG files.
-JPEG = (b"\xff\xd8", b"\xff\xd9")
-PNG = (PNG_START, b"IEND\xaeB`\x82")
-# Bytes 0 to 3 and bytes 8 to 11 of a WebP file.
-WEBP = (b"RIFF", b"WEBP")
+# Last bytes of a PNG file.
+PNG_END = b"IEND\xaeB`\x82"
 
 # (split, path, reason) of a damaged photo. The split is "train" or "val".
 Damaged = tuple[str, str, str]
@@ -170,15 +174,15 @@ def is_complete(address: bytes) -> bool:
             last = file.read(ENDS)
             file.seek(0)
             first = file.read(ENDS)
-            if first.startswith(JPEG[0]):
+            if first.startswith(JPEG):
                 # Compressed pixels cannot contain the end marker. If the marker is near the end of
                 # the file, the pixels are therefore probably complete.
-                return JPEG[1] in last
+                return END in last
             file.seek(0)
-            if first.startswith(PNG[0]):
+            if first.startswith(PNG):
                 check_png(np.fromfile(file, np.uint8))
-                return last.endswith(PNG[1])
-            if first.startswith(WEBP[0]) and first[8:12] == WEBP[1]:
+                return last.endswith(PNG_END)
+            if first.startswith(b"RIFF") and first[8:12] == b"WEBP":
                 declared_size = int.from_bytes(first[4:8], "little") + 8
                 return _find_chunks_end(file) == declared_size <= size
             with DECODING, Image.open(file, formats=list_formats()) as image:

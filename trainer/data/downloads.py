@@ -11,7 +11,6 @@ import socket
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torchvision import datasets as published
@@ -57,9 +56,9 @@ PUBLISHED = {
 }
 
 
-def get_data_folder(data: DataRecipe) -> Path:
-    """Return the data folder, as the docstring of this module defines it."""
-    return Path(data.root or os.environ.get("TRAINER_DATA") or "~/.cache/trainer").expanduser()
+def get_data_folder(root: str | None = None) -> Path:
+    """Return the data folder, as the docstring of this module defines it; `root` is data.root."""
+    return Path(root or os.environ.get("TRAINER_DATA") or "~/.cache/trainer").expanduser()
 
 
 def load_published(data: DataRecipe) -> Loaded:
@@ -69,7 +68,7 @@ def load_published(data: DataRecipe) -> Loaded:
         SetupError: the files are missing or cannot be read.
     """
     source = PUBLISHED[data.name]
-    root = get_data_folder(data)
+    root = get_data_folder(data.root)
     loaded = _load(source, root)
     why = "data.download=false"
     if loaded is None and data.download:
@@ -111,7 +110,7 @@ def _to_tensors(data: Any) -> Split:
     pixels = torch.as_tensor(data.data)
     if pixels.dim() == 3:
         pixels = pixels[..., None]
-    labels = torch.as_tensor(np.asarray(data.targets), dtype=torch.int64)
+    labels = torch.as_tensor(data.targets, dtype=torch.int64)
     return pixels.permute(0, 3, 1, 2), labels
 
 

@@ -208,21 +208,19 @@ class PhotoFeed:
         self,
         readers: Workers | InProcess,
         part: int,
-        rows: int,
         device: torch.device,
     ) -> None:
-        """Read source number `part` of `readers`; a full batch has `rows` samples."""
+        """Read source number `part` of `readers`."""
         self.failures: list[Unreadable] = []
         self.uncached = 0
         self._readers = readers
         self._part = part
-        self._rows = rows
         self._copies = Copies(device) if device.type == "cuda" else None
 
     def training(self, epoch: int, batches: Sequence[Array]) -> Batches:
         """Yield (inputs, labels) for each array of sample indices."""
         filled = self._read(self._keys(epoch, batches))
-        return ((inputs, labels) for inputs, labels, _ in filled)
+        return ((inputs[:count], labels[:count]) for inputs, labels, count in filled)
 
     def evaluation(self, spans: list[Span]) -> PaddedBatches:
         """Yield (inputs, labels, count) for each (start, stop) of samples."""
@@ -243,22 +241,22 @@ class PhotoFeed:
     def _read(self, keys: list[Key]) -> PaddedBatches:
         filled = self._readers.read(keys)
         if self._copies:
-            return self._read_overlapped(self._copies, filled, keys)
-        return self._read_in_order(filled, keys)
+            return self._read_overlapped(self._copies, filled, len(keys))
+        return self._read_in_order(filled)
 
-    def _read_in_order(self, filled: Iterator[Filled], keys: list[Key]) -> PaddedBatches:
-        for (inputs, labels, report), key in zip(filled, keys, strict=True):
-            rows = self._add_report(report, key)
+    def _read_in_order(self, filled: Iterator[Filled]) -> PaddedBatches:
+        for inputs, labels, report in filled:
+            self._add_report(report)
             # Copy the labels, which may still be in use when the slot is filled for a later batch.
-            yield inputs[:rows], labels[:rows].clone(), report.rows
+            yield inputs, labels.clone(), report.rows
 
     def _read_overlapped(
         self,
         copies: Copies,
         filled: Iterator[Filled],
-        keys: list[Key],
+        count: int,
     ) -> PaddedBatches:
-        """Copy the next batch to the GPU while the current one is used.
+        """Copy the next of `count` batches to the GPU while the current one is used.
 
         The copy starts early only if the next batch has already been read.
         """
@@ -270,24 +268,22 @@ class PhotoFeed:
             return copies.begin(batch.inputs), copies.begin(batch.labels), batch.report
 
         following: Copying | None = None
-        for n, key in enumerate(keys):
+        for number in range(1, count + 1):
             current = following or begin()
             following = None
             assert current is not None
-            if n + 1 < len(keys) and self._readers.ready():
+            if number < count and self._readers.ready():
                 following = begin()
             inputs, labels, report = current
-            rows = self._add_report(report, key)
-            batch = (inputs()[:rows], labels()[:rows], report.rows)
+            self._add_report(report)
+            batch = (inputs(), labels(), report.rows)
             # Drop references as early as possible: the GPU needs the memory for the next batch.
             del current, inputs, labels
             yield batch
             del batch
 
-    def _add_report(self, report: Report, key: Key) -> int:
-        """Add the failures of a batch and return its number of rows.
-
-        In evaluation, the result is the number of rows of a full batch, including padding.
+    def _add_report(self, report: Report) -> None:
+        """Add the failures of a batch.
 
         Raises:
             SetupError: an image cannot be read and data.on_error=stop, or none of
@@ -298,8 +294,6 @@ class PhotoFeed:
         if report.end:
             self.close()
             raise unreadable(report.failures[:1], 1)
-        _, epoch, index = key
-        return self._rows if epoch is None else len(index)
 
 
 def find_labels(part: ImageSet | TensorSet | PhotoSource, skip: bool) -> Tensor | None:

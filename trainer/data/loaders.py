@@ -18,7 +18,7 @@ from trainer.data import sampling
 from trainer.data.augment import DeviceTransform
 from trainer.data.feeds import ImageFeed, MemoryFeed, PhotoFeed, build_readers, find_labels
 from trainer.data.sampling import Array, Span
-from trainer.data.sets import Batch, Datasets, DataShare, ImageSet, PhotoSource, TensorSet
+from trainer.data.sets import Batch, Datasets, DataShare, ImageSet, TensorSet
 from trainer.data.workers.worker_counts import allowed, slots
 from trainer.data.workers.worker_pool import buffered
 from trainer.errors import RecipeError
@@ -242,18 +242,13 @@ class Loader:
                 recipe,
                 self._workers,
             )
-
-        def build_feed(
-            part: ImageSet | TensorSet | PhotoSource,
-            labels: Tensor | None,
-            augment: AugmentRecipe,
-            needed: bool,
-        ) -> MemoryFeed | PhotoFeed:
-            for number, source in enumerate(sources):
-                if pool is not None and source is part:
-                    return PhotoFeed(pool, number, self._rows, device)
-            if needed and isinstance(part, ImageSet):
-                images = ImageFeed(
+        for part, labels, augment, needed in splits:
+            feed: MemoryFeed | PhotoFeed
+            places = [place for place, source in enumerate(sources) if source is part]
+            if pool is not None and places:
+                feed = PhotoFeed(pool, places[0], device)
+            elif needed and isinstance(part, ImageSet):
+                feed = ImageFeed(
                     part,
                     self._rows,
                     augment,
@@ -263,19 +258,17 @@ class Loader:
                 )
                 # All ranks have decoded all images, so only the first share reports the failures.
                 if share.index == 0 and not counters:
-                    images.failures += part.failures
-                return images
-            inputs = part.inputs if needed and isinstance(part, TensorSet) else None
-            return MemoryFeed(
-                inputs,
-                labels,
-                len(part),
-                self._rows,
-                device,
-            )
-
-        for split in splits:
-            self._feeds.append(build_feed(*split))
+                    feed.failures += part.failures
+            else:
+                inputs = part.inputs if needed and isinstance(part, TensorSet) else None
+                feed = MemoryFeed(
+                    inputs,
+                    labels,
+                    len(part),
+                    self._rows,
+                    device,
+                )
+            self._feeds.append(feed)
         for feed, (failures, uncached) in zip(self._feeds, counters, strict=False):
             feed.failures = failures
             feed.uncached = uncached
@@ -346,7 +339,11 @@ class Loader:
                 `photo_reader.NEIGHBOURS` consecutive samples can be read.
             PeerError: a loader worker died or hangs.
         """
-        micro_batches = self._recipe.pieces
+        recipe = self._recipe
+        augment = recipe.augment
+        share = self._share
+        size = self._train_size
+        micro_batches = recipe.pieces
         indices = self.indices(epoch)
         steps = len(indices) // micro_batches
         if stop_step is None:
@@ -359,17 +356,37 @@ class Loader:
         for n, ((images, labels), index) in enumerate(zip(batches, indices, strict=True)):
             step, piece = divmod(n, micro_batches)
             step += start_step
-            batch = self._batch(
-                images,
-                labels,
-                index,
-                epoch,
-                step,
-                piece,
-            )
+            inputs = self._inputs(images, self._transform)
+            targets = self._targets(labels)
+            if augment.erase and share.inputs:
+                boxes = sampling.draw_erase_boxes(
+                    recipe.seed,
+                    epoch,
+                    index,
+                    augment.erase,
+                    size,
+                )
+                inputs = self._transform.erase(inputs, boxes)
+            if self._mixes:
+                whole = sampling.draw_mix(
+                    recipe.seed,
+                    epoch,
+                    step,
+                    recipe.batch_size // 2,
+                    augment.mixup,
+                    augment.cutmix,
+                    size,
+                )
+                first, _ = self._spans[piece]
+                # Use the length of the micro-batch, which may be shorter than its span.
+                mix = whole.rows(first, first + len(index))
+                if share.targets:
+                    targets = self._transform.mix_targets(self._task.shares(targets), mix)
+                if share.inputs:
+                    inputs = self._transform.mix(inputs, mix)
             if faults.is_active:
-                faults.inject(batch.inputs, epoch * steps + step + 1)
-            yield batch
+                faults.inject(inputs, epoch * steps + step + 1)
+            yield Batch(inputs, targets, len(index))
 
     def indices(self, epoch: int) -> list[Array]:
         """Return the sample indices of each micro-batch of an epoch."""
@@ -477,47 +494,3 @@ class Loader:
         if self._share.targets:
             return labels
         return self._transform.nothing
-
-    def _batch(
-        self,
-        images: Tensor,
-        labels: Tensor,
-        index: Array,
-        epoch: int,
-        step: int,
-        piece: int,
-    ) -> Batch:
-        augment = self._recipe.augment
-        seed = self._recipe.seed
-        size = self._train_size
-        share = self._share
-        inputs = self._inputs(images, self._transform)
-        targets = self._targets(labels)
-        if augment.erase and share.inputs:
-            boxes = sampling.draw_erase_boxes(
-                seed,
-                epoch,
-                index,
-                augment.erase,
-                size,
-            )
-            inputs = self._transform.erase(inputs, boxes)
-        if self._mixes:
-            pairs = self._recipe.batch_size // 2
-            whole = sampling.draw_mix(
-                seed,
-                epoch,
-                step,
-                pairs,
-                augment.mixup,
-                augment.cutmix,
-                size,
-            )
-            first, _ = self._spans[piece]
-            # Use the length of the micro-batch, which may be shorter than its span.
-            mix = whole.rows(first, first + len(index))
-            if share.targets:
-                targets = self._transform.mix_targets(self._task.shares(targets), mix)
-            if share.inputs:
-                inputs = self._transform.mix(inputs, mix)
-        return Batch(inputs, targets, len(index))

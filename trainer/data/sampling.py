@@ -250,9 +250,8 @@ def list_evaluation_spans(
     """
     first = sum(rows[:index])
     size = sum(rows)
-    end = first + samples + (-samples) % size
     spans = []
-    for start in range(first, end, size):
+    for start in range(first, first + samples, size):
         stop = start + rows[index]
         spans.append((min(start, samples), min(stop, samples)))
     return spans
@@ -290,16 +289,6 @@ def draw_flips(
     if alternate and epoch % 2:
         return ~flips
     return flips
-
-
-def draw_vertical_flips(
-    seed: int,
-    epoch: int,
-    index: Array,
-    probability: float,
-) -> Array:
-    """Draw which images are turned upside down: (n,) bool."""
-    return draw_uniform(seed, epoch, index, VFLIP) < probability
 
 
 def draw_boxes(

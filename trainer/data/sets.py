@@ -8,12 +8,11 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from trainer.data.photos.lazy_images import Picture
-from trainer.data.sampling import Span, compute_span
+from trainer.data.sampling import Array, Span, compute_span
 from trainer.recipe import Recipe
 from trainer.recipe.image_sizes import ImageSize, sides
 from trainer.recipe.shares import count_rows
@@ -254,7 +253,7 @@ class LabelledSource(PhotoSource, Protocol):
         labels: (samples, ...).
     """
 
-    labels: npt.NDArray[Any]
+    labels: Array
 
 
 @dataclass(frozen=True)

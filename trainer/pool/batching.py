@@ -59,7 +59,7 @@ class WorkerSpeed:
             self._max_size = min(self._max_size, max(1, MAX_BATCH_BYTES * items // size))
         is_too_slow = seconds > 2 * MAX_BATCH_SECONDS and items > 1
         if is_too_slow or self.size > self._max_size:
-            self._settle(min(self._max_size, max(1, items // 2)), rate)
+            self._settle(min(self._max_size, items // 2), rate)
         elif items == self.size:
             self._judge(rate)
 
@@ -70,7 +70,6 @@ class WorkerSpeed:
             if not self._settled_rate / 1.5 < rate < self._settled_rate * 1.5:
                 self._settled_rate = 0.0
                 self._rate_of_half = 0.0
-                self._trials = []
             return
         self._trials.append(rate)
         # The first batch of a size can be slow, because memory is allocated or kernels are chosen.

@@ -118,7 +118,24 @@ class DevicePool:
                     "batch_size, retries and item_timeout of a DevicePool must be positive"
                 )
         self._skip = on_error == "skip"
-        start = _make_starter(start_method, worker, arguments, len(checked_devices))
+        _check_importable(worker)
+        try:
+            definition = Definition.of(worker, arguments)
+        except SetupError:
+            raise
+        except Exception as error:
+            raise _pickling_error(worker, error) from error
+        context: Any
+        if start_method == "spawn":
+            context = multiprocessing.get_context("spawn")
+        else:
+            context = fork_server.start_server("trainer.pool.worker")
+        threads = count_threads(len(checked_devices))
+
+        def start(pool_worker: PoolWorker) -> ProcessHandle:
+            name = f"DevicePool-{pool_worker.index}"
+            return ProcessHandle(context, definition, pool_worker.device, threads, name)
+
         workers = [PoolWorker(index, str(device)) for index, device in enumerate(checked_devices)]
         batching = Batching([device.type for device in checked_devices], batch_size)
         scheduler = Scheduler(workers, batching, assign == "round_robin", retries)
@@ -246,7 +263,7 @@ class DevicePool:
         self.close()
 
 
-# --- checks of arguments, and the start of workers
+# --- checks of arguments
 # --------------------------------------------------------------------------------------------------
 
 
@@ -320,32 +337,6 @@ def _pickling_error(function: Any, error: BaseException) -> RecipeError:
 
 def _name(function: Any) -> str:
     return str(getattr(function, "__qualname__", repr(function)))
-
-
-def _make_starter(
-    method: str, worker: Callable[..., Any], arguments: Sequence[Any], count: int
-) -> Callable[[PoolWorker], ProcessHandle]:
-    """Return a function that starts the process of one of `count` workers.
-
-    Raises:
-        RecipeError: the user's worker or its arguments cannot be pickled.
-    """
-    _check_importable(worker)
-    try:
-        definition = Definition.of(worker, arguments)
-    except SetupError:
-        raise
-    except Exception as error:
-        raise _pickling_error(worker, error) from error
-    context: Any
-    if method == "spawn":
-        context = multiprocessing.get_context("spawn")
-    else:
-        context = fork_server.start_server("trainer.pool.worker")
-    threads = count_threads(count)
-    return lambda worker: ProcessHandle(
-        context, definition, worker.device, threads, f"DevicePool-{worker.index}"
-    )
 
 
 def count_threads(workers: int) -> int:

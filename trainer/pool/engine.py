@@ -171,7 +171,7 @@ class Engine:
                     idle.append(worker.handle)
         deadline = time.monotonic() + GRACE_SECONDS
         for handle in busy:
-            handle.kill(0.0)
+            handle.kill()
         for handle in idle:
             handle.kill(max(0.0, deadline - time.monotonic()))
         for worker in self.workers:

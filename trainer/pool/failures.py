@@ -39,9 +39,15 @@ class ItemError(PredictionError):
         return f"item {self.index}: {self.message}"
 
     @classmethod
-    def of(cls, index: int, failure: Failure) -> ItemError:
-        """Create the error of an item from its failure in a worker."""
-        error = cls(index, failure.message, failure.traceback)
+    def of(cls, index: int, failure: Failure, what: str = "") -> ItemError:
+        """Create the error of an item from its failure.
+
+        Args:
+            index: index of the item in the stream.
+            failure: the failure.
+            what: start of the message.
+        """
+        error = cls(index, what + failure.message, failure.traceback)
         error.__cause__ = failure.original()
         return error
 
@@ -99,10 +105,8 @@ def _pickle_exception(error: BaseException) -> bytes:
     Return no bytes if the pickle is longer than `MAX_LENGTH` or cannot be unpickled. Many
     exceptions cannot be created from their `args`, so they pickle but do not unpickle.
     """
-    try:
+    with suppress(BaseException):
         data = pickle.dumps(error)
         if len(data) <= MAX_LENGTH and isinstance(pickle.loads(data), BaseException):
             return data
-        return b""
-    except BaseException:
-        return b""
+    return b""

@@ -10,14 +10,14 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.errors import PredictionError
 from trainer.pool.batching import Batching
 from trainer.pool.failures import Failure, ItemError
 from trainer.pool.handles import DEPTH, ProcessHandle
-from trainer.pool.stream import Chunk, Job, Lane, Stream, finish, resolve
+from trainer.pool.stream import Chunk, Job, Lane, Stream, resolve
 from trainer.pool.transport import Message, Packed, pack_rows
 from trainer.pool.worker import Kind
 
@@ -218,9 +218,10 @@ class Scheduler:
                 singles = chunk.singles(chunk.tries)
                 chunk.stream.again[self._lane(worker)].extendleft(reversed(singles))
                 return
-            failure = Failure.of(error)
-            failure = replace(failure, message=f"it cannot be sent to a worker: {failure.message}")
-            chunk.stream.deliver(chunk, ItemError.of(chunk.indices.start, failure))
+            item_error = ItemError.of(
+                chunk.indices.start, Failure.of(error), "it cannot be sent to a worker: "
+            )
+            chunk.stream.deliver(chunk, item_error)
             return
         chunk.holders += 1
         worker.queue.append(chunk)
@@ -261,7 +262,13 @@ class Scheduler:
         worker.starts = 0
         if isinstance(task, Job):
             worker.done += 1
-            finish(task.future, packed, message.failures)
+            try:
+                result = packed.open()
+                error = result.exception() if message.failures else None
+            except BaseException as broken:
+                result = None
+                error = broken
+            resolve(task.future, result, error)
             return
         task.holders -= 1
         # Tasks that are repeated are not measured: most are single items, whose speed says little
@@ -286,8 +293,7 @@ class Scheduler:
             results = packed.open()
         except BaseException as error:
             # A result does not unpickle: repeat all items separately to find it.
-            failure = Failure.of(error)
-            results = [replace(failure, whole=True)]
+            results = [Failure.of(error, whole=True)]
         if type(results[0]) is Failure and results[0].whole:
             results = results * len(chunk.items)
             if results[0].memory:
@@ -296,12 +302,11 @@ class Scheduler:
             if type(result) is not Failure:
                 worker.done += 1
                 chunk.stream.deliver(single, lambda result=result: [result])
-            elif len(chunk.items) > 1 and result.whole:
+                continue
+            if len(chunk.items) > 1 and result.whole:
                 # Another item of the batch may be the reason, so each item gets a separate try.
                 single.tries = min(single.tries, self.retries - 1)
-                chunk.stream.again[self._lane(worker)].append(single)
-            else:
-                self._retry_item(worker, single, result)
+            self._retry_item(worker, single, result)
 
     def _retry_item(self, worker: PoolWorker, single: Chunk, failure: Failure) -> None:
         """Repeat an item that was the reason for a failure, or report it after `retries` tries."""
@@ -325,7 +330,7 @@ class Scheduler:
             worker: the worker whose process was lost.
             reason: how the process ended.
         """
-        tasks = list(worker.queue)
+        tasks = worker.queue
         worker.queue = deque()
         for task in reversed(tasks):
             started = task is tasks[0]

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_map
 
 from trainer.errors import PredictionError
 from trainer.pool.failures import Failure, ItemError
-from trainer.pool.transport import Packed
 
 
 def copy_item(item: Any) -> Any:
@@ -183,9 +182,9 @@ class Stream:
                         self.again[self._lane(indices.start)].extend(chunk.singles(1))
                         self.wake()
                         continue
-                    failure = Failure.of(error)
-                    message = f"the result does not unpickle: {failure.message}"
-                    results = ItemError.of(indices.start, replace(failure, message=message))
+                    results = ItemError.of(
+                        indices.start, Failure.of(error), "the result does not unpickle: "
+                    )
             if not self.ordered:
                 return results
             if indices.step == 1 or isinstance(results, ItemError):
@@ -251,17 +250,6 @@ class Job:
     lane: int
     tries: int = 0
     running: bool = False
-
-
-def finish(future: Future[Any], packed: Packed, failed: int) -> None:
-    """Set a job's result, or its error if `failed` is not 0, from its worker's answer."""
-    try:
-        result = packed.open()
-        error = result.exception() if failed else None
-    except BaseException as broken:
-        result = None
-        error = broken
-    resolve(future, result, error)
 
 
 def resolve(future: Future[Any], result: Any = None, error: BaseException | None = None) -> None:

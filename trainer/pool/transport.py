@@ -338,5 +338,5 @@ def _view_bytes(value: Tensor | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def _view_tensor(buffer: Any, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     """Return a tensor that is a view of the bytes in `buffer`."""
     if not math.prod(shape):
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-    return torch.frombuffer(buffer, dtype=dtype).view(tuple(shape))
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(buffer, dtype=dtype).view(shape)

@@ -42,7 +42,7 @@ def folder(tmp_path):
     ],
 )
 def test_data_root_may_be_a_file_a_folder_or_a_pattern(folder, root, wanted):
-    assert [str(path.relative_to(folder)) for path in shards_of(f"{folder}{root}")] == wanted
+    assert [os.path.relpath(path, folder) for path in shards_of(f"{folder}{root}")] == wanted
 
 
 def test_missing_files_are_refused(folder):

@@ -42,7 +42,7 @@ def block(tmp_path):
 def same(one, other):
     if one is None or other is None:
         return one is other
-    return vars(one) | {"data": one.data.tolist()} == vars(other) | {"data": other.data.tolist()}
+    return one._replace(data=one.data.tolist()) == other._replace(data=other.data.tolist())
 
 
 def test_written_blocks_are_read(block):

@@ -49,7 +49,7 @@ def feed(kind, *words):
     if kind == "labels":
         return MemoryFeed(None, labels, 24, 4, GPU)
     if kind == "photos":
-        return PhotoFeed(readers(Pictures(), recipe), 0, 4, GPU)
+        return PhotoFeed(readers(Pictures(), recipe), 0, GPU)
     return ImageFeed(
         ImageSet(pictures.expand(-1, 3, 16, 16), labels),
         4,
@@ -134,7 +134,7 @@ def test_two_batches_are_in_flight_and_their_failures_are_their_own(broken):
     with simulated(1) as machine:
         plain = readers(Source(), load(None, "data.image_size=16", "data.on_error=skip"))
         ahead = Ahead(plain.buffers, plain.readers)
-        feed = PhotoFeed(ahead, 0, 4, GPU)
+        feed = PhotoFeed(ahead, 0, GPU)
         seen = []
         for n, (images, labels) in enumerate(feed.training(0, np.arange(24).reshape(6, 4))):
             assert ahead.given == min(6, n + 2)

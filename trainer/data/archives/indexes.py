@@ -26,9 +26,7 @@ import numpy as np
 import xxhash
 
 from trainer.data.downloads import get_data_folder
-from trainer.data.photos.decoding import Bytes
 from trainer.data.sampling import Array
-from trainer.recipe import DataRecipe
 from trainer.saving import files, locks
 
 # Maximum number of shards that a process keeps open.
@@ -66,18 +64,6 @@ class Archive(NamedTuple):
 
     def __str__(self) -> str:
         return os.fsdecode(self.path)
-
-    def read(self, start: int, size: int) -> Bytes:
-        """Read `size` bytes at offset `start`.
-
-        Raises:
-            OSError: the shard cannot be read, or has changed.
-        """
-        file = open_shard(self)
-        data = np.empty(size, np.uint8)
-        if os.preadv(file.fileno(), [data.data], start) < size:
-            raise OSError(f"{self} was truncated after this run began")
-        return data
 
 
 @lru_cache(maxsize=MAX_OPEN_SHARDS)
@@ -200,4 +186,4 @@ def load_or_make(
 def index_path(shard: Archive) -> Path:
     """Return the path of a shard's index file."""
     key = xxhash.xxh3_64_hexdigest(os.path.realpath(shard.path))
-    return get_data_folder(DataRecipe()) / FOLDER / f"{key}.npz"
+    return get_data_folder() / FOLDER / f"{key}.npz"

@@ -68,7 +68,7 @@ class ArchivedPhotos(EncodedPhotos):
             places: (names, 2) position of each image in its shard, as in `ArchiveIndex.places`.
         """
         super().__init__(root, names, labels)
-        self._begins = tuple(begins)
+        self._begins = begins
         self._shards = shards
         self._places = places
 
@@ -78,7 +78,7 @@ class ArchivedPhotos(EncodedPhotos):
 
     def part(self, rows: Array) -> Self:
         part = super().part(rows)
-        part._shards = self._shards[rows].astype(np.int32)
+        part._shards = self._shards[rows]
         part._places = self._places[rows]
         return part
 
@@ -184,14 +184,14 @@ def load_indexes(paths: Sequence[str], show: bool) -> list[IndexedShard]:
         SetupError: a shard cannot be read.
     """
     # Ranks use different random orders, so that they share the work of making indexes.
-    order = random.sample(range(len(paths)), len(paths))
+    shuffled = random.sample(paths, len(paths))
     pool = ThreadPoolExecutor(min(THREADS, len(paths)))
     progress = Progress(len(paths), show, "index", "shard")
     try:
-        futures = {row: pool.submit(_load_index, paths[row]) for row in order}
+        futures = {path: pool.submit(_load_index, path) for path in shuffled}
         for _ in as_completed(futures.values()):
             progress.advance()
-        return [futures[row].result() for row in range(len(paths))]
+        return [futures[path].result() for path in paths]
     finally:
         pool.shutdown(cancel_futures=True)
         progress.close()
@@ -392,7 +392,7 @@ def _name_numbers(
     return names
 
 
-def shards_of(root: str) -> list[Path]:
+def shards_of(root: str) -> list[str]:
     """Return the paths of the shards that `data.root` names, sorted by name.
 
     `data.root` is the path of a shard or of a directory, or a glob pattern.
@@ -426,7 +426,7 @@ def shards_of(root: str) -> list[Path]:
         raise SetupError(
             f"{root} contains .tar and .parquet: choose one, as in 'data.root={root}/**/*.tar'"
         )
-    return [*map(Path, dict.fromkeys(shards))]
+    return [*dict.fromkeys(shards)]
 
 
 def list_shards(folder: str) -> Iterator[str]:

@@ -107,17 +107,15 @@ def read_index(shard: Archive) -> ArchiveIndex:
             "shard again"
         )
     texts: dict[str, int] = {}
-    codes = []
-    for value in labels:
-        if value is None:
-            codes.append(-1)
-        else:
-            codes.append(texts.setdefault(str(value).strip(), len(texts)))
     rows: dict[bytes, tuple[int, int, int, int]] = {}
     for group, size in enumerate(group_sizes):
         for row in range(size):
             number = len(rows)
-            rows[b"%d" % number] = (group, row, codes[number], 0)
+            value = labels[number]
+            code = -1
+            if value is not None:
+                code = texts.setdefault(str(value).strip(), len(texts))
+            rows[b"%d" % number] = (group, row, code, 0)
     names = None
     # Hugging Face's library `datasets` writes the names of the classes into the metadata. Other
     # files have no names there.

@@ -16,6 +16,8 @@ from contextlib import suppress
 from itertools import groupby
 from typing import BinaryIO, NamedTuple
 
+import numpy as np
+
 from trainer.data.archives.indexes import Archive, ArchiveIndex, load_or_make, open_shard
 from trainer.data.folders.scanning import ARRAY, HIDDEN, LINKS, LeftOut, is_junk, readable_suffixes
 from trainer.data.photos.decoding import Bytes
@@ -87,7 +89,11 @@ def encoded(shard: Archive, start: int, size: int) -> Bytes:
     """
     if size > LARGEST:
         raise ValueError(f"the file is larger than {LARGEST:,} bytes")
-    return shard.read(start, size)
+    file = open_shard(shard)
+    data = np.empty(size, np.uint8)
+    if os.preadv(file.fileno(), [data.data], start) < size:
+        raise OSError(f"{shard} was truncated after this run began")
+    return data
 
 
 def read_index(shard: Archive) -> ArchiveIndex:

@@ -17,10 +17,9 @@ Files are read, not mapped: reading a mapped file that was truncated kills the p
 import os
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from io import BufferedRandom
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import xxhash
@@ -56,8 +55,7 @@ class DamagedError(Exception):
     """Raised if a block does not contain what was written to it."""
 
 
-@dataclass(frozen=True)
-class Prepared:
+class Prepared(NamedTuple):
     """A photo in the form in which the cache stores it.
 
     Attributes:
@@ -100,11 +98,11 @@ def write(
     for row, photo in enumerate(photos):
         if photo is None:
             continue
-        shape = (photo.height, photo.width, photo.rows, photo.columns)
-        table[row] = (offset, photo.data.nbytes, *shape, 0)
-        table[row]["check"] = _check(key, row, table[row], photo.data)
-        file.write(photo.data.data)
-        offset += photo.data.nbytes
+        *sizes, data = photo
+        table[row] = (offset, data.nbytes, *sizes, 0)
+        table[row]["check"] = _check(key, row, table[row], data)
+        file.write(data.data)
+        offset += data.nbytes
     file.seek(0)
     file.write(table.tobytes() + origins)
     file.flush()
@@ -141,7 +139,7 @@ def read(
             raise DamagedError(path)
         data = np.empty(length, np.uint8)
         _fill(descriptor, data, start)
-        if not length and not check and not entry.view(np.uint8).any():
+        if not entry.view(np.uint8).any():
             return None
         if check != _check(key, row, entry[0], data):
             raise DamagedError(path)

@@ -54,9 +54,6 @@ SAMPLING_SECONDS = 2.0
 # Time in seconds between two checks for blocks that other processes built.
 POLL_SECONDS = 0.5
 
-# Photos for training and for validation.
-Folders = tuple[EncodedPhotos, EncodedPhotos]
-
 
 def cached(
     data: Datasets,
@@ -133,7 +130,7 @@ def as_stored(data: Datasets, recipe: Recipe) -> Datasets:
 
 
 def _open_complete(
-    folders: Folders,
+    folders: Sequence[EncodedPhotos],
     photo_format: Format,
     recipe: Recipe,
     place: Place,

@@ -34,7 +34,7 @@ def parent(cache_dir: str | None) -> Path:
     """Return the directory that contains all caches."""
     if cache_dir:
         return Path(cache_dir).expanduser()
-    return get_data_folder(DataRecipe()) / "cache"
+    return get_data_folder() / "cache"
 
 
 def opened(

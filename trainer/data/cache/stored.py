@@ -42,7 +42,7 @@ from trainer.data.photos.photo_reader import (
 )
 from trainer.data.photos.pixel_range import Range, recipe_pixel_range
 from trainer.data.sampling import Array
-from trainer.recipe import DataRecipe, Recipe
+from trainer.recipe import Recipe
 from trainer.recipe.image_sizes import ImageSize, sides, typed_size
 from trainer.telemetry.verdict import Reading
 
@@ -97,25 +97,22 @@ def format_of(
 ) -> Format:
     """Return the format in which the cache stores photos that are resized to `image_size`."""
     data = recipe.data
-    return Format(
-        data.cache_format or "raw",
-        typed_size(data.cache_size) or _choose_size(data, image_size),
-        channels,
-        recipe_pixel_range(data),
-        data.interpolation,
-    )
-
-
-def _choose_size(data: DataRecipe, image_size: ImageSize) -> ImageSize:
-    """Return a size that covers what evaluation, and training without random crops, resize to."""
+    # By default, the size covers what evaluation, and training without random crops, resize to.
     evaluated = typed_size(data.resize) or compute_shorter_side(image_size)
     trained = evaluated
     if data.train_size is not None:
         trained = compute_shorter_side(typed_size(data.train_size) or image_size)
     height, width = map(max, sides(evaluated), sides(trained))
+    size: ImageSize = (height, width)
     if height == width:
-        return height
-    return height, width
+        size = height
+    return Format(
+        data.cache_format or "raw",
+        typed_size(data.cache_size) or size,
+        channels,
+        recipe_pixel_range(data),
+        data.interpolation,
+    )
 
 
 @dataclass(frozen=True)
@@ -143,17 +140,16 @@ def pack(folders: Sequence[EncodedPhotos], photo_format: Format) -> Packing:
     """
     paths = [[*map(folder.address, range(len(folder)))] for folder in folders]
     blocks: list[list[bytes]] = [[]]
+    place_of = {}
     for path in sorted(set().union(*paths)):
-        blocks[-1].append(path)
-        is_full = len(blocks[-1]) >= MAX_PHOTOS_PER_BLOCK
+        block = blocks[-1]
+        place_of[path] = (len(blocks) - 1, len(block))
+        block.append(path)
+        is_full = len(block) >= MAX_PHOTOS_PER_BLOCK
         if is_full or not xxhash.xxh3_64_intdigest(path) % PHOTOS_PER_BLOCK:
             blocks.append([])
     if not blocks[-1]:
         blocks.pop()
-    place_of = {}
-    for block, names in enumerate(blocks):
-        for row, path in enumerate(names):
-            place_of[path] = (block, row)
     places = []
     for addresses in paths:
         rows = [place_of[path] for path in addresses]
@@ -306,19 +302,16 @@ class CachedFolder(EncodedPhotos):
         return part
 
     def open(self, index: int, channels: int) -> tuple[Picture, Tensor]:
-        stored = self._read_stored(index)
-        if stored is None:
-            stored = prepared(self.address(index), self.photo_format)
-            self.uncached += self._rows is not None
-        return picture_of(stored, self.photo_format), torch.as_tensor(self.labels[index])
-
-    def _read_stored(self, index: int) -> Prepared | None:
+        stored = None
         if self._rows is not None:
             block, row = self._rows[index].tolist()
             key = self._keys[block]
             with suppress(OSError, DamagedError):
-                return cache_blocks.read(block_path(self.home, key), key, row)
-        return None
+                stored = cache_blocks.read(block_path(self.home, key), key, row)
+        if stored is None:
+            stored = prepared(self.address(index), self.photo_format)
+            self.uncached += self._rows is not None
+        return picture_of(stored, self.photo_format), torch.as_tensor(self.labels[index])
 
 
 def block_path(home: str, key: bytes) -> str:

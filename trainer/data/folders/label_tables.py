@@ -208,7 +208,7 @@ def read_rows(
 
 def targets_of(
     path: Path, columns: tuple[str, ...], parts: Sequence[Sequence[Row]], reads: Reads
-) -> tuple[tuple[str, ...], list[Array], dict[str, str]]:
+) -> tuple[Sequence[str], list[Array], dict[str, str]]:
     """Convert labels to targets.
 
     Args:
@@ -256,7 +256,7 @@ def targets_of(
         for some in (train, val):
             indices = [named.places[row.cells[0]] for row in some]
             places.append(np.array(indices, np.int64))
-        return tuple(named.names), places, named.notes
+        return named.names, places, named.notes
     if reads == "classes" and len(columns) == 1 and not {*BINARY} >= {*map(str.lower, cells)}:
         if other := next((cell for cell in cells if "|" in cell), None):
             raise SetupError(
@@ -270,7 +270,7 @@ def targets_of(
                 for name in _several(row.cells[0]):
                     targets[n, named.places[name]] = 1
             matrices.append(targets)
-        return tuple(named.names), matrices, named.notes
+        return named.names, matrices, named.notes
     if reads in ("classes", "values") and columns:
         matrices = []
         for rows in (train, val):

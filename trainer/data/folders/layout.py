@@ -43,20 +43,6 @@ HELD_OUT = PARTS["val"] + PARTS["test"]
 HOLDOUT_FILE = "split.csv"
 
 
-class ClassFolders(NamedTuple):
-    """Paths of the directories that contain the class directories.
-
-    Attributes:
-        train: directory of the training images.
-        held_out: directory of the validation images; None if these are drawn from `train`.
-        beside: names of the other directories next to `train`, which are not read.
-    """
-
-    train: Path
-    held_out: Path | None
-    beside: tuple[str, ...] = ()
-
-
 class ClassNames(NamedTuple):
     """Names of the classes of a data set, and their spellings.
 
@@ -147,8 +133,8 @@ def layout_of(
     root: Path,
     left: LeftOut,
     test: bool,
-) -> ClassFolders:
-    """Find the directories of training and validation images in `root`.
+) -> tuple[Path, Path | None, Sequence[str]]:
+    """Find the directories that contain the class directories of a data set.
 
     If `root` itself has the name of a training part, the validation images may be next to `root`.
 
@@ -156,6 +142,11 @@ def layout_of(
         root: the user's data.root.
         left: counter of ignored files, to which this function adds the files that it ignores.
         test: whether the validation images must be those of the test part.
+
+    Returns:
+        (train, held_out, beside): the directory of the training images; that of the validation
+        images, or None if these are drawn from `train`; and the names of the other directories next
+        to `train`, which are not read.
 
     Raises:
         SetupError: there are validation images but no training images.
@@ -167,8 +158,8 @@ def layout_of(
         # Images next to the train folder are ignored, so count them. `classes_of` counts the
         # images next to class folders.
         left[LOOSE] += len(listed(root, left)[1])
-        others = tuple(name for name in folders if root / name not in (root / train, held_out))
-        return ClassFolders(root / train, held_out, others)
+        others = [name for name in folders if root / name not in (root / train, held_out)]
+        return root / train, held_out, others
     if held_out is not None:
         alone = quote(f"data.root={held_out}")
         raise SetupError(
@@ -178,7 +169,7 @@ def layout_of(
     above = root.absolute().parent
     if folders and root.absolute().name.lower() in TRAIN and os.access(above, os.R_OK):
         held_out = _held_out(above, listed(above, LeftOut())[0], test)
-    return ClassFolders(root, held_out)
+    return root, held_out, ()
 
 
 def _held_out(

@@ -97,38 +97,35 @@ def open_folder(recipe: Recipe, before: Before) -> Datasets:
         )
     root = Path(recipe.data.root).expanduser()
     left = LeftOut()
-    layout = layout_of(root, left, before.test)
-    if layout.held_out:
-        parts = {"train", part_named(layout.held_out.name)}
-    else:
-        parts = set()
+    train_folder, held_out, beside = layout_of(root, left, before.test)
+    parts = set()
+    if held_out:
+        parts = {"train", part_named(held_out.name)}
     _, split_notes = held_out_of(parts, before.test, root)
-    classes = classes_of(layout.train, left)
-    check_several(layout.train, classes)
-    train = PhotoFolder(layout.train, *_targets(classes))
+    classes = classes_of(train_folder, left)
+    check_several(train_folder, classes)
+    train = PhotoFolder(train_folder, *_targets(classes))
     val = None
-    if layout.held_out is not None:
-        others = classes_of(layout.held_out, left)
+    if held_out is not None:
+        others = classes_of(held_out, left)
         only_in_one = set(classes) ^ set(others)
         if before.test:
             # A test part need not contain every class.
             only_in_one = set(others) - set(classes)
         for name in sorted(only_in_one):
-            here = layout.train.name
-            there = layout.held_out.name
+            here = train_folder.name
+            there = held_out.name
             if name not in classes:
                 here, there = there, here
             raise SetupError(
                 f"{root}: class folder '{name}' is in {here} and not in {there}; both need the "
                 "same classes"
             )
-        val = PhotoFolder(
-            layout.held_out, *_targets({name: others.get(name, []) for name in classes})
-        )
+        val = PhotoFolder(held_out, *_targets({name: others.get(name, []) for name in classes}))
     notes = left.notes() | split_notes
-    if layout.beside:
-        notes["beside"] = f"not looked at in {root}: {list_some(layout.beside)}"
-    return photos(recipe, before, train, val, [*classes], str(layout.held_out), notes)
+    if beside:
+        notes["beside"] = f"not looked at in {root}: {list_some(beside)}"
+    return photos(recipe, before, train, val, [*classes], str(held_out), notes)
 
 
 def _targets(classes: Mapping[str, list[str]]) -> tuple[Iterator[str], Array]:

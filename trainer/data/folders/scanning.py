@@ -3,7 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 from PIL import Image
@@ -13,8 +13,15 @@ from trainer.errors import SetupError
 
 # Names, in lower case, of files and folders that operating systems and programs create.
 JUNK = (
-    *("__macosx", "thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r", "@eadir", "$recycle.bin"),
-    *("system volume information", "lost+found"),
+    "__macosx",
+    "thumbs.db",
+    "ehthumbs.db",
+    "desktop.ini",
+    "icon\r",
+    "@eadir",
+    "$recycle.bin",
+    "system volume information",
+    "lost+found",
 )
 HEIF = (".heic", ".heif", ".heics", ".heifs", ".hif")
 # Advice to the user about photos in formats that are not read, by suffix.
@@ -82,7 +89,7 @@ def what_reads(suffix: str) -> str | None:
     return register_heif() if lower in HEIF else NEEDS.get(lower)
 
 
-@lru_cache(maxsize=1)
+@cache
 def readable_suffixes() -> frozenset[str]:
     """Return the suffixes, such as ".jpg", of the formats that are read."""
     kinds = list_formats()

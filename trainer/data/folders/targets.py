@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trainer.data.sampling import Array
 from trainer.data.sets import TensorSpec
 from trainer.data.tensors import as_targets
 from trainer.tasks import Classification, Task
@@ -20,7 +20,7 @@ MIN_SUSPICIOUS_NUMBER = 1000
 MAX_NUMBERS_PER_CLASS = 20
 
 
-def sparse(numbers: npt.NDArray[Any]) -> str:
+def sparse(numbers: Array) -> str:
     """Return a warning if only few of the class numbers up to the highest one are used.
 
     Args:

@@ -3,9 +3,10 @@
 import contextlib
 import io
 import os
+import struct
 import warnings
 import zlib
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,8 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 # because Pillow's readers for them start programs (Ghostscript for EPS), or are rarely used and
 # maintained. HEIF needs pillow-heif.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "HEIF", "JPEG2000")
-# First bytes of a PNG file.
+# First bytes of a JPEG file and of a PNG file.
+JPEG = b"\xff\xd8"
 PNG = b"\x89PNG\r\n\x1a\n"
 # Markers of a JPEG: start of the pixels, end of the image.
 SCAN, END = b"\xff\xda", b"\xff\xd9"
@@ -103,7 +105,7 @@ def open_encoded(
     stack = is_stack(data[:6].tobytes(), channels)
     if data[:8].tobytes() == PNG:
         check_png(data)
-    if data[:2].tobytes() == b"\xff\xd8" and not stack:
+    if data[:2].tobytes() == JPEG and not stack:
         # If missing pixels were replaced by zeros, decoders return gray pixels without an error.
         if not data[-PADDING:].any():
             raw = data.tobytes()
@@ -195,7 +197,7 @@ def _turn(image: Tensor, orientation: int) -> Tensor:
     return image.flip(dimensions) if dimensions else image
 
 
-@lru_cache(maxsize=1)
+@cache
 def register_heif() -> str:
     """Let Pillow open HEIC photos. Return an error message, or an empty string on success."""
     try:
@@ -205,7 +207,7 @@ def register_heif() -> str:
     return ""
 
 
-@lru_cache(maxsize=1)
+@cache
 def list_formats() -> tuple[str, ...]:
     """Return the members of `FORMATS` that the installed Pillow can open."""
     Image.init()
@@ -235,22 +237,19 @@ def parse_jpeg_header(data: Bytes) -> tuple[int, int, int, list[int]]:
         if kind == 0xDA:
             break
         if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
-            high, low, wide, narrow = data[start + 5 : start + 9].tolist()
-            size = (256 * high + low, 256 * wide + narrow)
+            size = struct.unpack(">HH", data[start + 5 : start + 9].data)
         # A fill byte is one byte long, and a marker without payload two bytes. All other segments
         # contain their length.
         step = 1 if kind == 0xFF else 2
         if kind != 0xFF and kind != 0x01 and not 0xD0 <= kind <= 0xD8:
-            step += 256 * int(data[start + 2]) + int(data[start + 3])
+            step += int.from_bytes(data[start + 2 : start + 4])
         if kind == 0xE1:
             tags.append(start)
             segment = data[start + 4 : start + step].tobytes()
             # Long EXIF data are divided among several segments, so join them.
             if segment.startswith(b"Exif"):
-                if "exif" in metadata.info:
-                    metadata.info["exif"] = metadata.info["exif"] + segment[6:]
-                else:
-                    metadata.info["exif"] = segment
+                joined = metadata.info.get("exif", segment[:6])
+                metadata.info["exif"] = joined + segment[6:]
             elif segment.startswith(XMP):
                 metadata.info["xmp"] = segment[len(XMP) :]
         start += step

@@ -8,15 +8,14 @@ it works with all versions of torch from 2.11 on that are built for the same CUD
 import io
 import warnings
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from importlib import import_module
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torchvision import io as torchvision_io
+from torchvision.transforms.v2 import functional as vision
 
 from trainer.errors import read_text
 
@@ -47,33 +46,27 @@ def decode_jpeg(data: Tensor, channels: int) -> Tensor:
 
 def encode_jpeg(image: Tensor, quality: int) -> Tensor:
     """Encode an image, (1 or 3, H, W) uint8, as a JPEG's bytes, (n,) uint8."""
-    pixels = np.ascontiguousarray(image.permute(1, 2, 0).numpy())
-    if len(image) == 1:
-        pixels = pixels[..., 0]
     file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "JPEG", quality=quality)
+    vision.to_pil_image(image).save(file, "JPEG", quality=quality)
     return torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
 
 
-@lru_cache(maxsize=1)
+@cache
 def get_codec() -> Codec:
     """Return torchcodec's decoder if it can be loaded, or else a fallback."""
     try:
         decode = import_module("torchcodec.decoders").decode_jpeg
     except (ModuleNotFoundError, AttributeError):
-        return _build_fallback("0.16 or newer is not installed: pip install --upgrade torchcodec")
+        why = "0.16 or newer is not installed: pip install --upgrade torchcodec"
     except Exception as error:
         # If torchcodec is built for another CUDA version, it can raise any exception.
-        why = read_text(error.__cause__ or error).partition("\n")[0]
-        return _build_fallback(
-            f"it cannot be loaded ({why}): install the one of the index that torch came from"
+        reason = read_text(error.__cause__ or error).partition("\n")[0]
+        why = f"it cannot be loaded ({reason}): install the one of the index that torch came from"
+    else:
+        return Codec(
+            "torchcodec",
+            lambda data, channels: decode(data, mode="RGB" if channels == 3 else "GRAY"),
         )
-    return Codec(
-        "torchcodec", lambda data, channels: decode(data, mode="RGB" if channels == 3 else "GRAY")
-    )
-
-
-def _build_fallback(why: str) -> Codec:
     name = "torchvision" if hasattr(torchvision_io, "decode_jpeg") else "Pillow"
     return Codec(name, _decode_with_torchvision, why)
 

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from trainer.data.sampling import Box
 from trainer.recipe.image_sizes import ImageSize, sides
-
-# Top, left, height, width, in pixels of the whole image.
-Box = tuple[int, int, int, int]
 
 # Denominators of the scales at which a JPEG decoder can read an image.
 FACTORS = (8, 4, 2)

@@ -236,7 +236,7 @@ class PhotoDraws:
             recipe.hflip,
             recipe.alternate,
         )
-        self.vflip = sampling.draw_vertical_flips(seed, epoch, index, recipe.vflip)
+        self.vflip = sampling.draw_uniform(seed, epoch, index, sampling.VFLIP) < recipe.vflip
         self.auto = Auto(recipe, seed, epoch, index)
         self.transforms = Transforms(recipe, seed, epoch, index)
 
@@ -313,16 +313,49 @@ class Reader:
         epoch: int | None,
         index: Array,
     ) -> Report:
-        """Read the samples of a `Key` into a slot."""
+        """Read the samples of a `Key` into a slot.
+
+        With data.on_error=skip, an unreadable sample is left out in evaluation. In training, the
+        next readable sample replaces it.
+        """
         images = self.images[slot]
         labels = self.labels[slot]
         before = self._uncached
+        failures: list[Unreadable] = []
+        attempts = 1
+        row = 0
         with private_draws(), self._generators.restored():
+            prepare: Callable[[int, Picture], Tensor]
             if epoch is None:
-                report = self._fill_evaluation(images, labels, index)
+                prepare = lambda row, picture: prepare_for_evaluation(  # noqa: E731
+                    picture, self.size, self.shorter, self.interpolation
+                )
             else:
-                report = self._fill_training(images, labels, epoch, index)
-        return report._replace(uncached=self._uncached - before)
+                draws = PhotoDraws(
+                    self.augment, self.seed, epoch, index, self.training_shorter, self.interpolation
+                )
+                prepare = partial(draws.apply, size=self.size)
+                if self.skip:
+                    attempts = NEIGHBOURS
+            for place in index.tolist():
+                for step in range(attempts):
+                    image, label, failed = self._read(
+                        place + step, epoch or 0, partial(prepare, row)
+                    )
+                    if step == 0:
+                        failures += failed
+                    if image is not None:
+                        break
+                if image is not None:
+                    images[row] = image
+                    labels[row] = label
+                    row += 1
+                elif epoch is not None or not self.skip:
+                    return Report(0, failures, True, self._uncached - before)
+        # Padding repeats the last sample.
+        images[row:] = images[row - 1] if row else 0
+        labels[row:] = labels[row - 1] if row else 0
+        return Report(row, failures, uncached=self._uncached - before)
 
     @cached_property
     def _generators(self) -> Generators:
@@ -335,61 +368,6 @@ class Reader:
     @property
     def _uncached(self) -> int:
         return int(getattr(self.source, "uncached", 0))
-
-    def _fill_training(
-        self,
-        images: Tensor,
-        labels: Tensor,
-        epoch: int,
-        index: Array,
-    ) -> Report:
-        draws = PhotoDraws(
-            self.augment, self.seed, epoch, index, self.training_shorter, self.interpolation
-        )
-        failures = []
-        attempts = NEIGHBOURS if self.skip else 1
-        for row, place in enumerate(index.tolist()):
-            prepare = partial(draws.apply, row, size=self.size)
-            # With data.on_error=skip, the next readable sample replaces an unreadable one.
-            for step in range(attempts):
-                image, label, failed = self._read(place + step, epoch, prepare)
-                if step == 0:
-                    failures += failed
-                if image is not None:
-                    break
-            else:
-                return Report(0, failures, end=True)
-            images[row] = image
-            labels[row] = label
-        return Report(len(index), failures)
-
-    def _fill_evaluation(
-        self,
-        images: Tensor,
-        labels: Tensor,
-        index: Array,
-    ) -> Report:
-        failures = []
-        prepare = partial(
-            prepare_for_evaluation,
-            size=self.size,
-            shorter=self.shorter,
-            interpolation=self.interpolation,
-        )
-        row = 0
-        for sample in index.tolist():
-            image, label, failed = self._read(sample, 0, prepare)
-            failures += failed
-            if image is None:
-                if not self.skip:
-                    return Report(0, failures, end=True)
-                continue
-            images[row] = image
-            labels[row] = label
-            row += 1
-        images[row:] = images[row - 1] if row else 0
-        labels[row:] = labels[row - 1] if row else 0
-        return Report(row, failures)
 
     def _read(
         self,

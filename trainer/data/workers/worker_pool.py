@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -28,9 +27,6 @@ from trainer.processes import fork_server
 from trainer.processes.resources import MAX_KEPT_BLOCK, keep_freed_memory
 from trainer.recipe.image_sizes import sides
 
-# A request to a worker: number of the reader, slot, epoch or -1, number of samples. All requests
-# have the same small size, so that sending one never blocks.
-MESSAGE = struct.Struct("4q")
 # Seconds between two checks that the workers are alive.
 POLL_SECONDS = 1.0
 
@@ -80,11 +76,6 @@ def buffered(datasets: Datasets, training: bool) -> TensorSpec:
     if training and datasets.train_size:
         size = datasets.train_size
     return datasets.plain or TensorSpec((*sides(size), datasets.channels), torch.uint8)
-
-
-# Function that accepts a number of slots, and returns buffers with these slots and one reader for
-# each source.
-Readers = Callable[[int], tuple[Buffers, list[Reader]]]
 
 
 class Filled(NamedTuple):
@@ -169,11 +160,10 @@ class Worker:
         samples = torch.from_numpy(np.ascontiguousarray(index))
         self.buffers.order[request.slot, : len(index)] = samples
         self.requests.append(request)
-        if epoch is None:
-            epoch = -1
-        # If the worker has died, `_listen` detects it.
+        # The message is small, so that sending it never blocks. If the worker has died, `_listen`
+        # detects it.
         with suppress(OSError):
-            self.connection.send_bytes(MESSAGE.pack(part, request.slot, epoch, len(index)))
+            self.connection.send((part, request.slot, epoch, len(index)))
         return request
 
 
@@ -188,7 +178,7 @@ class Workers:
     def __init__(
         self,
         sources: Sequence[PhotoSource],
-        readers: Readers,
+        readers: Callable[[int], tuple[Buffers, list[Reader]]],
         count: int,
         timeout: float,
     ) -> None:
@@ -196,7 +186,8 @@ class Workers:
 
         Args:
             sources: the sources that the keys refer to, for error messages.
-            readers: function that allocates the buffers and readers of a worker.
+            readers: function that accepts a number of slots, and returns a worker's buffers with
+                these slots and one reader for each source.
             count: maximum number of processes.
             timeout: seconds without an answer after which a worker counts as hung.
         """
@@ -250,7 +241,6 @@ class Workers:
         """End the workers, and kill those that do not end in time."""
         self._generation += 1
         self._drop()
-        self._pending.clear()
         for worker in self._workers:
             worker.connection.close()
         deadline = time.monotonic() + 2 * POLL_SECONDS
@@ -281,7 +271,6 @@ class Workers:
             # batches, which must be kept.
             if generation == self._generation and remaining:
                 self._drop()
-                self._pending.clear()
             raise
         except PeerError:
             self.close()
@@ -341,7 +330,7 @@ class Workers:
                 worker.free.append(request.slot)
 
     def _drop(self) -> None:
-        """Drop all requests.
+        """Drop all requests, and all batches that are not requested yet.
 
         If a worker is still reading a batch, its slot becomes free when the worker has read it.
         """
@@ -350,6 +339,7 @@ class Workers:
             if request.report is not None:
                 request.worker.free.append(request.slot)
         self._requests.clear()
+        self._pending.clear()
 
     def _start(self) -> Worker:
         number = len(self._workers)
@@ -429,9 +419,9 @@ def serve(
     begin_worker()
     while True:
         try:
-            part, slot, epoch, count = MESSAGE.unpack(connection.recv_bytes())
+            part, slot, epoch, count = connection.recv()
             index = order[slot, :count].numpy().copy()
-            connection.send(readers[part].fill(slot, None if epoch < 0 else epoch, index))
+            connection.send(readers[part].fill(slot, epoch, index))
         except (EOFError, OSError):
             return
 

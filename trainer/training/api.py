@@ -198,9 +198,7 @@ def receive(module: str, plugin: str | None) -> None:
         module: Path of the file of the module `MODULE`, in the folder of the pickled objects.
         plugin: Name of the user's plugin, if any.
     """
-    from trainer.launch.launching import load_plugin
-
-    load_plugin(plugin)
+    launching.load_plugin(plugin)
     pickling.has_received_objects = True
     file = Path(module).with_name(SENT)
     parts: dict[str, tuple[str, bytes]] = pickle.loads(file.read_bytes())
@@ -290,7 +288,7 @@ def train(
                 "positional arguments are keys of the recipe, as 'epochs=2'; model=, data=, "
                 "nproc=, plugin= and check= are keywords"
             )
-    calls = Callbacks(on_epoch, on_step, on_evaluation)
+    calls = Callbacks(on_epoch=on_epoch, on_step=on_step, on_evaluation=on_evaluation)
     for name, function in calls.functions.items():
         if not callable(function):
             raise RecipeError(f"{name}= is a function of one report, not {type(function).__name__}")

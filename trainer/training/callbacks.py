@@ -128,18 +128,8 @@ OnEvaluation = Callable[[EvaluationReport], object]
 class Callbacks:
     """Callbacks of a program. Rank 0 calls the functions and broadcasts their requests."""
 
-    def __init__(
-        self,
-        on_epoch: OnEpoch | None = None,
-        on_step: OnStep | None = None,
-        on_evaluation: OnEvaluation | None = None,
-    ) -> None:
-        functions: dict[str, Callable[[Any], object] | None] = {
-            "on_epoch": on_epoch,
-            "on_step": on_step,
-            "on_evaluation": on_evaluation,
-        }
-        # The functions by their names, of those that the program has.
+    def __init__(self, **functions: Callable[[Any], object] | None) -> None:
+        """Store the functions `on_epoch`, `on_step` and `on_evaluation`; None for no function."""
         self.functions = {}
         for name, function in functions.items():
             if function is not None:

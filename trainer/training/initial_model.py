@@ -78,13 +78,7 @@ def build_initial_model(
         return model
 
     if recipe.traits.exchanges == "shards" and world.size > 1:
-        model = _build_whole_on_rank_0(
-            make=lambda: make(checked=True),
-            make_without_weights=lambda: make(False),
-            name=recipe.model.name,
-            world=world,
-            say=say,
-        )
+        model = _build_whole_on_rank_0(make, recipe.model.name, world, say)
     else:
         model = make()
         broadcast_weights(model, recipe.model.name, world, say)
@@ -96,22 +90,22 @@ def build_initial_model(
 
 
 def _build_whole_on_rank_0(
-    make: Callable[[], nn.Module],
-    make_without_weights: Callable[[], nn.Module],
-    name: str,
-    world: World,
-    say: Callable[[str], None],
+    make: Callable[..., nn.Module], name: str, world: World, say: Callable[[str], None]
 ) -> nn.Module:
     """Build the model with `make` on rank 0, and without values on the other ranks. Collective.
 
-    The other ranks call `make_without_weights` on the meta device. If the model cannot be built
-    there, or has other modules or shapes than rank 0's, the rank calls `make_without_weights` again
-    on the CPU.
+    Rank 0 calls `make(checked=True)`. The other ranks call `make(starting=False)` on the meta
+    device. If the model cannot be built there, or has other modules or shapes than rank 0's, the
+    rank calls this again on the CPU.
     """
     states = read_random_states()
-    model, reason = world.all_or_none(
-        lambda: (make(), "") if world.is_main else build_on_meta(make_without_weights)
-    )
+
+    def make_on_rank() -> tuple[nn.Module | None, str]:
+        if world.is_main:
+            return make(checked=True), ""
+        return build_on_meta(lambda: make(starting=False))
+
+    model, reason = world.all_or_none(make_on_rank)
     digest = compute_digest(model) if model is not None else ""
     is_different = digest != world.broadcast_object(digest)
     if model is not None and is_different:
@@ -131,7 +125,7 @@ def _build_whole_on_rank_0(
         )
     if model is None:
         restore_random_states(states)
-        model = make_without_weights()
+        model = make(starting=False)
     return model
 
 

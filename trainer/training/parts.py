@@ -62,8 +62,15 @@ class Part:
         return {}
 
     def restore(self, saved: State) -> None:
-        """Restore this part from a checkpoint. Collective."""
-        self.scatter(saved)
+        """Restore this part from a checkpoint. Collective.
+
+        By default, the tensors are copied from the checkpoint to the ranks.
+        """
+        stored = saved.part(self.name)
+        all_names = self.world.gather([*self.tensors()])
+        names = set[str]().union(*self.world.broadcast_object(all_names))
+        self.check_names(stored, names)
+        self.strategy.scatter(stored, self.tensors())
 
     def check_names(self, saved: Iterable[str], live: Iterable[str]) -> None:
         """Raise CheckpointError unless `saved` and `live` name the same tensors.
@@ -78,14 +85,6 @@ class Part:
                 "model or optimizer; choose another output= to start from scratch, from its "
                 "weights with model.init_from=RUN"
             )
-
-    def scatter(self, saved: State) -> None:
-        """Copy the tensors of this part from a checkpoint to the ranks. Collective."""
-        stored = saved.part(self.name)
-        all_names = self.world.gather([*self.tensors()])
-        names = set[str]().union(*self.world.broadcast_object(all_names))
-        self.check_names(stored, names)
-        self.strategy.scatter(stored, self.tensors())
 
 
 class Weights(Part):
@@ -112,7 +111,7 @@ class OptimizerState(Part):
         # needs a state of each of them, into which the saved state is copied.
         trained_names = {name.partition("//")[0] for name in saved.part(self.name)}
         self.state.updater.follow(self.state.parameters, also=trained_names)
-        self.scatter(saved)
+        super().restore(saved)
 
 
 class OuterOptimizer(Part):

@@ -217,7 +217,7 @@ def open_run(typed: Recipe, claim: Claim, closing: ExitStack) -> Opened:
                 "than on rank 0: copy the file"
             )
         world.raise_any(error)
-    tracker.resolved(recipe)
+    tracker.recipe = recipe
     return Opened(
         recipe,
         data,

@@ -23,7 +23,6 @@ from trainer.errors import RecipeError
 from trainer.launch import child_ranks, launching
 from trainer.models import zoo
 from trainer.models.given import ModelBuilder, unwrap
-from trainer.models.zoo import load_weights, register_model
 from trainer.processes import pickling
 from trainer.processes.rank import read_place
 from trainer.processes.torch_context import plain_context
@@ -207,7 +206,7 @@ def receive(module: str, plugin: str | None) -> None:
         # registered if its name is still free.
         value = pickle.loads(content)
         if what == "model" and zoo.find_registered(name) is None:
-            register_model(name)(value)
+            zoo.register_model(name)(value)
         elif what == "data" and name not in registered.registered:
             register_dataset(name)(value)
         elif what == "task" and not tasks.is_registered(name):
@@ -335,5 +334,5 @@ def train(
         is_inference = any(parameter.is_inference() for parameter in model.parameters())
         with torch.inference_mode(is_inference):
             weights, _ = read_weights(file)
-            load_weights(unwrap(model), weights, str(file), whole=True)
+            zoo.load_weights(unwrap(model), weights, str(file), whole=True)
     return result

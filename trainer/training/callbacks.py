@@ -71,12 +71,6 @@ class ProgramReport:
             raise RecipeError("a report accepts log() while its callback runs, not later")
         self._answer.logged[name] = number
 
-    def answer(self, go_on: bool) -> CallbackAnswer:
-        """Close the report and return the callback's requests."""
-        self._answer.go_on = go_on
-        self._answer.given = True
-        return self._answer
-
 
 @dataclass(frozen=True)
 class StepReport(ProgramReport):
@@ -151,7 +145,9 @@ class Callbacks:
                 returned = self.functions[name](report)
                 # Any returned value except False means that training continues.
                 is_stop = isinstance(returned, bool | np.bool_) and not returned
-                answer = report.answer(not is_stop)
+                answer = report._answer
+                answer.go_on = not is_stop
+                answer.given = True
             except Exception as error:
                 raised = error
                 answer = f"{name} raised {describe(error)}"

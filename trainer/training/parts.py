@@ -17,12 +17,10 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from trainer.distributed.world import World
 from trainer.errors import CheckpointError, RecipeError
 from trainer.models.reachable import is_own
 from trainer.optim.optimizers import name_optimizer_state
 from trainer.processes.rank import build_job_id
-from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position, State
 from trainer.training.randomness import read_random_states, restore_random_states, seed_ranks
 from trainer.training.same_images import report_changes
@@ -332,11 +330,19 @@ class RankState(Part):
         return tensors
 
     def facts(self) -> dict[str, Any]:
-        return {"topology": describe_random_topology(self.recipe, self.world)}
+        """Return the mode, the number of ranks, and the sizes of the rank grid except `replicas`.
+
+        These values decide which data and which part of the model each rank computes, so saved
+        random states are valid only with the same values.
+        """
+        dimensions = dict(self.world.grid.sizes)
+        dimensions.pop("replicas", None)
+        topology = {"mode": self.recipe.mode, "world_size": self.world.size, **dimensions}
+        return {"topology": topology}
 
     def restore(self, saved: State) -> None:
         saved_topology = saved.facts["topology"]
-        topology = describe_random_topology(self.recipe, self.world)
+        topology = self.facts()["topology"]
         # Older checkpoints do not name the number of stages, so only saved keys are compared.
         if saved_topology != {key: topology[key] for key in topology if key in saved_topology}:
             self.say(
@@ -411,17 +417,6 @@ def hash_user_code() -> dict[str, str]:
                 digest = hashlib.sha256(content).hexdigest()
                 digests[str(path.relative_to(folder))] = digest
     return digests
-
-
-def describe_random_topology(recipe: Recipe, world: World) -> dict[str, Any]:
-    """Return the mode, the number of ranks, and the sizes of the rank grid except `replicas`.
-
-    These values decide which data and which part of the model each rank computes, so saved random
-    states are valid only with the same values.
-    """
-    dimensions = dict(world.grid.sizes)
-    dimensions.pop("replicas", None)
-    return {"mode": recipe.mode, "world_size": world.size, **dimensions}
 
 
 def rank_part_name(rank: int) -> str:

@@ -8,6 +8,7 @@ import shlex
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -318,12 +319,13 @@ def summarize_saves(costs: Sequence[Cost]) -> dict[str, float] | None:
     `blocked_s` is the mean number of seconds for which training pauses for a save. `seconds` is the
     mean number of seconds until a save is written.
     """
-    count = len(costs)
-    if not count:
+    if not costs:
         return None
-    blocked = sum(cost.blocked for cost in costs)
-    seconds = sum(cost.seconds for cost in costs)
-    return {"count": count, "blocked_s": blocked / count, "seconds": seconds / count}
+    return {
+        "count": len(costs),
+        "blocked_s": fmean(cost.blocked for cost in costs),
+        "seconds": fmean(cost.seconds for cost in costs),
+    }
 
 
 def build_result(

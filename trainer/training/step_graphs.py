@@ -205,7 +205,7 @@ class GraphSteps(EagerSteps):
         # A failed capture, such as that of an evaluation, may replace the state of a generator.
         # Graphs that were captured before would still draw from the old state, so they are dropped.
         if self.captured and self._recoveries != cuda_graphs.recoveries:
-            self._forget()
+            self.forget()
         self._shapes_before = self._shapes
         self._shapes = []
         self._replays = False
@@ -482,7 +482,7 @@ class GraphSteps(EagerSteps):
         """
         self._say(f"  graphs: the step is launched kernel by kernel: {reason}")
         self._reason = reason
-        self._forget()
+        self.forget()
         assert self.recorder
         self.recorder.close()
         self.recorder = None
@@ -490,12 +490,8 @@ class GraphSteps(EagerSteps):
     def forget(self) -> None:
         """Drop the captured step, because other micro-batch shapes or other parameters follow.
 
-        A later step may be captured again.
+        A later step may be captured again, unless captures were given up.
         """
-        if self.recorder:
-            self._forget()
-
-    def _forget(self) -> None:
         self.captured = None
         self._evidence = None
         self._tries = 0

@@ -165,7 +165,8 @@ def test_a_part_that_fails_waits_for_no_device(monkeypatch):
     """The device may have work that needs a peer which has exited."""
     waits = []
     monkeypatch.setattr(clocks, "synchronise", waits.append)
-    ledger = Ledger("other", [torch.device("cpu")])
+    ledger = Ledger("other")
+    ledger.devices = [torch.device("cpu")]
     with pytest.raises(ZeroDivisionError), ledger.span("saving"):
         raise ZeroDivisionError
     assert len(waits) == 1 and ledger.start_part("end") == "other"

@@ -42,7 +42,7 @@ def apart(found):
 
 
 def test_the_ground_is_transparent(tmp_path):
-    plots.draw_bars(tmp_path / "p.png", BARS, "images per second")
+    plots.draw_bars(tmp_path / "p.png", BARS, "images per second", "", {})
     image = Image.open(tmp_path / "p.png")
     assert image.mode == "RGBA" and image.getpixel((2, 2))[3] == 0
     assert any(image.getpixel((x, image.height // 2))[3] for x in range(image.width))

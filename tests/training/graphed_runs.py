@@ -270,8 +270,14 @@ def train(
 
     class Steps(step_graphs.GraphSteps):
         def __init__(self, *given: Any) -> None:
-            *most, say = given
-            super().__init__(*most, lambda line: (left.said.append(line), say(line))[1])
+            super().__init__(*given)
+            say = self._say
+
+            def keep_and_say(line: str) -> None:
+                left.said.append(line)
+                say(line)
+
+            self._say = keep_and_say
             left.steps = self
 
     real = runs.Run.__post_init__
@@ -290,9 +296,10 @@ def train(
 
             run.strategy.after_step = after_step
 
-    def log_step(state: Any, observer: Any, mean: float, lr: float, norm: Any, *more: Any) -> None:
-        norms[f"norm {state.position.step}"] = (mean, lr, None if norm is None else norm.item())
-        log(state, observer, mean, lr, norm, *more)
+    def log_step(state: Any, observer: Any, mean: float, norm: Any, *more: Any) -> None:
+        number = None if norm is None else norm.item()
+        norms[f"norm {state.position.step}"] = (mean, state.lr, number)
+        log(state, observer, mean, norm, *more)
 
     with alone(), ExitStack() as stack:
         left.recorders = stack.enter_context(graphs_on_the_cpu(kind))

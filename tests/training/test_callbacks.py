@@ -90,7 +90,7 @@ def test_invalid_requests_are_one_sentence():
     for value in ("high", [1.0, 2.0], torch.zeros(2)):
         with pytest.raises(RecipeError, match=r"log.*\bvalue\b"):
             report.log("mine", value)
-    assert Callbacks(kept.append).report(alone, "on_epoch", report).go_on
+    assert Callbacks(on_epoch=kept.append).report(alone, "on_epoch", report).go_on
     with pytest.raises(RecipeError, match="later"):
         kept[0].log("mine", 1.0)
     assert report == report_of()
@@ -101,10 +101,10 @@ def test_all_ranks_get_the_answer_of_rank_0():
     sent = []
     message.log("mine", 2)
     main = SimpleNamespace(is_main=True, wait_for=lambda value: sent.append(value) or sent)
-    here = Callbacks(lambda report: None).report(main, "on_epoch", message)
+    here = Callbacks(on_epoch=lambda report: None).report(main, "on_epoch", message)
     rank = SimpleNamespace(is_main=False, wait_for=lambda value: [*sent, value])
     assert (
-        Callbacks(lambda report: pytest.fail("only rank 0 calls it")).report(
+        Callbacks(on_epoch=lambda report: pytest.fail("only rank 0 calls it")).report(
             rank, "on_epoch", report_of()
         )
         == here

@@ -92,6 +92,7 @@ class Fixed(Strategy):
 
     def __init__(self):
         self.module, self.task, self.recipe = nn.Identity(), task_of(), load(None)
+        self.world = ALONE
 
     def forward(self, inputs):
         return torch.tensor([0.0, 9.0, 0.0]).repeat(len(inputs), 1)
@@ -110,6 +111,8 @@ def batches(total, rows):
 @pytest.mark.parametrize("total", range(1, 18))
 def test_uneven_tails(total):
     seen = []
-    actual = evaluate(Fixed(), batches(total, 4), ALONE, seen.append)
+    fixed = Fixed()
+    sums = Sums(fixed.task)
+    actual = evaluate(fixed, batches(total, 4), sums, fixed.forward, seen.append)
     assert actual["val_samples"] == total and actual["val_top1"] == 1 and actual["val_top5"] == 1
     assert seen == list(range(1, -(-total // 4) + 1))

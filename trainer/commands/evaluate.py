@@ -105,7 +105,7 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
     forward = build_forward(strategy, say_once)
     forward.begin(len(loader.evaluation_spans))
     sums = Sums(task)
-    metrics = evaluate(strategy, loader.evaluation(), world, sums=sums, forward=forward)
+    metrics = evaluate(strategy, loader.evaluation(), sums, forward)
     forward.close()
     skipped = int(world.sum_(torch.tensor(loader.skipped, dtype=torch.float64)))
     loader.close()

@@ -5,6 +5,7 @@ Functions that are called within a step never wait for a device.
 
 import time
 from array import array
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -407,10 +408,11 @@ class Ledger:
     At each moment there is exactly one activity, so the seconds add up to the time since the start.
     """
 
-    def __init__(self, part: str, devices: Sequence[torch.device] = ()) -> None:
+    def __init__(self, part: str) -> None:
         """Start the clock with the activity `part`."""
-        self.devices = devices
-        self.seconds: dict[str, float] = {}
+        # Devices that `span` synchronizes.
+        self.devices: Sequence[torch.device] = ()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.start_time = time.perf_counter()
         # Start of the first attempt, if earlier ones in this process have run out of memory.
         self.run_start = self.start_time
@@ -421,16 +423,11 @@ class Ledger:
         # Seconds of all steps up to the end of the last window.
         self._ended = 0.0
 
-    def start_part(self, part: str, at: float | None = None) -> str:
-        """Start the activity `part` and return the previous one.
-
-        Args:
-            part: The new activity.
-            at: Start of the new activity, as a value of `time.perf_counter`; None for now.
-        """
-        now = time.perf_counter() if at is None else at
+    def start_part(self, part: str) -> str:
+        """Start the activity `part` and return the previous one."""
+        now = time.perf_counter()
         before = self._part
-        self._move(now - self._since, None, before)
+        self.seconds[before] += now - self._since
         self._since = now
         self._part = part
         return before
@@ -448,12 +445,12 @@ class Ledger:
         that has exited.
         """
         synchronise(self.devices)
-        before = self.start_part(part, time.perf_counter())
+        before = self.start_part(part)
         try:
             yield
             synchronise(self.devices)
         finally:
-            self.start_part(before, time.perf_counter())
+            self.start_part(before)
 
     def note_steps(
         self,
@@ -498,9 +495,8 @@ class Ledger:
     def _move(
         self,
         seconds: float,
-        source: str | None,
+        source: str,
         target: str,
     ) -> None:
-        if source:
-            self.seconds[source] = self.seconds.get(source, 0.0) - seconds
-        self.seconds[target] = self.seconds.get(target, 0.0) + seconds
+        self.seconds[source] -= seconds
+        self.seconds[target] += seconds

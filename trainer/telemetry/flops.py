@@ -1,6 +1,5 @@
 """Floating point operations of a model, and published peak rates of GPUs."""
 
-import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -70,12 +69,23 @@ def count_training_flops(model: nn.Module, shape: Sequence[int]) -> int:
     appendix B). If some parameters are frozen, the forward pass and the remaining operations of the
     backward pass are counted instead.
 
+    Args:
+        model: The model on the meta device. Its mode and its gradients change.
+        shape: Shape of the batch.
+
     Raises:
         NotImplementedError: The model has an operator that cannot run on the meta device.
     """
-    if all(parameter.requires_grad for parameter in model.parameters()):
-        return 3 * pass_flops(model, shape)
-    return pass_flops(model, shape, backward=True)
+    is_frozen = not all(parameter.requires_grad for parameter in model.parameters())
+    counter = FlopCounterMode(
+        display=False, custom_mapping={torch.ops.aten.convolution_backward: _convolution_backward}
+    )
+    with torch.set_grad_enabled(is_frozen), counter:
+        output = model.eval()(torch.empty(tuple(shape), device="meta"))
+        if is_frozen:
+            output.sum().backward()
+    operations = int(counter.get_total_flops())
+    return operations if is_frozen else 3 * operations
 
 
 def _convolution_backward(
@@ -95,32 +105,6 @@ def _convolution_backward(
     positions = math.prod(x if is_transposed else gradient)
     gradients = sum(output_mask[:2])
     return int(gradients * 2 * positions * math.prod(weight[1:]))
-
-
-def pass_flops(
-    model: nn.Module,
-    shape: Sequence[int],
-    backward: bool = False,
-) -> int:
-    """Run a forward pass on the meta device, and count its floating point operations.
-
-    Args:
-        model: The model, which is copied.
-        shape: Shape of the batch.
-        backward: Whether to count the backward pass, too.
-
-    Raises:
-        NotImplementedError: The model has an operator that cannot run on the meta device.
-    """
-    probe = copy.deepcopy(model).to("meta").eval()
-    counter = FlopCounterMode(
-        display=False, custom_mapping={torch.ops.aten.convolution_backward: _convolution_backward}
-    )
-    with torch.set_grad_enabled(backward), counter:
-        output = probe(torch.empty(tuple(shape), device="meta"))
-        if backward:
-            output.sum().backward()
-    return int(counter.get_total_flops())
 
 
 def look_up_peak_flops(device: torch.device, precision: str) -> float | None:

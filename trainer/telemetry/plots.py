@@ -8,7 +8,6 @@ imported on first use.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 # Gray for text and axes. Its contrast ratio is 4.3 to white, and 4.4 to GitHub's dark page.
@@ -59,8 +58,8 @@ def draw_bars(
     path: Path,
     rows: Sequence[tuple[str, float, float, str]],
     xlabel: str,
-    title: str = "",
-    marks: Mapping[str, str] = MappingProxyType({}),
+    title: str,
+    marks: Mapping[str, str],
 ) -> None:
     """Draw horizontal bars with whiskers of one standard deviation, the first bar on top.
 

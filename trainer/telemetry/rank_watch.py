@@ -83,10 +83,9 @@ class RankWatch:
     """
 
     def __init__(self) -> None:
-        # Rank that was slow in the last window, if any.
-        self.suspect: int | None = None
         self._named: set[int] = set()
-        # Lags in the latest successive windows in which the suspect was slow.
+        # Lags of the slow rank in the latest successive windows in which it was slow; empty if no
+        # rank was slow in the last window.
         self._row: list[Lag] = []
         self._seconds = 0.0
         self._measured: list[list[tuple[float, float]]] = []
@@ -125,14 +124,10 @@ class RankWatch:
             gain = max(spent) * statistics.fmean(1 / time for time in spent)
         is_data = data - usual_data > compute - usual_compute
         lag = Lag(rank, behind, is_data, gain)
-        if behind <= MIN_LAG:
-            self.suspect = None
+        if behind <= MIN_LAG or (self._row and self._row[-1].rank != rank):
             self._row = []
-        else:
-            if self.suspect != rank:
-                self._row = []
+        if behind > MIN_LAG:
             self._row.append(lag)
-            self.suspect = rank
         return lag
 
     def named(self) -> Lag | None:
@@ -140,12 +135,13 @@ class RankWatch:
 
         Each rank is returned only once.
         """
-        if len(self._row) < WINDOWS or self.suspect is None or self.suspect in self._named:
+        if len(self._row) < WINDOWS or self._row[-1].rank in self._named:
             return None
-        self._named.add(self.suspect)
         last = self._row[-WINDOWS:]
+        rank = last[-1].rank
+        self._named.add(rank)
         return Lag(
-            self.suspect,
+            rank,
             statistics.median(lag.behind for lag in last),
             sum(lag.data for lag in last) * 2 > WINDOWS,
             statistics.median(lag.gain for lag in last),

@@ -131,7 +131,7 @@ def _check_loss(state: RunState, recipe: Recipe) -> str | None:
     still_rises = len(warm) > 1 and last > min(warm[:-1])
     if last <= limit or not (has_grown or still_rises):
         return None
-    remedies = [f"optimizer.lr={_lower_rate(recipe):g}"]
+    remedies = [f"optimizer.lr={recipe.optimizer.lr / 10:.3g}"]
     if recipe.clip_grad_norm is None:
         remedies.append("clip_grad_norm=1")
     text = f"the loss is worse than {reference} and does not fall, {last:.4g} now: "
@@ -164,7 +164,7 @@ def _check_accuracy(state: RunState, recipe: Recipe) -> str | None:
     present = sum(n > 0 for n in state.actual)
     if state.labelled and share >= 2 / present:
         return text + _suggest(recipe, *balances)
-    lower = f"optimizer.lr={_lower_rate(recipe):g}"
+    lower = f"optimizer.lr={recipe.optimizer.lr / 10:.3g}"
     higher = f"optimizer.lr={10 * recipe.optimizer.lr:g}"
     return f"{text}{_suggest(recipe, lower, higher)}, and check that the labels are right"
 
@@ -279,10 +279,6 @@ KINDS: dict[str, Callable[[RunState, Recipe], str | None]] = {
 }
 # Cause of a symptom. The symptom gets no warning if its cause has one.
 CAUSES = {"accuracy": "loss", "memorised": "never predicted"}
-
-
-def _lower_rate(recipe: Recipe) -> float:
-    return float(f"{recipe.optimizer.lr / 10:.3g}")
 
 
 def _list_balancing_overrides(recipe: Recipe) -> list[str]:

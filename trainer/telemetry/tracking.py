@@ -63,12 +63,14 @@ class NullTracker:
     folder = NullFolder()
     journal = NullJournal()
     path: Path | None = None
+    # The recipe, in which the run replaces automatic values by its choices.
+    recipe: Recipe
     # Whether TensorBoard is enabled, so that summaries such as pictures must be created for it.
     shows = False
 
     def say(self, text: str, style: str = "") -> None: ...
     def row(self, cells: Mapping[str, str], best: bool, step: int) -> None: ...
-    def resolved(self, recipe: Recipe) -> None: ...
+
     def start(
         self, position: Position, total_steps: int, metric: str, evaluated_step: int = 0
     ) -> None: ...
@@ -221,10 +223,6 @@ class Tracker(NullTracker):
             self._bar.write(text, file=sys.stdout)
             return
         show(f"{text}\n")
-
-    def resolved(self, recipe: Recipe) -> None:
-        """Set the recipe in which the choices of this run have replaced automatic values."""
-        self.recipe = recipe
 
     def start(
         self, position: Position, total_steps: int, metric: str, evaluated_step: int = 0

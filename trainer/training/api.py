@@ -23,7 +23,6 @@ from trainer.errors import RecipeError
 from trainer.launch import child_ranks, launching
 from trainer.models import zoo
 from trainer.models.given import ModelBuilder, unwrap
-from trainer.models.zoo import load_weights, register_model
 from trainer.processes import pickling
 from trainer.processes.rank import read_place
 from trainer.processes.torch_context import plain_context
@@ -198,9 +197,7 @@ def receive(module: str, plugin: str | None) -> None:
         module: Path of the file of the module `MODULE`, in the folder of the pickled objects.
         plugin: Name of the user's plugin, if any.
     """
-    from trainer.launch.launching import load_plugin
-
-    load_plugin(plugin)
+    launching.load_plugin(plugin)
     pickling.has_received_objects = True
     file = Path(module).with_name(SENT)
     parts: dict[str, tuple[str, bytes]] = pickle.loads(file.read_bytes())
@@ -209,7 +206,7 @@ def receive(module: str, plugin: str | None) -> None:
         # registered if its name is still free.
         value = pickle.loads(content)
         if what == "model" and zoo.find_registered(name) is None:
-            register_model(name)(value)
+            zoo.register_model(name)(value)
         elif what == "data" and name not in registered.registered:
             register_dataset(name)(value)
         elif what == "task" and not tasks.is_registered(name):
@@ -290,7 +287,7 @@ def train(
                 "positional arguments are keys of the recipe, as 'epochs=2'; model=, data=, "
                 "nproc=, plugin= and check= are keywords"
             )
-    calls = Callbacks(on_epoch, on_step, on_evaluation)
+    calls = Callbacks(on_epoch=on_epoch, on_step=on_step, on_evaluation=on_evaluation)
     for name, function in calls.functions.items():
         if not callable(function):
             raise RecipeError(f"{name}= is a function of one report, not {type(function).__name__}")
@@ -337,5 +334,5 @@ def train(
         is_inference = any(parameter.is_inference() for parameter in model.parameters())
         with torch.inference_mode(is_inference):
             weights, _ = read_weights(file)
-            load_weights(unwrap(model), weights, str(file), whole=True)
+            zoo.load_weights(unwrap(model), weights, str(file), whole=True)
     return result

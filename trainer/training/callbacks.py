@@ -71,12 +71,6 @@ class ProgramReport:
             raise RecipeError("a report accepts log() while its callback runs, not later")
         self._answer.logged[name] = number
 
-    def answer(self, go_on: bool) -> CallbackAnswer:
-        """Close the report and return the callback's requests."""
-        self._answer.go_on = go_on
-        self._answer.given = True
-        return self._answer
-
 
 @dataclass(frozen=True)
 class StepReport(ProgramReport):
@@ -128,18 +122,8 @@ OnEvaluation = Callable[[EvaluationReport], object]
 class Callbacks:
     """Callbacks of a program. Rank 0 calls the functions and broadcasts their requests."""
 
-    def __init__(
-        self,
-        on_epoch: OnEpoch | None = None,
-        on_step: OnStep | None = None,
-        on_evaluation: OnEvaluation | None = None,
-    ) -> None:
-        functions: dict[str, Callable[[Any], object] | None] = {
-            "on_epoch": on_epoch,
-            "on_step": on_step,
-            "on_evaluation": on_evaluation,
-        }
-        # The functions by their names, of those that the program has.
+    def __init__(self, **functions: Callable[[Any], object] | None) -> None:
+        """Store the functions `on_epoch`, `on_step` and `on_evaluation`; None for no function."""
         self.functions = {}
         for name, function in functions.items():
             if function is not None:
@@ -161,7 +145,9 @@ class Callbacks:
                 returned = self.functions[name](report)
                 # Any returned value except False means that training continues.
                 is_stop = isinstance(returned, bool | np.bool_) and not returned
-                answer = report.answer(not is_stop)
+                answer = report._answer
+                answer.go_on = not is_stop
+                answer.given = True
             except Exception as error:
                 raised = error
                 answer = f"{name} raised {describe(error)}"

@@ -4,7 +4,6 @@ The run trains, evaluates and saves as usual, in a temporary folder. Then it is 
 checkpoint. Both the saved and the restored state are compared with the checkpoint.
 """
 
-import gc
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,10 +13,11 @@ from typing import Any
 import torch
 
 from trainer.errors import CheckpointError
+from trainer.memory.device import release_garbage
 from trainer.recipe import Recipe
 from trainer.recipe.text import list_some
 from trainer.saving import checkpoint
-from trainer.saving.checkpoint import State
+from trainer.saving.files import measure_size
 from trainer.saving.steps_file import read_steps
 from trainer.saving.tensor_files import Shard
 from trainer.telemetry.readable import format_size
@@ -97,9 +97,9 @@ def reopen(run: Run) -> tuple[Callable[[], Run], dict[str, str]]:
     assert saved
     lines = {}
     if loaded:
-        size = sum(file.stat().st_size for file in loaded.path.iterdir())
+        size = format_size(measure_size(loaded.path))
         parts = [*saved.tensors, *saved.pieces]
-        lines["saved"] = f"{format_size(size)}, loaded and compared: {', '.join(parts)}, history"
+        lines["saved"] = f"{size}, loaded and compared: {', '.join(parts)}, history"
     _compare(run, saved)
     resolved = replace(run.resolved, checkpoint=saved, tuned=run.strategy.tuned)
     interrupts = run.interrupts
@@ -111,8 +111,7 @@ def reopen(run: Run) -> tuple[Callable[[], Run], dict[str, str]]:
     run.strategy.close()
 
     def build_again() -> Run:
-        gc.collect()
-        torch.cuda.empty_cache()
+        release_garbage()
         # Seed again, so that all ranks initialize the same model, as in new processes.
         start_process(resolved.recipe)
         restored = build(resolved, interrupts, callbacks, ledger)
@@ -123,7 +122,7 @@ def reopen(run: Run) -> tuple[Callable[[], Run], dict[str, str]]:
     return build_again, lines
 
 
-def _compare(run: Run, saved: State) -> None:
+def _compare(run: Run, saved: checkpoint.State) -> None:
     """Raise CheckpointError on all ranks if any rank differs from a checkpoint. Collective."""
     error = None
     if difference := find_difference(run, saved):
@@ -134,7 +133,7 @@ def _compare(run: Run, saved: State) -> None:
     run.world.raise_any(error)
 
 
-def find_difference(run: Run, saved: State) -> str | None:
+def find_difference(run: Run, saved: checkpoint.State) -> str | None:
     """Return the name of the first part in which this rank differs from a checkpoint, or None."""
     if run.state.position != saved.position:
         return "position"

@@ -153,11 +153,10 @@ class Scores:
 def evaluate(
     strategy: Strategy,
     batches: Iterator[Batch],
-    world: World,
+    sums: Sums,
+    forward: Callable[[Tensor], Tensor | None],
     boundary: Callable[[int], None] = lambda done: None,
     look: Callable[[Tensor, Batch], None] | None = None,
-    sums: Sums | None = None,
-    forward: Callable[[Tensor], Tensor | None] | None = None,
 ) -> dict[str, float]:
     """Compute the task's metrics of the model on the validation split. Collective.
 
@@ -167,11 +166,10 @@ def evaluate(
         strategy: The mode that holds the model.
         batches: This rank's part of the validation split, in batches of full shape. The first
             `Batch.count` rows of a batch are samples, and the other rows are padding.
-        world: The ranks.
+        sums: Empty sums to fill.
+        forward: The mode's forward pass, as `build_forward` returns it.
         boundary: Called after every batch with the number of evaluated batches.
         look: Called with outputs and batch, on ranks that have outputs.
-        sums: Empty sums to fill, for a caller that needs more than the metrics.
-        forward: Forward pass to use instead of the strategy's, as `build_forward` returns it.
 
     Returns:
         The task's metrics under names with the prefix `val_`, and the number of samples as
@@ -179,10 +177,6 @@ def evaluate(
         without label smoothing, and the fractions `val_top1` and `val_top5`.
     """
     strategy.train(False)
-    if sums is None:
-        sums = Sums(strategy.task)
-    if forward is None:
-        forward = strategy.forward
     for batches_done, batch in enumerate(batches, 1):
         outputs = forward(batch.inputs)
         if outputs is not None:
@@ -190,7 +184,7 @@ def evaluate(
             if look:
                 look(outputs, batch)
         boundary(batches_done)
-    metrics, count = sums.metrics(world)
+    metrics, count = sums.metrics(strategy.world)
     figures: dict[str, float] = {f"val_{name}": value for name, value in metrics.items()}
     figures["val_samples"] = count
     return figures

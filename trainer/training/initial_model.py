@@ -27,6 +27,8 @@ from trainer.models.zoo import (
     find_color_filters,
     select_fitting_weights,
 )
+from trainer.modes.flattening import apply_collective
+from trainer.processes.terminal import Say
 from trainer.recipe import Recipe
 from trainer.recipe.image_sizes import ImageSize
 from trainer.recipe.known_names import AUXILIARY, OWN_PHOTOS
@@ -47,7 +49,7 @@ def build_initial_model(
     data: Datasets,
     state: State | None,
     world: World,
-    say: Callable[[str], None],
+    say: Say,
 ) -> nn.Module:
     """Build the model, with its start weights unless a checkpoint will be restored. Collective.
 
@@ -78,13 +80,7 @@ def build_initial_model(
         return model
 
     if recipe.traits.exchanges == "shards" and world.size > 1:
-        model = _build_whole_on_rank_0(
-            make=lambda: make(checked=True),
-            make_without_weights=lambda: make(False),
-            name=recipe.model.name,
-            world=world,
-            say=say,
-        )
+        model = _build_whole_on_rank_0(make, recipe.model.name, world, say)
     else:
         model = make()
         broadcast_weights(model, recipe.model.name, world, say)
@@ -96,22 +92,22 @@ def build_initial_model(
 
 
 def _build_whole_on_rank_0(
-    make: Callable[[], nn.Module],
-    make_without_weights: Callable[[], nn.Module],
-    name: str,
-    world: World,
-    say: Callable[[str], None],
+    make: Callable[..., nn.Module], name: str, world: World, say: Say
 ) -> nn.Module:
     """Build the model with `make` on rank 0, and without values on the other ranks. Collective.
 
-    The other ranks call `make_without_weights` on the meta device. If the model cannot be built
-    there, or has other modules or shapes than rank 0's, the rank calls `make_without_weights` again
-    on the CPU.
+    Rank 0 calls `make(checked=True)`. The other ranks call `make(starting=False)` on the meta
+    device. If the model cannot be built there, or has other modules or shapes than rank 0's, the
+    rank calls this again on the CPU.
     """
     states = read_random_states()
-    model, reason = world.all_or_none(
-        lambda: (make(), "") if world.is_main else build_on_meta(make_without_weights)
-    )
+
+    def make_on_rank() -> tuple[nn.Module | None, str]:
+        if world.is_main:
+            return make(checked=True), ""
+        return build_on_meta(lambda: make(starting=False))
+
+    model, reason = world.all_or_none(make_on_rank)
     digest = compute_digest(model) if model is not None else ""
     is_different = digest != world.broadcast_object(digest)
     if model is not None and is_different:
@@ -131,7 +127,7 @@ def _build_whole_on_rank_0(
         )
     if model is None:
         restore_random_states(states)
-        model = make_without_weights()
+        model = make(starting=False)
     return model
 
 
@@ -145,7 +141,6 @@ def build_for_dataset(
     model = build_for_sizes(
         recipe,
         task,
-        len(data.classes),
         data.channels,
         data.image_size,
         data.plain,
@@ -161,7 +156,6 @@ def build_for_dataset(
 def build_for_sizes(
     recipe: Recipe,
     task: Task,
-    names: int,
     channels: int,
     image_size: ImageSize,
     plain: TensorSpec | None = None,
@@ -172,8 +166,7 @@ def build_for_sizes(
 
     Args:
         recipe: The recipe.
-        task: The task, which may set the number of outputs.
-        names: Number of classes or values.
+        task: The task, which names the classes or values, and may set the number of outputs.
         channels: Number of channels of an image.
         image_size: Size of an image in pixels.
         plain: Shape and type of inputs that are not images. None for images.
@@ -185,7 +178,7 @@ def build_for_sizes(
         inputs = Example(2, plain).batch(torch.device("cpu")).inputs
     return build(
         recipe.model,
-        max(1, names),
+        max(1, len(task.names)),
         channels,
         image_size,
         starting,
@@ -195,9 +188,7 @@ def build_for_sizes(
     )
 
 
-def broadcast_weights(
-    model: nn.Module, name: str, world: World, say: Callable[[str], None]
-) -> None:
+def broadcast_weights(model: nn.Module, name: str, world: World, say: Say) -> None:
     """Copy rank 0's weights and buffers to every rank, if those of any rank differ. Collective.
 
     Each rank builds the model from the same seed. The weights still differ from rank to rank if the
@@ -225,14 +216,10 @@ def broadcast_weights(
             f"model.name={name} begins with rank 0's weights: each rank drew different ones, "
             "because the model does not use the seeded generators"
         )
-        for tensor in tensors.values():
-            copy = tensor.detach().clone(memory_format=torch.contiguous_format)
-            tensor.detach().copy_(world.broadcast_(copy))
+        apply_collective(map(Tensor.detach, tensors.values()), world.broadcast_)
 
 
-def check_task(
-    task: Task, model: nn.Module, data: Datasets, warn: Callable[[str], None] | None
-) -> None:
+def check_task(task: Task, model: nn.Module, data: Datasets, warn: Say | None) -> None:
     """Run a user's task on two random samples, so that its errors show before an epoch is trained.
 
     `warn` is called if the loss of a divided batch differs from that of the whole batch. If `warn`

@@ -215,14 +215,13 @@ def train_epoch(run: Run, epoch: int) -> None:
         log = step % recipe.logging.every_steps == 0 or step_in_epoch == stop
         # The loss until an evaluation is in its row of epochs.csv.
         log = log or is_evaluation_step(run, step)
-        lr = rate(step)
-        state.lr = lr
+        state.lr = rate(step)
         data_wait = 0.0
         loss = None
         if steps.should_capture:
             with run.ledger.span(f"{START}recording"), run.timer.pause():
                 steps.capture()
-        steps.begin(lr)
+        steps.begin(state.lr)
         with undo_on_out_of_memory(run):
             for micro_step in range(recipe.pieces):
                 run.timer.ask()
@@ -261,27 +260,28 @@ def train_epoch(run: Run, epoch: int) -> None:
             synced = rank_sync.after_step(log)
             steps_since_log = len(unlogged)
             mean_loss = synced.loss / steps_since_log
-            speed = reporting.compute_images_per_second(run.loader.samples_per_step, synced.window)
+            window_steps, window_seconds, _ = synced.window
+            speed = reporting.compute_speed(
+                run.loader.samples_per_step, window_steps, window_seconds
+            )
             with run.ledger.span("logging"):
                 if log:
                     history.epoch_loss += synced.loss
                     history.epoch_steps += steps_since_log
                     unlogged.clear()
-                    reporting.log_step(
-                        state, run.observer, mean_loss, lr, norm, speed, synced.window
-                    )
+                    reporting.log_step(state, run.observer, mean_loss, norm, speed, synced.window)
                 run.tracker.progress(step, epoch + 1, mean_loss, speed)
                 noticing.print_early_load(run.resolved, state, run.noticed)
-            if log and not reporting.report_to_program(
-                run.resolved,
-                state,
-                run.callbacks,
-                "on_step",
-                loss=mean_loss,
-                lr=lr,
-                samples_per_sec=speed,
-            ):
-                state.total_steps = step
+            if log:
+                reporting.report_to_program(
+                    run.resolved,
+                    state,
+                    run.callbacks,
+                    "on_step",
+                    loss=mean_loss,
+                    lr=state.lr,
+                    samples_per_sec=speed,
+                )
             if synced.stop:
                 rank_sync.save_and_stop(synced.stop)
         files = []
@@ -349,10 +349,9 @@ def evaluate_within_epoch(run: Run, epoch: int, speed: float | None = None) -> l
     run.tracker.scalars({f"val/{name}": value for name, value in metrics.items()}, step)
     style = BOLD if is_best else ""
     run.tracker.say(f"  step {step}: {run.task.text(metrics)}", style)
-    if not reporting.report_to_program(
+    reporting.report_to_program(
         run.resolved, run.state, run.callbacks, "on_evaluation", metrics=metrics, best=is_best
-    ):
-        run.state.total_steps = step
+    )
     # Only the start of an epoch may change which parameters train.
     run.strategy.train_for_probe()
     run.timer.start()
@@ -458,7 +457,7 @@ def end_epoch(run: Run, epoch: int, epoch_start: float) -> None:
     history.latest = [*history.latest, metrics][-STANDSTILL_EPOCHS:]
     speed = history.validation["val_samples"] / (time.perf_counter() - evaluation_start)
     note_skipped(run)
-    train_speed = reporting.compute_epoch_speed(run.timer, run.loader.samples_per_step)
+    train_speed = reporting.compute_speed(run.loader.samples_per_step, *run.timer.lap())
     is_best = note_evaluation(run, epoch, history.losses[-1], train_speed)
     # A run that ends within an epoch may be resumed there, before the epoch's own evaluation.
     if state.position.step_in_epoch == run.resolved.steps_per_epoch:
@@ -483,12 +482,11 @@ def end_epoch(run: Run, epoch: int, epoch_start: float) -> None:
     patience = run.recipe.stop.patience
     if patience is not None and stopping.has_lost_patience(run.resolved, state):
         tracker.say(stopping.format_patience(patience, run.task, history))
-    reports = reporting.report_to_program
-    if not is_repeated and not reports(
-        run.resolved, state, run.callbacks, "on_evaluation", metrics=metrics, best=is_best
-    ):
-        state.total_steps = step
-    goes_on = reports(
+    if not is_repeated:
+        reporting.report_to_program(
+            run.resolved, state, run.callbacks, "on_evaluation", metrics=metrics, best=is_best
+        )
+    reporting.report_to_program(
         run.resolved,
         state,
         run.callbacks,
@@ -498,8 +496,6 @@ def end_epoch(run: Run, epoch: int, epoch_start: float) -> None:
         epochs=run.recipe.epochs,
         train_loss=history.losses[-1],
     )
-    if not goes_on:
-        state.total_steps = step
     is_finished = stopping.is_over(run.resolved, state) or epoch + 1 == run.recipe.epochs
     if is_finished and mistakes:
         with run.ledger.span("evaluation"):
@@ -563,9 +559,7 @@ def measure(
                 if mistakes is not None:
                     mistakes.add(outputs, batch)
 
-            figures = evaluate(
-                run.strategy, batches, run.world, after_batch, look, sums, run.forward
-            )
+            figures = evaluate(run.strategy, batches, sums, run.forward, after_batch, look)
             noticing.note_classes(run.task, run.noticed, sums)
             run.examples.show(run.state.position.step, is_last=mistakes is not None)
             return figures

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer.data import Example, count_steps_per_epoch
-from trainer.devices.precision import AUTOCAST
+from trainer.devices.precision import autocast
 from trainer.errors import DeviceMemoryError, RecipeError, TrainerError, is_out_of_memory, read_line
 from trainer.launch.endings import SMALLER, SMALLER_AFTER
 from trainer.memory.device import (
@@ -434,7 +434,7 @@ def choose_recompute(opened: Opened) -> tuple[Recipe, int | None]:
         available = compute_usable_bytes(free_memory(world.device), world.sharing(), teacher_bytes)
         example = opened.datasets.example(count_largest_rows(recipe, opened.share.count))
         count = count_blocks_to_recompute(model, recipe, example, available, world.size)
-    count = int(world.max_(torch.tensor(count)).item())
+    count = int(world.max_(torch.tensor(count)))
     recipe = recipe.replace(recompute=count > 0)
     check_processes(recipe, world.size)
     return recipe, count
@@ -478,11 +478,10 @@ def count_blocks_to_recompute(
 
     def fits(count: int) -> bool:
         copy = copy_to_meta(model).train()
-        precision = AUTOCAST.get(recipe.precision)
         recompute(copy, runs[:count], random=False)
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
-            torch.autocast("cpu", precision, enabled=bool(precision)),
+            autocast(torch.device("cpu"), recipe.precision),
         ):
             copy._apply(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype))  # type: ignore[no-untyped-call]
             inputs = example.batch(torch.device("cpu"), channels_last=recipe.channels_last).inputs

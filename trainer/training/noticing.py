@@ -22,7 +22,6 @@ from trainer.modes import Strategy
 from trainer.saving.tensor_files import view_bytes
 from trainer.tasks import Classification, Task
 from trainer.telemetry import symptoms
-from trainer.telemetry.symptoms import RunState
 from trainer.training.evaluation import Sums
 from trainer.training.observer import Noticed
 from trainer.training.state import Resolved, TrainState
@@ -135,7 +134,9 @@ def update_warnings(resolved: Resolved, state: TrainState, noticed: Noticed, ove
     noticed.warnings = noticed.lasting | symptoms.find_symptoms(facts, resolved.recipe)
 
 
-def _facts(resolved: Resolved, state: TrainState, noticed: Noticed, over: bool) -> RunState:
+def _facts(
+    resolved: Resolved, state: TrainState, noticed: Noticed, over: bool
+) -> symptoms.RunState:
     recipe = resolved.recipe
     task = resolved.task
     world = resolved.world
@@ -144,7 +145,7 @@ def _facts(resolved: Resolved, state: TrainState, noticed: Noticed, over: bool) 
     classes = noticed.classes
     is_plain_loss = isinstance(task, Classification) and type(task).loss is Classification.loss
     is_unweighted = is_plain_loss and recipe.loss.class_weights is None
-    facts = RunState(
+    facts = symptoms.RunState(
         over=over,
         step=state.position.step - state.step_offset,
         steps=state.total_steps - state.step_offset,

@@ -17,12 +17,10 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from trainer.distributed.world import World
 from trainer.errors import CheckpointError, RecipeError
 from trainer.models.reachable import is_own
 from trainer.optim.optimizers import name_optimizer_state
 from trainer.processes.rank import build_job_id
-from trainer.recipe import Recipe
 from trainer.saving.checkpoint import Position, State
 from trainer.training.randomness import read_random_states, restore_random_states, seed_ranks
 from trainer.training.same_images import report_changes
@@ -62,8 +60,15 @@ class Part:
         return {}
 
     def restore(self, saved: State) -> None:
-        """Restore this part from a checkpoint. Collective."""
-        self.scatter(saved)
+        """Restore this part from a checkpoint. Collective.
+
+        By default, the tensors are copied from the checkpoint to the ranks.
+        """
+        stored = saved.part(self.name)
+        all_names = self.world.gather([*self.tensors()])
+        names = set[str]().union(*self.world.broadcast_object(all_names))
+        self.check_names(stored, names)
+        self.strategy.scatter(stored, self.tensors())
 
     def check_names(self, saved: Iterable[str], live: Iterable[str]) -> None:
         """Raise CheckpointError unless `saved` and `live` name the same tensors.
@@ -78,14 +83,6 @@ class Part:
                 "model or optimizer; choose another output= to start from scratch, from its "
                 "weights with model.init_from=RUN"
             )
-
-    def scatter(self, saved: State) -> None:
-        """Copy the tensors of this part from a checkpoint to the ranks. Collective."""
-        stored = saved.part(self.name)
-        all_names = self.world.gather([*self.tensors()])
-        names = set[str]().union(*self.world.broadcast_object(all_names))
-        self.check_names(stored, names)
-        self.strategy.scatter(stored, self.tensors())
 
 
 class Weights(Part):
@@ -112,7 +109,7 @@ class OptimizerState(Part):
         # needs a state of each of them, into which the saved state is copied.
         trained_names = {name.partition("//")[0] for name in saved.part(self.name)}
         self.state.updater.follow(self.state.parameters, also=trained_names)
-        self.scatter(saved)
+        super().restore(saved)
 
 
 class OuterOptimizer(Part):
@@ -333,11 +330,19 @@ class RankState(Part):
         return tensors
 
     def facts(self) -> dict[str, Any]:
-        return {"topology": describe_random_topology(self.recipe, self.world)}
+        """Return the mode, the number of ranks, and the sizes of the rank grid except `replicas`.
+
+        These values decide which data and which part of the model each rank computes, so saved
+        random states are valid only with the same values.
+        """
+        dimensions = dict(self.world.grid.sizes)
+        dimensions.pop("replicas", None)
+        topology = {"mode": self.recipe.mode, "world_size": self.world.size, **dimensions}
+        return {"topology": topology}
 
     def restore(self, saved: State) -> None:
         saved_topology = saved.facts["topology"]
-        topology = describe_random_topology(self.recipe, self.world)
+        topology = self.facts()["topology"]
         # Older checkpoints do not name the number of stages, so only saved keys are compared.
         if saved_topology != {key: topology[key] for key in topology if key in saved_topology}:
             self.say(
@@ -412,17 +417,6 @@ def hash_user_code() -> dict[str, str]:
                 digest = hashlib.sha256(content).hexdigest()
                 digests[str(path.relative_to(folder))] = digest
     return digests
-
-
-def describe_random_topology(recipe: Recipe, world: World) -> dict[str, Any]:
-    """Return the mode, the number of ranks, and the sizes of the rank grid except `replicas`.
-
-    These values decide which data and which part of the model each rank computes, so saved random
-    states are valid only with the same values.
-    """
-    dimensions = dict(world.grid.sizes)
-    dimensions.pop("replicas", None)
-    return {"mode": recipe.mode, "world_size": world.size, **dimensions}
 
 
 def rank_part_name(rank: int) -> str:

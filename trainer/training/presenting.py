@@ -23,7 +23,6 @@ from trainer.tasks.task import figure
 from trainer.telemetry.events import image_summary
 from trainer.telemetry.tracking import NullTracker
 from trainer.training import drawing
-from trainer.training.drawing import RIGHT, WRONG
 from trainer.training.evaluation import WORST, Mistakes
 from trainer.training.state import Resolved
 
@@ -187,7 +186,8 @@ def describe_predictions(
             lines.append(f"probability {probabilities[row]:.0%}")
         captions.append(lines)
         if task.reads != "values":
-            frames.append(RIGHT if torch.equal(predicted[row], target) else WRONG)
+            is_right = torch.equal(predicted[row], target)
+            frames.append(drawing.RIGHT if is_right else drawing.WRONG)
     return captions, frames
 
 
@@ -238,7 +238,9 @@ def report_mistakes(resolved: Resolved, collected: Mistakes, step: int) -> None:
                         f"loss {figure(loss)}",
                     ]
                 )
-            picture = drawing.draw_grid(images.numpy(), captions, COLUMNS, [WRONG] * len(wrong))
+            picture = drawing.draw_grid(
+                images.numpy(), captions, COLUMNS, [drawing.WRONG] * len(wrong)
+            )
             tracker.show(image_summary("worst mistakes", picture), step)
 
 

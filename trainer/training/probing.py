@@ -12,7 +12,6 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import xxhash
@@ -44,23 +43,9 @@ MAX_SIMILARITIES = 2**26
 FILE = "features.safetensors"
 
 
-class Probe(NamedTuple):
-    """The last layer of a model, and the features on which it trains.
-
-    Attributes:
-        model: The whole model, whose forward pass runs only the last layer.
-        datasets: The data set with the features of all images instead of the images.
-        note: The banner's line about the features.
-        knn_top1: Accuracy of the nearest neighbors, as in `ModelFacts`.
-    """
-
-    model: nn.Module
-    datasets: Datasets
-    note: str
-    knn_top1: float | None
-
-
-def build_probe(model: nn.Module, resolved: Resolved) -> Probe:
+def build_probe(
+    model: nn.Module, resolved: Resolved
+) -> tuple[nn.Module, Datasets, str, float | None]:
     """Compute the features of all images, or read them from the cache. Collective.
 
     Args:
@@ -69,7 +54,10 @@ def build_probe(model: nn.Module, resolved: Resolved) -> Probe:
         resolved: The configuration of the run.
 
     Returns:
-        What the run trains instead of the model and its images.
+        `(model, datasets, note, knn_top1)`: What the run trains instead of the model and its
+        images: the whole model, whose forward pass runs only the last layer, and the data set with
+        the features of all images instead of the images. `note` is the banner's line about the
+        features. `knn_top1` is the accuracy of the nearest neighbors, as in `ModelFacts`.
 
     Raises:
         RecipeError: The model does not end in a linear layer, or an image cannot be read.
@@ -106,7 +94,7 @@ def build_probe(model: nn.Module, resolved: Resolved) -> Probe:
     prefix = f"{extractor.classifier}."
     frozen = [name for name, _ in model.named_parameters() if not name.startswith(prefix)]
     freeze(head, frozen, resolved.recipe.model.name)
-    return Probe(head, datasets, note, knn_top1)
+    return head, datasets, note, knn_top1
 
 
 class Extractor:
@@ -251,9 +239,19 @@ def hash_run(model: nn.Module, classifier: str, resolved: Resolved) -> str:
     data = resolved.datasets
     options = recipe.data
     settings = [
-        *(data.image_size, data.resize, data.interpolation, data.inputs, data.mean, data.std),
-        *(options.pixel_range, options.cache_format, options.cache_size),
-        *(recipe.model.name, recipe.model.args, recipe.precision, hash_user_code()),
+        data.image_size,
+        data.resize,
+        data.interpolation,
+        data.inputs,
+        data.mean,
+        data.std,
+        options.pixel_range,
+        options.cache_format,
+        options.cache_size,
+        recipe.model.name,
+        recipe.model.args,
+        recipe.precision,
+        hash_user_code(),
     ]
     digest = xxhash.xxh3_128(repr(settings).encode())
     tensors = {}

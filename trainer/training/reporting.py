@@ -8,6 +8,7 @@ import shlex
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from trainer.saving.journal import START
 from trainer.saving.saver import Cost
 from trainer.tasks import Task
 from trainer.tasks.task import figure
-from trainer.telemetry.clocks import Ledger, StepTimer
+from trainer.telemetry.clocks import Ledger
 from trainer.telemetry.readable import format_duration, format_number, format_size
 from trainer.training.banner import compute_shares
 from trainer.training.callbacks import (
@@ -64,7 +65,6 @@ def log_step(
     state: TrainState,
     observer: Observer,
     loss: float,
-    lr: float,
     norm: Tensor | None,
     speed: float | None,
     window: tuple[int, float, float],
@@ -78,7 +78,6 @@ def log_step(
         state: The state after the step.
         observer: Timer and tracker of the run.
         loss: Mean loss of the steps since the last logged step.
-        lr: Learning rate.
         norm: Norm of the gradient before clipping, 0-dim. None if it was not computed.
         speed: Images per second of all devices, or None during warm-up.
         window: Number of steps, their seconds, and their seconds of waiting for data, since the
@@ -86,7 +85,7 @@ def log_step(
     """
     steps, seconds, data_wait = window
     tracker = observer.tracker
-    values = {"train/loss": loss, "train/lr": lr}
+    values = {"train/loss": loss, "train/lr": state.lr}
     if norm is not None:
         values["train/grad_norm"] = norm.item()
     if speed is not None:
@@ -108,7 +107,7 @@ def log_step(
             "epoch": position.epoch + 1,
             "seconds": round(state.seconds(), 3),
             "train_loss": loss,
-            "lr": lr,
+            "lr": state.lr,
             "samples_per_sec": float(f"{speed:.6g}") if speed is not None else "",
             "skipped": len(state.history.nonfinite),
         }
@@ -118,10 +117,10 @@ def log_step(
 
 def report_to_program(
     resolved: Resolved, state: TrainState, callbacks: Callbacks, name: str, **values: Any
-) -> bool:
-    """Call the program's callback `name` and log its values. Return whether training continues.
+) -> None:
+    """Call the program's callback `name`, log its values, and let it end the run. Collective.
 
-    Collective. `values` are the fields of the callback's report, except those of every report.
+    `values` are the fields of the callback's report, except those of every report.
     """
     step, epoch, step_in_epoch = state.position
     # At the end of an epoch, the position is that of the next.
@@ -132,17 +131,12 @@ def report_to_program(
     state.history.logged |= answer.logged
     logged = {f"logged/{key}": value for key, value in answer.logged.items()}
     resolved.tracker.scalars(logged, step)
-    return answer.go_on
+    if not answer.go_on:
+        state.total_steps = step
 
 
-def compute_images_per_second(
-    samples_per_step: float, window: tuple[int, float, float]
-) -> float | None:
-    """Return the images per second of all devices, or None during warm-up.
-
-    `window` is the argument of `log_step`.
-    """
-    steps, seconds, _ = window
+def compute_speed(samples_per_step: float, steps: int, seconds: float) -> float | None:
+    """Return the images per second of all devices in `steps` steps; None without any time."""
     if seconds:
         return steps * samples_per_step / seconds
     return None
@@ -166,14 +160,6 @@ def _compute_mfu(model: ModelFacts, samples_per_sec: float) -> float | None:
     if model.peak_flops is None:
         return None
     return samples_per_sec * model.training_flops / model.peak_flops
-
-
-def compute_epoch_speed(timer: StepTimer, samples_per_step: float) -> float | None:
-    """Return the images per second since the last call, without evaluations; None if unknown."""
-    steps, seconds = timer.lap()
-    if not steps or not seconds:
-        return None
-    return steps * samples_per_step / seconds
 
 
 def build_epochs_csv_row(state: TrainState, speed: float | None) -> dict[str, Any]:
@@ -200,7 +186,7 @@ def build_epoch_row(
         resolved: The configuration of the run.
         state: State of the run after the epoch.
         epoch: Number of the epoch, counted from 0.
-        speed: Images/s, as `compute_epoch_speed` returns them; None if they are unknown.
+        speed: Images/s of the epoch's steps, without evaluations; None if they are unknown.
         seconds: Duration of the whole epoch with its evaluation.
         memory: Peak memory in bytes by device name.
     """
@@ -333,12 +319,13 @@ def summarize_saves(costs: Sequence[Cost]) -> dict[str, float] | None:
     `blocked_s` is the mean number of seconds for which training pauses for a save. `seconds` is the
     mean number of seconds until a save is written.
     """
-    count = len(costs)
-    if not count:
+    if not costs:
         return None
-    blocked = sum(cost.blocked for cost in costs)
-    seconds = sum(cost.seconds for cost in costs)
-    return {"count": count, "blocked_s": blocked / count, "seconds": seconds / count}
+    return {
+        "count": len(costs),
+        "blocked_s": fmean(cost.blocked for cost in costs),
+        "seconds": fmean(cost.seconds for cost in costs),
+    }
 
 
 def build_result(

@@ -80,7 +80,7 @@ def find_newest(tracker: NullTracker, world: World, recipe: Recipe) -> checkpoin
             folder = Path(recipe.output).expanduser() / "checkpoints"
             if checkpoint.checkpoints_in(folder):
                 rank = world.rank
-        owner = int(world.max_(torch.tensor(rank)).item())
+        owner = int(world.max_(torch.tensor(rank)))
         if owner:
             raise SetupError(
                 f"rank {owner} finds checkpoints in {recipe.output} where rank 0 has none: make "

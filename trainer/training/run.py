@@ -1,6 +1,5 @@
 """All objects of a run on one rank, in the class `Run`."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +12,6 @@ from trainer.modes import Strategy
 from trainer.modes.flattening import group_by_type
 from trainer.optim.optimization import Updater
 from trainer.processes.interrupts import Interrupts
-from trainer.recipe import Recipe
 from trainer.recipe.checks import explain_eager_steps
 from trainer.telemetry.rank_watch import ROUNDS, ShareWatch
 from trainer.training.callbacks import Callbacks
@@ -70,7 +68,7 @@ class Run:
             self.noticed.passes_to_compare = 2
         if self.recipe.shares == "auto" and self.world.size > 1:
             self.noticed.shares = ShareWatch(0 if self.strategy.share.numbers else ROUNDS)
-        self.steps = create_steps(self.recipe, self.strategy, state.updater, self.tracker.say)
+        self.steps = create_steps(self.strategy, state.updater)
         replicas = ReplicaComparison(state, observer, self.steps)
         self.snapshots = Snapshots(resolved, state, self.interrupts, self.timer, replicas)
         self.saver = self.snapshots.saver
@@ -90,9 +88,7 @@ class Run:
         self.counted = torch.zeros(2, dtype=torch.int64)
 
 
-def create_steps(
-    recipe: Recipe, strategy: Strategy, updater: Updater, say: Callable[[str], None]
-) -> EagerSteps:
+def create_steps(strategy: Strategy, updater: Updater) -> EagerSteps:
     """Return the object that computes the steps of a run.
 
     It is a `GraphSteps` if the device has CUDA graphs, and the recipe and its mode allow them with
@@ -100,10 +96,10 @@ def create_steps(
     """
     if (
         not cuda_graphs.has_cuda_graphs(strategy.device)
-        or explain_eager_steps(recipe, strategy.world.size) is not None
+        or explain_eager_steps(strategy.recipe, strategy.world.size) is not None
     ):
         return EagerSteps(strategy, updater)
     # A run without graphs does not load their code.
     from trainer.training.step_graphs import GraphSteps
 
-    return GraphSteps(recipe, strategy, updater, say)
+    return GraphSteps(strategy, updater)

@@ -22,7 +22,6 @@ from torch import nn
 from trainer import modes, tasks
 from trainer.data import Datasets, Loader, count_steps_per_epoch, damaged, open_datasets
 from trainer.data.cache import cached
-from trainer.data.damaged import find_damaged
 from trainer.data.feeds import find_labels
 from trainer.data.folders.layout import HOLDOUT_FILE, NOTHING_BEFORE, Before, continued
 from trainer.devices.precision import has_bf16, set_precision
@@ -200,7 +199,7 @@ def open_run(typed: Recipe, claim: Claim, closing: ExitStack) -> Opened:
     # Only a run without a checkpoint is checked for damaged images. A run with a checkpoint was
     # checked when it was first started.
     if state is None:
-        data = find_damaged(data, recipe, world)
+        data = damaged.find_damaged(data, recipe, world)
     samples = identify_images(world, data, state)
     data = replace(data, sources=())
     data, recipe = cached(data, recipe, world, tracker.say, closing)
@@ -217,7 +216,7 @@ def open_run(typed: Recipe, claim: Claim, closing: ExitStack) -> Opened:
                 "than on rank 0: copy the file"
             )
         world.raise_any(error)
-    tracker.resolved(recipe)
+    tracker.recipe = recipe
     return Opened(
         recipe,
         data,

@@ -6,11 +6,9 @@ every worker has its own images, the shares change only at the start of an epoch
 """
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
-from trainer.data import DataShare
 from trainer.data.sampling import compute_span
 from trainer.distributed.world import World
 from trainer.memory.device import peak_memory, total_memory
@@ -38,16 +36,39 @@ def choose_rows(
     if watch is None or (share.every_sample and not epoch_begins):
         return None
     rows = share.count_rows(recipe)
+    world = resolved.world
+    # Number of images that augmentations such as mixup combine. The number of rows of each rank is
+    # a multiple of this number.
+    together = recipe.augment.together
     # Batch statistics need more than one image.
     minimum = 2 if observer.model.batch_norm else 1
-    divide = partial(_divide_rows, resolved, share, rows, minimum)
+    least = min(max(1, minimum // together), min(rows) // together)
+
+    def divide(speeds: Sequence[float]) -> list[int]:
+        """Return each rank's rows in proportion to its speed, limited by its memory. Collective."""
+        capacity = _count_fitting_images(recipe, world, rows[world.rank])
+        capacities = world.broadcast_object(world.gather(capacity))
+        most = [max(pair) // together for pair in zip(capacities, rows, strict=True)]
+        numbers = divide_within_limits(count_units(recipe), speeds, least, most)
+        new_rows = [together * number for number in numbers]
+        # A worker with its own images needs at least one for each micro-batch of an epoch.
+        # Otherwise the rows stay as they are.
+        if share.every_sample:
+            samples = len(resolved.datasets.train)
+            needed = resolved.steps_per_epoch * recipe.pieces
+            for rank in range(len(rows)):
+                start, stop = compute_span(samples, rank, len(rows), new_rows)
+                if stop - start < needed:
+                    return rows
+        return new_rows
+
     new_rows = watch.first(rows, divide)
     if not new_rows and epoch_begins:
         new_rows = watch.lasting(rows, divide)
     if not new_rows or new_rows == rows:
         return None
     shares = " + ".join(str(recipe.pieces * rank_rows) for rank_rows in new_rows)
-    names = resolved.world.devices
+    names = world.devices
     slow = watch.speeds.index(min(watch.speeds))
     fast = watch.speeds.index(max(watch.speeds))
     ratio = watch.speeds[slow] / watch.speeds[fast]
@@ -57,42 +78,6 @@ def choose_rows(
         f"instead of {recipe.pieces * rows[slow]} ({shares})"
     )
     resolved.tracker.journal.notice(f"step {state.position.step}: shares {shares}")
-    return new_rows
-
-
-def _divide_rows(
-    resolved: Resolved, share: DataShare, rows: Sequence[int], minimum: int, speeds: Sequence[float]
-) -> list[int]:
-    """Return each rank's rows in proportion to its speed, limited by its memory. Collective.
-
-    If a worker with its own images would have too few of them, the present rows are returned.
-
-    Args:
-        resolved: The configuration of the run.
-        share: This rank's share of the data.
-        rows: Present number of rows of each rank.
-        minimum: Minimum number of rows of a rank.
-        speeds: Rows per second of each rank.
-    """
-    recipe = resolved.recipe
-    world = resolved.world
-    # Number of images that augmentations such as mixup combine. The number of rows of each rank is
-    # a multiple of this number.
-    together = recipe.augment.together
-    least = min(max(1, minimum // together), min(rows) // together)
-    capacity = _count_fitting_images(recipe, world, rows[world.rank])
-    capacities = world.broadcast_object(world.gather(capacity))
-    most = [max(pair) // together for pair in zip(capacities, rows, strict=True)]
-    numbers = divide_within_limits(count_units(recipe), speeds, least, most)
-    new_rows = [together * number for number in numbers]
-    # A worker with its own images needs at least one for each micro-batch of an epoch.
-    if share.every_sample:
-        samples = len(resolved.datasets.train)
-        needed = resolved.steps_per_epoch * recipe.pieces
-        for rank in range(len(rows)):
-            start, stop = compute_span(samples, rank, len(rows), new_rows)
-            if stop - start < needed:
-                return list(rows)
     return new_rows
 
 

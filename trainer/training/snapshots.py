@@ -148,8 +148,8 @@ class Snapshots:
         self.replicas.compare()
         kinds = [kind(self.resolved, state) for kind in PARTS]
         if not sealed:
-            names = ("ema" if averages else "model", "extra")
-            kinds = [part for part in kinds if part.name in names]
+            name = "ema" if averages else "model"
+            kinds = [part for part in kinds if part.name == name]
         parts = {}
         for part in kinds:
             if part.saved_by == "all":
@@ -278,7 +278,7 @@ def _collect_metadata(resolved: Resolved, state: TrainState) -> dict[str, str]:
     recipe = resolved.recipe
     data = resolved.datasets
     outputs = recipe.model.num_classes or len(data.classes)
-    metadata = {"format": "pt"}
+    metadata = {"inputs": data.inputs.to_json()}
     if model := format_bare_call(recipe.model, outputs, data.image_size, data.channels):
         metadata["model"] = model
     history = state.history
@@ -286,24 +286,23 @@ def _collect_metadata(resolved: Resolved, state: TrainState) -> dict[str, str]:
     # Within an epoch, `epoch` counts the completed ones.
     if step_in_epoch:
         epoch += 1
-    metadata |= {"step": str(step), "epoch": str(epoch)}
+    values: dict[str, Any] = {"step": step, "epoch": epoch}
     if history.evaluated_step == step:
         metric = resolved.task.metric
-        metadata["metric"] = json.dumps(metric)
-        metadata["value"] = json.dumps(history.validation[f"val_{metric}"])
-    metadata |= {
-        "ema": str(state.average is not None).lower(),
-        "num_classes": str(outputs),
-        "channels": str(data.channels),
-        "image_size": json.dumps(data.image_size),
+        values |= {"metric": metric, "value": history.validation[f"val_{metric}"]}
+    values |= {
+        "ema": state.average is not None,
+        "num_classes": outputs,
+        "channels": data.channels,
+        "image_size": data.image_size,
     }
     if not data.plain:
-        metadata["shorter_side"] = json.dumps(evaluation_shorter_side(data))
-        metadata["interpolation"] = json.dumps(data.interpolation)
-    return metadata | {
-        "inputs": data.inputs.to_json(),
-        "mean": json.dumps(data.mean),
-        "std": json.dumps(data.std),
-        "classes": json.dumps(data.classes),
-        "recipe": json.dumps(recipe.for_others()),
+        values["shorter_side"] = evaluation_shorter_side(data)
+        values["interpolation"] = data.interpolation
+    values |= {
+        "mean": data.mean,
+        "std": data.std,
+        "classes": data.classes,
+        "recipe": recipe.for_others(),
     }
+    return metadata | {key: json.dumps(value) for key, value in values.items()}

@@ -34,7 +34,6 @@ from trainer.models.undisturbed import find_change
 from trainer.modes.base import Strategy
 from trainer.optim.optimization import Updater
 from trainer.optim.optimizers import LearningRates
-from trainer.recipe import Recipe
 from trainer.recipe.optimizer_table import OPTIMIZERS
 from trainer.training import step_tuning
 from trainer.training.step_evidence import (
@@ -116,9 +115,8 @@ class GraphSteps(EagerSteps):
     eager.
     """
 
-    def __init__(
-        self, recipe: Recipe, strategy: Strategy, updater: Updater, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, strategy: Strategy, updater: Updater) -> None:
+        recipe = strategy.recipe
         # Captures the passes and the update. None after the run has given up captures.
         self.recorder: StepRecorder | None = cuda_graphs.StepRecorder(strategy.device)
         # A graph belongs to one device, so the update of a model on several devices is eager. So is
@@ -128,8 +126,7 @@ class GraphSteps(EagerSteps):
         is_fused = OPTIMIZERS[recipe.optimizer.name].fused
         self._captures_update = is_fused and len(set(self._devices)) == 1
         super().__init__(strategy, updater)
-        self.recipe = recipe
-        self._say = say
+        self._say = strategy.context.say
         strategy.is_timed_by_graphs = True
         # Reason why captures were given up, or None.
         self._reason: str | None = None
@@ -184,10 +181,6 @@ class GraphSteps(EagerSteps):
         """Whether the previous step should be captured now."""
         return self._evidence is not None and self._evidence.usual
 
-    @property
-    def has_captured(self) -> bool:
-        return self.captured is not None
-
     def capture(self) -> None:
         """Capture the previous step, whose results are known, and verify the capture.
 
@@ -212,7 +205,7 @@ class GraphSteps(EagerSteps):
         # A failed capture, such as that of an evaluation, may replace the state of a generator.
         # Graphs that were captured before would still draw from the old state, so they are dropped.
         if self.captured and self._recoveries != cuda_graphs.recoveries:
-            self._forget()
+            self.forget()
         self._shapes_before = self._shapes
         self._shapes = []
         self._replays = False
@@ -362,7 +355,10 @@ class GraphSteps(EagerSteps):
             self._capture_step(evidence)
             state = collect_live_state(self.strategy, self.updater)
             fault = find_difference(
-                evidence, state, self.recipe.precision, lambda: self._replay_evidence(evidence)
+                evidence,
+                state,
+                self.strategy.recipe.precision,
+                lambda: self._replay_evidence(evidence),
             )
             if fault:
                 raise NotCapturable(f"a replay computes another step: the {fault}")
@@ -464,10 +460,10 @@ class GraphSteps(EagerSteps):
         self._tuner = None
         eager = f"{1e3 * seconds.eager:.3g} ms"
         replayed = f"{1e3 * seconds.replayed:.3g} ms"
-        if seconds.are_replays_worthwhile():
-            self._say(f"  graphs: a replayed step takes {replayed} instead of {eager}")
-        else:
+        if seconds.eager < step_tuning.MIN_SPEEDUP * seconds.replayed:
             self._give_up(f"a replayed step takes {replayed}, a launched one {eager}")
+        else:
+            self._say(f"  graphs: a replayed step takes {replayed} instead of {eager}")
 
     def _attempt(self, work: Callable[[], None]) -> None:
         try:
@@ -486,7 +482,7 @@ class GraphSteps(EagerSteps):
         """
         self._say(f"  graphs: the step is launched kernel by kernel: {reason}")
         self._reason = reason
-        self._forget()
+        self.forget()
         assert self.recorder
         self.recorder.close()
         self.recorder = None
@@ -494,12 +490,8 @@ class GraphSteps(EagerSteps):
     def forget(self) -> None:
         """Drop the captured step, because other micro-batch shapes or other parameters follow.
 
-        A later step may be captured again.
+        A later step may be captured again, unless captures were given up.
         """
-        if self.recorder:
-            self._forget()
-
-    def _forget(self) -> None:
         self.captured = None
         self._evidence = None
         self._tries = 0

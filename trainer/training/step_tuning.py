@@ -25,9 +25,6 @@ class StepSeconds(NamedTuple):
     eager: float
     replayed: float
 
-    def are_replays_worthwhile(self) -> bool:
-        return not self.eager < MIN_SPEEDUP * self.replayed
-
 
 class StepTuner:
     """Timer of eager steps and of replayed steps in the same run."""

@@ -76,15 +76,10 @@ class EagerSteps:
         """Drop the captured step, because other micro-batch shapes or other parameters follow."""
 
     @property
-    def has_captured(self) -> bool:
-        """Whether CUDA graphs of the step exist. They access gradients at fixed addresses."""
-        return False
-
-    @property
     def kind(self) -> str | None:
         """How steps are computed: "launched" (kernel by kernel) or "replayed" (as a CUDA graph).
 
-        None if the device has no CUDA graphs.
+        None if the device has no CUDA graphs. Graphs access gradients at fixed addresses.
         """
         return "launched" if cuda_graphs.has_cuda_graphs(self.strategy.device) else None
 

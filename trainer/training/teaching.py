@@ -2,8 +2,6 @@
 
 import json
 import re
-from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from torch import Tensor
 from trainer import tasks
 from trainer.data import Batch, Datasets, TensorSpec
 from trainer.data.folders.photo_folders import IMAGENET, statistics
-from trainer.devices.precision import AUTOCAST, set_precision
+from trainer.devices.precision import autocast, set_precision
 from trainer.errors import RecipeError, TrainerError
 from trainer.memory.measuring import count_bytes
 from trainer.models import timm_zoo, torchvision_zoo
@@ -150,9 +148,9 @@ class Teacher(Task):
             self._order = torch.tensor([*matches, *others], device=device)
         plain = None if facts.mean else facts.spec
         without_loss = create_task_without_loss(own, classes)
-        model = trained.model(
-            without_loss, len(classes), facts.channels, facts.image_size, plain
-        ).requires_grad_(False)
+        model = trained.model(without_loss, facts.channels, facts.image_size, plain).requires_grad_(
+            False
+        )
         if data.train_size:
             key = f"distill.teacher={distill.teacher}"
             check_train_size(model, key, data.channels, data.train_size)
@@ -191,12 +189,13 @@ class Teacher(Task):
         # if both normalize pixels by the same mean and std.
         self._affine: tuple[Tensor, Tensor] | None = None
         if (facts.mean, facts.std) != (data.mean, data.std):
-            mean = _place_channel_values(data.mean, device)
-            std = _place_channel_values(data.std, device)
-            own_mean = _place_channel_values(facts.mean, device)
-            own_std = _place_channel_values(facts.std, device)
-            offset = (mean - own_mean) / own_std
-            self._affine = ((std / own_std).float(), offset.float())
+            channel_values = []
+            for values in (data.mean, data.std, facts.mean, facts.std):
+                channel_values.append(torch.tensor(values).double()[:, None, None])
+            mean, std, own_mean, own_std = channel_values
+            factor = (std / own_std).float().to(device)
+            offset = ((mean - own_mean) / own_std).float().to(device)
+            self._affine = factor, offset
 
     def _check(self, trained: Trained, classes: tuple[str, ...], data: Datasets) -> None:
         option = f"distill.teacher={self.recipe.distill.teacher}"
@@ -251,9 +250,8 @@ class Teacher(Task):
         if self._affine is not None:
             factor, offset = self._affine
             inputs = inputs * factor + offset
-        dtype = AUTOCAST.get(self._precision)
         set_precision(self._precision)
-        with nullcontext() if dtype is None else torch.autocast(inputs.device.type, dtype):
+        with autocast(inputs.device, self._precision):
             outputs = self._run(inputs)
         set_precision(self.recipe.precision)
         if self._order is not None:
@@ -276,7 +274,3 @@ class Teacher(Task):
         soft_loss = self._task.soft_loss(outputs, soft, self._temperature)
         hard_loss = self._task.loss(outputs, hard)
         return (1 - self._weight) * hard_loss + self._weight * soft_loss
-
-
-def _place_channel_values(values: Sequence[float], device: torch.device) -> Tensor:
-    return torch.tensor(values).double()[:, None, None].to(device)

@@ -344,7 +344,6 @@ class Trained:
     def model(
         self,
         task: Task,
-        names: int,
         channels: int,
         image_size: ImageSize,
         plain: TensorSpec | None = None,
@@ -352,8 +351,7 @@ class Trained:
         """Return the model with its weights, in evaluation mode on the CPU.
 
         Args:
-            task: The task.
-            names: Number of classes or values.
+            task: The task, which names the classes or values.
             channels: Number of channels.
             image_size: Size of an image.
             plain: Shape and type of inputs that are not images.
@@ -361,9 +359,7 @@ class Trained:
         Raises:
             CheckpointError: The weights do not fit the model.
         """
-        model = build_for_sizes(
-            self.recipe, task, names, channels, image_size, plain, starting=False
-        )
+        model = build_for_sizes(self.recipe, task, channels, image_size, plain, starting=False)
         load_weights(model, self.weights, str(self.path), whole=True)
         return model.eval()
 

@@ -183,7 +183,8 @@ def timed(machine):
     """Use the timers of a run over an idle and a busy stream."""
     timer = StepTimer([CARD], 0)
     watch = Stopwatch(CARD)
-    ledger = Ledger("other", [CARD])
+    ledger = Ledger("other")
+    ledger.devices = [CARD]
     for _ in range(70):
         timer.update()
         with watch:

@@ -87,7 +87,7 @@ def load(
         inputs = TensorSpec((facts.channels, *sides(size)), inputs.dtype)
     task = create_task_without_loss(recipe, facts.classes)
     spec = None if facts.mean else inputs
-    network = trained.model(task, len(facts.classes), facts.channels, size, spec)
+    network = trained.model(task, facts.channels, size, spec)
     outputs = recipe.model.num_classes or 0
     unnamed = [f"class {n}" for n in range(len(facts.classes), outputs)]
     metadata = {

@@ -78,9 +78,7 @@ class DatasetFacts:
         If `starting` is true, the weights that the recipe starts from are loaded.
         """
         task = self.task(recipe)
-        model = build_for_sizes(
-            recipe, task, self.classes, self.channels, self.size, self.plain, starting
-        )
+        model = build_for_sizes(recipe, task, self.channels, self.size, self.plain, starting)
         if self.train_size:
             key = f"model.name={recipe.model.name}"
             check_train_size(model, key, self.channels, self.train_size)

@@ -119,7 +119,7 @@ class LabelModel:
         if recipe.predict.tta and type(task).average is Task.average:
             # The method raises the error that says so.
             task.average(torch.zeros(0))
-        model = trained.model(task, len(classes), preparation.channels, preparation.image_size)
+        model = trained.model(task, preparation.channels, preparation.image_size)
         outputs = recipe.model.num_classes or 0
         unnamed = tuple(f"class {n}" for n in range(len(classes), outputs))
         return cls(recipe, task, model, classes + unnamed, preparation, data, photos)

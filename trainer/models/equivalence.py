@@ -170,14 +170,14 @@ def observe(
 
 def read_plain_attributes(
     model: nn.Module,
-    reachable: Reachable | None = None,
+    reachable: Reachable,
 ) -> dict[str, object]:
     """Return values that a model's code may branch on, under the names that messages use.
 
-    These are the numbers, strings and lengths that the code reaches, and `requires_grad` of each
-    parameter.
+    These are the numbers, strings and lengths in `reachable`, which the code reaches, and
+    `requires_grad` of each parameter.
     """
-    attributes = dict((reachable or Reachable([model])).plain)
+    attributes = dict(reachable.plain)
     for name, parameter in model.named_parameters():
         attributes[f"requires_grad of {name}"] = parameter.requires_grad
     return attributes

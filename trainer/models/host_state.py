@@ -94,8 +94,6 @@ class _Snapshot:
             return False
         return self.value is other.value and self.digest == other.digest
 
-    __hash__ = None  # type: ignore[assignment]
-
 
 def read_settings(modules: Sequence[nn.Module]) -> dict[str, object]:
     """Return values that a model's code may branch on, under the names that messages use.
@@ -105,7 +103,7 @@ def read_settings(modules: Sequence[nn.Module]) -> dict[str, object]:
     """
     state = {}
     for suffix, module in _number_modules(modules):
-        for name, attribute in read_plain_attributes(module).items():
+        for name, attribute in read_plain_attributes(module, Reachable([module])).items():
             state[name + suffix] = attribute
         for name, part in module.named_modules():
             state[f"mode of {name or 'the model'}{suffix}"] = part.training

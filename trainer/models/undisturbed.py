@@ -40,7 +40,7 @@ def restore_after(
     """
     before = Reachable(modules)
     plain = before.plain
-    if checked and checked is not modules:
+    if checked:
         plain = Reachable(checked).plain
     parts = {part for module in modules for part in module.modules()}
     parameters = set[nn.Parameter]()

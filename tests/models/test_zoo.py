@@ -77,7 +77,7 @@ def test_metadata_of_published_weights_stays_when_others_are_loaded():
             assert zoo.build(recipe, 3, 3, 128, starting=False).transform_input
             assert not zoo.build(ModelRecipe(name=name), 3, 3, 128).transform_input
             assert eval(
-                zoo.format_bare_call(recipe, 3, 128), {"torchvision": torchvision}
+                zoo.format_bare_call(recipe, 3, 128, 3), {"torchvision": torchvision}
             ).transform_input
         recipe = ModelRecipe(name="vit_b_16", weights="IMAGENET1K_SWAG_E2E_V1")
         assert zoo.build(recipe, 3, 3, 384, starting=False).image_size == 384

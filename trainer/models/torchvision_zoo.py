@@ -61,29 +61,29 @@ def create(
         if recipe.name in AUXILIARY:
             fixed["init_weights"] = False
         arguments = check_class_arguments(recipe, partial(builder, **fixed), fixed, is_pretrained)
-    if not is_pretrained:
+    model: nn.Module
+    if is_pretrained:
+        # Published files contain the auxiliary heads, so the model must be built with them.
+        if recipe.name in AUXILIARY:
+            options = {}
+        weights = find_published(recipe)
+        model = _fetch_model(builder, weights, options | arguments, recipe.weights)
+        if recipe.name == "inception_v3":
+            inception: Any = model
+            inception.aux_logits = False
+            inception.AuxLogits = None
+        if count_classes(recipe) != num_classes:
+            replace_head(model, num_classes)
+    else:
         # torchvision warns about slow initialization if this option is not set.
         if recipe.name in AUXILIARY:
             options["init_weights"] = True
         try:
-            model: nn.Module = builder(num_classes=num_classes, **options, **arguments)
+            model = builder(num_classes=num_classes, **options, **arguments)
         except ValueError as error:
             # MaxViT divides the image into windows, which is not possible for every size.
             raise AssertionError(str(error)) from None
-        _set_channels(model, channels, is_pretrained=False)
-        return model
-    weights = find_published(recipe)
-    # Published files contain the auxiliary heads, so the model must be built with them.
-    if recipe.name in AUXILIARY:
-        options = {}
-    model = _fetch_model(builder, weights, options | arguments, recipe.weights)
-    if recipe.name == "inception_v3":
-        inception: Any = model
-        inception.aux_logits = False
-        inception.AuxLogits = None
-    if count_classes(recipe) != num_classes:
-        replace_head(model, num_classes)
-    _set_channels(model, channels, is_pretrained=True)
+    _set_channels(model, channels, is_pretrained)
     return model
 
 

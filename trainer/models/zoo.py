@@ -244,7 +244,7 @@ def format_bare_call(
     recipe: ModelRecipe,
     num_classes: int,
     image_size: ImageSize,
-    channels: int = 3,
+    channels: int,
 ) -> str | None:
     """Format the call that builds the model with torchvision or timm alone, if one of them can.
 

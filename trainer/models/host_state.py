@@ -127,7 +127,7 @@ def find_own_hook(modules: Sequence[nn.Module]) -> str | None:
                 return f"hook of {name or type(part).__name__}"
         for name, parameter in module.named_parameters():
             gradient_hooks = parameter._backward_hooks or {}
-            accumulation_hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+            accumulation_hooks = parameter._post_accumulate_grad_hooks or {}
             hooks = chain(gradient_hooks.values(), accumulation_hooks.values())
             if not all(map(of_library, hooks)):
                 return f"hook of the parameter {name}"

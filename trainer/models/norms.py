@@ -149,7 +149,7 @@ def acts_as_batch_norm(layer: nn.Module) -> bool:
         return batch_norm(inputs, *args, **kwargs)
 
     try:
-        with restore_after([layer], torch.device("cpu")):
+        with restore_after([layer]):
             # In a layer that stays in evaluation mode, rows do not interact, so it needs no test.
             if not layer.train().training:
                 return True
@@ -191,18 +191,14 @@ def _run(
     The running statistics are set to `start` before the pass, and the layer is restored after it. A
     copy is not used, because a `forward` that was assigned to the layer may refer to the original.
     """
-    original_momentum = layer.momentum
-    try:
-        with restore_after([layer], inputs.device), torch.no_grad():
-            layer.train().momentum = momentum
-            for name in STATISTICS:
-                if getattr(layer, name, None) is not None:
-                    getattr(layer, name).fill_(start)
-            torch.manual_seed(0)
-            out = layer.forward(inputs.clone())
-            return out, {name: buffer.clone() for name, buffer in layer.named_buffers()}
-    finally:
-        layer.momentum = original_momentum
+    with restore_after([layer], inputs.device), torch.no_grad():
+        layer.train().momentum = momentum
+        for name in STATISTICS:
+            if getattr(layer, name, None) is not None:
+                getattr(layer, name).fill_(start)
+        torch.manual_seed(0)
+        out = layer.forward(inputs.clone())
+        return out, {name: buffer.clone() for name, buffer in layer.named_buffers()}
 
 
 def _only_writes_statistics(layer: _BatchNorm, inputs: Tensor) -> bool:

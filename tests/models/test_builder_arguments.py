@@ -34,7 +34,7 @@ def test_arguments_of_torchvision_reach_its_builder():
         rtol=0,
         atol=0,
     )
-    call = format_bare_call(load(None, *words).model, 10, 32)
+    call = format_bare_call(load(None, *words).model, 10, 32, 3)
     assert call and "zero_init_residual=True" in call
 
 

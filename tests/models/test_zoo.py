@@ -2,6 +2,7 @@
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from trainer.models import torchvision_zoo, zoo
 from trainer.models.blocks import find_head
 from trainer.models.inputs import add_pretrained_input
 from trainer.recipe import ModelRecipe, known_names, load
+from trainer.saving.weights import read_metadata
 
 
 def test_every_torchvision_classifier_is_known_without_importing_it():
@@ -31,7 +33,7 @@ def test_every_torchvision_classifier_is_known_without_importing_it():
 def test_a_new_head(name):
     with torch.device("meta"):
         model = torchvision.models.get_model(name)
-        torchvision_zoo.replace_head(model, 1000, 3)
+        torchvision_zoo.replace_head(model, 3)
         out = model.eval()(torch.empty(2, 3, 224, 224))
     assert out.shape == (2, 3)
 
@@ -75,7 +77,7 @@ def test_metadata_of_published_weights_stays_when_others_are_loaded():
             assert zoo.build(recipe, 3, 3, 128, starting=False).transform_input
             assert not zoo.build(ModelRecipe(name=name), 3, 3, 128).transform_input
             assert eval(
-                zoo.format_bare_call(recipe, 3, 128), {"torchvision": torchvision}
+                zoo.format_bare_call(recipe, 3, 128, 3), {"torchvision": torchvision}
             ).transform_input
         recipe = ModelRecipe(name="vit_b_16", weights="IMAGENET1K_SWAG_E2E_V1")
         assert zoo.build(recipe, 3, 3, 384, starting=False).image_size == 384
@@ -162,7 +164,9 @@ def test_init_from_finds_classes_by_their_names(tmp_path, classes, rows, name):
     model = zoo.build(recipe, len(classes), 3, size, classes=classes)
     torch.manual_seed(5)
     fresh = zoo.build(ModelRecipe(name=name), len(classes), 3, size)
-    assert zoo.count_shared_classes(recipe, classes, model) == sum(row is not None for row in rows)
+    known = sum(row is not None for row in rows)
+    note = zoo.describe_class_match(read_metadata(Path(recipe.init_from)), recipe, classes, model)
+    assert note == f", which knows {known} of these {len(classes)} by name"
     for part in ("weight", "bias"):
         there, here, new = (
             one.state_dict()[f"{find_head(one)}.{part}"] for one in (source, model, fresh)
@@ -177,7 +181,8 @@ def test_unnamed_classes_keep_their_outputs(tmp_path, told):
     recipe = starting_from(tmp_path, "cnn", source, {"classes": told})
     model = zoo.build(recipe, 3, 1, 8, classes=["a", "b", "c"])
     assert torch.equal(model[-1].weight, source[-1].weight)
-    assert zoo.count_shared_classes(recipe, ["a", "b", "c"], model) is None
+    note = zoo.describe_class_match({"classes": told}, recipe, ["a", "b", "c"], model)
+    assert "by name" not in note
 
 
 def test_numbers_instead_of_names_identify_no_class(tmp_path):
@@ -192,12 +197,13 @@ def test_numbers_instead_of_names_identify_no_class(tmp_path):
     torch.manual_seed(5)
     fresh = zoo.build(ModelRecipe(name="cnn"), 3, 1, 8)
     assert torch.equal(few[-1].weight, fresh[-1].weight)
-    assert zoo.count_shared_classes(recipe, ["0", "1", "2"], few) is None
+    metadata = read_metadata(Path(recipe.init_from))
+    assert not zoo.describe_class_match(metadata, recipe, ["0", "1", "2"], few)
     names = [f"class {n}" for n in range(10)]
     named = zoo.build(recipe, 10, 1, 8, classes=names)
     assert torch.equal(named[-1].weight, source[-1].weight)
-    assert zoo.describe_order_match(recipe.init_from, names)
-    assert not zoo.describe_order_match(recipe.init_from, json.loads(numbers))
+    assert "by their order" in zoo.describe_class_match(metadata, recipe, names, named)
+    assert not zoo.describe_class_match(metadata, recipe, json.loads(numbers), named)
 
 
 @pytest.mark.parametrize(
@@ -231,10 +237,12 @@ def test_numbered_classes_are_found_by_name_and_weights_without_classes_by_order
     folders = sorted(numbers)
     model = zoo.build(recipe, 11, 1, 8, classes=folders)
     assert torch.equal(model[-1].weight, source[-1].weight[[int(name) for name in folders]])
-    assert zoo.count_shared_classes(recipe, folders, model) == 11
+    metadata = read_metadata(Path(recipe.init_from))
+    note = zoo.describe_class_match(metadata, recipe, folders, model)
+    assert note == ", which knows 11 of these 11 by name"
     recipe = starting_from(tmp_path, "cnn", source)
-    assert zoo.describe_order_match(recipe.init_from, folders)
-    assert not zoo.describe_order_match(recipe.init_from, numbers)
+    assert "by their order" in zoo.describe_class_match({}, recipe, folders, model)
+    assert not zoo.describe_class_match({}, recipe, numbers, model)
 
 
 class HeadFirst(nn.Module):
@@ -257,7 +265,8 @@ def test_a_last_layer_without_the_outputs_is_kept_as_it_was_learned(tmp_path):
         model = zoo.build(recipe, 3, 1, 8, classes=["b", "a", "d"])
     assert torch.equal(model.stem.weight, source.stem.weight)
     assert torch.equal(model.fc.weight, source.fc.weight)
-    assert zoo.count_shared_classes(recipe, ["b", "a", "d"], model) is None
+    note = zoo.describe_class_match(reported, recipe, ["b", "a", "d"], model)
+    assert note == ", its classes matched by their order"
 
 
 @pytest.mark.parametrize(

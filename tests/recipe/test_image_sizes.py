@@ -298,7 +298,7 @@ def test_timms_models_accept_them_or_suggest_a_size():
         for name, size in (("vit_tiny_patch16_224", (64, 96)), ("resnet18", (64, 96))):
             recipe = ModelRecipe(name=f"timm:{name}")
             assert zoo.build(recipe, 5, 3, size).eval()(torch.zeros(2, 3, *size)).shape == (2, 5)
-            created = eval(zoo.format_bare_call(recipe, 5, size), {"timm": __import__("timm")})
+            created = eval(zoo.format_bare_call(recipe, 5, size, 3), {"timm": __import__("timm")})
             assert created.eval()(torch.zeros(2, 3, *size)).shape == (2, 5)
         with pytest.raises(RecipeError, match=r"data\.image_size=\[96,160\]$"):
             zoo.build(ModelRecipe(name="timm:coatnet_0_rw_224"), 5, 3, (90, 130))

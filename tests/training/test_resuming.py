@@ -188,11 +188,11 @@ def newest_steps(words):
 RMSPROP = """
 import torch
 from trainer.optim import optimization
-from trainer.optim.optimizers import build_parameter_groups
 from trainer.training import setup
 
 def build(parameters, recipe, *_):
-    return torch.optim.RMSprop(build_parameter_groups(parameters, recipe), lr=1e-3)
+    group = {"params": [*parameters.values()], "weight_decay": recipe.weight_decay, "rate": 1.0}
+    return torch.optim.RMSprop([group], lr=1e-3)
 
 setup.build_optimizer = optimization.build_optimizer = build
 """

@@ -91,29 +91,28 @@ def compute_usable_bytes(
     return USABLE * memory / sharing - resident
 
 
-def free_shared_memory(folder: str = SHARED_MEMORY) -> int | None:
-    """Return the free bytes of the shared memory at `folder`; None if `folder` does not exist."""
-    if not os.path.isdir(folder):
+def free_shared_memory() -> int | None:
+    """Return the free bytes of the shared memory; None if its directory does not exist."""
+    if not os.path.isdir(SHARED_MEMORY):
         return None
-    return shutil.disk_usage(folder).free
+    return shutil.disk_usage(SHARED_MEMORY).free
 
 
-def check_shared_memory(needed: int, folder: str = SHARED_MEMORY) -> None:
+def check_shared_memory(needed: int) -> None:
     """Check before loader workers start that the shared memory is large enough for them.
 
     A worker that writes beyond the end of the shared memory is killed by SIGBUS.
 
     Args:
         needed: Number of bytes that the workers will allocate.
-        folder: Directory of the shared memory.
 
     Raises:
         SetupError: The shared memory is too small.
     """
-    free = free_shared_memory(folder)
+    free = free_shared_memory()
     if free is not None and free < needed:
         raise SetupError(
-            f"loader workers need {needed / 2**20:.0f} MiB of shared memory, {folder} has "
+            f"loader workers need {needed / 2**20:.0f} MiB of shared memory, {SHARED_MEMORY} has "
             f"{free / 2**20:.0f} free: use fewer data.workers (data.workers=0 needs none), "
             f"or start the container with --shm-size={-(-needed // 2**30)}g or more"
         )

@@ -69,7 +69,7 @@ class PlannedModel(Protocol):
     def staged(
         self,
         layout: Layout,
-        cut: Any = None,
+        cut: Any,
     ) -> StagedModel:
         """Cut the model into stages at `cut`, or as the recipe says if `cut` is None."""
 
@@ -131,13 +131,11 @@ def footprint(
     """
     if layout.staged:
         return _predict_stages(model, layout, model.staged(layout, cut))
-    exchanges = layout.recipe.traits.exchanges
-    if exchanges == "copies":
+    if layout.recipe.traits.exchanges == "copies":
         return _predict_copies(model, layout)
-    predict = _predict_shard if exchanges == "shards" else _predict_replica
     all_rows = layout.shares or [layout.rows] * len(layout.devices)
     # Ranks with the same number of images need the same memory: predict it once for each number.
-    by_rows = {rows: predict(model, layout, rows) for rows in {*all_rows}}
+    by_rows = {rows: _predict_rank(model, layout, rows) for rows in {*all_rows}}
     return [
         _add_teacher(model, layout, by_rows[rows], name)
         for name, rows in zip(layout.devices, all_rows, strict=True)
@@ -195,16 +193,16 @@ def _count_outer(resident: Resident, layout: Layout) -> int:
     return 0
 
 
-def _predict_shard(
+def _predict_rank(
     model: PlannedModel,
     layout: Layout,
     rows: int,
 ) -> Device:
-    """Predict the memory of a rank of FSDP. Predictions are within 10 % of measured peaks.
+    """Predict the memory of a rank, which has the whole model or a shard of it.
 
-    A rank has all buffers, and a shard of each parameter, gradient and optimizer tensor. A pass
-    also gathers parameters: all of them with fsdp.reshard=false, otherwise those that
-    `count_gathered` counts.
+    A rank of FSDP has all buffers, and a shard of each parameter, gradient and optimizer tensor. A
+    pass also gathers parameters: all of them with fsdp.reshard=false, otherwise those that
+    `count_gathered` counts. Predictions are within 10 % of measured peaks.
     """
     recipe = layout.recipe
     shards = count_weight_shards(recipe, layout.processes)

@@ -149,8 +149,7 @@ def freeze(
         ]
         module.frozen_names = frozen_names  # type: ignore[assignment]
     refreeze(model)
-    for norm in _find_frozen_norms(model):
-        norm.keeps_statistics = True  # type: ignore[assignment]
+    _freeze_statistics(model)
 
 
 def _match(
@@ -228,13 +227,14 @@ def keeps_statistics(layer: nn.Module) -> bool:
     return bool(getattr(layer, "keeps_statistics", False))
 
 
-def _find_frozen_norms(model: nn.Module) -> Iterator[_NormBase]:
-    """Yield frozen batch normalization, and frozen instance normalization that tracks statistics.
+def _freeze_statistics(model: nn.Module) -> None:
+    """Let the frozen normalization layers that have running statistics keep them.
 
-    A layer without weight and bias counts as frozen if the innermost module around it that has
-    parameters is frozen. If only some parameters of that module are frozen, the layer counts as
-    frozen if the last layer with parameters before it is frozen. If no layer before it has
-    parameters, the first layer of the model with parameters decides.
+    Batch normalization without running statistics is included. A layer without weight and bias
+    counts as frozen if the innermost module around it that has parameters is frozen. If only some
+    parameters of that module are frozen, the layer counts as frozen if the last layer with
+    parameters before it is frozen. If no layer before it has parameters, the first layer of the
+    model with parameters decides.
     """
     flags_of_layers = []
     for layer in model.modules():
@@ -251,7 +251,7 @@ def _find_frozen_norms(model: nn.Module) -> Iterator[_NormBase]:
         if not flags:
             is_norm_frozen = _is_surrounding_frozen(model, name, is_frozen)
         if is_norm_frozen:
-            yield layer
+            layer.keeps_statistics = True  # type: ignore[assignment]
 
 
 def _is_surrounding_frozen(

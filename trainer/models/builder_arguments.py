@@ -49,8 +49,7 @@ def check_builder_arguments(recipe: ModelRecipe, builder: Callable[..., Any]) ->
     else:
         parameters = list_parameters(builder)
         # A registered function gets these by position, whatever their names are.
-        first_names = [*parameters][: len(OFFERED)]
-        for name, usual_name in zip(first_names, OFFERED, strict=False):
+        for name, usual_name in zip(parameters, OFFERED, strict=False):
             owned[name] = OWNED[usual_name]
     return check_arguments(
         "model.args",

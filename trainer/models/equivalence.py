@@ -7,7 +7,7 @@ state is restored afterwards.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -170,14 +170,14 @@ def observe(
 
 def read_plain_attributes(
     model: nn.Module,
-    reachable: Reachable | None = None,
+    reachable: Reachable,
 ) -> dict[str, object]:
     """Return values that a model's code may branch on, under the names that messages use.
 
-    These are the numbers, strings and lengths that the code reaches, and `requires_grad` of each
-    parameter.
+    These are the numbers, strings and lengths in `reachable`, which the code reaches, and
+    `requires_grad` of each parameter.
     """
-    attributes = dict((reachable or Reachable([model])).plain)
+    attributes = dict(reachable.plain)
     for name, parameter in model.named_parameters():
         attributes[f"requires_grad of {name}"] = parameter.requires_grad
     return attributes
@@ -230,23 +230,9 @@ def check_equivalent(
     Raises:
         RecipeError: The passes of the replacement differ from those of the model.
     """
-    if differences := [*_iterate_differences(whole, replaced, tolerance, floor)]:
-        raise RecipeError(
-            f"{what} would train another model: in two passes of both what differs is the "
-            f"{list_some(differences, 1)}; use {instead}"
-        )
-
-
-def _iterate_differences(
-    whole: Passes,
-    replaced: Passes,
-    tolerance: float,
-    floor: float,
-) -> Iterator[str]:
-    """Yield a description of each difference, beginning with the counters.
-
-    A description starts with the name of the value that differs.
-    """
+    # A description of each difference, beginning with the counters. It starts with the name of the
+    # value that differs.
+    differences = []
     counters = _find_counters(whole)
     others = _find_counters(replaced)
     for name in counters | others:
@@ -257,14 +243,19 @@ def _iterate_differences(
         if name not in counters and is_log:
             continue
         if not _are_close(counters.get(name, ()), figures, tolerance):
-            yield f"{name} (changed otherwise by one of the two)"
+            differences.append(f"{name} (changed otherwise by one of the two)")
     all_tensors = [*whole.tensors, whole.gradients]
     all_others = [*replaced.tensors, replaced.gradients]
     for tensors, other_tensors in zip(all_tensors, all_others, strict=True):
         for name, value in tensors.items():
             distance = _describe_distance(value, other_tensors.get(name), tolerance, floor)
             if distance is not None:
-                yield f"{name} ({distance})"
+                differences.append(f"{name} ({distance})")
+    if differences:
+        raise RecipeError(
+            f"{what} would train another model: in two passes of both what differs is the "
+            f"{list_some(differences, 1)}; use {instead}"
+        )
 
 
 def _are_close(

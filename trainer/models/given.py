@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from trainer.errors import RecipeError, describe
 from trainer.models.small import SMALL
 from trainer.recipe.image_sizes import ImageSize
+from trainer.recipe.known_names import torchvision_classifiers
 
 # Names of the arguments with which a user's function is called, if it has parameters for them.
 OFFERED = ("num_classes", "channels", "image_size")
@@ -71,7 +72,7 @@ class ModelBuilder:
         name = str(getattr(source, "__name__", type(source).__name__))
         if name in SMALL:
             return f"my_{name}"
-        if name in torchvision.models.list_models(module=torchvision.models):
+        if name in torchvision_classifiers():
             is_own = self.source is not torchvision.models.get_model_builder(name)
             return f"my_{name}" if is_own else name
         return name if name.isidentifier() else "model"

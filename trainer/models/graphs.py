@@ -4,7 +4,6 @@ import operator
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -78,7 +77,14 @@ class Value(fx.Proxy):
 
 
 class Tracer(fx.Tracer):
-    """Tracer that also records which modules return each value, the innermost module first."""
+    """Tracer that also records constants, and the names of values.
+
+    Attributes:
+        graph: The operations of the model.
+        constants: Values that tracing computed and the graph reads, by their names in the graph.
+        ends: Names of the modules that return a value, the innermost module first.
+        calls: Number of calls of a module, by its name.
+    """
 
     # Without this option, values that are computed from buffers alone become constants.
     proxy_buffer_attributes = True
@@ -87,6 +93,7 @@ class Tracer(fx.Tracer):
         super().__init__()
         self.ends: defaultdict[fx.Node, list[str]] = defaultdict(list)
         self.calls: Counter[str] = Counter()
+        self.constants: dict[str, Any] = {}
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return Value(node, self)
@@ -135,36 +142,23 @@ class Tracer(fx.Tracer):
             self.ends[out.node].append(name)
         return out
 
-
-@dataclass(frozen=True)
-class Recording:
-    """Result of tracing a model.
-
-    Attributes:
-        graph: The operations of the model.
-        constants: Values that tracing computed and the graph reads, by their names in the graph.
-        tracer: The tracer, which knows the modules that return each value.
-    """
-
-    graph: fx.Graph
-    constants: dict[str, Any]
-    tracer: Tracer
-
-    def names(self, value: fx.Node) -> list[str]:
+    def list_names(self, value: fx.Node) -> list[str]:
         """Return unique names of a value.
 
         These are the names of the modules that return the value and are called only once, the
         innermost first. If there are no such modules, the only name is that of the operation.
         """
-        calls = self.tracer.calls
-        modules = [name for name in self.tracer.ends[value] if calls[name] == 1]
+        modules = [name for name in self.ends[value] if self.calls[name] == 1]
         if modules:
             return modules
-        return [f"{value.name}()" if value.name in calls else value.name]
+        return [f"{value.name}()" if value.name in self.calls else value.name]
 
 
-def record(model: nn.Module) -> Recording:
+def record(model: nn.Module) -> Tracer:
     """Trace a model in both modes into a graph.
+
+    Returns:
+        The tracer with the graph.
 
     Raises:
         Untraceable: The model has control flow on values, several inputs or outputs, random
@@ -172,51 +166,8 @@ def record(model: nn.Module) -> Recording:
     """
     training = _trace(model, is_training=True)
     evaluation = _trace(model, is_training=False)
-    _merge(training, evaluation)
-    if not isinstance(training.graph.output_node().args[0], fx.Node):
-        raise Untraceable("it returns more than one tensor")
-    return training
-
-
-def _trace(model: nn.Module, is_training: bool) -> Recording:
-    tracer = Tracer()
-    states = read_generator_states()
-    # Tracing runs the user's code, and a model's own `train`, which may change any state.
-    with restore_after([model], torch.device("cpu"), weights=True):
-        attributes = {*vars(model.train(is_training))}
-        try:
-            graph = tracer.trace(model)
-        except Exception as error:
-            # The model's code may raise any error if its inputs are proxies.
-            raise Untraceable(f"{read_line(error)}{_locate(error)}") from error
-        constants = {}
-        for name, value in vars(model).items():
-            if name not in attributes:
-                constants[name] = value
-        changed_state = find_change(states, read_generator_states())
-    if changed_state is not None:
-        raise Untraceable(
-            f"its forward draws random numbers that do not follow from its input ({changed_state})"
-        )
-    return Recording(graph, constants, tracer)
-
-
-def _locate(error: BaseException) -> str:
-    """Format the file and line of the model's code that raised an error."""
-    torch_folder = Path(torch.__file__).parent
-    location = ""
-    for frame in traceback.extract_tb(error.__traceback__):
-        path = Path(frame.filename)
-        if path != Path(__file__) and not path.is_relative_to(torch_folder):
-            location = f" ({path.name}, line {frame.lineno})"
-    return location
-
-
-def _merge(training: Recording, evaluation: Recording) -> None:
-    """Make the graph of training mode correct for evaluation as well.
-
-    A `ByMode` replaces each constant that differs.
-    """
+    # Make the graph of training correct for evaluation as well: a `ByMode` replaces each constant
+    # that differs.
     pairs = list(zip(training.graph.nodes, evaluation.graph.nodes, strict=False))
     for node, other in pairs:
         operation = node.op, node.name, node.target
@@ -229,6 +180,42 @@ def _merge(training: Recording, evaluation: Recording) -> None:
     for name, value in training.constants.items():
         if not _is_same(value, evaluation.constants[name]):
             raise Untraceable("its forward makes constants that are not the same each time")
+    if not isinstance(training.graph.output_node().args[0], fx.Node):
+        raise Untraceable("it returns more than one tensor")
+    return training
+
+
+def _trace(model: nn.Module, is_training: bool) -> Tracer:
+    tracer = Tracer()
+    states = read_generator_states()
+    # Tracing runs the user's code, and a model's own `train`, which may change any state.
+    with restore_after([model], weights=True):
+        attributes = {*vars(model.train(is_training))}
+        try:
+            tracer.trace(model)
+        except Exception as error:
+            # The model's code may raise any error if its inputs are proxies.
+            raise Untraceable(f"{read_line(error)}{_locate(error)}") from error
+        for name, value in vars(model).items():
+            if name not in attributes:
+                tracer.constants[name] = value
+        changed_state = find_change(states, read_generator_states())
+    if changed_state is not None:
+        raise Untraceable(
+            f"its forward draws random numbers that do not follow from its input ({changed_state})"
+        )
+    return tracer
+
+
+def _locate(error: BaseException) -> str:
+    """Format the file and line of the model's code that raised an error."""
+    torch_folder = Path(torch.__file__).parent
+    location = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        path = Path(frame.filename)
+        if path != Path(__file__) and not path.is_relative_to(torch_folder):
+            location = f" ({path.name}, line {frame.lineno})"
+    return location
 
 
 def _is_same(value: Any, other: Any) -> bool:

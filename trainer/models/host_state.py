@@ -94,8 +94,6 @@ class _Snapshot:
             return False
         return self.value is other.value and self.digest == other.digest
 
-    __hash__ = None  # type: ignore[assignment]
-
 
 def read_settings(modules: Sequence[nn.Module]) -> dict[str, object]:
     """Return values that a model's code may branch on, under the names that messages use.
@@ -105,7 +103,7 @@ def read_settings(modules: Sequence[nn.Module]) -> dict[str, object]:
     """
     state = {}
     for suffix, module in _number_modules(modules):
-        for name, attribute in read_plain_attributes(module).items():
+        for name, attribute in read_plain_attributes(module, Reachable([module])).items():
             state[name + suffix] = attribute
         for name, part in module.named_modules():
             state[f"mode of {name or 'the model'}{suffix}"] = part.training
@@ -129,7 +127,7 @@ def find_own_hook(modules: Sequence[nn.Module]) -> str | None:
                 return f"hook of {name or type(part).__name__}"
         for name, parameter in module.named_parameters():
             gradient_hooks = parameter._backward_hooks or {}
-            accumulation_hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+            accumulation_hooks = parameter._post_accumulate_grad_hooks or {}
             hooks = chain(gradient_hooks.values(), accumulation_hooks.values())
             if not all(map(of_library, hooks)):
                 return f"hook of the parameter {name}"

@@ -1,7 +1,8 @@
 """Find normalization layers, and check whether a layer computes batch normalization."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,13 +108,10 @@ def check_alone(model: nn.Module, exchanges: str = "nothing") -> None:
             )
 
 
-def select_unlike(
-    layers: Mapping[str, nn.Module],
-    known: Callable[[nn.Module], bool],
-) -> dict[str, nn.Module]:
-    """Return the layers for which `known` is False.
+def select_unlike_batch_norm(layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the layers for which `acts_as_batch_norm` is False.
 
-    `known` is called for one layer of each kind. Layers of one kind have the same class, the same
+    It is called for one layer of each kind. Layers of one kind have the same class, the same
     attributes except `num_features` and dictionaries, and children of the same classes.
     """
     answers = {}
@@ -125,7 +123,7 @@ def select_unlike(
                 options.append(value)
         kind = type(layer), repr(options), *map(type, layer.children())
         if kind not in answers:
-            answers[kind] = known(layer)
+            answers[kind] = acts_as_batch_norm(layer)
         if not answers[kind]:
             others[name] = layer
     return others
@@ -151,7 +149,7 @@ def acts_as_batch_norm(layer: nn.Module) -> bool:
         return batch_norm(inputs, *args, **kwargs)
 
     try:
-        with restore_after([layer], torch.device("cpu")):
+        with restore_after([layer]):
             # In a layer that stays in evaluation mode, rows do not interact, so it needs no test.
             if not layer.train().training:
                 return True
@@ -193,18 +191,14 @@ def _run(
     The running statistics are set to `start` before the pass, and the layer is restored after it. A
     copy is not used, because a `forward` that was assigned to the layer may refer to the original.
     """
-    original_momentum = layer.momentum
-    try:
-        with restore_after([layer], inputs.device), torch.no_grad():
-            layer.train().momentum = momentum
-            for name in STATISTICS:
-                if getattr(layer, name, None) is not None:
-                    getattr(layer, name).fill_(start)
-            torch.manual_seed(0)
-            out = layer.forward(inputs.clone())
-            return out, {name: buffer.clone() for name, buffer in layer.named_buffers()}
-    finally:
-        layer.momentum = original_momentum
+    with restore_after([layer], inputs.device), torch.no_grad():
+        layer.train().momentum = momentum
+        for name in STATISTICS:
+            if getattr(layer, name, None) is not None:
+                getattr(layer, name).fill_(start)
+        torch.manual_seed(0)
+        out = layer.forward(inputs.clone())
+        return out, {name: buffer.clone() for name, buffer in layer.named_buffers()}
 
 
 def _only_writes_statistics(layer: _BatchNorm, inputs: Tensor) -> bool:
@@ -243,17 +237,12 @@ def count_values_per_row(
     """
     counts: dict[str, list[int]] = {name: [] for name in layers}
 
-    def make_hook(name: str) -> Callable[..., None]:
-        def count(layer: Any, args: Any, out: Tensor) -> None:
-            counts[name].append(out.numel() // (layer.num_features * len(inputs)))
+    def count(name: str, layer: Any, args: Any, out: Tensor) -> None:
+        counts[name].append(out.numel() // (layer.num_features * len(inputs)))
 
-        return count
-
-    hooks = [layer.register_forward_hook(make_hook(name)) for name, layer in layers.items()]
-    try:
+    with ExitStack() as hooks:
+        for name, layer in layers.items():
+            hooks.enter_context(layer.register_forward_hook(partial(count, name)))
         with restore_after([model], inputs.device), torch.no_grad():
             model.eval()(inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return counts

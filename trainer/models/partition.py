@@ -9,7 +9,7 @@ in the model.
 import inspect
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +22,12 @@ from trainer.models.graphs import (
     BY_MODE,
     INPLACE,
     ByMode,
-    Recording,
     Tracer,
     Untraceable,
     attribute,
     record,
 )
+from trainer.models.shapes import iterate_tensors
 
 # Names of operations that return a tuple or a shape, which a stage cannot send to the next one.
 _SEVERAL = {"chunk", "split", "tensor_split", "unbind", "size", "shape"}
@@ -117,9 +117,7 @@ def _is_several(value: fx.Node) -> bool:
     name = getattr(value.target, "__name__", value.target)
     if value.target is getattr:
         name = value.args[1]
-    if name in _SEVERAL:
-        return True
-    return any(
+    return name in _SEVERAL or any(
         user.target is operator.getitem and isinstance(user.args[1], int) for user in value.users
     )
 
@@ -207,10 +205,10 @@ class Traced:
             caller adds them.
     """
 
-    def __init__(self, model: nn.Module, recording: Recording) -> None:
+    def __init__(self, model: nn.Module, tracer: Tracer) -> None:
         self._model = model
-        self._constants = recording.constants
-        self._nodes = list(recording.graph.nodes)
+        self._constants = tracer.constants
+        self._nodes = list(tracer.graph.nodes)
         # Index of the last node before each cut, and the value that is sent.
         self._ends: list[tuple[int, fx.Node]] = []
         self.named: dict[str, str] = {}
@@ -220,10 +218,10 @@ class Traced:
             usable = [point for point in group if point.usable]
             if usable:
                 last = usable[-1]
-                cuts.append(recording.names(last.value)[0])
+                cuts.append(tracer.list_names(last.value)[0])
                 self._ends.append((last.end, last.value))
                 for point in group:
-                    for name in recording.names(point.value):
+                    for name in tracer.list_names(point.value):
                         self.named[name] = cuts[-1]
         self.cuts = tuple(cuts)
 
@@ -238,9 +236,9 @@ class Traced:
         Raises:
             RecipeError: The cuts are not usable; see `resolve_cuts`.
         """
-        ends = []
-        for cut in resolve_cuts(self, cuts, len(cuts) + 1):
-            ends.append(self._ends[self.cuts.index(cut)])
+        cut_names = resolve_cuts(self, cuts, len(cuts) + 1)
+        cut_indices = [self.cuts.index(cut) for cut in cut_names]
+        ends = [self._ends[index] for index in cut_indices]
         output = self._nodes[-1]
         ends.append((len(self._nodes) - 1, output.args[0]))
         stages = []
@@ -253,14 +251,14 @@ class Traced:
         owners: dict[int, fx.GraphModule] = {}
         assigned_names = set()
         for stage in stages:
-            for name, tensor in _iterate_tensors(stage):
+            for name, tensor in iterate_tensors(stage):
                 assigned_names.add(name)
                 owners.setdefault(id(tensor), stage)
-        for name, tensor in _iterate_tensors(self._model):
+        for name, tensor in iterate_tensors(self._model):
             # Unused tensors, and the second name of a tied tensor, are not in any stage yet.
             if name not in assigned_names:
                 block = self.users.get(name, len(self.cuts))
-                user = sum(self.cuts.index(self.named[cut]) < block for cut in cuts)
+                user = sum(index < block for index in cut_indices)
                 owner = owners.setdefault(id(tensor), stages[user])
                 _register(owner, name, tensor)
         saved = self._model.state_dict().keys()
@@ -357,12 +355,6 @@ def resolve_cuts(
             f"{option} is not in the model's order; use pipeline.cuts=[{','.join(ordered)}]"
         )
     return chosen
-
-
-def _iterate_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield all names of parameters and buffers, with the tensors."""
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
 
 
 def _register(

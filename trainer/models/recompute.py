@@ -103,7 +103,9 @@ def recompute(
         compiles: Whether to compile each part of `runs` and `kept`.
         kept: Parts that keep their activations.
     """
-    by_sequential: dict[str, dict[Run, Forward]] = {}
+    # For each sequential, the callables that replace a child. The first of a run is replaced by the
+    # whole run, and the others by nothing.
+    by_sequential: dict[str, dict[nn.Module, list[Forward]]] = {}
 
     def wrap(run: Run, forward: Forward) -> Forward:
         if compiles:
@@ -114,9 +116,11 @@ def recompute(
 
     for run in (*runs, *kept):
         if len(run) > 1:
-            forward = _chain([model.get_submodule(name) for name in run])
+            layers = [model.get_submodule(name) for name in run]
             parent = run[0].rpartition(".")[0]
-            by_sequential.setdefault(parent, {})[run] = wrap(run, forward)
+            replacements = by_sequential.setdefault(parent, {})
+            replacements |= {layer: [] for layer in layers}
+            replacements[layers[0]] = [wrap(run, _chain(layers))]
             continue
         block = model.get_submodule(run[0])
         # A copy of a wrapped model has the wrapped `forward` of the original, which would compute
@@ -124,12 +128,7 @@ def recompute(
         if hasattr(vars(block).get("forward"), "anew"):
             del block.forward
         block.forward = wrap(run, block.forward)
-    for parent, forwards in by_sequential.items():
-        replacements = {}
-        for run, forward in forwards.items():
-            first, *others = map(model.get_submodule, run)
-            replacements[first] = [forward]
-            replacements |= {other: [] for other in others}
+    for parent, replacements in by_sequential.items():
         sequential = model.get_submodule(parent)
         parts = []
         for child in sequential.children():

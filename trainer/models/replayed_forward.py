@@ -67,10 +67,9 @@ class ReplayedForward:
         # of consecutive passes with this shape.
         self._shape: object = None
         self._passes = 0
-        self._replay: Callable[[], None] | None = None
-        # Memory that the graph reads and writes.
-        self._inputs = torch.empty(0)
-        self._outputs = torch.empty(0)
+        # Replays the pass for the given inputs, and returns the outputs, which the next replay
+        # overwrites.
+        self._replay: Callable[[Tensor], Tensor] | None = None
         self._fingerprint: object = None
 
     def begin(self, batches: int) -> None:
@@ -117,18 +116,13 @@ class ReplayedForward:
         self._replay = None
         self._shape = None
         self._passes = 0
-        self._inputs = torch.empty(0)
-        self._outputs = torch.empty(0)
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None
 
     def _run_replay(self, inputs: Tensor) -> Tensor:
         assert self._replay is not None
-        self._inputs.copy_(inputs, non_blocking=True)
-        self._replay()
-        # Return a copy, because the next replay overwrites the outputs.
-        return self._outputs.clone()
+        return self._replay(inputs).clone()
 
     def _run_eagerly(self, inputs: Tensor) -> Tensor | None:
         """Run a pass eagerly. If memory runs out, release the graph and run the pass again."""
@@ -167,25 +161,23 @@ class ReplayedForward:
             replay, outputs = recorder.record(lambda: self._forward(own_inputs))
         assert outputs is not None
 
-        def replay_inputs() -> Tensor:
-            own_inputs.copy_(inputs)
+        def replay_with(inputs: Tensor) -> Tensor:
+            own_inputs.copy_(inputs, non_blocking=True)
             replay()
             return outputs
 
-        replayed = self._run_trial(replay_inputs, nullcontext([]))
+        replayed = self._run_trial(lambda: replay_with(inputs), nullcontext([]))
         distances = {}
         for name, tensor in expected.items():
             if distance := relative_error(tensor, replayed[name]):
                 distances[name] = distance
         if distances:
             # Two replays also differ if a kernel adds numbers up in a random order.
-            again = self._run_trial(replay_inputs, nullcontext([]))
+            again = self._run_trial(lambda: replay_with(inputs), nullcontext([]))
             for name, distance in distances.items():
                 if not distance <= NOISE * relative_error(replayed[name], again[name]):
                     raise NotCapturable(f"replayed, {name} is {distance:.2g} of its norm apart")
-        self._inputs = own_inputs
-        self._outputs = outputs
-        self._replay = replay
+        self._replay = replay_with
         self._fingerprint = self._read_fingerprint()
 
     def _run_trial(

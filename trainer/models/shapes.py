@@ -3,7 +3,7 @@
 import copy
 import gc
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -77,24 +77,24 @@ def build_on_meta(make: Callable[[], nn.Module]) -> tuple[nn.Module | None, str]
     return model, ""
 
 
+def iterate_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield all names of parameters and buffers, with the tensors."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
 def compute_digest(model: nn.Module) -> str:
     """Return a digest of a model's modules, plain attributes, and tensors without their values."""
     lines: list[Any] = []
     for name, module in model.named_modules(remove_duplicate=False):
         plain = {key: value for key, value in vars(module).items() if _is_simple(value)}
         lines.append((name, type(module).__qualname__, plain))
-    for named_tensors in (
-        model.named_parameters(remove_duplicate=False),
-        model.named_buffers(remove_duplicate=False),
-    ):
-        first_names: dict[int, str] = {}
-        for name, tensor in named_tensors:
-            first_name = first_names.setdefault(id(tensor), name)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            shape = tuple(tensor.shape)
-            lines.append(
-                (name, first_name, shape, tensor.dtype, tensor.requires_grad, is_parameter)
-            )
+    first_names: dict[int, str] = {}
+    for name, tensor in iterate_tensors(model):
+        first_name = first_names.setdefault(id(tensor), name)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        shape = tuple(tensor.shape)
+        lines.append((name, first_name, shape, tensor.dtype, tensor.requires_grad, is_parameter))
     text = "\n".join(map(repr, lines))
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -3,7 +3,6 @@
 timm is an optional dependency. It is imported only if a recipe names one of its models.
 """
 
-from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -35,8 +34,14 @@ def create(
     timm, name = _find_model(recipe)
     is_pretrained = starting and recipe.weights is not None
     options = {"num_classes": num_classes, "in_chans": channels, "pretrained": is_pretrained}
+    for key, value in recipe.args.items():
+        if value is None:
+            raise RecipeError(
+                f"model.args.{key}=null: timm ignores an argument that is null; leave it out"
+            )
     if recipe.args:
-        options |= _check_arguments(recipe, partial(timm.create_model, name), is_pretrained)
+        build = partial(timm.create_model, name)
+        options |= check_class_arguments(recipe, build, {}, is_pretrained)
     try:
         try:
             model: nn.Module = timm.create_model(name, **options, img_size=image_size)
@@ -58,17 +63,6 @@ def create(
             "~/.cache/huggingface/hub to this one's, or start from its model.safetensors: "
             "model.weights=null model.init_from=FILE"
         ) from None
-
-
-def _check_arguments(
-    recipe: ModelRecipe, build: Callable[..., nn.Module], is_pretrained: bool
-) -> dict[str, Any]:
-    for name, value in recipe.args.items():
-        if value is None:
-            raise RecipeError(
-                f"model.args.{name}=null: timm ignores an argument that is null; leave it out"
-            )
-    return check_class_arguments(recipe, build, {}, is_pretrained)
 
 
 def bare(

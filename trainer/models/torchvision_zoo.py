@@ -14,10 +14,11 @@ import torchvision
 from torch import Tensor, nn
 
 from trainer.errors import RecipeError, SetupError, is_out_of_memory, read_line
+from trainer.models.blocks import find_head
 from trainer.models.builder_arguments import check_class_arguments
 from trainer.recipe import ModelRecipe
 from trainer.recipe.image_sizes import ImageSize, sides, square
-from trainer.recipe.known_names import AUXILIARY
+from trainer.recipe.known_names import AUXILIARY, torchvision_classifiers
 from trainer.saving import locks
 
 # Patterns of old tensor names in published files of DenseNet and ViT, and their replacements.
@@ -26,11 +27,6 @@ OLDER = {
     r"(encoder_layer_\d+\.mlp)\.linear_1\.": r"\1.0.",
     r"(encoder_layer_\d+\.mlp)\.linear_2\.": r"\1.3.",
 }
-
-
-def list_names() -> list[str]:
-    """List the names of all torchvision classifiers."""
-    return list(torchvision.models.list_models(module=torchvision.models))
 
 
 def create(
@@ -65,30 +61,29 @@ def create(
         if recipe.name in AUXILIARY:
             fixed["init_weights"] = False
         arguments = check_class_arguments(recipe, partial(builder, **fixed), fixed, is_pretrained)
-    if not is_pretrained:
+    model: nn.Module
+    if is_pretrained:
+        # Published files contain the auxiliary heads, so the model must be built with them.
+        if recipe.name in AUXILIARY:
+            options = {}
+        weights = find_published(recipe)
+        model = _fetch_model(builder, weights, options | arguments, recipe.weights)
+        if recipe.name == "inception_v3":
+            inception: Any = model
+            inception.aux_logits = False
+            inception.AuxLogits = None
+        if count_classes(recipe) != num_classes:
+            replace_head(model, num_classes)
+    else:
         # torchvision warns about slow initialization if this option is not set.
         if recipe.name in AUXILIARY:
             options["init_weights"] = True
         try:
-            model: nn.Module = builder(num_classes=num_classes, **options, **arguments)
+            model = builder(num_classes=num_classes, **options, **arguments)
         except ValueError as error:
             # MaxViT divides the image into windows, which is not possible for every size.
             raise AssertionError(str(error)) from None
-        _set_channels(model, channels, is_pretrained=False)
-        return model
-    weights = find_published(recipe)
-    # Published files contain the auxiliary heads, so the model must be built with them.
-    if recipe.name in AUXILIARY:
-        options = {}
-    model = _fetch_model(builder, weights, options | arguments, recipe.weights)
-    if recipe.name == "inception_v3":
-        inception: Any = model
-        inception.aux_logits = False
-        inception.AuxLogits = None
-    published_classes = count_classes(recipe)
-    if published_classes != num_classes:
-        replace_head(model, published_classes, num_classes)
-    _set_channels(model, channels, is_pretrained=True)
+    _set_channels(model, channels, is_pretrained)
     return model
 
 
@@ -197,7 +192,7 @@ def read_preset(model: ModelRecipe) -> tuple[Any, Any, Any]:
         RecipeError: The weights are not published.
     """
     is_random = model.weights is None and model.init_from is None
-    if is_random or model.name not in list_names():
+    if is_random or model.name not in torchvision_classifiers():
         return None, None, None
     weights = find_published(model.model_copy(update={"weights": model.weights or "DEFAULT"}))
     transforms = weights.transforms()
@@ -257,28 +252,14 @@ def bare(recipe: ModelRecipe, num_classes: int, image_size: ImageSize) -> str:
     return f"torchvision.models.{recipe.name}({arguments})"
 
 
-def replace_head(
-    model: nn.Module,
-    old: int,
-    new: int,
-) -> str:
-    """Replace the last linear or convolutional layer that has `old` outputs. It gets `new` outputs.
-
-    Returns:
-        Name of the layer in the model.
-    """
-    head: Any = None
-    head_name = ""
-    for name, part in model.named_modules():
-        if isinstance(part, nn.Linear | nn.Conv2d) and len(part.weight) == old:
-            head = part
-            head_name = name
+def replace_head(model: nn.Module, outputs: int) -> None:
+    """Replace the last linear or convolutional layer by one with `outputs` outputs."""
+    name = find_head(model)
+    head: Any = model.get_submodule(name)
     has_bias = head.bias is not None
     layer: nn.Module
     if isinstance(head, nn.Linear):
-        layer = nn.Linear(head.in_features, new, has_bias)
+        layer = nn.Linear(head.in_features, outputs, has_bias)
     else:
-        layer = nn.Conv2d(head.in_channels, new, 1, bias=has_bias)
-    parent, _, attribute = head_name.rpartition(".")
-    setattr(model.get_submodule(parent), attribute, layer)
-    return head_name
+        layer = nn.Conv2d(head.in_channels, outputs, 1, bias=has_bias)
+    model.set_submodule(name, layer)

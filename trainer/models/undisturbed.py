@@ -40,14 +40,15 @@ def restore_after(
     """
     before = Reachable(modules)
     plain = before.plain
-    if checked and checked is not modules:
+    if checked:
         plain = Reachable(checked).plain
-    parts = {part for module in modules for part in module.modules()}
+    parts = set[nn.Module]()
     parameters = set[nn.Parameter]()
     tensors = set[Tensor]()
-    for part in parts:
-        parameters.update(part.parameters(recurse=False))
-        tensors.update(part.buffers(recurse=False))
+    for module in modules:
+        parts.update(module.modules())
+        parameters.update(module.parameters())
+        tensors.update(module.buffers())
     trained = [(parameter, parameter.requires_grad) for parameter in parameters]
     if weights and any(is_own(type(part)) for part in parts):
         tensors |= parameters

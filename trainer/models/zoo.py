@@ -21,7 +21,7 @@ from trainer.models.small import SMALL, Builder
 from trainer.models.undisturbed import restore_after
 from trainer.recipe import ModelRecipe
 from trainer.recipe.image_sizes import ImageSize, in_pixels, sides
-from trainer.recipe.known_names import AUXILIARY, TIMM, Registry
+from trainer.recipe.known_names import AUXILIARY, TIMM, Registry, torchvision_classifiers
 from trainer.recipe.text import list_some
 from trainer.saving.run_names import find_run
 from trainer.saving.tensor_files import StoredTensor
@@ -37,7 +37,7 @@ UNKNOWN = object()
 # value of a tensor, that uses a tensor on another device, or that turns autocast off for the device
 # type of its inputs. These are limits of the meta device, not faults of the model.
 NOT_ON_META = ("meta tensors", "device meta", "unsupported scalarType")
-builders = Registry[Builder]("register_model", SMALL, lambda: torchvision_zoo.list_names())
+builders = Registry[Builder]("register_model", SMALL, torchvision_classifiers)
 
 
 def register_model(name: str) -> Callable[[Builder], Builder]:
@@ -227,9 +227,8 @@ def _build_unchecked(
             raise AssertionError(f"its image_size is {image_size}, {error}") from None
     if recipe.name.startswith(TIMM):
         return timm_zoo.create(recipe, num_classes, channels, image_size, starting)
-    torchvision_names = torchvision_zoo.list_names()
-    if recipe.name not in torchvision_names:
-        guess = recipes.find_nearest(recipe.name, [*builders, *torchvision_names])
+    if recipe.name not in torchvision_classifiers():
+        guess = recipes.find_nearest(recipe.name, [*builders, *torchvision_classifiers()])
         if guess:
             hint = f"did you mean {guess}?"
         else:
@@ -245,7 +244,7 @@ def format_bare_call(
     recipe: ModelRecipe,
     num_classes: int,
     image_size: ImageSize,
-    channels: int = 3,
+    channels: int,
 ) -> str | None:
     """Format the call that builds the model with torchvision or timm alone, if one of them can.
 
@@ -305,33 +304,29 @@ def resolve_arguments(recipe: ModelRecipe) -> dict[str, Any]:
     return {**stored.get("args", {}), **recipe.args}
 
 
-def count_shared_classes(
+def describe_class_match(
+    metadata: Mapping[str, str],
     recipe: ModelRecipe,
     classes: Sequence[str],
     model: nn.Module,
-) -> int | None:
-    """Count the class names that `init_from` and the data share.
+) -> str:
+    """Return a note for the start-up summary on the classes that `init_from` and the data share.
 
-    Returns:
-        Number of shared names, or None if outputs cannot be matched by name.
+    If outputs cannot be matched by name, the note is empty unless `init_from` or the data has class
+    names, or if both list classes but different numbers of them.
+
+    Args:
+        metadata: Metadata of the weights in `init_from`.
+        recipe: The section `model` of a recipe.
+        classes: Class names of the data.
+        model: The model that has loaded the weights.
     """
-    stored_classes = []
-    if recipe.init_from:
-        stored_classes = _read_class_names(read_metadata(find_run(recipe.init_from)))
+    stored_classes = _read_class_names(metadata)
     outputs = getattr(model.get_submodule(find_head(model)), "weight", ())
     matches = match_by_name(stored_classes, classes)
-    if matches is None or len(outputs) != (recipe.num_classes or len(classes)):
-        return None
-    return len(matches) - matches.count(None)
-
-
-def describe_order_match(source: str, classes: Sequence[str]) -> str:
-    """Return a note for the start-up summary about classes that could not be matched by name.
-
-    The note is empty if neither `init_from` nor the data has class names, or if both list classes
-    but different numbers of them.
-    """
-    stored_classes = _read_class_names(read_metadata(find_run(source)))
+    if matches is not None and len(outputs) == (recipe.num_classes or len(classes)):
+        known = len(matches) - matches.count(None)
+        return f", which knows {known} of these {len(classes)} by name"
     if not are_names(stored_classes) and not are_names(classes):
         return ""
     if not stored_classes:
@@ -384,9 +379,7 @@ def _load_initial_weights(
                 "model.init_from=null"
             ) from None
         hint = ""
-        if trained_name in (*builders, *torchvision_zoo.list_names()) or trained_name.startswith(
-            TIMM
-        ):
+        if trained_name in (*builders, *torchvision_classifiers()) or trained_name.startswith(TIMM):
             hint = f": type model.name={trained_name}"
         raise CheckpointError(f"{error}, {trained_name}{hint}") from None
 
@@ -574,13 +567,10 @@ def select_fitting_weights(
     for name, tensor in tensors.items():
         if name in weights:
             saved[id(tensor)] = weights[name]
-    stored = {}
-    for name, tensor in tensors.items():
-        if id(tensor) in saved:
-            stored[name] = saved[id(tensor)]
-    absent = [name for name in tensors if name not in stored]
+    absent = [name for name, tensor in tensors.items() if id(tensor) not in saved]
     if absent:
         raise CheckpointError(f"{source}: has no {list_some(absent, 1)}: weights of another model")
+    stored = {name: saved[id(tensor)] for name, tensor in tensors.items()}
     mismatched = [name for name in tensors if tensors[name].shape != stored[name].shape]
     last_layer = find_head(model)
     foreign = [name for name in mismatched if whole or name.rpartition(".")[0] != last_layer]

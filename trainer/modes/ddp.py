@@ -24,7 +24,7 @@ from trainer.distributed.peers import translate_peer_errors
 from trainer.errors import RecipeError, is_out_of_memory
 from trainer.memory.measuring import count_bytes
 from trainer.models.equivalence import NOISE, relative_error
-from trainer.models.norms import acts_as_batch_norm, select_unlike
+from trainer.models.norms import select_unlike_batch_norm
 from trainer.models.reachable import is_own
 from trainer.models.undisturbed import restore_after
 from trainer.modes.base import Strategy
@@ -57,7 +57,7 @@ def read_in_training(model: nn.Module) -> bool:
     for name, module in model.named_modules():
         if next(module.buffers(False), None) is not None:
             holders[name] = module
-    return bool(select_unlike(holders, acts_as_batch_norm))
+    return bool(select_unlike_batch_norm(holders))
 
 
 def average_in_bf16(bucket: GradBucket, ranks: int) -> torch.futures.Future[Tensor]:

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from trainer.data import Example
 from trainer.errors import RecipeError
 from trainer.models.norms import (
-    acts_as_batch_norm,
     count_values_per_row,
     list_statistics_layers,
-    select_unlike,
+    select_unlike_batch_norm,
 )
 from trainer.modes.flattening import unflatten_into
 
@@ -50,7 +49,7 @@ def find_deferrable(
         return {}
     seen = count_values_per_row(model, example.batch(torch.device("cpu"), 2).inputs, layers)
     reasons = dict.fromkeys(
-        select_unlike(layers, acts_as_batch_norm), "updates its statistics in a way of its own"
+        select_unlike_batch_norm(layers), "updates its statistics in a way of its own"
     )
     for name, calls in seen.items():
         if len(calls) > 1:

@@ -18,9 +18,8 @@ from torch.nn.functional import batch_norm
 from trainer.errors import RecipeError
 from trainer.models.norms import (
     BatchNormCalls,
-    acts_as_batch_norm,
     list_training_norms,
-    select_unlike,
+    select_unlike_batch_norm,
 )
 
 
@@ -33,7 +32,7 @@ def synchronise_batch_norm(model: nn.Module) -> None:
         RecipeError: a subclass of BatchNorm computes something other than BatchNorm.
     """
     layers = list_training_norms(model)
-    for name, layer in select_unlike(layers, acts_as_batch_norm).items():
+    for name, layer in select_unlike_batch_norm(layers).items():
         raise RecipeError(
             f"sync_bn=true: layer {name or 'the model itself'} ({type(layer).__name__}) normalizes "
             "in a way of its own and would see only this rank's rows: leave sync_bn out, or make "

@@ -124,9 +124,7 @@ def create_optimizer(
             "optimizer.norm_weight_decay=null"
         )
     owned = OWNED | {key: f"type optimizer.{key}=" for key in row.keys}
-    arguments = check_arguments(
-        "optimizer.args", recipe.args, parameters, owned, subject, accepts_any=False
-    )
+    arguments = check_arguments("optimizer.args", recipe.args, parameters, owned, subject)
     values = {key: getattr(recipe, key) for key in row.keys}
     try:
         optimizer: torch.optim.Optimizer = optimizer_class(
@@ -184,12 +182,12 @@ def fill_state(
 
 def _create_tensor(p: nn.Parameter, name: str, shape: Any, row: OptimizerTraits) -> Tensor:
     value = 1.0 if name in row.ones else 0.0
-    if tuple(shape) == tuple(p.shape) and name not in row.scalars:
+    if name in row.scalars:
+        # Other classes compute with scalars on the host, which would wait for the device.
+        device = torch.device("cpu")
+        if row.fused or row.capturable:
+            device = p.device
+        return torch.full((), value, dtype=torch.float32, device=device)
+    if shape == p.shape:
         return torch.full_like(p.detach(), value)
-    if name not in row.scalars:
-        return torch.full(shape, value, dtype=p.dtype, device=p.device)
-    # Other classes compute with scalars on the host, which would wait for the device.
-    device = torch.device("cpu")
-    if row.fused or row.capturable:
-        device = p.device
-    return torch.full((), value, dtype=torch.float32, device=device)
+    return torch.full(shape, value, dtype=p.dtype, device=p.device)

@@ -80,11 +80,10 @@ class MuonAdamW(torch.optim.Optimizer):
                 rate = group["rate"] * ratio
                 other_groups.append(group | {"params": other_parameters, "rate": rate})
         self.adamw: AdamW | None = None
-        adamw_groups = []
         if other_groups:
             self.adamw = AdamW(other_groups, lr=lr, **adamw_options)
-            adamw_groups = self.adamw.param_groups
-        super().__init__([*muon_groups, *adamw_groups] or groups, {"lr": lr})
+        # Both optimizers have the same dictionaries as groups.
+        super().__init__([*muon_groups, *other_groups] or groups, {"lr": lr})
         # GradScaler sets `found_inf` if this attribute is True. Otherwise it reads the flag itself,
         # and the host waits for the device.
         self._step_supports_amp_scaling = True

@@ -17,8 +17,6 @@ from trainer.optim.verification import find_traits
 from trainer.recipe import OptimizerRecipe
 
 NO_ROLES = Roles()
-OptimizerState = Mapping[Tensor, dict[str, Any]]
-NO_STATE: OptimizerState = {}
 
 
 class LearningRates:
@@ -37,7 +35,7 @@ class LearningRates:
         """Prepare to set the learning rates of `optimizer`.
 
         Args:
-            optimizer: an optimizer with groups from `build_parameter_groups`, which have a `rate`.
+            optimizer: result of `build_optimizer`, whose groups have a `rate`.
             device: device for the learning rates as 0-dim tensors; None for Python numbers.
         """
         self.groups = optimizer.param_groups
@@ -67,17 +65,29 @@ class LearningRates:
                 group["lr"] = round_to_float32(lr * group["rate"])
 
 
-def build_parameter_groups(
+def build_optimizer(
     parameters: Mapping[str, nn.Parameter],
     recipe: OptimizerRecipe,
     roles: Roles = NO_ROLES,
-    state: OptimizerState = NO_STATE,
-) -> list[dict[str, Any]]:
-    """Group the parameters that train or have a `state`, in the format of torch's optimizers.
+    state: Mapping[Tensor, dict[str, Any]] = {},
+) -> torch.optim.Optimizer:
+    """Build the recipe's optimizer with its state complete before the first step.
 
-    All parameters of a group have the same weight decay and the same factor of the learning rate,
-    `rate`. For one-dimensional parameters (normalization layers and biases), the recipe may set the
-    weight decay `norm_weight_decay`.
+    Torch creates the state in the first step, but a resumed run must restore it before that. If
+    the attribute `found_inf` of the optimizer, a flag on the device, is set, a step changes neither
+    weights nor state.
+
+    The optimizer has the parameters that train or have a `state`. All parameters of a group have
+    the same weight decay and the same factor of the learning rate, `rate`. For one-dimensional
+    parameters (normalization layers and biases), the recipe may set the weight decay
+    `norm_weight_decay`.
+
+    Args:
+        parameters: the parameters of this rank, by name.
+        recipe: the optimizer section of the recipe.
+        roles: roles of the parameters in the whole model.
+        state: state of an earlier optimizer. A parameter with an empty state starts with zeros. A
+            frozen parameter that is not in `state` does not get a state.
     """
     parameters_by_kind: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, p in parameters.items():
@@ -90,31 +100,10 @@ def build_parameter_groups(
     # torch's optimizers refuse an empty list, which a pipeline stage without parameters would have.
     if not parameters_by_kind:
         parameters_by_kind[recipe.weight_decay, 1.0] = []
-    return [
+    groups = [
         {"params": group, "weight_decay": decay, "rate": rate}
         for (decay, rate), group in parameters_by_kind.items()
     ]
-
-
-def build_optimizer(
-    parameters: Mapping[str, nn.Parameter],
-    recipe: OptimizerRecipe,
-    roles: Roles = NO_ROLES,
-    state: OptimizerState = NO_STATE,
-) -> torch.optim.Optimizer:
-    """Build the recipe's optimizer with its state complete before the first step.
-
-    Torch creates the state in the first step, but a resumed run must restore it before that. If
-    the attribute `found_inf` of the optimizer, a flag on the device, is set, a step changes neither
-    weights nor state.
-
-    Args:
-        parameters: the parameters of this rank, by name.
-        recipe: the optimizer section of the recipe.
-        roles: roles of the parameters in the whole model.
-        state: state of an earlier optimizer. A parameter with an empty state starts with zeros. A
-            frozen parameter that is not in `state` does not get a state.
-    """
     row = find_traits(recipe)
     options: dict[str, Any] = {}
     if row.fused:
@@ -126,7 +115,6 @@ def build_optimizer(
     if row.matrix_state:
         matrices = {parameters[name] for name in roles.matrices if name in parameters}
         options["matrices"] = matrices
-    groups = build_parameter_groups(parameters, recipe, roles, state)
     optimizer = create_optimizer(recipe, groups, **options)
     optimizer.state |= state
     fill_state(optimizer, row, recipe.momentum, matrices)

@@ -35,10 +35,9 @@ def find_traits(recipe: OptimizerRecipe) -> OptimizerTraits:
         RecipeError: it is the user's own, or has arguments in `optimizer.args`, and a resumed run
             would differ.
     """
-    row = OPTIMIZERS[recipe.name]
     if recipe.args or recipe.name in OWN_CLASSES:
         return _verify_once(recipe.model_dump_json())
-    return row
+    return OPTIMIZERS[recipe.name]
 
 
 @functools.cache
@@ -64,7 +63,6 @@ def verify(recipe: OptimizerRecipe) -> OptimizerTraits:
     Raises:
         RecipeError: steps after a resume would differ, or the optimizer ignores its learning rate.
     """
-    row = OPTIMIZERS[recipe.name]
     # The results of other learning rates might differ too little.
     recipe = recipe.model_copy(update={"lr": 0.1})
     whole = _Trial(recipe)
@@ -74,7 +72,7 @@ def verify(recipe: OptimizerRecipe) -> OptimizerTraits:
         raise _refuse(
             recipe, "its step replaces p.data, which other processes may share: use p.add_"
         )
-    row = _find_state(recipe, row, whole)
+    row = _find_state(recipe, whole)
     stopped = _Trial(recipe, row=row)
     stopped.take_steps(range(STEPS - 1))
     resumed = _Trial(recipe, row=row)
@@ -154,8 +152,9 @@ class _Trial:
             tensor.copy_(sources[key])
 
 
-def _find_state(recipe: OptimizerRecipe, row: OptimizerTraits, trial: _Trial) -> OptimizerTraits:
-    """Add the tensors to `row` that the steps of a trial have created."""
+def _find_state(recipe: OptimizerRecipe, trial: _Trial) -> OptimizerTraits:
+    """Return the optimizer's row, with the tensors that the steps of a trial have created."""
+    row = OPTIMIZERS[recipe.name]
     added: dict[str, bool] = {}
     for p in trial.parameters:
         known = row.list_state(p.shape, recipe.momentum)

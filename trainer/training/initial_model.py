@@ -22,8 +22,7 @@ from trainer.models.undisturbed import restore_after
 from trainer.models.zoo import (
     build,
     check_train_size,
-    count_shared_classes,
-    describe_order_match,
+    describe_class_match,
     find_color_filters,
     select_fitting_weights,
 )
@@ -299,7 +298,6 @@ def _is_loss_a_mean(task: Task, outputs: Tensor, data: Datasets) -> bool:
 def describe_start(recipe: Recipe, data: Datasets, model: nn.Module) -> dict[str, str]:
     """Return the banner's lines about the weights that training starts from, by title."""
     source = recipe.model.init_from
-    names = data.classes
     lines = dict[str, str]()
     if data.channels != 3:
         adapts_filters = recipe.model.weights is not None
@@ -326,12 +324,8 @@ def describe_start(recipe: Recipe, data: Datasets, model: nn.Module) -> dict[str
             with suppress(ValueError):
                 if stored is not None and stored != json.dumps(value):
                     preparation.append(format_argument(key, json.loads(stored)))
-    matched = count_shared_classes(recipe.model, names, model)
-    lines["start"] = f"from {source}"
-    if matched is not None:
-        lines["start"] += f", which knows {matched} of these {len(names)} by name"
-    else:
-        lines["start"] += describe_order_match(source, names)
+    class_match = describe_class_match(metadata, recipe.model, data.classes, model)
+    lines["start"] = f"from {source}{class_match}"
     if preparation:
         lines["start"] += f"; {' '.join(preparation)} prepares images as for those weights"
     # The file of weights does not record whether the model transforms its inputs. So a line names

@@ -20,7 +20,7 @@ def machine(monkeypatch):
     def made(cores, free):
         monkeypatch.setattr(worker_counts, "count_cores", lambda: cores)
         for module in (worker_counts, device):
-            monkeypatch.setattr(module, "free_shared_memory", lambda folder="": free)
+            monkeypatch.setattr(module, "free_shared_memory", lambda: free)
 
     return made
 
@@ -76,8 +76,10 @@ def test_the_recipes_number_of_workers_is_used_if_it_fits(machine):
         counted(batch=100 * MIB)
 
 
-def test_too_little_shared_memory_is_refused_before_the_start(tmp_path):
+def test_too_little_shared_memory_is_refused_before_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(device, "SHARED_MEMORY", str(tmp_path))
     with pytest.raises(SetupError, match=r"workers=0.* --shm-size=\d+g"):
-        check_shared_memory(2**60, str(tmp_path))
-    check_shared_memory(2**60, "/not/here")
-    check_shared_memory(1, str(tmp_path))
+        check_shared_memory(2**60)
+    check_shared_memory(1)
+    monkeypatch.setattr(device, "SHARED_MEMORY", "/not/here")
+    check_shared_memory(2**60)

@@ -196,6 +196,6 @@ def find_exceptions(model: nn.Module, training: bool) -> WeakSet[nn.Module]:
 
     A model may keep a frozen part in evaluation, for example.
     """
-    with restore_after([model], torch.device("cpu")):
+    with restore_after([model]):
         model.train(training)
         return WeakSet(module for module in model.modules() if module.training != training)

@@ -29,7 +29,7 @@ def test_words_of_devices():
     assert DEVICES.in_ranks(2) == ["devices=[cpu]", "nproc=2"]
     cards = Devices(("cuda:1", "cuda:3"), "cuda", ("A", "A"))
     assert cards.in_ranks(2) == ["devices=[cuda:1,cuda:3]", "nproc=2"]
-    assert cards.first() == ["devices=[cuda:1]"]
+    assert cards.in_one_process() == ["devices=[cuda:1]"]
     assert cards.in_one_process(3) == ["devices=[cuda:1,cuda:3,cuda:1]"], (
         "a device may stand for several"
     )

@@ -102,10 +102,6 @@ class Devices:
             return "1 CPU process"
         return f"{count} CPU processes"
 
-    def first(self) -> list[str]:
-        """Return the arguments of a run on the first device."""
-        return [f"devices=[{self.names[0]}]"]
-
     def in_ranks(self, count: int) -> list[str]:
         """Return the arguments of a run with one process on each of the first `count` devices."""
         names = "cpu"
@@ -113,7 +109,7 @@ class Devices:
             names = ",".join(self.names[:count])
         return [f"devices=[{names}]", f"nproc={count}"]
 
-    def in_one_process(self, count: int) -> list[str]:
+    def in_one_process(self, count: int = 1) -> list[str]:
         """Return the arguments of a run in one process with `count` local devices.
 
         If there are fewer than `count` devices, a device is used several times.

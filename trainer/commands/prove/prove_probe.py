@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.commands.trials.measuring import Measurer
 from trainer.devices.precision import AUTOCAST, autocast
 from trainer.models.zoo import build
-from trainer.recipe.schema import ModelRecipe
+from trainer.recipe import ModelRecipe
 from trainer.saving.files import Json
 from trainer.telemetry.clocks import synchronise
 from trainer.telemetry.flops import look_up_peak_flops

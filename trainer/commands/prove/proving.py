@@ -15,6 +15,7 @@ import shlex
 import shutil
 import socket
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -24,7 +25,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from trainer.commands.prove import fast, right
 from trainer.commands.prove.check_runner import Check, CheckRunner, Devices, Outcome, wrong
-from trainer.commands.prove.fast import NETWORKS
 from trainer.commands.trials import report as reports
 from trainer.commands.trials.engine import claim_folder
 from trainer.devices import cards
@@ -263,19 +263,19 @@ def build_proof(
 ) -> Json:
     """Build the content of proof.json. A check without an outcome has the status "left out"."""
     rows = []
-    counts: dict[str, int] = {}
+    counts = Counter[str]()
     for check in checks:
         outcome = runner.outcomes.get(check.name, Outcome("left out", "no time for it"))
         row = {"name": check.name, "part": check.part, "title": check.title, **asdict(outcome)}
         rows.append({**row, "todo": outcome.todo or None})
-        counts[outcome.status] = counts.get(outcome.status, 0) + 1
+        counts[outcome.status] += 1
     status = "right"
     if "wrong" in counts:
         status = "wrong"
     elif "left out" in counts:
         status = "incomplete"
     devices = runner.devices
-    speed = runner.figures(f"speed {NETWORKS[devices.kind][0].name} x{devices.count}")
+    speed = runner.figures(f"speed {fast.NETWORKS[devices.kind][0].name} x{devices.count}")
     times = speed.get("times_one")
     slow = find_slow_part(devices, speed)
     return {
@@ -355,7 +355,7 @@ def find_slow_part(devices: Devices, speed: Json) -> str | None:
     name = max(costs, key=costs.__getitem__)
     if costs[name] >= LEAST_COST:
         return name
-    return f"computing {NETWORKS[devices.kind][0].title} itself"
+    return f"computing {fast.NETWORKS[devices.kind][0].title} itself"
 
 
 def render_markdown(proof: Json) -> str:

@@ -13,11 +13,10 @@ from trainer.cli.command_table import COMMANDS, OWN_WORDS
 from trainer.errors import RecipeError
 from trainer.processes import family
 from trainer.processes.rank import read_place
-from trainer.recipe import shipped_recipes
+from trainer.recipe import find_nearest, shipped_recipes
 from trainer.recipe.explaining import suggest_key
 from trainer.recipe.key_reference import keys
 from trainer.recipe.reflection import defaults
-from trainer.recipe.text import find_nearest
 from trainer.saving.run_names import HOME, is_choice, is_run
 
 # Options without a value, which `normalize_options` does not rewrite.

@@ -10,7 +10,6 @@ from trainer.data import Loader
 from trainer.distributed.world_setup import create_world
 from trainer.errors import RecipeError
 from trainer.models.zoo import select_fitting_weights
-from trainer.modes import Context
 from trainer.processes.terminal import say
 from trainer.processes.torch_context import plain_context
 from trainer.recipe.checks import check_processes
@@ -92,7 +91,7 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
     task = create_task(recipe, data)
     model = build_for_dataset(recipe, task, data, starting=False)
     weights = select_fitting_weights(model, trained.weights, path, whole=True)
-    strategy = modes.create(Context(recipe, world, task, data.example(local_batch)))
+    strategy = modes.create(modes.Context(recipe, world, task, data.example(local_batch)))
     strategy.setup(model)
     tensors = {**strategy.named_parameters(), **strategy.named_buffers()}
     strategy.scatter(wrap_tensors(weights), tensors)

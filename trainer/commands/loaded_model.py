@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer.commands.evaluate import evaluate_run
 from trainer.commands.export import export_run
@@ -75,8 +75,8 @@ class LoadedModel:
         self.path = path
         self._words = tuple(words)
         self._trained = LabelModel.read(path, self._words, split=False)
-        self.model: nn.Module = self._trained.model
-        self.classes: tuple[str, ...] = self._trained.classes
+        self.model = self._trained.model
+        self.classes = self._trained.classes
         # The number of threads and the other keys of `predict` were chosen for the processes of
         # commands. They do not apply to the caller's process, so they get their defaults.
         options = self._trained.recipe.predict
@@ -225,7 +225,8 @@ class LoadedModel:
 
     def _as_tensor(self, image: Tensor | np.ndarray[Any, Any]) -> Tensor:
         try:
-            array = as_input(image) if isinstance(image, np.ndarray) else image
+            is_numpy = isinstance(image, np.ndarray)
+            array = as_input(image) if is_numpy else image
             if array.dtype != torch.uint8:
                 raise TypeError(
                     f"this one is {str(array.dtype).removeprefix('torch.')}: give its file's path, "
@@ -234,7 +235,6 @@ class LoadedModel:
             channels = self._trained.preparation.channels
             # `as_input` moves the channels of an array to the front only if there are 1 or 3 of
             # them. Other numbers of channels are moved here.
-            is_numpy = isinstance(image, np.ndarray)
             if is_numpy and channels not in (1, 3) and image.shape[2:] == (channels,):
                 array = array.movedim(-1, 0)
             return decode_item(array, channels)

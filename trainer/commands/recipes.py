@@ -10,13 +10,12 @@ from collections.abc import Sequence
 
 from trainer.errors import RecipeError
 from trainer.processes.terminal import fill, fit, terminal_width
+from trainer.recipe import Recipe, compare_recipes, flatten, load, shipped_recipes
 from trainer.recipe.explaining import suggest_key
 from trainer.recipe.key_reference import keys, sections
-from trainer.recipe.loading import load, origins
-from trainer.recipe.recipe_files import shipped_folder, shipped_recipes
-from trainer.recipe.reflection import compare_recipes
-from trainer.recipe.schema import Recipe
-from trainer.recipe.text import flatten, format_value, format_yaml
+from trainer.recipe.loading import origins
+from trainer.recipe.recipe_files import shipped_folder
+from trainer.recipe.text import format_value, format_yaml
 
 # Column in which comments start, unless a value is longer.
 COMMENT_COLUMN = 34

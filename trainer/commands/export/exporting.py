@@ -3,7 +3,7 @@
 import copy
 import io
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -301,8 +301,7 @@ def to_exported_program(source: ExportSource) -> tuple[bytes, Runner]:
     return buffer.getvalue(), runner
 
 
-Writer = Callable[[ExportSource], tuple[bytes, Runner]]
-WRITERS: dict[str, Writer] = {"onnx": to_onnx, "exported_program": to_exported_program}
+WRITERS = {"onnx": to_onnx, "exported_program": to_exported_program}
 
 
 def _export_program(source: ExportSource) -> torch.export.ExportedProgram:

@@ -17,7 +17,6 @@ from trainer.models.zoo import check_train_size
 from trainer.recipe import Recipe
 from trainer.recipe.image_sizes import ImageSize, sides, typed_size
 from trainer.recipe.known_names import DATASETS, OWN_PHOTOS
-from trainer.tasks import Task
 from trainer.training.initial_model import build_for_sizes
 
 # For each published data set: the numbers of training images, validation images, classes and
@@ -66,7 +65,7 @@ class DatasetFacts:
         images = TensorSpec((self.channels, *sides(size)), torch.float32)
         return Example(rows, self.plain or images, self.targets, self.plain is None)
 
-    def task(self, recipe: Recipe) -> Task:
+    def task(self, recipe: Recipe) -> tasks.Task:
         """Create the recipe's task without class weights, which change no number of a plan."""
         return tasks.create_task(
             recipe.replace(loss__class_weights=None), name_by_number(self.classes)

@@ -20,8 +20,13 @@ from trainer.commands.plan.dataset_facts import DatasetFacts
 from trainer.data import Example, TensorSpec
 from trainer.devices.precision import autocast
 from trainer.errors import RecipeError, read_line
-from trainer.memory import measuring
-from trainer.memory.measuring import Pass, Resident, count_bytes
+from trainer.memory.measuring import (
+    Pass,
+    Resident,
+    count_bytes,
+    measure_pass,
+    measure_resident,
+)
 from trainer.memory.needs import compute_unit_sizes
 from trainer.memory.prediction import StagedModel
 from trainer.models.balance import BlockCost, choose_cuts
@@ -145,7 +150,7 @@ class FakeModel:
         with self._fake:
             optimizer = build_optimizer(parameters, self.recipe.optimizer, self._roles)
             state = count_bytes(*name_optimizer_state(optimizer, parameters).values())
-        return measuring.measure_resident(module, state, self.recipe.ema is not None)
+        return measure_resident(module, state, self.recipe.ema is not None)
 
     @cached_property
     def teacher(self) -> int:
@@ -205,7 +210,7 @@ class FakeModel:
         def loss(out: Tensor) -> Tensor:
             return self.task.loss(out.float(), targets) if last else out
 
-        return measuring.measure_pass(module, run, inputs, loss, [targets], gradients, self._cpu)
+        return measure_pass(module, run, inputs, loss, [targets], gradients, self._cpu)
 
     @contextmanager
     def _shapes_suffice(self) -> Iterator[None]:

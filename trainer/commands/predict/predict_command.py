@@ -16,7 +16,6 @@ from pathlib import Path
 from trainer.commands.predict import sources
 from trainer.commands.predict.features import FeatureFiles
 from trainer.commands.predict.labelling import Labeller, LabelModel, Labels
-from trainer.commands.predict.sources import Item
 from trainer.devices.assignment import number_devices, prediction_devices
 from trainer.errors import FolderInUseError, PredictionError, RecipeError
 from trainer.launch import launching
@@ -259,7 +258,7 @@ class Rows:
             finally:
                 self._part.unlink(missing_ok=True)
 
-    def write(self, item: Item, labels: Labels | ItemError) -> None:
+    def write(self, item: sources.Item, labels: Labels | ItemError) -> None:
         """Write the next row; `labels` is an `ItemError` for an image on which workers failed."""
         row = dict.fromkeys(COLUMNS)
         row["path"] = item.path

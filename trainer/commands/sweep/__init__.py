@@ -19,8 +19,17 @@ from trainer.commands.runs.run_status import as_finite_number
 from trainer.commands.sweep import results
 from trainer.commands.sweep.results import Metric, TrialFigures
 from trainer.commands.sweep.space import OWN_WORDS, SearchSpace, TrialSample
-from trainer.commands.trials import engine
-from trainer.commands.trials.engine import AGAIN, TrialFailed, TrialOutcome, TrialRun
+from trainer.commands.trials.engine import (
+    AGAIN,
+    TrialEngine,
+    TrialFailed,
+    TrialOutcome,
+    TrialRun,
+    claim_folder,
+    compute_speed,
+    drop_weights,
+    read_steps_file,
+)
 from trainer.commands.trials.report import TrialsProgress, report_files
 from trainer.data.downloads import PUBLISHED
 from trainer.errors import RecipeError
@@ -97,7 +106,7 @@ def command(words: Sequence[str]) -> int:
     stem = Path(f"runs/sweep-{re.sub(r'[^A-Za-z0-9_.-]+', '-', space.base.name)}")
     free = () if space.speed else FREE
     output = own.get("output")
-    with engine.claim_folder(output, stem, "sweep", FILE, space.asked(), line, free) as folder:
+    with claim_folder(output, stem, "sweep", FILE, space.asked(), line, free) as folder:
         report = Sweeping(folder, space, line).run()
     if report["best"]:
         return 0
@@ -124,7 +133,7 @@ class Sweeping:
         space = self.space
         self.metric = choose_metric(space)
         seconds_to_stop = space.base.grace + SAVE_SECONDS
-        self.engine = engine.TrialEngine(self.folder, space.places(), seconds_to_stop)
+        self.engine = TrialEngine(self.folder, space.places(), seconds_to_stop)
         if space.trials is None:
             choices = space.combinations()
         else:
@@ -212,8 +221,8 @@ class Sweeping:
     def _read(self, path: Path, result: Json) -> float:
         if self.space.speed:
             rate = as_finite_number((result["throughput"] or {}).get("samples_per_sec"))
-            value = rate and engine.compute_speed(engine.read_steps_file(path), rate)
-            engine.drop_weights(path)
+            value = rate and compute_speed(read_steps_file(path), rate)
+            drop_weights(path)
         else:
             value = as_finite_number(result.get(f"best_{self.metric.name}"))
         if value is None:

@@ -109,8 +109,7 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
     skipped = int(world.sum_(torch.tensor(loader.skipped, dtype=torch.float64)))
     loader.close()
     if world.is_main:
-        if line := trained.describe_choice():
-            say(line)
+        trained.say_choice()
         kind = "test" if split == "test" else "held-out"
         images = f"{metrics['val_samples']:,} {kind} images of {data.name}"
         if skipped:

@@ -225,8 +225,7 @@ class LoadedModel:
 
     def _as_tensor(self, image: Tensor | np.ndarray[Any, Any]) -> Tensor:
         try:
-            is_numpy = isinstance(image, np.ndarray)
-            array = as_input(image) if is_numpy else image
+            array = as_input(image) if isinstance(image, np.ndarray) else image
             if array.dtype != torch.uint8:
                 raise TypeError(
                     f"this one is {str(array.dtype).removeprefix('torch.')}: give its file's path, "
@@ -235,6 +234,7 @@ class LoadedModel:
             channels = self._trained.preparation.channels
             # `as_input` moves the channels of an array to the front only if there are 1 or 3 of
             # them. Other numbers of channels are moved here.
+            is_numpy = isinstance(image, np.ndarray)
             if is_numpy and channels not in (1, 3) and image.shape[2:] == (channels,):
                 array = array.movedim(-1, 0)
             return decode_item(array, channels)

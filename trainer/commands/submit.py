@@ -17,10 +17,8 @@ from trainer.devices.assignment import assign_devices, count_named_cards
 from trainer.errors import PeerError, Preempted, RecipeError, SetupError
 from trainer.processes.interrupts import SAVE_SECONDS
 from trainer.processes.rank import read_place
-from trainer.recipe import Recipe
+from trainer.recipe import Recipe, format_value, parse_positive_integer, split_arguments
 from trainer.recipe.checks import check_names, check_processes
-from trainer.recipe.recipe_files import parse_positive_integer, split_arguments
-from trainer.recipe.text import format_value
 
 # Options of training, besides nproc, that are not keys of a recipe.
 LAUNCH = ("recipe", "plugin", "max_restarts", "check")

@@ -301,7 +301,7 @@ class Comparison:
             "command": self._command(),
             "asked": self.asked,
             "length": self.length and asdict(self.length),
-            "repeats": max((row.repeats for row in table), default=0),
+            "repeats": max(row.repeats for row in table),
             "steps": self.length and self.length.steps,
             "warmup_steps": self.base.logging.warmup_steps,
             "batch_size": self.base.batch_size,

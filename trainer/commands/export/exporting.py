@@ -27,7 +27,6 @@ from trainer.errors import (
     describe,
     is_out_of_memory,
 )
-from trainer.processes.terminal import say
 from trainer.recipe.image_sizes import in_pixels, sides
 from trainer.recipe.known_names import TASKS
 from trainer.saving.weights import write_whole
@@ -53,9 +52,7 @@ PROBABILITIES = "the probability of each class"
 METADATA = "trainer.json"
 
 
-def load(
-    path: Path, words: Sequence[str], preprocess: bool = True, precision: str = "fp32"
-) -> ExportSource:
+def load(path: Path, words: Sequence[str], preprocess: bool, precision: str) -> ExportSource:
     """Read a model from a run folder, a checkpoint or a weights file.
 
     Args:
@@ -69,8 +66,7 @@ def load(
         RecipeError: An override is wrong, or the file cannot prepare the photos.
     """
     trained = Trained.read(path, words)
-    if line := trained.describe_choice():
-        say(line)
+    trained.say_choice()
     recipe = trained.recipe
     facts = trained.facts
     if facts.classes is None or (facts.inputs is None and not facts.mean):
@@ -171,34 +167,22 @@ def find_metric(trained: Trained, task: Task) -> dict[str, Any]:
     return {"name": json.loads(metadata["metric"]), "value": json.loads(metadata["value"])}
 
 
-def export(
-    path: Path,
-    kind: str,
-    target: Path,
-    words: Sequence[str],
-    preprocess: bool = True,
-    precision: str = "fp32",
-) -> str:
+def export(source: ExportSource, kind: str, target: Path) -> str:
     """Export a trained model. The file is written only if its outputs agree with the model's.
 
     Args:
-        path: Run folder, checkpoint or weights file.
+        source: The model.
         kind: Format, a key of `WRITERS`.
         target: File to write.
-        words: Overrides of the run's recipe.
-        preprocess: As in `load`.
-        precision: As in `load`.
 
     Returns:
         The text that the command prints.
 
     Raises:
-        CheckpointError: There are no such weights.
         RecipeError: The format cannot express the model.
         SetupError: A library is missing, or the file cannot be written.
         DiskFullError: The disk is full.
     """
-    source = load(path, words, preprocess, precision)
     content, agreements = _write_and_check(source, kind)
     write_whole(target, [memoryview(content)], "export", again="the same command again")
     dtype, sizes = source.facts["inputs"]
@@ -209,7 +193,7 @@ def export(
         "output": source.facts["output"],
         **agreements,
     }
-    head = f"exported {path} ({source.facts['model']}) as format={kind}"
+    head = f"exported {source.trained.path} ({source.facts['model']}) as format={kind}"
     rows = [f"  {title:<7} {text}" for title, text in lines.items()]
     return "\n".join([head, *rows]) + "\n"
 

@@ -140,7 +140,7 @@ def _find_facts(recipe: Recipe) -> DatasetFacts:
     if data.name in OWN_PHOTOS:
         if stands_in:
             note = "data.root=FOLDER counts them"
-        elif data.root is not None and not _is_here(data.name, str(data.root)):
+        elif data.root is not None and not _is_here(data.name, data.root):
             note = f"{data.root} is not on this machine"
     if note:
         classes, channels, size = IMAGENET

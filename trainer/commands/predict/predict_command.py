@@ -25,7 +25,7 @@ from trainer.processes.interrupts import stop_between_runs
 from trainer.processes.rank import read_place
 from trainer.processes.resources import count_cores, count_cuda_devices
 from trainer.processes.terminal import say
-from trainer.recipe.recipe_files import split_arguments
+from trainer.recipe import split_arguments
 from trainer.recipe.schema import LoggingRecipe
 from trainer.saving import locks
 from trainer.saving.files import (
@@ -343,8 +343,6 @@ class SpeedLines:
         self._count = count
         self._done = 0
         self._shows = logging.progress
-        self._begun = time.monotonic()
-        self._spoke = self._begun
         images = "images as they come" if count is None else format_count(count, "image")
         say(f"predicting {images} on {', '.join(self._names)}")
 

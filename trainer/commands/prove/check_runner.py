@@ -60,19 +60,19 @@ class Check:
 
     Attributes:
         name: name of the check, under which its outcome is stored.
-        part: "right" for a check of correctness, "fast" for a measurement of speed.
         title: phrase that says what is checked, for printed lines and proof.md.
         seconds: approximate duration in seconds on a machine that nothing else uses.
         run: function that performs the check.
         priority: 0 to 2; checks with a higher number are left out first if time is short.
+        part: "right" for a check of correctness, "fast" for a measurement of speed.
     """
 
     name: str
-    part: Literal["right", "fast"]
     title: str
     seconds: float
     run: Callable[[CheckRunner], Outcome]
     priority: int = 0
+    part: Literal["right", "fast"] = "right"
 
 
 @dataclass(frozen=True)

@@ -92,17 +92,17 @@ def choose_settings(devices: Devices) -> tuple[int, str]:
 def list_checks(devices: Devices) -> Iterator[Check]:
     """Yield all measurements, in the order in which they run."""
     title = "matrix products and memory of each device"
-    yield Check("rates", "fast", title, 8 + 4 * devices.count, measure_rates, 1)
+    yield Check("rates", title, 8 + 4 * devices.count, measure_rates, 1, "fast")
     if devices.count > 1:
-        yield Check(
-            "links", "fast", "bandwidth between pairs, and of all-reduce", 10, measure_links, 1
-        )
+        title = "bandwidth between pairs, and of all-reduce"
+        yield Check("links", title, 10, measure_links, 1, "fast")
     for priority, network in enumerate(NETWORKS[devices.kind], 1):
         for several in list_counts(devices):
             title = f"{network.title} on {devices.called(several)}"
             run = partial(_measure_speed, network, several)
             seconds = ROUNDS[devices.kind] * PAIR[devices.kind]
-            yield Check(f"speed {network.name} x{several}", "fast", title, seconds, run, priority)
+            name = f"speed {network.name} x{several}"
+            yield Check(name, title, seconds, run, priority, "fast")
 
 
 def measure_rates(runner: CheckRunner) -> Outcome:

@@ -374,12 +374,9 @@ def render_markdown(proof: Json) -> str:
     paragraphs = []
     if skipped:
         paragraphs.append(f"Skipped in {proof['minutes']:g} minutes: {'; '.join(skipped)}.")
-    about_machine = [
-        reports.describe_machine(proof["machine"]),
-        reports.describe_versions(proof["versions"]),
-    ]
     paragraphs += [
-        "\n".join(about_machine),
+        f"{reports.describe_machine(proof['machine'])}\n"
+        f"{reports.describe_versions(proof['versions'])}",
         "Figures are medians (smallest to largest) of several, each measured in alternation with "
         "bare PyTorch.",
     ]

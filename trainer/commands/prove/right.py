@@ -57,14 +57,14 @@ class Mode:
         name: name of the mode or schedule.
         words: arguments that select it.
         same: whether it must compute what `single` computes.
-        newer: whether an older torch may refuse it.
+
         priority: `Check.priority` of the check that trains with this mode.
     """
 
     name: str
     words: tuple[str, ...]
     same: bool = True
-    newer: bool = False
+
     priority: int = 0
 
 
@@ -95,32 +95,32 @@ def list_checks(devices: Devices) -> Iterator[Check]:
     """Yield all checks of correctness, in the order in which they run."""
     count = devices.count
     start = START[devices.kind]
-    yield Check("doctor", "right", "what `doctor` checks", 12, doctor)
+    yield Check("doctor", "what `doctor` checks", 12, doctor)
     if count > 1:
         title = f"copies between all pairs of {devices.called(count)}, by pattern"
-        yield Check("copies", "right", title, 8, copies)
-        yield Check("sums", "right", f"sums over {devices.called(count)}, by pattern", 8, sums)
-    yield Check("repeat", "right", "two equal runs, bit by bit", 2 * start, repeat)
-    yield Check("verify", "right", "steps computed twice, bit by bit", start, verify, 1)
-    yield Check("resume", "right", "killed at step 12 and resumed, bit by bit", 2 * start, resume)
+        yield Check("copies", title, 8, copies)
+        yield Check("sums", f"sums over {devices.called(count)}, by pattern", 8, sums)
+    yield Check("repeat", "two equal runs, bit by bit", 2 * start, repeat)
+    yield Check("verify", "steps computed twice, bit by bit", start, verify, 1)
+    yield Check("resume", "killed at step 12 and resumed, bit by bit", 2 * start, resume)
     for mode in list_modes(devices):
         title = f"{STEPS} steps of {mode.name}"
         if mode.same:
             title += " against single"
         run = partial(_check_mode, mode)
-        yield Check(f"mode {mode.name}", "right", title, start, run, mode.priority)
+        yield Check(f"mode {mode.name}", title, start, run, mode.priority)
     for precision in ROUNDED:
         title = f"{precision} against fp32"
         run = partial(_check_precision, precision)
-        yield Check(f"precision {precision}", "right", title, start, run)
+        yield Check(f"precision {precision}", title, start, run)
     # Approximate seconds of compilation, which takes longer for the CPU.
     compiling = 45
     if devices.kind == "cuda":
         title = "CUDA graph replay against eager steps, bit by bit"
-        yield Check("graphs", "right", title, 2 * start, check_graphs)
+        yield Check("graphs", title, 2 * start, check_graphs)
         compiling = 25
     title = "compile=true against the same without"
-    yield Check("compile", "right", title, 2 * start + compiling, check_compile, 1)
+    yield Check("compile", title, 2 * start + compiling, check_compile, 1)
 
 
 def doctor(runner: CheckRunner) -> Outcome:
@@ -255,7 +255,7 @@ def list_modes(devices: Devices) -> Iterator[Mode]:
                 "pipeline.microbatches=4",
             )
             priority = 0 if schedule in ("1f1b", "gpipe") else 2
-            yield Mode(schedule, words, newer=schedule in SPLIT_BACKWARD, priority=priority)
+            yield Mode(schedule, words, priority=priority)
     for mode, traits in TRAITS.items():
         if not traits.same_maths:
             own = workers
@@ -270,7 +270,7 @@ def _check_mode(mode: Mode, runner: CheckRunner) -> Outcome:
         actual = trace(runner, f"modes/{mode.name}", *mode.words)
     except TrialFailed as error:
         # Exit code 2 (RecipeError) means, for these schedules, that this torch lacks the schedule.
-        if mode.newer and error.code == 2:
+        if mode.name in SPLIT_BACKWARD and error.code == 2:
             return Outcome("not here", str(error))
         raise
     if mode.same:

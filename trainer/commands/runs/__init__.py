@@ -14,8 +14,7 @@ from pathlib import Path
 from trainer.commands.runs.run_status import HOME, RunSummary, find_run, read_run, show
 from trainer.errors import FolderInUseError, RecipeError, SetupError
 from trainer.processes.terminal import ask_permission
-from trainer.recipe.recipe_files import split_arguments
-from trainer.recipe.text import list_some
+from trainer.recipe import list_some, split_arguments
 from trainer.saving import locks, run_folder
 from trainer.saving.files import describe_error, remove
 from trainer.saving.journal import JOURNAL

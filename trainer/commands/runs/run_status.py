@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -82,8 +82,8 @@ class RunSummary:
     changed: float
     size: int
     note: str
-    result: Json = field(default_factory=dict)
-    recipe: Json = field(default_factory=dict)
+    result: Json
+    recipe: Json
 
     @property
     def mode(self) -> str | None:

@@ -36,8 +36,7 @@ from trainer.errors import RecipeError
 from trainer.processes.interrupts import SAVE_SECONDS
 from trainer.processes.rank import read_place
 from trainer.processes.terminal import say
-from trainer.recipe import shipped_recipes
-from trainer.recipe.recipe_files import parse_positive_integer, split_arguments
+from trainer.recipe import parse_positive_integer, shipped_recipes, split_arguments
 from trainer.saving.files import Json, read_json_or_empty
 from trainer.telemetry.readable import format_count
 from trainer.training.reporting import list_versions

@@ -301,7 +301,7 @@ def draw(folder: Path, report: Json, dimensions: Sequence[Dimension]) -> list[Pa
     for axes, part in zip(panels, dimensions, strict=True):
         values = [row["values"][part.key] for row in finished]
         position_of = float if part.ends else part.values.index
-        x = [float(position_of(value)) for value in values]
+        x = [position_of(value) for value in values]
         colour = plots.COLOURS[0]
         axes.errorbar(x, y, yerr=std, color=colour, fmt="o", capsize=4)
         if count == 1 and not part.ends:

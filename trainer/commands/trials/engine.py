@@ -45,8 +45,8 @@ from trainer.errors import (
 )
 from trainer.processes import family
 from trainer.processes.interrupts import stop_between_runs
+from trainer.recipe import list_some
 from trainer.recipe.loading import load_stored
-from trainer.recipe.text import list_some
 from trainer.saving.files import Json, read, read_json_or_empty, report_write_errors, write_json
 from trainer.saving.locks import choose_folder
 from trainer.saving.steps_file import read_steps

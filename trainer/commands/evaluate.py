@@ -66,25 +66,26 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
     recipe = trained.recipe
     start_process(recipe)
     world = create_world(recipe)
-    if recipe.shares == "auto" or (recipe.shares is not None and world.size == 1):
+    size = world.size
+    if recipe.shares == "auto" or (recipe.shares is not None and size == 1):
         raise RecipeError(
             f"{format_argument('shares', recipe.shares)}: evaluate divides images among torchrun's "
             "processes by numbers, as in shares=[3,1]; type shares=null"
         )
     # Round the batch size up to a multiple of the number of ranks. This changes no metric, because
     # the evaluation does not count the rows that pad the last batch.
-    local_batch = -(-recipe.batch_size // world.size)
-    mode = "single" if world.size == 1 else "ddp"
+    local_batch = -(-recipe.batch_size // size)
+    mode = "single" if size == 1 else "ddp"
     recipe = recipe.replace(
         mode=mode,
-        batch_size=local_batch * world.size,
+        batch_size=local_batch * size,
         accumulate=1,
         recompute=False,
         # The crop is kept because it determines whether photos are decoded on demand or in advance.
         # All other augmentation is irrelevant for an evaluation.
         augment={"crop": recipe.augment.crop},
     )
-    check_processes(recipe, world.size)
+    check_processes(recipe, size)
     world.connect(recipe.timeout)
     data = world.all_or_none(lambda: trained.data(recipe, split == "test"))
     check_same_images(world, data)

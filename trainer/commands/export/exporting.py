@@ -69,7 +69,10 @@ def load(path: Path, words: Sequence[str], preprocess: bool, precision: str) -> 
     trained.say_choice()
     recipe = trained.recipe
     facts = trained.facts
-    if facts.classes is None or (facts.inputs is None and not facts.mean):
+    classes = facts.classes
+    channels = facts.channels
+    pixel_range = recipe.data.pixel_range
+    if classes is None or (facts.inputs is None and not facts.mean):
         raise CheckpointError(
             f"{path} does not say what its inputs are; give a run folder or its last.safetensors"
         )
@@ -80,23 +83,23 @@ def load(path: Path, words: Sequence[str], preprocess: bool, precision: str) -> 
         # data.image_size= may override the size, as in `trainer.load` and the command `predict`.
         preparation = trained.preparation()[1]
         size = preparation.image_size
-        inputs = TensorSpec((facts.channels, *sides(size)), inputs.dtype)
-    task = create_task_without_loss(recipe, facts.classes)
+        inputs = TensorSpec((channels, *sides(size)), inputs.dtype)
+    task = create_task_without_loss(recipe, classes)
     spec = None if facts.mean else inputs
-    network = trained.model(task, len(facts.classes), facts.channels, size, spec)
+    network = trained.model(task, len(classes), channels, size, spec)
     outputs = recipe.model.num_classes or 0
-    unnamed = [f"class {n}" for n in range(len(facts.classes), outputs)]
+    unnamed = [f"class {n}" for n in range(len(classes), outputs)]
     metadata = {
         "model": recipe.model.name,
         "task": recipe.task.name,
-        "classes": [*facts.classes, *unnamed],
+        "classes": [*classes, *unnamed],
         "metric": find_metric(trained, task),
         "version": VERSION,
         "preprocess": preprocess,
         "precision": precision,
         "mean": facts.mean,
         "std": facts.std,
-        "channels": facts.channels,
+        "channels": channels,
         "image_size": size,
         "inputs": json.loads(inputs.to_json()),
         "input": NORMALIZED if facts.mean else AS_STORED,
@@ -104,22 +107,22 @@ def load(path: Path, words: Sequence[str], preprocess: bool, precision: str) -> 
     }
     if preparation is not None:
         metadata |= describe_preparation(preparation)
-    if recipe.data.pixel_range:
-        metadata["pixel_range"] = recipe.data.pixel_range
+    if pixel_range:
+        metadata["pixel_range"] = pixel_range
     tolerance = TOLERANCES[precision]
     if not preprocess:
         preparation = None
     elif type(task).to_probabilities is not Task.to_probabilities:
         metadata["output"] = PROBABILITIES
     if preparation is not None:
-        if recipe.data.pixel_range:
+        if pixel_range:
             raise RecipeError(
-                f"data.pixel_range={recipe.data.pixel_range}: a file that prepares photos accepts "
+                f"data.pixel_range={pixel_range}: a file that prepares photos accepts "
                 "bytes, and not pixels of more bits: type preprocess=false"
             )
-        inputs = TensorSpec((0, 0, facts.channels), torch.uint8)
-        metadata["inputs"] = ["uint8", ["height", "width", facts.channels]]
-        metadata["input"] = PHOTOS.format(COLOURS.get(facts.channels, AS_STORED))
+        inputs = TensorSpec((0, 0, channels), torch.uint8)
+        metadata["inputs"] = ["uint8", ["height", "width", channels]]
+        metadata["input"] = PHOTOS.format(COLOURS.get(channels, AS_STORED))
         tolerance = max(tolerance, PHOTO_TOLERANCE)
     model = network
     reference = network

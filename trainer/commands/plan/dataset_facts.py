@@ -115,10 +115,11 @@ def read_dataset_facts(recipe: Recipe) -> DatasetFacts:
 
 def _find_facts(recipe: Recipe) -> DatasetFacts:
     data = recipe.data
+    name = data.name
     model_classes = recipe.model.num_classes
     image_size = typed_size(data.image_size)
-    if data.name in PUBLISHED:
-        train, val, classes, channels, size = PUBLISHED[data.name]
+    if name in PUBLISHED:
+        train, val, classes, channels, size = PUBLISHED[name]
         note = "as published"
         if data.fold:
             number, count = map(int, data.fold.split("/"))
@@ -130,17 +131,17 @@ def _find_facts(recipe: Recipe) -> DatasetFacts:
         return DatasetFacts(
             train, val, classes, data.channels or channels, image_size or size, note
         )
-    if data.name == "synthetic":
+    if name == "synthetic":
         classes = model_classes or 10
         shape = (data.channels or 3, image_size or 32)
         return DatasetFacts(data.samples, data.val_samples, classes, *shape, "synthetic")
     # Training would replace the missing images by synthetic ones, so no number of images is known.
     stands_in = data.root is None and data.missing == "synthetic"
     note = ""
-    if data.name in OWN_PHOTOS:
+    if name in OWN_PHOTOS:
         if stands_in:
             note = "data.root=FOLDER counts them"
-        elif data.root is not None and not _is_here(data.name, data.root):
+        elif data.root is not None and not _is_here(name, data.root):
             note = f"{data.root} is not on this machine"
     if note:
         classes, channels, size = IMAGENET
@@ -150,7 +151,7 @@ def _find_facts(recipe: Recipe) -> DatasetFacts:
         return DatasetFacts(None, None, model_classes or classes, *shape, note)
     # A plan does not need the pixels of photos. With the crop "resized", opening a data set of
     # small photos does not decode all of them into memory.
-    if data.name in DATASETS and data.name != "digits":
+    if name in DATASETS and name != "digits":
         recipe = recipe.replace(augment__crop="resized")
     datasets = open_datasets(recipe)
     return DatasetFacts(

@@ -39,7 +39,7 @@ class Outcome:
     line: str
     todo: str = ""
     figures: Json = field(default_factory=dict)
-    seconds: float = field(default=0.0, compare=False)
+    seconds: float = 0.0
 
 
 def right(line: str, **figures: Any) -> Outcome:

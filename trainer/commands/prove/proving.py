@@ -28,7 +28,7 @@ from trainer.commands.prove.check_runner import Check, CheckRunner, Devices, Out
 from trainer.commands.trials import report as reports
 from trainer.commands.trials.engine import claim_folder
 from trainer.devices import cards
-from trainer.errors import Interrupted, Preempted, RecipeError, explain_in_one_line
+from trainer.errors import RecipeError, explain_in_one_line
 from trainer.processes.resources import count_cores
 from trainer.processes.terminal import fit, say
 from trainer.saving.files import Json, read, read_json_or_empty, without_nan, write_json
@@ -205,7 +205,7 @@ class Proving:
         others = reports.OtherProcesses()
         try:
             outcome = check.run(self.runner)
-        except (KeyboardInterrupt, Interrupted, Preempted):
+        except KeyboardInterrupt:
             say("stopped")
             raise
         except Exception as error:

@@ -85,14 +85,14 @@ def command(words: Sequence[str]) -> str:
         )
     if len(names) > 1:
         raise RecipeError(f"'{' '.join(names)[:80]}' is not understood: {USAGE}")
-    if task == "show":
-        return show(find_run(names[0]))
     if not names:
         return format_runs(HOME)
-    for path in (Path(names[0]).expanduser(), HOME / names[0]):
-        if path.is_dir() and read_run(path) is None:
-            return format_runs(path)
-    return show(find_run(names[0]))
+    name = names[0]
+    if task != "show":
+        for path in (Path(name).expanduser(), HOME / name):
+            if path.is_dir() and read_run(path) is None:
+                return format_runs(path)
+    return show(find_run(name))
 
 
 def format_runs(home: Path) -> str:

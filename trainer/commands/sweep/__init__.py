@@ -197,25 +197,26 @@ class Sweeping:
         its result.
         """
         space = self.space
+        trials = self.trials
         if space.trials is None:
             for sample in self.samples:
-                for row in self.trials:
+                for row in trials:
                     yield row, sample
             return
-        for position in range(max(space.trials, len(self.trials))):
-            if position == len(self.trials):
+        for position in range(max(space.trials, len(trials))):
+            if position == len(trials):
                 ended = []
-                for row in self.trials:
+                for row in trials:
                     # Pass the sampler no mean of an incomplete trial: means over different folds
                     # or seeds cannot be compared.
                     value = row.value if row.status == "done" else None
                     ended.append((row.values, value))
                 values = space.sampled(ended, self.metric.larger_is_better)
-                self.trials.append(TrialFigures(position + 1, values))
+                trials.append(TrialFigures(position + 1, values))
                 # The sample is stored before it runs, so that a resumed sweep runs it again.
                 self._write("running")
             for sample in self.samples:
-                yield self.trials[position], sample
+                yield trials[position], sample
 
     def _read(self, path: Path, result: Json) -> float:
         if self.space.speed:

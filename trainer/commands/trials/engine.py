@@ -39,7 +39,6 @@ from trainer.errors import (
     FolderInUseError,
     NotFiniteError,
     PeerError,
-    Preempted,
     RecipeError,
     TrainerError,
 )
@@ -146,7 +145,7 @@ class TrialEngine:
         """Run all trials and call `on_outcome` for each as it ends.
 
         Raises:
-            KeyboardInterrupt, Preempted: a signal arrived. The unfinished runs are stopped first.
+            KeyboardInterrupt: a signal arrived. The unfinished runs are stopped first.
         """
         waiting = iter(trials)
         try:
@@ -162,7 +161,7 @@ class TrialEngine:
                         # Leaving the stack kills a run that exceeded the timeout.
                         running.stack.close()
                         on_outcome(running.trial, outcome)
-        except (KeyboardInterrupt, Preempted):
+        except KeyboardInterrupt:
             self._stop()
             raise
         finally:

@@ -132,7 +132,7 @@ def run(words: Sequence[str]) -> int:
         return 0
     if command == "help":
         return show_help(rest)
-    module = import_module(COMMANDS[command].home)
+    module = import_module(COMMANDS[command].home or f"trainer.commands.{command}")
     if command != "doctor":
         interrupts.raise_at_ctrl_c()
     result = module.command(rest)

@@ -14,7 +14,7 @@ SHORT = ["recipe=digits", "mode=single", "max_steps=2", "epochs=1", "logging.war
 
 @pytest.mark.slow
 def test_a_run_that_is_there_is_not_done_again_but_where_it_is_timed(tmp_path):
-    one = CheckRunner(tmp_path, DEVICES)
+    one = CheckRunner(tmp_path, DEVICES, {})
     first = one.train("x", SHORT)
     assert (first["steps"], first["status"]) == (2, "completed")
     assert (one.path("x") / "last.safetensors").exists()

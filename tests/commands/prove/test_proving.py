@@ -273,7 +273,7 @@ def made(tmp_path, devices=GPUS, **changes):
     """Return a proof in which all checks are right except `changes`: name -> Outcome, or None for a
     check that is left out.
     """
-    one = CheckRunner(tmp_path, devices)
+    one = CheckRunner(tmp_path, devices, {})
     checks = [*right.list_checks(devices), *fast.list_checks(devices)]
     for check in checks:
         one.outcomes[check.name] = (
@@ -310,7 +310,7 @@ def test_one_wrong_is_the_sentence(tmp_path):
 
 def test_skipped_checks_never_count_as_passed(tmp_path):
     nothing = build_proof(
-        CheckRunner(tmp_path, CPUS),
+        CheckRunner(tmp_path, CPUS, {}),
         [*right.list_checks(CPUS)],
         1.0,
         None,

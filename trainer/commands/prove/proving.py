@@ -31,7 +31,7 @@ from trainer.devices import cards
 from trainer.errors import RecipeError, explain_in_one_line
 from trainer.processes.resources import count_cores
 from trainer.processes.terminal import fit, say
-from trainer.saving.files import Json, read, read_json_or_empty, without_nan, write_json
+from trainer.saving.files import Json, read, read_json_or_empty, write_json
 from trainer.telemetry.readable import format_count, wrap
 from trainer.training.reporting import list_versions
 
@@ -104,7 +104,7 @@ def prove(devices: Devices, minutes: float, output: str | None) -> str:
             proof = build_proof(
                 proving.runner, proving.checks, minutes, others.cores(), machine, software
             )
-            anonymous_proof = json.loads(anonymize(json.dumps(without_nan(proof))))
+            anonymous_proof = json.loads(anonymize(json.dumps(proof)))
             reports.write_tables(folder, "proof", anonymous_proof, render_markdown(proof))
         report(folder, proof)
         return str(proof["status"])

@@ -4,8 +4,6 @@ Most checks start a whole run through the command line, and compare it with a ru
 or with an identical run. The others run `doctor`, or copy and sum test patterns across devices.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shutil
@@ -66,6 +64,23 @@ class Mode:
     same: bool = True
 
     priority: int = 0
+
+
+@dataclass(frozen=True)
+class Traces:
+    """Results of a run that are compared.
+
+    Attributes:
+        losses: training loss of each step.
+        norms: norm of the gradient of each step.
+        weights: weights at the end, by name.
+        optimizer: tensors of the optimizer's state at the end, by name.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    weights: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
 
 
 def list_arguments(devices: Devices, model: str = "cnn_gn") -> list[str]:
@@ -319,23 +334,6 @@ def check_compile(runner: CheckRunner) -> Outcome:
 
 
 # --- Traces of a run, and their comparison
-
-
-@dataclass(frozen=True)
-class Traces:
-    """Results of a run that are compared.
-
-    Attributes:
-        losses: training loss of each step.
-        norms: norm of the gradient of each step.
-        weights: weights at the end, by name.
-        optimizer: tensors of the optimizer's state at the end, by name.
-    """
-
-    losses: list[float]
-    norms: list[float]
-    weights: Mapping[str, Tensor]
-    optimizer: Mapping[str, Tensor]
 
 
 def load_traces(path: Path) -> Traces:

@@ -122,9 +122,9 @@ def parse_dimension(key: str, text: str) -> Dimension | None:
     Raises:
         RecipeError: The list or the range is wrong.
     """
-    accepted = list_key_types().get(key, ())
+    accepted = set(list_key_types().get(key, ()))
     # A value of these keys contains no comma, so brackets may be left out.
-    has_no_comma = accepted and (key == "data.fold" or not {str, list} & {*accepted})
+    has_no_comma = accepted and (key == "data.fold" or not {str, list} & accepted)
     if has_no_comma and "," in text and not text.startswith("["):
         text = f"[{text}]"
     if text.startswith("["):
@@ -133,7 +133,7 @@ def parse_dimension(key: str, text: str) -> Dimension | None:
         # A key for a size accepts a whole number as well as a list, so [96,128] is two sizes.
         is_list_valued = list in accepted and (int not in accepted or str in accepted)
         return _parse_list(key, text, is_list_valued)
-    if not {int, float} & {*accepted} or str in accepted or ".." not in text:
+    if not {int, float} & accepted or str in accepted or ".." not in text:
         return None
     whole = float not in accepted
     match = re.fullmatch(rf"({NUMBER})\.\.({NUMBER})", text.lower())

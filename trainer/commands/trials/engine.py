@@ -16,8 +16,6 @@ false and the trial's arguments have changed. A trial that failed or was stopped
 finite does not run again, because it would fail again.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -58,6 +56,14 @@ MOMENT = 0.02
 # Minimum number of windows between logged rows for a median speed. If there are fewer, the mean
 # speed is used.
 MIN_WINDOWS = 5
+
+
+class TrialFailed(TrainerError):
+    """Failure of a run: its reason in one line, and an exit code that is not zero."""
+
+    def __init__(self, line: str, code: int) -> None:
+        super().__init__(line)
+        self.code = code
 
 
 @dataclass(frozen=True)
@@ -102,14 +108,6 @@ class TrialOutcome:
 
 
 OnOutcome = Callable[[TrialRun, TrialOutcome], object]
-
-
-class TrialFailed(TrainerError):
-    """Failure of a run: its reason in one line, and an exit code that is not zero."""
-
-    def __init__(self, line: str, code: int) -> None:
-        super().__init__(line)
-        self.code = code
 
 
 @dataclass(frozen=True)

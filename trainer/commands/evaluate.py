@@ -9,13 +9,12 @@ from trainer.commands import class_metrics
 from trainer.data import Loader
 from trainer.distributed.world_setup import create_world
 from trainer.errors import RecipeError
-from trainer.models.zoo import select_fitting_weights
+from trainer.models.zoo import load_weights
 from trainer.processes.terminal import say
 from trainer.processes.torch_context import plain_context
 from trainer.recipe.checks import check_processes
 from trainer.recipe.recipe_files import format_argument, split_arguments
 from trainer.saving.run_names import find_run, split_choice
-from trainer.saving.tensor_files import wrap_tensors
 from trainer.tasks.metrics import tabulate_classes
 from trainer.training.evaluation import Sums, build_forward, evaluate, strip_prefix
 from trainer.training.initial_model import build_for_dataset
@@ -91,11 +90,9 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
     check_same_images(world, data)
     task = create_task(recipe, data)
     model = build_for_dataset(recipe, task, data, starting=False)
-    weights = select_fitting_weights(model, trained.weights, path, whole=True)
+    load_weights(model, trained.weights, path, whole=True)
     strategy = modes.create(modes.Context(recipe, world, task, data.example(local_batch)))
     strategy.setup(model)
-    tensors = {**strategy.named_parameters(), **strategy.named_buffers()}
-    strategy.scatter(wrap_tensors(weights), tensors)
     loader = Loader(data, recipe, task, strategy.share, world.device, world.place.local_size)
 
     def say_once(line: str) -> None:

@@ -170,18 +170,19 @@ class FakeModel:
 
     def batch_bytes(self, rows: int) -> tuple[int, int]:
         """Return (images, targets): the bytes of a batch's images and targets on the device."""
-        example = self.images.example(rows)
-        return rows * example.inputs.bytes, rows * self._targets(example).bytes
+        example = self._example(rows)
+        return rows * example.inputs.bytes, rows * example.targets.bytes
 
-    def _targets(self, example: Example) -> TensorSpec:
-        """Return the shape and type of a target in training.
+    def _example(self, rows: int) -> Example:
+        """Return the shapes and types of a batch in training.
 
         Mixup and cutmix replace the class of an image by a probability of each class.
         """
+        example = self.images.example(rows)
         if self.recipe.augment.together == 1:
-            return example.targets
+            return example
         targets = torch.zeros(1, *example.targets.shape, dtype=example.targets.dtype)
-        return TensorSpec.of(self.task.shares(targets))
+        return replace(example, targets=TensorSpec.of(self.task.shares(targets)))
 
     # --- Passes of the whole model
 
@@ -203,9 +204,7 @@ class FakeModel:
         gradients: bool,
         last: bool,
     ) -> Pass:
-        rows = len(inputs)
-        spec = self._targets(self.images.example(rows))
-        targets = torch.zeros(rows, *spec.shape, dtype=spec.dtype, device=self.device)
+        targets = self._example(len(inputs)).batch(self.device).targets
 
         def loss(out: Tensor) -> Tensor:
             return self.task.loss(out.float(), targets) if last else out
@@ -228,7 +227,7 @@ class FakeModel:
             ) from error
 
     def _images(self, rows: int) -> Tensor:
-        example = self.images.example(rows)
+        example = self._example(rows)
         return example.batch(self.device, channels_last=self.recipe.channels_last).inputs
 
     def in_precision(self, module: nn.Module, inputs: Tensor) -> Tensor:

@@ -194,10 +194,10 @@ def check_cards(report: Findings) -> int:
     before = len(problems)
     for device in devices:
         title = str(device)
-        known = len(problems)
+        before_card = len(problems)
         report.trying(title, health.check_card, device, here.count)
         computes = "CANNOT BE USED"
-        if len(problems) == known:
+        if len(problems) == before_card:
             computes = "computes correctly"
         free, total = report.trying(title, torch.cuda.mem_get_info, device) or (0, 0)
         name = report.trying(title, torch.cuda.get_device_name, device)

@@ -32,7 +32,7 @@ def tiff(folder: Path) -> None:
 
 
 def export_onnx(folder: Path) -> None:
-    export.export_run(folder, "onnx", folder / "model.onnx", [])
+    export.export_run(folder, "onnx", folder / "model.onnx", [], True, "fp32")
 
 
 def log(name: str) -> Callable[[Path], object]:

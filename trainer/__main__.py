@@ -41,8 +41,8 @@ try:
     from trainer.processes import family, interrupts, resources
     from trainer.processes.interrupts import exit_now, exit_python
     from trainer.processes.rank import read_place
+    from trainer.recipe import parse_positive_integer, split_arguments
     from trainer.recipe.checks import check_names
-    from trainer.recipe.recipe_files import parse_positive_integer, split_arguments
     from trainer.saving.files import open_streams
     from trainer.saving.run_folder import asked_to_restart, open_check_folder
     from trainer.versions import VERSION, read_version
@@ -132,7 +132,7 @@ def run(words: Sequence[str]) -> int:
         return 0
     if command == "help":
         return show_help(rest)
-    module = import_module(COMMANDS[command].home)
+    module = import_module(COMMANDS[command].home or f"trainer.commands.{command}")
     if command != "doctor":
         interrupts.raise_at_ctrl_c()
     result = module.command(rest)

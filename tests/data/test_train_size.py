@@ -187,7 +187,7 @@ def test_a_trained_model_prepares_images_as_the_run_did(photos, single):
     # Arguments replace what the weights say.
     other = trainer.load(single, "data.interpolation=nearest", "data.resize=48")
     assert other.evaluate()["val_loss"] != pytest.approx(loss.item(), rel=1e-5)
-    exported = load_for_export(single / "last.safetensors", ()).facts
+    exported = load_for_export(single / "last.safetensors", (), True, "fp32").facts
     assert (exported["shorter_side"], exported["interpolation"]) == (40, "bicubic")
     assert "bicubic with antialiasing" in exported["resize"]
 

@@ -7,17 +7,16 @@ import glob
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from trainer.cli.command_table import COMMANDS, OWN_WORDS
 from trainer.errors import RecipeError
 from trainer.processes import family
 from trainer.processes.rank import read_place
-from trainer.recipe import shipped_recipes
+from trainer.recipe import find_nearest, shipped_recipes
 from trainer.recipe.explaining import suggest_key
 from trainer.recipe.key_reference import keys
 from trainer.recipe.reflection import defaults
-from trainer.recipe.text import find_nearest
 from trainer.saving.run_names import HOME, is_choice, is_run
 
 # Options without a value, which `normalize_options` does not rewrite.
@@ -34,25 +33,25 @@ _COMMANDS_ELSEWHERE = {
 }
 
 
-def format_program(environment: Mapping[str, str] = os.environ) -> str:
+def format_program() -> str:
     """Return the command with which the user starts this program.
 
     The command is torchrun, launch.sh, the installed `trainer`, or Python with -m.
     """
-    if _is_under_torchrun(environment):
-        rank = read_place(environment)
+    if _is_under_torchrun():
+        rank = read_place()
         # Ranks on several machines connect to an address that torchrun is given. `--standalone`
         # would ignore this address, so it is shown only for a single machine.
         alone = ""
         if rank.size == rank.local_size:
             alone = " --standalone"
         return f"torchrun{alone} --nproc_per_node={rank.local_size} -m trainer"
-    return environment.get("TRAINER_COMMAND") or "python -m trainer"
+    return os.environ.get("TRAINER_COMMAND") or "python -m trainer"
 
 
-def _is_under_torchrun(environment: Mapping[str, str]) -> bool:
+def _is_under_torchrun() -> bool:
     """Return whether the user started torchrun, rather than our launcher."""
-    return read_place(environment).launched and family.PARENT not in environment
+    return read_place().launched and family.PARENT not in os.environ
 
 
 def read(words: Sequence[str]) -> tuple[str, list[str]]:
@@ -70,7 +69,7 @@ def read(words: Sequence[str]) -> tuple[str, list[str]]:
     # endings.
     words = [word.rstrip("\r") for word in words]
     if not words:
-        if _is_under_torchrun(os.environ):
+        if _is_under_torchrun():
             raise _build_missing_error("train")
         return "help", []
     if words[0] in ("--version", "-V"):

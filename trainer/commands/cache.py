@@ -10,7 +10,7 @@ from pathlib import Path
 from trainer.data.cache.homes import ABOUT, USED, parent
 from trainer.errors import FolderInUseError, RecipeError, SetupError
 from trainer.processes.terminal import ask_permission
-from trainer.recipe.recipe_files import split_arguments
+from trainer.recipe import split_arguments
 from trainer.saving import locks
 from trainer.saving.files import describe_error, measure_size, read_json_or_empty
 from trainer.telemetry import readable

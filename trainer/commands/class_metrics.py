@@ -30,14 +30,8 @@ AGAIN = "evaluate again"
 KEY = ("checkpoint", "split", "data")
 # Maximum number of classes on the screen. Of more classes, those with the lowest F1 are shown.
 SHOWN = 20
-TITLES = {
-    "precision": "precision",
-    "recall": "recall",
-    "f1": "F1",
-    "auroc": "AUROC",
-    "average_precision": "AP",
-    "support": "support",
-}
+# Titles of the columns that do not have the name of their metric.
+TITLES = {"f1": "F1", "auroc": "AUROC", "average_precision": "AP"}
 
 
 def format_classes(names: Sequence[str], columns: Mapping[str, Sequence[float]]) -> list[str]:
@@ -55,7 +49,7 @@ def format_classes(names: Sequence[str], columns: Mapping[str, Sequence[float]])
     if len(present) > SHOWN:
         order = sorted(present, key=columns["f1"].__getitem__)[:SHOWN]
         lines.append(f"the {SHOWN} of {len(present)} classes with the lowest F1:")
-    rows = [[*(TITLES[name] for name in columns), "class"]]
+    rows = [[*(TITLES.get(name, name) for name in columns), "class"]]
     for index in order:
         cells = []
         for name, values in columns.items():

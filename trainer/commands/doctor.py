@@ -179,6 +179,7 @@ def check_cards(report: Findings) -> int:
         The number of GPUs; 0 if any check of a single GPU failed.
     """
     here = cards.detect()
+    problems = report.problems
     if here.fault:
         report.problem(str(here.fault))
     if not here.count:
@@ -190,25 +191,25 @@ def check_cards(report: Findings) -> int:
     import torch
 
     devices = [torch.device("cuda", index) for index in range(here.count)]
-    before = len(report.problems)
+    before = len(problems)
     for device in devices:
         title = str(device)
-        problems = len(report.problems)
+        before_card = len(problems)
         report.trying(title, health.check_card, device, here.count)
         computes = "CANNOT BE USED"
-        if len(report.problems) == problems:
+        if len(problems) == before_card:
             computes = "computes correctly"
         free, total = report.trying(title, torch.cuda.mem_get_info, device) or (0, 0)
         name = report.trying(title, torch.cuda.get_device_name, device)
         memory = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
         report.row(CARDS, title, f"{name}, {memory}, {computes}")
-    if len(report.problems) > before:
+    if len(problems) > before:
         return 0
     pairs = list(permutations(devices, 2))
     if pairs:
         report.trying("copies between cards", health.check_copies, pairs)
         copies = "WRONG, see below"
-        if len(report.problems) == before:
+        if len(problems) == before:
             copies = f"right in all {len(pairs)} ways"
         report.row(CARDS, "copies", copies)
         speeds = []

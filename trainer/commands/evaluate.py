@@ -9,14 +9,12 @@ from trainer.commands import class_metrics
 from trainer.data import Loader
 from trainer.distributed.world_setup import create_world
 from trainer.errors import RecipeError
-from trainer.models.zoo import select_fitting_weights
-from trainer.modes import Context
+from trainer.models.zoo import load_weights
 from trainer.processes.terminal import say
 from trainer.processes.torch_context import plain_context
 from trainer.recipe.checks import check_processes
 from trainer.recipe.recipe_files import format_argument, split_arguments
 from trainer.saving.run_names import find_run, split_choice
-from trainer.saving.tensor_files import wrap_tensors
 from trainer.tasks.metrics import tabulate_classes
 from trainer.training.evaluation import Sums, build_forward, evaluate, strip_prefix
 from trainer.training.initial_model import build_for_dataset
@@ -67,35 +65,34 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
     recipe = trained.recipe
     start_process(recipe)
     world = create_world(recipe)
-    if recipe.shares == "auto" or (recipe.shares is not None and world.size == 1):
+    size = world.size
+    if recipe.shares == "auto" or (recipe.shares is not None and size == 1):
         raise RecipeError(
             f"{format_argument('shares', recipe.shares)}: evaluate divides images among torchrun's "
             "processes by numbers, as in shares=[3,1]; type shares=null"
         )
     # Round the batch size up to a multiple of the number of ranks. This changes no metric, because
     # the evaluation does not count the rows that pad the last batch.
-    local_batch = -(-recipe.batch_size // world.size)
-    mode = "single" if world.size == 1 else "ddp"
+    local_batch = -(-recipe.batch_size // size)
+    mode = "single" if size == 1 else "ddp"
     recipe = recipe.replace(
         mode=mode,
-        batch_size=local_batch * world.size,
+        batch_size=local_batch * size,
         accumulate=1,
         recompute=False,
         # The crop is kept because it determines whether photos are decoded on demand or in advance.
         # All other augmentation is irrelevant for an evaluation.
         augment={"crop": recipe.augment.crop},
     )
-    check_processes(recipe, world.size)
+    check_processes(recipe, size)
     world.connect(recipe.timeout)
     data = world.all_or_none(lambda: trained.data(recipe, split == "test"))
     check_same_images(world, data)
     task = create_task(recipe, data)
     model = build_for_dataset(recipe, task, data, starting=False)
-    weights = select_fitting_weights(model, trained.weights, path, whole=True)
-    strategy = modes.create(Context(recipe, world, task, data.example(local_batch)))
+    load_weights(model, trained.weights, path, whole=True)
+    strategy = modes.create(modes.Context(recipe, world, task, data.example(local_batch)))
     strategy.setup(model)
-    tensors = {**strategy.named_parameters(), **strategy.named_buffers()}
-    strategy.scatter(wrap_tensors(weights), tensors)
     loader = Loader(data, recipe, task, strategy.share, world.device, world.place.local_size)
 
     def say_once(line: str) -> None:
@@ -110,8 +107,7 @@ def evaluate_run(checkpoint: str | Path, *words: str) -> dict[str, float]:
     skipped = int(world.sum_(torch.tensor(loader.skipped, dtype=torch.float64)))
     loader.close()
     if world.is_main:
-        if line := trained.describe_choice():
-            say(line)
+        trained.say_choice()
         kind = "test" if split == "test" else "held-out"
         images = f"{metrics['val_samples']:,} {kind} images of {data.name}"
         if skipped:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer.commands.evaluate import evaluate_run
 from trainer.commands.export import export_run
@@ -74,16 +74,17 @@ class LoadedModel:
     def __init__(self, path: Path, words: Sequence[str]) -> None:
         self.path = path
         self._words = tuple(words)
-        self._trained = LabelModel.read(path, self._words, split=False)
-        self.model: nn.Module = self._trained.model
-        self.classes: tuple[str, ...] = self._trained.classes
+        trained = LabelModel.read(path, self._words, split=False)
+        self._trained = trained
+        self.model = trained.model
+        self.classes = trained.classes
         # The number of threads and the other keys of `predict` were chosen for the processes of
         # commands. They do not apply to the caller's process, so they get their defaults.
-        options = self._trained.recipe.predict
+        options = trained.recipe.predict
         chosen = {"tta": options.tta, "features": options.features}
-        self._recipe = self._trained.recipe.replace(threads=None, predict=chosen)
+        self._recipe = trained.recipe.replace(threads=None, predict=chosen)
         if options.features:
-            self._trained.count_features()
+            trained.count_features()
 
     @plain_context()
     def predict(

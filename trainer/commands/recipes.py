@@ -10,13 +10,12 @@ from collections.abc import Sequence
 
 from trainer.errors import RecipeError
 from trainer.processes.terminal import fill, fit, terminal_width
+from trainer.recipe import Recipe, compare_recipes, flatten, format_value, load, shipped_recipes
 from trainer.recipe.explaining import suggest_key
 from trainer.recipe.key_reference import keys, sections
-from trainer.recipe.loading import load, origins
-from trainer.recipe.recipe_files import shipped_folder, shipped_recipes
-from trainer.recipe.reflection import compare_recipes
-from trainer.recipe.schema import Recipe
-from trainer.recipe.text import flatten, format_value, format_yaml
+from trainer.recipe.loading import origins
+from trainer.recipe.recipe_files import shipped_folder
+from trainer.recipe.text import format_yaml
 
 # Column in which comments start, unless a value is longer.
 COMMENT_COLUMN = 34
@@ -53,7 +52,7 @@ def command(words: Sequence[str]) -> str:
 def listed(indent: str = "") -> str:
     """Format a line for each shipped recipe: its name and its description."""
     shipped = shipped_recipes()
-    width = max(map(len, shipped), default=0)
+    width = max(map(len, shipped))
     lines = []
     for name, path in shipped.items():
         first_line = path.read_text(encoding="utf-8").partition("\n")[0]

@@ -17,10 +17,8 @@ from trainer.devices.assignment import assign_devices, count_named_cards
 from trainer.errors import PeerError, Preempted, RecipeError, SetupError
 from trainer.processes.interrupts import SAVE_SECONDS
 from trainer.processes.rank import read_place
-from trainer.recipe import Recipe
+from trainer.recipe import Recipe, format_value, parse_positive_integer, split_arguments
 from trainer.recipe.checks import check_names, check_processes
-from trainer.recipe.recipe_files import parse_positive_integer, split_arguments
-from trainer.recipe.text import format_value
 
 # Options of training, besides nproc, that are not keys of a recipe.
 LAUNCH = ("recipe", "plugin", "max_restarts", "check")
@@ -97,12 +95,8 @@ def build_script(words: Sequence[str], program: str) -> str:
     for key, (pattern, rule) in RULES.items():
         if not re.fullmatch(pattern, options.get(key, "")):
             raise RecipeError(f"{key}={format_value(options[key])} must be {rule}")
-
-    def read_count(key: str, default: int) -> int:
-        return parse_positive_integer(key, options.get(key)) or default
-
-    nodes = read_count("nodes", 1)
-    nproc = read_count("nproc", 1)
+    nodes = parse_positive_integer("nodes", options.get("nodes")) or 1
+    nproc = parse_positive_integer("nproc", options.get("nproc")) or 1
     if "plugin" not in options:
         check_names(base)
     check_processes(base, nodes * nproc, nodes)
@@ -116,7 +110,7 @@ def build_script(words: Sequence[str], program: str) -> str:
         )
     cpus = parse_positive_integer("cpus", options["cpus"])
     output = options.get("output") or f"runs/{base.name}"
-    requeues = read_count("requeues", REQUEUES)
+    requeues = parse_positive_integer("requeues", options.get("requeues")) or REQUEUES
     # All clusters accept lowercase letters, digits and dashes in the name of a job. All other
     # characters become dashes.
     name = re.sub(r"[^a-z0-9]+", "-", Path(output).name.lower())

@@ -12,7 +12,7 @@ from trainer.recipe.loading import (
     notes_on_idle,
 )
 from trainer.recipe.mode_table import MODES, TRAITS
-from trainer.recipe.recipe_files import shipped_recipes
+from trainer.recipe.recipe_files import parse_positive_integer, shipped_recipes, split_arguments
 from trainer.recipe.reflection import changed_keys, compare_recipes
 from trainer.recipe.schema import (
     IN_TURN,
@@ -24,7 +24,7 @@ from trainer.recipe.schema import (
     OptimizerRecipe,
     Recipe,
 )
-from trainer.recipe.text import find_nearest, flatten
+from trainer.recipe.text import find_nearest, flatten, format_value, list_some
 
 __all__ = [
     "IN_TURN",
@@ -44,7 +44,11 @@ __all__ = [
     "flatten",
     "format_arguments",
     "format_typed",
+    "format_value",
+    "list_some",
     "load",
     "notes_on_idle",
+    "parse_positive_integer",
     "shipped_recipes",
+    "split_arguments",
 ]

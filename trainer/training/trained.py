@@ -22,6 +22,7 @@ from trainer.data.folders.layout import Before, part_of
 from trainer.data.photos.photo_reader import compute_shorter_side, evaluation_shorter_side
 from trainer.errors import CheckpointError, RecipeError
 from trainer.models.zoo import load_weights
+from trainer.processes.terminal import say
 from trainer.recipe import Recipe
 from trainer.recipe.field_types import LARGEST_SIDE, MOST_CHANNELS, Interpolation
 from trainer.recipe.image_sizes import ImageSize, check_resize, sides, typed_size
@@ -245,13 +246,13 @@ class Trained:
         recipe = recipes.load(own, *words)
         return cls(path, weights, metadata, own_recipe, recipe, file)
 
-    def describe_choice(self) -> str | None:
-        """Return a line about the best weights of a run folder, or None if they were not chosen.
+    def say_choice(self) -> None:
+        """Print a line about the best weights of a run folder if they were chosen.
 
         The line has only what the file contains: older files lack the epoch and the metric.
         """
         if self.file is None or self.file.stem != "best":
-            return None
+            return
         metadata = self.metadata
         position = f"step {metadata.get('step', 'unknown')}"
         if "epoch" in metadata:
@@ -263,7 +264,7 @@ class Trained:
             plain = self.own.replace(loss={}, augment={})
             task = tasks.create_task(plain, self.facts.classes or ())
             best = f"best {task.text(values)}"
-        return f"{self.path}: {position}, {best}; checkpoint=last for the last"
+        say(f"{self.path}: {position}, {best}; checkpoint=last for the last")
 
     @cached_property
     def facts(self) -> WeightFacts:

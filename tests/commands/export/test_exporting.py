@@ -144,7 +144,7 @@ def test_an_exported_file_has_metadata_and_the_models_outputs(here, kind):
         "name": "top1",
         "value": result(here / "runs" / "images")["val_top1"],
     }
-    source = export.load(here / "runs" / "images", [], preprocess=False)
+    source = export.load(here / "runs" / "images", [], preprocess=False, precision="fp32")
     inputs = source.sample(7)
     with torch.no_grad():
         torch.testing.assert_close(
@@ -323,7 +323,9 @@ def test_meaningless_arguments_are_answered_with_a_valid_command(
 
 def test_another_size_is_what_the_loaded_model_has(here):
     """`load` and `predict` accept the same argument."""
-    source = export.load(here / "runs" / "images", ["data.image_size=12"], preprocess=False)
+    source = export.load(
+        here / "runs" / "images", ["data.image_size=12"], preprocess=False, precision="fp32"
+    )
     assert (source.facts["image_size"], source.inputs.shape) == (12, (1, 12, 12))
     how = LabelModel.read(here / "runs" / "images", ["data.image_size=12"], split=False).preparation
     assert (how.image_size, how.shorter_side) == (12, source.facts["shorter_side"])

@@ -25,7 +25,7 @@ def machine(kind, count):
 
 def runner(tmp_path, devices, answers=None, result=None, error=None):
     """Return a runner with the given answers of measurements and the given result of runs."""
-    one = CheckRunner(tmp_path, devices)
+    one = CheckRunner(tmp_path, devices, {})
     one.measure = lambda what, count=1, **task: answers
 
     def train(name, words, environment=None, timed=False, resumes=False):

@@ -14,7 +14,7 @@ SHORT = ["recipe=digits", "mode=single", "max_steps=2", "epochs=1", "logging.war
 
 @pytest.mark.slow
 def test_a_run_that_is_there_is_not_done_again_but_where_it_is_timed(tmp_path):
-    one = CheckRunner(tmp_path, DEVICES)
+    one = CheckRunner(tmp_path, DEVICES, {})
     first = one.train("x", SHORT)
     assert (first["steps"], first["status"]) == (2, "completed")
     assert (one.path("x") / "last.safetensors").exists()
@@ -29,7 +29,7 @@ def test_words_of_devices():
     assert DEVICES.in_ranks(2) == ["devices=[cpu]", "nproc=2"]
     cards = Devices(("cuda:1", "cuda:3"), "cuda", ("A", "A"))
     assert cards.in_ranks(2) == ["devices=[cuda:1,cuda:3]", "nproc=2"]
-    assert cards.first() == ["devices=[cuda:1]"]
+    assert cards.in_one_process() == ["devices=[cuda:1]"]
     assert cards.in_one_process(3) == ["devices=[cuda:1,cuda:3,cuda:1]"], (
         "a device may stand for several"
     )

@@ -146,7 +146,7 @@ def test_the_most_important_checks_are_chosen_first_and_run_in_order(tmp_path, m
             clock[0] += slower * seconds
             return is_right("fine")
 
-        return Check(name, "right", name, seconds, run, rank)
+        return Check(name, name, seconds, run, rank)
 
     checks = [
         check("a", 20, 2),
@@ -173,9 +173,9 @@ def test_a_check_that_raises_is_wrong_and_the_next_is_done(tmp_path, monkeypatch
         raise ValueError("odd")
 
     checks = [
-        Check("one", "right", "one", 1, broken),
-        Check("two", "fast", "two", 1, lambda runner: measured("3 images/s")),
-        Check("three", "right", "three", 1, lambda runner: Outcome("not here", "no compiler")),
+        Check("one", "one", 1, broken),
+        Check("two", "two", 1, lambda runner: measured("3 images/s"), part="fast"),
+        Check("three", "three", 1, lambda runner: Outcome("not here", "no compiler")),
     ]
     one = proving_of(tmp_path, checks, 5, monkeypatch)
     one.run()
@@ -199,14 +199,14 @@ def test_a_check_that_raises_is_wrong_and_the_next_is_done(tmp_path, monkeypatch
 
 def test_no_speed_is_printed_for_a_machine_that_others_use(tmp_path, monkeypatch, capsys):
     checks = [
-        Check("one", "right", "one", 1, lambda runner: is_right("fine")),
-        Check("slow", "fast", "slow", 1, lambda runner: wrong("cpu:1 is slow", "see top")),
+        Check("one", "one", 1, lambda runner: is_right("fine")),
+        Check("slow", "slow", 1, lambda runner: wrong("cpu:1 is slow", "see top"), part="fast"),
         Check(
             f"speed {fast.NETWORKS['cpu'][0].name} x2",
-            "fast",
             "speed",
             1,
             lambda runner: measured("2 x", times_one=2),
+            part="fast",
         ),
     ]
     monkeypatch.setattr(proving.reports.OtherProcesses, "cores", lambda self: 1.0)
@@ -273,7 +273,7 @@ def made(tmp_path, devices=GPUS, **changes):
     """Return a proof in which all checks are right except `changes`: name -> Outcome, or None for a
     check that is left out.
     """
-    one = CheckRunner(tmp_path, devices)
+    one = CheckRunner(tmp_path, devices, {})
     checks = [*right.list_checks(devices), *fast.list_checks(devices)]
     for check in checks:
         one.outcomes[check.name] = (
@@ -310,7 +310,7 @@ def test_one_wrong_is_the_sentence(tmp_path):
 
 def test_skipped_checks_never_count_as_passed(tmp_path):
     nothing = build_proof(
-        CheckRunner(tmp_path, CPUS),
+        CheckRunner(tmp_path, CPUS, {}),
         [*right.list_checks(CPUS)],
         1.0,
         None,

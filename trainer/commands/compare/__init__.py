@@ -17,9 +17,8 @@ from trainer.errors import RecipeError
 from trainer.launch import launching
 from trainer.processes.rank import read_place
 from trainer.processes.terminal import say
-from trainer.recipe import Recipe, shipped_recipes
+from trainer.recipe import Recipe, parse_positive_integer, shipped_recipes, split_arguments
 from trainer.recipe import load as load_recipe
-from trainer.recipe.recipe_files import parse_positive_integer, split_arguments
 from trainer.saving.files import write_atomically
 
 
@@ -105,14 +104,12 @@ def compare(
     base = load_recipe(recipe, *words)
     launching.load_plugin(plugin)
     settings = base.replace(output=None, resume=None)
-    if modes is not None:
-        modes = list(modes)
     recipe_file = None
     if isinstance(recipe, str | Path):
         recipe_file = str(recipe)
     asked = {
         "recipe": recipe_file or base.to_dict(),
-        "modes": modes,
+        "modes": modes and list(modes),
         "words": sorted(words),
         "nproc": ranks,
         "plugin": plugin,

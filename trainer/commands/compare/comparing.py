@@ -32,7 +32,6 @@ from trainer.commands.trials.report import (
     report_files,
     write_tables,
 )
-from trainer.errors import Preempted
 from trainer.launch import launching
 from trainer.processes.terminal import say
 from trainer.recipe import Recipe
@@ -112,7 +111,7 @@ class Comparison:
                 say(f"  {row.name}: {row.problem or size}")
             self.engine.run(self._trials(), self._record_outcome)
             status = "completed"
-        except (KeyboardInterrupt, Preempted):
+        except KeyboardInterrupt:
             status = "interrupted"
             raise
         finally:

@@ -53,9 +53,9 @@ class Entry:
     name: str
     words: tuple[str, ...]
     recipe: Recipe
-    ranks: int = 1
-    threads: int = 1
-    problem: TrainerError | None = None
+    ranks: int
+    threads: int
+    problem: TrainerError | None
     results: dict[int, dict[str, Any]] = field(default_factory=dict)
     speeds: dict[int, float] = field(default_factory=dict)
     disturbed: set[int] = field(default_factory=set)

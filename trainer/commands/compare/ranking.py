@@ -10,8 +10,13 @@ from dataclasses import dataclass
 from statistics import fmean, median, stdev
 
 from trainer.commands.compare.entries import CHECK, Entry
-from trainer.commands.trials import significance
-from trainer.commands.trials.significance import Difference
+from trainer.commands.trials.significance import (
+    Difference,
+    compute_deviation,
+    compute_ratios,
+    find_differences,
+    find_fastest,
+)
 from trainer.recipe import changed_keys
 from trainer.saving.files import Json
 
@@ -153,7 +158,7 @@ def tabulate(rows: Sequence[Entry], error: float) -> tuple[list[EntryFigures], l
         for row in reference_last
         if row.fair_speeds and not _passes_through(row)
     }
-    pairs = significance.find_differences(fair, error)
+    pairs = find_differences(fair, error)
     to_reference = {pair.first: pair for pair in pairs if pair.second == reference.name}
     table = [
         _compute_figures(row, reference, to_reference.get(row.name), row.name in fair)
@@ -176,7 +181,7 @@ def _compute_figures(
         step_time = fmean(times)
     ratio = None
     if is_fair and reference is not row:
-        ratios = significance.compute_ratios(row.fair_speeds, reference.fair_speeds)
+        ratios = compute_ratios(row.fair_speeds, reference.fair_speeds)
         if ratios:
             ratio = {
                 "median": median(ratios),
@@ -258,7 +263,7 @@ def draw_conclusion(table: Sequence[EntryFigures], pairs: Sequence[Difference]) 
     compared = select_sound(table, pairs)
     compared_names = {name for pair in compared for name in (pair.first, pair.second)}
     names = [row.entry for row in table if row.entry in compared_names]
-    fastest = significance.find_fastest(names, compared)
+    fastest = find_fastest(names, compared)
     if disturbed:
         sentences.append(
             f"other processes used the machine during {disturbed} of {timed} timed runs, which are "
@@ -330,8 +335,8 @@ def compare_losses(entry: Entry, reference: Entry | None) -> Exactness:
     changed = changed_keys(reference.recipe, entry.recipe).keys() - SAME_MATHS
     if changed:
         return Exactness("not compared", f"other {', '.join(sorted(changed))}")
-    deviation = significance.compute_deviation(entry.losses, reference.losses)
-    rounding = significance.compute_deviation(reference.rounded, reference.losses)
+    deviation = compute_deviation(entry.losses, reference.losses)
+    rounding = compute_deviation(reference.rounded, reference.losses)
     tolerance = TOLERANCE[entry.recipe.precision]
     if deviation <= max(tolerance, min(ROUNDING_FACTOR * rounding, MAX_TOLERANCE)):
         return Exactness("exact", "exact", deviation)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainer.errors import RecipeError, SetupError, load_extra
 from trainer.launch import launching
-from trainer.recipe.recipe_files import split_arguments
+from trainer.recipe import split_arguments
 from trainer.saving.run_names import find_run, is_run
 
 SUFFIXES = {"onnx": ".onnx", "exported_program": ".pt2"}
@@ -50,8 +50,8 @@ def export_run(
     kind: str,
     output: str | Path | None,
     words: Sequence[str],
-    preprocess: bool = True,
-    precision: str = "fp32",
+    preprocess: bool,
+    precision: str,
 ) -> tuple[Path, str]:
     """Export a trained model to a file.
 
@@ -95,7 +95,8 @@ def export_run(
         load_extra("format=onnx", *ONNX)
     from trainer.commands.export import exporting
 
-    return target, exporting.export(path, kind, target, words, preprocess, precision)
+    source = exporting.load(path, words, preprocess, precision)
+    return target, exporting.export(source, kind, target)
 
 
 def _choose_target(path: Path, kind: str) -> Path:

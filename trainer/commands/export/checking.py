@@ -67,9 +67,10 @@ class ExportSource:
             photos = (rows, *BATCHES.get(rows, (64, 48)), self.preparation.channels)
             return torch.randint(0, 256, photos, generator=generator, dtype=torch.uint8)
         shape = (rows, *self.inputs.shape)
-        if self.inputs.dtype.is_floating_point:
-            return torch.randn(shape, generator=generator).to(self.inputs.dtype)
-        return torch.randint(0, 2, shape, generator=generator).to(self.inputs.dtype)
+        dtype = self.inputs.dtype
+        if dtype.is_floating_point:
+            return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randint(0, 2, shape, generator=generator).to(dtype)
 
 
 def compare_with_model(source: ExportSource, run: Runner) -> str:
@@ -210,21 +211,22 @@ def _read_images(
     if has_original:
         data = replace(data, val=original)
     split = open_split(data, "val")
+    source = split.source
     step = max(1, (split.count or 0) // IMAGES)
     images = []
     for item in islice(split.items, 0, step * IMAGES, step):
         pixels = item.payload
         try:
-            if isinstance(pixels, int) and isinstance(split.source, PictureSource):
-                pixels = split.source.open(pixels, channels)[0].decode(1)
+            if isinstance(pixels, int) and isinstance(source, PictureSource):
+                pixels = source.open(pixels, channels)[0].decode(1)
             elif isinstance(pixels, int):
-                assert split.source is not None
-                pixels = split.source.read(pixels, channels)[0]
+                assert source is not None
+                pixels = source.read(pixels, channels)[0]
         # Decoders raise exceptions of any type for a damaged image.
         except Exception:
             continue
         images.append((pixels, item.payload))
-    return images, split.source
+    return images, source
 
 
 @contextmanager
@@ -233,8 +235,7 @@ def quietly() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logging.disable(before)

@@ -3,7 +3,7 @@
 import copy
 import io
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from trainer.errors import (
     describe,
     is_out_of_memory,
 )
-from trainer.processes.terminal import say
 from trainer.recipe.image_sizes import in_pixels, sides
 from trainer.recipe.known_names import TASKS
 from trainer.saving.weights import write_whole
@@ -53,9 +52,7 @@ PROBABILITIES = "the probability of each class"
 METADATA = "trainer.json"
 
 
-def load(
-    path: Path, words: Sequence[str], preprocess: bool = True, precision: str = "fp32"
-) -> ExportSource:
+def load(path: Path, words: Sequence[str], preprocess: bool, precision: str) -> ExportSource:
     """Read a model from a run folder, a checkpoint or a weights file.
 
     Args:
@@ -69,11 +66,13 @@ def load(
         RecipeError: An override is wrong, or the file cannot prepare the photos.
     """
     trained = Trained.read(path, words)
-    if line := trained.describe_choice():
-        say(line)
+    trained.say_choice()
     recipe = trained.recipe
     facts = trained.facts
-    if facts.classes is None or (facts.inputs is None and not facts.mean):
+    classes = facts.classes
+    channels = facts.channels
+    pixel_range = recipe.data.pixel_range
+    if classes is None or (facts.inputs is None and not facts.mean):
         raise CheckpointError(
             f"{path} does not say what its inputs are; give a run folder or its last.safetensors"
         )
@@ -84,23 +83,23 @@ def load(
         # data.image_size= may override the size, as in `trainer.load` and the command `predict`.
         preparation = trained.preparation()[1]
         size = preparation.image_size
-        inputs = TensorSpec((facts.channels, *sides(size)), inputs.dtype)
-    task = create_task_without_loss(recipe, facts.classes)
+        inputs = TensorSpec((channels, *sides(size)), inputs.dtype)
+    task = create_task_without_loss(recipe, classes)
     spec = None if facts.mean else inputs
-    network = trained.model(task, facts.channels, size, spec)
+    network = trained.model(task, channels, size, spec)
     outputs = recipe.model.num_classes or 0
-    unnamed = [f"class {n}" for n in range(len(facts.classes), outputs)]
+    unnamed = [f"class {n}" for n in range(len(classes), outputs)]
     metadata = {
         "model": recipe.model.name,
         "task": recipe.task.name,
-        "classes": [*facts.classes, *unnamed],
+        "classes": [*classes, *unnamed],
         "metric": find_metric(trained, task),
         "version": VERSION,
         "preprocess": preprocess,
         "precision": precision,
         "mean": facts.mean,
         "std": facts.std,
-        "channels": facts.channels,
+        "channels": channels,
         "image_size": size,
         "inputs": json.loads(inputs.to_json()),
         "input": NORMALIZED if facts.mean else AS_STORED,
@@ -108,22 +107,22 @@ def load(
     }
     if preparation is not None:
         metadata |= describe_preparation(preparation)
-    if recipe.data.pixel_range:
-        metadata["pixel_range"] = recipe.data.pixel_range
+    if pixel_range:
+        metadata["pixel_range"] = pixel_range
     tolerance = TOLERANCES[precision]
     if not preprocess:
         preparation = None
     elif type(task).to_probabilities is not Task.to_probabilities:
         metadata["output"] = PROBABILITIES
     if preparation is not None:
-        if recipe.data.pixel_range:
+        if pixel_range:
             raise RecipeError(
-                f"data.pixel_range={recipe.data.pixel_range}: a file that prepares photos accepts "
+                f"data.pixel_range={pixel_range}: a file that prepares photos accepts "
                 "bytes, and not pixels of more bits: type preprocess=false"
             )
-        inputs = TensorSpec((0, 0, facts.channels), torch.uint8)
-        metadata["inputs"] = ["uint8", ["height", "width", facts.channels]]
-        metadata["input"] = PHOTOS.format(COLOURS.get(facts.channels, AS_STORED))
+        inputs = TensorSpec((0, 0, channels), torch.uint8)
+        metadata["inputs"] = ["uint8", ["height", "width", channels]]
+        metadata["input"] = PHOTOS.format(COLOURS.get(channels, AS_STORED))
         tolerance = max(tolerance, PHOTO_TOLERANCE)
     model = network
     reference = network
@@ -171,34 +170,22 @@ def find_metric(trained: Trained, task: Task) -> dict[str, Any]:
     return {"name": json.loads(metadata["metric"]), "value": json.loads(metadata["value"])}
 
 
-def export(
-    path: Path,
-    kind: str,
-    target: Path,
-    words: Sequence[str],
-    preprocess: bool = True,
-    precision: str = "fp32",
-) -> str:
+def export(source: ExportSource, kind: str, target: Path) -> str:
     """Export a trained model. The file is written only if its outputs agree with the model's.
 
     Args:
-        path: Run folder, checkpoint or weights file.
+        source: The model.
         kind: Format, a key of `WRITERS`.
         target: File to write.
-        words: Overrides of the run's recipe.
-        preprocess: As in `load`.
-        precision: As in `load`.
 
     Returns:
         The text that the command prints.
 
     Raises:
-        CheckpointError: There are no such weights.
         RecipeError: The format cannot express the model.
         SetupError: A library is missing, or the file cannot be written.
         DiskFullError: The disk is full.
     """
-    source = load(path, words, preprocess, precision)
     content, agreements = _write_and_check(source, kind)
     write_whole(target, [memoryview(content)], "export", again="the same command again")
     dtype, sizes = source.facts["inputs"]
@@ -209,7 +196,7 @@ def export(
         "output": source.facts["output"],
         **agreements,
     }
-    head = f"exported {path} ({source.facts['model']}) as format={kind}"
+    head = f"exported {source.trained.path} ({source.facts['model']}) as format={kind}"
     rows = [f"  {title:<7} {text}" for title, text in lines.items()]
     return "\n".join([head, *rows]) + "\n"
 
@@ -301,8 +288,7 @@ def to_exported_program(source: ExportSource) -> tuple[bytes, Runner]:
     return buffer.getvalue(), runner
 
 
-Writer = Callable[[ExportSource], tuple[bytes, Runner]]
-WRITERS: dict[str, Writer] = {"onnx": to_onnx, "exported_program": to_exported_program}
+WRITERS = {"onnx": to_onnx, "exported_program": to_exported_program}
 
 
 def _export_program(source: ExportSource) -> torch.export.ExportedProgram:

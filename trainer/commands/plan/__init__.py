@@ -15,9 +15,8 @@ from trainer.commands.plan.planned_layout import lay_out
 from trainer.errors import RecipeError
 from trainer.launch import launching
 from trainer.processes.terminal import say
-from trainer.recipe import Recipe
+from trainer.recipe import Recipe, split_arguments
 from trainer.recipe.checks import check_names
-from trainer.recipe.recipe_files import split_arguments
 from trainer.telemetry import readable
 
 OWN_ARGUMENTS = ("nproc", "memory", "measured", "bandwidth")

@@ -17,7 +17,6 @@ from trainer.models.zoo import check_train_size
 from trainer.recipe import Recipe
 from trainer.recipe.image_sizes import ImageSize, sides, typed_size
 from trainer.recipe.known_names import DATASETS, OWN_PHOTOS
-from trainer.tasks import Task
 from trainer.training.initial_model import build_for_sizes
 
 # For each published data set: the numbers of training images, validation images, classes and
@@ -66,7 +65,7 @@ class DatasetFacts:
         images = TensorSpec((self.channels, *sides(size)), torch.float32)
         return Example(rows, self.plain or images, self.targets, self.plain is None)
 
-    def task(self, recipe: Recipe) -> Task:
+    def task(self, recipe: Recipe) -> tasks.Task:
         """Create the recipe's task without class weights, which change no number of a plan."""
         return tasks.create_task(
             recipe.replace(loss__class_weights=None), name_by_number(self.classes)
@@ -114,10 +113,11 @@ def read_dataset_facts(recipe: Recipe) -> DatasetFacts:
 
 def _find_facts(recipe: Recipe) -> DatasetFacts:
     data = recipe.data
+    name = data.name
     model_classes = recipe.model.num_classes
     image_size = typed_size(data.image_size)
-    if data.name in PUBLISHED:
-        train, val, classes, channels, size = PUBLISHED[data.name]
+    if name in PUBLISHED:
+        train, val, classes, channels, size = PUBLISHED[name]
         note = "as published"
         if data.fold:
             number, count = map(int, data.fold.split("/"))
@@ -129,17 +129,17 @@ def _find_facts(recipe: Recipe) -> DatasetFacts:
         return DatasetFacts(
             train, val, classes, data.channels or channels, image_size or size, note
         )
-    if data.name == "synthetic":
+    if name == "synthetic":
         classes = model_classes or 10
         shape = (data.channels or 3, image_size or 32)
         return DatasetFacts(data.samples, data.val_samples, classes, *shape, "synthetic")
     # Training would replace the missing images by synthetic ones, so no number of images is known.
     stands_in = data.root is None and data.missing == "synthetic"
     note = ""
-    if data.name in OWN_PHOTOS:
+    if name in OWN_PHOTOS:
         if stands_in:
             note = "data.root=FOLDER counts them"
-        elif data.root is not None and not _is_here(data.name, str(data.root)):
+        elif data.root is not None and not _is_here(name, data.root):
             note = f"{data.root} is not on this machine"
     if note:
         classes, channels, size = IMAGENET
@@ -149,7 +149,7 @@ def _find_facts(recipe: Recipe) -> DatasetFacts:
         return DatasetFacts(None, None, model_classes or classes, *shape, note)
     # A plan does not need the pixels of photos. With the crop "resized", opening a data set of
     # small photos does not decode all of them into memory.
-    if data.name in DATASETS and data.name != "digits":
+    if name in DATASETS and name != "digits":
         recipe = recipe.replace(augment__crop="resized")
     datasets = open_datasets(recipe)
     return DatasetFacts(

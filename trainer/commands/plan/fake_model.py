@@ -6,7 +6,7 @@ training, and each operator only computes the shapes of its outputs.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import NamedTuple
 
@@ -20,8 +20,13 @@ from trainer.commands.plan.dataset_facts import DatasetFacts
 from trainer.data import Example, TensorSpec
 from trainer.devices.precision import autocast
 from trainer.errors import RecipeError, read_line
-from trainer.memory import measuring
-from trainer.memory.measuring import Pass, Resident, count_bytes
+from trainer.memory.measuring import (
+    Pass,
+    Resident,
+    count_bytes,
+    measure_pass,
+    measure_resident,
+)
 from trainer.memory.needs import compute_unit_sizes
 from trainer.memory.prediction import StagedModel
 from trainer.models.balance import BlockCost, choose_cuts
@@ -145,7 +150,7 @@ class FakeModel:
         with self._fake:
             optimizer = build_optimizer(parameters, self.recipe.optimizer, self._roles)
             state = count_bytes(*name_optimizer_state(optimizer, parameters).values())
-        return measuring.measure_resident(module, state, self.recipe.ema is not None)
+        return measure_resident(module, state, self.recipe.ema is not None)
 
     @cached_property
     def teacher(self) -> int:
@@ -165,18 +170,19 @@ class FakeModel:
 
     def batch_bytes(self, rows: int) -> tuple[int, int]:
         """Return (images, targets): the bytes of a batch's images and targets on the device."""
-        example = self.images.example(rows)
-        return rows * example.inputs.bytes, rows * self._targets(example).bytes
+        example = self._example(rows)
+        return rows * example.inputs.bytes, rows * example.targets.bytes
 
-    def _targets(self, example: Example) -> TensorSpec:
-        """Return the shape and type of a target in training.
+    def _example(self, rows: int) -> Example:
+        """Return the shapes and types of a batch in training.
 
         Mixup and cutmix replace the class of an image by a probability of each class.
         """
+        example = self.images.example(rows)
         if self.recipe.augment.together == 1:
-            return example.targets
+            return example
         targets = torch.zeros(1, *example.targets.shape, dtype=example.targets.dtype)
-        return TensorSpec.of(self.task.shares(targets))
+        return replace(example, targets=TensorSpec.of(self.task.shares(targets)))
 
     # --- Passes of the whole model
 
@@ -198,14 +204,12 @@ class FakeModel:
         gradients: bool,
         last: bool,
     ) -> Pass:
-        rows = len(inputs)
-        spec = self._targets(self.images.example(rows))
-        targets = torch.zeros(rows, *spec.shape, dtype=spec.dtype, device=self.device)
+        targets = self._example(len(inputs)).batch(self.device).targets
 
         def loss(out: Tensor) -> Tensor:
             return self.task.loss(out.float(), targets) if last else out
 
-        return measuring.measure_pass(module, run, inputs, loss, [targets], gradients, self._cpu)
+        return measure_pass(module, run, inputs, loss, [targets], gradients, self._cpu)
 
     @contextmanager
     def _shapes_suffice(self) -> Iterator[None]:
@@ -223,7 +227,7 @@ class FakeModel:
             ) from error
 
     def _images(self, rows: int) -> Tensor:
-        example = self.images.example(rows)
+        example = self._example(rows)
         return example.batch(self.device, channels_last=self.recipe.channels_last).inputs
 
     def in_precision(self, module: nn.Module, inputs: Tensor) -> Tensor:
@@ -317,8 +321,8 @@ class FakeModel:
                 activations, flops = _count_flops(run, activations)
                 costs.append(BlockCost(flops, 2 * flops, count_bytes(activations)))
         # The output of the last block goes to the loss and is not sent.
-        last = costs.pop()
-        return [*costs, BlockCost(last.forward, last.backward, 0)]
+        costs[-1] = replace(costs[-1], bytes=0)
+        return costs
 
     def stages(self, cuts: Sequence[str], rows: int, wired: bool) -> list[StagePass]:
         """Measure the pass of a micro-batch through each stage.

@@ -1,7 +1,7 @@
 """Traffic between devices in a step, and the predicted duration of a step."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from trainer.commands.plan.fake_model import Cut, FakeModel
@@ -110,8 +110,8 @@ class Timings:
 
     image: float
     rows: int
-    optimizer: float = 0.0
-    blocks: Mapping[int, list[BlockCost]] = field(default_factory=dict)
+    optimizer: float
+    blocks: Mapping[int, list[BlockCost]]
     bandwidth: float | None = None
     latency: float = 0.0
     assumptions: Sequence[str] = ()

@@ -7,12 +7,12 @@ from typing import Any
 from trainer.processes.terminal import terminal_width
 from trainer.recipe import TRAITS
 from trainer.recipe.image_sizes import in_pixels
-from trainer.telemetry import readable
 from trainer.telemetry.readable import (
     format_count,
     format_duration,
     format_operations,
     format_size,
+    format_table,
     multiply_adds,
     wrap,
 )
@@ -267,5 +267,5 @@ def _list_modes(modes: Sequence[Plan]) -> list[str]:
 
 def _format_table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the indented lines of a table: the first column is aligned left, all others right."""
-    lines = readable.format_table(rows, range(1, len(rows[0])), terminal_width() - 2)
+    lines = format_table(rows, range(1, len(rows[0])), terminal_width() - 2)
     return [textwrap.indent("\n".join(lines), "  ")]

@@ -4,6 +4,7 @@ The planned devices need not exist on this machine.
 """
 
 import os
+from itertools import chain
 
 from trainer.devices.assignment import assign_devices, count_named_cards, number_devices
 from trainer.errors import RecipeError
@@ -31,8 +32,7 @@ def lay_out(recipe: Recipe, nproc: str | int | None = None, gpus: bool = False) 
     checks.check_processes(recipe, processes)
     assigned = assign_devices(recipe, processes, _count_planned_gpus(recipe, processes, gpus))
     # A single process may use several devices; each of several processes uses one.
-    names = assigned[0] if processes == 1 else [devices[0] for devices in assigned]
-    return Layout(recipe, processes, tuple(number_devices(names)))
+    return Layout(recipe, processes, tuple(number_devices(chain.from_iterable(assigned))))
 
 
 def _count_planned_gpus(recipe: Recipe, processes: int, gpus: bool) -> int:

@@ -1,7 +1,5 @@
 """Files of image features, for similarity search or for training another classifier."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -30,7 +30,6 @@ from trainer.errors import RecipeError
 from trainer.models.features import record_features
 from trainer.models.replayed_forward import ReplayedForward
 from trainer.processes.resources import keep_freed_memory
-from trainer.processes.terminal import say
 from trainer.recipe import Recipe
 from trainer.recipe.image_sizes import sides
 from trainer.tasks import Task
@@ -84,8 +83,7 @@ class LabelModel:
             RecipeError: An override is wrong, or the model does not label images.
         """
         trained = Trained.read(path, words)
-        if line := trained.describe_choice():
-            say(line)
+        trained.say_choice()
         recipe = trained.recipe
         split_name = recipe.predict.split
         if split_name is not None and photos:

@@ -16,7 +16,6 @@ from pathlib import Path
 from trainer.commands.predict import sources
 from trainer.commands.predict.features import FeatureFiles
 from trainer.commands.predict.labelling import Labeller, LabelModel, Labels
-from trainer.commands.predict.sources import Item
 from trainer.devices.assignment import number_devices, prediction_devices
 from trainer.errors import FolderInUseError, PredictionError, RecipeError
 from trainer.launch import launching
@@ -26,8 +25,7 @@ from trainer.processes.interrupts import stop_between_runs
 from trainer.processes.rank import read_place
 from trainer.processes.resources import count_cores, count_cuda_devices
 from trainer.processes.terminal import say
-from trainer.recipe.recipe_files import split_arguments
-from trainer.recipe.schema import LoggingRecipe
+from trainer.recipe import split_arguments
 from trainer.saving import locks
 from trainer.saving.files import (
     Json,
@@ -119,13 +117,14 @@ def label(trained: LabelModel, folder: Path) -> None:
         FolderInUseError: The directory holds a run or predictions, or another process uses it.
     """
     recipe = trained.recipe
+    options = recipe.predict
     photos = [Path(root).expanduser().resolve() for root in trained.photos]
     if folder.resolve() in photos:
         raise RecipeError(
             f"output={folder} is the folder of photos that is read: choose another output="
         )
     if trained.data is not None:
-        inputs = sources.open_split(trained.data, recipe.predict.split or "val")
+        inputs = sources.open_split(trained.data, options.split or "val")
     else:
         inputs = sources.find_images(trained.photos)
     devices = prediction_devices(recipe.devices, count_cuda_devices(recipe.devices), count_cores())
@@ -133,13 +132,13 @@ def label(trained: LabelModel, folder: Path) -> None:
     # GPU.
     if devices == ["cpu"] and recipe.threads is None:
         devices = prediction_devices("auto", 0, count_cores())
-    size = trained.count_features() if recipe.predict.features else None
+    size = trained.count_features() if options.features else None
     _claim(folder)
     for description in inputs.ignored:
         say(f"ignored: {description}")
     has_probabilities = trained.task.reads != "values"
-    rows = Rows(folder, recipe.predict.format, trained.classes, has_probabilities, size)
-    lines = SpeedLines(inputs.count, recipe.logging, devices)
+    rows = Rows(folder, options.format, trained.classes, has_probabilities, size)
+    lines = SpeedLines(inputs.count, recipe.logging.progress, devices)
     arguments = (
         trained.model,
         trained.preparation,
@@ -157,8 +156,8 @@ def label(trained: LabelModel, folder: Path) -> None:
             devices,
             Labeller,
             arguments=arguments,
-            batch_size=recipe.predict.batch_size,
-            item_timeout=recipe.predict.timeout,
+            batch_size=options.batch_size,
+            item_timeout=options.timeout,
             on_error="skip",
         ) as pool:
             results = pool.map(item.payload for item in ahead)
@@ -259,7 +258,7 @@ class Rows:
             finally:
                 self._part.unlink(missing_ok=True)
 
-    def write(self, item: Item, labels: Labels | ItemError) -> None:
+    def write(self, item: sources.Item, labels: Labels | ItemError) -> None:
         """Write the next row; `labels` is an `ItemError` for an image on which workers failed."""
         row = dict.fromkeys(COLUMNS)
         row["path"] = item.path
@@ -332,27 +331,25 @@ class Rows:
 class SpeedLines:
     """Printer of the total progress and the speed of each device, every `SECONDS` seconds."""
 
-    def __init__(self, count: int | None, logging: LoggingRecipe, devices: Sequence[str]) -> None:
+    def __init__(self, count: int | None, shows: bool, devices: Sequence[str]) -> None:
         """Print the first line.
 
         Args:
             count: Number of images; None if unknown.
-            logging: Section of the recipe; `progress` says whether to print lines.
+            shows: Whether to print more lines.
             devices: Device of each worker.
         """
         self._names = list(number_devices(devices))
         self._count = count
         self._done = 0
-        self._shows = logging.progress
-        self._begun = time.monotonic()
-        self._spoke = self._begun
+        self._shows = shows
         images = "images as they come" if count is None else format_count(count, "image")
         say(f"predicting {images} on {', '.join(self._names)}")
 
     def note(self, pool: DevicePool) -> None:
         """Count one more image, and print a line if it is due.
 
-        Lines are due every `SECONDS` seconds, and never if `logging.progress` is false.
+        Lines are due every `SECONDS` seconds, and never if logging.progress is false.
         """
         now = time.monotonic()
         if self._done == 0:

@@ -14,7 +14,7 @@ import torch
 from trainer.data import Datasets, ImageSet, PhotoSource, TensorSet
 from trainer.data.folders.scanning import LeftOut, images_below, is_image, what_reads
 from trainer.errors import RecipeError, SetupError
-from trainer.recipe.text import format_value
+from trainer.recipe import format_value
 from trainer.saving import files
 
 # A text file counts as a list of paths only if one of its first FIRST lines is an existing path.

@@ -15,7 +15,7 @@ from trainer.devices.assignment import resolve_devices
 from trainer.errors import RecipeError, SetupError
 from trainer.processes import resources
 from trainer.processes.rank import read_place
-from trainer.recipe.recipe_files import split_arguments
+from trainer.recipe import split_arguments
 
 OWN_ARGUMENTS = ("minutes", "output", "devices")
 MINUTES = "10"
@@ -70,7 +70,7 @@ def find_devices(text: str | None) -> Devices:
     if text in (None, "auto"):
         if detected.fault:
             raise detected.fault
-        names = [f"cuda:{n}" for n in range(detected.count)] or ["cpu"] * CPU_PROCESSES
+        names = resolve_devices("auto", detected.count) or ["cpu"] * CPU_PROCESSES
     else:
         stripped = [name.strip() for name in text.strip("[]").split(",")]
         names = resolve_devices(list(filter(None, stripped)), detected.count)

@@ -1,7 +1,5 @@
 """Checks, their outcomes, and the runner that trains and measures for checks in fresh processes."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,7 +37,7 @@ class Outcome:
     line: str
     todo: str = ""
     figures: Json = field(default_factory=dict)
-    seconds: float = field(default=0.0, compare=False)
+    seconds: float = 0.0
 
 
 def right(line: str, **figures: Any) -> Outcome:
@@ -52,27 +50,6 @@ def wrong(line: str, todo: str, **figures: Any) -> Outcome:
 
 def measured(line: str, **figures: Any) -> Outcome:
     return Outcome("measured", line, figures=figures)
-
-
-@dataclass(frozen=True)
-class Check:
-    """Check of correctness, or measurement of speed.
-
-    Attributes:
-        name: name of the check, under which its outcome is stored.
-        part: "right" for a check of correctness, "fast" for a measurement of speed.
-        title: phrase that says what is checked, for printed lines and proof.md.
-        seconds: approximate duration in seconds on a machine that nothing else uses.
-        run: function that performs the check.
-        priority: 0 to 2; checks with a higher number are left out first if time is short.
-    """
-
-    name: str
-    part: Literal["right", "fast"]
-    title: str
-    seconds: float
-    run: Callable[[CheckRunner], Outcome]
-    priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -102,10 +79,6 @@ class Devices:
             return "1 CPU process"
         return f"{count} CPU processes"
 
-    def first(self) -> list[str]:
-        """Return the arguments of a run on the first device."""
-        return [f"devices=[{self.names[0]}]"]
-
     def in_ranks(self, count: int) -> list[str]:
         """Return the arguments of a run with one process on each of the first `count` devices."""
         names = "cpu"
@@ -113,7 +86,7 @@ class Devices:
             names = ",".join(self.names[:count])
         return [f"devices=[{names}]", f"nproc={count}"]
 
-    def in_one_process(self, count: int) -> list[str]:
+    def in_one_process(self, count: int = 1) -> list[str]:
         """Return the arguments of a run in one process with `count` local devices.
 
         If there are fewer than `count` devices, a device is used several times.
@@ -134,7 +107,7 @@ class CheckRunner:
 
     folder: Path
     devices: Devices
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    outcomes: dict[str, Outcome]
 
     def figures(self, name: str) -> Json:
         """Return the measured values of the check `name`; empty if it was not done."""
@@ -203,3 +176,24 @@ class CheckRunner:
 
     def path(self, name: str) -> Path:
         return self.folder / "runs" / name
+
+
+@dataclass(frozen=True)
+class Check:
+    """Check of correctness, or measurement of speed.
+
+    Attributes:
+        name: name of the check, under which its outcome is stored.
+        title: phrase that says what is checked, for printed lines and proof.md.
+        seconds: approximate duration in seconds on a machine that nothing else uses.
+        run: function that performs the check.
+        priority: 0 to 2; checks with a higher number are left out first if time is short.
+        part: "right" for a check of correctness, "fast" for a measurement of speed.
+    """
+
+    name: str
+    title: str
+    seconds: float
+    run: Callable[[CheckRunner], Outcome]
+    priority: int = 0
+    part: Literal["right", "fast"] = "right"

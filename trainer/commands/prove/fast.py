@@ -72,13 +72,10 @@ def list_counts(devices: Devices) -> list[int]:
     return sorted(powers | {devices.count})
 
 
-def choose_settings(devices: Devices) -> Json:
-    """Return the settings of the run and of the bare loop.
-
-    The keys are "batch" (images per device), "precision" and "compile", which is False.
-    """
+def choose_settings(devices: Devices) -> tuple[int, str]:
+    """Return (batch, precision) of the run and of the bare loop, with images per device."""
     if devices.kind == "cpu":
-        return {"batch": 64, "precision": "fp32", "compile": False}
+        return 64, "fp32"
     import torch
 
     memory = [torch.cuda.get_device_properties(name).total_memory for name in devices.names]
@@ -89,23 +86,23 @@ def choose_settings(devices: Devices) -> Json:
     precision = "fp16"
     if torch.cuda.is_bf16_supported(False):
         precision = "bf16"
-    return {"batch": batch, "precision": precision, "compile": False}
+    return batch, precision
 
 
 def list_checks(devices: Devices) -> Iterator[Check]:
     """Yield all measurements, in the order in which they run."""
     title = "matrix products and memory of each device"
-    yield Check("rates", "fast", title, 8 + 4 * devices.count, measure_rates, 1)
+    yield Check("rates", title, 8 + 4 * devices.count, measure_rates, 1, "fast")
     if devices.count > 1:
-        yield Check(
-            "links", "fast", "bandwidth between pairs, and of all-reduce", 10, measure_links, 1
-        )
+        title = "bandwidth between pairs, and of all-reduce"
+        yield Check("links", title, 10, measure_links, 1, "fast")
     for priority, network in enumerate(NETWORKS[devices.kind], 1):
         for several in list_counts(devices):
             title = f"{network.title} on {devices.called(several)}"
             run = partial(_measure_speed, network, several)
             seconds = ROUNDS[devices.kind] * PAIR[devices.kind]
-            yield Check(f"speed {network.name} x{several}", "fast", title, seconds, run, priority)
+            name = f"speed {network.name} x{several}"
+            yield Check(name, title, seconds, run, priority, "fast")
 
 
 def measure_rates(runner: CheckRunner) -> Outcome:
@@ -229,10 +226,9 @@ def _measure_speed(network: Network, count: int, runner: CheckRunner) -> Outcome
     Runs alternate with a bare loop on the same devices. The speed is also compared with the earlier
     measurement on one device, if any.
     """
-    options = choose_settings(runner.devices)
-    batch = options["batch"]
+    batch, precision = choose_settings(runner.devices)
     steps = 0
-    where = ["mode=single", *runner.devices.first()]
+    where = ["mode=single", *runner.devices.in_one_process()]
     if count > 1:
         where = ["mode=ddp", *runner.devices.in_ranks(count)]
     bare = []
@@ -244,7 +240,7 @@ def _measure_speed(network: Network, count: int, runner: CheckRunner) -> Outcome
             "bare",
             count,
             batch=batch,
-            precision=options["precision"],
+            precision=precision,
             model=network.name,
             size=network.size,
             classes=network.classes,
@@ -257,7 +253,7 @@ def _measure_speed(network: Network, count: int, runner: CheckRunner) -> Outcome
         # The bare loop of the first round determines the number of steps of all rounds.
         steps = steps or max(10, min(400, round(SECONDS * bare[0] / count / batch)))
         name = f"speed/{network.name}-x{count}-{turn}"
-        words = build_arguments(where, network, count, options, steps)
+        words = build_arguments(where, network, count, batch * count, precision, steps)
         result = runner.train(name, words, timed=True)
         mean = result["throughput"]["samples_per_sec"]
         ours.append(compute_speed(read_steps_file(runner.path(name)), mean))
@@ -288,13 +284,15 @@ def _measure_speed(network: Network, count: int, runner: CheckRunner) -> Outcome
         exposed_communication=waits,
         mfu=result["mfu"],
         devices=count,
-        **{**options, "batch": batch * count},
+        batch=batch * count,
+        precision=precision,
+        compile=False,
         step=verdict["step"],
     )
 
 
 def build_arguments(
-    where: Sequence[str], network: Network, count: int, options: Json, steps: int
+    where: Sequence[str], network: Network, count: int, batch: int, precision: str, steps: int
 ) -> list[str]:
     """Return the arguments of a timed run on synthetic images.
 
@@ -304,10 +302,10 @@ def build_arguments(
         where: arguments that select mode and devices.
         network: network to train.
         count: number of devices.
-        options: what `choose_settings` returned.
+        batch: number of images of a step on all devices together.
+        precision: precision of the run.
         steps: number of timed steps; `WARM` more steps precede them.
     """
-    batch = options["batch"] * count
     return [
         "data.name=synthetic",
         f"data.samples={batch * (steps + WARM)}",
@@ -316,7 +314,7 @@ def build_arguments(
         f"model.num_classes={network.classes}",
         f"model.name={network.name}",
         f"batch_size={batch}",
-        f"precision={options['precision']}",
+        f"precision={precision}",
         "compile=false",
         "optimizer.lr=0.0001",
         f"max_steps={steps + WARM}",

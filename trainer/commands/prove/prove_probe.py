@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.commands.trials.measuring import Measurer
 from trainer.devices.precision import AUTOCAST, autocast
 from trainer.models.zoo import build
-from trainer.recipe.schema import ModelRecipe
+from trainer.recipe import ModelRecipe
 from trainer.saving.files import Json
 from trainer.telemetry.clocks import synchronise
 from trainer.telemetry.flops import look_up_peak_flops
@@ -218,17 +218,18 @@ def step_of(
     other processes.
     """
     torch.manual_seed(0)
+    device = measurer.device
     layout = torch.channels_last
     built = build(ModelRecipe(name=model), classes, 3, size)
-    net = built.to(measurer.device, memory_format=layout)  # type: ignore[call-overload]
+    net = built.to(device, memory_format=layout)  # type: ignore[call-overload]
     if measurer.count > 1:
         device_ids = None
-        if measurer.device.type == "cuda":
-            device_ids = [measurer.device.index]
+        if device.type == "cuda":
+            device_ids = [device.index]
         net = DistributedDataParallel(net, device_ids=device_ids)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9, fused=True)
-    images = torch.randn(batch, 3, size, size, device=measurer.device).to(memory_format=layout)
-    labels = torch.randint(0, classes, (batch,), device=measurer.device)
+    images = torch.randn(batch, 3, size, size, device=device).to(memory_format=layout)
+    labels = torch.randint(0, classes, (batch,), device=device)
     criterion = nn.CrossEntropyLoss()
 
     def step(exchanges: bool) -> None:
@@ -237,7 +238,7 @@ def step_of(
         if not exchanges and isinstance(net, DistributedDataParallel):
             context = net.no_sync()
         with context:
-            with autocast(measurer.device, precision):
+            with autocast(device, precision):
                 loss = criterion(net(images), labels)
             loss.backward()
         optimizer.step()

@@ -15,6 +15,7 @@ import shlex
 import shutil
 import socket
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -24,14 +25,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from trainer.commands.prove import fast, right
 from trainer.commands.prove.check_runner import Check, CheckRunner, Devices, Outcome, wrong
-from trainer.commands.prove.fast import NETWORKS
 from trainer.commands.trials import report as reports
 from trainer.commands.trials.engine import claim_folder
 from trainer.devices import cards
-from trainer.errors import Interrupted, Preempted, RecipeError, explain_in_one_line
+from trainer.errors import RecipeError, explain_in_one_line
 from trainer.processes.resources import count_cores
 from trainer.processes.terminal import fit, say
-from trainer.saving.files import Json, read, read_json_or_empty, without_nan, write_json
+from trainer.saving.files import Json, read, read_json_or_empty, write_json
 from trainer.telemetry.readable import format_count, wrap
 from trainer.training.reporting import list_versions
 
@@ -104,7 +104,7 @@ def prove(devices: Devices, minutes: float, output: str | None) -> str:
             proof = build_proof(
                 proving.runner, proving.checks, minutes, others.cores(), machine, software
             )
-            anonymous_proof = json.loads(anonymize(json.dumps(without_nan(proof))))
+            anonymous_proof = json.loads(anonymize(json.dumps(proof)))
             reports.write_tables(folder, "proof", anonymous_proof, render_markdown(proof))
         report(folder, proof)
         return str(proof["status"])
@@ -205,7 +205,7 @@ class Proving:
         others = reports.OtherProcesses()
         try:
             outcome = check.run(self.runner)
-        except (KeyboardInterrupt, Interrupted, Preempted):
+        except KeyboardInterrupt:
             say("stopped")
             raise
         except Exception as error:
@@ -263,19 +263,19 @@ def build_proof(
 ) -> Json:
     """Build the content of proof.json. A check without an outcome has the status "left out"."""
     rows = []
-    counts: dict[str, int] = {}
+    counts = Counter[str]()
     for check in checks:
         outcome = runner.outcomes.get(check.name, Outcome("left out", "no time for it"))
         row = {"name": check.name, "part": check.part, "title": check.title, **asdict(outcome)}
         rows.append({**row, "todo": outcome.todo or None})
-        counts[outcome.status] = counts.get(outcome.status, 0) + 1
+        counts[outcome.status] += 1
     status = "right"
     if "wrong" in counts:
         status = "wrong"
     elif "left out" in counts:
         status = "incomplete"
     devices = runner.devices
-    speed = runner.figures(f"speed {NETWORKS[devices.kind][0].name} x{devices.count}")
+    speed = runner.figures(f"speed {fast.NETWORKS[devices.kind][0].name} x{devices.count}")
     times = speed.get("times_one")
     slow = find_slow_part(devices, speed)
     return {
@@ -355,7 +355,7 @@ def find_slow_part(devices: Devices, speed: Json) -> str | None:
     name = max(costs, key=costs.__getitem__)
     if costs[name] >= LEAST_COST:
         return name
-    return f"computing {NETWORKS[devices.kind][0].title} itself"
+    return f"computing {fast.NETWORKS[devices.kind][0].title} itself"
 
 
 def render_markdown(proof: Json) -> str:
@@ -374,12 +374,9 @@ def render_markdown(proof: Json) -> str:
     paragraphs = []
     if skipped:
         paragraphs.append(f"Skipped in {proof['minutes']:g} minutes: {'; '.join(skipped)}.")
-    about_machine = [
-        reports.describe_machine(proof["machine"]),
-        reports.describe_versions(proof["versions"]),
-    ]
     paragraphs += [
-        "\n".join(about_machine),
+        f"{reports.describe_machine(proof['machine'])}\n"
+        f"{reports.describe_versions(proof['versions'])}",
         "Figures are medians (smallest to largest) of several, each measured in alternation with "
         "bare PyTorch.",
     ]

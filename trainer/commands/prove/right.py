@@ -4,8 +4,6 @@ Most checks start a whole run through the command line, and compare it with a ru
 or with an identical run. The others run `doctor`, or copy and sum test patterns across devices.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shutil
@@ -13,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from torch import Tensor
 
@@ -24,6 +22,7 @@ from trainer.launch import launching
 from trainer.recipe import TRAITS
 from trainer.recipe.checks import SPLIT_BACKWARD
 from trainer.recipe.schema import STREAMS, Schedule
+from trainer.saving.files import Json
 
 # Number of steps of a run, the step at which the killed run gets SIGKILL, and the number of steps
 # between its checkpoints.
@@ -56,15 +55,32 @@ class Mode:
         name: name of the mode or schedule.
         words: arguments that select it.
         same: whether it must compute what `single` computes.
-        newer: whether an older torch may refuse it.
+
         priority: `Check.priority` of the check that trains with this mode.
     """
 
     name: str
     words: tuple[str, ...]
     same: bool = True
-    newer: bool = False
+
     priority: int = 0
+
+
+@dataclass(frozen=True)
+class Traces:
+    """Results of a run that are compared.
+
+    Attributes:
+        losses: training loss of each step.
+        norms: norm of the gradient of each step.
+        weights: weights at the end, by name.
+        optimizer: tensors of the optimizer's state at the end, by name.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    weights: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
 
 
 def list_arguments(devices: Devices, model: str = "cnn_gn") -> list[str]:
@@ -94,32 +110,32 @@ def list_checks(devices: Devices) -> Iterator[Check]:
     """Yield all checks of correctness, in the order in which they run."""
     count = devices.count
     start = START[devices.kind]
-    yield Check("doctor", "right", "what `doctor` checks", 12, doctor)
+    yield Check("doctor", "what `doctor` checks", 12, doctor)
     if count > 1:
         title = f"copies between all pairs of {devices.called(count)}, by pattern"
-        yield Check("copies", "right", title, 8, copies)
-        yield Check("sums", "right", f"sums over {devices.called(count)}, by pattern", 8, sums)
-    yield Check("repeat", "right", "two equal runs, bit by bit", 2 * start, repeat)
-    yield Check("verify", "right", "steps computed twice, bit by bit", start, verify, 1)
-    yield Check("resume", "right", "killed at step 12 and resumed, bit by bit", 2 * start, resume)
+        yield Check("copies", title, 8, copies)
+        yield Check("sums", f"sums over {devices.called(count)}, by pattern", 8, sums)
+    yield Check("repeat", "two equal runs, bit by bit", 2 * start, repeat)
+    yield Check("verify", "steps computed twice, bit by bit", start, verify, 1)
+    yield Check("resume", "killed at step 12 and resumed, bit by bit", 2 * start, resume)
     for mode in list_modes(devices):
         title = f"{STEPS} steps of {mode.name}"
         if mode.same:
             title += " against single"
         run = partial(_check_mode, mode)
-        yield Check(f"mode {mode.name}", "right", title, start, run, mode.priority)
+        yield Check(f"mode {mode.name}", title, start, run, mode.priority)
     for precision in ROUNDED:
         title = f"{precision} against fp32"
         run = partial(_check_precision, precision)
-        yield Check(f"precision {precision}", "right", title, start, run)
+        yield Check(f"precision {precision}", title, start, run)
     # Approximate seconds of compilation, which takes longer for the CPU.
     compiling = 45
     if devices.kind == "cuda":
         title = "CUDA graph replay against eager steps, bit by bit"
-        yield Check("graphs", "right", title, 2 * start, check_graphs)
+        yield Check("graphs", title, 2 * start, check_graphs)
         compiling = 25
     title = "compile=true against the same without"
-    yield Check("compile", "right", title, 2 * start + compiling, check_compile, 1)
+    yield Check("compile", title, 2 * start + compiling, check_compile, 1)
 
 
 def doctor(runner: CheckRunner) -> Outcome:
@@ -162,48 +178,46 @@ def train(
     model: str = "cnn_gn",
     fault: str = "",
     resumes: bool = False,
-) -> dict[str, Any]:
-    """Train twenty steps with the arguments `words`, and return the content of result.json."""
+) -> Json:
+    """Train twenty steps, and return the content of result.json.
+
+    The run has mode=single on the first device, unless the arguments `words` say otherwise.
+    """
     environment = {launching.EXACT: "1", "TRAINER_FAULT": fault}
-    arguments = [*list_arguments(runner.devices, model), *words]
+    single = ["mode=single", *runner.devices.in_one_process()]
+    arguments = [*list_arguments(runner.devices, model), *single, *words]
     return runner.train(name, arguments, environment, resumes=resumes)
 
 
-def train_single(
-    runner: CheckRunner, name: str = "single", *words: str, model: str = "cnn_gn"
-) -> Traces:
-    """Train twenty steps with mode=single on the first device, and return the traces."""
-    train(runner, name, ["mode=single", *runner.devices.first(), *words], model)
+def trace(runner: CheckRunner, name: str, *words: str, model: str = "cnn_gn") -> Traces:
+    """Train as `train` does, and return the traces."""
+    train(runner, name, words, model)
     return load_traces(runner.path(name))
 
 
 def _list_exact(runner: CheckRunner) -> list[str]:
-    """Return the arguments of a deterministic run on the first device.
-
-    Two runs with these arguments have results that are equal bit by bit.
-    """
-    words = ["mode=single", *runner.devices.first()]
+    """Return the arguments with which two runs have results that are equal bit by bit."""
     if runner.devices.kind == "cuda":
-        words.append("deterministic=true")
-    return words
+        return ["deterministic=true"]
+    return []
 
 
 def repeat(runner: CheckRunner) -> Outcome:
-    first = train_single(runner, "repeat/1", *_list_exact(runner))
-    second = train_single(runner, "repeat/2", *_list_exact(runner))
+    first = trace(runner, "repeat/1", *_list_exact(runner))
+    second = trace(runner, "repeat/2", *_list_exact(runner))
     todo = "test the memory and the card: a machine whose results vary cannot be trusted"
     return compare_bits(second, first, "an equal run", todo)
 
 
 def verify(runner: CheckRunner) -> Outcome:
-    whole = train_single(runner, "repeat/1", *_list_exact(runner))
-    verified = train_single(runner, "verify", *_list_exact(runner), "verify.every=4")
+    whole = trace(runner, "repeat/1", *_list_exact(runner))
+    verified = trace(runner, "verify", *_list_exact(runner), "verify.every=4")
     todo = "train without verify.every, and paste proof.md into an issue"
     return compare_bits(verified, whole, "the run without verify.every", todo)
 
 
 def resume(runner: CheckRunner) -> Outcome:
-    whole = train_single(runner, "repeat/1", *_list_exact(runner))
+    whole = trace(runner, "repeat/1", *_list_exact(runner))
     path = runner.path("resume")
     shutil.rmtree(path, ignore_errors=True)
     words = [*_list_exact(runner), f"save.every_steps={SAVED}"]
@@ -227,7 +241,7 @@ def list_modes(devices: Devices) -> Iterator[Mode]:
     for mode, traits in TRAITS.items():
         if traits.reference or traits.processes == "many":
             continue
-        own = devices.first()
+        own = devices.in_one_process()
         if traits.many_devices:
             # The network `cnn_gn` has only seven blocks, so it is cut into at most four stages.
             limit = 4 if traits.staged else count
@@ -236,7 +250,7 @@ def list_modes(devices: Devices) -> Iterator[Mode]:
             yield Mode(STREAMS, (f"mode={mode}", *own, "pipeline.microbatches=4"))
         else:
             yield Mode(mode, (f"mode={mode}", *own))
-    workers = [*devices.first(), "nproc=2", "threads=1"]
+    workers = [*devices.in_one_process(), "nproc=2", "threads=1"]
     if count > 1:
         workers = devices.in_ranks(count)
         for mode, traits in TRAITS.items():
@@ -256,24 +270,24 @@ def list_modes(devices: Devices) -> Iterator[Mode]:
                 "pipeline.microbatches=4",
             )
             priority = 0 if schedule in ("1f1b", "gpipe") else 2
-            yield Mode(schedule, words, newer=schedule in SPLIT_BACKWARD, priority=priority)
+            yield Mode(schedule, words, priority=priority)
     for mode, traits in TRAITS.items():
         if not traits.same_maths:
-            own = ["nproc=2", "threads=1"] if traits.shared_memory else workers
+            own = workers
+            if traits.shared_memory:
+                own = ["devices=auto", "nproc=2", "threads=1"]
             yield Mode(mode, (f"mode={mode}", *own), same=False)
 
 
 def _check_mode(mode: Mode, runner: CheckRunner) -> Outcome:
-    expected = train_single(runner)
-    name = f"modes/{mode.name}"
+    expected = trace(runner, "single")
     try:
-        train(runner, name, mode.words)
+        actual = trace(runner, f"modes/{mode.name}", *mode.words)
     except TrialFailed as error:
         # Exit code 2 (RecipeError) means, for these schedules, that this torch lacks the schedule.
-        if mode.newer and error.code == 2:
+        if mode.name in SPLIT_BACKWARD and error.code == 2:
             return Outcome("not here", str(error))
         raise
-    actual = load_traces(runner.path(name))
     if mode.same:
         return compare_traces(actual, expected, TOLERANCE[runner.devices.kind], ADVICE)
     first = sum(actual.losses[:5]) / 5
@@ -288,14 +302,14 @@ def _check_mode(mode: Mode, runner: CheckRunner) -> Outcome:
 
 
 def _check_precision(name: str, runner: CheckRunner) -> Outcome:
-    expected = train_single(runner)
-    actual = train_single(runner, f"precision/{name}", f"precision={name}")
+    expected = trace(runner, "single")
+    actual = trace(runner, f"precision/{name}", f"precision={name}")
     todo = f"train with precision=fp32 instead of {name}"
     return compare_traces(actual, expected, ROUNDED[name], todo)
 
 
 def check_graphs(runner: CheckRunner) -> Outcome:
-    eager = train_single(runner, "graphs/launched", "graphs=false", *_list_exact(runner))
+    eager = trace(runner, "graphs/launched", "graphs=false", *_list_exact(runner))
     words = [*_list_exact(runner), "graphs=true"]
     way = train(runner, "graphs/replayed", words)["graphs"]
     if way != "replayed":
@@ -313,30 +327,13 @@ def check_compile(runner: CheckRunner) -> Outcome:
         )
     # Compilation for the CPU is slow, so a smaller network is used there.
     model = "cnn_gn" if runner.devices.kind == "cuda" else "mlp"
-    expected = train_single(runner, "compile/without", model=model)
-    actual = train_single(runner, "compile/with", "compile=true", model=model)
+    expected = trace(runner, "compile/without", model=model)
+    actual = trace(runner, "compile/with", "compile=true", model=model)
     tolerance = TOLERANCE[runner.devices.kind]
     return compare_traces(actual, expected, tolerance, "train with compile=false")
 
 
 # --- Traces of a run, and their comparison
-
-
-@dataclass(frozen=True)
-class Traces:
-    """Results of a run that are compared.
-
-    Attributes:
-        losses: training loss of each step.
-        norms: norm of the gradient of each step.
-        weights: weights at the end, by name.
-        optimizer: tensors of the optimizer's state at the end, by name.
-    """
-
-    losses: list[float]
-    norms: list[float]
-    weights: Mapping[str, Tensor]
-    optimizer: Mapping[str, Tensor]
 
 
 def load_traces(path: Path) -> Traces:

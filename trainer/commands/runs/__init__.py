@@ -14,8 +14,7 @@ from pathlib import Path
 from trainer.commands.runs.run_status import HOME, RunSummary, find_run, read_run, show
 from trainer.errors import FolderInUseError, RecipeError, SetupError
 from trainer.processes.terminal import ask_permission
-from trainer.recipe.recipe_files import split_arguments
-from trainer.recipe.text import list_some
+from trainer.recipe import list_some, split_arguments
 from trainer.saving import locks, run_folder
 from trainer.saving.files import describe_error, remove
 from trainer.saving.journal import JOURNAL
@@ -86,14 +85,14 @@ def command(words: Sequence[str]) -> str:
         )
     if len(names) > 1:
         raise RecipeError(f"'{' '.join(names)[:80]}' is not understood: {USAGE}")
-    if task == "show":
-        return show(find_run(names[0]))
     if not names:
         return format_runs(HOME)
-    for path in (Path(names[0]).expanduser(), HOME / names[0]):
-        if path.is_dir() and read_run(path) is None:
-            return format_runs(path)
-    return show(find_run(names[0]))
+    name = names[0]
+    if task != "show":
+        for path in (Path(name).expanduser(), HOME / name):
+            if path.is_dir() and read_run(path) is None:
+                return format_runs(path)
+    return show(find_run(name))
 
 
 def format_runs(home: Path) -> str:

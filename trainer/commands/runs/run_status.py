@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -82,8 +82,8 @@ class RunSummary:
     changed: float
     size: int
     note: str
-    result: Json = field(default_factory=dict)
-    recipe: Json = field(default_factory=dict)
+    result: Json
+    recipe: Json
 
     @property
     def mode(self) -> str | None:
@@ -224,18 +224,19 @@ def find_run(name: str) -> RunSummary:
 
 def show(run: RunSummary) -> str:
     """Return the page that the command `runs show` prints for a run."""
+    folder = run.path
     lines = [line for line in (*_describe(run), *_list_figures(run)) if line[1]]
     width = max(len(title) for title, _ in lines) + 1
-    page = [escape_control_characters(str(run.path))]
+    page = [escape_control_characters(str(folder))]
     for title, value in lines:
         shown_title = escape_control_characters(title)
         page.append(format_titled(shown_title, escape_control_characters(value), width))
-    path = shlex.quote(str(run.path))
+    path = shlex.quote(str(folder))
     next_commands = []
-    can_resume = (run.path / "checkpoints").is_dir() and (run.path / "recipe.yaml").is_file()
+    can_resume = (folder / "checkpoints").is_dir() and (folder / "recipe.yaml").is_file()
     if can_resume and run.status in ("stopped", "failed", "killed"):
         next_commands.append(f"recipe={path} output={path} resume=auto")
-    weights = (run.path / "last.safetensors", run.path / "best.safetensors")
+    weights = (folder / "last.safetensors", folder / "best.safetensors")
     if any(map(Path.is_file, weights)):
         next_commands.append(f"evaluate {path}")
         next_commands.append(f"predict {path} photo.jpg")

@@ -19,16 +19,24 @@ from trainer.commands.runs.run_status import as_finite_number
 from trainer.commands.sweep import results
 from trainer.commands.sweep.results import Metric, TrialFigures
 from trainer.commands.sweep.space import OWN_WORDS, SearchSpace, TrialSample
-from trainer.commands.trials import engine
-from trainer.commands.trials.engine import AGAIN, TrialFailed, TrialOutcome, TrialRun
+from trainer.commands.trials.engine import (
+    AGAIN,
+    TrialEngine,
+    TrialFailed,
+    TrialOutcome,
+    TrialRun,
+    claim_folder,
+    compute_speed,
+    drop_weights,
+    read_steps_file,
+)
 from trainer.commands.trials.report import TrialsProgress, report_files
 from trainer.data.downloads import PUBLISHED
 from trainer.errors import RecipeError
 from trainer.processes.interrupts import SAVE_SECONDS
 from trainer.processes.rank import read_place
 from trainer.processes.terminal import say
-from trainer.recipe import shipped_recipes
-from trainer.recipe.recipe_files import parse_positive_integer, split_arguments
+from trainer.recipe import parse_positive_integer, shipped_recipes, split_arguments
 from trainer.saving.files import Json, read_json_or_empty
 from trainer.telemetry.readable import format_count
 from trainer.training.reporting import list_versions
@@ -97,7 +105,7 @@ def command(words: Sequence[str]) -> int:
     stem = Path(f"runs/sweep-{re.sub(r'[^A-Za-z0-9_.-]+', '-', space.base.name)}")
     free = () if space.speed else FREE
     output = own.get("output")
-    with engine.claim_folder(output, stem, "sweep", FILE, space.asked(), line, free) as folder:
+    with claim_folder(output, stem, "sweep", FILE, space.asked(), line, free) as folder:
         report = Sweeping(folder, space, line).run()
     if report["best"]:
         return 0
@@ -124,7 +132,7 @@ class Sweeping:
         space = self.space
         self.metric = choose_metric(space)
         seconds_to_stop = space.base.grace + SAVE_SECONDS
-        self.engine = engine.TrialEngine(self.folder, space.places(), seconds_to_stop)
+        self.engine = TrialEngine(self.folder, space.places(), seconds_to_stop)
         if space.trials is None:
             choices = space.combinations()
         else:
@@ -189,31 +197,32 @@ class Sweeping:
         its result.
         """
         space = self.space
+        trials = self.trials
         if space.trials is None:
             for sample in self.samples:
-                for row in self.trials:
+                for row in trials:
                     yield row, sample
             return
-        for position in range(max(space.trials, len(self.trials))):
-            if position == len(self.trials):
+        for position in range(max(space.trials, len(trials))):
+            if position == len(trials):
                 ended = []
-                for row in self.trials:
+                for row in trials:
                     # Pass the sampler no mean of an incomplete trial: means over different folds
                     # or seeds cannot be compared.
                     value = row.value if row.status == "done" else None
                     ended.append((row.values, value))
                 values = space.sampled(ended, self.metric.larger_is_better)
-                self.trials.append(TrialFigures(position + 1, values))
+                trials.append(TrialFigures(position + 1, values))
                 # The sample is stored before it runs, so that a resumed sweep runs it again.
                 self._write("running")
             for sample in self.samples:
-                yield self.trials[position], sample
+                yield trials[position], sample
 
     def _read(self, path: Path, result: Json) -> float:
         if self.space.speed:
             rate = as_finite_number((result["throughput"] or {}).get("samples_per_sec"))
-            value = rate and engine.compute_speed(engine.read_steps_file(path), rate)
-            engine.drop_weights(path)
+            value = rate and compute_speed(read_steps_file(path), rate)
+            drop_weights(path)
         else:
             value = as_finite_number(result.get(f"best_{self.metric.name}"))
         if value is None:

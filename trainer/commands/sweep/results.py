@@ -116,8 +116,6 @@ class TrialFigures:
             self.status = "failed"
         elif len(self.runs) >= repeats:
             self.status = "done"
-        else:
-            self.status = "not done"
         values = self.runs.values()
         self.value = fmean(values) if values else None
         self.std = stdev(values) if len(values) > 1 else None
@@ -303,7 +301,7 @@ def draw(folder: Path, report: Json, dimensions: Sequence[Dimension]) -> list[Pa
     for axes, part in zip(panels, dimensions, strict=True):
         values = [row["values"][part.key] for row in finished]
         position_of = float if part.ends else part.values.index
-        x = [float(position_of(value)) for value in values]
+        x = [position_of(value) for value in values]
         colour = plots.COLOURS[0]
         axes.errorbar(x, y, yerr=std, color=colour, fmt="o", capsize=4)
         if count == 1 and not part.ends:
@@ -319,10 +317,9 @@ def draw(folder: Path, report: Json, dimensions: Sequence[Dimension]) -> list[Pa
             fillstyle="none",
         )
         axes.set_xlabel(part.key)
-        if part.ends:
-            scale_name = "log" if part.log else "linear"
-            axes.set_xscale(scale_name)
-        else:
+        if part.log:
+            axes.set_xscale("log")
+        if not part.ends:
             axes.set_xticks(range(len(part.values)), part.values)
     label = report["metric"]
     if scale > 1:

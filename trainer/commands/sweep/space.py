@@ -19,12 +19,11 @@ from trainer.errors import RecipeError, SetupError, load_extra
 from trainer.launch import launching
 from trainer.launch.topology import Launch
 from trainer.processes import resources
-from trainer.recipe import Recipe
+from trainer.recipe import Recipe, format_value
 from trainer.recipe.checks import check_names
 from trainer.recipe.known_names import OWN_PHOTOS
 from trainer.recipe.recipe_files import parse_value
 from trainer.recipe.reflection import list_key_types
-from trainer.recipe.text import format_value
 
 OWN_WORDS = ("recipe", "repeats", "trials", "metric", "nproc", "plugin", "output", "resume")
 # Default number of trials if there is a range.
@@ -89,8 +88,10 @@ class Dimension:
 
         Numbers of a range are rounded to four significant digits, unless they are whole.
         """
-        if self.ends is None or self.whole:
+        if self.ends is None:
             return str(value)
+        if self.whole:
+            return str(int(value))
         low, high = self.ends
         # Rounding can lead out of the range, so the rounded number is limited to the range.
         rounded = min(max(float(f"{value:.4g}"), low), high)
@@ -121,9 +122,9 @@ def parse_dimension(key: str, text: str) -> Dimension | None:
     Raises:
         RecipeError: The list or the range is wrong.
     """
-    accepted = list_key_types().get(key, ())
+    accepted = set(list_key_types().get(key, ()))
     # A value of these keys contains no comma, so brackets may be left out.
-    has_no_comma = accepted and (key == "data.fold" or not {str, list} & {*accepted})
+    has_no_comma = accepted and (key == "data.fold" or not {str, list} & accepted)
     if has_no_comma and "," in text and not text.startswith("["):
         text = f"[{text}]"
     if text.startswith("["):
@@ -132,7 +133,7 @@ def parse_dimension(key: str, text: str) -> Dimension | None:
         # A key for a size accepts a whole number as well as a list, so [96,128] is two sizes.
         is_list_valued = list in accepted and (int not in accepted or str in accepted)
         return _parse_list(key, text, is_list_valued)
-    if not {int, float} & {*accepted} or str in accepted or ".." not in text:
+    if not {int, float} & accepted or str in accepted or ".." not in text:
         return None
     whole = float not in accepted
     match = re.fullmatch(rf"({NUMBER})\.\.({NUMBER})", text.lower())
@@ -152,8 +153,7 @@ def parse_dimension(key: str, text: str) -> Dimension | None:
             f"{key}={example}"
         )
     part = Dimension(key, (), (low, high), whole)
-    ends = (int(low), int(high)) if whole else (low, high)
-    return replace(part, values=tuple(map(part.typed, ends)))
+    return replace(part, values=(part.typed(low), part.typed(high)))
 
 
 def _parse_list(key: str, text: str, is_list_valued: bool) -> Dimension | None:

@@ -16,8 +16,6 @@ false and the trial's arguments have changed. A trial that failed or was stopped
 finite does not run again, because it would fail again.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -39,14 +37,13 @@ from trainer.errors import (
     FolderInUseError,
     NotFiniteError,
     PeerError,
-    Preempted,
     RecipeError,
     TrainerError,
 )
 from trainer.processes import family
 from trainer.processes.interrupts import stop_between_runs
+from trainer.recipe import list_some
 from trainer.recipe.loading import load_stored
-from trainer.recipe.text import list_some
 from trainer.saving.files import Json, read, read_json_or_empty, report_write_errors, write_json
 from trainer.saving.locks import choose_folder
 from trainer.saving.steps_file import read_steps
@@ -59,6 +56,14 @@ MOMENT = 0.02
 # Minimum number of windows between logged rows for a median speed. If there are fewer, the mean
 # speed is used.
 MIN_WINDOWS = 5
+
+
+class TrialFailed(TrainerError):
+    """Failure of a run: its reason in one line, and an exit code that is not zero."""
+
+    def __init__(self, line: str, code: int) -> None:
+        super().__init__(line)
+        self.code = code
 
 
 @dataclass(frozen=True)
@@ -105,14 +110,6 @@ class TrialOutcome:
 OnOutcome = Callable[[TrialRun, TrialOutcome], object]
 
 
-class TrialFailed(TrainerError):
-    """Failure of a run: its reason in one line, and an exit code that is not zero."""
-
-    def __init__(self, line: str, code: int) -> None:
-        super().__init__(line)
-        self.code = code
-
-
 @dataclass(frozen=True)
 class _RunningTrial:
     trial: TrialRun
@@ -146,7 +143,7 @@ class TrialEngine:
         """Run all trials and call `on_outcome` for each as it ends.
 
         Raises:
-            KeyboardInterrupt, Preempted: a signal arrived. The unfinished runs are stopped first.
+            KeyboardInterrupt: a signal arrived. The unfinished runs are stopped first.
         """
         waiting = iter(trials)
         try:
@@ -162,7 +159,7 @@ class TrialEngine:
                         # Leaving the stack kills a run that exceeded the timeout.
                         running.stack.close()
                         on_outcome(running.trial, outcome)
-        except (KeyboardInterrupt, Preempted):
+        except KeyboardInterrupt:
             self._stop()
             raise
         finally:

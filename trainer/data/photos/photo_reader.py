@@ -327,9 +327,7 @@ class Reader:
         with private_draws(), self._generators.restored():
             prepare: Callable[[int, Picture], Tensor]
             if epoch is None:
-                prepare = lambda row, picture: prepare_for_evaluation(  # noqa: E731
-                    picture, self.size, self.shorter, self.interpolation
-                )
+                prepare = self._prepare_for_evaluation
             else:
                 draws = PhotoDraws(
                     self.augment, self.seed, epoch, index, self.training_shorter, self.interpolation
@@ -368,6 +366,9 @@ class Reader:
     @property
     def _uncached(self) -> int:
         return int(getattr(self.source, "uncached", 0))
+
+    def _prepare_for_evaluation(self, row: int, picture: Picture) -> Tensor:
+        return prepare_for_evaluation(picture, self.size, self.shorter, self.interpolation)
 
     def _read(
         self,

@@ -248,7 +248,7 @@ def stream_plainly(start, changes, compress, delay, fragments, momentum):
 
 @pytest.mark.parametrize(("fragments", "delay", "compress", "momentum"), STREAMS)
 def test_streaming_is_that_of_a_plain_loop(fragments, delay, compress, momentum):
-    """And no step waits for a fragment that is still late."""
+    """No step waits for a fragment that is not due."""
     words = [
         "local_sgd.every=6",
         f"local_sgd.fragments={fragments}",
@@ -416,6 +416,16 @@ def test_a_run_resumes_while_a_fragment_is_exchanged(step, streamed, tmp_path):
     assert attempts[-1].resumed == step
     resumed = load_file(tmp_path / "run" / "last.safetensors")
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in streamed.items())
+
+
+def test_fragments_are_consecutive_and_of_about_equal_sizes():
+    sizes = {"a": 6, "b": 2, "c": 4, "d": 8, "empty": 0}
+    parameters = {name: nn.Parameter(torch.zeros(size)) for name, size in sizes.items()}
+    fragments = local_sgd.split_evenly(parameters, 2)
+    assert [[*fragment] for fragment in fragments] == [["a", "b", "c"], ["d", "empty"]]
+    large = {"a": 1, "b": 98, "c": 1}
+    parameters = {name: nn.Parameter(torch.zeros(size)) for name, size in large.items()}
+    assert [[*part] for part in local_sgd.split_evenly(parameters, 4)] == [["a"], ["b"], ["c"]]
 
 
 def test_a_delay_needs_more_steps_between_averages():

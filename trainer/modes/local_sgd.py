@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed import Work
 
 
-# The share of a worker's own weights when a fragment arrives late (arXiv:2501.18512, section 2.2).
+# Factor of a worker's own weights when a fragment arrives late (arXiv:2501.18512, section 2.2).
 MIX = 0.5
 
 
@@ -128,10 +128,17 @@ class StreamingSGD(OuterSGD):
     def restart(self) -> None:
         super().restart()
         self._work: Work | None = None
-        # Step at which the fragment was sent, if it has not been merged yet, or else 0.
+        # Step at which the fragment was sent, if it has not been merged yet, or else 0. It is a
+        # tensor, because checkpoints contain it.
         self.sent_at = torch.tensor(0)
-        # The sum of all workers' outer gradients.
+        # The sum of all workers' outer gradients, and views of it with the weights' shapes.
         self._sum = torch.zeros_like(flatten_tensors(self.outer_weights))
+        self._message = self._sum
+        sizes = [weight.numel() for weight in self.weights]
+        self._gradients = [
+            flat.view(weight.shape)
+            for flat, weight in zip(torch.split(self._sum, sizes), self.weights, strict=True)
+        ]
 
     def after_step(self, step: int, share: float) -> None:
         """Send or merge the fragment, if it is its turn.
@@ -147,7 +154,8 @@ class StreamingSGD(OuterSGD):
 
     def _send(self, step: int, share: float) -> None:
         with torch.no_grad():
-            self._sum.copy_(flatten_tensors(torch._foreach_sub(self.outer_weights, self.weights)))
+            torch._foreach_copy_(self._gradients, self.outer_weights)
+            torch._foreach_sub_(self._gradients, self.weights)
             self._sum.mul_(share)
         self._message = self._sum
         if self.section.compress == "bf16":
@@ -169,9 +177,7 @@ class StreamingSGD(OuterSGD):
         """Make the step of the outer weights, and merge them into this worker's weights."""
         self.wait()
         with torch.no_grad():
-            gradients = list(map(torch.empty_like, self.outer_weights))
-            unflatten_into(self._sum, gradients)
-            self._move(gradients)
+            self._move(self._gradients)
             kept = MIX if self.section.delay else 0.0
             torch._foreach_lerp_(self.weights, self.outer_weights, 1 - kept)
         self.sent_at.zero_()
@@ -209,6 +215,8 @@ class LocalSGD(Strategy):
             self.outer = [OuterSGD(trained, section)]
             return
         parts = split_evenly(trained, section.fragments)
+        # The exchanges of the fragments are spread evenly over the steps between two of the same
+        # fragment, and the last one is sent at multiples of `every`.
         self.fragments = [
             StreamingSGD(part, section, every, number * every // len(parts), self.world)
             for number, part in enumerate(parts, 1)
@@ -219,8 +227,8 @@ class LocalSGD(Strategy):
         if self.outer:
             raise RecipeError(
                 f"model.name={self.recipe.model.name} changes what trains (requires_grad), which "
-                "local_sgd.outer_lr and outer_momentum cannot follow: leave them out, or use "
-                "mode=ddp"
+                "the outer steps of local_sgd cannot follow: set local_sgd.outer_lr=1 "
+                "local_sgd.outer_momentum=0 without fragments, delay and compress, or use mode=ddp"
             )
 
     def after_step(self, step: int) -> None:
@@ -376,9 +384,12 @@ def group_buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
 def split_evenly(
     parameters: Mapping[str, nn.Parameter], count: int
 ) -> list[dict[str, nn.Parameter]]:
-    """Split parameters into at most `count` consecutive fragments of about equal sizes."""
+    """Split parameters into at most `count` consecutive fragments of about equal sizes.
+
+    A parameter is not split, so fragments are unequal if a few parameters are large.
+    """
     fragments: dict[int, dict[str, nn.Parameter]] = {}
-    total = sum(parameter.numel() for parameter in parameters.values())
+    total = 1 + sum(parameter.numel() for parameter in parameters.values())
     done = 0
     for name, parameter in parameters.items():
         middle = done + parameter.numel() / 2

@@ -534,7 +534,7 @@ class LocalSGDRecipe(_Section):
         0, "steps of training while averages are exchanged; less than every", 5, ge=0, le=2**20
     )
     compress: Literal["bf16"] | None = key(
-        None, "bf16: round the changes of weights, to send half the bytes; null: do not"
+        None, "bf16: send and sum the changes of weights in bf16, half the bytes; null: do not"
     )
 
     @property
@@ -558,8 +558,8 @@ class LocalSGDRecipe(_Section):
     def outer_copies(self) -> int:
         """Number of copies of the weights that the outer optimizer stores."""
         if self.streams:
-            # Outer weights, velocities, the sum of the outer gradients, and the message.
-            return 3 + (self.momentum > 0)
+            # Outer weights, velocities, and the sum of the outer gradients.
+            return 2 + (self.momentum > 0)
         if self.momentum > 0:
             return 2
         # With learning rate 1 the new weights are the average, so no old weights are needed.

@@ -140,7 +140,11 @@ def test_averaging_is_spread_over_its_steps():
     weights = 4 * plan(load_recipe(None, *words), nproc=4)["model"]["parameters"]
     actual = plan(load_recipe(None, *words, "local_sgd.every=10"), nproc=4)["communication"]
     assert actual["all_reduce_bytes_per_device"] == round(1.5 * weights / 10)
-    assert actual["epoch_bytes_per_device"] == 1.5 * weights
+    # In float64.
+    assert actual["epoch_bytes_per_device"] == 3 * weights
+    streams = ["local_sgd.every=10", "local_sgd.delay=2", "local_sgd.compress=bf16"]
+    actual = plan(load_recipe(None, *words, *streams), nproc=4)["communication"]
+    assert actual["all_reduce_bytes_per_device"] == round(1.5 * weights / 10 / 2)
 
 
 @pytest.mark.slow

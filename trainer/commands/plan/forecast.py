@@ -84,7 +84,8 @@ def compute_traffic(fake: FakeModel, layout: Layout, cut: Cut | None) -> Traffic
                 # Buffers are averaged only at the end of an epoch.
                 compression = 2 if recipe.local_sgd.compress else 1
                 within_epoch = count_ring_sends(count) * resident.gradients / compression
-            return Traffic(within_epoch / every if every else 0.0, averaged)
+            # At the end of an epoch, weights are averaged in float64.
+            return Traffic(within_epoch / every if every else 0.0, 2 * averaged)
         case "copies" if layout.kind == "cuda":
             # The first device sends a copy of the model to each other device, and receives the
             # gradients of each copy.

@@ -1,6 +1,6 @@
 """Flattening of many tensors into one tensor per data type, so that ranks send few messages."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,9 +27,14 @@ def unflatten_into(row: Tensor, tensors: list[Tensor]) -> None:
         row: elements of shape (n,), in the order of `flatten_tensors`.
         tensors: targets, with n elements in total.
     """
+    torch._foreach_copy_(tensors, view_with_shapes(row, tensors))
+
+
+def view_with_shapes(row: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return consecutive views of a flat tensor that have the shapes of `tensors`."""
     sizes = [tensor.numel() for tensor in tensors]
     pairs = zip(torch.split(row, sizes), tensors, strict=True)
-    torch._foreach_copy_(tensors, [flat.view(tensor.shape) for flat, tensor in pairs])
+    return [flat.view(tensor.shape) for flat, tensor in pairs]
 
 
 def apply_collective(tensors: Iterable[Tensor], collective: Callable[[Tensor], Tensor]) -> None:

@@ -17,7 +17,7 @@ from trainer.errors import RecipeError
 from trainer.memory.needs import BUCKET
 from trainer.models.blocks import list_frozen_norms
 from trainer.modes.base import Strategy
-from trainer.modes.flattening import flatten_tensors, unflatten_into
+from trainer.modes.flattening import flatten_tensors, unflatten_into, view_with_shapes
 from trainer.recipe.schema import LocalSGDRecipe
 from trainer.saving.tensor_files import Shard, StoredTensor
 from trainer.telemetry.readable import format_count
@@ -134,25 +134,24 @@ class StreamingSGD(OuterSGD):
         # The sum of all workers' outer gradients, and views of it with the weights' shapes.
         self._sum = torch.zeros_like(flatten_tensors(self.outer_weights))
         self._message = self._sum
-        sizes = [weight.numel() for weight in self.weights]
-        self._gradients = [
-            flat.view(weight.shape)
-            for flat, weight in zip(torch.split(self._sum, sizes), self.weights, strict=True)
-        ]
+        self._gradients = view_with_shapes(self._sum, self.weights)
 
-    def after_step(self, step: int, share: float) -> None:
-        """Send or merge the fragment, if it is its turn.
+    def is_sent_after(self, step: int) -> bool:
+        """Return whether the fragment is sent after this step."""
+        return step % self.every == self.phase % self.every
+
+    def is_merged_after(self, step: int) -> bool:
+        """Return whether the fragment is merged after this step."""
+        sent_at = int(self.sent_at)
+        return sent_at > 0 and step >= sent_at + self.section.delay
+
+    def send(self, step: int, share: float) -> None:
+        """Start to sum the workers' outer gradients. Collective.
 
         Args:
             step: Number of steps that are done.
             share: Fraction of an epoch's images that this worker trains on.
         """
-        if step % self.every == self.phase % self.every:
-            self._send(step, share)
-        if self.sent_at and step >= self.sent_at + self.section.delay:
-            self.merge()
-
-    def _send(self, step: int, share: float) -> None:
         with torch.no_grad():
             torch._foreach_copy_(self._gradients, self.outer_weights)
             torch._foreach_sub_(self._gradients, self.weights)
@@ -234,9 +233,13 @@ class LocalSGD(Strategy):
     def after_step(self, step: int) -> None:
         if self.fragments:
             self.has_equal_weights = False
-            with self.averaging:
-                for fragment in self.fragments:
-                    fragment.after_step(step, self._compute_share())
+            for fragment in self.fragments:
+                if fragment.is_sent_after(step):
+                    with self.averaging:
+                        fragment.send(step, self._compute_share())
+                if fragment.is_merged_after(step):
+                    with self.averaging:
+                        fragment.merge()
             return
         every = self.recipe.local_sgd.every
         self.has_equal_weights = every is not None and step % every == 0

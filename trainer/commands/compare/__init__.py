@@ -109,7 +109,7 @@ def compare(
         recipe_file = str(recipe)
     asked = {
         "recipe": recipe_file or base.to_dict(),
-        "modes": modes and list(modes),
+        "modes": None if modes is None else list(modes),
         "words": sorted(words),
         "nproc": ranks,
         "plugin": plugin,

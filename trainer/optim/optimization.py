@@ -305,24 +305,29 @@ class MovingAverage:
     ) -> None:
         self.live = dict(tensors)
         self.decay = decay
-        self.average = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        self.average = {}
+        # Names of floating-point tensors, which are averaged, and of integer tensors (counters),
+        # which are copied.
+        self._floats = []
+        self._integers = []
+        for name, tensor in tensors.items():
+            self.average[name] = tensor.detach().clone()
+            if tensor.is_floating_point():
+                self._floats.append(name)
+            else:
+                self._integers.append(name)
 
     def update(self, step: int) -> None:
         """Add the weights after `step` optimizer steps to the average."""
         decay = min(self.decay, (1 + step) / (10 + step))
         update_averages = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
-        averages = []
-        weights = []
-        for name, average in self.average.items():
-            if average.is_floating_point():
-                averages.append(average)
-                weights.append(self.live[name])
+        averages = [self.average[name] for name in self._floats]
+        weights = [self.live[name] for name in self._floats]
         with torch.no_grad():
             update_averages(averages, weights, step)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the averages by name. Integer tensors (counters) are copies of current values."""
-        for name, average in self.average.items():
-            if not average.is_floating_point():
-                average.copy_(self.live[name])
+        for name in self._integers:
+            self.average[name].copy_(self.live[name])
         return self.average

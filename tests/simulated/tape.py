@@ -38,6 +38,7 @@ from torch.utils._python_dispatch import (
 
 from trainer.devices import cuda_graphs
 from trainer.devices.cuda_graphs import NotCapturable, host_random_states, restore_random_states
+from trainer.distributed.peers import translate_peer_errors
 
 aten = torch.ops.aten
 WAITS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
@@ -249,9 +250,11 @@ class Recording(Watch):
         for func, args, kwargs, outs in self.operations:
             if func in EMPTY:
                 continue
-            for (target, fresh), computed in zip(
-                outs, tensors_in(func(*args, **kwargs)), strict=True
-            ):
+            made = func(*args, **kwargs)
+            if func.namespace == "c10d":
+                with translate_peer_errors():
+                    made[-1].wait()
+            for (target, fresh), computed in zip(outs, tensors_in(made), strict=True):
                 if fresh:
                     target.copy_(computed)
         self.pool.spoil(self.lost)

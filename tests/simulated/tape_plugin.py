@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tests.simulated.tape import CpuRecorder, Recording, graphs_on_the_cpu
 from tests.training import graphed_runs  # The import registers models.
+from trainer.modes import gradient_buckets
 from trainer.training import step_graphs
 
 
@@ -23,6 +24,9 @@ class Counted(CpuRecorder):
                 file.write(b".")
 
 
+# The models are small, and have about a dozen buckets of these sizes.
+gradient_buckets.FIRST_BUCKET = 64
+gradient_buckets.BUCKET = 1024
 step_graphs.WARMUP_STEPS = int(os.environ.get("TRAINER_TEST_WARM", graphed_runs.WARM))
 on_the_cpu = graphs_on_the_cpu(Counted)
 on_the_cpu.__enter__()

@@ -67,7 +67,6 @@ FEWER = [
 ]
 NOT_EVERY_STEP = (
     *runs.NOT_EVERY_STEP,
-    "training.step_graphs.GraphSteps.capture",
     "devices.cuda_graphs.StepRecorder.record",
     "devices.cuda_graphs.seconds_between",
 )

@@ -271,6 +271,7 @@ def test_ranks_on_cuda_are_ranks_on_the_cpu():
     """
     for case, candidate in ranks.both().items():
         assert candidate["errors"] == [[], []] and candidate["held"] == [[True], [True]], case
+        assert candidate["graphs"] == ("replayed" if "graphs" in case else "launched"), case
         assert candidate["cuda"] == pytest.approx(candidate["cpu"], rel=1e-4), case
         waits = {tuple(place) for place in candidate["waits"]} - ranks.ALLOWED.get(case, set())
         assert waits == set(), case
@@ -283,6 +284,12 @@ def test_ranks_on_cuda_are_ranks_on_the_cpu():
         (["mode=single"], "0:3", 1),
         (["mode=pipeline", "pipeline.schedule=streams", "pipeline.microbatches=2"], "0:3", 1),
         pytest.param(["mode=ddp", "nproc=2"], "1:3", 15, marks=pytest.mark.full("waits for ranks")),
+        pytest.param(
+            ["mode=ddp", "nproc=2", "graphs=true"],
+            "1:7",
+            15,
+            marks=pytest.mark.full("waits for ranks"),
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )

@@ -242,7 +242,7 @@ class Left:
 
     @property
     def replayed_to_the_end(self) -> bool:
-        return self.replays > 0 and not any(recorder.closed for recorder in self.recorders)
+        return self.replays > 0 and self.steps._reason is None
 
 
 def train(

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tests.command_line import latest, ok, result
+from tests.command_line import PROJECT, latest, ok, result, trainer
 from tests.options import OPTIONS
 from tests.simulated.tape import CpuRecorder, is_recording, same_draws
 from tests.training.graphed_runs import BASE, WARM, Left, differences, launched, replayed, train
@@ -60,7 +60,7 @@ ELSEWHERE = {
     "graphs": "all that is here",
     "compile": "of cards: a tape does not see the kernels of compiled code",
     "tf32": "of cards",
-    "sync_bn": "of ranks that graphs do not go with",
+    "sync_bn": "of ranks, below",
     "muon": "above",
 }
 ALLOWED = [option for option in OPTIONS if option not in ELSEWHERE]
@@ -464,27 +464,36 @@ RANKS = {
 MORE_RANKS = {
     "ddp, label smoothing": (f"mode=ddp loss.label_smoothing=0.1 augment.mixup=0.2 {SGD}", 2),
     "ddp, bf16, compressed": (f"mode=ddp precision=bf16 ddp.compress=bf16 {ADAMW}", 2),
+    "ddp, sync_bn": (
+        f"mode=ddp model.name=cnn sync_bn=true accumulate=3 batch_size=12 clip_grad_norm=0.5 {SGD}",
+        2,
+    ),
+    "ddp, shares": ("mode=ddp shares=[3,1] accumulate=2 model.name=mlp precision=bf16", 2),
+    "ddp, frozen blocks": (f"mode=ddp model.name=cnn model.freeze=1 {SGD}", 2),
     "ddp, fp16, unequal": ("mode=ddp model.name=mlp precision=fp16 batch_size=9", 2),
     "local_sgd, fp16": ("mode=local_sgd model.name=mlp precision=fp16 batch_size=16", 2),
 }
 
 
-def commanded(words, graphs, warm, folder):
-    """Return the results of two ranks of a command, and the number of steps, or parts of steps,
-    that each replayed.
+def commanded(words, graphs, warm, folder, plugin="tests.simulated.tape_plugin"):
+    """Return the results of ranks of a command, two by default, and the number of steps, or parts
+    of steps, that each replayed.
     """
     base = [word for word in BASE.split() if not word.startswith("devices=")]
+    path = f"{folder}:{PROJECT}"
+    folder = folder / f"warm {warm}"
     replays = folder / f"replays {graphs}"
-    replays.mkdir()
+    replays.mkdir(parents=True)
     env = {"TRAINER_TEST_REPLAYS": str(replays), "TRAINER_TEST_WARM": str(warm)}
+    env["PYTHONPATH"] = path
     more = [
         "nproc=2",
-        "plugin=tests.simulated.tape_plugin",
+        f"plugin={plugin}",
         f"graphs={graphs}",
         f"output={folder / graphs}",
     ]
     left = Left(folder / graphs)
-    left.output = ok(*latest(*base, *words.split(), *more), env=env).stdout
+    left.output = ok(*latest(*base, *more, *words.split()), env=env).stdout
     return left.read(), [file.stat().st_size for file in replays.iterdir()]
 
 
@@ -509,5 +518,78 @@ def test_if_one_rank_cannot_capture_all_ranks_run_eagerly_with_a_message(tmp_pat
     words = f"mode=ddp model.name=waitsonone {SGD} epochs=3"
     eager, _ = commanded(words, "false", 0, tmp_path)
     played, _ = commanded(words, "true", 2, tmp_path)
-    assert differences(eager, played) == [] and result(tmp_path / "true")["graphs"] == "launched"
+    assert differences(eager, played) == [] and result(played.folder)["graphs"] == "launched"
     assert "rank 1" in played.output and "graphed_runs.py" in played.output
+
+
+NEVER = 1000  # steps before one is captured, in a run of fewer steps
+
+
+@pytest.mark.full("four ranks")
+def test_four_ranks_replay_what_they_launch(tmp_path):
+    """The sums of four ranks depend on their buckets, so the eager run has the same ones."""
+    words = f"mode=ddp nproc=4 accumulate=2 sync_bn=true model.name=cnn ema=0.9 {ADAMW}"
+    eager, none = commanded(words, "true", NEVER, tmp_path)
+    played, replays = commanded(words, "true", 2, tmp_path)
+    assert differences(eager, played) == [] and none == []
+    assert len(replays) == 4 and min(replays) > 5
+
+
+INTERRUPTIONS = 20
+
+
+@pytest.mark.full("a run that is killed twenty times")
+def test_ranks_that_are_killed_again_and_again_replay_what_they_launch(tmp_path):
+    words = "mode=ddp accumulate=2 ema=0.9 data.samples=280 save.every_steps=3 save.keep=2"
+    words += f" clip_grad_norm=0.5 {ADAMW}"
+    eager, _ = commanded(words, "false", 0, tmp_path)
+    base = [word for word in BASE.split() if not word.startswith("devices=")]
+    run = tmp_path / "killed"
+    words = latest(*base, *words.split(), "nproc=2", "plugin=tests.simulated.tape_plugin")
+    words += ["graphs=true", "resume=auto", f"output={run}"]
+    for turn in range(INTERRUPTIONS):
+        env = {"TRAINER_TEST_WARM": "1", "TRAINER_FAULT": f"kill@{turn % 2}:{3 * turn + 5}"}
+        assert trainer(*words, env=env).returncode == 7
+    ok(*words, env={"TRAINER_TEST_WARM": "1"})
+    assert result(run)["graphs"] == "replayed"
+    assert differences(eager, Left(run).read()) == []
+
+
+CAPTURED = "from trainer.devices import cuda_graphs\nfrom trainer.distributed.world import World\n"
+RANK_MUTANTS = {
+    "the sum is not captured": (
+        "plain = World.start_sum\n"
+        "World.start_sum = lambda w, v: None if cuda_graphs.is_capturing else plain(w, v)\n"
+        "wait = World.wait\n"
+        "World.wait = lambda w, work: work and wait(w, work)\n"
+    ),
+    "one rank's sum is captured wrong": (
+        "plain = World.start_sum\n"
+        "def start(world, values):\n"
+        "    if cuda_graphs.is_capturing and world.rank == 1:\n"
+        "        values.mul_(0.5)\n"
+        "    return plain(world, values)\n"
+        "World.start_sum = start\n"
+    ),
+    "one rank captures a pass that computes nothing": (
+        "from trainer.modes.ddp import DistributedDataParallel as Mode\n"
+        "plain = Mode.backward\n"
+        "def backward(mode, loss):\n"
+        "    alone = cuda_graphs.is_capturing and mode.world.rank == 1\n"
+        "    plain(mode, loss * 2 if alone else loss)\n"
+        "Mode.backward = backward\n"
+    ),
+}
+
+
+@pytest.mark.slow(cases=["the sum is not captured"])
+@pytest.mark.parametrize("name", RANK_MUTANTS)
+def test_ranks_launch_if_a_replay_sums_something_else(name, tmp_path):
+    (tmp_path / "mutant.py").write_text(
+        "import tests.simulated.tape_plugin\n" + CAPTURED + RANK_MUTANTS[name]
+    )
+    words = f"mode=ddp accumulate=2 {SGD}"
+    eager, _ = commanded(words, "false", 0, tmp_path)
+    played, _ = commanded(words, "true", 2, tmp_path, plugin="mutant")
+    assert differences(eager, played) == [] and result(played.folder)["graphs"] == "launched"
+    assert "another step" in played.output

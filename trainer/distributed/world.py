@@ -18,6 +18,7 @@ from trainer.distributed.peers import (
     check_devices,
     check_sums,
     explain_no_answer,
+    prepare_nccl,
     translate_peer_errors,
 )
 from trainer.errors import PeerError, SetupError, TrainerError, explain_in_one_line
@@ -124,6 +125,7 @@ class World:
         import torch.distributed as dist
 
         if self.nccl:
+            prepare_nccl(os.environ)
             # The current device is set per thread, and `connect` calls this in a new thread.
             torch.cuda.set_device(self.device)
             backend = "cpu:gloo,cuda:nccl"

@@ -76,11 +76,12 @@ class Strategy(ModelState, Measures):
         self.set_shares(share)
         # Results of measurements go into the run folder, so that a resumed run uses the same plan.
         self.tuned = dict(context.tuned)
-        # True if `reduce_gradients` must sum the gradients, because the passes are captured in CUDA
-        # graphs and contain no collective.
-        self.exchanges_after_passes = (
+        # True if ranks exchange messages within passes that are captured in CUDA graphs. All ranks
+        # capture such passes in the same step.
+        self.captures_exchange = (
             self.recipe.graphs is True
             and self.world.size > 1
+            and self.recipe.traits.exchanges == "gradients"
             and cuda_graphs.has_cuda_graphs(self.device)
         )
         # True if a pass with sync=False contains no collective.

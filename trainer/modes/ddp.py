@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,8 @@ from trainer.models.norms import select_unlike_batch_norm
 from trainer.models.reachable import is_own
 from trainer.models.undisturbed import restore_after
 from trainer.modes.base import Strategy
-from trainer.modes.flattening import apply_collective, group_by_type
+from trainer.modes.flattening import apply_collective
+from trainer.modes.gradient_buckets import GradientBuckets
 from trainer.modes.measures import Communication
 from trainer.modes.proofs import FLOOR, SHARDED_TOLERANCE, seed_alike
 from trainer.modes.sync_batchnorm import synchronise_batch_norm
@@ -44,6 +46,7 @@ MEASURED_PAIRS = 8
 # the user's own code leaves parameters unused, because this may vary from pass to pass. For other
 # models, a single pass is run.
 PROBE_PASSES = 4
+_NO_EXCHANGE = nullcontext()
 
 
 def read_in_training(model: nn.Module) -> bool:
@@ -76,6 +79,10 @@ def average_in_bf16(bucket: GradBucket, ranks: int) -> torch.futures.Future[Tens
     return summed.then(write_mean)
 
 
+def _note_place(order: list[int], place: int, _: Tensor) -> None:
+    order.append(place)
+
+
 def swallow_unused_warning() -> None:
     """Trigger torch's warning that no parameter was unused, with stderr redirected to /dev/null.
 
@@ -98,18 +105,20 @@ class DistributedDataParallel(Strategy):
 
     Eager passes use `torch.nn.parallel.DistributedDataParallel` (DDP). Gradients are then views of
     DDP's buckets, and if a step has several passes, all except the last one use `no_sync`. With
-    CUDA graphs, DDP is not used, and `reduce_gradients` sums the gradients after the passes. A
-    single rank uses neither.
+    CUDA graphs, `GradientBuckets` sums the gradients instead, in eager passes, too, so that a
+    replay on one rank and an eager pass on another one exchange the same messages. A single rank
+    uses neither.
     """
 
     wrapped: nn.parallel.DistributedDataParallel | None = None
+    buckets: GradientBuckets | None = None
 
     def to_device(self, model: nn.Module) -> None:
         self._broadcasts = read_in_training(model)
-        if self.exchanges_after_passes and self._broadcasts:
+        if self.captures_exchange and self._broadcasts:
             raise RecipeError(
                 f"model.name={self.recipe.model.name} has buffers that a pass may read, so ranks "
-                "exchange them within it, which a CUDA graph cannot capture: set graphs=false"
+                "copy them before it, which only DDP does: set graphs=false"
             )
         if self.recipe.sync_bn and self.world.size > 1:
             synchronise_batch_norm(model)
@@ -127,7 +136,7 @@ class DistributedDataParallel(Strategy):
         """
         if self.world.size == 1:
             return
-        self.wrapped = None
+        self.close()
         # A model of the user's own code is run several times, because the unused parameters may
         # vary. Weights are restored afterwards, because such code may change them in a pass.
         is_users_model = any(is_own(type(part)) for part in self.module.modules())
@@ -135,7 +144,7 @@ class DistributedDataParallel(Strategy):
             inputs, has_unused = self.find_probe_inputs(is_users_model)
             self._probe_inputs = inputs
             has_unused = self.world.is_any(has_unused)
-            if self.exchanges_after_passes and has_unused:
+            if self.captures_exchange and has_unused:
                 raise RecipeError(
                     f"model.name={self.recipe.model.name} leaves parameters unused, which ranks "
                     "report to each other within a pass, and a CUDA graph cannot capture that: set "
@@ -144,7 +153,9 @@ class DistributedDataParallel(Strategy):
             if has_unused:
                 swallow_unused_warning()
             try:
-                if not self.exchanges_after_passes:
+                if self.captures_exchange:
+                    self.buckets = self._make_buckets(inputs)
+                else:
                     self._replicate(inputs, find_unused_parameters=has_unused)
             except RuntimeError as error:
                 # Torch's search for unused parameters marks those inside a reentrant checkpoint as
@@ -163,7 +174,7 @@ class DistributedDataParallel(Strategy):
                 self._replicate(inputs, static_graph=True)
         self.module.zero_grad()
         # DDP's constructor copies rank 0's weights to every rank. Without DDP they are copied here.
-        if self.exchanges_after_passes:
+        if self.captures_exchange:
             tensors = [*self._parameters, *self.named_buffers().values()]
             apply_collective(map(Tensor.detach, tensors), self.world.broadcast_)
 
@@ -204,8 +215,30 @@ class DistributedDataParallel(Strategy):
         for _ in range(2):
             self._pass(inputs)
 
+    def _make_buckets(self, inputs: Tensor) -> GradientBuckets:
+        """Build buckets in the order in which rank 0 computes gradients.
+
+        A resumed run finds the same order, and so the same bits of each sum.
+        """
+        order: list[int] = []
+        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        hooks = []
+        for place, parameter in enumerate(trained):
+            note = partial(_note_place, order, place)
+            hook = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+            hooks.append(hook)
+        with torch.compiler.set_stance("force_eager"):
+            self._pass(inputs)
+        for hook in hooks:
+            hook.remove()
+        # A gradient in two parts is in the order twice, and the hooks of the buckets refuse it.
+        order = self.world.broadcast_object([*dict.fromkeys(order)])
+        ordered = [trained[place] for place in order]
+        self.has_local_passes = not self.recipe.sync_bn
+        return GradientBuckets(self.world, ordered, self.recipe.ddp.compress == "bf16")
+
     def check_gradients(self) -> None:
-        if self.wrapped is None:
+        if self.wrapped is None and self.buckets is None:
             return
         # DDP copies rank 0's buffers to all ranks before a pass. The passes without DDP must start
         # from the same buffers.
@@ -218,7 +251,7 @@ class DistributedDataParallel(Strategy):
         repeated = self._gradients_of(self.module)
         # The images and random numbers of all ranks are equal, so the average over the ranks should
         # equal the gradient of each rank.
-        together = self._gradients_of(self.wrapped)
+        together = self._gradients_together()
         tolerance = SHARDED_TOLERANCE["bf16" if self.recipe.ddp.compress else self.recipe.precision]
         floor = FLOOR * get_total_norm([*alone.values()]).item()
         error = None
@@ -235,8 +268,18 @@ class DistributedDataParallel(Strategy):
                 )
         self.world.raise_any(error)
 
-    def _gradients_of(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return the gradients of one pass through `module`.
+    def _gradients_together(self) -> dict[str, Tensor]:
+        """Return the gradients of one pass, averaged over the ranks."""
+        if self.buckets is None:
+            assert self.wrapped is not None
+            return self._gradients_of(self.wrapped)
+        sums = self._gradients_of(self.module, self.buckets.sum_in_pass())
+        return {name: total / self.world.size for name, total in sums.items()}
+
+    def _gradients_of(
+        self, module: nn.Module, exchange: AbstractContextManager[None] = _NO_EXCHANGE
+    ) -> dict[str, Tensor]:
+        """Return the gradients of one pass through `module`, which runs in the context `exchange`.
 
         Weights, buffers and random states are restored afterwards.
         """
@@ -249,46 +292,15 @@ class DistributedDataParallel(Strategy):
         ):
             seed_alike()
             self.train_for_probe()
-            outputs = self.context.in_precision(module, self._probe_inputs)
-            outputs.float().square().sum().backward()  # type: ignore[no-untyped-call]
+            with exchange:
+                outputs = self.context.in_precision(module, self._probe_inputs)
+                outputs.float().square().sum().backward()  # type: ignore[no-untyped-call]
             gradients = {}
             for name, parameter in self.named_parameters().items():
                 if parameter.grad is not None:
                     gradients[name] = parameter.grad.detach().clone()
         self.module.zero_grad()
         return gradients
-
-    def reduce_gradients(self) -> None:
-        """Sum gradients with one message per data type, if the passes have not summed them."""
-        if not self.exchanges_after_passes:
-            return
-        gradients = []
-        for parameter in self._parameters:
-            if not parameter.requires_grad:
-                continue
-            if parameter.grad is None:
-                raise self._describe_left_out()
-            gradients.append(parameter.grad)
-        with translate_peer_errors():
-            self._sum(gradients)
-
-    def _sum(self, trained: Sequence[Tensor]) -> None:
-        for gradients in group_by_type(trained):
-            sizes = [gradient.numel() for gradient in gradients]
-            row = torch.empty(sum(sizes), dtype=gradients[0].dtype, device=self.device)
-            # The views have the strides of their gradients, because torch makes an additional copy
-            # of a tensor whose strides differ.
-            views = []
-            for flat, gradient in zip(torch.split(row, sizes), gradients, strict=True):
-                views.append(
-                    flat.as_strided(gradient.shape, gradient.stride(), flat.storage_offset())
-                )
-            torch._foreach_copy_(views, gradients)
-            if self.recipe.ddp.compress == "bf16":
-                row.copy_(self.world.sum_(row.bfloat16()))
-            else:
-                self.world.sum_(row)
-            torch._foreach_copy_(gradients, views)
 
     def find_probe_inputs(self, is_users_model: bool) -> tuple[Tensor, bool]:
         """Find inputs that the model accepts, and check whether a pass leaves parameters unused.
@@ -352,6 +364,12 @@ class DistributedDataParallel(Strategy):
         weight: float,
         sync: bool = True,
     ) -> Tensor:
+        if self.buckets and sync:
+            with self.buckets.sum_in_pass():
+                loss = super().forward_backward(batch, weight, sync)
+            if not self.buckets.is_complete:
+                raise self._describe_left_out()
+            return loss
         if self.wrapped is None:
             return super().forward_backward(batch, weight, sync)
         with translate_peer_errors(), nullcontext() if sync else self.wrapped.no_sync():
@@ -380,16 +398,19 @@ class DistributedDataParallel(Strategy):
 
         Before the copy, the buffers of the other ranks are stale.
         """
-        if self.wrapped is not None or self.exchanges_after_passes:
+        if self.wrapped is not None or self.captures_exchange:
             self.broadcast_buffers(averages)
 
     def close(self) -> None:
-        """Free DDP while other objects still refer to the process group.
+        """Remove the hooks of buckets, and free DDP while others refer to the process group.
 
         If DDP's reducer is the last to refer to the group, it waits for gloo's thread while it
         holds the interpreter's lock, which that thread may need to free its last tensor. With torch
         2.11, one run in several dozen would hang.
         """
+        if self.buckets:
+            self.buckets.close()
+        self.buckets = None
         self.wrapped = None
 
     def communication(
@@ -403,12 +424,11 @@ class DistributedDataParallel(Strategy):
         The time is the difference between passes with and without DDP, which alternate. If `budget`
         is too short for a pair of passes, a single all-reduce of the same number of bytes is timed
         instead. This duration is an upper bound, because the backward pass may hide a part of the
-        all-reduce. If the all-reduce runs after the backward pass, it is always timed by itself.
+        all-reduce. With CUDA graphs, an all-reduce is always timed by itself, because a replay has
+        no variant without communication.
         """
-        if self.exchanges_after_passes:
-            # The backward pass hides no communication, because the all-reduce runs after it.
-            budget = self.world.broadcast_object(budget)
-            return self._exchanged(budget)._replace(at_most=False)
+        if self.captures_exchange:
+            return self._exchanged(self.world.broadcast_object(budget))
         if self.wrapped is None:
             return Communication(0.0)
         pair_seconds = 2 * step_seconds / self.recipe.pieces

@@ -276,12 +276,10 @@ def explain_eager_steps(recipe: Recipe, processes: int) -> str | None:
         refuses = refuses | recipe.traits.refuses_processes
     if "graphs" in refuses:
         return refuses["graphs"]
-    if processes > 1 and recipe.sync_bn:
-        return "ranks exchange statistics within a pass; use sync_bn=false, or graphs=false"
     if processes > 1 and recipe.graphs == "auto" and recipe.traits.exchanges == "gradients":
         return (
-            "gradients are exchanged while the backward pass still runs; graphs=true exchanges "
-            "them after it"
+            "DDP exchanges gradients in the backward pass; graphs=true captures passes with their "
+            "exchange"
         )
     return None
 

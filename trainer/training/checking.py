@@ -108,6 +108,7 @@ def reopen(run: Run) -> tuple[Callable[[], Run], dict[str, str]]:
     ledger = run.ledger
     run.loader.close()
     run.forward.close()
+    run.steps.close()
     run.strategy.close()
 
     def build_again() -> Run:

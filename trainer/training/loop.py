@@ -646,6 +646,7 @@ def finish(run: Run, lines: dict[str, str]) -> Result:
     run.tracker.close()
     run.loader.close()
     run.forward.close()
+    run.steps.close()
     run.strategy.close()
     if run.recipe.logging.wandb or run.recipe.logging.mlflow:
         # Rank 0's loggers may take minutes to upload their last values. So the ranks use

@@ -67,8 +67,7 @@ class Evidence:
         lr: Learning rate.
         before: State before the step.
         passes: The forward and backward passes of the micro-batches, in order.
-        gradients: Gradients of this rank's passes alone.
-        reduced: Gradients as the optimizer reads them, summed over the ranks.
+        gradients: Gradients as the optimizer reads them.
         after: State after the update, before anything else, such as an averaging, changes it.
         usual: Whether the micro-batches have the same shapes as those of the previous step.
     """
@@ -77,7 +76,6 @@ class Evidence:
     before: dict[str, Tensor]
     passes: list[EagerPass] = field(default_factory=list)
     gradients: list[Tensor | None] = field(default_factory=list)
-    reduced: list[Tensor | None] = field(default_factory=list)
     after: dict[str, Tensor] = field(default_factory=dict)
     usual: bool = False
 
@@ -88,7 +86,7 @@ class Evidence:
         there is no change to compare.
         """
         tensors = [eager.loss for eager in self.passes]
-        tensors += [gradient for gradient in self.reduced if gradient is not None]
+        tensors += [gradient for gradient in self.gradients if gradient is not None]
         # The tensors may be on several devices, so their norms cannot be stacked.
         return all(bool(norm.isfinite()) for norm in torch._foreach_norm(tensors))
 
@@ -120,8 +118,8 @@ class StepResult(NamedTuple):
 
     Attributes:
         losses: Loss of each micro-batch, 0-dim.
-        gradients: Gradients of this rank's passes, one for each parameter of the optimizer. None
-            for a parameter without a gradient.
+        gradients: Gradients as the optimizer reads them, one for each of its parameters. None for
+            a parameter without a gradient.
         state: State after the update, by name as from `collect_live_state`.
     """
 
@@ -160,7 +158,11 @@ class StepResult(NamedTuple):
 
 
 def find_difference(
-    evidence: Evidence, live: Mapping[str, Tensor], precision: str, replay: Callable[[], StepResult]
+    evidence: Evidence,
+    live: Mapping[str, Tensor],
+    precision: str,
+    replay: Callable[[], StepResult],
+    is_any: Callable[[bool], bool] = bool,
 ) -> str | None:
     """Return the first difference between a replay and the eager step, as a message.
 
@@ -172,8 +174,9 @@ def find_difference(
         live: The live state. Afterwards its tensors have the same values as before.
         precision: The precision, which sets the tolerance.
         replay: Computes the step of the evidence by replays, from the live state.
+        is_any: Returns whether a condition holds on any of the ranks that replay together.
     """
-    if not live.keys() == evidence.before.keys() == evidence.after.keys():
+    if is_any(not live.keys() == evidence.before.keys() == evidence.after.keys()):
         return "tensors of the model's or optimizer's state appear or disappear"
     saved = copy_named(live)
     losses = [eager.loss for eager in evidence.passes]
@@ -183,7 +186,7 @@ def find_difference(
         first = replay()
         distances = eager_result.distances(first, evidence.before)
         too_far = {name: far for name, far in distances if far > TOLERANCE[precision]}
-        if not too_far:
+        if not is_any(bool(too_far)):
             return None
         # Results of the same kernels may differ from call to call. The distance of a second replay
         # from the first measures this noise.

@@ -4,7 +4,11 @@ Work that consists of hundreds of kernels is captured: the forward and backward 
 micro-batch, and the update, from the finite check to the new weights. The first micro-batch of a
 step has a graph of its own, because the passes of later micro-batches add to its gradients. Values
 that depend on the number of the step stay outside the graphs or are tensors: inputs, learning rate,
-moving average. Communication, timers and everything that ranks agree on stay outside too.
+moving average. Timers and everything that ranks agree on stay outside too.
+
+If ranks exchange gradients in a pass, its graph contains the exchange. Ranks then capture the same
+step, and replay it together for the first time. After that, a rank that computes a step eagerly
+still exchanges the same messages as ranks that replay theirs.
 
 The first steps are eager: they choose kernels, compile, and allocate memory. A capture computes
 nothing. Then a replay repeats the last eager step from its initial state (`step_evidence`), and
@@ -82,8 +86,9 @@ class CapturedStep:
     """A captured step.
 
     Attributes:
-        passes: Captured passes. A key is `(is_first, shape)`: whether the pass is the first of a
-            step, and the result of `shape_of` for its micro-batch.
+        passes: Captured passes. A key is `(is_first, exchanges, shape)`: whether the pass is the
+            first of a step, whether ranks exchange gradients in it, and the result of `shape_of`
+            for its micro-batch.
         gradients: Gradients of the optimizer's parameters, which replays write.
         loss: Loss that the captured update reads, 0-dim, always at the same address.
         norm: Norm of the gradient, which a captured update with clipping writes. Otherwise None.
@@ -92,7 +97,7 @@ class CapturedStep:
             messages use.
     """
 
-    passes: dict[tuple[bool, object], CapturedPass] = field(default_factory=dict)
+    passes: dict[tuple[bool, bool, object], CapturedPass] = field(default_factory=dict)
     gradients: list[Tensor | None] = field(default_factory=list)
     loss: Tensor = field(default_factory=lambda: torch.zeros(()))
     norm: Tensor | None = None
@@ -140,6 +145,10 @@ class GraphSteps(EagerSteps):
         self._step_count = 0
         self._micro_step = 0
         self._tries = 0
+        # Whether ranks exchange messages in the next call of `capture`, and whether all of them
+        # have captured the step, or given up.
+        self._meets_ranks = False
+        self._is_settled = not strategy.captures_exchange
         # Results of `shape_of` for the micro-batches of this step so far, and of the step before.
         self._shapes: list[tuple[object, ...]] = []
         self._shapes_before: list[tuple[object, ...]] = []
@@ -163,13 +172,7 @@ class GraphSteps(EagerSteps):
         same. Otherwise, or if another rank has given up captures, this rank gives them up.
         """
         super().check()
-        # A rank with eager steps would delay the others, so either all ranks replay or none.
-        if self.strategy.world.size > 1:
-            world = self.strategy.world
-            reasons: list[str | None] = world.broadcast_object(world.gather(self._reason))
-            for rank, reason in enumerate(reasons):
-                if reason is not None and self.recorder:
-                    self._give_up(f"{reason} (rank {rank})")
+        self._follow_ranks()
         if self.captured is None:
             return
         changed = find_change(self.captured.made_for, self._addresses_and_settings())
@@ -179,18 +182,32 @@ class GraphSteps(EagerSteps):
     @property
     def should_capture(self) -> bool:
         """Whether the previous step should be captured now."""
+        if self.strategy.captures_exchange:
+            return self._meets_ranks
         return self._evidence is not None and self._evidence.usual
 
     def capture(self) -> None:
         """Capture the previous step, whose results are known, and verify the capture.
 
         A step that is not finite is not captured. If a capture fails, all later steps are eager.
+        Collective if ranks exchange gradients in passes.
         """
         evidence = self._evidence
         self._evidence = None
+        if self.strategy.captures_exchange:
+            self._meets_ranks = False
+            self._follow_ranks()
+            if self.recorder is None:
+                self._is_settled = True
+                return
+            # The host will wait for the device, and so for the other ranks.
+            self.strategy.world.heartbeat()
+        is_ready = evidence is not None and evidence.usual and evidence.is_finite()
+        if self._is_on_any_rank(not is_ready):
+            return
         assert evidence
-        if evidence.is_finite():
-            self._attempt(lambda: self._capture_and_compare(evidence))
+        self._attempt(lambda: self._capture_and_compare(evidence))
+        self._is_settled = True
 
     def begin(self, lr: float) -> None:
         """Begin a step with learning rate `lr`.
@@ -200,12 +217,17 @@ class GraphSteps(EagerSteps):
         """
         self.rates.set(lr)
         self._micro_step = 0
+        # This is the same on all ranks.
+        self._meets_ranks = not self._is_settled and self._step_count >= self._eager_steps - 1
         if self.recorder is None:
             return
         # A failed capture, such as that of an evaluation, may replace the state of a generator.
         # Graphs that were captured before would still draw from the old state, so they are dropped.
         if self.captured and self._recoveries != cuda_graphs.recoveries:
-            self.forget()
+            if self.strategy.captures_exchange:
+                self._give_up("another capture failed, and replaced a random generator")
+                return
+            self._drop()
         self._shapes_before = self._shapes
         self._shapes = []
         self._replays = False
@@ -232,7 +254,7 @@ class GraphSteps(EagerSteps):
             if self.recorder is None:
                 return self.launch(batch, weight, sync)
             self._shapes.append(shape_of(batch))
-            captured_pass = self._find_pass(micro_step, batch, weight)
+            captured_pass = self._find_pass(micro_step, batch, weight, sync)
             if captured_pass:
                 self._replays = True
                 return self._replay(captured_pass, batch, micro_step)
@@ -252,9 +274,9 @@ class GraphSteps(EagerSteps):
 
     def update(self, loss: Tensor, want_norm: bool) -> Tensor | None:
         """Update the weights as `EagerSteps.update` does, by a replay if the step is replayed."""
+        self._step_count += 1
         if self.recorder is None:
             return super().update(loss, want_norm)
-        self._step_count += 1
         captured = self.captured
         if self._replays and captured and captured.update:
             captured.loss.copy_(loss)
@@ -332,9 +354,6 @@ class GraphSteps(EagerSteps):
         if evidence is None:
             with recorder.use_side_stream():
                 return self.updater.step(loss, self.strategy, want_norm)
-        evidence.reduced = evidence.gradients
-        if self.strategy.exchanges_after_passes:
-            evidence.reduced = copy_list([p.grad for p in self.updater.parameters])
         with recorder.use_side_stream(), recorder.collect_waits() as waits:
             norm = self.updater.step(loss, self.strategy, want_norm)
         evidence.after = copy_named(collect_live_state(self.strategy, self.updater))
@@ -352,25 +371,75 @@ class GraphSteps(EagerSteps):
         """
         states = read_device_states(self._devices)
         try:
-            self._capture_step(evidence)
-            state = collect_live_state(self.strategy, self.updater)
-            fault = find_difference(
-                evidence,
-                state,
-                self.strategy.recipe.precision,
-                lambda: self._replay_evidence(evidence),
-            )
-            if fault:
-                raise NotCapturable(f"a replay computes another step: the {fault}")
+            self._on_all_ranks(lambda: self._capture_step(evidence))
+            self._on_all_ranks(lambda: self._compare(evidence))
         finally:
             set_device_states(self._devices, states)
+
+    def _compare(self, evidence: Evidence) -> None:
+        fault = find_difference(
+            evidence,
+            collect_live_state(self.strategy, self.updater),
+            self.strategy.recipe.precision,
+            lambda: self._replay_evidence(evidence),
+            self._is_on_any_rank,
+        )
+        if fault:
+            raise NotCapturable(f"a replay computes another step: the {fault}")
+
+    def _on_all_ranks(self, work: Callable[[], None]) -> None:
+        """Do a part of a capture, and raise NotCapturable if it failed on any rank.
+
+        Ranks that exchange nothing in their passes do not wait for each other.
+        """
+        failure = None
+        try:
+            work()
+        except Exception as error:
+            failure = error
+        if not self.strategy.captures_exchange:
+            reason = None
+        elif failure is None:
+            reason = self._share_reason(None)
+        else:
+            reason = self._share_reason(str(failure) or type(failure).__name__)
+        if failure is not None:
+            raise failure
+        if reason is not None:
+            raise NotCapturable(reason)
+
+    def _is_on_any_rank(self, is_true: bool) -> bool:
+        """Return whether a condition holds on any of the ranks that replay together."""
+        if not self.strategy.captures_exchange:
+            return is_true
+        return self.strategy.world.is_any(is_true)
+
+    def _follow_ranks(self) -> None:
+        """Give up captures if another rank has done so. Collective.
+
+        A rank with eager steps would delay the others, so either all ranks replay or none.
+        """
+        reason = self._share_reason(self._reason)
+        if reason is not None and self.recorder:
+            self._give_up(reason)
+
+    def _share_reason(self, reason: str | None) -> str | None:
+        """Return the first rank's reason to give up captures, if any has one. Collective."""
+        world = self.strategy.world
+        if world.size == 1:
+            return None
+        reasons: list[str | None] = world.broadcast_object(world.gather(reason))
+        for rank, text in enumerate(reasons):
+            if text is not None:
+                return f"{text} (rank {rank})"
+        return None
 
     def _capture_step(self, evidence: Evidence) -> None:
         assert self.recorder
         captured = CapturedStep()
         self.rates.set(evidence.lr / 2)
         for micro_step, eager in enumerate(evidence.passes):
-            key = (micro_step == 0, shape_of(eager.batch))
+            key = self._key(micro_step, eager.batch, eager.sync)
             if key not in captured.passes:
                 captured.passes[key] = self._capture_pass(eager)
             # The capture of the first pass has allocated the gradients. All replays write to that
@@ -397,12 +466,18 @@ class GraphSteps(EagerSteps):
             raise NotCapturable(f"the model decides on the host: each pass changes its {changed}")
         return CapturedPass(batch, eager.weight, loss, replay)
 
-    def _find_pass(self, micro_step: int, batch: Batch, weight: float) -> CapturedPass | None:
+    def _key(self, micro_step: int, batch: Batch, sync: bool) -> tuple[bool, bool, object]:
+        exchanges = sync and self.strategy.captures_exchange
+        return micro_step == 0, exchanges, shape_of(batch)
+
+    def _find_pass(
+        self, micro_step: int, batch: Batch, weight: float, sync: bool
+    ) -> CapturedPass | None:
         """Return the captured pass of a micro-batch, or None if the pass must be eager."""
         captured = self.captured
         if captured is None or (micro_step > 0 and not self._replays):
             return None
-        captured_pass = captured.passes.get((micro_step == 0, shape_of(batch)))
+        captured_pass = captured.passes.get(self._key(micro_step, batch, sync))
         if captured_pass and captured_pass.weight == weight:
             return captured_pass
         return None
@@ -425,20 +500,22 @@ class GraphSteps(EagerSteps):
         """Replay the step of the evidence with its micro-batches and random numbers."""
         captured = self.captured
         losses = []
+        draws_alike = True
         assert captured
         self.rates.set(evidence.lr)
         for micro_step, eager in enumerate(evidence.passes):
             random_before, random_after = eager.random
             set_device_states(self._devices, random_before)
-            captured_pass = captured.passes[micro_step == 0, shape_of(eager.batch)]
+            captured_pass = captured.passes[self._key(micro_step, eager.batch, eager.sync)]
             losses.append(self._replay(captured_pass, eager.batch, micro_step))
-            if not all(map(torch.equal, read_device_states(self._devices), random_after)):
-                raise NotCapturable("a replay draws more or fewer random numbers")
+            states = read_device_states(self._devices)
+            draws_alike = draws_alike and all(map(torch.equal, states, random_after))
+        if self.strategy.captures_exchange:
+            self.strategy.world.heartbeat()
+        # Raise this after all passes, in which other ranks may wait for messages.
+        if self._is_on_any_rank(not draws_alike):
+            raise NotCapturable("a replay draws more or fewer random numbers")
         gradients = copy_list(captured.gradients)
-        # The optimizer reads the gradients of all ranks, which are communicated outside the graphs.
-        for gradient, reduced in zip(captured.gradients, evidence.reduced, strict=True):
-            if gradient is not None and reduced is not None:
-                gradient.copy_(reduced)
         total = torch.stack(losses).sum()
         if captured.update:
             captured.loss.copy_(total)
@@ -482,16 +559,24 @@ class GraphSteps(EagerSteps):
         """
         self._say(f"  graphs: the step is launched kernel by kernel: {reason}")
         self._reason = reason
-        self.forget()
-        assert self.recorder
-        self.recorder.close()
-        self.recorder = None
+        self._drop()
+        self.close()
 
     def forget(self) -> None:
         """Drop the captured step, because other micro-batch shapes or other parameters follow.
 
-        A later step may be captured again, unless captures were given up.
+        A later step may be captured again, unless captures were given up. All ranks call this
+        before the same step.
         """
+        self._drop()
+        self._is_settled = not self.strategy.captures_exchange
+
+    def close(self) -> None:
+        if self.recorder:
+            self.recorder.close()
+            self.recorder = None
+
+    def _drop(self) -> None:
         self.captured = None
         self._evidence = None
         self._tries = 0

@@ -75,6 +75,9 @@ class EagerSteps:
     def forget(self) -> None:
         """Drop the captured step, because other micro-batch shapes or other parameters follow."""
 
+    def close(self) -> None:
+        """Release all CUDA graphs. NCCL waits for them before it leaves a process group."""
+
     @property
     def kind(self) -> str | None:
         """How steps are computed: "launched" (kernel by kernel) or "replayed" (as a CUDA graph).

@@ -353,7 +353,7 @@ def test_a_mutant_is_found(name):
     mutant = MUTANTS[name]
     words = f"{FOUR} {SGD}"
     patches, kind = (mutant, Several) if isinstance(mutant, list) else ([], mutant)
-    blind = [(step_graphs, "find_difference", lambda evidence, live, precision, replay: None)]
+    blind = [(step_graphs, "find_difference", lambda *_: None)]
     try:
         played = replayed(words, True, [*patches, *blind], kind)
     except NotFiniteError:

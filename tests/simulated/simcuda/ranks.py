@@ -21,6 +21,10 @@ SHARDED = (
 )
 CASES = {
     "ddp": "mode=ddp accumulate=2 clip_grad_norm=1 ema=0.9 save.every_steps=1",
+    "ddp with graphs": "mode=ddp accumulate=2 graphs=true data.samples=192 clip_grad_norm=1",
+    "ddp with graphs and sync_bn": (
+        "mode=ddp model.name=cnn sync_bn=true graphs=true data.samples=192 ddp.compress=bf16"
+    ),
     "ddp with sync_bn": "mode=ddp model.name=cnn sync_bn=true ema=0.9",
     "pipeline": (
         "mode=pipeline model.name=cnn pipeline.microbatches=4 clip_grad_norm=1 "
@@ -44,7 +48,8 @@ OF_SHARDS = {
 ALLOWED = {
     # Averaging weights is no training step, and on one card it goes over the host.
     "local_sgd on one card": {
-        (kind, "modes/local_sgd.py LocalSGD._average") for kind in ("D2H", "H2D")
+        ("D2H", "modes/local_sgd.py LocalSGD._average"),
+        ("H2D", "modes/flattening.py unflatten_into"),
     },
     "fsdp": OF_SHARDS,
     # The host waits for the gradients that it works on: in torch, and for what else is on its way.
@@ -91,6 +96,7 @@ def both() -> dict[str, Any]:
             "cpu": actual[f"{name}-cpu-0"]["losses"],
             "errors": [rank["errors"] for rank in ranks],
             "held": [rank["held"] for rank in ranks],
+            "graphs": ranks[0]["graphs"],
             "waits": [place for rank in ranks for place in rank["waits"]],
         }
     return cases
@@ -138,7 +144,10 @@ def _rank(
     port: str,
 ) -> None:
     from tests.simulated.simcuda import runs
+    from trainer.modes import gradient_buckets
 
+    gradient_buckets.FIRST_BUCKET = 64
+    gradient_buckets.BUCKET = 1024
     place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in place.items()})
@@ -146,12 +155,14 @@ def _rank(
     if kind == "cuda":
         trained = runs.train_on_cuda(words, output, 2, own=rank == 0)
     else:
+        words = words.replace("graphs=true", "graphs=false")
         trained = runs.train_on_cpu(words, output, own=rank == 0)
     stages = 2 if "more stages" in name else 1
     actual = {
         "losses": trained.losses,
         "errors": trained.errors,
         "held": trained.held,
+        "graphs": trained.result.get("graphs"),
         "waits": sorted(
             place
             for place, count in trained.waits_in_steps().items()

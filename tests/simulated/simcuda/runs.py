@@ -55,6 +55,7 @@ MEASURING = frozenset(
 IN_A_STEP = "training.loop.train_epoch"
 NOT_EVERY_STEP = (
     "training.noticing.compare_passes",
+    "training.step_graphs.GraphSteps.capture",
     "training.rank_sync.RankSync.after_step",
     "training.reporting.log_step",
     "training.snapshots.Snapshots.save",

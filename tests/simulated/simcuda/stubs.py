@@ -25,6 +25,7 @@ from torch._utils import (
 from torch.nn.parallel import comm
 from torch.utils import _foreach_utils as grouping
 
+from tests.simulated.simcuda.collectives import on_its_stream
 from tests.simulated.simcuda.functions import Functions, answers, index_of
 from tests.simulated.simcuda.kernels import Kernels
 from tests.simulated.simcuda.machine import Card, Machine
@@ -68,6 +69,8 @@ def _stubs(machine: Machine) -> dict[Any, dict[str, Any]]:
         dist: {
             "init_process_group": _gloo_for_nccl(dist.init_process_group),
             "is_nccl_available": lambda: True,
+            "all_reduce": on_its_stream(dist.all_reduce, machine),
+            "broadcast": on_its_stream(dist.broadcast, machine),
             "Reducer": _reducer(machine),
         },
         torch._C: {

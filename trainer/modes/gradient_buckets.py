@@ -1,0 +1,169 @@
+"""Sums of gradients over the ranks that start while the backward pass still runs, in Python.
+
+`torch.nn.parallel.DistributedDataParallel` (DDP) does the same in C++, and keeps state on the host
+that the replay of a CUDA graph would not change. So `ddp` uses these sums for passes that are
+captured. Buckets are as in section 3.2.3 of Li et al. (arXiv:2006.15704).
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.distributed.world import World
+from trainer.errors import RecipeError
+
+# Maximum number of bytes of the first bucket, and of every other one, as in DDP. The first bucket
+# is small, so that the exchange starts early.
+FIRST_BUCKET = 1 << 20
+BUCKET = 25 << 20
+
+
+@dataclass
+class Bucket:
+    """Parameters whose gradients are summed by one message.
+
+    Attributes:
+        parameters: Parameters of one data type.
+        missing: The parameters, by id, whose gradients the running pass has not computed yet.
+        message: Flat gradients that are being sent.
+        work: The running sum. None before it starts.
+    """
+
+    parameters: list[Tensor] = field(default_factory=list)
+    missing: set[int] = field(default_factory=set)
+    message: Tensor | None = None
+    work: Any = None
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+
+
+def fill_buckets(parameters: Sequence[Tensor]) -> list[Bucket]:
+    """Distribute parameters over buckets.
+
+    Args:
+        parameters: In the order in which the backward pass computes their gradients.
+
+    Returns:
+        The buckets, in the order in which they become complete.
+    """
+    buckets: list[Bucket] = []
+    # Free bytes of the last bucket of each data type, and the bucket.
+    last: dict[torch.dtype, tuple[int, Bucket]] = {}
+    for parameter in parameters:
+        free, bucket = last.get(parameter.dtype, (0, None))
+        if bucket is None or free < parameter.nbytes:
+            free = BUCKET if buckets else FIRST_BUCKET
+            bucket = Bucket()
+            buckets.append(bucket)
+        bucket.parameters.append(parameter)
+        last[parameter.dtype] = free - parameter.nbytes, bucket
+    places = {id(parameter): place for place, parameter in enumerate(parameters)}
+    return sorted(buckets, key=lambda bucket: places[id(bucket.parameters[-1])])
+
+
+class GradientBuckets:
+    """Sums gradients over all ranks, each bucket as soon as the backward pass has computed it."""
+
+    def __init__(self, world: World, parameters: Sequence[Tensor], compress: bool) -> None:
+        """Register a hook for each parameter.
+
+        Args:
+            world: The ranks.
+            parameters: As in `fill_buckets`, in the same order on all ranks.
+            compress: Whether to send bf16.
+        """
+        self._world = world
+        self._compress = compress
+        self.buckets = fill_buckets(parameters)
+        # Number of buckets whose sums have started in this pass.
+        self._started = 0
+        self._is_active = False
+        self._hooks = []
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                note = partial(self._note_gradient, bucket)
+                hook = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+                self._hooks.append(hook)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @contextmanager
+    def sum_in_pass(self) -> Iterator[None]:
+        """Sum the gradients of the backward pass in this block; the sums are complete at its end.
+
+        The block has one backward pass. If a parameter got no gradient, nothing is copied back, and
+        `is_complete` is False.
+        """
+        for bucket in self.buckets:
+            bucket.missing = {id(parameter) for parameter in bucket.parameters}
+            bucket.work = None
+        self._started = 0
+        self._is_active = True
+        try:
+            yield
+        finally:
+            self._is_active = False
+        if self.is_complete:
+            for bucket in self.buckets:
+                self._finish(bucket)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last pass computed the gradients of all parameters."""
+        return self._started == len(self.buckets)
+
+    def _note_gradient(self, bucket: Bucket, parameter: Tensor) -> None:
+        """Start the sums of complete buckets, on all ranks in the same order."""
+        if not self._is_active:
+            return
+        if id(parameter) not in bucket.missing:
+            raise RecipeError(
+                "the backward pass computes a gradient in two parts, of which the first may have "
+                "been sent to other ranks: use checkpoint(..., use_reentrant=False), or "
+                "graphs=false"
+            )
+        bucket.missing.remove(id(parameter))
+        while not self.is_complete and not self.buckets[self._started].missing:
+            self._start(self.buckets[self._started])
+            self._started += 1
+
+    def _start(self, bucket: Bucket) -> None:
+        gradients = bucket.gradients
+        row = torch.empty(
+            sum(map(Tensor.numel, gradients)),
+            dtype=gradients[0].dtype,
+            device=gradients[0].device,
+        )
+        torch._foreach_copy_(_view_as(row, gradients), gradients)
+        bucket.message = row.bfloat16() if self._compress else row
+        bucket.work = self._world.start_sum(bucket.message)
+
+    def _finish(self, bucket: Bucket) -> None:
+        assert bucket.message is not None
+        self._world.wait(bucket.work)
+        gradients = bucket.gradients
+        torch._foreach_copy_(gradients, _view_as(bucket.message, gradients))
+        bucket.message = None
+        bucket.work = None
+
+
+def _view_as(row: Tensor, gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return consecutive views of a flat tensor that have the shapes and strides of `gradients`.
+
+    With other strides, torch would make an additional copy.
+    """
+    sizes = [gradient.numel() for gradient in gradients]
+    views = []
+    for flat, gradient in zip(torch.split(row, sizes), gradients, strict=True):
+        views.append(flat.as_strided(gradient.shape, gradient.stride(), flat.storage_offset()))
+    return views

@@ -354,6 +354,7 @@ class OptimizerRecipe(_Section):
         None,
         "images per step that lr is meant for; lr scales with batch_size; null: it does not",
         256,
+        le=2**24,
     )
     layer_decay: Share | None = key(
         None, "a block's learning rate as a share of the next block's; null: 1", 0.75

@@ -126,7 +126,9 @@ def run_variant(name: str, options: argparse.Namespace) -> float:
             command = [__file__, "--child", name, "--file", f"{folder}/rate"]
             for key in ("model", "batch", "steps"):
                 command += [f"--{key}", str(getattr(options, key))]
-        subprocess.run([sys.executable, *torchrun, *command], env=env, check=True, stdout=-3)
+        subprocess.run(
+            [sys.executable, *torchrun, *command], env=env, check=True, stdout=subprocess.DEVNULL
+        )
         if name == "trainer":
             result = json.loads(Path(folder, "run", "result.json").read_text())
             return float(result["throughput"]["samples_per_sec"])

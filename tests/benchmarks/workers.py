@@ -1,9 +1,12 @@
-"""How well two workers share a machine: DDP against two independent processes, Hogwild and local
-SGD against one.
+"""How well two workers share a machine: DDP against two independent processes, a pipeline against
+DDP, Hogwild and local SGD against one.
 
-    python tests/benchmarks/workers.py ddp --batch 384       # ResNet-50, 64 px, synthetic; also
-    --batch 96 python tests/benchmarks/workers.py hogwild               # small CNN, 32 px, batch 32
-    a worker python tests/benchmarks/workers.py local_sgd
+    # ResNet-50, 64 px, synthetic; also --batch 96
+    python tests/benchmarks/workers.py ddp --batch 384
+    python tests/benchmarks/workers.py pipeline --batch 384
+    # Small CNN, 32 px, batch 32 a worker
+    python tests/benchmarks/workers.py hogwild
+    python tests/benchmarks/workers.py local_sgd
 
 Every process has one thread. The variants alternate; each is a fresh `python -m trainer` and its
 figure is the throughput of its result.json, averaging and waiting included, start, evaluation and
@@ -50,7 +53,7 @@ class Run:
 
 
 def ddp(options: argparse.Namespace) -> tuple[list[list[str]], list[list[str]]]:
-    """DDP over two ranks, and two single processes with half the batch each."""
+    """DDP over two ranks and two processes with half the batch each, or a pipeline and DDP."""
     words = [
         "model.name=resnet50",
         "data.name=synthetic",
@@ -65,7 +68,10 @@ def ddp(options: argparse.Namespace) -> tuple[list[list[str]], list[list[str]]]:
         f"batch_size={options.batch // 2}",
         f"max_steps={options.steps}",
     ]
-    return [[*words, "mode=ddp", "nproc=2", f"batch_size={options.batch}"]], [alone, alone]
+    two = [*words, "nproc=2", f"batch_size={options.batch}"]
+    if options.mode == "pipeline":
+        return [[*two, "mode=pipeline"]], [[*two, "mode=ddp"]]
+    return [[*two, "mode=ddp"]], [alone, alone]
 
 
 def together(options: argparse.Namespace) -> tuple[list[list[str]], list[list[str]]]:
@@ -94,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("mode", choices=["ddp", "hogwild", "local_sgd"])
+    parser.add_argument("mode", choices=["ddp", "pipeline", "hogwild", "local_sgd"])
     parser.add_argument("--batch", type=int, default=384)
     parser.add_argument("--size", type=int, default=64)
     parser.add_argument(
@@ -102,16 +108,19 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    options.steps = options.steps or (6 if options.mode == "ddp" else 500)
-    variants = (ddp if options.mode == "ddp" else together)(options)
+    is_large = options.mode in ("ddp", "pipeline")
+    options.steps = options.steps or (6 if is_large else 500)
+    variants = (ddp if is_large else together)(options)
     rates: list[list[float]] = [[], []]
     for _ in range(options.rounds):
         for candidate, words in zip(rates, variants, strict=True):
             runs = [Run(one) for one in words]
             candidate.append(sum(run.rate() for run in runs))
     ratios = [two / one for two, one in zip(*rates, strict=True)]
-    against = "two independent processes" if options.mode == "ddp" else "one worker"
-    name = f"ddp, batch {options.batch}" if options.mode == "ddp" else options.mode
+    against = {"ddp": "two independent processes", "pipeline": "ddp"}.get(
+        options.mode, "one worker"
+    )
+    name = f"{options.mode}, batch {options.batch}" if is_large else options.mode
     print(
         f"{name}: {statistics.median(rates[0]):.1f} images/s, {against}: "
         f"{statistics.median(rates[1]):.1f}; ratio {statistics.median(ratios):.3f} "

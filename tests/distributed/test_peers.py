@@ -163,21 +163,6 @@ def test_a_setting_of_this_machine(error, says, monkeypatch):
     assert code == 3 and all(part in line for part in says)
 
 
-@pytest.mark.parametrize(
-    ("environment", "value"),
-    [
-        ({}, None),
-        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, None),
-        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}, "0"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "0"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "1"}, "1"),
-    ],
-)
-def test_expandable_segments_are_not_registered_for_graphs(environment, value):
-    peers.prepare_nccl(environment)
-    assert environment.get("NCCL_GRAPH_REGISTER") == value
-
-
 def test_a_wrong_sum_is_found(monkeypatch):
     def all_reduce(numbers, spoilt=0):
         other = torch.arange(len(numbers)) * 2 + 1  # rank 1's part

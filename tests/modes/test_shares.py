@@ -28,7 +28,12 @@ from trainer.memory.needs import count_fitting_images
 from trainer.modes import Context, Strategy
 from trainer.recipe import TRAITS, load
 from trainer.recipe.checks import check_processes
-from trainer.recipe.shares import count_rows, divide_in_proportion, divide_within_limits
+from trainer.recipe.shares import (
+    check_shares,
+    count_rows,
+    divide_in_proportion,
+    divide_within_limits,
+)
 from trainer.training import loop
 from trainer.training.initial_model import build_for_dataset
 from trainer.training.parts import TrainingPosition
@@ -290,6 +295,14 @@ def test_measured_shares_are_kept_for_a_resumed_run(unlike, reference):
     unlike("ddp", "0.001,0.003", *words, "resume=auto")
     assert 40 <= result(run)["shares"][0] <= 56
     assert_same_training(run, reference)
+
+
+@pytest.mark.parametrize("option", ["sync_bn", "graphs"])
+def test_ranks_that_wait_for_each_other_in_a_pass_cannot_be_timed(option):
+    words = ["mode=ddp", f"{option}=true"]
+    with pytest.raises(RecipeError, match=f"{option}=false"):
+        check_shares(load(None, *words, "shares=auto"), 2)
+    check_shares(load(None, *words, "shares=[3,1]"), 2)
 
 
 @pytest.mark.parametrize("shares", ["auto", "[3,1]"])

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from trainer.devices import health
@@ -215,18 +215,6 @@ def summary_line(error: BaseException) -> str:
         return type(error).__name__
     last_line = re.sub(PLACE, "", message.splitlines()[-1], count=1).strip()
     return last_line.partition(". This is typically")[0][:200]
-
-
-def prepare_nccl(environment: MutableMapping[str, str]) -> None:
-    """Set the variables of NCCL that CUDA graphs with collectives need, unless the user sets them.
-
-    NCCL registers the memory of a captured collective. With expandable segments, which do not stay
-    where they are, a replay may then access invalid memory (NVIDIA/Megatron-LM issue 5474).
-    """
-    allocator = environment.get("PYTORCH_ALLOC_CONF", "")
-    allocator += environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    if "expandable_segments:True" in allocator:
-        environment.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
 def check_sums(device: torch.device, rank: int, size: int) -> None:

@@ -18,7 +18,6 @@ from trainer.distributed.peers import (
     check_devices,
     check_sums,
     explain_no_answer,
-    prepare_nccl,
     translate_peer_errors,
 )
 from trainer.errors import PeerError, SetupError, TrainerError, explain_in_one_line
@@ -125,7 +124,10 @@ class World:
         import torch.distributed as dist
 
         if self.nccl:
-            prepare_nccl(os.environ)
+            # NCCL may register the memory of captured collectives, which saves a copy. It then
+            # needs all ranks for a capture, and has hung or accessed invalid memory (NVIDIA/nccl
+            # issue 2389, NVIDIA/Megatron-LM issue 5474).
+            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
             # The current device is set per thread, and `connect` calls this in a new thread.
             torch.cuda.set_device(self.device)
             backend = "cpu:gloo,cuda:nccl"

@@ -169,10 +169,12 @@ def _predict_replica(
     is_parallel = layout.processes > 1
     exchanges = recipe.traits.exchanges
     activations = model.whole(rows, gradients=True).peak
-    # ddp.compress copies gradients to bf16. The copies of all gradients may exist at the same time,
-    # but then the activations have been freed.
+    # The messages of all gradients may exist at the same time, but then the activations have been
+    # freed. Without ddp.compress or graphs, gradients are views of their messages.
     if is_parallel and recipe.ddp.compress:
         activations = max(activations, resident.gradients // 2)
+    elif is_parallel and recipe.graphs is True and exchanges == "gradients":
+        activations = max(activations, resident.gradients)
     if recipe.pieces > 1 or (exchanges == "gradients" and is_parallel):
         # Gradients stay allocated from step to step, because passes or buckets add to them.
         working = resident.gradients + activations

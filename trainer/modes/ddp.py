@@ -79,8 +79,8 @@ def average_in_bf16(bucket: GradBucket, ranks: int) -> torch.futures.Future[Tens
     return summed.then(write_mean)
 
 
-def _note_place(order: list[int], place: int, _: Tensor) -> None:
-    order.append(place)
+def _note_index(order: list[int], index: int, _: Tensor) -> None:
+    order.append(index)
 
 
 def swallow_unused_warning() -> None:
@@ -103,15 +103,14 @@ def swallow_unused_warning() -> None:
 class DistributedDataParallel(Strategy):
     """A replica of the model on every rank, whose gradients are averaged over the ranks.
 
-    Eager passes use `torch.nn.parallel.DistributedDataParallel` (DDP). Gradients are then views of
-    DDP's buckets, and if a step has several passes, all except the last one use `no_sync`. With
-    CUDA graphs, `GradientBuckets` sums the gradients instead, in eager passes, too, so that a
-    replay on one rank and an eager pass on another one exchange the same messages. A single rank
-    uses neither.
+    Without CUDA graphs, `torch.nn.parallel.DistributedDataParallel` (DDP) does this. Gradients are
+    then views of DDP's buckets, and if a step has several passes, all except the last one use
+    `no_sync`. With CUDA graphs, `GradientBuckets` sums the gradients, in the eager passes before
+    the capture, too. A single rank uses neither.
     """
 
     wrapped: nn.parallel.DistributedDataParallel | None = None
-    buckets: GradientBuckets | None = None
+    gradient_buckets: GradientBuckets | None = None
 
     def to_device(self, model: nn.Module) -> None:
         self._broadcasts = read_in_training(model)
@@ -145,16 +144,12 @@ class DistributedDataParallel(Strategy):
             self._probe_inputs = inputs
             has_unused = self.world.is_any(has_unused)
             if self.captures_exchange and has_unused:
-                raise RecipeError(
-                    f"model.name={self.recipe.model.name} leaves parameters unused, which ranks "
-                    "report to each other within a pass, and a CUDA graph cannot capture that: set "
-                    "graphs=false"
-                )
+                raise self._describe_unused()
             if has_unused:
                 swallow_unused_warning()
             try:
                 if self.captures_exchange:
-                    self.buckets = self._make_buckets(inputs)
+                    self.gradient_buckets = self._make_buckets(inputs)
                 else:
                     self._replicate(inputs, find_unused_parameters=has_unused)
             except RuntimeError as error:
@@ -223,8 +218,8 @@ class DistributedDataParallel(Strategy):
         order: list[int] = []
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         hooks = []
-        for place, parameter in enumerate(trained):
-            note = partial(_note_place, order, place)
+        for index, parameter in enumerate(trained):
+            note = partial(_note_index, order, index)
             hook = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
             hooks.append(hook)
         with torch.compiler.set_stance("force_eager"):
@@ -232,13 +227,15 @@ class DistributedDataParallel(Strategy):
         for hook in hooks:
             hook.remove()
         # A gradient in two parts is in the order twice, and the hooks of the buckets refuse it.
-        order = self.world.broadcast_object([*dict.fromkeys(order)])
-        ordered = [trained[place] for place in order]
+        order = [*dict.fromkeys(order)]
+        if self.world.is_any(len(order) < len(trained)):
+            raise self._describe_unused()
+        ordered = [trained[index] for index in self.world.broadcast_object(order)]
         self.has_local_passes = not self.recipe.sync_bn
         return GradientBuckets(self.world, ordered, self.recipe.ddp.compress == "bf16")
 
     def check_gradients(self) -> None:
-        if self.wrapped is None and self.buckets is None:
+        if self.wrapped is None and self.gradient_buckets is None:
             return
         # DDP copies rank 0's buffers to all ranks before a pass. The passes without DDP must start
         # from the same buffers.
@@ -270,10 +267,12 @@ class DistributedDataParallel(Strategy):
 
     def _gradients_together(self) -> dict[str, Tensor]:
         """Return the gradients of one pass, averaged over the ranks."""
-        if self.buckets is None:
+        if self.gradient_buckets is None:
             assert self.wrapped is not None
             return self._gradients_of(self.wrapped)
-        sums = self._gradients_of(self.module, self.buckets.sum_in_pass())
+        sums = self._gradients_of(self.module, self.gradient_buckets.sum_in_pass())
+        if not self.gradient_buckets.is_complete:
+            raise self._describe_left_out()
         return {name: total / self.world.size for name, total in sums.items()}
 
     def _gradients_of(
@@ -364,10 +363,10 @@ class DistributedDataParallel(Strategy):
         weight: float,
         sync: bool = True,
     ) -> Tensor:
-        if self.buckets and sync:
-            with self.buckets.sum_in_pass():
+        if self.gradient_buckets and sync:
+            with self.gradient_buckets.sum_in_pass():
                 loss = super().forward_backward(batch, weight, sync)
-            if not self.buckets.is_complete:
+            if not self.gradient_buckets.is_complete:
                 raise self._describe_left_out()
             return loss
         if self.wrapped is None:
@@ -385,6 +384,12 @@ class DistributedDataParallel(Strategy):
                 # averages.
                 raise self._describe_left_out() from None
         return loss
+
+    def _describe_unused(self) -> RecipeError:
+        return RecipeError(
+            f"model.name={self.recipe.model.name} leaves parameters unused, and with graphs=true "
+            "ranks exchange all gradients: set graphs=false"
+        )
 
     def _describe_left_out(self) -> RecipeError:
         return RecipeError(
@@ -408,9 +413,9 @@ class DistributedDataParallel(Strategy):
         holds the interpreter's lock, which that thread may need to free its last tensor. With torch
         2.11, one run in several dozen would hang.
         """
-        if self.buckets:
-            self.buckets.close()
-        self.buckets = None
+        if self.gradient_buckets:
+            self.gradient_buckets.close()
+        self.gradient_buckets = None
         self.wrapped = None
 
     def communication(

@@ -5,6 +5,7 @@ that the replay of a CUDA graph would not change. So `ddp` uses these sums for p
 captured. Buckets are as in section 3.2.3 of Li et al. (arXiv:2006.15704).
 """
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,12 +29,14 @@ class Bucket:
     """Parameters whose gradients are summed by one message.
 
     Attributes:
+        free: Number of bytes for further parameters.
         parameters: Parameters of one data type.
         missing: The parameters, by id, whose gradients the running pass has not computed yet.
         message: Flat gradients that are being sent.
         work: The running sum. None before it starts.
     """
 
+    free: int
     parameters: list[Tensor] = field(default_factory=list)
     missing: set[int] = field(default_factory=set)
     message: Tensor | None = None
@@ -41,7 +44,9 @@ class Bucket:
 
     @property
     def gradients(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self.parameters]
+        assert all(gradient is not None for gradient in gradients)
+        return gradients  # type: ignore[return-value]
 
 
 def fill_buckets(parameters: Sequence[Tensor]) -> list[Bucket]:
@@ -54,18 +59,18 @@ def fill_buckets(parameters: Sequence[Tensor]) -> list[Bucket]:
         The buckets, in the order in which they become complete.
     """
     buckets: list[Bucket] = []
-    # Free bytes of the last bucket of each data type, and the bucket.
-    last: dict[torch.dtype, tuple[int, Bucket]] = {}
+    # The bucket of each data type that is not full.
+    filling: dict[torch.dtype, Bucket] = {}
     for parameter in parameters:
-        free, bucket = last.get(parameter.dtype, (0, None))
-        if bucket is None or free < parameter.nbytes:
-            free = BUCKET if buckets else FIRST_BUCKET
-            bucket = Bucket()
+        bucket = filling.get(parameter.dtype)
+        if bucket is None or bucket.free < parameter.nbytes:
+            bucket = Bucket(free=BUCKET if buckets else FIRST_BUCKET)
             buckets.append(bucket)
+            filling[parameter.dtype] = bucket
         bucket.parameters.append(parameter)
-        last[parameter.dtype] = free - parameter.nbytes, bucket
-    places = {id(parameter): place for place, parameter in enumerate(parameters)}
-    return sorted(buckets, key=lambda bucket: places[id(bucket.parameters[-1])])
+        bucket.free -= parameter.nbytes
+    turns = {id(parameter): turn for turn, parameter in enumerate(parameters)}
+    return sorted(buckets, key=lambda bucket: turns[id(bucket.parameters[-1])])
 
 
 class GradientBuckets:
@@ -86,9 +91,12 @@ class GradientBuckets:
         self._started = 0
         self._is_active = False
         self._hooks = []
-        for bucket in self.buckets:
+        # Hooks of tensors are invisible to the garbage collector, so they do not refer to this
+        # object, which refers to the tensors.
+        reference = weakref.ref(self)
+        for index, bucket in enumerate(self.buckets):
             for parameter in bucket.parameters:
-                note = partial(self._note_gradient, bucket)
+                note = partial(_note_gradient, reference, index)
                 hook = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
                 self._hooks.append(hook)
 
@@ -106,46 +114,54 @@ class GradientBuckets:
         """
         for bucket in self.buckets:
             bucket.missing = {id(parameter) for parameter in bucket.parameters}
-            bucket.work = None
         self._started = 0
         self._is_active = True
         try:
             yield
+            if self.is_complete:
+                for bucket in self.buckets:
+                    self._finish(bucket)
         finally:
             self._is_active = False
-        if self.is_complete:
             for bucket in self.buckets:
-                self._finish(bucket)
+                bucket.message = None
+                bucket.work = None
 
     @property
     def is_complete(self) -> bool:
         """Whether the last pass computed the gradients of all parameters."""
         return self._started == len(self.buckets)
 
-    def _note_gradient(self, bucket: Bucket, parameter: Tensor) -> None:
-        """Start the sums of complete buckets, on all ranks in the same order."""
+    def note_gradient(self, index: int, parameter: Tensor) -> None:
+        """Start the sums of complete buckets, on all ranks in the same order.
+
+        Args:
+            index: Index of the bucket of the parameter.
+            parameter: A parameter whose gradient has been computed.
+        """
         if not self._is_active:
             return
-        if id(parameter) not in bucket.missing:
+        missing = self.buckets[index].missing
+        if id(parameter) not in missing:
             raise RecipeError(
                 "the backward pass computes a gradient in two parts, of which the first may have "
                 "been sent to other ranks: use checkpoint(..., use_reentrant=False), or "
                 "graphs=false"
             )
-        bucket.missing.remove(id(parameter))
+        missing.remove(id(parameter))
         while not self.is_complete and not self.buckets[self._started].missing:
             self._start(self.buckets[self._started])
             self._started += 1
 
     def _start(self, bucket: Bucket) -> None:
         gradients = bucket.gradients
-        row = torch.empty(
+        flat = torch.empty(
             sum(map(Tensor.numel, gradients)),
             dtype=gradients[0].dtype,
             device=gradients[0].device,
         )
-        torch._foreach_copy_(_view_as(row, gradients), gradients)
-        bucket.message = row.bfloat16() if self._compress else row
+        torch._foreach_copy_(_view_as(flat, gradients), gradients)
+        bucket.message = flat.bfloat16() if self._compress else flat
         bucket.work = self._world.start_sum(bucket.message)
 
     def _finish(self, bucket: Bucket) -> None:
@@ -153,17 +169,21 @@ class GradientBuckets:
         self._world.wait(bucket.work)
         gradients = bucket.gradients
         torch._foreach_copy_(gradients, _view_as(bucket.message, gradients))
-        bucket.message = None
-        bucket.work = None
 
 
-def _view_as(row: Tensor, gradients: Sequence[Tensor]) -> list[Tensor]:
+def _note_gradient(reference: weakref.ref[GradientBuckets], index: int, parameter: Tensor) -> None:
+    buckets = reference()
+    if buckets is not None:
+        buckets.note_gradient(index, parameter)
+
+
+def _view_as(flat: Tensor, gradients: Sequence[Tensor]) -> list[Tensor]:
     """Return consecutive views of a flat tensor that have the shapes and strides of `gradients`.
 
     With other strides, torch would make an additional copy.
     """
     sizes = [gradient.numel() for gradient in gradients]
     views = []
-    for flat, gradient in zip(torch.split(row, sizes), gradients, strict=True):
-        views.append(flat.as_strided(gradient.shape, gradient.stride(), flat.storage_offset()))
+    for part, gradient in zip(torch.split(flat, sizes), gradients, strict=True):
+        views.append(part.as_strided(gradient.shape, gradient.stride(), part.storage_offset()))
     return views

@@ -51,8 +51,8 @@ class Measures:
             self.forward_watch = Stopwatch(device, every)
         # This stopwatch measures exchanges between replicas that no computation hides.
         self.averaging = Stopwatch(context.world.device)
-        # `step_graphs` sets this to True because it measures whole passes itself. Passes that may
-        # be replayed contain no collective, so their times are comparable too.
+        # `step_graphs` sets this to True because it measures whole passes itself, except those in
+        # which ranks exchange gradients.
         self.is_timed_by_graphs = False
         # Description of the blocks whose activations are recomputed, for reports; None if no block
         # recomputes.

@@ -278,8 +278,8 @@ def explain_eager_steps(recipe: Recipe, processes: int) -> str | None:
         return refuses["graphs"]
     if processes > 1 and recipe.graphs == "auto" and recipe.traits.exchanges == "gradients":
         return (
-            "DDP exchanges gradients in the backward pass; graphs=true captures passes with their "
-            "exchange"
+            "graphs were not measured on several GPUs; graphs=true captures passes with their "
+            "exchange of gradients"
         )
     return None
 

@@ -102,13 +102,18 @@ def check_shares(recipe: Recipe, processes: int) -> None:
 
     Raises:
         RecipeError: a process would have no image, the number of proportions is wrong, or
-            several processes have both shares=auto and sync_bn=true.
+            several processes have shares=auto and an option with which passes wait for each other.
     """
-    if recipe.shares == "auto" and recipe.sync_bn and processes > 1:
-        raise RecipeError(
-            "shares=auto times each rank's passes, in which ranks wait for each other with "
-            "sync_bn=true: type numbers, as in shares=[3,1], or sync_bn=false"
-        )
+    if recipe.shares == "auto" and processes > 1:
+        # Replayed passes contain the exchange of gradients.
+        has_captured_exchange = recipe.graphs is True and recipe.traits.exchanges == "gradients"
+        waiting = (("sync_bn", recipe.sync_bn), ("graphs", has_captured_exchange))
+        for option, is_on in waiting:
+            if is_on:
+                raise RecipeError(
+                    "shares=auto times each rank's passes, in which ranks wait for each other with "
+                    f"{option}=true: type numbers, as in shares=[3,1], or {option}=false"
+                )
     numbers = fixed_shares(recipe)
     every = count_units(recipe)
     if not numbers:

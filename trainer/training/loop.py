@@ -219,6 +219,9 @@ def train_epoch(run: Run, epoch: int) -> None:
         data_wait = 0.0
         loss = None
         if steps.should_capture:
+            if strategy.captures_exchange:
+                # The host will wait for the device, and so for the other ranks.
+                run.world.heartbeat()
             with run.ledger.span(f"{START}recording"), run.timer.pause():
                 steps.capture()
         steps.begin(state.lr)
@@ -287,6 +290,7 @@ def train_epoch(run: Run, epoch: int) -> None:
         files = []
         if should_evaluate and step < state.total_steps:
             files = evaluate_within_epoch(run, epoch, speed)
+            steps.check()
             batches = open_batches(run, stop)
         # If a callback has ended the run here, `end_epoch` saves the checkpoint of this step.
         is_over = step >= state.total_steps

@@ -227,6 +227,7 @@ def resolve_and_build(opened: Opened, build: Callable[[Resolved], Run]) -> Run:
         recipe = recipe.replace(accumulate=number)
         if probe_run:
             probe_run.loader.close()
+            probe_run.strategy.close()
             probe_run = None
             # Reference cycles keep the probe's device memory until they are collected.
             release_garbage()
@@ -329,13 +330,18 @@ def _measure_load(run: Run, rows: int, passes: int) -> float:
             load = math.inf
     if not apart:
         strategy.reduce_gradients()
+    # At the end of a pass with captured exchanges, a message of each gradient exists, too.
+    at_the_end = 0
+    if strategy.captures_exchange and world.device.type == "cuda":
+        gradients = [p.grad for p in strategy.named_parameters().values() if p.grad is not None]
+        at_the_end = torch.cuda.memory_allocated(world.device) + count_bytes(*gradients)
     run.state.updater.zero_grad()
     sharing = world.sharing()
     for device in devices:
         # If several ranks share the device, each is assumed to have reserved as much as this rank.
         free = free_memory(device) + sharing * torch.cuda.memory_reserved(device)
         available = compute_usable_bytes(free, sharing)
-        load = max(load, peak_memory(device) / max(1.0, available))
+        load = max(load, max(peak_memory(device), at_the_end) / max(1.0, available))
     return float(world.max_(torch.tensor(load)))
 
 

@@ -10,18 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from trainer.data import Batch
+from trainer.devices.cuda_graphs import NotCapturable
+from trainer.errors import is_out_of_memory
 from trainer.models.equivalence import NOISE, TOLERANCE, relative_error
 from trainer.models.host_state import list_held_tensors
+from trainer.modes.base import Strategy
 from trainer.modes.state import ModelState
 from trainer.optim.optimization import Updater
 from trainer.optim.optimizers import name_optimizer_state
 
+Made = TypeVar("Made")
 # When the changes of a weight in two computations of a step are compared, a difference up to this
 # fraction of the weight's norm is always tolerated, because rounding of the weight can cause it.
 ULP = 2.0**-22
@@ -127,6 +131,9 @@ class StepResult(NamedTuple):
     gradients: Sequence[Tensor | None]
     state: Mapping[str, Tensor]
 
+    def copy(self) -> StepResult:
+        return StepResult(self.losses, copy_list(self.gradients), copy_named(self.state))
+
     def distances(
         self, other: StepResult, before: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, float]]:
@@ -157,12 +164,58 @@ class StepResult(NamedTuple):
                 yield name, relative_error(one, two)
 
 
+class ReplayingRanks:
+    """The ranks that capture and replay a step together, because they exchange messages in it.
+
+    Ranks that exchange nothing in their passes replay alone: then `is_any` and `do` look at this
+    rank only.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._world = strategy.world
+        self._are_several = strategy.captures_exchange
+
+    def is_any(self, condition: bool) -> bool:
+        """Return whether a condition holds on any rank. Collective."""
+        return self._world.is_any(condition) if self._are_several else condition
+
+    def do(self, work: Callable[[], Made]) -> Made:
+        """Return the result of work that exchanges no message, if all ranks can do it. Collective.
+
+        Without this, a rank that fails would leave the others waiting for its next message.
+
+        Raises:
+            NotCapturable: the work failed on another rank.
+        """
+        if not self._are_several:
+            return work()
+        try:
+            result = work()
+        except Exception as error:
+            self.share_reason("no memory" if is_out_of_memory(error) else str(error))
+            raise
+        reason = self.share_reason(None)
+        if reason is not None:
+            raise NotCapturable(reason)
+        return result
+
+    def share_reason(self, reason: str | None) -> str | None:
+        """Return the reason of the first rank that has one against captures. Collective."""
+        if self._world.size == 1:
+            return reason
+        reasons: list[str | None] = self._world.broadcast_object(self._world.gather(reason))
+        for rank, text in enumerate(reasons):
+            if text is not None:
+                return f"{text} (rank {rank})"
+        return None
+
+
 def find_difference(
     evidence: Evidence,
     live: Mapping[str, Tensor],
     precision: str,
     replay: Callable[[], StepResult],
-    is_any: Callable[[bool], bool] = bool,
+    ranks: ReplayingRanks,
 ) -> str | None:
     """Return the first difference between a replay and the eager step, as a message.
 
@@ -174,25 +227,26 @@ def find_difference(
         live: The live state. Afterwards its tensors have the same values as before.
         precision: The precision, which sets the tolerance.
         replay: Computes the step of the evidence by replays, from the live state.
-        is_any: Returns whether a condition holds on any of the ranks that replay together.
+        ranks: The ranks that replay together.
     """
-    if is_any(not live.keys() == evidence.before.keys() == evidence.after.keys()):
+    if ranks.is_any(not live.keys() == evidence.before.keys() == evidence.after.keys()):
         return "tensors of the model's or optimizer's state appear or disappear"
-    saved = copy_named(live)
+    saved = ranks.do(lambda: copy_named(live))
     losses = [eager.loss for eager in evidence.passes]
     eager_result = StepResult(losses, evidence.gradients, evidence.after)
     try:
         copy_into(live, evidence.before)
         first = replay()
-        distances = eager_result.distances(first, evidence.before)
-        too_far = {name: far for name, far in distances if far > TOLERANCE[precision]}
-        if not is_any(bool(too_far)):
+        distances = ranks.do(lambda: dict(eager_result.distances(first, evidence.before)))
+        too_far = {name: far for name, far in distances.items() if far > TOLERANCE[precision]}
+        if not ranks.is_any(bool(too_far)):
             return None
         # Results of the same kernels may differ from call to call. The distance of a second replay
         # from the first measures this noise.
-        first = StepResult(first.losses, copy_list(first.gradients), copy_named(first.state))
+        kept = ranks.do(first.copy)
         copy_into(live, evidence.before)
-        noise = dict(first.distances(replay(), evidence.before))
+        second = replay()
+        noise = ranks.do(lambda: dict(kept.distances(second, evidence.before)))
         for name, distance in too_far.items():
             # Unlike `>`, the condition `not <=` also holds if the distance or the noise is NaN.
             if not distance <= NOISE * noise[name]:

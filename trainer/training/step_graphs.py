@@ -6,9 +6,9 @@ step has a graph of its own, because the passes of later micro-batches add to it
 that depend on the number of the step stay outside the graphs or are tensors: inputs, learning rate,
 moving average. Timers and everything that ranks agree on stay outside too.
 
-If ranks exchange gradients in a pass, its graph contains the exchange. Ranks then capture the same
-step, and replay it together for the first time. After that, a rank that computes a step eagerly
-still exchanges the same messages as ranks that replay theirs.
+If ranks exchange gradients in a pass, its graph contains the exchange. Then all ranks capture the
+same step, and either all of them replay a step, or none does, because NCCL requires it: see "Using
+NCCL with CUDA Graphs" in its user guide.
 
 The first steps are eager: they choose kernels, compile, and allocate memory. A capture computes
 nothing. Then a replay repeats the last eager step from its initial state (`step_evidence`), and
@@ -30,7 +30,7 @@ from trainer.devices.cuda_graphs import (
     read_device_states,
     set_device_states,
 )
-from trainer.errors import is_out_of_memory
+from trainer.errors import RecipeError, is_out_of_memory
 from trainer.memory.device import free_memory
 from trainer.memory.measuring import count_bytes
 from trainer.models.host_state import find_own_hook, read_host_state, read_settings
@@ -43,6 +43,7 @@ from trainer.training import step_tuning
 from trainer.training.step_evidence import (
     EagerPass,
     Evidence,
+    ReplayingRanks,
     StepResult,
     collect_live_state,
     copy_list,
@@ -145,9 +146,10 @@ class GraphSteps(EagerSteps):
         self._step_count = 0
         self._micro_step = 0
         self._tries = 0
-        # Whether ranks exchange messages in the next call of `capture`, and whether all of them
-        # have captured the step, or given up.
-        self._meets_ranks = False
+        # Whether ranks that replay together meet in the next call of `capture`, and whether all of
+        # them have captured the step, or given up.
+        self._ranks = ReplayingRanks(strategy)
+        self._will_meet = False
         self._is_settled = not strategy.captures_exchange
         # Results of `shape_of` for the micro-batches of this step so far, and of the step before.
         self._shapes: list[tuple[object, ...]] = []
@@ -172,18 +174,19 @@ class GraphSteps(EagerSteps):
         same. Otherwise, or if another rank has given up captures, this rank gives them up.
         """
         super().check()
+        if self.captured:
+            changed = find_change(self.captured.made_for, self._addresses_and_settings())
+            if changed is not None:
+                self._reason = f"{changed} is not as it was at the capture"
+            elif self.strategy.captures_exchange and self._is_generator_replaced:
+                self._reason = "the capture of an evaluation failed"
         self._follow_ranks()
-        if self.captured is None:
-            return
-        changed = find_change(self.captured.made_for, self._addresses_and_settings())
-        if changed is not None:
-            self._give_up(f"{changed} is not as it was an epoch before")
 
     @property
     def should_capture(self) -> bool:
         """Whether the previous step should be captured now."""
         if self.strategy.captures_exchange:
-            return self._meets_ranks
+            return self._will_meet
         return self._evidence is not None and self._evidence.usual
 
     def capture(self) -> None:
@@ -195,15 +198,13 @@ class GraphSteps(EagerSteps):
         evidence = self._evidence
         self._evidence = None
         if self.strategy.captures_exchange:
-            self._meets_ranks = False
+            self._will_meet = False
             self._follow_ranks()
             if self.recorder is None:
                 self._is_settled = True
                 return
-            # The host will wait for the device, and so for the other ranks.
-            self.strategy.world.heartbeat()
         is_ready = evidence is not None and evidence.usual and evidence.is_finite()
-        if self._is_on_any_rank(not is_ready):
+        if self._ranks.is_any(not is_ready):
             return
         assert evidence
         self._attempt(lambda: self._capture_and_compare(evidence))
@@ -218,15 +219,15 @@ class GraphSteps(EagerSteps):
         self.rates.set(lr)
         self._micro_step = 0
         # This is the same on all ranks.
-        self._meets_ranks = not self._is_settled and self._step_count >= self._eager_steps - 1
+        self._will_meet = not self._is_settled and self._step_count >= self._eager_steps - 1
         if self.recorder is None:
             return
-        # A failed capture, such as that of an evaluation, may replace the state of a generator.
-        # Graphs that were captured before would still draw from the old state, so they are dropped.
-        if self.captured and self._recoveries != cuda_graphs.recoveries:
+        if self.captured and self._is_generator_replaced:
             if self.strategy.captures_exchange:
-                self._give_up("another capture failed, and replaced a random generator")
-                return
+                raise RecipeError(
+                    "graphs=true: another capture failed, and captured steps would no longer draw "
+                    "random numbers in order: set graphs=false"
+                )
             self._drop()
         self._shapes_before = self._shapes
         self._shapes = []
@@ -250,7 +251,10 @@ class GraphSteps(EagerSteps):
         """
         micro_step = self._micro_step
         self._micro_step = micro_step + 1
-        with self.strategy.forward_watch or nullcontext():
+        # A pass in which ranks exchange gradients waits for the slowest of them.
+        exchanges = sync and self.strategy.captures_exchange
+        watch = None if exchanges else self.strategy.forward_watch
+        with watch or nullcontext():
             if self.recorder is None:
                 return self.launch(batch, weight, sync)
             self._shapes.append(shape_of(batch))
@@ -258,6 +262,11 @@ class GraphSteps(EagerSteps):
             if captured_pass:
                 self._replays = True
                 return self._replay(captured_pass, batch, micro_step)
+            if self.captured and self.strategy.captures_exchange:
+                raise RecipeError(
+                    "graphs=true: a micro-batch has another shape than the captured one, and ranks "
+                    "must replay a step together: set graphs=false"
+                )
             # The gradients of an earlier replayed step still exist, and this eager step must not
             # add to them.
             if micro_step == 0 and self.captured:
@@ -371,68 +380,31 @@ class GraphSteps(EagerSteps):
         """
         states = read_device_states(self._devices)
         try:
-            self._on_all_ranks(lambda: self._capture_step(evidence))
-            self._on_all_ranks(lambda: self._compare(evidence))
+            self._ranks.do(lambda: self._capture_step(evidence))
+            fault = find_difference(
+                evidence,
+                collect_live_state(self.strategy, self.updater),
+                self.strategy.recipe.precision,
+                lambda: self._replay_evidence(evidence),
+                self._ranks,
+            )
+            reason = fault and f"a replay computes another step: the {fault}"
+            if self.strategy.captures_exchange:
+                reason = self._ranks.share_reason(reason)
+            if reason:
+                raise NotCapturable(reason)
         finally:
             set_device_states(self._devices, states)
 
-    def _compare(self, evidence: Evidence) -> None:
-        fault = find_difference(
-            evidence,
-            collect_live_state(self.strategy, self.updater),
-            self.strategy.recipe.precision,
-            lambda: self._replay_evidence(evidence),
-            self._is_on_any_rank,
-        )
-        if fault:
-            raise NotCapturable(f"a replay computes another step: the {fault}")
-
-    def _on_all_ranks(self, work: Callable[[], None]) -> None:
-        """Do a part of a capture, and raise NotCapturable if it failed on any rank.
-
-        Ranks that exchange nothing in their passes do not wait for each other.
-        """
-        failure = None
-        try:
-            work()
-        except Exception as error:
-            failure = error
-        if not self.strategy.captures_exchange:
-            reason = None
-        elif failure is None:
-            reason = self._share_reason(None)
-        else:
-            reason = self._share_reason(str(failure) or type(failure).__name__)
-        if failure is not None:
-            raise failure
-        if reason is not None:
-            raise NotCapturable(reason)
-
-    def _is_on_any_rank(self, is_true: bool) -> bool:
-        """Return whether a condition holds on any of the ranks that replay together."""
-        if not self.strategy.captures_exchange:
-            return is_true
-        return self.strategy.world.is_any(is_true)
-
     def _follow_ranks(self) -> None:
-        """Give up captures if another rank has done so. Collective.
+        """Give up captures if any rank has a reason to do so. Collective.
 
-        A rank with eager steps would delay the others, so either all ranks replay or none.
+        NCCL allows no rank to replay a step that another one computes eagerly. Besides, a rank with
+        eager steps would delay the others.
         """
-        reason = self._share_reason(self._reason)
+        reason = self._ranks.share_reason(self._reason)
         if reason is not None and self.recorder:
             self._give_up(reason)
-
-    def _share_reason(self, reason: str | None) -> str | None:
-        """Return the first rank's reason to give up captures, if any has one. Collective."""
-        world = self.strategy.world
-        if world.size == 1:
-            return None
-        reasons: list[str | None] = world.broadcast_object(world.gather(reason))
-        for rank, text in enumerate(reasons):
-            if text is not None:
-                return f"{text} (rank {rank})"
-        return None
 
     def _capture_step(self, evidence: Evidence) -> None:
         assert self.recorder
@@ -467,8 +439,7 @@ class GraphSteps(EagerSteps):
         return CapturedPass(batch, eager.weight, loss, replay)
 
     def _key(self, micro_step: int, batch: Batch, sync: bool) -> tuple[bool, bool, object]:
-        exchanges = sync and self.strategy.captures_exchange
-        return micro_step == 0, exchanges, shape_of(batch)
+        return micro_step == 0, sync and self.strategy.captures_exchange, shape_of(batch)
 
     def _find_pass(
         self, micro_step: int, batch: Batch, weight: float, sync: bool
@@ -500,7 +471,7 @@ class GraphSteps(EagerSteps):
         """Replay the step of the evidence with its micro-batches and random numbers."""
         captured = self.captured
         losses = []
-        draws_alike = True
+        has_same_draws = True
         assert captured
         self.rates.set(evidence.lr)
         for micro_step, eager in enumerate(evidence.passes):
@@ -509,13 +480,13 @@ class GraphSteps(EagerSteps):
             captured_pass = captured.passes[self._key(micro_step, eager.batch, eager.sync)]
             losses.append(self._replay(captured_pass, eager.batch, micro_step))
             states = read_device_states(self._devices)
-            draws_alike = draws_alike and all(map(torch.equal, states, random_after))
+            has_same_draws &= all(map(torch.equal, states, random_after))
         if self.strategy.captures_exchange:
             self.strategy.world.heartbeat()
         # Raise this after all passes, in which other ranks may wait for messages.
-        if self._is_on_any_rank(not draws_alike):
+        if self._ranks.is_any(not has_same_draws):
             raise NotCapturable("a replay draws more or fewer random numbers")
-        gradients = copy_list(captured.gradients)
+        gradients = self._ranks.do(lambda: copy_list(captured.gradients))
         total = torch.stack(losses).sum()
         if captured.update:
             captured.loss.copy_(total)
@@ -556,9 +527,13 @@ class GraphSteps(EagerSteps):
         """Give up captures for `reason`, and compute everything from now on eagerly.
 
         This is possible in the middle of a step too, because its gradients stay at their addresses.
+        Ranks that replay together give up in their next meeting.
         """
-        self._say(f"  graphs: the step is launched kernel by kernel: {reason}")
         self._reason = reason
+        if self._will_meet:
+            self._evidence = None
+            return
+        self._say(f"  graphs: the step is launched kernel by kernel: {reason}")
         self._drop()
         self.close()
 
@@ -584,6 +559,14 @@ class GraphSteps(EagerSteps):
         # them.
         if self._micro_step == 0:
             self.updater.zero_grad()
+
+    @property
+    def _is_generator_replaced(self) -> bool:
+        """Whether a failed capture, such as that of an evaluation, has replaced a generator.
+
+        Graphs that were captured before would still draw from the old state.
+        """
+        return self._recoveries != cuda_graphs.recoveries
 
     def _addresses_and_settings(self) -> dict[str, object]:
         """Return the addresses and settings that a captured step depends on, by name.

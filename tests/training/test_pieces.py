@@ -123,7 +123,8 @@ def test_recompute_auto_stays_as_it_was_when_pieces_were_tried(monkeypatch):
         return opened.recipe.replace(recompute=True), 3
 
     def build(resolved):
-        return SimpleNamespace(resolved=resolved, strategy=SimpleNamespace(tuned={}), loader=loader)
+        strategy = SimpleNamespace(tuned={}, close=lambda: None)
+        return SimpleNamespace(resolved=resolved, strategy=strategy, loader=loader)
 
     monkeypatch.setattr(choosing, "choose_recompute", choose)
     monkeypatch.setattr(choosing, "_recall_number", lambda *_: None)

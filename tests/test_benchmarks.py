@@ -23,7 +23,7 @@ COMMANDS = [
     "start_of_ranks.py --rounds 1",
     "unequal_ranks.py 0.0001,0.0003 1",
     "workers.py ddp --batch 8 --size 32 --steps 4 --rounds 1",
-    "workers.py pipeline --batch 8 --size 32 --steps 4 --rounds 1",
+    "workers.py pipeline --batch 48 --size 64 --steps 3 --rounds 1",
     "workers.py hogwild --batch 8 --size 32 --steps 4 --rounds 1",
     "workers.py local_sgd --batch 8 --size 32 --steps 4 --rounds 1",
 ]

@@ -63,6 +63,8 @@ class Bench:
         self.pipeline.setup(self.model)
         self.model.to(memory_format=torch.channels_last)
         self.traced = trace(self.model)
+        # `setup` has dropped them after its own trials.
+        self.pipeline.model, self.pipeline.traced = self.model, self.traced
 
     def say(self, text: str) -> None:
         if self.world.is_main:
@@ -70,7 +72,7 @@ class Bench:
 
     def step(self, plan: Plan) -> float:
         """Seconds of a step of `plan`: the fastest after one to warm up."""
-        return self.pipeline.trial(self.traced, plan).seconds
+        return self.pipeline.trial(plan).seconds
 
     def alone(self, plan: Plan, repeats: int = 3) -> list[float]:
         """Return the seconds of one micro-batch, forward and backward, on each stage while the

@@ -297,7 +297,7 @@ def settled(words, monkeypatch, tuned=()):
     share = DataShare(1, 2, numbers=fixed_shares(load(None, *words)))
 
     def build(resolved):
-        strategy = SimpleNamespace(tuned=dict(resolved.tuned), share=share)
+        strategy = SimpleNamespace(tuned=dict(resolved.tuned), share=share, close=lambda: None)
         return SimpleNamespace(
             recipe=resolved.recipe,
             resolved=resolved,

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.command_line import free_port
 from trainer.models.zoo import build
 from trainer.recipe.schema import ModelRecipe
 
@@ -49,6 +50,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.steps = 0
+        self.begun = self.now = 0.0
 
     def step(self) -> None:
         self.steps += 1
@@ -113,7 +115,7 @@ def train_with_lightning(options: argparse.Namespace) -> float:
 def run_variant(name: str, options: argparse.Namespace) -> float:
     """Return the images/s of a fresh job of two ranks."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29555"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
     with tempfile.TemporaryDirectory() as folder:
         if name == "trainer":
             words = ["data.name=synthetic", "data.image_size=32", "data.val_samples=2", "epochs=1"]

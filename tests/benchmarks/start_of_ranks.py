@@ -22,7 +22,8 @@ import tempfile
 import time
 from pathlib import Path
 
-RANKS = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29556"]
+from tests.command_line import free_port
+
 QUIET = ["threads=1", "mode=ddp", "logging.progress=false", "logging.every_steps=1"]
 KILLED = 40
 BARE = """
@@ -66,11 +67,16 @@ def wait_for_step(file: Path, step: int, process: subprocess.Popen[bytes]) -> fl
     return time.perf_counter()
 
 
+def torchrun() -> list[str]:
+    port = f"--master_port={free_port()}"
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", port]
+
+
 def start_own() -> float:
     with tempfile.TemporaryDirectory() as folder:
         words = [*QUIET, "recipe=digits", "max_steps=5", f"output={folder}/run"]
+        command = [*torchrun(), "-m", "trainer", *words]
         begun = time.perf_counter()
-        command = [sys.executable, *RANKS, "-m", "trainer", *words]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         seconds = wait_for_step(Path(folder, "run", "steps.csv"), 1, process) - begun
         process.wait()
@@ -81,8 +87,9 @@ def start_bare() -> float:
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "bare.py")
         script.write_text(BARE)
+        command = [*torchrun(), str(script)]
         begun = time.perf_counter()
-        process = subprocess.Popen([sys.executable, *RANKS, str(script)], stdout=subprocess.PIPE)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE)
         assert process.stdout
         process.stdout.readline()
         seconds = time.perf_counter() - begun

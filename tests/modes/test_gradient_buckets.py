@@ -283,7 +283,7 @@ def send_from_one_buffer(self, bucket, plain=GradientBuckets._start):
 
 def copy_back_too_early(self, bucket, plain=GradientBuckets._start):
     plain(self, bucket)
-    views = gradient_buckets._view_as(bucket.message, bucket.gradients)
+    views = gradient_buckets.view_with_strides(bucket.message, bucket.gradients)
     torch._foreach_copy_(bucket.gradients, views)
 
 

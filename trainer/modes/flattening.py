@@ -37,6 +37,19 @@ def view_with_shapes(row: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [flat.view(tensor.shape) for flat, tensor in pairs]
 
 
+def view_with_strides(row: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return consecutive views of a flat tensor that have the shapes and strides of `tensors`.
+
+    A copy between such a view and its tensor is a plain copy of memory, also with channels_last.
+    The order of elements differs from `flatten_tensors`, so the two do not go together.
+    """
+    sizes = [tensor.numel() for tensor in tensors]
+    views = []
+    for flat, tensor in zip(torch.split(row, sizes), tensors, strict=True):
+        views.append(flat.as_strided(tensor.shape, tensor.stride(), flat.storage_offset()))
+    return views
+
+
 def apply_collective(tensors: Iterable[Tensor], collective: Callable[[Tensor], Tensor]) -> None:
     """Apply a collective to tensors in place, with one message per device and data type.
 

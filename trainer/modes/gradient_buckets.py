@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trainer.distributed.world import World
 from trainer.errors import RecipeError
+from trainer.modes.flattening import view_with_strides
 
 # Maximum number of bytes of the first bucket, and of every other one, as in DDP. The first bucket
 # is small, so that the exchange starts early.
@@ -160,7 +161,7 @@ class GradientBuckets:
             dtype=gradients[0].dtype,
             device=gradients[0].device,
         )
-        torch._foreach_copy_(_view_as(flat, gradients), gradients)
+        torch._foreach_copy_(view_with_strides(flat, gradients), gradients)
         bucket.message = flat.bfloat16() if self._compress else flat
         bucket.work = self._world.start_sum(bucket.message)
 
@@ -168,22 +169,10 @@ class GradientBuckets:
         assert bucket.message is not None
         self._world.wait(bucket.work)
         gradients = bucket.gradients
-        torch._foreach_copy_(gradients, _view_as(bucket.message, gradients))
+        torch._foreach_copy_(gradients, view_with_strides(bucket.message, gradients))
 
 
 def _note_gradient(reference: weakref.ref[GradientBuckets], index: int, parameter: Tensor) -> None:
     buckets = reference()
     if buckets is not None:
         buckets.note_gradient(index, parameter)
-
-
-def _view_as(flat: Tensor, gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return consecutive views of a flat tensor that have the shapes and strides of `gradients`.
-
-    With other strides, torch would make an additional copy.
-    """
-    sizes = [gradient.numel() for gradient in gradients]
-    views = []
-    for part, gradient in zip(torch.split(flat, sizes), gradients, strict=True):
-        views.append(part.as_strided(gradient.shape, gradient.stride(), part.storage_offset()))
-    return views

@@ -10,22 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from trainer.data import Batch
-from trainer.devices.cuda_graphs import NotCapturable
-from trainer.errors import is_out_of_memory
 from trainer.models.equivalence import NOISE, TOLERANCE, relative_error
 from trainer.models.host_state import list_held_tensors
-from trainer.modes.base import Strategy
 from trainer.modes.state import ModelState
 from trainer.optim.optimization import Updater
 from trainer.optim.optimizers import name_optimizer_state
+from trainer.training.replaying_ranks import ReplayingRanks
 
-Made = TypeVar("Made")
 # When the changes of a weight in two computations of a step are compared, a difference up to this
 # fraction of the weight's norm is always tolerated, because rounding of the weight can cause it.
 ULP = 2.0**-22
@@ -162,52 +159,6 @@ class StepResult(NamedTuple):
                 yield name, relative_error(one - start, two - start, floor)
             else:
                 yield name, relative_error(one, two)
-
-
-class ReplayingRanks:
-    """The ranks that capture and replay a step together, because they exchange messages in it.
-
-    Ranks that exchange nothing in their passes replay alone: then `is_any` and `do` look at this
-    rank only.
-    """
-
-    def __init__(self, strategy: Strategy) -> None:
-        self._world = strategy.world
-        self._are_several = strategy.captures_exchange
-
-    def is_any(self, condition: bool) -> bool:
-        """Return whether a condition holds on any rank. Collective."""
-        return self._world.is_any(condition) if self._are_several else condition
-
-    def do(self, work: Callable[[], Made]) -> Made:
-        """Return the result of work that exchanges no message, if all ranks can do it. Collective.
-
-        Without this, a rank that fails would leave the others waiting for its next message.
-
-        Raises:
-            NotCapturable: the work failed on another rank.
-        """
-        if not self._are_several:
-            return work()
-        try:
-            result = work()
-        except Exception as error:
-            self.share_reason("no memory" if is_out_of_memory(error) else str(error))
-            raise
-        reason = self.share_reason(None)
-        if reason is not None:
-            raise NotCapturable(reason)
-        return result
-
-    def share_reason(self, reason: str | None) -> str | None:
-        """Return the reason of the first rank that has one against captures. Collective."""
-        if self._world.size == 1:
-            return reason
-        reasons: list[str | None] = self._world.broadcast_object(self._world.gather(reason))
-        for rank, text in enumerate(reasons):
-            if text is not None:
-                return f"{text} (rank {rank})"
-        return None
 
 
 def find_difference(

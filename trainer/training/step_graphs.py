@@ -40,10 +40,10 @@ from trainer.optim.optimization import Updater
 from trainer.optim.optimizers import LearningRates
 from trainer.recipe.optimizer_table import OPTIMIZERS
 from trainer.training import step_tuning
+from trainer.training.replaying_ranks import NO_MEMORY, ReplayingRanks
 from trainer.training.step_evidence import (
     EagerPass,
     Evidence,
-    ReplayingRanks,
     StepResult,
     collect_live_state,
     copy_list,
@@ -146,11 +146,9 @@ class GraphSteps(EagerSteps):
         self._step_count = 0
         self._micro_step = 0
         self._tries = 0
-        # Whether ranks that replay together meet in the next call of `capture`, and whether all of
-        # them have captured the step, or given up.
         self._ranks = ReplayingRanks(strategy)
+        # Whether ranks that replay together meet in the next call of `capture`.
         self._will_meet = False
-        self._is_settled = not strategy.captures_exchange
         # Results of `shape_of` for the micro-batches of this step so far, and of the step before.
         self._shapes: list[tuple[object, ...]] = []
         self._shapes_before: list[tuple[object, ...]] = []
@@ -168,7 +166,9 @@ class GraphSteps(EagerSteps):
         )
 
     def check(self) -> None:
-        """Check at the start of an epoch that the captured step is still valid. Collective.
+        """Check that the captured step is still valid. Collective.
+
+        The loop calls this at the start of an epoch, and after an evaluation within it.
 
         Its tensors must be at the same addresses, and the settings that the model reads must be the
         same. Otherwise, or if another rank has given up captures, this rank gives them up.
@@ -201,14 +201,12 @@ class GraphSteps(EagerSteps):
             self._will_meet = False
             self._follow_ranks()
             if self.recorder is None:
-                self._is_settled = True
                 return
         is_ready = evidence is not None and evidence.usual and evidence.is_finite()
         if self._ranks.is_any(not is_ready):
             return
         assert evidence
         self._attempt(lambda: self._capture_and_compare(evidence))
-        self._is_settled = True
 
     def begin(self, lr: float) -> None:
         """Begin a step with learning rate `lr`.
@@ -218,8 +216,6 @@ class GraphSteps(EagerSteps):
         """
         self.rates.set(lr)
         self._micro_step = 0
-        # This is the same on all ranks.
-        self._will_meet = not self._is_settled and self._step_count >= self._eager_steps - 1
         if self.recorder is None:
             return
         if self.captured and self._is_generator_replaced:
@@ -228,13 +224,15 @@ class GraphSteps(EagerSteps):
                     "graphs=true: another capture failed, and captured steps would no longer draw "
                     "random numbers in order: set graphs=false"
                 )
-            self._drop()
+            self.forget()
         self._shapes_before = self._shapes
         self._shapes = []
         self._replays = False
         self._evidence = None
         if self.captured or self._step_count < self._eager_steps - 1:
             return
+        # Ranks that replay together have captured the step, or given up, on all ranks or on none.
+        self._will_meet = self.strategy.captures_exchange
         if self._tries < MAX_TRIES:
             self._tries += 1
             self._attempt(lambda: self._start_evidence(lr))
@@ -283,9 +281,9 @@ class GraphSteps(EagerSteps):
 
     def update(self, loss: Tensor, want_norm: bool) -> Tensor | None:
         """Update the weights as `EagerSteps.update` does, by a replay if the step is replayed."""
-        self._step_count += 1
         if self.recorder is None:
             return super().update(loss, want_norm)
+        self._step_count += 1
         captured = self.captured
         if self._replays and captured and captured.update:
             captured.loss.copy_(loss)
@@ -521,7 +519,7 @@ class GraphSteps(EagerSteps):
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            self._give_up("there is not enough memory to capture it")
+            self._give_up(NO_MEMORY)
 
     def _give_up(self, reason: str) -> None:
         """Give up captures for `reason`, and compute everything from now on eagerly.
@@ -534,7 +532,7 @@ class GraphSteps(EagerSteps):
             self._evidence = None
             return
         self._say(f"  graphs: the step is launched kernel by kernel: {reason}")
-        self._drop()
+        self.forget()
         self.close()
 
     def forget(self) -> None:
@@ -543,15 +541,6 @@ class GraphSteps(EagerSteps):
         A later step may be captured again, unless captures were given up. All ranks call this
         before the same step.
         """
-        self._drop()
-        self._is_settled = not self.strategy.captures_exchange
-
-    def close(self) -> None:
-        if self.recorder:
-            self.recorder.close()
-            self.recorder = None
-
-    def _drop(self) -> None:
         self.captured = None
         self._evidence = None
         self._tries = 0
@@ -559,6 +548,11 @@ class GraphSteps(EagerSteps):
         # them.
         if self._micro_step == 0:
             self.updater.zero_grad()
+
+    def close(self) -> None:
+        if self.recorder:
+            self.recorder.close()
+            self.recorder = None
 
     @property
     def _is_generator_replaced(self) -> bool:
